@@ -106,21 +106,23 @@ class TorchtitanExperts(_OnMesh):
         """Keep what the dispatcher needs, and this rank's weights."""
         module: Any = import_module("torchtitan.models.common.token_dispatcher")
         import_module("torchtitan.distributed.utils").set_spmd_backend("partial_dtensor")
-        self._made = module.AllToAllTokenDispatcher
+        self._dispatcher_type = module.AllToAllTokenDispatcher
         self._num_experts, self._mesh = whole.num_experts, mesh
         self.w1, self.w3, self.w2 = (each.clone().requires_grad_() for each in (own.w1, own.w3, own.w2))
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         """Dispatch, multiply expert by expert, combine."""
-        dispatcher = self._made(self._made.Config(num_experts=self._num_experts, top_k=experts.shape[1]))
+        dispatcher = self._dispatcher_type(
+            self._dispatcher_type.Config(num_experts=self._num_experts, top_k=experts.shape[1])
+        )
         dispatcher.wire_meshes(ep_mesh=self._mesh)
         counts = torch.bincount(experts.flatten(), minlength=self._num_experts)
         rows, arrived, metadata = dispatcher.dispatch(x, gates, experts, counts)
-        made = [
+        results = [
             (F.silu(part @ self.w1[number].T) * (part @ self.w3[number].T)) @ self.w2[number].T
             for number, part in enumerate(rows.split(arrived.tolist()))
         ]
-        y: Tensor = dispatcher.combine(torch.cat(made), metadata, x)
+        y: Tensor = dispatcher.combine(torch.cat(results), metadata, x)
         return y
 
     def gradients(self) -> SwiGLUWeights:
@@ -177,7 +179,7 @@ class DeepSpeedExperts(AbstractRoutedExperts):
         for number, expert in enumerate(experts.deepspeed_experts):
             for name in ("w1", "w3", "w2"):
                 getattr(expert, name).data.copy_(getattr(own, name)[number])
-        self.gate = _Told(weights.num_experts, group)
+        self.gate = _GivenGate(weights.num_experts, group)
         self.layer = sharded.MOELayer(self.gate, experts, "ep", group.size(), own.num_experts)
         self.layer.ep_group = group
 
@@ -198,7 +200,7 @@ class AutoEPExperts(AbstractRoutedExperts):
 
     def __init__(self, weights: SwiGLUWeights, group: dist.ProcessGroup) -> None:
         self.layer = _autoep(LayerSpec(torch.zeros(weights.num_experts, weights.w1.shape[2]), weights, group, 2, None))
-        self.router = self.layer.router = _ToldAutoEP(weights.num_experts)
+        self.router = self.layer.router = _GivenRouter(weights.num_experts)
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         """Pass the routing to the router and run the layer on a batch of one sequence."""
@@ -297,15 +299,17 @@ class TorchtitanLayer(AbstractMoELayer):
         """Return the norm as torchtitan computes it, with DTensors as in its models: experts over ep, the router replicated."""
         _sum_gradient(self.router.gate.weight, self.group)
         own = self.experts
-        each: list[tuple[Tensor, DeviceMesh, Placement]] = [(self.router.gate.weight, own.mesh["copies"], Replicate())]
-        each += [(weight, own.mesh["ep"], Shard(0)) for weight in (own.w1, own.w3, own.w2)]
-        held = []
-        for weight, mesh, place in each:
+        placed: list[tuple[Tensor, DeviceMesh, Placement]] = [
+            (self.router.gate.weight, own.mesh["copies"], Replicate())
+        ]
+        placed += [(weight, own.mesh["ep"], Shard(0)) for weight in (own.w1, own.w3, own.w2)]
+        parameters = []
+        for weight, mesh, place in placed:
             parameter = nn.Parameter(DTensor.from_local(weight.detach(), mesh, [place]))
             parameter.grad = DTensor.from_local(_gradient(weight), mesh, [place])
-            held.append(parameter)
+            parameters.append(parameter)
         clip = import_module("torchtitan.distributed.utils").clip_grad_norm_
-        return float(clip(held, math.inf, ep_enabled=True))
+        return float(clip(parameters, math.inf, ep_enabled=True))
 
 
 class DeepSpeedMoELayer(AbstractMoELayer):
@@ -401,7 +405,7 @@ class _OneExpert(nn.Module):
         return F.linear(F.silu(F.linear(rows, self.w1)) * F.linear(rows, self.w3), self.w2)
 
 
-class _Told(nn.Module):
+class _GivenGate(nn.Module):
     """A gate with DeepSpeed's interface that returns a given routing; its capacity suits the fullest expert of any rank."""
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
@@ -411,14 +415,14 @@ class _Told(nn.Module):
 
     def forward(self, x: Tensor, *rest: object) -> tuple[Any, ...]:
         chosen_KT = self.experts.T.contiguous()
-        taken = F.one_hot(chosen_KT.flatten(), self.num_experts)
-        place = (taken.cumsum(0) - 1).gather(1, chosen_KT.flatten().unsqueeze(1)).view_as(chosen_KT)
-        capacity = taken.sum(0).max() if len(taken) else torch.zeros((), dtype=torch.int64)
+        one_hot = F.one_hot(chosen_KT.flatten(), self.num_experts)
+        place = (one_hot.cumsum(0) - 1).gather(1, chosen_KT.flatten().unsqueeze(1)).view_as(chosen_KT)
+        capacity = one_hot.sum(0).max() if len(one_hot) else torch.zeros((), dtype=torch.int64)
         dist.all_reduce(capacity, op=dist.ReduceOp.MAX, group=self.group)
-        return x.new_zeros(()), capacity, self.num_experts, chosen_KT, place, self.gates.T, taken.sum(0)
+        return x.new_zeros(()), capacity, self.num_experts, chosen_KT, place, self.gates.T, one_hot.sum(0)
 
 
-class _ToldAutoEP(nn.Module):
+class _GivenRouter(nn.Module):
     """A router with AutoEP's interface that returns a given routing."""
 
     def __init__(self, num_experts: int) -> None:
@@ -445,10 +449,10 @@ def _deepspeed() -> Iterator[None]:
 
 def _autoep(spec: LayerSpec) -> Any:
     """Return the layer that AutoEP makes of the MoE layer in a Mixtral of one block."""
-    model, made = _autoep_of(spec)
+    model, autoep = _autoep_of(spec)
     with _deepspeed():
         layer: Any = import_module("deepspeed.module_inject.auto_ep_layer").AutoEPMoELayer(
-            made.ep_parser()[0], model.model.layers[0].mlp, spec.group.size(), spec.group.rank(), made.config
+            autoep.ep_parser()[0], model.model.layers[0].mlp, spec.group.size(), spec.group.rank(), autoep.config
         )
         layer.set_deepspeed_parallelism()
     return layer
@@ -482,8 +486,8 @@ def _autoep_of(spec: LayerSpec) -> tuple[Any, Any]:
 
 def _autoep_in_model(spec: LayerSpec) -> None:
     """Let AutoEP replace the MoE layer in a model."""
-    _, made = _autoep_of(spec)
-    made.replace_moe_layer(made.ep_parser()[0], ep_size=spec.group.size(), ep_rank=spec.group.rank())
+    _, autoep = _autoep_of(spec)
+    autoep.replace_moe_layer(autoep.ep_parser()[0], ep_size=spec.group.size(), ep_rank=spec.group.rank())
 
 
 def _deepspeed_norm(layer: nn.Module, router: nn.Parameter, group: dist.ProcessGroup) -> float:
@@ -566,43 +570,43 @@ class CertificateOptions(PagedOptions):
 
 def measure(options: CertificateOptions, cases: None, told: Told) -> list[dict[str, Any]]:
     """Return a row per system, number of ranks, situation and quantity, and one per system that cannot run."""
-    wanted = options.only.split(",") if options.only else list(SYSTEMS)
-    unknown = [name for name in wanted if name not in SYSTEMS]
+    names = options.only.split(",") if options.only else list(SYSTEMS)
+    unknown = [name for name in names if name not in SYSTEMS]
     if unknown:
         raise InputError(f"only={unknown[0]}: choose among {', '.join(SYSTEMS)}")
-    found: list[dict[str, Any]] = []
-    for name in wanted:
+    rows: list[dict[str, Any]] = []
+    for name in names:
         system = SYSTEMS[name]
         head = {"system": name, "what": system.what, "version": None}
         with contextlib.suppress(PackageNotFoundError):
             head["version"] = version(system.package)
         if head["version"] is None:
-            found.append({**head, "failed": f"{system.package} is not installed"})
+            rows.append({**head, "failed": f"{system.package} is not installed"})
             continue
         for world in WORLDS:
             told(f"{name} {head['version']} on {world} ranks")
-            found += [{**head, "world": world, **each} for each in _certified(name, world)]
-    return found + [
+            rows += [{**head, "world": world, **each} for each in _certified(name, world)]
+    return rows + [
         {"system": name, "version": None, "failed": f"needs a GPU: {why}"} for name, why in NEEDS_A_GPU.items()
     ]
 
 
 def _certified(name: str, world: int) -> list[dict[str, Any]]:
     try:
-        found: list[dict[str, Any]] = on_ranks(world, _rank, name, timeout_seconds=TIMEOUT_SECONDS)[0]
+        rows: list[dict[str, Any]] = on_ranks(world, _rank, name, timeout_seconds=TIMEOUT_SECONDS)[0]
     except Exception as error:
         return [{"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}]
-    return found
+    return rows
 
 
 def _rank(name: str) -> list[dict[str, Any]]:
     torch._dynamo.config.disable = (
         True  # some systems compile single functions, which says nothing about their exchange
     )
-    found = [asdict(each) | {"holds": each.holds()} for each in certify(SYSTEMS[name].make)]
-    found += _put(SYSTEMS[name])
-    whole = certify_layer(SYSTEMS[name].make_layer)
-    return found + [asdict(each) | {"holds": each.holds(), "is_layer": True} for each in whole]
+    rows = [asdict(each) | {"holds": each.holds()} for each in certify(SYSTEMS[name].make)]
+    rows += _put(SYSTEMS[name])
+    layers = certify_layer(SYSTEMS[name].make_layer)
+    return rows + [asdict(each) | {"holds": each.holds(), "is_layer": True} for each in layers]
 
 
 def _put(system: CertifiedSystem) -> list[dict[str, Any]]:
@@ -622,10 +626,10 @@ def _put(system: CertifiedSystem) -> list[dict[str, Any]]:
 _SHAPES = ((24, 16), (24, 16), (16, 24))
 
 
-def claims(found: list[dict[str, Any]]) -> list[Claim]:
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return claims on the number of other systems that ran and on the worst error of ours."""
-    ran = {SYSTEMS[row["system"]].package for row in found if "quantity" in row}
-    own = [row["error"] for row in found if row["system"] == "moesaic" and "quantity" in row]
+    ran = {SYSTEMS[row["system"]].package for row in rows if "quantity" in row}
+    own = [row["error"] for row in rows if row["system"] == "moesaic" and "quantity" in row]
     others = len(ran - {"moesaic"})
     return [
         Claim(name="certificates.systems", value=others, unit="1", target=SYSTEMS_ASKED, op=">="),
@@ -684,9 +688,9 @@ CASES = {
 """Minimal reproductions by (system, situation), in words and in code."""
 
 
-def _parted(found: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+def _parted(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
     """Return the rows of experts and the rows of whole layers, separately."""
-    return [row for row in found if "is_layer" not in row], [row for row in found if "is_layer" in row]
+    return [row for row in rows if "is_layer" not in row], [row for row in rows if "is_layer" in row]
 
 
 def _markdown(columns: Sequence[tuple[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -694,9 +698,9 @@ def _markdown(columns: Sequence[tuple[str, str]], rows: Sequence[Mapping[str, An
     return markdown_table(lines)
 
 
-def tables(found: Sequence[Mapping[str, Any]]) -> list[Table]:
+def tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Return two tables, for experts and for whole layers, with the situations that each system passes."""
-    experts, layers = _parted(found)
+    experts, layers = _parted(rows)
     columns = [
         [Column(key=key, title=title, is_text=True) for title, key in each] for each in (_COLUMNS, _LAYER_COLUMNS)
     ]
@@ -714,23 +718,23 @@ _LAYER_COLUMNS = [
 AUXILIARY = "auxiliary loss over "
 
 
-def _summary(found: Sequence[Mapping[str, Any]], situations: Sequence[str]) -> list[dict[str, Any]]:
+def _summary(rows: Sequence[Mapping[str, Any]], situations: Sequence[str]) -> list[dict[str, Any]]:
     """Return a row per system with its result in each situation."""
-    made = []
-    for name in dict.fromkeys(row["system"] for row in found):
-        own = [row for row in found if row["system"] == name]
+    summary = []
+    for name in dict.fromkeys(row["system"] for row in rows):
+        own = [row for row in rows if row["system"] == name]
         cells = {each: _cell([row for row in own if row.get("situation") == each]) for each in situations}
         if not any("quantity" in row for row in own):
             cells = {each: own[0]["failed"] if each == situations[0] else "" for each in situations}
-        made.append({"system": name, "version": own[0]["version"], **cells})
-    return made
+        summary.append({"system": name, "version": own[0]["version"], **cells})
+    return summary
 
 
-def _layer_summary(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _layer_summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a row per system whose whole layer was tested."""
-    made = _summary(found, [each.name for each in LAYER_SITUATIONS])
-    for row in made:
-        own = [each for each in found if each["system"] == row["system"]]
+    summary = _summary(rows, [each.name for each in LAYER_SITUATIONS])
+    for row in summary:
+        own = [each for each in rows if each["system"] == row["system"]]
         over = [each for each in own if each["quantity"].startswith(AUXILIARY) and each["holds"]]
         factors = sorted({f"{each['factor']:.3g}" for each in over})
         row["over"] = (
@@ -738,7 +742,7 @@ def _layer_summary(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         )
         row["norm"] = _cell([each for each in own if each["quantity"] == "gradient norm"]) or "its trainer's"
         row["capacity"] = row["capacity"] or "has none"
-    return made
+    return summary
 
 
 def _cell(own: Sequence[Mapping[str, Any]]) -> str:

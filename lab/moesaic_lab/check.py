@@ -47,29 +47,29 @@ class CheckedOptions(BenchmarkOptions):
         return CheckOptions(cases=self.cases, seed=self.seed, gloo=self.gloo, workers=self.workers)
 
 
-def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row per checked quantity, planted bug, number of processes, balancing answer and failure."""
-    made = [{"quantity": quantity, "worst_error": error} for quantity, error in found["worst_errors"].items()]
-    made += found["mutants"]
-    made += [{"world": int(world), "cases": cases} for world, cases in found["cases_by_processes"].items()]
-    made += [{"balance": answer, "cases": cases} for answer, cases in found["cases_by_balance"].items()]
-    return made + found["failures"]
+    lines = [{"quantity": quantity, "worst_error": error} for quantity, error in result["worst_errors"].items()]
+    lines += result["mutants"]
+    lines += [{"world": int(world), "cases": cases} for world, cases in result["cases_by_processes"].items()]
+    lines += [{"balance": answer, "cases": cases} for answer, cases in result["cases_by_balance"].items()]
+    return lines + result["failures"]
 
 
-def claims(found: dict[str, Any]) -> list[Claim]:
+def claims(result: dict[str, Any]) -> list[Claim]:
     """Return claims on the numbers of cases, failures, planted bugs, caught bugs and process counts."""
-    caught = sum(mutant["caught_by"] != "nobody" for mutant in found["mutants"])
-    worlds = found["cases_by_processes"]
+    caught = sum(mutant["caught_by"] != "nobody" for mutant in result["mutants"])
+    worlds = result["cases_by_processes"]
     reason = "" if worlds else "run without processes (--no-gloo)"
 
     def claim(name: str, value: float | None, target: float, op: Literal["<=", ">="], why: str = "") -> Claim:
         return Claim(name=f"check.{name}", value=value, unit="1", target=target, op=op, reason=why)
 
     return [
-        claim("cases", found["cases"], LEAST_CASES, ">="),
-        claim("failures", len(found["failures"]), 0, "<="),
-        claim("mutants", len(found["mutants"]), LEAST_MUTANTS, ">="),
-        claim("mutants_caught", caught, len(found["mutants"]), ">="),
+        claim("cases", result["cases"], LEAST_CASES, ">="),
+        claim("failures", len(result["failures"]), 0, "<="),
+        claim("mutants", len(result["mutants"]), LEAST_MUTANTS, ">="),
+        claim("mutants_caught", caught, len(result["mutants"]), ">="),
         claim("gloo_worlds", len(worlds) or None, 3, ">=", reason),
     ]
 
@@ -91,19 +91,19 @@ def planted(options: CheckOptions, told: Told) -> list[dict[str, Any]]:
     ]
 
 
-def tables(found: dict[str, Any]) -> list[Table]:
+def tables(result: dict[str, Any]) -> list[Table]:
     """Return one table with the worst error of every quantity, and one with the planted bugs."""
     columns = [Column(key=key, title=key, is_text=True) for key in ("mutant", "source", "caught_by", "looks_like")]
-    bugs = Shown(title="Planted bugs", columns=columns).of(found["mutants"])
-    return Shown(title="Worst errors").of(rows(found)[: len(found["worst_errors"])]) + bugs
+    bugs = Shown(title="Planted bugs", columns=columns).of(result["mutants"])
+    return Shown(title="Worst errors").of(rows(result)[: len(result["worst_errors"])]) + bugs
 
 
 def measure(options: CheckedOptions, cases: CheckOptions, told: Told) -> dict[str, Any]:
     """Run the conformance cases and then the planted bugs."""
     torch.set_num_threads(1)
     told("cases, processes")
-    found = as_dict(gather(cases))
-    return found | {"mutants": planted(cases, told)}
+    result = as_dict(gather(cases))
+    return result | {"mutants": planted(cases, told)}
 
 
 BENCHMARK = Benchmark(

@@ -98,7 +98,7 @@ class Extension:
 
 def extensions(page: str) -> list[Extension]:
     """Return the parts for which `page`, the text of docs/extending.md, has a file and an entry, in the order of `KINDS`."""
-    found = []
+    parts = []
     for kind, heading in KINDS.items():
         section = page.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0] if f"\n## {heading}\n" in page else ""
         blocks = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
@@ -107,8 +107,8 @@ def extensions(page: str) -> list[Extension]:
         if files and lines:
             assert len(files) == 1, f"{heading}: one file a part, the page shows {len(files)}"
             path = files[0].split("\n", 1)[0].removeprefix("# ")
-            found.append(Extension(kind=kind, path=path, code=files[0], lines=tuple(lines)))
-    return found
+            parts.append(Extension(kind=kind, path=path, code=files[0], lines=tuple(lines)))
+    return parts
 
 
 def _line(block: str) -> RegistryLine:
@@ -169,9 +169,9 @@ def sources(root: Path) -> dict[Path, bytes]:
 def contracts(kind: str, guide: str) -> list[str]:
     """Return the tests that CONTRIBUTING.md names for a kind of part."""
     row = next(line for line in guide.splitlines() if line.startswith(f"| {kind} |"))
-    found = re.findall(r"`(tests/[\w/.]+)`", row.rsplit("|", 2)[1])
-    assert found, f"CONTRIBUTING.md names no test for {kind}"
-    return found
+    paths = re.findall(r"`(tests/[\w/.]+)`", row.rsplit("|", 2)[1])
+    assert paths, f"CONTRIBUTING.md names no test for {kind}"
+    return paths
 
 
 def run_in(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -236,10 +236,10 @@ def simulated(field: str, value: str) -> Rows:
     Raises:
         InputError: if the plan compiles on no mesh of one of `NODES`; the message gives the reason.
     """
-    found = Rows()
+    rows = Rows()
     for nodes in NODES:
         spec = read_cluster(CLUSTER, nodes=nodes)
-        simulator, world, refusal, before = Simulator(spec), nodes * spec.devices_per_node, "", len(found)
+        simulator, world, refusal, before = Simulator(spec), nodes * spec.devices_per_node, "", len(rows)
         layer = Workload(tokens=4096, num_experts=2 * world, top_k=2, dim=1024, hidden=2816, dtype="bf16")
         for tp in (1, 2):
             grid = Grid(world=world, tp=tp, ep=world // tp, etp=tp, ranks_per_node=spec.devices_per_node)
@@ -256,15 +256,15 @@ def simulated(field: str, value: str) -> Rows:
                 )
                 exact = simulator.run(program, layer, runs.grid, sizes=sizes).seconds
                 even = simulate_even(simulator, compiled, layer)[number].seconds
-                found.append(
+                rows.append(
                     {
                         "nodes": nodes, "tp": tp, "pass": ("forward", "backward")[number], "even_ms": 1e3 * even,
                         "exact_ms": 1e3 * exact, "even_over_exact": even / exact,
                     }
                 )  # fmt: skip
-        if len(found) == before:
+        if len(rows) == before:
             raise InputError(f"plan.{field}={value} compiles on no mesh of {nodes} nodes: {refusal}")
-    return found
+    return rows
 
 
 def claims(rows: Rows) -> list[Claim]:

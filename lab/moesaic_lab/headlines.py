@@ -342,10 +342,10 @@ def netmoe() -> Comparison:
             hidden=BED_LAYER.hidden, num_experts=BED_LAYER.num_experts, gflops=GFLOPS, repeats=repeats,
         )  # fmt: skip
         with launcher.open(bed) as ranks:
-            found = ranks.run(travel.measure, job)[0]
+            measured = ranks.run(travel.measure, job)[0]
         copies = setting.on_a_rank.copies
         computing = LAYERS * 12.0 * copies * BED_LAYER.dim * BED_LAYER.hidden / (1e9 * GFLOPS)
-        return TimedCell(timings={name: Timing.of(each.seconds) for name, each in found.items()}), computing
+        return TimedCell(timings={name: Timing.of(each.seconds) for name, each in measured.items()}), computing
 
     return Comparison(
         paper="netmoe", name="netmoe", bed=bed, share=0.86, of="its Table 4, 4 samples a device", reference=fast,
@@ -385,54 +385,54 @@ def cases(options: HeadlinesOptions) -> list[Comparison]:
     return [make() for paper in options.papers for make in COMPARISONS[paper]]
 
 
-def rows_of(each: Comparison, cell: TimedCell, computing: float) -> list[dict[str, Any]]:
+def rows_of(comparison: Comparison, cell: TimedCell, computing: float) -> list[dict[str, Any]]:
     """Return a row per headline and one per method."""
 
     def fastest(names: Sequence[str]) -> str:
         return min(names, key=lambda name: cell.timings[name].median)
 
-    here = 1 - computing / cell.timings[each.reference].median
+    here = 1 - computing / cell.timings[comparison.reference].median
     rows: list[dict[str, Any]] = []
-    for headline in each.headlines:
+    for headline in comparison.headlines:
         slow, fast = fastest(headline.slow), fastest(headline.fast)
         ratio = cell.ratio(slow, fast)
         rows.append(
             {
-                "part": "headline", "paper": each.paper, "what": headline.what, "cells": list(headline.cells),
+                "part": "headline", "paper": comparison.paper, "what": headline.what, "cells": list(headline.cells),
                 "published": headline.published, **ratio.row("here"), "off": ratio.median / headline.published - 1,
-                "slow": slow, "fast": fast, "bed": f"{each.bed.nodes}x{each.bed.ranks_per_node} {each.bed.inter}",
-                "share": each.share, "share_of": each.of, "share_here": here, "why": headline.why,
+                "slow": slow, "fast": fast, "bed": f"{comparison.bed.nodes}x{comparison.bed.ranks_per_node} {comparison.bed.inter}",
+                "share": comparison.share, "share_of": comparison.of, "share_here": here, "why": headline.why,
             }
         )  # fmt: skip
     timed = [
-        {"part": "method", "paper": each.paper, "comparison": each.name, "method": name, **timing.row()}
+        {"part": "method", "paper": comparison.paper, "comparison": comparison.name, "method": name, **timing.row()}
         for name, timing in cell.timings.items()
     ]
     return rows + timed
 
 
-def measure(options: HeadlinesOptions, found: list[Comparison], told: Told) -> list[dict[str, Any]]:
+def measure(options: HeadlinesOptions, comparisons: list[Comparison], told: Told) -> list[dict[str, Any]]:
     """Run the comparisons one after another and return their rows."""
     with Launcher() as launcher:
 
-        def run(each: Comparison) -> list[dict[str, Any]]:
-            return rows_of(each, *each.run(launcher, options.repeats))
+        def run(comparison: Comparison) -> list[dict[str, Any]]:
+            return rows_of(comparison, *comparison.run(launcher, options.repeats))
 
-        runs = {f"{each.name}-{options.repeats}": partial(run, each) for each in found}
+        runs = {f"{comparison.name}-{options.repeats}": partial(run, comparison) for comparison in comparisons}
         return [row for _, rows in each_kept(options.keep, runs, told) for row in rows]
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return a claim per paper: its first headline, as measured here, must reach three quarters of the published ratio."""
-    made = []
+    claimed = []
     for paper in PAPERS:
-        found = [row for row in rows if row["part"] == "headline" and row["paper"] == paper]
+        headlines = [row for row in rows if row["part"] == "headline" and row["paper"] == paper]
         value, target, reason = None, None, "not run"
-        if found:
-            value, target, reason = found[0]["here"], (1 - MISS) * found[0]["published"], ""
+        if headlines:
+            value, target, reason = headlines[0]["here"], (1 - MISS) * headlines[0]["published"], ""
         name = f"papers.{paper}.headline_here"
-        made.append(Claim(name=name, value=value, unit="x", target=target, op=">=", reason=reason))
-    return made
+        claimed.append(Claim(name=name, value=value, unit="x", target=target, op=">=", reason=reason))
+    return claimed
 
 
 def section(rows: Sequence[Mapping[str, Any]]) -> str:

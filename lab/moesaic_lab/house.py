@@ -72,12 +72,12 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 def names_with_two_meanings(files: Iterable[Path]) -> dict[str, list[str]]:
     """Return the names shared by several public top-level classes, each with the files that define such a class."""
-    found: dict[str, list[str]] = defaultdict(list)
+    by_name: dict[str, list[str]] = defaultdict(list)
     for path in files:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found[node.name].append("/".join(path.parts[-2:]))
-    return {name: places for name, places in sorted(found.items()) if len(places) > 1}
+                by_name[node.name].append("/".join(path.parts[-2:]))
+    return {name: places for name, places in sorted(by_name.items()) if len(places) > 1}
 
 
 def imports(package: Path) -> dict[str, set[str]]:
@@ -87,19 +87,19 @@ def imports(package: Path) -> dict[str, set[str]]:
     """
     root = package.parent
     modules = {_module(path, root): path for path in package.rglob("*.py")}
-    found: dict[str, set[str]] = {}
+    graph: dict[str, set[str]] = {}
     for name, path in modules.items():
         inside = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-        wanted: set[str] = set()
+        targets: set[str] = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
-                wanted |= {alias.name for alias in node.names}
+                targets |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 above = inside[: len(inside) - node.level + 1] if node.level else []
                 source = ".".join([*above, *([node.module] if node.module else [])])
-                wanted |= {f"{source}.{a.name}" if f"{source}.{a.name}" in modules else source for a in node.names}
-        found[name] = (wanted & set(modules)) - {name}
-    return found
+                targets |= {f"{source}.{a.name}" if f"{source}.{a.name}" in modules else source for a in node.names}
+        graph[name] = (targets & set(modules)) - {name}
+    return graph
 
 
 def cycles(package: Path) -> list[list[str]]:

@@ -78,14 +78,14 @@ def measure(options: SoakOptions, cases: object, told: Told) -> list[dict[str, A
     """Train for `options.minutes` and return a row per rank."""
     if not 0 < options.minutes < 10_000:
         raise InputError(f"--minutes {options.minutes}: choose more than 0")
-    with tempfile.TemporaryDirectory(prefix="moesaic-soak-") as made, ThreadPoolExecutor(1) as pool:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="moesaic-soak-") as name, ThreadPoolExecutor(1) as pool:
+        folder = Path(name)
         draw = random.Random(0)
         words = ("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(4000))
         (folder / "text.txt").write_text(" ".join(words), encoding="utf-8")
-        ended = pool.submit(on_ranks, WORLD, _rank, folder, 60 * options.minutes)
+        future = pool.submit(on_ranks, WORLD, _rank, folder, 60 * options.minutes)
         started, is_interrupted = time.monotonic(), False
-        while not ended.done():
+        while not future.done():
             try:
                 told(f"{(time.monotonic() - started) / 60:.1f} of {options.minutes:g} minutes")
                 time.sleep(0.5)
@@ -93,12 +93,12 @@ def measure(options: SoakOptions, cases: object, told: Told) -> list[dict[str, A
                 is_interrupted = True
                 (folder / STOP).touch()
         try:
-            looks = ended.result()
+            samples = future.result()
         except Exception as error:
             minutes = (time.monotonic() - started) / 60
             reason = " ".join(str(error).strip().splitlines()[-1:])
             raise TrainingError(f"a rank ended after {minutes:.1f} of {options.minutes:g} minutes: {reason}") from error
-    return [_row(rank, found) | {"interrupted": is_interrupted} for rank, found in enumerate(looks)]
+    return [_row(rank, found) | {"interrupted": is_interrupted} for rank, found in enumerate(samples)]
 
 
 def _rank(folder: Path, seconds: float) -> list[dict[str, float]]:
@@ -106,7 +106,7 @@ def _rank(folder: Path, seconds: float) -> list[dict[str, float]]:
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # a terminal sends SIGINT to all processes; the parent decides when to stop
-    looks: list[dict[str, float]] = []
+    samples: list[dict[str, float]] = []
     with _trainer(folder) as trainer:
         layers = [part for part in trainer.model.modules() if isinstance(part, MoE)]
         started = time.monotonic()
@@ -118,8 +118,8 @@ def _rank(folder: Path, seconds: float) -> list[dict[str, float]]:
                     trainer._step()
                     trainer._interval()
                 trainer._save()
-            looks.append(_look(time.monotonic() - started, trainer.state.step))
-    return looks
+            samples.append(_sample(time.monotonic() - started, trainer.state.step))
+    return samples
 
 
 def _is_over(folder: Path, passed: float, seconds: float) -> bool:
@@ -137,7 +137,7 @@ def _trainer(folder: Path) -> Iterator[Trainer]:
         run.claim.release()
 
 
-def _look(seconds: float, step: int) -> dict[str, float]:
+def _sample(seconds: float, step: int) -> dict[str, float]:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return {
         "seconds": seconds, "step": step, "rss": pages * resource.getpagesize() / 2**20,
@@ -161,14 +161,14 @@ def growth(values: list[float]) -> float:
     return max(after / before - 1, 0.0)
 
 
-def _row(rank: int, looks: list[dict[str, float]]) -> dict[str, Any]:
-    last = looks[-1]
-    found: dict[str, Any] = {"rank": rank, "minutes": last["seconds"] / 60, "steps": last["step"], "rounds": len(looks)}
+def _row(rank: int, samples: list[dict[str, float]]) -> dict[str, Any]:
+    last = samples[-1]
+    row: dict[str, Any] = {"rank": rank, "minutes": last["seconds"] / 60, "steps": last["step"], "rounds": len(samples)}
     for name in LOOKED:
-        values = [look[name] for look in looks]
+        values = [sample[name] for sample in samples]
         third = values[len(values) // 3]
-        found |= {f"{name}_third": third, f"{name}_end": values[-1], f"{name}_growth": growth(values)}
-    return found
+        row |= {f"{name}_third": third, f"{name}_end": values[-1], f"{name}_growth": growth(values)}
+    return row
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:

@@ -87,24 +87,24 @@ def measure(options: ChaosOptions, schedule: Schedule, told: Told) -> list[dict[
 
         def played(course: Course) -> list[dict[str, Any]]:
             shutil.rmtree(course.folder, ignore_errors=True)
-            found = pool.submit(play, course)
-            while not found.done():
+            future = pool.submit(play, course)
+            while not future.done():
                 told(_progress(course, len(rows), schedule))
                 time.sleep(0.5)
             (folder / "told").unlink(missing_ok=True)
-            return found.result()
+            return future.result()
 
-        whole = Course(
+        undisturbed = Course(
             folder=folder / "undisturbed", steps=options.steps, transport=TRANSPORTS[0], faults=(), told=folder / "told"
         )
-        reference = kept(folder / "undisturbed.json", lambda: played(whole))[0]["losses"]
+        reference = kept(folder / "undisturbed.json", lambda: played(undisturbed))[0]["losses"]
         numbers = itertools.count()
-        while left := schedule.faults[len(rows) :]:
+        while remaining := schedule.faults[len(rows) :]:
             number = next(numbers)
             course = Course(
                 folder=folder / f"course-{number}", steps=options.steps, transport=TRANSPORTS[number % len(TRANSPORTS)],
                 in_background=number // len(TRANSPORTS) % 2 == 1,
-                faults=tuple(left[:PER_COURSE]), reference=reference, told=folder / "told", keeps=options.keep is not None,
+                faults=tuple(remaining[:PER_COURSE]), reference=reference, told=folder / "told", keeps=options.keep is not None,
             )  # fmt: skip
             rows += kept(folder / f"course-{number}.json", partial(played, course))
     return rows
@@ -134,10 +134,10 @@ def _stage(on_bed: bool) -> Iterator[Play]:
 
     def ask(course: Any) -> list[dict[str, Any]]:
         ours.send(course)
-        found = ours.recv()
-        if isinstance(found, BaseException):
-            raise found
-        rows: list[dict[str, Any]] = found
+        answer = ours.recv()
+        if isinstance(answer, BaseException):
+            raise answer
+        rows: list[dict[str, Any]] = answer
         return rows
 
     try:
@@ -193,14 +193,14 @@ def tables(rows: list[dict[str, Any]]) -> list[Any]:
     """Return a table with a line per kind and way of fault, and one with the faults that broke a promise."""
     summed = []
     for kind, way in sorted({(row["kind"], row["way"]) for row in rows}, key=lambda each: list(KINDS).index(each[0])):
-        these = [row for row in rows if (row["kind"], row["way"]) == (kind, way)]
+        matching = [row for row in rows if (row["kind"], row["way"]) == (kind, way)]
         summed.append(
             {
                 "fault": f"{kind} {way}".strip(),
-                "count": len(these),
-                "lost_most": max(row["lost"] for row in these),
-                "seconds_most": max(row["seconds"] for row in these),
-                "recovered": sum(row["recovered"] for row in these),
+                "count": len(matching),
+                "lost_most": max(row["lost"] for row in matching),
+                "seconds_most": max(row["seconds"] for row in matching),
+                "recovered": sum(row["recovered"] for row in matching),
             }
         )
     wrong = [row for row in rows if row["is_wrong"]]

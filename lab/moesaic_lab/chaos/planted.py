@@ -97,20 +97,20 @@ def _follow_steps(tells: Path, pace: float) -> Callable[[], int]:
 
 
 def _kill_between_messages(name: str, is_time: Callable[[], bool], instant: int) -> None:
-    plain, start, left = getattr(executor, name), vars(executor)["start"], [0]
+    plain, start, remaining = getattr(executor, name), vars(executor)["start"], [0]
 
     def counted(*arguments: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
+        remaining[0] -= 1
+        if remaining[0] == 0:
             die()
         return start(*arguments, **options)
 
     def armed(*arguments: Any, **options: Any) -> Any:
-        left[0] = instant if is_time() else 0
-        found = plain(*arguments, **options)
-        if left[0] > 0:
+        remaining[0] = instant if is_time() else 0
+        result = plain(*arguments, **options)
+        if remaining[0] > 0:
             die()
-        return found
+        return result
 
     setattr(executor, "start", counted)  # noqa: B010 - imported there
     setattr(executor, name, armed)
@@ -122,10 +122,10 @@ def _kill_in_update(is_time: Callable[[], bool], way: str) -> None:
     def step(self: Any, *arguments: Any) -> Any:
         if is_time() and way == "before":
             die()
-        found = plain(self, *arguments)
+        result = plain(self, *arguments)
         if is_time():
             die()
-        return found
+        return result
 
     torch.optim.AdamW.step = step  # type: ignore[method-assign,assignment]
 
@@ -150,15 +150,15 @@ def _in_save(is_time: Callable[[], bool], strike: Callable[[], None], afterwards
 
 
 def _kill_at_event(instant: int) -> None:
-    left = [instant]
+    remaining = [instant]
 
-    def hear(event: str, arguments: Any) -> None:
+    def hook(event: str, arguments: Any) -> None:
         if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"):
-            left[0] -= 1
-            if left[0] == 0:
+            remaining[0] -= 1
+            if remaining[0] == 0:
                 die()
 
-    sys.addaudithook(hear)
+    sys.addaudithook(hook)
 
 
 def _jump(is_time: Callable[[], bool], draw: random.Random) -> None:

@@ -173,7 +173,7 @@ class FaultedRun:
         self._attempts = 0
         self._pending: list[FaultOutcome] = []  # outcomes of faults after which no attempt has taken a step yet
         self._first = course.folder / "first"
-        text, self._given = course.folder / "text.txt", course.folder / "given.json"
+        text, self._config_path = course.folder / "text.txt", course.folder / "given.json"
         draw = random.Random(0)
         text.write_text(" ".join("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(2000)))
         config = override(replace(demo(), out=str(self.run), existing="resume"), SMALL, source="chaos")
@@ -182,14 +182,14 @@ class FaultedRun:
             "steps": course.steps, "evaluate": (course.steps, 4), "mesh": {"transport": course.transport}, "save": save,
         }  # fmt: skip
         config = override(config, changes, source="chaos")
-        self._given.write_text(as_json(replace(config, data=replace(config.data, path=(str(text),)))))
+        self._config_path.write_text(as_json(replace(config, data=replace(config.data, path=(str(text),)))))
         if wiring is None:
             adopt_orphans()
 
     def newest(self) -> int:
         """Return the step of the newest checkpoint; 0 if there is none."""
-        found = list_checkpoints(self.run / "checkpoints")
-        return int(found[-1].name.split("-")[1]) if found else 0
+        checkpoints = list_checkpoints(self.run / "checkpoints")
+        return int(checkpoints[-1].name.split("-")[1]) if checkpoints else 0
 
     def meet(self, fault: Fault) -> FaultOutcome:
         """Start the run, inject the fault and return its outcome; also completes the outcomes of earlier faults."""
@@ -198,51 +198,51 @@ class FaultedRun:
             if self._pending or len(list_checkpoints(self.run / "checkpoints")) < 2:
                 self._undisturbed(until=self.newest() + INTERVAL * 2 + 1)
             _damage(list_checkpoints(self.run / "checkpoints")[-1], fault)
-        found = FaultOutcome(
+        outcome = FaultOutcome(
             number=fault.number, kind=fault.kind, way=fault.way, rank=fault.rank, transport=self.course.transport,
             in_background=self.course.in_background,
         )  # fmt: skip
-        found.reached = self.newest()
+        outcome.reached = self.newest()
         strikes_at = self.newest() + fault.after
         with self._store() as port:
             attempt = self._start(port, fault, strikes_at)
-            at = time.monotonic()
+            began_at = time.monotonic()
             try:
-                at = self._happens(fault, attempt, strikes_at)
-                self._ends(fault, attempt, found, at)
-                if fault.kind == "restart" and not found.hung:
-                    self._look(fault, attempt, found)
+                began_at = self._inject(fault, attempt, strikes_at)
+                self._await_end(fault, attempt, outcome, began_at)
+                if fault.kind == "restart" and not outcome.hung:
+                    self._judge(fault, attempt, outcome)
                     attempt.end()
                     self._complete()
                     attempt = self._start(port, None, 0, restarts=1)
-                    self._leave(attempt, found)
-                    found.resumed, found.recovered = self._began(), self._began() is not None
+                    self._stop_gracefully(attempt, outcome)
+                    outcome.resumed, outcome.recovered = self._resumed_step(), self._resumed_step() is not None
             except _HungError:
-                found.hung = True
+                outcome.hung = True
             finally:
-                found.seconds = round(time.monotonic() - at, 2)
+                outcome.seconds = round(time.monotonic() - began_at, 2)
                 attempt.end()
-        found.leftovers = self._sweep()
+        outcome.leftovers = self._sweep()
         self._complete()
         if fault.kind != "restart":
-            self._look(fault, attempt, found)
-            self._pending.append(found)
-        return found
+            self._judge(fault, attempt, outcome)
+            self._pending.append(outcome)
+        return outcome
 
     def finish(self) -> None:
         """Complete the run without faults and pacing, with no checkpoint before its last step, and check what is left over."""
-        last = list(self._pending)
+        pending = list(self._pending)
         self._undisturbed(until=None)
-        for each in last:
-            each.same = each.same and self._is_same() and self._step() == self.course.steps
-            rest = [*(self.run / "checkpoints").glob(".*"), *self.run.glob("*.writing"), *self.run.glob(".lock")]
-            each.leftovers += len(rest)
+        for outcome in pending:
+            outcome.same = outcome.same and self._is_same() and self._step() == self.course.steps
+            leftovers = [*(self.run / "checkpoints").glob(".*"), *self.run.glob("*.writing"), *self.run.glob(".lock")]
+            outcome.leftovers += len(leftovers)
 
     def _is_same(self) -> bool:
         """Return whether the metrics hold each step so far exactly once, with the loss of the undisturbed run."""
         lines = [line for line in read_metrics(self.run) if line["kind"] == "train"] if self._step() else []
-        found = [(line["step"], float(line["loss"])) for line in lines]
-        return found == list(enumerate(self.course.reference, 1))[: len(found)]
+        losses = [(line["step"], float(line["loss"])) for line in lines]
+        return losses == list(enumerate(self.course.reference, 1))[: len(losses)]
 
     def _undisturbed(self, until: int | None) -> None:
         with self._store() as port:
@@ -259,20 +259,20 @@ class FaultedRun:
         if set(attempt.codes.values()) == {0}:
             self._complete()
         elif self._pending:
-            self._pending[-1].line += f" | afterwards: {attempt.said()}"
+            self._pending[-1].line += f" | afterwards: {attempt.messages()}"
         else:
-            raise RuntimeError(f"an undisturbed attempt failed: {attempt.said()}")
+            raise RuntimeError(f"an undisturbed attempt failed: {attempt.messages()}")
         self._sweep()
 
     def _complete(self) -> None:
         """Complete the pending outcomes with the step from which the newest attempt continued, if it has taken a step."""
-        began = self._began()
+        began = self._resumed_step()
         if began is not None:
-            for each in self._pending:
-                each.resumed, each.recovered = began, True
+            for outcome in self._pending:
+                outcome.resumed, outcome.recovered = began, True
             self._pending = []
 
-    def _began(self) -> int | None:
+    def _resumed_step(self) -> int | None:
         """Return the step from which the newest attempt continued; None if it has taken no step."""
         try:
             return int(self._first.read_text(encoding="utf-8")) - 1
@@ -287,7 +287,7 @@ class FaultedRun:
         except (OSError, ValueError):
             return 0
 
-    def _happens(self, fault: Fault, attempt: Attempt, strikes_at: int) -> float:
+    def _inject(self, fault: Fault, attempt: Attempt, strikes_at: int) -> float:
         """Inject a fault, or wait until its rank has injected it, and return the time at which it began."""
         if fault.kind == "startup":
             with suppress(_HungError):
@@ -295,12 +295,12 @@ class FaultedRun:
             attempt.signal(signal.SIGKILL, fault.rank)
             return time.monotonic()
         if fault.kind == "strangers":
-            self._call(fault, attempt)
+            self._send_strangers(fault, attempt)
         if fault.kind in ("forward", "backward", "optimizer", "save", "restart", "disk"):
             of_any = fault.kind == "disk"
             attempt.wait(lambda: bool(attempt.codes) if of_any else fault.rank in attempt.codes, START_SECONDS)
             return time.monotonic()
-        attempt.wait(lambda: self._began() is not None and self._step() >= strikes_at, START_SECONDS)
+        attempt.wait(lambda: self._resumed_step() is not None and self._step() >= strikes_at, START_SECONDS)
         at = time.monotonic()
         if fault.kind == "stop":
             attempt.signal(signal.SIGSTOP, fault.rank)
@@ -326,53 +326,53 @@ class FaultedRun:
             self.wiring.switch(fault.node, True)
             time.sleep(LASTS_SECONDS / 20)
 
-    def _ends(self, fault: Fault, attempt: Attempt, found: FaultOutcome, at: float) -> None:
+    def _await_end(self, fault: Fault, attempt: Attempt, outcome: FaultOutcome, began_at: float) -> None:
         """Wait for the end of an attempt; after a fault that is not fatal, ask the attempt to stop."""
         try:
             if fault.is_fatal:
                 stopped = {fault.rank} if fault.kind == "stop" else set()
-                left = PATIENCE + SLACK - (time.monotonic() - at)
-                attempt.wait(lambda: len(attempt.codes) + len(stopped) >= WORLD, left)
+                patience = PATIENCE + SLACK - (time.monotonic() - began_at)
+                attempt.wait(lambda: len(attempt.codes) + len(stopped) >= WORLD, patience)
                 if stopped:
                     attempt.signal(signal.SIGKILL, fault.rank)
                     attempt.wait(lambda: False, SLACK)
             else:
-                self._leave(attempt, found)
+                self._stop_gracefully(attempt, outcome)
         finally:
-            found.reached = max(found.reached, self._step())
+            outcome.reached = max(outcome.reached, self._step())
             if fault.kind == "cut" and self.wiring is not None:
                 self.wiring.switch(fault.node, True)
 
-    def _leave(self, attempt: Attempt, found: FaultOutcome) -> None:
+    def _stop_gracefully(self, attempt: Attempt, outcome: FaultOutcome) -> None:
         """Let an attempt take `INTERVAL` more steps, then send SIGTERM; all ranks must save and exit with code 0."""
         goal = self._step() + INTERVAL
         attempt.wait(lambda: self._step() >= goal, START_SECONDS)
         attempt.signal(signal.SIGTERM)
         attempt.wait(lambda: False, PATIENCE + SLACK)
-        found.named = found.named and set(attempt.codes.values()) == {0}
+        outcome.named = outcome.named and set(attempt.codes.values()) == {0}
 
-    def _look(self, fault: Fault, attempt: Attempt, found: FaultOutcome) -> None:
+    def _judge(self, fault: Fault, attempt: Attempt, outcome: FaultOutcome) -> None:
         """Check an attempt's losses and messages, and record the result in its outcome."""
-        said = attempt.said()
-        found.same = self._is_same()
+        output = attempt.messages()
+        outcome.same = self._is_same()
         if fault.is_fatal or fault.kind == "damage":
             others = "".join(str(rank) for rank in range(WORLD) if rank // RANKS_PER_NODE != fault.node)
             if fault.kind == "cut":
                 others = "".join(map(str, range(WORLD)))  # each side of the cut link reports ranks of the other
             pattern = SAYS.get(fault.kind, GONE).format(rank=fault.rank, others=others)
-            lines = [line for line in said if re.search(pattern, line)]
-            found.line = lines[0] if lines else " | ".join(said)[-2000:]
-            found.named = found.named and bool(lines)
-        elif not found.named:
-            found.line = " | ".join(said)[-2000:]
-        found.named = found.named and not any("Traceback" in line for line in said)
+            lines = [line for line in output if re.search(pattern, line)]
+            outcome.line = lines[0] if lines else " | ".join(output)[-2000:]
+            outcome.named = outcome.named and bool(lines)
+        elif not outcome.named:
+            outcome.line = " | ".join(output)[-2000:]
+        outcome.named = outcome.named and not any("Traceback" in line for line in output)
 
     def _start(self, port: int, fault: Fault | None, strikes_at: int, restarts: int = 0, paced: bool = True) -> Attempt:
         self._first.unlink(missing_ok=True)
         self._attempts += 1
         logs = self.course.folder / f"attempt-{self._attempts}"
         logs.mkdir()
-        words = ["train", "--config", str(self._given), "--patience", str(MEETING_SECONDS), str(PATIENCE)]
+        words = ["train", "--config", str(self._config_path), "--patience", str(MEETING_SECONDS), str(PATIENCE)]
         words += [] if paced else ["--save", str(self.course.steps)]
         attempt = Attempt(logs)
         for rank in range(WORLD):
@@ -383,7 +383,7 @@ class FaultedRun:
 
             def child(rank: int = rank, environment: Any = environment, planted: Fault | None = planted) -> NoReturn:
                 self._enter(rank // RANKS_PER_NODE)
-                _speak_into(logs / f"rank{rank}.txt")
+                _redirect_output(logs / f"rank{rank}.txt")
                 become_rank(words, environment, planted, strikes_at, self._first, paced)
 
             attempt.pids[rank] = _fork(child)
@@ -401,7 +401,7 @@ class FaultedRun:
 
         def child() -> None:
             self._enter(0)
-            _speak_into(self.course.folder / "store.txt")
+            _redirect_output(self.course.folder / "store.txt")
             store = TCPStore(host, 0, None, True, wait_for_workers=False)
             os.write(tell, str(store.port).encode())
             while True:
@@ -420,27 +420,27 @@ class FaultedRun:
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
-    def _call(self, fault: Fault, attempt: Attempt) -> None:
+    def _send_strangers(self, fault: Fault, attempt: Attempt) -> None:
         """Connect strangers to every port that ranks open, from before they open the first until the attempt ends."""
         ranks = dict(attempt.pids)
 
         def child() -> None:
             self._enter(fault.node)
-            _call_all(fault, [ranks[rank] for rank in ranks if rank // RANKS_PER_NODE == fault.node])
+            _connect_strangers(fault, [ranks[rank] for rank in ranks if rank // RANKS_PER_NODE == fault.node])
 
         attempt.strangers.append(_fork(child))
 
     def _sweep(self) -> int:
         """Kill the processes that an attempt left behind and return their number."""
-        left = 0
+        killed = 0
         while True:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return left
+                return killed
             if pid == 0:  # some are alive
                 for child in _children():
-                    left += 1
+                    killed += 1
                     with suppress(ProcessLookupError):
                         os.kill(child, signal.SIGKILL)
                 time.sleep(0.05)
@@ -481,8 +481,8 @@ class Attempt:
 
     def signal(self, number: int, rank: int | None = None) -> None:
         """Send a signal to a rank, or to all ranks if `rank` is None, unless they have ended."""
-        for each, pid in self.pids.items():
-            if each not in self.codes and rank in (None, each):
+        for own_rank, pid in self.pids.items():
+            if own_rank not in self.codes and rank in (None, own_rank):
                 os.kill(pid, number)
 
     def end(self) -> None:
@@ -493,7 +493,7 @@ class Attempt:
             os.waitpid(pid, 0)
         self.wait(lambda: False, 60)
 
-    def said(self) -> list[str]:
+    def messages(self) -> list[str]:
         """Return the lines that Moesaic printed on the ranks, and the first lines of tracebacks."""
         lines = [
             line for path in sorted(self._logs.iterdir()) for line in path.read_text(errors="replace").splitlines()
@@ -522,7 +522,7 @@ def _fork(child: Callable[[], None]) -> int:
     return pid
 
 
-def _speak_into(path: Path) -> None:
+def _redirect_output(path: Path) -> None:
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target in (1, 2):
         os.dup2(handle, target)
@@ -530,12 +530,12 @@ def _speak_into(path: Path) -> None:
 
 def _children() -> list[int]:
     """Return the ids of this process's children."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             if int(path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def _damage(checkpoint: Path, fault: Fault) -> None:
@@ -558,24 +558,24 @@ def _damage(checkpoint: Path, fault: Fault) -> None:
     path.write_bytes(data)
 
 
-def _call_all(fault: Fault, pids: Sequence[int]) -> NoReturn:
+def _connect_strangers(fault: Fault, pids: Sequence[int]) -> NoReturn:
     """Connect to every port on which the given processes listen, at most 20 times each; never returns."""
-    draw, held = random.Random(fault.number), list[socket.socket]()
+    draw, connections = random.Random(fault.number), list[socket.socket]()
     called: dict[tuple[str, int], int] = {}
     while True:
-        for place in _listening(pids):
-            if called.get(place, 0) >= 20:
+        for address in _listening(pids):
+            if called.get(address, 0) >= 20:
                 continue
-            called[place] = called.get(place, 0) + 1
+            called[address] = called.get(address, 0) + 1
             with suppress(OSError):
-                caller = socket.create_connection(place, timeout=0.2)
-                held.append(caller)
+                caller = socket.create_connection(address, timeout=0.2)
+                connections.append(caller)
                 if fault.way == "garbage":
                     caller.sendall(draw.randbytes(draw.randint(1, 2000)))
                 elif fault.way == "hang up":
-                    held.pop().close()
+                    connections.pop().close()
         if fault.way == "trickle":
-            for caller in held:
+            for caller in connections:
                 with suppress(OSError):
                     caller.send(draw.randbytes(1))
         time.sleep(0.05)
@@ -583,19 +583,19 @@ def _call_all(fault: Fault, pids: Sequence[int]) -> NoReturn:
 
 def _listening(pids: Sequence[int]) -> list[tuple[str, int]]:
     """Return the addresses on which the given processes listen, in this network namespace."""
-    own = set()
+    sockets = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):
             with suppress(OSError):
-                own.add(os.readlink(link))
-    found = []
+                sockets.add(os.readlink(link))
+    addresses = []
     for name in ("tcp", "tcp6"):
         with suppress(OSError):
             for line in Path(f"/proc/self/net/{name}").read_text(encoding="ascii").splitlines()[1:]:
                 fields = line.split()
-                if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
                     address, port = fields[1].split(":")
                     parts = [str(int(address[-8:][i : i + 2], 16)) for i in (6, 4, 2, 0)]
                     host = ".".join(parts) if any(part != "0" for part in parts) else "127.0.0.1"
-                    found.append((host, int(port, 16)))
-    return found
+                    addresses.append((host, int(port, 16)))
+    return addresses

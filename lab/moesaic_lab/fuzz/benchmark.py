@@ -58,13 +58,13 @@ def measure(options: FuzzOptions, cases: object, told: Told) -> list[dict[str, A
             "(Linux, Python 3.11 or newer), or choose --engine hypothesis"
         )
     sizes = [min(BATCH, options.inputs - begin) for begin in range(0, options.inputs, BATCH)]
-    found = []
+    batch_rows = []
     with keeping(options.keep) as folder:
         for engine in engines:
-            with _workers(engine, words_of(options.only), told) as hand:
+            with _workers(engine, words_of(options.only), told) as run_batch:
                 for number, size in enumerate(sizes, options.seed):
-                    found += kept(folder / f"{engine}-{number}.json", partial(hand, size, number))
-    return _rows(found)
+                    batch_rows += kept(folder / f"{engine}-{number}.json", partial(run_batch, size, number))
+    return _rows(batch_rows)
 
 
 @contextmanager
@@ -76,15 +76,15 @@ def _workers(engine: str, only: Sequence[str], told: Told) -> Iterator[Callable[
     with ExitStack() as stack:
         started: list[tuple[Any, subprocess.Popen[bytes]]] = []
 
-        def hand(inputs: int, number: int) -> list[dict[str, Any]]:
+        def run_batch(inputs: int, number: int) -> list[dict[str, Any]]:
             if not started or started[-1][1].poll() is not None:
                 started.append(stack.enter_context(_worker(engine, only)))
             line, process = started[-1]
             with suppress(ConnectionError):  # receiving below detects a worker that has died
                 line.send((inputs, number))
-            return _heard(line, process, lambda what: told(f"{engine}, batch {number}: {what}"))
+            return _received_rows(line, process, lambda what: told(f"{engine}, batch {number}: {what}"))
 
-        yield hand
+        yield run_batch
 
 
 @contextmanager
@@ -103,33 +103,35 @@ def _worker(engine: str, only: Sequence[str]) -> Iterator[tuple[Any, subprocess.
             process.wait()
 
 
-def _heard(line: Any, process: subprocess.Popen[bytes], told: Told) -> list[dict[str, Any]]:
+def _received_rows(line: Any, process: subprocess.Popen[bytes], told: Told) -> list[dict[str, Any]]:
     """Receive a worker's progress and return its rows; if the worker fails, return a row with that crash."""
     last = "its start"
     while True:
         try:
-            said = line.recv()
+            message = line.recv()
         except (EOFError, ConnectionError):
-            said = ""
-        if isinstance(said, str):  # the worker's traceback, or "" if it died
+            message = ""
+        if isinstance(message, str):  # the worker's traceback, or "" if it died
             line.close()
-            crashes = {f"the worker ended with {process.wait()}": f"in inputs of {last} {said}"}
+            crashes = {f"the worker ended with {process.wait()}": f"in inputs of {last} {message}"}
             return [{"name": last, "inputs": 1, "edited": 0, "refused": 0, "seconds": 0.0, "crashes": crashes}]
-        if isinstance(said, list):
-            rows: list[dict[str, Any]] = said
+        if isinstance(message, list):
+            rows: list[dict[str, Any]] = message
             return rows
-        last = said[0]
-        told(f"{said[0]}, after {said[1]:,} inputs of it")
+        last = message[0]
+        told(f"{message[0]}, after {message[1]:,} inputs of it")
 
 
-def _rows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _rows(batch_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge the rows of several batches into one row per target."""
     rows: dict[str, dict[str, Any]] = {}
-    for each in found:
-        row = rows.setdefault(each["name"], {**each, **dict.fromkeys(_ADDED, 0), "seconds": 0.0, "crashes": {}})
-        row |= {key: row[key] + each[key] for key in _ADDED}
-        row["seconds"] = round(row["seconds"] + each["seconds"], 1)
-        row["crashes"] |= each["crashes"]
+    for batch_row in batch_rows:
+        row = rows.setdefault(
+            batch_row["name"], {**batch_row, **dict.fromkeys(_ADDED, 0), "seconds": 0.0, "crashes": {}}
+        )
+        row |= {key: row[key] + batch_row[key] for key in _ADDED}
+        row["seconds"] = round(row["seconds"] + batch_row["seconds"], 1)
+        row["crashes"] |= batch_row["crashes"]
     return list(rows.values())
 
 

@@ -72,7 +72,7 @@ def _edited(kind: str, data: bytes) -> st.SearchStrategy[bytes]:
         return _tables(json.loads(data)).map(_dumped)
     if kind == "jsonl":
         lines = [json.loads(line) for line in data.splitlines()]
-        return _tables(lines).map(lambda found: b"\n".join(map(_dumped, found)) if isinstance(found, list) else b"")
+        return _tables(lines).map(lambda tree: b"\n".join(map(_dumped, tree)) if isinstance(tree, list) else b"")
     if kind == "safetensors":
         size = struct.unpack("<Q", data[:8])[0]
         header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
@@ -88,7 +88,7 @@ def _edited(kind: str, data: bytes) -> st.SearchStrategy[bytes]:
 
 def _damaged(data: bytes) -> st.SearchStrategy[bytes]:
     """Return a strategy for inputs unrelated to any valid file, and for copies of a valid file with damaged bytes."""
-    text = st.text(max_size=60).map(lambda found: found.encode("utf-8", "replace"))
+    text = st.text(max_size=60).map(lambda drawn_text: drawn_text.encode("utf-8", "replace"))
     deep = st.tuples(st.sampled_from((b"[", b'{"a":')), st.integers(0, 50_000)).map(lambda drawn: drawn[0] * drawn[1])
     return st.one_of(st.binary(max_size=200), ODD.map(_dumped), text, deep, _bytes(data))
 
@@ -99,22 +99,22 @@ def _dumped(value: Any) -> bytes:
 
 def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the paths of the values in a tree of lists and dicts, as tuples of keys; of a list, only the first four."""
-    found = [at]
+    paths = [at]
     if isinstance(value, dict):
-        found += [place for key, each in value.items() for place in _places(each, (*at, key))]
+        paths += [path for key, child in value.items() for path in _places(child, (*at, key))]
     elif isinstance(value, list):
-        found += [place for key, each in enumerate(value[:4]) for place in _places(each, (*at, key))]
-    return found
+        paths += [path for key, child in enumerate(value[:4]) for path in _places(child, (*at, key))]
+    return paths
 
 
 def _tables(tree: Any) -> st.SearchStrategy[Any]:
     edit = st.tuples(
         st.sampled_from(_places(tree)), st.sampled_from(["set", "drop", "add", "wrap", "bend", "name"]), ODD
     )
-    return st.lists(edit, min_size=1, max_size=3).map(lambda edits: _with(json.loads(json.dumps(tree)), edits))
+    return st.lists(edit, min_size=1, max_size=3).map(lambda edits: _apply_edits(json.loads(json.dumps(tree)), edits))
 
 
-def _with(tree: Any, edits: list[tuple[tuple[Any, ...], str, Any]]) -> Any:
+def _apply_edits(tree: Any, edits: list[tuple[tuple[Any, ...], str, Any]]) -> Any:
     for place, act, drawn in edits:
         value = copy.deepcopy(drawn)  # later edits may change the inserted value
         holder = {"": tree}
@@ -160,19 +160,19 @@ def _bytes(data: bytes) -> st.SearchStrategy[bytes]:
     )
 
     def apply(edits: list[tuple[int, str, bytes]]) -> bytes:
-        found = bytearray(data)
+        changed = bytearray(data)
         for at, act, extra in edits:
             if act == "cut":
-                del found[at : at + 1 + 7 * len(extra)]
+                del changed[at : at + 1 + 7 * len(extra)]
             elif act == "put":
-                found[at:at] = extra
+                changed[at:at] = extra
             elif act == "set":
-                found[at : at + len(extra)] = extra
+                changed[at : at + len(extra)] = extra
             elif act == "zero":
-                found[at : at + 8] = bytes(len(found[at : at + 8]))
-            elif at < len(found):
-                found[at] ^= 1 << (len(extra) % 8)
-        return bytes(found)
+                changed[at : at + 8] = bytes(len(changed[at : at + 8]))
+            elif at < len(changed):
+                changed[at] ^= 1 << (len(extra) % 8)
+        return bytes(changed)
 
     return st.lists(edit, min_size=1, max_size=4).map(apply)
 
@@ -184,11 +184,11 @@ def _words(text: str) -> st.SearchStrategy[bytes]:
     )
 
     def apply(edits: list[tuple[int, str, str]]) -> bytes:
-        found = list(pieces)
+        changed = list(pieces)
         for at, act, value in edits:
-            word = found[2 * at]
-            found[2 * at] = {"set": value, "drop": "", "twice": f"{word} {word}", "on": word + value}[act]
-        return "".join(found).encode()
+            word = changed[2 * at]
+            changed[2 * at] = {"set": value, "drop": "", "twice": f"{word} {word}", "on": word + value}[act]
+        return "".join(changed).encode()
 
     return st.one_of(st.lists(edit, min_size=1, max_size=3).map(apply), _bytes(text.encode()))
 
@@ -202,18 +202,18 @@ def _arrays(data: bytes) -> st.SearchStrategy[bytes]:
     edit = st.tuples(st.integers(0, valid.size - 1), st.sampled_from((-1, 0, 1, 2**15, 2**31, 2**62)))
 
     def apply(edits: list[tuple[int, int]]) -> bytes:
-        found = valid.copy()
+        changed = valid.copy()
         for at, value in edits:
-            found.flat[at] = np.array(value).astype(found.dtype)
-        return _saved(found)
+            changed.flat[at] = np.array(value).astype(changed.dtype)
+        return _saved(changed)
 
     return st.one_of(drawn, st.lists(edit, min_size=1, max_size=3).map(apply))
 
 
 def _saved(array: np.ndarray) -> bytes:
-    held = io.BytesIO()
-    np.save(held, array, allow_pickle=False)
-    return held.getvalue()
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    return buffer.getvalue()
 
 
 def _archives(data: bytes) -> st.SearchStrategy[bytes]:
@@ -235,8 +235,8 @@ def _headers(members: dict[str, bytes]) -> st.SearchStrategy[bytes]:
 
 
 def _packed(members: dict[str, bytes]) -> bytes:
-    held = io.BytesIO()
-    with zipfile.ZipFile(held, "w") as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
         for name, content in members.items():
             archive.writestr(name, content)
-    return held.getvalue()
+    return buffer.getvalue()

@@ -142,10 +142,10 @@ def work(line: Connection, folder: Path, engine: str, only: Sequence[str]) -> No
     os.chdir(folder)
     sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - open until the process ends; a real file, as some code calls fileno()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    held = (
+    used_bytes = (
         int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if sys.platform == "linux" else 0
     )
-    resource.setrlimit(resource.RLIMIT_AS, (held + MOST_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MOST_BYTES, resource.RLIM_INFINITY))
     signal.signal(signal.SIGPROF, _stop)
     targets = [*_readers(folder, only), *_commands(only)]
     Target("what hypothesis does once", st.tuples(st.just(False), st.text()), repr).drawn(1, 0)()  # takes many seconds
@@ -195,27 +195,27 @@ def _by_atheris(target: Target, count: int, number: int) -> None:
     Atheris generates either a file, starting from the valid one, or the choices from which hypothesis draws an input. The first
     call for a target only writes Atheris's initial corpus and runs inputs drawn by hypothesis.
     """
-    found = Path("atheris", target.name.replace("/", " "))
-    if not found.exists():
-        found.mkdir(parents=True)
-        begins = random.Random(number)
-        texts = [CHOICES + begins.randbytes(length) for length in (32, 128, 512, 2048)]
+    corpus = Path("atheris", target.name.replace("/", " "))
+    if not corpus.exists():
+        corpus.mkdir(parents=True)
+        random_bytes = random.Random(number)
+        texts = [CHOICES + random_bytes.randbytes(length) for length in (32, 128, 512, 2048)]
         for place, text in enumerate([*texts, *([FILE + target.valid] if target.valid else [])]):
-            (found / f"{place}").write_bytes(text)
+            (corpus / f"{place}").write_bytes(text)
         target.drawn(
             count, number
         )()  # not forked: modules that the first inputs import are instrumented once, not every round
         return
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_guided, args=(theirs, target, found, count, number))
+    process = multiprocessing.get_context("fork").Process(target=_guided, args=(theirs, target, corpus, count, number))
     process.start()
     theirs.close()
     try:
         target.add(ours.recv())
     except EOFError:
         process.join()
-        said = (found.parent / "said").read_text("utf-8", "replace")
-        target.crashes.setdefault(f"the process ended with {process.exitcode}", said[-1000:])
+        output = (corpus.parent / "said").read_text("utf-8", "replace")
+        target.crashes.setdefault(f"the process ended with {process.exitcode}", output[-1000:])
         target.inputs += 1
     process.join()
 
@@ -226,27 +226,27 @@ FILE, CHOICES = b"\0", b"\1"
 """First byte of Atheris's data: a file follows, or the choices from which hypothesis draws an input."""
 
 
-def _guided(line: Connection, target: Target, found: Path, count: int, number: int) -> None:
+def _guided(line: Connection, target: Target, corpus: Path, count: int, number: int) -> None:
     import atheris
 
-    said = os.open(found.parent / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
-    mine = replace(target, inputs=0, edited=0, refused=0, seconds=0.0, crashes={})
-    by_choices = mine.drawn(count, number).hypothesis.fuzz_one_input  # type: ignore[attr-defined]
+    log = os.open(corpus.parent / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    local = replace(target, inputs=0, edited=0, refused=0, seconds=0.0, crashes={})
+    by_choices = local.drawn(count, number).hypothesis.fuzz_one_input  # type: ignore[attr-defined]
 
     def take(data: bytes) -> None:
         if data[:1] == FILE and target.valid:
-            mine.take(data[1:], False)
+            local.take(data[1:], False)
         else:
             by_choices(data[1:])
-        if mine.inputs >= count:
-            line.send(mine.row())
+        if local.inputs >= count:
+            line.send(local.row())
             os._exit(0)
 
     longest = max(4096, 2 * len(target.valid))
     words = [f"-seed={number % 2**31 + 1}", f"-max_len={longest}", "-len_control=0", "-rss_limit_mb=0", "-timeout=600"]
-    atheris.Setup(["fuzz", *words, str(found)], take)
+    atheris.Setup(["fuzz", *words, str(corpus)], take)
     atheris.Fuzz()
 
 
@@ -294,9 +294,9 @@ def _commands(only: Sequence[str]) -> Iterator[Target]:
 
 def _command_lines(name: str) -> st.SearchStrategy[tuple[bool, list[str]]]:
     """Return a strategy for edited command lines from the documentation, and for ones of words and flags from the help."""
-    first, listed = _told([name])
+    first, listed = _help_of([name])
     known: dict[tuple[str, ...], tuple[list[str], list[str]]] = {(): first} | {
-        (word,): _told([name, word])[0] for word in listed
+        (word,): _help_of([name, word])[0] for word in listed
     }
     known = {prefix: found for prefix, found in known.items() if found[1] or prefix == ()}
     value = st.one_of(
@@ -324,24 +324,24 @@ def _command_lines(name: str) -> st.SearchStrategy[tuple[bool, list[str]]]:
 
 def _documented(name: str) -> list[list[str]]:
     """Return the documentation's command lines that use a command; [] if docs/ is missing, as in an installed package."""
-    found = []
+    command_lines = []
     for page in sorted((Path(__file__).parents[3] / "docs").glob("*.md")):
         for line in re.findall(
             rf"^(?:.*`)?moesaic {name} ([^`|&>\n]+)", page.read_text(encoding="utf-8"), re.MULTILINE
         ):
             with contextlib.suppress(ValueError):
-                found.append(shlex.split(line.rstrip("\\ "), comments=True))
-    return found
+                command_lines.append(shlex.split(line.rstrip("\\ "), comments=True))
+    return command_lines
 
 
 def _changed(drawn: tuple[list[str], tuple[int, str, str], list[str], str]) -> list[str]:
     words, (at, act, value), extra, other = drawn
-    found = list(words)
-    if act != "none" and found:
-        at %= len(found)
-        flag, equals, _ = found[at].partition("=")
-        found[at : at + 1] = [] if act == "drop" else [flag + equals + value] if equals else [value]
-    return found + (found and [*extra, other] if extra else [])
+    changed = list(words)
+    if act != "none" and changed:
+        at %= len(changed)
+        flag, equals, _ = changed[at].partition("=")
+        changed[at : at + 1] = [] if act == "drop" else [flag + equals + value] if equals else [value]
+    return changed + (changed and [*extra, other] if extra else [])
 
 
 _FILES = (
@@ -356,16 +356,16 @@ def _harmless(words: list[str]) -> list[str]:
     return [flag + equals + value.replace("..", "__").lstrip("/~") for flag, equals, value in parts]
 
 
-def _told(words: list[str]) -> tuple[tuple[list[str], list[str]], list[str]]:
+def _help_of(words: list[str]) -> tuple[tuple[list[str], list[str]], list[str]]:
     """Return the words and flags in a command's help, and those of the words that are subcommands."""
-    said = io.StringIO()
+    output = io.StringIO()
     with (
-        contextlib.redirect_stdout(said),
+        contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(io.StringIO()),
         contextlib.suppress(BaseException),
     ):
         main.main([*words, "--help"])
-    text = re.sub(r"\x1b\[[0-9;]*m", "", said.getvalue())
+    text = re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue())
     flags = sorted(set(re.findall(r"--[a-z][\w.-]*", text)))
     listed = re.findall(r"^ {2,}([a-z][\w-]+) {2,}\S", text, re.MULTILINE)
     choices = [word for found in re.findall(r"\{([\w,.-]+)\}", text) for word in found.split(",")]
@@ -378,19 +378,19 @@ def _running(name: str, is_ours: bool) -> Callable[[Any], None]:
     parsing = [module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get("parse") is plain]
 
     def parse(*args: Any, **options: Any) -> Any:
-        found = plain(*args, **options)
+        parsed = plain(*args, **options)
         if stops:
             raise _ParsedError
-        return found
+        return parsed
 
     def take(words: list[str]) -> None:
-        said = io.StringIO()
+        errors = io.StringIO()
         try:
             for module in parsing:
                 module.parse = parse  # type: ignore[attr-defined]
             with (
                 contextlib.redirect_stdout(io.StringIO()),
-                contextlib.redirect_stderr(said),
+                contextlib.redirect_stderr(errors),
                 mock.patch("moesaic.cli.plan.search", side_effect=_ParsedError),
                 mock.patch("moesaic_lab.gpu.command.run", side_effect=_ParsedError),
             ):
@@ -400,7 +400,7 @@ def _running(name: str, is_ours: bool) -> Callable[[Any], None]:
                 module.parse = plain  # type: ignore[attr-defined]
             for path in Path().glob("out*"):
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
-        lines = [line for line in said.getvalue().strip().splitlines() if not line.startswith(NOTICE)]
+        lines = [line for line in errors.getvalue().strip().splitlines() if not line.startswith(NOTICE)]
         if code == 2:
             if len(lines) != 1:
                 raise AssertionError(f"a refusal of {len(lines)} lines: {lines[:3]}")

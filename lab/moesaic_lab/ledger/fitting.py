@@ -51,8 +51,8 @@ def device(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
     """
     rates = replace(cluster.device.tflops, bf16=float(at[0]))
     shares = (at[2] / 64, at[2] / 4, *at[2:], 1.0)
-    each = replace(cluster.device, tflops=rates, activation_traffic=at[1], gemm_rows=ROWS, gemm_share=shares)
-    return replace(cluster, device=each)
+    fitted_device = replace(cluster.device, tflops=rates, activation_traffic=at[1], gemm_rows=ROWS, gemm_share=shares)
+    return replace(cluster, device=fitted_device)
 
 
 GROUPED_ROWS = (128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
@@ -77,13 +77,15 @@ def fit(
         start: initial values, one per number. A number with an initial value of at most 1 is a share and stays at most 1.
     """
 
-    def off(logs: np.ndarray) -> np.ndarray:
+    def residuals(logs: np.ndarray) -> np.ndarray:
         tried = make(cluster, np.exp(logs))
         return np.array([np.log(each.ratio) for each in entries(tried) if each.machine == cluster.name and each.fitted])
 
-    most = [0.0 if each <= 1 else np.inf for each in start]
-    found = least_squares(off, np.log(start), bounds=(-np.inf, most), loss="soft_l1", f_scale=0.1, diff_step=1e-3)
-    return np.exp(found.x)
+    upper = [0.0 if each <= 1 else np.inf for each in start]
+    solution = least_squares(
+        residuals, np.log(start), bounds=(-np.inf, upper), loss="soft_l1", f_scale=0.1, diff_step=1e-3
+    )
+    return np.exp(solution.x)
 
 
 FITS: dict[str, tuple[tuple[Make, Callable[[ClusterSpec], Iterable[Entry]], tuple[float, ...]], ...]] = {
@@ -108,8 +110,8 @@ def fitted(name: str) -> ClusterSpec:
 def main() -> None:
     """Print the fitted numbers of all presets in `FITS`."""
     for name in FITS:
-        found = fitted(name)
-        print(name, *found.links[:2], found.device, sep="\n  ")
+        cluster = fitted(name)
+        print(name, *cluster.links[:2], cluster.device, sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -58,28 +58,28 @@ def measure(options: LedgerOptions, cases: None, told: Told) -> list[Entry]:
     return list(entries()) + ([] if options.trace is None else trace(Path(options.trace)))
 
 
-def claims(found: list[Entry]) -> list[Claim]:
+def claims(ledger: list[Entry]) -> list[Claim]:
     """Return claims on the median and worst errors of the entries to which nothing was fitted."""
     of = {"median": median_error, "worst": worst_error}
-    made = [
-        Claim(name=f"ledger.{k}_{how}", value=of[how](found, k), unit="1", target=t, op="<=") for k, how, t in TARGETS
+    claimed = [
+        Claim(name=f"ledger.{k}_{how}", value=of[how](ledger, k), unit="1", target=t, op="<=") for k, how, t in TARGETS
     ]
-    for each, (name, target) in zip((each for each in found if each.kind == "trace"), TRACE_TARGETS):
-        made.append(Claim(name=name, value=each.error, unit="1", target=target, op="<="))
-    return sorted(made, key=lambda claim: claim.name)
+    for each, (name, target) in zip((each for each in ledger if each.kind == "trace"), TRACE_TARGETS):
+        claimed.append(Claim(name=name, value=each.error, unit="1", target=target, op="<="))
+    return sorted(claimed, key=lambda claim: claim.name)
 
 
-def rows(found: list[Entry]) -> list[dict[str, Any]]:
+def rows(ledger: list[Entry]) -> list[dict[str, Any]]:
     """Return a row per kind, with errors and ratios over the entries that count as evidence."""
     lines = []
     for kind in get_args(Kind):
-        evidence = counted(found, kind)
+        evidence = counted(ledger, kind)
         if not evidence:
             continue
         ratios = sorted(each.ratio for each in evidence)
         lines.append({
-            "kind": kind, "figures": len(evidence), "fitted": sum(each.kind == kind for each in found) - len(evidence),
-            "median_error": median_error(found, kind), "worst_error": worst_error(found, kind),
+            "kind": kind, "figures": len(evidence), "fitted": sum(each.kind == kind for each in ledger) - len(evidence),
+            "median_error": median_error(ledger, kind), "worst_error": worst_error(ledger, kind),
             "median_ratio": statistics.median(ratios), "quartiles": _quartiles(ratios),
         })  # fmt: skip
     return lines
@@ -90,16 +90,16 @@ def _quartiles(ratios: list[float]) -> list[float]:
     return [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]]
 
 
-def page(found: list[Entry]) -> str:
+def page(ledger: list[Entry]) -> str:
     """Return the text of docs/ledger.md: introduction, errors, measured parts of presets, and all figures except a trace's."""
-    found = [each for each in found if each.kind != "trace"]
+    ledger = [each for each in ledger if each.kind != "trace"]
     of_kinds = [
         [row["kind"], str(row["figures"]), str(row["fitted"]), f"{row['median_error']:.3f}", f"{row['worst_error']:.2f}",
-         f"{row['median_ratio']:.2f}", "{:.2f} and {:.2f}".format(*row["quartiles"])] for row in rows(found)
+         f"{row['median_ratio']:.2f}", "{:.2f} and {:.2f}".format(*row["quartiles"])] for row in rows(ledger)
     ]  # fmt: skip
     of_claims = [
         [f"`{claim.name}`", f"{claim.value:.3f}", f"<= {claim.target:g}", "yes" if claim.holds else "**no**"]
-        for claim in claims(found)
+        for claim in claims(ledger)
     ]
     names = [
         "kind", "figures", "used for a fit", "median error", "worst", "median ratio", "middle half of the ratios",
@@ -113,7 +113,7 @@ def page(found: list[Entry]) -> str:
             f"`{name}`", "; ".join(read_cluster(name).measured) or "nothing by us", read_cluster(name).source,
         ] for name in presets())]),
     ]  # fmt: skip
-    text += [_kind(found, kind) for kind in get_args(Kind) if any(each.kind == kind for each in found)]
+    text += [_kind(ledger, kind) for kind in get_args(Kind) if any(each.kind == kind for each in ledger)]
     text += ["## Sources", "\n".join(f"- `{name}`: {what}." for name, what in SOURCES.items())]
     return "\n\n".join(text) + "\n"
 
@@ -143,20 +143,20 @@ MISSES = """Known errors and their causes:
   simulator."""
 
 
-def _kind(found: list[Entry], kind: str) -> str:
+def _kind(ledger: list[Entry], kind: str) -> str:
     """Return the section with a kind's figures; of more than `SHOWN`, an evenly spaced selection by ratio."""
-    of = sorted((each for each in found if each.kind == kind), key=lambda each: each.ratio)
-    step = max(1, -(-len(of) // SHOWN))
-    some = [each for place, each in enumerate(of) if place % step == 0 or place == len(of) - 1]
+    ordered = sorted((each for each in ledger if each.kind == kind), key=lambda each: each.ratio)
+    step = max(1, -(-len(ordered) // SHOWN))
+    selected = [each for place, each in enumerate(ordered) if place % step == 0 or place == len(ordered) - 1]
     lines = [["what", "machine", "measured", "predicted", "unit", "ratio", "source", ""]]
-    for each in some:
+    for each in selected:
         source = each.source if each.source not in SOURCES else f"`{each.source}`"
         lines.append([
             each.what, each.machine, f"{each.measured:.4g}", f"{each.predicted:.4g}", each.unit, f"{each.ratio:.2f}", source,
             "fit" if each.fitted else each.why,
         ])  # fmt: skip
-    shown = "" if step == 1 else f", {len(some)} of them shown, by ratio"
-    figures = f"<details><summary>{len(of)} figures{shown}</summary>\n\n{markdown_table(lines)}\n\n</details>"
+    shown = "" if step == 1 else f", {len(selected)} of them shown, by ratio"
+    figures = f"<details><summary>{len(ordered)} figures{shown}</summary>\n\n{markdown_table(lines)}\n\n</details>"
     return f"## {kind.capitalize()}\n\n{figures}"
 
 

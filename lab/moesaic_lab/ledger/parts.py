@@ -79,10 +79,10 @@ def nccl(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
     """Yield NCCL's collectives inside one node."""
     for row in read_figures("nccl"):
         ranks, num_bytes = int(row["gpus"]), float(row["bytes"])
-        found = collective(machine(row["machine"]), row["operation"], ranks, num_bytes)
+        seconds = collective(machine(row["machine"]), row["operation"], ranks, num_bytes)
         yield Entry(
             kind="collectives", what=f"{row['operation']} of {ranks}, {num_bytes / 2**20:g} MiB",
-            machine=row["machine"], measured=float(row["us"]), predicted=found * 1e6, unit="us",
+            machine=row["machine"], measured=float(row["us"]), predicted=seconds * 1e6, unit="us",
             source="aiconfigurator",
             fitted=row["operation"] in FITTED_OPERATIONS and row["gpus"] in FITTED_GPUS.get(row["machine"], ()),
         )  # fmt: skip
@@ -122,11 +122,11 @@ def deepep_across() -> Iterator[Entry]:
         places = nodes if nodes > 1 else 8
         rows = node_tokens_per_node(layer, places, 1) * places
         for what, stage, size in (("dispatch", Stage.DISPATCH, 1 + 4 / 128), ("combine", Stage.COMBINE, 2)):
-            busy = [each for each in simulated.timeline.spans if each.stage is stage and each.task in moves]
+            busy = [span for span in simulated.timeline.spans if span.stage is stage and span.task in moves]
             yield Entry(
                 kind="collectives", what=f"DeepEP V2 {what}, 8,192 tokens of 7168, 8 x {nodes}, {row['sms']} SMs",
                 machine=row["machine"], measured=rows * size * dim / row[what] / 1e3, unit="us", source="deepep",
-                predicted=(max(each.end for each in busy) - min(each.start for each in busy)) * 1e6,
+                predicted=(max(span.end for span in busy) - min(span.start for span in busy)) * 1e6,
             )  # fmt: skip
 
 
@@ -135,10 +135,10 @@ def products() -> Iterator[Entry]:
     for row in read_figures("products"):
         rates = rates_of(cluster_of(row["machine"]), "bf16")
         m, n, k = (int(row[name]) for name in "mnk")
-        found = float(rates.product_seconds(np.array([float(m)]), 2.0 * n * k, 2.0 * n * k)[0])
+        seconds = float(rates.product_seconds(np.array([float(m)]), 2.0 * n * k, 2.0 * n * k)[0])
         yield Entry(
             kind="products", what=f"{m:,} x {k:,} x {n:,}", machine=row["machine"], measured=float(row["us"]),
-            predicted=found * 1e6, unit="us", source="aiconfigurator",
+            predicted=seconds * 1e6, unit="us", source="aiconfigurator",
         )  # fmt: skip
 
 
@@ -146,10 +146,10 @@ def narrow_products() -> Iterator[Entry]:
     """Yield float8 products with a scale per tensor or per block; those per tensor set one end of the preset's interval."""
     for row in read_figures("narrow_products"):
         rates, (m, n, k) = rates_of(cluster_of(row["machine"]), "fp8"), (int(row[name]) for name in "mnk")
-        found = float(rates.product_seconds(np.array([float(m)]), 2.0 * n * k, 1.0 * n * k)[0])
+        seconds = float(rates.product_seconds(np.array([float(m)]), 2.0 * n * k, 1.0 * n * k)[0])
         yield Entry(
             kind="products", what=f"fp8, a scale per {row['scales']}, {m:,} x {k:,} x {n:,}", machine=row["machine"],
-            measured=float(row["us"]), predicted=found * 1e6, unit="us", source="aiconfigurator",
+            measured=float(row["us"]), predicted=seconds * 1e6, unit="us", source="aiconfigurator",
             fitted=row["scales"] == "tensor",
         )  # fmt: skip
 
@@ -179,11 +179,11 @@ def grouped_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iter
     for row in read_figures("grouped_products"):
         experts, count, dim, hidden = (int(row[name]) for name in ("experts", "rows", "dim", "hidden"))
         rates = rates_of(machine(row["machine"]), "bf16")
-        found = 3 * rates.product_seconds(np.full(experts, float(count)), 6.0 * dim * hidden, 6.0 * dim * hidden)
+        seconds = 3 * rates.product_seconds(np.full(experts, float(count)), 6.0 * dim * hidden, 6.0 * dim * hidden)
         yield Entry(
             kind="expert stages",
             what=f"{experts} experts {dim} x {hidden}, {count:,} rows each, products forward and backward",
-            machine=row["machine"], measured=float(row["us"]), predicted=float(found.sum()) * 1e6, unit="us", source="simumax",
+            machine=row["machine"], measured=float(row["us"]), predicted=float(seconds.sum()) * 1e6, unit="us", source="simumax",
             fitted=True,
         )  # fmt: skip
 
@@ -198,11 +198,11 @@ def layers() -> Iterator[Entry]:
         layer = Workload(**sizes, **row.get("routing", {}))
         compiled = compile_plan(Plan(order="fifo", all_to_all=row.get("all_to_all", "linear")), grid)
         simulator = Simulator(cluster)
-        for way, program in (("forward", compiled.forward), ("backward", compiled.backward)):
-            found = simulator.run(program, layer, compiled.grid).seconds
+        for direction, program in (("forward", compiled.forward), ("backward", compiled.backward)):
+            seconds = simulator.run(program, layer, compiled.grid).seconds
             yield Entry(
-                kind="layers", what=f"{row['what']}, {way}", machine=row["machine"], measured=row[f"{way}_ms"],
-                predicted=found * 1e3, unit="ms", source=row["source"],
+                kind="layers", what=f"{row['what']}, {direction}", machine=row["machine"], measured=row[f"{direction}_ms"],
+                predicted=seconds * 1e3, unit="ms", source=row["source"],
             )  # fmt: skip
 
 
@@ -233,15 +233,15 @@ def predicted_step(row: dict[str, Any], models: dict[str, Any]) -> tuple[Planned
         cluster = cluster.with_links("inside", row["inside"])
     layout = override(OthersLayout(), row["layout"], source=row["what"])
     job = Job(batch_size=row["gpus"], precision="bfloat16", model=shape, data=DataShape(vocab_size=shape.vocab))
-    found = predict(job, cluster, layout)
-    return found, layout.sequences(row["gpus"]) * row["seq_len"] / found.seconds / row["gpus"]
+    prediction = predict(job, cluster, layout)
+    return prediction, layout.sequences(row["gpus"]) * row["seq_len"] / prediction.seconds / row["gpus"]
 
 
 def steps() -> Iterator[Entry]:
     """Yield the seconds of published steps, and their memory if it is published."""
     published = read_published()
     for row in published["step"]:
-        found, speed = predicted_step(row, published["model"])
+        prediction, speed = predicted_step(row, published["model"])
         sequences = row["layout"].get("global_batch", row["gpus"])
         tokens = sequences * row["seq_len"] / row["gpus"]
         assumed = f" (assumed: {row['assumed']})" if "assumed" in row else ""
@@ -252,7 +252,7 @@ def steps() -> Iterator[Entry]:
         if "memory_gib" in row:
             yield Entry(
                 kind="memory", what=row["what"], machine=row["machine"], measured=row["memory_gib"],
-                predicted=found.memory.total / GIB, unit="GiB", source=row["source"],
+                predicted=prediction.memory.total / GIB, unit="GiB", source=row["source"],
             )  # fmt: skip
 
 
@@ -260,11 +260,11 @@ def memory() -> Iterator[Entry]:
     """Yield the published memory of runs whose times are not in the ledger."""
     published = read_published()
     for row in published["memory"]:
-        found, _ = predicted_step(row, published["model"])
+        prediction, _ = predicted_step(row, published["model"])
         assumed = f" (assumed: {row['assumed']})" if "assumed" in row else ""
         yield Entry(
             kind="memory", what=f"{row['what']}{assumed}", machine=row["machine"], measured=row["memory_gib"],
-            predicted=found.memory.total / GIB, unit="GiB", source=row["source"],
+            predicted=prediction.memory.total / GIB, unit="GiB", source=row["source"],
         )  # fmt: skip
 
 

@@ -69,8 +69,8 @@ def read_figures(name: str) -> list[dict[str, str]]:
 
 def read_published() -> dict[str, Any]:
     """Return the layers, steps and further figures of `published.toml`."""
-    found: dict[str, Any] = read_table(_file("published.toml"))
-    return found
+    published: dict[str, Any] = read_table(_file("published.toml"))
+    return published
 
 
 def counted(entries: Iterable[Entry], kind: str) -> list[Entry]:

@@ -54,7 +54,7 @@ def read_kernels(path: Path) -> list[Kernel]:
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             rows = list(csv.DictReader(lines))
-        found = [
+        kernels = [
             Kernel(row["stream"], float(row["start_us"]), float(row["start_us"]) + float(row["duration_us"]))
             for row in rows
         ]
@@ -62,29 +62,31 @@ def read_kernels(path: Path) -> list[Kernel]:
         raise InputError(f"--trace {path}: cannot be read ({error.strerror or error})") from error
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"--trace {path}: a line per kernel with {', '.join(COLUMNS)} is wanted ({error})") from error
-    streams = {kernel.stream for kernel in found}
-    if not found or len(streams) > len(LANES) or any(kernel.end < kernel.start for kernel in found):
+    streams = {kernel.stream for kernel in kernels}
+    if not kernels or len(streams) > len(LANES) or any(kernel.end < kernel.start for kernel in kernels):
         raise InputError(
-            f"--trace {path}: {len(found)} kernels on {len(streams)} streams: give at least one kernel, at most {len(LANES)} "
+            f"--trace {path}: {len(kernels)} kernels on {len(streams)} streams: give at least one kernel, at most {len(LANES)} "
             "streams, and no duration below 0"
         )
-    return sorted(found, key=lambda kernel: (kernel.start, kernel.end))
+    return sorted(kernels, key=lambda kernel: (kernel.start, kernel.end))
 
 
 def laid_out(kernels: list[Kernel]) -> float:
     """Return the makespan in seconds when the kernels are replayed with their measured durations and dependencies."""
     streams = sorted({kernel.stream for kernel in kernels})
-    of = {stream: [n for n, kernel in enumerate(kernels) if kernel.stream == stream] for stream in streams}
-    most = max(of.values(), key=len)
-    launch = statistics.median(kernels[b].start - kernels[a].end for a, b in pairwise(most)) if len(most) > 1 else 0.0
+    numbers = {stream: [n for n, kernel in enumerate(kernels) if kernel.stream == stream] for stream in streams}
+    busiest = max(numbers.values(), key=len)
+    launch = (
+        statistics.median(kernels[b].start - kernels[a].end for a, b in pairwise(busiest)) if len(busiest) > 1 else 0.0
+    )
     tasks, seconds = [], {}
     for number, kernel in enumerate(kernels):
         reads = []
         for other in streams:
-            ended = [kernels[each].end for each in of[other]]
-            behind = bisect_right(ended, kernel.start) - 1
-            if other != kernel.stream and behind >= 0:
-                reads.append(str(of[other][behind]))
+            ended = [kernels[each].end for each in numbers[other]]
+            last_ended = bisect_right(ended, kernel.start) - 1
+            if other != kernel.stream and last_ended >= 0:
+                reads.append(str(numbers[other][last_ended]))
         name, lane = str(number), LANES[streams.index(kernel.stream)]
         tasks.append(Task(name=name, op=Op.ADD, reads=tuple(reads), writes=(name,), stage=Stage.EXPERT, lane=lane))
         seconds[name] = (kernel.end - kernel.start + launch) * 1e-6
@@ -119,7 +121,7 @@ def trace(path: Path) -> list[Entry]:
     measured = (max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels)) * 1e-3
     return [
         Entry(
-            kind="trace", what=what, machine="dgx-h100", measured=measured, predicted=found * 1e3, unit="ms", source="deepseek"
+            kind="trace", what=what, machine="dgx-h100", measured=measured, predicted=seconds * 1e3, unit="ms", source="deepseek"
         )
-        for what, found in (("measured durations in their order", laid_out(kernels)), ("predicted durations", predicted()))
+        for what, seconds in (("measured durations in their order", laid_out(kernels)), ("predicted durations", predicted()))
     ]  # fmt: skip

@@ -391,13 +391,13 @@ def judge_all(workers: int, told: Callable[[str], object]) -> Iterator[MutantVer
     """
     names = [mutant.name for mutant in MUTANTS if mutant.case != "gloo"]
     if workers == 1:
-        found = map(_judge_named, names)
-        for verdict in found:
+        verdicts = map(_judge_named, names)
+        for verdict in verdicts:
             told(verdict.mutant.name)
             yield verdict
         return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        for name, (caught_by, how, findings) in zip(names, pool.map(_told_of, names)):
+        for name, (caught_by, how, findings) in zip(names, pool.map(_picklable_verdict, names)):
             told(name)
             yield MutantVerdict(_named(name), caught_by, how, findings)
 
@@ -405,9 +405,9 @@ def judge_all(workers: int, told: Callable[[str], object]) -> Iterator[MutantVer
 def judge_all_on_gloo() -> Iterator[MutantVerdict]:
     """Run all mutants that need processes together, and then yield their verdicts."""
     mutants = [mutant for mutant in MUTANTS if mutant.case == "gloo"]
-    found = run_on_gloo([ProcessCase(case, mutant.patch) for mutant in mutants for case in GLOO])
+    results = run_on_gloo([ProcessCase(case, mutant.patch) for mutant in mutants for case in GLOO])
     for number, mutant in enumerate(mutants):
-        yield judge_on_gloo(mutant, found[number * len(GLOO) : (number + 1) * len(GLOO)])
+        yield judge_on_gloo(mutant, results[number * len(GLOO) : (number + 1) * len(GLOO)])
 
 
 def _named(name: str) -> Mutant:
@@ -418,7 +418,7 @@ def _judge_named(name: str) -> MutantVerdict:
     return judge(_named(name))
 
 
-def _told_of(name: str) -> tuple[Catcher, str, tuple[Finding, ...]]:
+def _picklable_verdict(name: str) -> tuple[Catcher, str, tuple[Finding, ...]]:
     """Return a verdict without its mutant, which cannot be pickled."""
     verdict = _judge_named(name)
     return verdict.caught_by, verdict.how, verdict.findings

@@ -453,10 +453,10 @@ shared_partial = around(MoE, "forward", _with_share_of_shared)
 
 
 def _and_adapt(forward: Callable[..., Any], self: MoE, *args: Any, **options: Any) -> Any:
-    found = forward(self, *args, **options)
+    y = forward(self, *args, **options)
     if self.training:
         self.finish_step()
-    return found
+    return y
 
 
 bias_each_micro_batch = around(MoE, "forward", _and_adapt)
@@ -535,10 +535,13 @@ own_rows_coded = around(executor, "pack", _with_own_rows_coded)
 
 
 def _next_tokens(find: Callable[..., NodeTokens], *args: Any) -> NodeTokens:
-    found = find(*args)
-    counts = found.counts.flatten()[found.counts.flatten() > 0]
+    node_tokens = find(*args)
+    counts = node_tokens.counts.flatten()[node_tokens.counts.flatten() > 0]
     last = int(counts.min()) if len(counts) else 1
-    return replace(found, copy_index=torch.where(found.copy_index + 1 < last, found.copy_index + 1, found.copy_index))
+    return replace(
+        node_tokens,
+        copy_index=torch.where(node_tokens.copy_index + 1 < last, node_tokens.copy_index + 1, node_tokens.copy_index),
+    )
 
 
 node_tokens_off_by_one = around(expert_parallel, "find_node_tokens", _next_tokens)
@@ -560,10 +563,10 @@ def _driven(steps: Any, transport: AbstractTransport, wait: Callable[[Handle], N
 
 def _waiting_last(steps: Any, transport: AbstractTransport) -> Any:
     late: list[Handle] = []
-    found = _driven(steps, transport, late.append)
+    result = _driven(steps, transport, late.append)
     for handle in late:
         transport.wait(handle)
-    return found
+    return result
 
 
 read_before_waiting = replaced(executor, "drive", _waiting_last)

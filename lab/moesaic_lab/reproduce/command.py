@@ -43,14 +43,14 @@ def run(arguments: Sequence[str]) -> int:
     first = words[0] if words else ""
     if not first or (first.startswith("-") and first not in ("-h", "--help")):
         raise InputError(f"say what to reproduce: moesaic reproduce PAPER, one of {names}")
-    asks = first in ("-h", "--help")
-    if not asks and first not in (*REPRODUCTIONS, "all"):
+    wants_help = first in ("-h", "--help")
+    if not wants_help and first not in (*REPRODUCTIONS, "all"):
         raise InputError(f"paper {first!r} is unknown{suggestion(first, [*REPRODUCTIONS, 'all'])}")
     description = (
         f"Simulate a paper's cluster and sweep and set the figures side by side. The first word is one of {names}."
     )
     options = parse(
-        ReproduceOptions, words if asks else words[1:], prog="moesaic reproduce PAPER", description=description
+        ReproduceOptions, words if wants_help else words[1:], prog="moesaic reproduce PAPER", description=description
     )
     if options.picture is not None:
         from moesaic_lab.pictures import check_picture
@@ -58,24 +58,24 @@ def run(arguments: Sequence[str]) -> int:
         check_picture(Path(options.picture))
     papers = list(REPRODUCTIONS) if first == "all" else [first]
     book = _refitted(papers) if options.refit else read_book()
-    made = []
+    reproductions = []
     progress = Console(stderr=True)
     for paper in papers:
         with progress.status(f"{paper}: simulating"):
-            made.append(REPRODUCTIONS[paper](book))
+            reproductions.append(REPRODUCTIONS[paper](book))
         if options.json != "-":
-            _print(made[-1])
+            _print(reproductions[-1])
     if options.json != "-":
-        Console().print(claims_table(claims(made, book)))
+        Console().print(claims_table(claims(reproductions, book)))
     if options.json is not None:
         try:
-            PapersMeasured.of(made, book).write(options.json)
+            PapersMeasured.of(reproductions, book).write(options.json)
         except OSError as error:
             raise InputError(
                 f"--json {options.json}: cannot be written ({error.strerror}): choose another path"
             ) from error
     if options.picture is not None:
-        _draw(made, Path(options.picture))
+        _draw(reproductions, Path(options.picture))
     return 0
 
 
@@ -85,40 +85,40 @@ def _refitted(papers: list[str]) -> Book:
     committed = read_book()
     names = tuple(name for name in committed.constants if name.split(".")[0] in papers)
     with Console(stderr=True).status("finding the constants again"):
-        found = refit(committed, names)
+        refitted = refit(committed, names)
     for name in names:
-        old, new = committed.constant(name), found.constant(name)
+        old, new = committed.constant(name), refitted.constant(name)
         differs = abs(new - old) > 1e-3 * abs(old)
         print(f"{name}: {new:.6g} {'differs from' if differs else 'as'} {old:.6g} committed", file=sys.stderr)
-    return found
+    return refitted
 
 
-def _print(made: Reproduction) -> None:
+def _print(reproduction: Reproduction) -> None:
     console = Console()
     rows = [
         {
-            "cell": row.cell.name.removeprefix(f"{made.paper}."),
+            "cell": row.cell.name.removeprefix(f"{reproduction.paper}."),
             "unit": row.cell.unit,
             "published": "." if row.cell.value is None else f"{row.cell.value:g}",
             "ours": f"{row.ours:.4g}",
             "error": _error(row.cell.unit, row.error),
             "role": row.role,
         }
-        for row in made.rows
+        for row in reproduction.rows
     ]
     columns = [
-        Column(key="cell", title=made.paper, is_text=True), Column(key="published", title="published"),
+        Column(key="cell", title=reproduction.paper, is_text=True), Column(key="published", title="published"),
         Column(key="ours", title="simulated"), Column(key="unit", title="unit", is_text=True),
         Column(key="error", title="off by"), Column(key="role", title="role", is_text=True),
     ]  # fmt: skip
-    console.print(table(made.title, rows, columns))
-    for finding in made.findings:
+    console.print(table(reproduction.title, rows, columns))
+    for finding in reproduction.findings:
         mark = {True: "holds", False: "does not hold", None: "found"}[finding.holds]
         console.print(f"{mark}: {finding.statement}: {finding.ours}", highlight=False, markup=False, soft_wrap=True)
-    for title, lines in (("assumed", made.assumptions), ("unexplained", made.unexplained)):
+    for title, lines in (("assumed", reproduction.assumptions), ("unexplained", reproduction.unexplained)):
         for line in lines:
             console.print(f"{title}: {line}", highlight=False, markup=False, soft_wrap=True)
-    for constant in made.constants:
+    for constant in reproduction.constants:
         text = f"constant {constant.name} = {constant.value:.6g} {constant.unit}, from {', '.join(constant.cells)}"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     console.print()
@@ -130,29 +130,31 @@ def _error(unit: str, error: float | None) -> str:
     return f"{error:.1f} points" if unit == "points" else f"{error:.1%}"
 
 
-def _draw(made: Sequence[Reproduction], path: Path) -> None:
+def _draw(reproductions: Sequence[Reproduction], path: Path) -> None:
     from moesaic_lab.pictures import write_picture
 
-    title = "Published and simulated: " + ", ".join(each.paper for each in made)
-    panels = [_panel(chart) for each in made for chart in (*_ratios(each), *each.charts)]
+    title = "Published and simulated: " + ", ".join(reproduction.paper for reproduction in reproductions)
+    panels = [
+        _panel(chart) for reproduction in reproductions for chart in (*_ratios(reproduction), *reproduction.charts)
+    ]
     try:
         write_picture(path, title, panels, notes=NOTES)
     except OSError as error:
         raise InputError(f"--picture {path}: cannot be written ({error.strerror}): choose another path") from error
 
 
-def _ratios(made: Reproduction) -> list[Chart]:
+def _ratios(reproduction: Reproduction) -> list[Chart]:
     """Return a chart of simulated over published figures, of the rows that count as validation.
 
     The list is empty if there are no such rows or more than `MOST_BARS`.
     """
-    rows = [row for row in made.rows if row.role == "validation" and row.cell.unit != "points"]
+    rows = [row for row in reproduction.rows if row.role == "validation" and row.cell.unit != "points"]
     if not rows or len(rows) > MOST_BARS:
         return []
-    labels = tuple(row.cell.name.removeprefix(f"{made.paper}.").replace(".", "\n") for row in rows)
+    labels = tuple(row.cell.name.removeprefix(f"{reproduction.paper}.").replace(".", "\n") for row in rows)
     places = tuple(map(float, range(len(rows))))
     series = (("simulated", places, tuple(row.cell.ratio(row.ours) for row in rows)),)
-    return [Chart(f"{made.paper}: not used for fitting", "figure", "simulated over published", series, labels)]
+    return [Chart(f"{reproduction.paper}: not used for fitting", "figure", "simulated over published", series, labels)]
 
 
 def _panel(chart: Chart) -> Panel:

@@ -32,14 +32,14 @@ class WholeStep:
         self.model = job.step_model(cluster, grid.dp)
         self._cost = StepCostModel(self.model, grid, Simulator(cluster))
 
-    def around_seconds(self, there: Simulated, back: Simulated, *, exchanges: bool = True) -> float:
+    def around_seconds(self, forward: Simulated, backward: Simulated, *, exchanges: bool = True) -> float:
         """Return the seconds of a step without its MoE layers.
 
         Args:
-            there: the simulated forward pass of an MoE layer.
-            back: the simulated backward pass of an MoE layer.
+            forward: the simulated forward pass of an MoE layer.
+            backward: the simulated backward pass of an MoE layer.
             exchanges: whether to include the exchange of the gradients of non-expert weights, as far as it is not hidden.
         """
-        parts = self._cost.estimate(there, back).parts
+        parts = self._cost.estimate(forward, backward).parts
         left_out = {"moe forward", "moe backward"} | (set() if exchanges else {"parameters"})
         return sum(seconds for name, seconds in parts.items() if name not in left_out)

@@ -102,12 +102,12 @@ class FasterMoEBed:
         """Return the times of a layer under a plan without shadows."""
         if plan not in self._compiled:
             self._compiled[plan] = compile_plan(plan, self.grid)
-        made = self._compiled[plan]
-        shapes = made.shapes(self.model.gpus)
-        sizes = sizes_of(made.forward, self.model.layer, self.grid, counts, shapes=shapes)
+        compiled = self._compiled[plan]
+        shapes = compiled.shapes(self.model.gpus)
+        sizes = sizes_of(compiled.forward, self.model.layer, self.grid, counts, shapes=shapes)
         runs: list[Simulated] = [
             self._simulator.run(program, self.model.layer, self.grid, sizes=sizes)
-            for program in (made.forward, made.backward)
+            for program in (compiled.forward, compiled.backward)
         ]
         computing = sum(run.compute_seconds for run in runs)
         moving = sum(run.communication_seconds for run in runs)
@@ -119,22 +119,22 @@ class FasterMoEBed:
         Equation 2 uses the busiest directed link, out of or into any group of GPUs that share a link.
         """
         ranks = np.arange(len(counts))
-        node, found = ranks // self.spec.devices_per_node, []
+        node, seconds = ranks // self.spec.devices_per_node, []
         for link in self.spec.links:
-            run = ranks // link.devices
-            crosses = run[:, None] != run[None, :]
+            group = ranks // link.devices
+            crosses = group[:, None] != group[None, :]
             if link.carries != "all":
                 crosses &= (node[:, None] != node[None, :]) == (link.carries == "outside")
-            rows = max(np.bincount(run, (counts * crosses).sum(axis)).max() for axis in (0, 1))
-            found.append(rows * self.model.dim * 4 / link.slowest(self.spec.nodes))
-        return 3 * self.machine.compute_seconds(counts.sum(0).max()), 4 * max(found)
+            rows = max(np.bincount(group, (counts * crosses).sum(axis)).max() for axis in (0, 1))
+            seconds.append(rows * self.model.dim * 4 / link.slowest(self.spec.nodes))
+        return 3 * self.machine.compute_seconds(counts.sum(0).max()), 4 * max(seconds)
 
     def shadowed(self, plan: Plan, counts: np.ndarray, experts: Sequence[int]) -> float:
         """Return the time of a layer with shadows: broadcast of their weights, the layer, reduction of their gradients."""
-        kept = stay_home(counts, list(experts))
+        remaining = stay_home(counts, list(experts))
         nbytes = self.model.layer.matrices * self.model.layer.dim * self.model.layer.hidden * 4
         tree = tree_seconds(self.model.gpus, nbytes, 10e-6, 1 / self.nic)
-        return self.run(plan, kept).seconds + len(experts) * (tree + tree)
+        return self.run(plan, remaining).seconds + len(experts) * (tree + tree)
 
     def chosen(self, counts: np.ndarray, rule: Rule = "printed") -> list[int]:
         """Return the experts that FasterMoE's policy shadows."""
@@ -149,10 +149,10 @@ class FasterMoEBed:
         layer = self.model.layer
         rows = layer.copies / layer.num_experts
         rates = rates_of(self.spec, "fp32")
-        each = rates.product_seconds(np.full(layer.num_experts, rows), 4.0 * layer.dim * layer.hidden, 0.0)
+        seconds = rates.product_seconds(np.full(layer.num_experts, rows), 4.0 * layer.dim * layer.hidden, 0.0)
         nbytes = layer.num_experts * layer.matrices * layer.dim * layer.hidden * 4
         exchange = reduce_seconds(self.spec, self.grid, nbytes, 1, self.model.gpus)
-        return 3 * float(each.sum()) + exchange * (1.5 if stage == 3 else 1.0)
+        return 3 * float(seconds.sum()) + exchange * (1.5 if stage == 3 else 1.0)
 
 
 def tree_seconds(ranks: int, num_bytes: float, alpha: float, beta: float) -> float:
@@ -180,8 +180,8 @@ def predictor_r2(beds: Sequence[FasterMoEBed], skews: Sequence[float]) -> tuple[
                 run = bed.run(PLAIN, counts)
                 pairs.append((*bed.predicted(counts), run.computing, run.moving))
     table = np.array(pairs)
-    predicted, found = table[:, :2], table[:, 2:]
-    computing, moving = 1 - ((found - predicted) ** 2).sum(0) / ((found - found.mean(0)) ** 2).sum(0)
+    predicted, simulated = table[:, :2], table[:, 2:]
+    computing, moving = 1 - ((simulated - predicted) ** 2).sum(0) / ((simulated - simulated.mean(0)) ** 2).sum(0)
     return float(moving), float(computing)
 
 
@@ -214,11 +214,11 @@ def skew_of(book: Book) -> float:
 
 def shadow_gain(bed: FasterMoEBed, skew: float, rule: Rule = "printed") -> float:
     """Return the speed-up by shadows alone, as a mean over the seeds."""
-    found = []
+    speedups = []
     for seed in SEEDS:
         counts = bed.counts(skew, seed)
-        found.append(bed.run(PLAIN, counts).seconds / bed.shadowed(PLAIN, counts, bed.chosen(counts, rule)))
-    return float(np.mean(found))
+        speedups.append(bed.run(PLAIN, counts).seconds / bed.shadowed(PLAIN, counts, bed.chosen(counts, rule)))
+    return float(np.mean(speedups))
 
 
 def gains(bed: FasterMoEBed, skew: float, rule: Rule = "printed", seeds: Sequence[int] = SEEDS) -> Gains:
@@ -251,24 +251,24 @@ def reproduce(book: Book) -> Reproduction:
     beds = {model: FasterMoEBed(model) for model in (GPT_S, GPT, GPT_L, WIDE)}
     on_johnny = {model: gains(beds[model], skew) for model in (GPT_S, GPT, GPT_L)}
     wide, middle = gains(beds[WIDE], skew, seeds=SEEDS[:1]), on_johnny[GPT]
-    best = max(on_johnny.values(), key=lambda each: each.layer)
-    found = {
+    best = max(on_johnny.values(), key=lambda model_gains: model_gains.layer)
+    figures = {
         "fastermoe.shadow.johnny": middle.shadow,
         "fastermoe.shadow.trevor": wide.shadow,
         "fastermoe.schedule.johnny": middle.schedule,
         "fastermoe.both.johnny": middle.both,
         "fastermoe.schedule.layer": best.layer,
         "fastermoe.schedule.bound": best.bound,
-        "fastermoe.shadow.one": max(each.one for each in on_johnny.values()),
+        "fastermoe.shadow.one": max(model_gains.one for model_gains in on_johnny.values()),
         "fastermoe.shadow.experts": 100 * middle.experts,
         "fastermoe.zero3.johnny": max(_over_zero(beds[m], on_johnny[m], 3) for m in on_johnny),
         "fastermoe.zero3.trevor": _over_zero(beds[WIDE], wide, 3),
         "fastermoe.zero2": max(_over_zero(beds[m], on_johnny[m], 2) for m in on_johnny),
     }
     moving, computing = predictor_r2([beds[model] for model in on_johnny], (0.0, 0.4, 0.8, skew))
-    found |= {"fastermoe.predictor.communication": moving, "fastermoe.predictor.computation": computing}
+    figures |= {"fastermoe.predictor.communication": moving, "fastermoe.predictor.computation": computing}
     return book.reproduction(
-        "fastermoe", book.rows(found), _findings(beds[GPT], middle, skew), _charts(beds[GPT], skew)
+        "fastermoe", book.rows(figures), _findings(beds[GPT], middle, skew), _charts(beds[GPT], skew)
     )
 
 
@@ -310,8 +310,8 @@ def _charts(bed: FasterMoEBed, skew: float) -> tuple[Chart, ...]:
     )
     flops = 12 * bed.model.layer.copies * bed.model.layer.dim * bed.model.layer.hidden / 1e12
     skews, rates = tuple(sorted((0.0, 0.4, 0.8, 1.2, skew))), []
-    for each in skews:
-        counts = bed.counts(each, SEEDS[0])
+    for exponent in skews:
+        counts = bed.counts(exponent, SEEDS[0])
         plain, smart = bed.run(PLAIN, counts).seconds, bed.run(bed.smart, counts).seconds
         both = bed.shadowed(bed.smart, counts, bed.chosen(counts))
         rates.append((flops / plain, flops / smart, flops / both))

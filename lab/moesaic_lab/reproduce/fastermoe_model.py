@@ -102,9 +102,9 @@ def shadowed_seconds(machine: FasterMoEMachine, counts: np.ndarray, experts: lis
 
     Corrected, it also includes the all-to-alls of the tokens that are still sent.
     """
-    kept = stay_home(counts, experts)
-    seconds = machine.rates.shadowed(kept.sum(0), len(experts))
-    return seconds + (4 * machine.move_seconds(_remote(kept)) if rule == "corrected" else 0.0)
+    remaining = stay_home(counts, experts)
+    seconds = machine.rates.shadowed(remaining.sum(0), len(experts))
+    return seconds + (4 * machine.move_seconds(_remote(remaining)) if rule == "corrected" else 0.0)
 
 
 def worth_by_size(machine: FasterMoEMachine, most: float, shadows: int) -> bool:
@@ -128,12 +128,12 @@ def stay_home(counts: np.ndarray, experts: list[int]) -> np.ndarray:
         counts: (workers, workers) copies from a worker to an expert; the home of expert i is worker i.
         experts: the shadowed experts.
     """
-    kept = counts.copy()
+    remaining = counts.copy()
     for expert in experts:
-        here = kept[:, expert].copy()
-        kept[:, expert] -= here
-        kept[np.arange(len(kept)), np.arange(len(kept))] += here
-    return kept
+        copies = remaining[:, expert].copy()
+        remaining[:, expert] -= copies
+        remaining[np.arange(len(remaining)), np.arange(len(remaining))] += copies
+    return remaining
 
 
 def shadows(machine: FasterMoEMachine, counts: np.ndarray, rule: Rule) -> list[int]:
@@ -145,12 +145,12 @@ def shadows(machine: FasterMoEMachine, counts: np.ndarray, rule: Rule) -> list[i
     if rule == "printed":
         return shadows_of(counts, np.arange(len(counts)), machine.rates)
     order = np.argsort(-counts.sum(0), kind="stable").tolist()
-    best, found = unshadowed_seconds(machine, counts, rule), []
+    best, chosen = unshadowed_seconds(machine, counts, rule), []
     for number in range(1, len(order) + 1):
         seconds = shadowed_seconds(machine, counts, order[:number], rule)
         if seconds < best:
-            best, found = seconds, order[:number]
-    return found
+            best, chosen = seconds, order[:number]
+    return chosen
 
 
 def _remote(counts: np.ndarray) -> float:

@@ -19,7 +19,7 @@ LAUNCH_US = 8.0
 """Microseconds that the issuing thread spends per task, where nothing more is known."""
 
 
-Found = float | tuple[float, ...]
+Fitted = float | tuple[float, ...]
 """Value or values of the constants that are fitted together."""
 
 
@@ -50,8 +50,8 @@ def refit(book: Book, names: tuple[str, ...] | None = None) -> Book:
     """
     for together, fit in FITS.items():
         if names is None or set(together) & set(names):
-            found = fit(book, Named(book, *together))
-            values = found if isinstance(found, tuple) else (found,)
+            fitted = fit(book, Named(book, *together))
+            values = fitted if isinstance(fitted, tuple) else (fitted,)
             book = book.with_values(dict(zip(together, values)))
     return book
 
@@ -59,8 +59,8 @@ def refit(book: Book, names: tuple[str, ...] | None = None) -> Book:
 def _parm_tflops(book: Book, cells: Named) -> float:
     def error(rate: float) -> float:
         bed = Testbed(book.with_values({"parm.b.tflops": rate}), "b")
-        found = [shares(bed.cell(32, 2, s, ("baseline",))) for s in (2, 4)]
-        least, most = min(each[0] for each in found), max(each[1] for each in found)
+        cell_shares = [shares(bed.cell(32, 2, s, ("baseline",))) for s in (2, 4)]
+        least, most = min(cell_share[0] for cell_share in cell_shares), max(cell_share[1] for cell_share in cell_shares)
         return _squared(least, cells["parm.share.least"]) + _squared(most, cells["parm.share.most"])
 
     return float(minimize_scalar(error, bounds=(5.0, 20.0), method="bounded", options={"xatol": 1e-3}).x)
@@ -89,8 +89,8 @@ def _schemoe_nic(book: Book, cells: Named) -> float:
 
 def _schemoe_turn(book: Book, cells: Named) -> float:
     message, inside = _row_bytes() / 32, book.constant("parm.b.link") * 1e9 / 8
-    left = cells["schemoe.a2a.12"] * 1e-3 / (4 * 12) - 3 * message / inside - 109e-6
-    return 28 * message / left * 8 / 1e9
+    seconds = cells["schemoe.a2a.12"] * 1e-3 / (4 * 12) - 3 * message / inside - 109e-6
+    return 28 * message / seconds * 8 / 1e9
 
 
 def _row_bytes() -> float:
@@ -104,8 +104,8 @@ def _ablation(plan: str) -> Callable[[Book], float]:
 def _schemoe_rest(book: Book, cells: Named) -> tuple[float, float]:
     layer = 1e3 * schemoe.ScheMoECluster(book).seconds("naive", schemoe.CT_MOE)
     shallow, deep = cells["schemoe.step.tutel.12"], cells["schemoe.step.tutel.16"]
-    each = (deep - shallow) / 4 - layer
-    return each, shallow - 12 * (layer + each)
+    per_layer = (deep - shallow) / 4 - layer
+    return per_layer, shallow - 12 * (layer + per_layer)
 
 
 def _tutel_network(book: Book, cells: Named) -> tuple[float, ...]:
@@ -143,8 +143,8 @@ def _tutel_pipelining(book: Book, cells: Named) -> tuple[float, ...]:
             math.log((100 + ours[name]) / (100 + cells[f"tutel.pipelining.{name}.16"])) for name in ("hier2d1", "worst")
         ]
 
-    found = least_squares(errors, np.log([50.0, 200.0]), diff_step=1e-3, xtol=1e-5, ftol=1e-7)
-    return tuple(np.exp(found.x).tolist())
+    fit = least_squares(errors, np.log([50.0, 200.0]), diff_step=1e-3, xtol=1e-5, ftol=1e-7)
+    return tuple(np.exp(fit.x).tolist())
 
 
 def _tutel_swin(name: str) -> Callable[[Book, Named], float]:
@@ -175,24 +175,28 @@ def _netmoe_concentration(book: Book, cells: Named) -> float:
     return math.exp(float(brentq(change, math.log(0.2), math.log(200.0), xtol=1e-4)))
 
 
-def _solve(book: Book, name: str, bounds: tuple[float, float], found: Callable[[Book], float], wanted: float) -> float:
-    """Return the value of a constant at which a simulated figure equals `wanted`, or the nearest bound if there is none."""
-    low, high = (found(book.with_values({name: value})) - wanted for value in bounds)
+def _solve(
+    book: Book, name: str, bounds: tuple[float, float], simulate: Callable[[Book], float], target: float
+) -> float:
+    """Return the value of a constant at which a simulated figure equals `target`, or the nearest bound if there is none."""
+    low, high = (simulate(book.with_values({name: value})) - target for value in bounds)
     if low * high > 0:
         return bounds[0] if abs(low) < abs(high) else bounds[1]
 
     def error(value: float) -> float:
-        return found(book.with_values({name: value})) - wanted
+        return simulate(book.with_values({name: value})) - target
 
     return float(brentq(error, *bounds, rtol=1e-4))
 
 
-def _solved(cell: str, bounds: tuple[float, float], found: Callable[[Book], float]) -> Callable[[Book, Named], Found]:
+def _solved(
+    cell: str, bounds: tuple[float, float], simulate: Callable[[Book], float]
+) -> Callable[[Book, Named], Fitted]:
     """Return a function that fits one constant to one figure."""
 
     def fit(book: Book, cells: Named) -> float:
         (name,) = cells.constants
-        return _solve(book, name, bounds, found, cells[cell])
+        return _solve(book, name, bounds, simulate, cells[cell])
 
     return fit
 
@@ -210,7 +214,7 @@ def _squared(ours: float, theirs: float) -> float:
     return math.log(ours / theirs) ** 2
 
 
-FITS: dict[tuple[str, ...], Callable[[Book, Named], Found]] = {
+FITS: dict[tuple[str, ...], Callable[[Book, Named], Fitted]] = {
     ("schemoe.nic",): _schemoe_nic,
     # Half of the output of an all-gather over two ranks crosses a link: 0.5 * 4 bytes over the time per element.
     ("parm.a.link",): lambda book, cells: 0.5 * 4 * 8 / cells["parm.all_gather.element.a"],

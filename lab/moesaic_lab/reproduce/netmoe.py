@@ -66,15 +66,15 @@ def workload(devices: int, dim: int, samples: int = SAMPLES) -> Workload:
 def before_mib(devices: int, dim: int) -> tuple[float, float]:
     """Return the MiB that all ranks together send in an all-to-all of rows under even routing: (inside, between) nodes."""
     grid, layer = Grid(world=devices, ep=devices, ranks_per_node=PER_NODE), workload(devices, dim)
-    made = compile_plan(Plan(), grid)
-    sizes = sizes_of(made.forward, layer, grid)
-    names = {slot.name for slot in made.forward.slots if slot.kind is Kind.ROWS}
-    stage = {task.name: task.stage for task in made.forward.tasks}
+    compiled = compile_plan(Plan(), grid)
+    sizes = sizes_of(compiled.forward, layer, grid)
+    names = {slot.name for slot in compiled.forward.slots if slot.kind is Kind.ROWS}
+    stage = {task.name: task.stage for task in compiled.forward.tasks}
     inside, across = 0, 0
-    for moved in traffic(made.forward, sizes, grid.node_of):
+    for moved in traffic(compiled.forward, sizes, grid.node_of):
         if moved.kind is Kind.ROWS and stage[moved.task] is Stage.DISPATCH and moved.task in names:
-            found = moved.num_bytes(dim, layer.element_bytes)
-            inside, across = inside + found[0], across + found[1]
+            num_bytes = moved.num_bytes(dim, layer.element_bytes)
+            inside, across = inside + num_bytes[0], across + num_bytes[1]
     return inside / MIB, across / MIB
 
 
@@ -89,7 +89,7 @@ def placed(devices: int, concentration: float, draws: int = DRAWS) -> PlacedSamp
     grid = Grid(world=devices, ep=devices, ranks_per_node=PER_NODE)
     node = np.arange(devices) // PER_NODE
     of_sample = replace(workload(devices, 1), tokens=LENGTH)
-    found = []
+    ratios = []
     for draw in range(draws):
         here, following = (
             dirichlet_counts(
@@ -102,8 +102,8 @@ def placed(devices: int, concentration: float, draws: int = DRAWS) -> PlacedSamp
         old, new = load.volume(load.homes), load.volume(homes)
         moved = load.homes.moved(homes, node), load.homes.moved(homes)
         samples = devices * SAMPLES
-        found.append((new.intra / old.intra, new.inter / old.inter, moved[0] / samples, moved[1] / samples))
-    return PlacedSamples(*np.mean(found, axis=0).tolist())
+        ratios.append((new.intra / old.intra, new.inter / old.inter, moved[0] / samples, moved[1] / samples))
+    return PlacedSamples(*np.mean(ratios, axis=0).tolist())
 
 
 def step_gains(book: Book, model: str, nodes: int, per_node: int) -> dict[str, float]:
@@ -132,7 +132,8 @@ def step_gains(book: Book, model: str, nodes: int, per_node: int) -> dict[str, f
     layers = step.model.moe_layers / JOURNEY
     journey = travel(setting.grid, counts, SAMPLES, TwoStage(least_gain=0.0))
     fastmoe, fastermoe, netmoe = (
-        around + layers * each for each in (plain.plain(counts)[0], smart.plain(counts)[0], plain.placed(journey)[0])
+        around + layers * seconds
+        for seconds in (plain.plain(counts)[0], smart.plain(counts)[0], plain.placed(journey)[0])
     )
     return {"fastmoe": fastmoe / netmoe, "fastermoe": fastermoe / netmoe, "smartmoe": fastmoe / netmoe}
 
@@ -165,9 +166,9 @@ class NetMoECluster:
             samples: samples per device.
         """
         grid = Grid(world=16, ep=16, ranks_per_node=PER_NODE)
-        made, layer = compile_plan(Plan(), grid), workload(16, MODELS["S"], samples)
-        run = Simulator(self.spec).run(made.forward, layer, grid)
-        rows = {slot.name for slot in made.forward.slots if slot.kind is Kind.ROWS}
+        compiled, layer = compile_plan(Plan(), grid), workload(16, MODELS["S"], samples)
+        run = Simulator(self.spec).run(compiled.forward, layer, grid)
+        rows = {slot.name for slot in compiled.forward.slots if slot.kind is Kind.ROWS}
         spans = run.timeline.spans
         scatter = sum(s.end - s.start for s in spans if s.stage is Stage.DISPATCH and s.task in rows - {"rows"})
         computing = sum(s.end - s.start for s in spans if s.stage is Stage.EXPERT)
@@ -180,36 +181,36 @@ SWEEP = ((2, 2), (2, 4), (2, 8), (4, 2), (4, 4), (4, 8))
 
 def reproduce(book: Book) -> Reproduction:
     """Compute volumes, placements and times, and compare them with the paper's figures."""
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     after = {devices: placed(devices, book.constant("netmoe.concentration")) for devices in (16, 32)}
     for devices, mean in after.items():
         for model, dim in MODELS.items():
             intra, inter = before_mib(devices, dim)
-            found[f"netmoe.before.intra.{devices}.{model}"] = intra
-            found[f"netmoe.before.inter.{devices}.{model}"] = inter
-            found[f"netmoe.after.intra.{devices}.{model}"] = intra * mean.intra
-            found[f"netmoe.change.{devices}.{model}"] = 100 * (mean.inter - 1)
+            figures[f"netmoe.before.intra.{devices}.{model}"] = intra
+            figures[f"netmoe.before.inter.{devices}.{model}"] = inter
+            figures[f"netmoe.after.intra.{devices}.{model}"] = intra * mean.intra
+            figures[f"netmoe.change.{devices}.{model}"] = 100 * (mean.inter - 1)
         for model in ("S", "M", "L") if devices == 16 else ("S",):
-            found[f"netmoe.moved.nodes.{devices}.{model}"] = 100 * mean.moved_nodes
-            found[f"netmoe.moved.devices.{devices}.{model}"] = 100 * mean.moved_devices
+            figures[f"netmoe.moved.nodes.{devices}.{model}"] = 100 * mean.moved_nodes
+            figures[f"netmoe.moved.devices.{devices}.{model}"] = 100 * mean.moved_devices
     bed = NetMoECluster(book)
     for samples in (2, 4, 8, 16, 24):
-        found[f"netmoe.scatter.{samples}"], found[f"netmoe.compute.{samples}"] = bed.table4_ms(samples)
+        figures[f"netmoe.scatter.{samples}"], figures[f"netmoe.compute.{samples}"] = bed.table4_ms(samples)
     gains = [step_gains(book, model, 4, PER_NODE) for model in MODELS]
-    found |= {f"netmoe.speedup.{system}": max(each[system] for each in gains) for system in gains[0]}
+    figures |= {f"netmoe.speedup.{system}": max(model_gains[system] for model_gains in gains) for system in gains[0]}
     for nodes, per_node in SWEEP:
-        found[f"netmoe.sweep.n{nodes}.j{nodes * per_node}"] = step_gains(book, "S", nodes, per_node)["fastmoe"]
-    return book.reproduction("netmoe", book.rows(found), _findings(book, after), _charts(book, after))
+        figures[f"netmoe.sweep.n{nodes}.j{nodes * per_node}"] = step_gains(book, "S", nodes, per_node)["fastmoe"]
+    return book.reproduction("netmoe", book.rows(figures), _findings(book, after), _charts(book, after))
 
 
-def before_error(made: Reproduction) -> float:
+def before_error(reproduction: Reproduction) -> float:
     """Return the median error of the volumes before placement, over rows that count as validation."""
-    return statistics.median(made.errors(prefix="netmoe.before."))
+    return statistics.median(reproduction.errors(prefix="netmoe.before."))
 
 
-def after_points(made: Reproduction) -> float:
+def after_points(reproduction: Reproduction) -> float:
     """Return the median error in points of the changes in traffic between nodes, over rows that count as validation."""
-    return statistics.median(made.errors(unit="points", prefix="netmoe.change."))
+    return statistics.median(reproduction.errors(unit="points", prefix="netmoe.change."))
 
 
 def _findings(book: Book, after: dict[int, PlacedSamples]) -> tuple[PaperFinding, ...]:

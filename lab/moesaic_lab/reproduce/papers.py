@@ -27,16 +27,16 @@ NOTES = (
 )
 
 
-def claims(made: Sequence[Reproduction], book: Book) -> list[Claim]:
+def claims(reproductions: Sequence[Reproduction], book: Book) -> list[Claim]:
     """Return all claims, including those of papers that were not reproduced in this run, which have no value.
 
     Args:
-        made: the reproductions of this run.
+        reproductions: the reproductions of this run.
         book: the cells and constants.
     """
 
     def of(paper: str) -> Reproduction:
-        return some([each for each in made if each.paper == paper], paper)[0]
+        return some([reproduction for reproduction in reproductions if reproduction.paper == paper], paper)[0]
 
     def ordered() -> float:
         right, known = parm.order(book, of("parm").rows)
@@ -61,20 +61,22 @@ class PapersMeasured(Measurement):
     """Title, constants, findings, assumptions and unexplained figures, by paper."""
 
     @classmethod
-    def of(cls, made: Sequence[Reproduction], book: Book) -> PapersMeasured:
+    def of(cls, reproductions: Sequence[Reproduction], book: Book) -> PapersMeasured:
         """Return reproductions as plain data."""
         papers = {
-            each.paper: {
-                "title": each.title,
-                "constants": [dict(vars(constant)) for constant in each.constants],
-                "findings": [dict(vars(finding)) for finding in each.findings],
-                "assumptions": list(each.assumptions),
-                "unexplained": list(each.unexplained),
+            reproduction.paper: {
+                "title": reproduction.title,
+                "constants": [dict(vars(constant)) for constant in reproduction.constants],
+                "findings": [dict(vars(finding)) for finding in reproduction.findings],
+                "assumptions": list(reproduction.assumptions),
+                "unexplained": list(reproduction.unexplained),
             }
-            for each in made
+            for reproduction in reproductions
         }
-        rows = [_row(each.paper, row) for each in made for row in each.rows]
-        return cls(rows=rows, claims=claims(made, book), notes=NOTES, packages=("numpy", "scipy"), papers=papers)
+        rows = [_row(reproduction.paper, row) for reproduction in reproductions for row in reproduction.rows]
+        return cls(
+            rows=rows, claims=claims(reproductions, book), notes=NOTES, packages=("numpy", "scipy"), papers=papers
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of the JSON file, including `papers`."""

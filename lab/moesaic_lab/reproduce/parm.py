@@ -83,7 +83,7 @@ class Testbed:
             schedules: the schedules to run, keys of `PLANS`.
         """
         grid = self.grid(world, m, s)
-        found = []
+        times = []
         for workload, count in layers(world, s, self.top_k):
             if not self._fits(workload, grid):
                 continue
@@ -92,8 +92,8 @@ class Testbed:
                 runs = self.runs.run(PLANS[schedule], grid, workload)
                 seconds[schedule] = sum(run.seconds for run in runs)
                 compute[schedule] = sum(run.compute_seconds for run in runs)
-            found.append(ParmTimes(workload, count, seconds, compute))
-        return found
+            times.append(ParmTimes(workload, count, seconds, compute))
+        return times
 
     def steps_ms(self, model: str, world: int) -> dict[str, float]:
         """Return the milliseconds of a training step of Table V by schedule, without gradient exchange as in the paper.
@@ -107,12 +107,12 @@ class Testbed:
         step = WholeStep(name, self.cluster, grid, world // 4, STEP_SEQUENCES)
         layer = replace(step.model.layer, top_k=self.top_k, capacity_factor=STEP_FACTOR)
         assert layer.tokens == STEP_SEQUENCES * length
-        found = {}
+        milliseconds = {}
         for schedule in ("baseline", "s1", "s2"):
-            there, back = self.runs.run(PLANS[schedule], grid, layer)
-            around = step.around_seconds(there, back, exchanges=False)
-            found[schedule] = 1e3 * (around + step.model.moe_layers * (there.seconds + back.seconds))
-        return found
+            forward, backward = self.runs.run(PLANS[schedule], grid, layer)
+            around = step.around_seconds(forward, backward, exchanges=False)
+            milliseconds[schedule] = 1e3 * (around + step.model.moe_layers * (forward.seconds + backward.seconds))
+        return milliseconds
 
     def grid(self, world: int, m: int, s: int) -> Grid:
         """Return the mesh: one replica of the experts over all ranks, shards and tensor groups innermost (papers.md 1.1)."""
@@ -123,9 +123,9 @@ class Testbed:
         """Return whether the baseline's layer fits into memory: weights, gradients, kept activations and live buffers."""
         plan = self.runs.compiled(PLANS["baseline"], grid)
         volumes = self.runs.simulator.volumes(plan.forward, workload, plan.grid)
-        kept, buffers = layer_memory(plan.forward, plan.backward, volumes)
+        activations, buffers = layer_memory(plan.forward, plan.backward, volumes)
         weights = workload.num_experts / grid.ep * workload.matrices * workload.dim * workload.hidden / grid.etp
-        total = kept + buffers + 2 * weights * workload.element_bytes
+        total = activations + buffers + 2 * weights * workload.element_bytes
         return total / GIB + RESERVE_GIB <= self.cluster.device.memory_gib
 
 
@@ -166,14 +166,14 @@ def mean_speedup(times: Sequence[ParmTimes], schedule: str) -> float:
 
 def saa_gain(times: Sequence[ParmTimes]) -> float:
     """Return the mean speed-up of S2 with SAA over S2 that runs all-to-all and all-gather one after the other."""
-    found = [each.seconds["s2 in turn"] / each.seconds["s2"] for each in times]
-    return float(np.average(found, weights=[each.count for each in times]))
+    ratios = [each.seconds["s2 in turn"] / each.seconds["s2"] for each in times]
+    return float(np.average(ratios, weights=[each.count for each in times]))
 
 
 def shares(times: Sequence[ParmTimes]) -> tuple[float, float]:
     """Return the smallest and the largest share of communication in a layer of the baseline, in per cent."""
-    found = [100 * (1 - each.compute["baseline"] / each.seconds["baseline"]) for each in times]
-    return min(found), max(found)
+    percentages = [100 * (1 - each.compute["baseline"] / each.seconds["baseline"]) for each in times]
+    return min(percentages), max(percentages)
 
 
 RULE_WORDS = {"parm_printed": "published", "parm": "corrected"}
@@ -199,27 +199,27 @@ def reproduce(book: Book) -> Reproduction:
     beds = {name: Testbed(book, name) for name in ("a", "b")}
     cells = {(name, world, m, s): beds[name].cell(world, m, s) for name, world in COLUMNS for m, s in SIZES}
     chosen = {key: {rule: _choose(beds[key[0]], key, times, rule) for rule in RULES} for key, times in cells.items()}
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for (name, world, m, s), times in cells.items():
         case = f"{name}{world}.m{m}s{s}"
         for schedule in ("s1", "s2"):
-            found[f"parm.{schedule}.{case}"] = mean_speedup(times, schedule)
-        found[f"parm.chosen.{case}"] = chosen[name, world, m, s]["parm"].speedup
+            figures[f"parm.{schedule}.{case}"] = mean_speedup(times, schedule)
+        figures[f"parm.chosen.{case}"] = chosen[name, world, m, s]["parm"].speedup
     wide = [shares(times) for (name, world, *_), times in cells.items() if world == 32]
-    found["parm.share.least"] = min(least for least, _ in wide)
-    found["parm.share.most"] = max(most for _, most in wide)
+    figures["parm.share.least"] = min(least for least, _ in wide)
+    figures["parm.share.most"] = max(most for _, most in wide)
     best = cells["b", 32, 4, 4]
     above = sum(each.count for each in best if max(each.speedup("s1"), each.speedup("s2")) > 4)
-    found["parm.histogram.above4"] = 100 * above / sum(each.count for each in best)
-    found["parm.sweep.runnable"] = float(sum(each.count for times in cells.values() for each in times))
+    figures["parm.histogram.above4"] = 100 * above / sum(each.count for each in best)
+    figures["parm.sweep.runnable"] = float(sum(each.count for times in cells.values() for each in times))
     for name, world in (("a", 8), ("b", 32)):
         of_bed = [each for (bed, *_), times in cells.items() if bed == name for each in times]
-        found[f"parm.saa.{name}"] = saa_gain(of_bed)
+        figures[f"parm.saa.{name}"] = saa_gain(of_bed)
         for model in MODELS:
             steps = beds[name].steps_ms(model, world)
-            found[f"parm.step.{model}.{name}.baseline"] = steps["baseline"]
-            found[f"parm.step.{model}.{name}.parm"] = min(steps["s1"], steps["s2"])
-    rows = book.rows(found)
+            figures[f"parm.step.{model}.{name}.baseline"] = steps["baseline"]
+            figures[f"parm.step.{model}.{name}.parm"] = min(steps["s1"], steps["s2"])
+    rows = book.rows(figures)
     return book.reproduction("parm", rows, _findings(book, rows, chosen, cells), _charts(rows, best))
 
 
@@ -239,15 +239,15 @@ def order(book: Book, rows: tuple[Row, ...]) -> tuple[int, int]:
 
 def _choose(bed: Testbed, key: tuple[str, int, int, int], times: list[ParmTimes], rule: str) -> ParmChoices:
     _, world, m, s = key
-    known = operations(bed.runs.simulator, bed.grid(world, m, s), bed.top_k)
+    costs = operations(bed.runs.simulator, bed.grid(world, m, s), bed.top_k)
     right, regret, speedups = 0, 0.0, 0.0
-    for each in times:
-        picked = RULES[rule](known, each.workload, m, s)
-        best = _faster(each)
-        right += each.count * (picked == best)
-        regret += each.count * (each.seconds[picked] / each.seconds[best] - 1)
-        speedups += each.count * each.speedup(picked)
-    total = sum(each.count for each in times)
+    for layer in times:
+        picked = RULES[rule](costs, layer.workload, m, s)
+        best = _faster(layer)
+        right += layer.count * (picked == best)
+        regret += layer.count * (layer.seconds[picked] / layer.seconds[best] - 1)
+        speedups += layer.count * layer.speedup(picked)
+    total = sum(layer.count for layer in times)
     return ParmChoices(speedups / total, right, regret / total, total)
 
 
@@ -264,14 +264,14 @@ def _findings(
         right >= 0.75 * known,
     )
     for rule in RULES:
-        each = [by_rule[rule] for by_rule in chosen.values()]
-        right, total = sum(c.right for c in each), sum(c.of for c in each)
-        lost = sum(c.regret * c.of for c in each) / total
+        choices = [by_rule[rule] for by_rule in chosen.values()]
+        right, total = sum(c.right for c in choices), sum(c.of for c in choices)
+        lost = sum(c.regret * c.of for c in choices) / total
         yield PaperFinding(
             f"Algorithm 1 as {RULE_WORDS[rule]} picks the faster schedule",
             f"{right} of {total} layers ({right / total:.0%}); its picks take {lost:.1%} longer than the best",
         )
-    one_sided = sum(len({_faster(each) for each in times}) == 1 for times in cells.values())
+    one_sided = sum(len({_faster(layer) for layer in times}) == 1 for times in cells.values())
     yield PaperFinding(
         "one of S1 and S2 is faster in every layer of a cell, as Parm's choice, constant in 13 of 16, suggests",
         f"{one_sided} of {len(cells)} cells",

@@ -215,18 +215,18 @@ class Book:
             return "kept back"
         return "fit" if name in self.used or any(other in self.used for other in cell.derived) else "validation"
 
-    def rows(self, found: Mapping[str, float]) -> tuple[Row, ...]:
-        """Return a row per cell, with its role; `found` holds our figures by the cells' names."""
-        return tuple(Row(cell=self.cells[name], ours=ours, role=self.role(name)) for name, ours in found.items())
+    def rows(self, figures: Mapping[str, float]) -> tuple[Row, ...]:
+        """Return a row per cell, with its role; `figures` holds our values by the cells' names."""
+        return tuple(Row(cell=self.cells[name], ours=ours, role=self.role(name)) for name, ours in figures.items())
 
     def reproduction(
         self, paper: str, rows: tuple[Row, ...], findings: Iterable[PaperFinding], charts: Iterable[Chart]
     ) -> Reproduction:
         """Return a paper's reproduction, with its constants, assumptions and unexplained figures added."""
-        of, about = self.of(paper), self._about[paper]
-        also = tuple(self.constants[name] for name in about.get("also", ()))
+        constants, about = self.of(paper), self._about[paper]
+        borrowed = tuple(self.constants[name] for name in about.get("also", ()))
         return Reproduction(
-            paper=paper, title=about["title"], rows=rows, constants=(*of, *also), findings=tuple(findings),
+            paper=paper, title=about["title"], rows=rows, constants=(*constants, *borrowed), findings=tuple(findings),
             assumptions=tuple(about["assumptions"]), unexplained=tuple(about["unexplained"]), charts=tuple(charts),
         )  # fmt: skip
 
@@ -254,7 +254,8 @@ def read_book() -> Book:
                     note=table.get("notes", {}).get(name, ""),
                 )  # fmt: skip
     constants = {
-        each["name"]: Constant(**{**each, "cells": tuple(each["cells"])}) for each in _table("constants")["constant"]
+        entry["name"]: Constant(**{**entry, "cells": tuple(entry["cells"])})
+        for entry in _table("constants")["constant"]
     }
     return Book(cells, constants, about)
 

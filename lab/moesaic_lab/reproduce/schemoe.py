@@ -123,12 +123,12 @@ def exchange_seconds(spec: ClusterSpec, algorithm: AllToAll, workload: Workload)
     program = compile_plan(Plan(all_to_all=algorithm), GRID).forward
     volumes = sweep_simulator(spec).volumes(program, workload, GRID)
     slots = {slot.name: slot for slot in program.slots}
-    each = []
+    seconds = []
     for task in program.tasks:
         moves = task.op in (Op.MOVE, Op.HOP) and task.stage is Stage.DISPATCH
         if moves and slots[(task.of or task.reads)[0]].kind is Kind.ROWS:
-            each.append(sum(moved.load.alone for moved in volumes.movements(task, slots, "")))
-    return max(each) if algorithm == "pipelined" else sum(each)
+            seconds.append(sum(moved.load.alone for moved in volumes.movements(task, slots, "")))
+    return max(seconds) if algorithm == "pipelined" else sum(seconds)
 
 
 def exchange_gib(algorithm: AllToAll, num_bytes: float) -> float:
@@ -141,8 +141,8 @@ def exchange_gib(algorithm: AllToAll, num_bytes: float) -> float:
         algorithm: the all-to-all's algorithm.
         num_bytes: bytes of one rank's rows.
     """
-    held = {"hier1d": 2 + 2 * 4, "hier2d": 2 + 1}.get(algorithm, 2)
-    return held * num_bytes / GIB
+    buffers = {"hier1d": 2 + 2 * 4, "hier2d": 2 + 1}.get(algorithm, 2)
+    return buffers * num_bytes / GIB
 
 
 def sized(num_bytes: int) -> Workload:
@@ -154,29 +154,29 @@ def sized(num_bytes: int) -> Workload:
 def reproduce(book: Book) -> Reproduction:
     """Simulate the layers and steps, and compare them with the paper's figures."""
     bed = ScheMoECluster(book)
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for depth in DEPTHS:
-        found[f"schemoe.a2a.{depth}"] = bed.all_to_all_ms(depth)
+        figures[f"schemoe.a2a.{depth}"] = bed.all_to_all_ms(depth)
     for system, plan in (("tutel", "naive"), ("fastermoe", "naive"), ("schemoe", "schedule")):
         for depth in DEPTHS:
-            found[f"schemoe.step.{system}.{depth}"] = bed.step_ms(plan, depth)
+            figures[f"schemoe.step.{system}.{depth}"] = bed.step_ms(plan, depth)
     for name in PLANS:
-        found[f"schemoe.ablation.{name}"] = 1e3 * bed.seconds(name, ABLATION)
+        figures[f"schemoe.ablation.{name}"] = 1e3 * bed.seconds(name, ABLATION)
     gains, counts = gains_of_layers(bed, PLANS["schedule"])
-    found["schemoe.layers.gain"] = float(np.average(gains, weights=counts))
+    figures["schemoe.layers.gain"] = float(np.average(gains, weights=counts))
     sizes = tuple(2**power for power in range(10, 32))
     curves: dict[str, list[float]] = {
         name: [exchange_seconds(cluster(book), name, sized(size)) for size in sizes] for name in ALGORITHMS
     }
     pipe = [100 * (a / b - 1) for a, b in zip(curves["linear"], curves["pipelined"])]
     small = [gain for size, gain in zip(sizes, pipe) if 2**20 <= size <= 200e6]
-    found["schemoe.pipe.small"] = float(np.mean(small))
-    found["schemoe.pipe.large"] = max(gain for size, gain in zip(sizes, pipe) if size > 200e6)
+    figures["schemoe.pipe.small"] = float(np.mean(small))
+    figures["schemoe.pipe.large"] = max(gain for size, gain in zip(sizes, pipe) if size > 200e6)
     rest = bed.book.constant("schemoe.rest.layer") * BERT.tokens / CT_MOE.tokens
     tutel, ours = (1e3 * bed.seconds(name, BERT) for name in ("naive", "schedule"))
-    found["schemoe.bert.gain"] = 100 * ((tutel + rest) / (ours + rest) - 1)
+    figures["schemoe.bert.gain"] = 100 * ((tutel + rest) / (ours + rest) - 1)
     findings, charts = _findings(bed, sizes, curves, gains, counts), _charts(sizes, curves, gains, counts)
-    return book.reproduction("schemoe", book.rows(found), findings, charts)
+    return book.reproduction("schemoe", book.rows(figures), findings, charts)
 
 
 def gains_of_layers(bed: ScheMoECluster, plan: Plan) -> tuple[list[float], list[int]]:

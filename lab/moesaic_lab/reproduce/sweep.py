@@ -66,9 +66,9 @@ class _Family:
         source, move = ends_of(task, slots)
         key = (source.kind, move, codec, task.link if task.op is Op.HOP else "", task.hop)
         if key not in self._lines:
-            found = [volumes.movements(task, slots, codec) for volumes in (self.first, self.second)]
+            movements = [volumes.movements(task, slots, codec) for volumes in (self.first, self.second)]
             sizes = [row_bytes(source, codec, piece.of(source.layout), self.first.layer) for piece in self.pieces]
-            self._lines[key] = [_line(one, two, sizes) for one, two in zip(*found)]
+            self._lines[key] = [_line(one, two, sizes) for one, two in zip(*movements)]
         return self._lines[key]
 
 
@@ -97,10 +97,10 @@ class Scaled(AbstractVolumes):
         return rows[layout] * self._times(layout)
 
     def rows_per_expert(self, layout: Layout) -> np.ndarray:
-        held = self._family.experts
-        if layout not in held:
-            held[layout] = self._family.first.rows_per_expert(layout)
-        return held[layout] * self._times(layout)
+        experts = self._family.experts
+        if layout not in experts:
+            experts[layout] = self._family.first.rows_per_expert(layout)
+        return experts[layout] * self._times(layout)
 
     def shards(self, weights: Layout) -> float:
         return self._family.first.shards(weights)
@@ -124,7 +124,7 @@ class SweptLayers(AbstractEvenLayers):
     """
 
     def __init__(self, cluster: ClusterSpec) -> None:
-        self._each = EvenLayers(cluster)
+        self._even = EvenLayers(cluster)
         self._families: dict[tuple[object, ...], _Family] = {}
 
     def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
@@ -133,12 +133,12 @@ class SweptLayers(AbstractEvenLayers):
         apart = any(slot.layout.step is not None for slot in program.slots)
         key = (grid, workload.num_experts, chunks, redundant, apart)
         if key not in self._families:
-            made = [
+            layers = [
                 Workload(tokens=size, num_experts=workload.num_experts, top_k=1, dim=1024, hidden=size)
                 for size in (_REFERENCE, 2 * _REFERENCE)
             ]
-            one, two = (self._each.volumes(program, each, grid) for each in made)
-            pieces = [piece_rows(each, grid, chunks, redundant) for each in made]
+            one, two = (self._even.volumes(program, layer, grid) for layer in layers)
+            pieces = [piece_rows(layer, grid, chunks, redundant) for layer in layers]
             self._families[key] = _Family(one, two, (pieces[0], pieces[1]))
         return Scaled(self._families[key], workload, piece_rows(workload, grid, chunks, redundant))
 
@@ -159,28 +159,32 @@ class SweptRuns:
     def compiled(self, plan: Plan, grid: Grid) -> Compiled:
         """Return the compiled plan."""
         if (plan, grid) not in self._compiled:
-            made = compile_plan(plan, grid)
+            compiled = compile_plan(plan, grid)
             if not self._sends_gates:
-                made = replace(made, forward=_without_gates(made.forward), backward=_without_gates(made.backward))
-            self._compiled[plan, grid] = made
+                compiled = replace(
+                    compiled, forward=_without_gates(compiled.forward), backward=_without_gates(compiled.backward)
+                )
+            self._compiled[plan, grid] = compiled
         return self._compiled[plan, grid]
 
     def run(self, plan: Plan, grid: Grid, workload: Workload) -> tuple[Simulated, Simulated]:
         """Return the simulated forward and backward passes of a layer."""
-        made = self.compiled(plan, grid)
-        there, back = (self.simulator.run(each, workload, made.grid) for each in (made.forward, made.backward))
-        return there, back
+        compiled = self.compiled(plan, grid)
+        forward, backward = (
+            self.simulator.run(program, workload, compiled.grid) for program in (compiled.forward, compiled.backward)
+        )
+        return forward, backward
 
 
 def _without_gates(program: Program) -> Program:
     """Return a program without the tasks that move routing weights; it can only be timed, not run."""
     kinds = {slot.name: slot.kind for slot in program.slots}
-    kept = [
+    tasks = [
         task
         for task in program.tasks
         if any(kinds[n] is not Kind.LANE for n in (task.of[1:] if task.of else task.writes))
     ]
-    return replace(program, tasks=tuple(kept))
+    return replace(program, tasks=tuple(tasks))
 
 
 def sweep_simulator(cluster: ClusterSpec) -> Simulator:

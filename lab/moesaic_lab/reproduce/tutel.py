@@ -127,8 +127,8 @@ class TutelCluster:
         return gate + self.einsum_seconds(layer, trains=trains) + self._moves_seconds(Plan(), layer, True, trains)
 
     def _moves_seconds(self, plan: Plan, layer: TutelLayer, flexible: bool, trains: bool) -> float:
-        there, back = self.runs(plan, layer, flexible=flexible)
-        return there.seconds + (back.seconds if trains else 0.0)
+        forward, backward = self.runs(plan, layer, flexible=flexible)
+        return forward.seconds + (backward.seconds if trains else 0.0)
 
     def parts_ms(self, layer: TutelLayer) -> tuple[float, float]:
         """Return the milliseconds of computation, gate included, and of all-to-alls in a layer without chunks."""
@@ -271,9 +271,9 @@ def gains(bed: TutelCluster, gpus: int) -> dict[str, float]:
         "linear1": [each["linear", 1] / min(each.values()) for each in times],
         "hier2d1": [each["hier2d", 1] / min(each.values()) for each in times],
     }
-    found = {name: 100 * (float(np.mean(values)) - 1) for name, values in over.items()}
-    found["worst"] = 100 * (max(each["linear", 8] / min(each.values()) for each in times) - 1)
-    return found
+    percentages = {name: 100 * (float(np.mean(values)) - 1) for name, values in over.items()}
+    percentages["worst"] = 100 * (max(each["linear", 8] / min(each.values()) for each in times) - 1)
+    return percentages
 
 
 @dataclass(frozen=True)
@@ -315,24 +315,24 @@ BASE, LARGE = mapped(4096, 2048), mapped(1024, 32768)
 def reproduce(book: Book) -> Reproduction:
     """Simulate the layers and compare them with the paper's figures."""
     bed = TutelCluster(book)
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for gpus in (16, 64, 256):
         computing, moving = bed.parts_ms(big(gpus))
-        found[f"tutel.compute.{gpus}"], found[f"tutel.a2a.{gpus}"] = computing, moving
-        found[f"tutel.step.{gpus}"] = computing + moving
-        found[f"tutel.potential.{gpus}"] = (computing + moving) / max(computing, moving)
-    found |= _against_fairseq(bed)
+        figures[f"tutel.compute.{gpus}"], figures[f"tutel.a2a.{gpus}"] = computing, moving
+        figures[f"tutel.step.{gpus}"] = computing + moving
+        figures[f"tutel.potential.{gpus}"] = (computing + moving) / max(computing, moving)
+    figures |= _against_fairseq(bed)
     for gpus in SIZES:
-        found |= {f"tutel.pipelining.{name}.{gpus}": value for name, value in gains(bed, gpus).items()}
+        figures |= {f"tutel.pipelining.{name}.{gpus}": value for name, value in gains(bed, gpus).items()}
     for factor in (4, 8):
-        found[f"tutel.pipelining.f{factor}"] = max(_over_degree_1(bed, gpus, float(factor)) for gpus in SIZES)
+        figures[f"tutel.pipelining.f{factor}"] = max(_over_degree_1(bed, gpus, float(factor)) for gpus in SIZES)
     maps = {name: by_r(bed, layer) for name, layer in (("base", BASE), ("large", LARGE))}
     gaps = [100 * abs(times[1] / times[4] - 1) for of in maps.values() for times in of.values()]
-    found["tutel.r.gap.least"], found["tutel.r.gap.most"] = min(gaps), max(gaps)
+    figures["tutel.r.gap.least"], figures["tutel.r.gap.most"] = min(gaps), max(gaps)
     for name, gpus in itertools.product(SWIN_TRAINS, (8, 128)):
         fairseq, tutel = swin_pictures(bed, gpus, name)
-        found[f"tutel.swin.{name}.fairseq.{gpus}"], found[f"tutel.swin.{name}.tutel.{gpus}"] = fairseq, tutel
-    return book.reproduction("tutel", book.rows(found), _findings(maps), _charts(bed, maps))
+        figures[f"tutel.swin.{name}.fairseq.{gpus}"], figures[f"tutel.swin.{name}.tutel.{gpus}"] = fairseq, tutel
+    return book.reproduction("tutel", book.rows(figures), _findings(maps), _charts(bed, maps))
 
 
 def by_r(bed: TutelCluster, layer: TutelLayer) -> dict[float, dict[int, float]]:
@@ -343,18 +343,18 @@ def by_r(bed: TutelCluster, layer: TutelLayer) -> dict[float, dict[int, float]]:
 
 
 def _against_fairseq(bed: TutelCluster) -> dict[str, float]:
-    found = {}
+    figures = {}
     for gpus in (16, 128, 2048):
         parts = breakdown(bed, gpus)
         best = min(bed.by_plan(single(gpus)).values())
-        found[f"tutel.layer.{gpus}"] = parts.fairseq / best
+        figures[f"tutel.layer.{gpus}"] = parts.fairseq / best
         if gpus != 128:
-            found[f"tutel.kernels.{gpus}"] = parts.fairseq / parts.kernels
-            found[f"tutel.degree.{gpus}"] = parts.flexible / best
+            figures[f"tutel.kernels.{gpus}"] = parts.fairseq / parts.kernels
+            figures[f"tutel.degree.{gpus}"] = parts.flexible / best
         if gpus == 2048:
-            found["tutel.hier2d.2048"] = parts.kernels / parts.hier2d
-            found["tutel.flexible.2048"] = parts.hier2d / parts.flexible
-    return found
+            figures["tutel.hier2d.2048"] = parts.kernels / parts.hier2d
+            figures["tutel.flexible.2048"] = parts.hier2d / parts.flexible
+    return figures
 
 
 def _over_degree_1(bed: TutelCluster, gpus: int, factor: float) -> float:
