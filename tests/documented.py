@@ -13,6 +13,6 @@ def block(section: str) -> dict[str, Any]:
     """Return all names that the first code block of a section defines; the block is a whole file."""
     text = PAGE.read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
     code, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    found: dict[str, Any] = {}
-    exec(code, found)
-    return found
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names

@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 from worlds import preloaded
 
-SAID = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 class Forked:
@@ -45,10 +45,10 @@ class Forked:
         self._folder = tempfile.TemporaryDirectory()
         self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
         variables = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | dict(environment)
-        given = (self._words, variables, str(self._out), str(self._err), tuple(imports), str(Path.cwd()))
+        arguments = (self._words, variables, str(self._out), str(self._err), tuple(imports), str(Path.cwd()))
         multiprocessing.set_forkserver_preload(["moesaic.testing.processes", *preloaded()])
         # A daemon, so a test that fails leaves no process behind.
-        self._process = multiprocessing.get_context("forkserver").Process(target=_become, args=given, daemon=True)
+        self._process = multiprocessing.get_context("forkserver").Process(target=_become, args=arguments, daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -89,7 +89,7 @@ def _become(
 ) -> NoReturn:
     gc.freeze()  # collections then skip the server's modules, whose memory pages stay shared
     for descriptor, path in ((1, out), (2, err)):
-        opened = os.open(path, SAID)
+        opened = os.open(path, APPENDING)
         os.dup2(opened, descriptor)
         os.close(opened)
     os.chdir(folder)

@@ -26,10 +26,10 @@ class GivenOrders(AbstractExpertPlacer):
     """An expert placer that returns a given list of orders, one per decision; after the last, experts keep their homes."""
 
     def __init__(self, orders: list[np.ndarray]) -> None:
-        self._left = iter(orders)
+        self._orders = iter(orders)
 
     def decide(self, load: ExpertLoad) -> np.ndarray:
-        return next(self._left, load.order)
+        return next(self._orders, load.order)
 
 
 def thinned(cases: Iterable[Any], every: int, start: int = 0) -> list[Any]:

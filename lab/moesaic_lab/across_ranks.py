@@ -55,7 +55,7 @@ def in_turn_and_near(
 
 def sent(recorder: Recorder, first: int = 0) -> list[Message]:
     """Return the messages that this rank sent, from the range of tags with index `first` on."""
-    return [(m.source, m.target, float(m.num_bytes)) for held in recorder.ranges[first:] for m in held.messages]
+    return [(m.source, m.target, float(m.num_bytes)) for tags in recorder.ranges[first:] for m in tags.messages]
 
 
 class SteppedLayer:

@@ -66,7 +66,7 @@ class AutoCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoFound:
+class AutoResult:
     """The results of one rank."""
 
     chosen: str
@@ -78,12 +78,12 @@ class AutoFound:
 def cases(options: AutoOptions) -> list[AutoCase]:
     """Return the beds of the layer benchmark, with steady and with changing links."""
     require_cluster()
-    found = [
+    all_cases = [
         AutoCase(name=f"{name}, links {how}", job=job, changes=how == "changed", repeats=options.repeats)
         for name, job in _jobs()
         for how in ("steady", "changed")
     ]
-    return [case for case in found if options.only is None or options.only in case.name]
+    return [case for case in all_cases if options.only is None or options.only in case.name]
 
 
 def _jobs() -> Iterator[tuple[str, LayerJob]]:
@@ -106,11 +106,11 @@ def _job(place: LayerPlace, grid: Grid) -> LayerJob:
     return LayerJob(place=place, grid=grid, methods=methods, same=alike)
 
 
-def measure(options: AutoOptions, found: list[AutoCase], told: Told) -> list[dict[str, Any]]:
+def measure(options: AutoOptions, selected: list[AutoCase], told: Told) -> list[dict[str, Any]]:
     """Run every case on its bed."""
     rows = []
     with Launcher() as launcher:
-        for case in found:
+        for case in selected:
             told(case.name)
             bed = case.job.place.bed
             if case.changes:
@@ -121,7 +121,7 @@ def measure(options: AutoOptions, found: list[AutoCase], told: Told) -> list[dic
     return rows
 
 
-def on_rank(case: AutoCase) -> AutoFound:
+def on_rank(case: AutoCase) -> AutoResult:
     """Let the layer choose its plan, then time this plan and the fixed ones; all ranks call this together."""
     started = time.monotonic()
     transport = open_transport(name="sockets")
@@ -152,24 +152,24 @@ def on_rank(case: AutoCase) -> AutoFound:
     run = {name: partial(runner.step, compiled) for name, compiled in methods.items()}
     spans = in_turn(run, case.repeats, barrier=start_together(latest), warmup=1)
     name = plan_in_words(chosen.plan)
-    return AutoFound(chosen=alike.get(name, name), said=auto.said, races=auto.table.races, spans=spans)
+    return AutoResult(chosen=alike.get(name, name), said=auto.said, races=auto.table.races, spans=spans)
 
 
 def _named(plans: Sequence[Compiled]) -> dict[str, Compiled]:
     return {plan_in_words(each.plan): each for each in plans}
 
 
-def row_of(case: AutoCase, found: Sequence[AutoFound]) -> dict[str, Any]:
+def row_of(case: AutoCase, results: Sequence[AutoResult]) -> dict[str, Any]:
     """Return the row of a case from the results of all ranks."""
-    seconds: Mapping[str, tuple[float, ...]] = over_ranks([each.spans for each in found])
-    chosen = found[0].chosen
-    assert all(each.chosen == chosen for each in found), "ranks agree"
+    seconds: Mapping[str, tuple[float, ...]] = over_ranks([each.spans for each in results])
+    chosen = results[0].chosen
+    assert all(each.chosen == chosen for each in results), "ranks agree"
     best = min(seconds, key=lambda name: sorted(seconds[name])[len(seconds[name]) // 2])
     ratio = paired(seconds[chosen], seconds[best])
     return {
         "bed": case.name, "chosen": chosen, "best": best, "over_best": 1.0 if chosen == best else ratio.median,
-        "low": ratio.low, "high": ratio.high, "races": found[0].races, "plans": len(seconds),
-        "chosen_ms": 1e3 * sorted(seconds[chosen])[len(seconds[chosen]) // 2], "said": found[0].said[-1:],
+        "low": ratio.low, "high": ratio.high, "races": results[0].races, "plans": len(seconds),
+        "chosen_ms": 1e3 * sorted(seconds[chosen])[len(seconds[chosen]) // 2], "said": results[0].said[-1:],
     }  # fmt: skip
 
 

@@ -124,9 +124,9 @@ def _once(options: object) -> Any:
     return None
 
 
-def _same(found: Any) -> Any:
+def _same(results: Any) -> Any:
     """Return the results unchanged, for a benchmark that measures rows."""
-    return found
+    return results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,27 +176,31 @@ class Benchmark(Generic[O, C, F]):
             check_picture(picture)
         cases = self.cases(options)
         with _progress() as told:
-            found = self.measure(options, cases, told)
-        self.show(found, options)
+            results = self.measure(options, cases, told)
+        self.show(results, options)
         if picture is not None and self.panels is not None:
-            write_picture(picture, self.title, self.panels(found), self.notes, columns=self.panels_in_a_row)
+            write_picture(picture, self.title, self.panels(results), self.notes, columns=self.panels_in_a_row)
         if isinstance(options, PagedOptions) and options.page and self.page is not None:
-            write_page(Path(options.page), self.page(found), self.page_marks)
-        return 1 if self.is_proof and any(claim.holds is False for claim in self.claims(found)) else 0
+            write_page(Path(options.page), self.page(results), self.page_marks)
+        return 1 if self.is_proof and any(claim.holds is False for claim in self.claims(results)) else 0
 
-    def show(self, found: F, options: BenchmarkOptions) -> None:
+    def show(self, results: F, options: BenchmarkOptions) -> None:
         """Print the tables and the claims, and write the JSON."""
-        shown = Console(stderr=options.json == "-")
-        rows = self.rows(found)
-        tables = self.columns(found) if callable(self.columns) else [t for each in self.columns for t in each.of(rows)]
-        for each in (*tables, claims_table(self.claims(found))):
-            shown.print(each)
+        console = Console(stderr=options.json == "-")
+        rows = self.rows(results)
+        tables = (
+            self.columns(results) if callable(self.columns) else [t for each in self.columns for t in each.of(rows)]
+        )
+        for each in (*tables, claims_table(self.claims(results))):
+            console.print(each)
         if options.json:
-            self.measurement(found).write(options.json)
+            self.measurement(results).write(options.json)
 
-    def measurement(self, found: F) -> Measurement:
+    def measurement(self, results: F) -> Measurement:
         """Return the results as rows and claims, with notes and packages."""
-        return Measurement(rows=self.rows(found), claims=self.claims(found), notes=self.notes, packages=self.packages)
+        return Measurement(
+            rows=self.rows(results), claims=self.claims(results), notes=self.notes, packages=self.packages
+        )
 
 
 def notes_of(documentation: str | None) -> str:
@@ -235,7 +239,7 @@ def read_parts(
     Raises:
         InputError: for an unknown field or a value of the wrong type; names the file and the field.
     """
-    table, source, made = read_table(path), f"config {path}", dict[str, Any]()
+    table, source, changes = read_table(path), f"config {path}", dict[str, Any]()
     lists, tables = lists or {}, tables or {}
     for name, (field, default) in lists.items():
         value = table.pop(name, None)
@@ -244,8 +248,8 @@ def read_parts(
         if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
             raise InputError(f"{source}: {name} must be a list of tables: write [[{name}]] above each")
         read = (override(default, each, source=source, prefix=f"{name}[{n}].") for n, each in enumerate(value))
-        made[field] = (*made.get(field, ()), *read)
-        names = [each.name for each in made[field] if hasattr(each, "name")]
+        changes[field] = (*changes.get(field, ()), *read)
+        names = [each.name for each in changes[field] if hasattr(each, "name")]
         if len(set(names)) < len(names):
             raise InputError(f"{source}: two {name} have one name: give each its own")
     for name, default in tables.items():
@@ -254,14 +258,14 @@ def read_parts(
             continue
         if not isinstance(value, dict):
             raise InputError(f"{source}: {name} must be a table: write [{name}] above its fields")
-        made[name] = override(default, value, source=source, prefix=f"{name}.")
+        changes[name] = override(default, value, source=source, prefix=f"{name}.")
     parts = {*(field for field, _ in lists.values()), *tables}
     plain = [name for name, value in vars(whole).items() if name not in parts and isinstance(value, int | float | str)]
     unknown = [name for name in table if name not in plain]
     if unknown:
         known = [*lists, *tables, *plain]
         raise InputError(f"{source}: unknown field {unknown[0]}{suggestion(unknown[0], known)}")
-    return replace(override(whole, table, source=source), **made)  # type: ignore[type-var]
+    return replace(override(whole, table, source=source), **changes)  # type: ignore[type-var]
 
 
 def emulated(
@@ -326,14 +330,14 @@ def on_beds(
     Returns:
         the results of `measure`, in the order of the jobs.
     """
-    found: list[F] = []
+    results: list[F] = []
     with Launcher() as launcher:
         for bed, of_bed in groupby(jobs, key=bed_of):
             with launcher.open(bed) as ranks:
                 for job in of_bed:
-                    told(f"{len(found)} done; {about(job)}")
-                    found.append(measure(ranks, job))
-    return found
+                    told(f"{len(results)} done; {about(job)}")
+                    results.append(measure(ranks, job))
+    return results
 
 
 @contextmanager
@@ -343,8 +347,8 @@ def keeping(folder: str | Path | None) -> Iterator[Path]:
         Path(folder).mkdir(parents=True, exist_ok=True)
         yield Path(folder)
         return
-    with TemporaryDirectory() as made:
-        yield Path(made)
+    with TemporaryDirectory() as temporary:
+        yield Path(temporary)
 
 
 def kept(path: Path, make: Callable[[], Any]) -> Any:

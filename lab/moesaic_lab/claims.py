@@ -70,27 +70,27 @@ def claimed(
         return Claim(name=name, value=None, unit=unit, target=target, op=op, reason=str(reason))
 
 
-def figures(rows: Sequence[Mapping[str, Any]], key: str, **wanted: object) -> list[float]:
-    """Return the figure `key` of every row that has it and whose other keys have the values `wanted`.
+def figures(rows: Sequence[Mapping[str, Any]], key: str, **others: object) -> list[float]:
+    """Return the figure `key` of every row that has it and whose other keys have the values `others`.
 
     Raises:
         NotMeasuredError: if there is no such row.
     """
-    found = [row[key] for row in rows if row.get(key) is not None and all(row.get(k) == v for k, v in wanted.items())]
-    if not found:
+    values = [row[key] for row in rows if row.get(key) is not None and all(row.get(k) == v for k, v in others.items())]
+    if not values:
         raise NotMeasuredError("not run")
-    return found
+    return values
 
 
-def some(found: list[T], what: str) -> list[T]:
+def some(entries: list[T], what: str) -> list[T]:
     """Return the list unchanged, if it has entries.
 
     Raises:
         NotMeasuredError: if the list is empty; `what` describes the missing cases.
     """
-    if not found:
+    if not entries:
         raise NotMeasuredError(f"no case {what} was run")
-    return found
+    return entries
 
 
 def enough(ratio: Ratio, label: str = "") -> Ratio:
@@ -143,20 +143,20 @@ class Measurement:
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically, and create its folder if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}.writing")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    temporary = path.with_suffix(f".{os.getpid()}.writing")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def versions(*packages: str) -> dict[str, str]:
     """Return the versions of Python, Moesaic and `packages`; "absent" for a package that is not installed."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in ("moesaic", *packages):
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "absent"
-    return found
+            installed[package] = "absent"
+    return installed
 
 
 def describe_machine() -> dict[str, Any]:

@@ -66,15 +66,15 @@ def save_model(kind: str, folder: Path, dtype: torch.dtype, **sizes: Any) -> Non
 def trip(folder: Path, family: str, through: Sequence[str]) -> dict[str, Any]:
     """Convert a model through formats and back to the hub's names; return the row."""
     row: dict[str, Any] = {"family": family, "through": ", ".join(through), "different_bytes": None, "reason": ""}
-    with TemporaryDirectory(dir=folder) as made:
-        source, here = folder / family, Path(made)
+    with TemporaryDirectory(dir=folder) as temporary:
+        source, here = folder / family, Path(temporary)
         try:
             for number, to in enumerate([*through, "hf"]):
                 moesaic.convert(source, here / str(number), to=to, logits=False)
                 source = here / str(number)
         except InputError as error:
             return row | {"reason": str(error)}
-        before, after = (load_file(each / "model.safetensors") for each in (folder / family, source))
+        before, after = (load_file(path / "model.safetensors") for path in (folder / family, source))
     if before.keys() != after.keys():
         return row | {"different_bytes": sum(tensor.nbytes for tensor in before.values())}
     bits = (
@@ -88,10 +88,10 @@ def peak_row(folder: Path, hidden: int, intermediate: int) -> dict[str, Any]:
     save_model("mixtral", folder / "tiny", torch.float32)
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_local_experts": 8, "num_hidden_layers": 1}
     save_model("mixtral", folder / "large", torch.float32, **sizes)
-    told = [sys.executable, "-m", "moesaic_lab.convert", str(folder)]
-    done = subprocess.run(told, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "moesaic_lab.convert", str(folder)]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
     largest = 8 * 2 * intermediate * hidden * 4
-    beyond = json.loads(done.stdout)["beyond"]
+    beyond = json.loads(process.stdout)["beyond"]
     return {
         "largest_bytes": largest,
         "buffer_bytes": BUFFER,
@@ -123,8 +123,8 @@ def _resident(which: str) -> int:
 def measure(options: ConvertBenchOptions, cases: None, told: Told) -> list[dict[str, Any]]:
     """Run all conversions, and measure the memory of the larger model."""
     rows = []
-    with TemporaryDirectory() as made:
-        folder = Path(made)
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         for family in FAMILIES:
             told(family)
             save_model(family, folder / family, torch.bfloat16)

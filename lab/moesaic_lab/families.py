@@ -68,30 +68,30 @@ class Family:
 
 def families() -> list[Family]:
     """Return all families in the order of their names, without importing any."""
-    found = []
+    listed = []
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         text = path.read_text(encoding="utf-8")
         classes = re.findall(r"^@use_experts_implementation[^\n]*\n(?:@[^\n]*\n)*class (\w+)", text, re.MULTILINE)
         if classes:
-            found.append(Family(path.stem.removeprefix("modeling_"), tuple(classes)))
-    return found
+            listed.append(Family(path.stem.removeprefix("modeling_"), tuple(classes)))
+    return listed
 
 
 def shrunk(kind: type) -> Any:
     """Return a configuration with tiny sizes, nested ones included; fields derived from sizes are derived again."""
     default = kind()
     table, inner = default.to_dict(), getattr(kind, "sub_configs", {})
-    given: dict[str, Any] = {key: value for key, value in SIZES.items() if key in table and key not in inner}
+    fields: dict[str, Any] = {key: value for key, value in SIZES.items() if key in table and key not in inner}
     if "kv_lora_rank" in table:  # latent attention has no grouped heads
-        given["num_key_value_heads"] = given["num_attention_heads"]
-    given |= {key: shrunk(type(getattr(default, key))) for key in inner if getattr(default, key, None) is not None}
-    given |= OWN.get(getattr(kind, "model_type", ""), {})
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    fields |= {key: shrunk(type(getattr(default, key))) for key in inner if getattr(default, key, None) is not None}
+    fields |= OWN.get(getattr(kind, "model_type", ""), {})
     layers = table.get("num_hidden_layers")
     per_layer = {k: v[:4] for k, v in table.items() if isinstance(v, list) and len(v) == layers and k not in inner}
     try:
-        config = kind(**given)
+        config = kind(**fields)
     except Exception:
-        config = kind(**{**per_layer, **given})
+        config = kind(**{**per_layer, **fields})
     for key, value in per_layer.items():
         if len(getattr(config, key) or ()) == layers:
             setattr(config, key, value)

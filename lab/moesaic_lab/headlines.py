@@ -241,7 +241,7 @@ def tutel() -> Comparison:
     }
     first = next(iter(ours))
     job = LayerJob(
-        section="headlines", label="Tutel", place=place, grid=grid, methods=made, beside={"Fairseq": masks}
+        section="headlines", label="Tutel", place=place, grid=grid, methods=made, other_flops={"Fairseq": masks}
     )  # fmt: skip
     return Comparison(
         paper="tutel", name="tutel", bed=place.bed, share=0.34, of="189 of 561 ms on 16 GPUs", reference=first,

@@ -84,9 +84,9 @@ def load(case: RankCase, **options: Any) -> Any:
     if case.plan is not None:
         name = "of-the-test"
         moesaic.transformers.register_plan(name, Plan(**case.plan))
-    spread = DistributedConfig(tp_size=case.tp, ep_size=case.ep, ep_implementation=name)
+    config = DistributedConfig(tp_size=case.tp, ep_size=case.ep, ep_implementation=name)
     options = {"dtype": torch.float32, "attn_implementation": "eager", **options}
-    model = AutoModelForCausalLM.from_pretrained(case.folder, distributed_config=spread, **options)
+    model = AutoModelForCausalLM.from_pretrained(case.folder, distributed_config=config, **options)
     return model.train()
 
 
@@ -108,19 +108,19 @@ def as_launched() -> None:
 def steps(cases: list[RankCase]) -> list[Step]:
     """Run the cases; return for each the logits of this rank's sequence and all gradients."""
     as_launched()
-    found = []
+    results = []
     for case in cases:
         model = load(case)
         if case.recompute:
             model.gradient_checkpointing_enable()
         ids = batch(dist.get_world_size() // case.tp)[dist.get_rank() // case.tp].unsqueeze(0)
-        made = step(model, ids)
+        result = step(model, ids)
         if case.then:
             moesaic.transformers.use_plan(model, Plan(**case.then))
             model.zero_grad()
-            made = step(model, ids)
-        found.append(made)
-    return found
+            result = step(model, ids)
+        results.append(result)
+    return results
 
 
 def outcome(model: Any, implementation: str) -> Step:
@@ -129,10 +129,10 @@ def outcome(model: Any, implementation: str) -> Step:
     model.zero_grad()
     torch.manual_seed(0)
     out = model(input_ids=text(model), use_cache=False)
-    found = out.logits if hasattr(out, "logits") else out[0]
-    slopes = torch.linspace(0, 1, found.numel(), dtype=torch.float64).view(found.shape)
-    (found.double() * slopes).sum().backward()
-    return found.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    outputs = out.logits if hasattr(out, "logits") else out[0]
+    slopes = torch.linspace(0, 1, outputs.numel(), dtype=torch.float64).view(outputs.shape)
+    (outputs.double() * slopes).sum().backward()
+    return outputs.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def tolerance_of(model: Any) -> float:
@@ -143,12 +143,13 @@ def tolerance_of(model: Any) -> float:
 
 def family_errors(model: Any) -> tuple[float, float]:
     """Return the errors of logits and gradients against the family's own loop, relative to each tensor's largest value."""
-    (y, gradients_), (expected, wanted) = outcome(model, "moesaic"), outcome(model, "eager")
-    assert gradients_.keys() == wanted.keys()
-    largest = max(float(each.abs().max()) for each in wanted.values())
+    (y, actual_gradients), (expected, expected_gradients) = outcome(model, "moesaic"), outcome(model, "eager")
+    assert actual_gradients.keys() == expected_gradients.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
     worst = max(
-        float((gradient - wanted[name]).abs().max()) / max(float(wanted[name].abs().max()), 1e-6 * largest)
-        for name, gradient in gradients_.items()
+        float((gradient - expected_gradients[name]).abs().max())
+        / max(float(expected_gradients[name].abs().max()), 1e-6 * largest)
+        for name, gradient in actual_gradients.items()
     )
     return float((y - expected).abs().max()) / float(expected.abs().max()), worst
 
@@ -206,25 +207,27 @@ def ep_errors(world: int, cases: Sequence[RankCase], results: Sequence[Sequence[
         cases: the cases that were run.
         results: the results of `steps`, by rank and case.
     """
-    found = []
+    errors = []
     for number, case in enumerate(cases):
-        one = AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             case.folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
         ids = batch(world // case.tp)
-        all_logits, wanted = step(one, ids)
-        largest = max(float(each.abs().max()) for each in wanted.values())
+        all_logits, expected_gradients = step(model, ids)
+        largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
         worst = 0.0
         for rank in range(world):
-            logits, got = results[rank][number]
-            assert got.keys() == wanted.keys(), f"{case}: parameters with a gradient differ on rank {rank}"
+            logits, actual_gradients = results[rank][number]
+            assert actual_gradients.keys() == expected_gradients.keys(), (
+                f"{case}: parameters with a gradient differ on rank {rank}"
+            )
             expected = all_logits[rank // case.tp]
             worst = max(worst, float((logits[0] - expected).abs().max() / expected.abs().max()))
-            for name, gradient in got.items():
-                scale = max(float(wanted[name].abs().max()), 0.02 * largest)
-                worst = max(worst, float((gradient - wanted[name]).abs().max()) / scale)
-        found.append(worst)
-    return found
+            for name, gradient in actual_gradients.items():
+                scale = max(float(expected_gradients[name].abs().max()), 0.02 * largest)
+                worst = max(worst, float((gradient - expected_gradients[name]).abs().max()) / scale)
+        errors.append(worst)
+    return errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,51 +242,51 @@ class HFOptions(BenchmarkOptions):
 
 def chosen(options: HFOptions) -> list[Family]:
     """Return the families that the options select."""
-    wanted = options.only.split(",") if options.only else None
-    return [family for family in families() if wanted is None or family.name in wanted]
+    names = options.only.split(",") if options.only else None
+    return [family for family in families() if names is None or family.name in names]
 
 
-def measure(options: HFOptions, asked: list[Family], told: Told) -> list[dict[str, Any]]:
+def measure(options: HFOptions, selected: list[Family], told: Told) -> list[dict[str, Any]]:
     """Return a row per family, and a row per case on several ranks."""
-    found: list[dict[str, Any]] = []
-    for family in asked:
+    rows: list[dict[str, Any]] = []
+    for family in selected:
         told(family.name)
         try:
             model = build(family)
         except LookupError as reason:
-            found.append({"family": family.name, "reason": f"no tiny model: {reason}"})
+            rows.append({"family": family.name, "reason": f"no tiny model: {reason}"})
             continue
         logits, gradient = family_errors(model)
         bound = tolerance_of(model)
         is_equal = logits <= bound and gradient <= 10 * bound
-        found.append({"family": family.name, "logits": logits, "gradients": gradient, "is_equal": is_equal})
+        rows.append({"family": family.name, "logits": logits, "gradients": gradient, "is_equal": is_equal})
     for world in WORLDS if options.ranks else ():
         told(f"{world} processes")
-        found += _on_ranks(world)
-    return found
+        rows += _on_ranks(world)
+    return rows
 
 
 def _on_ranks(world: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        asked = cases_on(world, *write_models(Path(folder)))
-        errors = ep_errors(world, asked, on_ranks(world, steps, asked))
+        cases = cases_on(world, *write_models(Path(folder)))
+        errors = ep_errors(world, cases, on_ranks(world, steps, cases))
     return [
         {
             "world": world, "model": Path(case.folder).name, "ep": case.ep, "tp": case.tp,
             "plan": str({**(case.plan or {}), **case.then} or ("recomputed" if case.recompute else "auto")), "error": error,
         }
-        for case, error in zip(asked, errors)
+        for case, error in zip(cases, errors)
     ]  # fmt: skip
 
 
-def claims(found: list[dict[str, Any]]) -> list[Claim]:
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return the claims: how many families are equal, and the largest error on several ranks."""
-    equal = sum(row.get("is_equal", False) for row in found)
-    over = [row["error"] for row in found if "error" in row]
-    why = "" if over else "run without ranks (--no-ranks)"
+    equal = sum(row.get("is_equal", False) for row in rows)
+    errors = [row["error"] for row in rows if "error" in row]
+    reason = "" if errors else "run without ranks (--no-ranks)"
     return [
         Claim(name="hf.families_equal", value=equal, unit="1", target=FAMILIES_ASKED, op=">="),
-        Claim(name="hf.ep_worst", value=max(over, default=None), unit="1", target=1e-5, op="<=", reason=why),
+        Claim(name="hf.ep_worst", value=max(errors, default=None), unit="1", target=1e-5, op="<=", reason=reason),
     ]
 
 

@@ -64,16 +64,16 @@ def without_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
-def over_ranks(found: Sequence[Mapping[str, Sequence[Span]]]) -> dict[str, tuple[float, ...]]:
+def over_ranks(by_rank: Sequence[Mapping[str, Sequence[Span]]]) -> dict[str, tuple[float, ...]]:
     """Return seconds by method, one per repeat, from the first rank's start to the last rank's end.
 
     Args:
-        found: the result of `in_turn` on each rank.
+        by_rank: the result of `in_turn` on each rank.
     """
     return {
         name: tuple(max(end for _, end in spans) - min(start for start, _ in spans) for spans in zip(*of_ranks))
-        for name in (found[0] if found else {})
-        for of_ranks in [[spans[name] for spans in found]]
+        for name in (by_rank[0] if by_rank else {})
+        for of_ranks in [[spans[name] for spans in by_rank]]
     }
 
 

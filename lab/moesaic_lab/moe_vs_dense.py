@@ -56,7 +56,7 @@ def one_run(name: str, seed: int, lr: float, steps: int | None, folder: Path) ->
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return the claims: the gain in validation loss, its range over the seeds, and the ratio of times."""
     means = {name: [each for each in spread(rows, LOSS, "model", "lr") if each["model"] == name] for name in MODELS}
-    best = {name: min(found, key=lambda each: each["mean"])["lr"] for name, found in means.items()}
+    best = {name: min(rates, key=lambda each: each["mean"])["lr"] for name, rates in means.items()}
     moe, dense = (figures(rows, LOSS, model=name, lr=best[name]) for name in ("moe", "dense"))
     gains = [much - less for much, less in zip(dense, moe, strict=True)]
     seconds = {(row["model"], row["lr"], row["seed"]): row["seconds"] for row in rows}
@@ -83,11 +83,11 @@ def measure(options: MoeVsDenseOptions, cases: None, told: Told) -> list[dict[st
 
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
     """Return a table of the mean and range of the loss, and the median time, per model and learning rate."""
-    found = [
+    means = [
         each | {"median seconds": statistics.median(figures(rows, "seconds", model=each["model"], lr=each["lr"]))}
         for each in spread(rows, LOSS, "model", "lr")
     ]
-    return Shown(title="validation loss, nats/byte").of(found)
+    return Shown(title="validation loss, nats/byte").of(means)
 
 
 BENCHMARK = Benchmark(

@@ -169,30 +169,30 @@ def page(results: Mapping[str, dict[str, Any]]) -> str:
 
 def section(question: Question, results: Mapping[str, dict[str, Any]]) -> str:
     """Return the section of a question: the meaning of the figures, a picture, and the claims that have a target."""
-    found = [(name, results[name]) for name in question.results if name in results]
-    claims = [claim for _, result in found for claim in result["claims"] if claim["target"] is not None]
+    answers = [(name, results[name]) for name in question.results if name in results]
+    claims = [claim for _, result in answers for claim in result["claims"] if claim["target"] is not None]
     lines = [["claim", "value", "target", "holds"], *(line(alike) for alike in families(claims))]
     missed = [f"`{claim['name']}`" for claim in claims if claim["holds"] is False]
-    told = f"Missed: {', '.join(missed)}." if len(missed) <= FEW else f"Missed: {len(missed)} of {len(claims)}."
-    told = told if missed else "Every target holds."
-    dates = sorted({result["date"] for _, result in found})
-    cores = sorted({f"{result['machine']['cpu']}, {result['machine']['cores']} cores" for _, result in found})
-    where = f"Measured {' and '.join(dates)} on {'; '.join(cores)}." if found else "Not measured."
+    verdict = f"Missed: {', '.join(missed)}." if len(missed) <= FEW else f"Missed: {len(missed)} of {len(claims)}."
+    verdict = verdict if missed else "Every target holds."
+    dates = sorted({result["date"] for _, result in answers})
+    cores = sorted({f"{result['machine']['cpu']}, {result['machine']['cores']} cores" for _, result in answers})
+    where = f"Measured {' and '.join(dates)} on {'; '.join(cores)}." if answers else "Not measured."
     picture = [f"![{question.title}](images/{question.picture})"] if question.picture else []
     return (
-        "\n\n".join([f"## {question.title}", f"{question.meaning} {told} {where}", *picture, markdown_table(lines)])
+        "\n\n".join([f"## {question.title}", f"{question.meaning} {verdict} {where}", *picture, markdown_table(lines)])
         + "\n"
     )
 
 
 def families(claims: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     """Group claims in their order: claims that hold with the same first word and target form a family, others stay alone."""
-    found: dict[Any, list[Mapping[str, Any]]] = {}
+    groups: dict[Any, list[Mapping[str, Any]]] = {}
     for claim in claims:
         first = claim["name"].split(".")[0]
         alike = (first, claim["op"], claim["target"]) if claim["holds"] else claim["name"]
-        found.setdefault(alike, []).append(claim)
-    return list(found.values())
+        groups.setdefault(alike, []).append(claim)
+    return list(groups.values())
 
 
 def line(alike: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -66,13 +66,13 @@ class PlottedSeries:
             points: position, times and lower bound in seconds of each point; 0 for no bound.
             scales: factor on the seconds of each point; None for milliseconds.
         """
-        found = [(float(x), t, bound, scale) for (x, t, bound), scale in zip(points, scales or itertools.repeat(1e3))]
+        rows = [(float(x), t, bound, scale) for (x, t, bound), scale in zip(points, scales or itertools.repeat(1e3))]
         return cls(
-            name=name, x=tuple(x for x, *_ in found),
-            y=tuple(scale * timing.median for _, timing, _, scale in found),
-            low=tuple(scale * timing.low for _, timing, _, scale in found),
-            high=tuple(scale * timing.high for _, timing, _, scale in found),
-            bounds=tuple(scale * bound if bound else None for *_, bound, scale in found),
+            name=name, x=tuple(x for x, *_ in rows),
+            y=tuple(scale * timing.median for _, timing, _, scale in rows),
+            low=tuple(scale * timing.low for _, timing, _, scale in rows),
+            high=tuple(scale * timing.high for _, timing, _, scale in rows),
+            bounds=tuple(scale * bound if bound else None for *_, bound, scale in rows),
         )  # fmt: skip
 
 
@@ -121,10 +121,10 @@ def write_picture(path: Path, title: str, panels: Sequence[Panel], notes: str = 
 
     check_picture(path)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moesaic"}):
-        made = figure(title, panels, notes, columns)
+        drawing = figure(title, panels, notes, columns)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            made.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+            drawing.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
         except OSError as error:
             raise InputError(f"--picture {path}: cannot be written ({error.strerror}): choose another path") from error
 
@@ -143,21 +143,21 @@ def figure(title: str, panels: Sequence[Panel], notes: str = "", columns: int = 
     rows = max(-(-len(panels) // columns), 1)
     below = textwrap.fill(_plain(notes), 48 * columns)
     extra = 0.9 + 0.16 * (below.count("\n") + 1)
-    made = Figure(figsize=(WIDTH * columns, HEIGHT * rows + extra), layout="constrained")
+    drawing = Figure(figsize=(WIDTH * columns, HEIGHT * rows + extra), layout="constrained")
     of_name = colours(panels)
-    axes = made.subplots(rows, columns, squeeze=False).flatten().tolist()
+    axes = drawing.subplots(rows, columns, squeeze=False).flatten().tolist()
     for panel, on in zip(panels, axes):
         _draw(panel, on, of_name)
     for on in axes[len(panels) :]:
         on.set_axis_off()
     shown = {label: handle for on in axes for handle, label in zip(*on.get_legend_handles_labels())}
     heading = {"title": _plain(title), "title_fontproperties": {"size": 12, "weight": "bold"}}
-    made.legend(
+    drawing.legend(
         shown.values(), shown.keys(), loc="outside upper left", ncols=2 * columns, fontsize=8, frameon=False, alignment="left",
         **heading,
     )  # fmt: skip
-    made.supxlabel(below, fontsize=7, ha="left", x=0.01)
-    return made
+    drawing.supxlabel(below, fontsize=7, ha="left", x=0.01)
+    return drawing
 
 
 def _draw(panel: Panel, on: Axes, of_name: dict[str, str]) -> None:

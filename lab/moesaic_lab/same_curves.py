@@ -56,18 +56,18 @@ def configuration(
 
 
 def row(
-    precision: str, run: tuple[int, MeshConfig, StaticPlan], found: Sequence[dict[str, Any]], first: Sequence[dict[str, Any]],
+    precision: str, run: tuple[int, MeshConfig, StaticPlan], lines: Sequence[dict[str, Any]], first: Sequence[dict[str, Any]],
     seconds: float,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the row of a run, with its largest differences from the first run."""
     world, mesh, plan = run
 
     def apart(key: str) -> float:
-        return max(abs(a[key] - b[key]) for a, b in zip(found, first, strict=True))
+        return max(abs(a[key] - b[key]) for a, b in zip(lines, first, strict=True))
 
     return {
-        "precision": precision, "ranks": world, "steps": len(found), "mesh": changes(mesh) or "one process",
-        "plan": changes(plan) or "s1", "last_loss": found[-1]["loss"], "loss_difference": apart("loss"),
+        "precision": precision, "ranks": world, "steps": len(lines), "mesh": changes(mesh) or "one process",
+        "plan": changes(plan) or "s1", "last_loss": lines[-1]["loss"], "loss_difference": apart("loss"),
         "grad_norm_difference": apart("grad_norm"), "seconds": round(seconds, 1),
     }  # fmt: skip
 
@@ -84,21 +84,21 @@ def measure(options: SameCurvesOptions, cases: None, told: Told) -> list[dict[st
                 if precision == "float32":
                     routing = f"replay:{Path(folder) / f'{precision}-0'}" if first else "record:tokens"
                     config = replace(config, routing=(routing,))
-                begun = time.monotonic()
-                found = steps_of(trained_on(world, config))
-                first = first or found
-                rows.append(row(precision, RUNS[number], found, first, time.monotonic() - begun))
+                start = time.monotonic()
+                lines = steps_of(trained_on(world, config))
+                first = first or lines
+                rows.append(row(precision, RUNS[number], lines, first, time.monotonic() - start))
     return rows
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return the claims: the largest difference in each precision, and the number of compared steps."""
-    made = []
+    listed = []
     for precision in dict.fromkeys(row["precision"] for row in rows):
         worst = max(max(r["loss_difference"], r["grad_norm_difference"]) for r in rows if r["precision"] == precision)
         name = f"same_curves.largest_difference_{precision}"
-        made.append(Claim(name=name, value=worst, unit="nats, norm", target=LIMITS[precision], op="<="))
-    return [*made, Claim(name="same_curves.steps", value=rows[0]["steps"], unit="steps", target=50, op=">=")]
+        listed.append(Claim(name=name, value=worst, unit="nats, norm", target=LIMITS[precision], op="<="))
+    return [*listed, Claim(name="same_curves.steps", value=rows[0]["steps"], unit="steps", target=50, op=">=")]
 
 
 BENCHMARK = Benchmark(

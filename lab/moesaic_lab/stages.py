@@ -67,14 +67,15 @@ def trained(folder: Path, name: str, steps: int, world: int, mesh: MeshConfig) -
 
 def row(mesh: MeshConfig, world: int, found: Any, expected: Any) -> dict[str, Any]:
     """Return the row of a run: its largest relative differences. `found` and `expected` are results of `trained`."""
-    (figures, tensors), (wanted, whole) = found, expected
-    assert tensors.keys() == whole.keys()
-    scales = {name: max(float(tensor.abs().max()), 1e-30) for name, tensor in whole.items()}
+    (figures, tensors), (expected_figures, expected_tensors) = found, expected
+    assert tensors.keys() == expected_tensors.keys()
+    scales = {name: max(float(tensor.abs().max()), 1e-30) for name, tensor in expected_tensors.items()}
+    errors = {name: float((tensors[name] - tensor).abs().max()) for name, tensor in expected_tensors.items()}
     return {
         "ranks": world, "mesh": changes(mesh),
         "schedule": "interleaved 1F1B" if mesh.parts_per_stage > 1 else "1F1B",
-        "figures": max(abs(a - b) / abs(b) for a, b in zip(figures, wanted, strict=True)),
-        "parameters": max(float((tensors[name] - whole[name]).abs().max()) / scales[name] for name in whole),
+        "figures": max(abs(a - b) / abs(b) for a, b in zip(figures, expected_figures, strict=True)),
+        "parameters": max(errors[name] / scales[name] for name in errors),
     }  # fmt: skip
 
 
@@ -82,13 +83,13 @@ def measure(options: StagesOptions, cases: None, told: Told) -> list[dict[str, A
     """Train on one process, then in stages on every mesh."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
-        folder, steps, found = Path(name), options.steps, []
+        folder, steps, rows = Path(name), options.steps, []
         told("one process")
         expected = trained(folder, "one", steps, 1, MeshConfig())
         for number, (world, mesh) in enumerate(MESHES):
             told(f"{number + 1} of {len(MESHES)}")
-            found.append(row(mesh, world, trained(folder, str(number), steps, world, mesh), expected))
-    return found
+            rows.append(row(mesh, world, trained(folder, str(number), steps, world, mesh), expected))
+    return rows
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:

@@ -42,24 +42,24 @@ def table(
         columns: the columns from left to right.
         group_by: keys; a line separates two rows that differ in one of them.
     """
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
     for column in columns:
-        made.add_column(column.title, justify="left" if column.is_text else "right", no_wrap=True)
+        shown.add_column(column.title, justify="left" if column.is_text else "right", no_wrap=True)
     for row, following in zip(rows, [*rows[1:], None]):
         cells = ["" if row.get(column.key) is None else column.show(row[column.key]) for column in columns]
         ends = following is not None and any(row[key] != following[key] for key in group_by)
-        made.add_row(*cells, end_section=ends)
-    return made
+        shown.add_row(*cells, end_section=ends)
+    return shown
 
 
 def spread(rows: Sequence[Mapping[str, Any]], figure: str, *by: str) -> list[dict[str, Any]]:
     """Group rows by the keys `by`; return for each group these keys and the mean, least and most of `figure`."""
-    found: dict[tuple[Any, ...], list[float]] = {}
+    groups: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
-        found.setdefault(tuple(row[key] for key in by), []).append(row[figure])
+        groups.setdefault(tuple(row[key] for key in by), []).append(row[figure])
     return [
-        dict(zip(by, values)) | {"mean": statistics.mean(each), "least": min(each), "most": max(each)}
-        for values, each in found.items()
+        dict(zip(by, values)) | {"mean": statistics.mean(figures), "least": min(figures), "most": max(figures)}
+        for values, figures in groups.items()
     ]
 
 
@@ -119,12 +119,12 @@ QUARTILES = (
 
 def claims_table(claims: Sequence[Claim]) -> Table:
     """Return a table of claims with their targets; a claim without a value shows the reason."""
-    made = Table(title="Claims", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
+    shown = Table(title="Claims", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
     for name, justify in (("claim", "left"), ("value", "right"), ("target", "right"), ("holds", "left")):
-        made.add_column(name, justify=justify, no_wrap=name != "holds")  # type: ignore[arg-type]
+        shown.add_column(name, justify=justify, no_wrap=name != "holds")  # type: ignore[arg-type]
     for claim in claims:
         value = "" if claim.value is None else f"{claim.value:.4g}"
         target = "" if claim.target is None else f"{claim.op} {claim.target:g}"
         holds = {True: "yes", False: "no", None: claim.reason}[claim.holds]
-        made.add_row(claim.name, value, target, holds)
-    return made
+        shown.add_row(claim.name, value, target, holds)
+    return shown

@@ -46,12 +46,12 @@ def title(name: str, timeline: Timeline) -> str:
     return f"{name}: {1e3 * timeline.makespan:.2f} ms, {hidden}"
 
 
-def picture(found: Mapping[str, Timeline]) -> str:
+def picture(by_name: Mapping[str, Timeline]) -> str:
     """Return timelines as SVG, one below the other with the same time axis: a row per lane, a bar per task."""
-    until = 1e3 * max(timeline.makespan for timeline in found.values())
+    until = 1e3 * max(timeline.makespan for timeline in by_name.values())
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moesaic"}):
-        made = Figure(figsize=(9, 2.2 * len(found)), layout="constrained")
-        for axes, (name, timeline) in zip(made.subplots(len(found), 1, squeeze=False).flatten(), found.items()):
+        figure = Figure(figsize=(9, 2.2 * len(by_name)), layout="constrained")
+        for axes, (name, timeline) in zip(figure.subplots(len(by_name), 1, squeeze=False).flatten(), by_name.items()):
             lanes = [lane for lane in LANES if timeline.on(lane)]
             for span in timeline.spans:
                 start, length = 1e3 * span.start, 1e3 * (span.end - span.start)
@@ -66,7 +66,7 @@ def picture(found: Mapping[str, Timeline]) -> str:
             axes.set_title(title(name, timeline), fontsize=9, loc="left")
         axes.set_xlabel(f"ms on {CLUSTER}, simulated; a colour per chunk, grey for no one chunk", fontsize=8)
         text = StringIO()
-        made.savefig(text, format="svg", metadata={"Date": None})
+        figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
 
 

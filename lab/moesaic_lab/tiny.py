@@ -46,16 +46,16 @@ def one_run(model: str, ffn: str, seed: int, steps: int | None) -> dict[str, Any
         if model == "swin-tiny":
             more = {} if steps is None else {"steps": steps}
             options = VisionOptions(ffn=ffn, seed=seed, out=folder, **more)  # type: ignore[arg-type]
-            found = train_images(options, say=lambda _: None)
-            judged = {"loss": found["val_loss"], "accuracy": found["accuracy"]}
+            results = train_images(options, say=lambda _: None)
+            metrics = {"loss": results["val_loss"], "accuracy": results["accuracy"]}
         else:
             config = override(preset(model), {"model": {"ffn": ffn}, "precision": "float32"}, source=model)
             config = replace(
                 config, out=folder, existing="replace", seed=seed, trackers=(), steps=steps or config.steps,
                 evaluate=(10**9, config.evaluate[1]), save=f"{10**9}",
             )  # fmt: skip
-            judged = {"loss": train_quietly(config).val_nats_per_byte}
-    return {"model": model, "ffn": ffn, "seed": seed, **judged}
+            metrics = {"loss": train_quietly(config).val_nats_per_byte}
+    return {"model": model, "ffn": ffn, "seed": seed, **metrics}
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
@@ -63,12 +63,12 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     mean = {(each["model"], each["ffn"]): each["mean"] for each in spread(rows, "loss", "model", "ffn")}
     gains = {model: mean[model, "dense"] - mean[model, "moe"] for model in MODELS if (model, "moe") in mean}
     beaten = sum(gain > 0 for gain in gains.values())
-    found = [Claim(name="mission.tiny_beats_dense", value=float(beaten), unit="models", target=len(MODELS), op=">=")]
-    found += [Claim(name=f"tiny.gain.{model}", value=gain, unit="1", op=">=") for model, gain in gains.items()]
+    listed = [Claim(name="mission.tiny_beats_dense", value=float(beaten), unit="models", target=len(MODELS), op=">=")]
+    listed += [Claim(name=f"tiny.gain.{model}", value=gain, unit="1", op=">=") for model, gain in gains.items()]
     if "swin-tiny" in gains:
-        right = statistics.mean(figures(rows, "accuracy", model="swin-tiny", ffn="moe"))
-        found.append(Claim(name="tiny.digits_accuracy", value=right, unit="1", target=LEAST_ACCURACY, op=">="))
-    return found
+        accuracy = statistics.mean(figures(rows, "accuracy", model="swin-tiny", ffn="moe"))
+        listed.append(Claim(name="tiny.digits_accuracy", value=accuracy, unit="1", target=LEAST_ACCURACY, op=">="))
+    return listed
 
 
 def measure(options: TinyOptions, cases: None, told: Told) -> list[dict[str, Any]]:

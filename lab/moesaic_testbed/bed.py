@@ -140,10 +140,10 @@ def bytes_per_second(rate: str, where: str) -> float:
     Raises:
         InputError: for any other text. `mbps` is refused too: `tc` reads it as megabytes, other tools as megabits.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)", rate.strip().lower()) if isinstance(rate, str) else None
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)", rate.strip().lower()) if isinstance(rate, str) else None
+    if match is None:
         raise InputError(f"{where}={rate!r} is no rate: {EXAMPLES}")
-    bits = float(found[1]) * UNITS[found[2]]
+    bits = float(match[1]) * UNITS[match[2]]
     if not SLOWEST <= bits <= FASTEST:
         raise InputError(f"{where}={rate!r}: rates go from {SLOWEST / 1e3:.0f}kbit to {FASTEST / 1e9:.0f}gbit")
     return bits / 8

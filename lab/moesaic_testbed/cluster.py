@@ -19,11 +19,11 @@ from moesaic_testbed.kernel import explain
 from moesaic_testbed.messages import (
     Answer,
     Carried,
+    Channel,
     Command,
     Count,
     Failure,
     Interrupt,
-    Line,
     RunFunction,
     RunInside,
     output_files,
@@ -55,7 +55,7 @@ class Launcher:
         words.append("torch" if with_torch else "plain")
         self._process = subprocess.Popen(words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
-        self._line = Line(ours)
+        self._channel = Channel(ours)
 
     def open(self, bed: Bed) -> Cluster:
         """Start a bed and return its cluster.
@@ -66,24 +66,24 @@ class Launcher:
         ours, theirs = socket.socketpair()
         gone, hold = os.pipe()
         try:
-            self._line.say(bed, [theirs.fileno(), hold, *output_files()])
+            self._channel.send(bed, [theirs.fileno(), hold, *output_files()])
         finally:
             theirs.close()
             os.close(hold)
-        made = Cluster(bed, Line(ours), gone)
+        opened = Cluster(bed, Channel(ours), gone)
         try:
-            made._await()
+            opened._await()
         except (EOFError, RankError) as error:
-            made.close()
+            opened.close()
             raise InputError(explain(str(error) or "its process ended")) from None
         except BaseException:
-            made.close()
+            opened.close()
             raise
-        return made
+        return opened
 
     def close(self) -> None:
         """End the process and all its beds."""
-        self._line.close()
+        self._channel.close()
         self._process.wait()
 
     def __enter__(self) -> Launcher:
@@ -96,10 +96,10 @@ class Launcher:
 class Cluster:
     """A running bed. Create it with `cluster`, or in a test with the fixture of that name."""
 
-    def __init__(self, bed: Bed, line: Line, gone: int) -> None:
+    def __init__(self, bed: Bed, channel: Channel, gone: int) -> None:
         self.bed = bed
         """The description of the emulated cluster."""
-        self._line: Line | None = line
+        self._channel: Channel | None = channel
         self._gone = gone
 
     def run(self, function: Callable[..., T], *args: Any, threads: int = 1) -> list[T]:
@@ -178,10 +178,10 @@ class Cluster:
 
     def close(self) -> None:
         """End all processes of the bed and wait until they are gone."""
-        if self._line is None:
+        if self._channel is None:
             return
-        self._line.close()
-        self._line = None
+        self._channel.close()
+        self._channel = None
         os.read(self._gone, 1)  # nobody writes: it ends with the bed's last process
         os.close(self._gone)
 
@@ -192,15 +192,15 @@ class Cluster:
         self.close()
 
     def _ask(self, request: object, interrupt: bool = False) -> Any:
-        if self._line is None:
+        if self._channel is None:
             raise RuntimeError("this cluster is closed: make a new one")
         try:
-            self._line.say(request, output_files())
+            self._channel.send(request, output_files())
             try:
                 return self._await()
             except KeyboardInterrupt:
                 if interrupt:
-                    self._line.say(Interrupt(signal=signal.SIGINT))
+                    self._channel.send(Interrupt(signal=signal.SIGINT))
                     self._await()
                 raise
         except RankError:
@@ -218,8 +218,8 @@ class Cluster:
         Raises:
             RankError: if the answer reports a failure.
         """
-        assert self._line is not None
-        answer, _ = self._line.hear()
+        assert self._channel is not None
+        answer, _ = self._channel.receive()
         assert isinstance(answer, Answer)
         if answer.failure is not None:
             raise _error(answer.failure) from _cause(answer.failure)

@@ -91,8 +91,8 @@ def _run(arguments: Sequence[str]) -> int:
     Console(stderr=True, soft_wrap=True, highlight=False).print(
         f"on a real cluster, on every node: {torchrun_line(bed.nodes, bed.ranks_per_node, words)}", markup=False
     )
-    with Launcher(with_torch=False) as launcher, launcher.open(bed) as made:
-        codes = made.command(words, env={"OMP_NUM_THREADS": str(options.threads)})
+    with Launcher(with_torch=False) as launcher, launcher.open(bed) as cluster:
+        codes = cluster.command(words, env={"OMP_NUM_THREADS": str(options.threads)})
     return exit_code(codes)
 
 
@@ -171,12 +171,12 @@ def _measure() -> list[Transferred]:
 
     with Console(stderr=True).status("measuring"), Launcher() as launcher:
         with launcher.open(Bed()) as bed:
-            found = [measure_stream(bed), measure_all_to_all(bed), measure_inside(bed)]
+            transfers = [measure_stream(bed), measure_all_to_all(bed), measure_inside(bed)]
         with launcher.open(Bed(intra="400mbit")) as bed:
-            found.append(measure_inside(bed))
+            transfers.append(measure_inside(bed))
         with launcher.open(Bed(nodes=4)) as bed:
-            found.append(measure_all_to_all(bed))
-    return found
+            transfers.append(measure_all_to_all(bed))
+    return transfers
 
 
 def _fact(speed: Transferred) -> dict[str, Any]:

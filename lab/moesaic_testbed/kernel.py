@@ -81,10 +81,10 @@ def new_net() -> int:
     """Create a network namespace without entering it, and return its file descriptor."""
     before = this_net()
     unshare(NEW_NET)
-    made = this_net()
+    created = this_net()
     enter_net(before)
     os.close(before)
-    return made
+    return created
 
 
 def own_mounts() -> bool:

@@ -25,7 +25,7 @@ from moesaic_testbed.kernel import (
     own_mounts,
     unshare,
 )
-from moesaic_testbed.messages import Answer, Failure, Line
+from moesaic_testbed.messages import Answer, Channel, Failure
 from moesaic_testbed.supervisor import Supervisor
 from moesaic_testbed.wiring import WiringError, node_address, node_name
 
@@ -46,7 +46,7 @@ def main(line: int, parent: int, with_torch: bool) -> None:
     if os.getppid() != parent:
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing reads the exit codes of the processes around beds
-    requests = Line(socket.socket(fileno=line))
+    requests = Channel(socket.socket(fileno=line))
     if with_torch:
         _import_torch()
     while True:
@@ -54,7 +54,7 @@ def main(line: int, parent: int, with_torch: bool) -> None:
         if watch in ready:
             return
         try:
-            bed, files = requests.hear()
+            bed, files = requests.receive()
         except EOFError:
             return
         _fork_bed(bed, files, requests, watch)
@@ -66,7 +66,7 @@ def _import_torch() -> None:
     torch.set_num_threads(1)
 
 
-def _fork_bed(bed: Bed, files: list[int], requests: Line, watch: int) -> None:
+def _fork_bed(bed: Bed, files: list[int], requests: Channel, watch: int) -> None:
     """Fork a process that creates the namespaces of a bed and then waits for the bed's process number 1.
 
     Args:
@@ -84,28 +84,28 @@ def _fork_bed(bed: Bed, files: list[int], requests: Line, watch: int) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         requests.close()
         os.close(watch)
-        line = Line(socket.socket(fileno=files[0]))
+        channel = Channel(socket.socket(fileno=files[0]))
         for target, source in zip((1, 2), files[2:]):
             os.dup2(source, target)
             os.close(source)
-        _be_bed(line, bed, files[1])
+        _be_bed(channel, bed, files[1])
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(0)
 
 
-def _be_bed(line: Line, bed: Bed, gone: int) -> None:
+def _be_bed(channel: Channel, bed: Bed, gone: int) -> None:
     try:
         if not may_configure_networks():
             become_root_of_new_user_namespace()
         unshare(NEW_MOUNTS | NEW_PROCESSES | NEW_NET)
     except OSError as error:
-        line.say(Answer(failure=Failure(reason=f"no namespaces for this user ({error})")))
+        channel.send(Answer(failure=Failure(reason=f"no namespaces for this user ({error})")))
         return
     first = os.fork()
     if first:
-        line.close()
+        channel.close()
         os.waitpid(first, 0)
         return
     die_with_parent()
@@ -113,11 +113,11 @@ def _be_bed(line: Line, bed: Bed, gone: int) -> None:
     try:
         if own_mounts():
             name_hosts({node_address(node): node_name(node) for node in range(bed.nodes)})
-        supervisor = Supervisor(line, bed)
+        supervisor = Supervisor(channel, bed)
     except (WiringError, OSError) as error:
-        line.say(Answer(failure=Failure(reason=str(error))))
+        channel.send(Answer(failure=Failure(reason=str(error))))
         return
-    line.say(Answer())
+    channel.send(Answer())
     supervisor.serve()
 
 

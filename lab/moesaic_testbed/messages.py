@@ -89,7 +89,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Line:
+class Channel:
     """One end of the socket between the user's process and the supervisor."""
 
     socket: socket.socket
@@ -102,13 +102,13 @@ class Line:
         """Return the file descriptor to wait on for messages."""
         return self.connection.fileno()
 
-    def say(self, message: object, files: Sequence[int] = ()) -> None:
+    def send(self, message: object, files: Sequence[int] = ()) -> None:
         """Send a message together with open files."""
         self.connection.send_bytes(pickle.dumps((message, len(files))))
         if files:
             socket.send_fds(self.socket, [b"f"], list(files))
 
-    def hear(self) -> tuple[Any, list[int]]:
+    def receive(self) -> tuple[Any, list[int]]:
         """Wait for a message and return it with the files that were sent along.
 
         Raises:

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from moesaic_testbed import rank as ranks
-from moesaic_testbed.messages import Answer, Command, Failure, Interrupt, Line
+from moesaic_testbed.messages import Answer, Channel, Command, Failure, Interrupt
 from moesaic_testbed.wiring import Wiring, WiringError
 
 GRACE_SECONDS = 5.0
@@ -49,7 +49,7 @@ class AbstractRound(ABC):
         output: file descriptors of the ranks' standard output and error.
     """
 
-    def __init__(self, wiring: Wiring, parent: Line, port: int, output: Sequence[int]) -> None:
+    def __init__(self, wiring: Wiring, parent: Channel, port: int, output: Sequence[int]) -> None:
         self.wiring, self.bed, self.parent, self.port, self.output = wiring, wiring.bed, parent, port, output
         self.processes: list[Process] = []
         self._changes = sorted(self.bed.changes, key=lambda change: change.at_seconds)
@@ -83,11 +83,11 @@ class AbstractRound(ABC):
         """Start the clock by which links change."""
         self._started = time.monotonic()
 
-    def await_any(self, things: Sequence[Any], seconds: float | None = None) -> list[Any]:
+    def await_any(self, sources: Sequence[Any], seconds: float | None = None) -> list[Any]:
         """Wait until a connection or file is readable. Changes of links that become due are made meanwhile.
 
         Args:
-            things: connections and file descriptors to wait for.
+            sources: connections and file descriptors to wait for.
             seconds: the longest time to wait; None for no limit.
 
         Returns:
@@ -97,9 +97,9 @@ class AbstractRound(ABC):
         while True:
             due = self._change_links()
             limits = [at - time.monotonic() for at in (end, due) if at is not None]
-            found = wait(things, None if not limits else max(min(limits), 0.0))
-            if found or (end is not None and time.monotonic() >= end):
-                return found
+            readable = wait(sources, None if not limits else max(min(limits), 0.0))
+            if readable or (end is not None and time.monotonic() >= end):
+                return readable
 
     def fork(self, child: Callable[[], None]) -> tuple[int, int]:
         """Fork a process that runs `child`, and return its number and its pidfd."""
@@ -122,10 +122,10 @@ class AbstractRound(ABC):
 
         _, handle = self.fork(serve)
         os.close(tell)
-        said = os.read(ready, 1)
+        signal_byte = os.read(ready, 1)
         os.close(ready)
         os.close(handle)
-        if not said:
+        if not signal_byte:
             raise WiringError("the store that ranks find each other by did not start")
 
     def _change_links(self) -> float | None:
@@ -157,7 +157,7 @@ def _end_everything() -> None:
 class CommandRound(AbstractRound):
     """Runs a command on every rank."""
 
-    def __init__(self, wiring: Wiring, parent: Line, port: int, output: Sequence[int], request: Command) -> None:
+    def __init__(self, wiring: Wiring, parent: Channel, port: int, output: Sequence[int], request: Command) -> None:
         super().__init__(wiring, parent, port, output)
         self._request = request
 
@@ -179,14 +179,14 @@ class CommandRound(AbstractRound):
             if seconds is not None and seconds <= 0:
                 self._signal(steps.pop(0)[1])
                 continue
-            for thing in self.await_any([*left, self.parent], seconds):
+            for source in self.await_any([*left, self.parent], seconds):
                 now = time.monotonic()
-                if thing is self.parent:
-                    message, _ = self.parent.hear()
+                if source is self.parent:
+                    message, _ = self.parent.receive()
                     assert isinstance(message, Interrupt)
                     self._signal(message.signal)
                     steps = [(now + SAVE_SECONDS, signal.SIGKILL)]
-                elif self._ended(left[thing]) and not steps:
+                elif self._ended(left[source]) and not steps:
                     steps = [(now + GRACE_SECONDS, signal.SIGTERM), (now + 2 * GRACE_SECONDS, signal.SIGKILL)]
         return Answer(value=[os.waitstatus_to_exitcode(process.status or 0) for process in self.processes])
 
@@ -208,7 +208,7 @@ class FunctionRound(AbstractRound):
     """Calls a function on every rank."""
 
     def __init__(
-        self, wiring: Wiring, parent: Line, port: int, output: Sequence[int], threads: int, function: Any,
+        self, wiring: Wiring, parent: Channel, port: int, output: Sequence[int], threads: int, function: Any,
         arguments: tuple[Any, ...],
     ) -> None:  # fmt: skip
         super().__init__(wiring, parent, port, output)
@@ -248,15 +248,15 @@ class FunctionRound(AbstractRound):
 
     def _collect(self, seconds: float | None) -> int:
         """Receive reports of ranks and notice which have ended; return how many became ready."""
-        told = {failure.rank for failure in self._failures} | set(self._results)
-        left = [process for process in self.processes if process.rank not in told]
-        by_thing = {thing: process for process in left for thing in (process.line, process.handle)}
+        reported = {failure.rank for failure in self._failures} | set(self._results)
+        left = [process for process in self.processes if process.rank not in reported]
+        by_source = {source: process for process in left for source in (process.line, process.handle)}
         num_ready = 0
-        for thing in self.await_any([*by_thing, self.parent], seconds):
-            if thing is self.parent:
+        for source in self.await_any([*by_source, self.parent], seconds):
+            if source is self.parent:
                 raise EOFError("the parent hung up")
-            process = by_thing[thing]
-            message = _heard(process) or (_death(process) if thing == process.handle else None)
+            process = by_source[source]
+            message = _report_of(process) or (_failure_of_dead(process) if source == process.handle else None)
             if isinstance(message, ranks.Ready):
                 num_ready += 1
             elif isinstance(message, ranks.Done):
@@ -274,7 +274,7 @@ class FunctionRound(AbstractRound):
                 continue
 
 
-def _heard(process: Process) -> Any:
+def _report_of(process: Process) -> Any:
     """Return a rank's report if one has arrived, else None."""
     assert process.line is not None
     try:
@@ -283,7 +283,7 @@ def _heard(process: Process) -> Any:
         return None
 
 
-def _death(process: Process) -> Failure:
+def _failure_of_dead(process: Process) -> Failure:
     """Describe how a rank ended that had not reported."""
     if process.status is None:
         _, process.status = os.waitpid(process.pid, 0)

@@ -13,7 +13,7 @@ from multiprocessing import process, spawn
 from typing import Any
 
 from moesaic_testbed.bed import Bed
-from moesaic_testbed.messages import Answer, Command, Count, Failure, Line, RunFunction, RunInside
+from moesaic_testbed.messages import Answer, Channel, Command, Count, Failure, RunFunction, RunInside
 from moesaic_testbed.rank import failure_of
 from moesaic_testbed.round import CommandRound, FunctionRound
 from moesaic_testbed.wiring import Wiring, WiringError
@@ -28,14 +28,14 @@ class Supervisor:
         WiringError: if the network cannot be created.
     """
 
-    def __init__(self, line: Line, bed: Bed) -> None:
-        self._line, self._bed, self._wiring, self._rounds = line, bed, Wiring(bed), 0
+    def __init__(self, channel: Channel, bed: Bed) -> None:
+        self._channel, self._bed, self._wiring, self._rounds = channel, bed, Wiring(bed), 0
 
     def serve(self) -> None:
         """Answer the parent's requests until it closes the socket."""
         while True:
             try:
-                request, files = self._line.hear()
+                request, files = self._channel.receive()
                 answer = self._answer(request, files)
             except WiringError as error:
                 answer = Answer(failure=Failure(reason=str(error)))
@@ -43,7 +43,7 @@ class Supervisor:
                 return
             for file in files:
                 os.close(file)
-            self._line.say(answer)
+            self._channel.send(answer)
 
     def _answer(self, request: object, files: list[int]) -> Answer:
         port = FIRST_PORT + self._rounds % NUM_PORTS
@@ -55,9 +55,9 @@ class Supervisor:
                 return Answer(failure=failure_of(None, error))
             if isinstance(request, RunInside):
                 return _called(function, (self._wiring, *arguments))
-            return FunctionRound(self._wiring, self._line, port, files, request.threads, function, arguments).run()
+            return FunctionRound(self._wiring, self._channel, port, files, request.threads, function, arguments).run()
         if isinstance(request, Command):
-            return CommandRound(self._wiring, self._line, port, files, request).run()
+            return CommandRound(self._wiring, self._channel, port, files, request).run()
         if isinstance(request, Count):
             return Answer(value=self._wiring.traffic())
         return Answer()

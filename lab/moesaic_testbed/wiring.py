@@ -77,10 +77,10 @@ def leaf_address(name: str) -> str:
 
 def cables(bed: Bed) -> list[Cable]:
     """Return the cables of a bed: one per node, in order, then one per leaf switch."""
-    found = []
+    listed = []
     for node in range(bed.nodes):
         leaf = bed.leaf_of(node)
-        found.append(
+        listed.append(
             Cable(
                 name=node_name(node), lower=node_name(node), lower_device=NODE_DEVICE, lower_address=node_address(node),
                 upper=ROOT if leaf is None else f"leaf{leaf}", upper_device=node_name(node),
@@ -89,14 +89,14 @@ def cables(bed: Bed) -> list[Cable]:
             )
         )  # fmt: skip
     for leaf in range(bed.leaves):
-        found.append(
+        listed.append(
             Cable(
                 name=f"leaf{leaf}", lower=f"leaf{leaf}", lower_device="up", lower_address=leaf_address(f"leaf{leaf}"),
                 upper=ROOT, upper_device=f"leaf{leaf}", upper_address=f"10.65.{leaf}.1",
                 bytes_per_second=bed.uplink_bytes_per_second, per_message=0,
             )
         )  # fmt: skip
-    return found
+    return listed
 
 
 def namespaces(bed: Bed) -> list[str]:
@@ -212,12 +212,12 @@ class Wiring:
         for cable in self._cables:
             ends[cable.lower, cable.lower_device] = f"{cable.name} up"
             ends[cable.upper, cable.upper_device] = f"{cable.name} down"
-        found = {}
+        by_end = {}
         for net, handle in self._nets.items():
             for device, carried in _counters(handle).items():
                 if (net, device) in ends:
-                    found[ends[net, device]] = carried
-        return found
+                    by_end[ends[net, device]] = carried
+        return by_end
 
     def _set_up(self, name: str) -> None:
         with inside_net(self._nets[name]):
@@ -248,25 +248,25 @@ def _counters(net: int) -> dict[str, Carried]:
         links = json.loads(_run(["ip", "-s", "-j", "link", "show"]))
         queues = json.loads(_run(["tc", "-s", "-j", "qdisc", "show"]))
     shaped = {queue["dev"]: queue for queue in queues if queue["kind"] == "htb"}
-    found = {}
+    by_device = {}
     for link in links:
         sent = link["stats64"]["tx"]
         queue = shaped.get(
             link["ifname"], {"bytes": sent["bytes"], "packets": sent["packets"], "drops": sent["dropped"]}
         )
-        found[link["ifname"]] = Carried(bytes=queue["bytes"], packets=queue["packets"], dropped=queue["drops"])
-    return found
+        by_device[link["ifname"]] = Carried(bytes=queue["bytes"], packets=queue["packets"], dropped=queue["drops"])
+    return by_device
 
 
 def _run(words: Sequence[str], lines: Sequence[str] = (), share: Sequence[int] = ()) -> str:
     """Run a tool with `lines` as input and return its output."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             words, input="\n".join(lines) + "\n", capture_output=True, text=True, pass_fds=share, check=False
         )
     except FileNotFoundError as error:
         raise WiringError(f"`{words[0]}` is missing") from error
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
-        raise WiringError(f"`{words[0]}` said: {said[0].strip()}")
-    return done.stdout
+    if process.returncode:
+        messages = [line for line in process.stderr.splitlines() if line.strip()] or [f"exit code {process.returncode}"]
+        raise WiringError(f"`{words[0]}` said: {messages[0].strip()}")
+    return process.stdout

@@ -82,35 +82,41 @@ def runs() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     for top_k, published in CAPACITIES.items():
         for order in ORDERS:
             about = {"table": "12" if order == "position" else "figure 22", "top_k": top_k, "admit_by": order}
-            given: dict[str, Any] = {"top_k": top_k, "admit_by": order, "capacities": tuple(published)}
-            yield f"capacity-{top_k}-{order}", about, given
+            arguments: dict[str, Any] = {"top_k": top_k, "admit_by": order, "capacities": tuple(published)}
+            yield f"capacity-{top_k}-{order}", about, arguments
     yield "dense", {"table": "12", "top_k": 0, "published": DENSE}, {"ffn": "dense"}
 
 
 def measure(options: SweepOptions, cases: None, told: Told) -> list[dict[str, Any]]:
     """Train every run with every seed; return the means over the seeds."""
-    asked = {
-        f"{name}-{seed}": (about, partial(one_run, options, seed, **given))
+    jobs = {
+        f"{name}-{seed}": (about, partial(one_run, options, seed, **arguments))
         for seed in options.seeds
-        for name, about, given in runs()
+        for name, about, arguments in runs()
     }
-    found = each_kept(options.keep, {name: run for name, (_, run) in asked.items()}, told)
-    rows = [{**asked[name][0], **row} for name, of_run in found for row in of_run]
-    return [_mean(rows, key) for key in dict.fromkeys(map(_key, rows))]
+    results = each_kept(options.keep, {name: run for name, (_, run) in jobs.items()}, told)
+    rows = [{**jobs[name][0], **row} for name, of_run in results for row in of_run]
+    return [_mean(rows, key) for key in dict.fromkeys(map(_group_of, rows))]
 
 
-def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+def _group_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in ("table", "weight", "top_k", "admit_by", "capacity"))
 
 
 def _mean(rows: list[dict[str, Any]], key: tuple[Any, ...]) -> dict[str, Any]:
     """Return the row of one group of runs: mean, least and most over the seeds."""
-    chosen = [row for row in rows if _key(row) == key]
-    found = [row["accuracy"] for row in chosen]
-    made = {name: value for name, value in chosen[0].items() if name not in ("seed", "accuracy")}
-    if made.get("top_k") and made["table"] == "12":
-        made["published"] = CAPACITIES[made["top_k"]][made["capacity"]]
-    return {**made, "accuracy": statistics.mean(found), "least": min(found), "most": max(found), "seeds": len(found)}
+    chosen = [row for row in rows if _group_of(row) == key]
+    accuracies = [row["accuracy"] for row in chosen]
+    shared = {name: value for name, value in chosen[0].items() if name not in ("seed", "accuracy")}
+    if shared.get("top_k") and shared["table"] == "12":
+        shared["published"] = CAPACITIES[shared["top_k"]][shared["capacity"]]
+    return {
+        **shared,
+        "accuracy": statistics.mean(accuracies),
+        "least": min(accuracies),
+        "most": max(accuracies),
+        "seeds": len(accuracies),
+    }
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:

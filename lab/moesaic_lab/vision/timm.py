@@ -45,30 +45,30 @@ def from_timm(weights: Mapping[str, Tensor], model: SwinMoE) -> dict[str, Tensor
         model: the model, not sharded; it determines where MoE layers are.
     """
     ends_with_merge = "layers.0.downsample.reduction.weight" in weights
-    depths, found = model.config.depths, {}
+    depths, converted = model.config.depths, {}
     for name, value in weights.items():
         if any(each in name for each in BUFFERS):
             continue
         if joined := re.fullmatch(r"layers\.(\d+)\.downsample\.(reduction|norm)(\.\w+)", name):
             stage = int(joined[1]) - (not ends_with_merge)
-            found[f"merges.{stage}.{'reduce' if joined[2] == 'reduction' else 'norm'}{joined[3]}"] = value
+            converted[f"merges.{stage}.{'reduce' if joined[2] == 'reduction' else 'norm'}{joined[3]}"] = value
         elif inner := re.fullmatch(r"layers\.(\d+)\.blocks\.(\d+)\.(.+)", name):
             index = sum(depths[: int(inner[1])]) + int(inner[2])
             for key, tensor in _of_block(inner[3], value, model.blocks[index]).items():  # type: ignore[arg-type]
-                found[f"blocks.{index}.{key}"] = tensor
+                converted[f"blocks.{index}.{key}"] = tensor
         else:
-            found[_renamed(name, OUTSIDE)] = value
-    return found
+            converted[_renamed(name, OUTSIDE)] = value
+    return converted
 
 
 def _of_block(name: str, value: Tensor, block: SwinBlock) -> dict[str, Tensor]:
     """Return a block's weight with the names of `SwinBlock`."""
     if isinstance(block.ffn, MoE) and name in EXPERTS:
         ours = getattr(block.ffn.experts, EXPERTS[name])
-        made = {f"ffn.experts.{EXPERTS[name]}": value.expand_as(ours)}
+        converted = {f"ffn.experts.{EXPERTS[name]}": value.expand_as(ours)}
         if name == "mlp.fc1.weight":  # only once per layer
-            made |= {f"ffn.router.{key}": drawn for key, drawn in block.ffn.router.state_dict().items()}
-        return made
+            converted |= {f"ffn.router.{key}": drawn for key, drawn in block.ffn.router.state_dict().items()}
+        return converted
     if name == "attn.logit_scale":
         value = value.flatten()
     return {_renamed(name, INSIDE | DENSE): value}

@@ -109,9 +109,9 @@ def run(arguments: Sequence[str]) -> int:
     """Train and evaluate; return the exit code."""
     options = parse(VisionOptions, arguments, prog="moesaic vision", description="Train an image classifier.")
     place = launch()
-    found = train(options, say=print if place.is_first else lambda _: None)
+    results = train(options, say=print if place.is_first else lambda _: None)
     if place.is_first:
-        print(json.dumps(found))
+        print(json.dumps(results))
     place.leave()
     return 0
 
@@ -119,8 +119,8 @@ def run(arguments: Sequence[str]) -> int:
 def shape_of(options: VisionOptions, train: Images) -> SwinConfig:
     """Return the preset's configuration with the changes of the options; your own pictures set the number of classes."""
     config = PRESETS[options.preset]
-    names = ("num_experts", "top_k", "router", "balance_loss")
-    changes: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    fields = ("num_experts", "top_k", "router", "balance_loss")
+    changes: dict[str, Any] = {name: getattr(options, name) for name in fields if getattr(options, name) is not None}
     if options.capacity_factor is not None or options.admit_by == "score":
         changes["capacity"] = Capacity.fixed(options.capacity_factor or 1.0, order=options.admit_by)
     if options.eval_capacity_factor is not None:
@@ -138,7 +138,7 @@ def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
         InputError: for data, sizes or a mesh that do not fit together.
     """
     size, channels = PRESETS[options.preset].image_size, PRESETS[options.preset].channels
-    data, held = load_folder(Path(options.images), size, channels) if options.images else load_digits()
+    data, held_out = load_folder(Path(options.images), size, channels) if options.images else load_digits()
     torch.manual_seed(options.seed)
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     model = SwinMoE(shape_of(options, data)).to(device)
@@ -151,20 +151,20 @@ def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
     say(f"{options.preset}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active; {len(data):,} images")
     part = spread(model, options, device)
     batches = ImageBatches(data, options.batch_size, options.seed, part, varied=options.varied)
-    trained = _steps(model, options, batches, say)
-    found: dict[str, Any] = {"parameters": total, "active": active, "loss": trained}
-    logits = _in_parts(model, held.pixels)
-    found["val_loss"] = float(F.cross_entropy(logits, held.labels))
-    found["accuracy"] = float((logits.argmax(1) == held.labels).float().mean())
+    loss = _steps(model, options, batches, say)
+    results: dict[str, Any] = {"parameters": total, "active": active, "loss": loss}
+    logits = _in_parts(model, held_out.pixels)
+    results["val_loss"] = float(F.cross_entropy(logits, held_out.labels))
+    results["accuracy"] = float((logits.argmax(1) == held_out.labels).float().mean())
     say(
-        f"loss {found['val_loss']:.3f}, accuracy {found['accuracy']:.4f} on {len(held)} images that were not trained on"
+        f"loss {results['val_loss']:.3f}, accuracy {results['accuracy']:.4f} on {len(held_out)} images that were not trained on"
     )
     if options.shots:
-        found["probe"] = linear_probe(model, data, held, options.shots)
+        results["probe"] = linear_probe(model, data, held_out, options.shots)
     if options.throughput:
-        found |= speed(model, data, options.batch_size // part[1])
-    save_weights(model, options, found)
-    return found
+        results |= speed(model, data, options.batch_size // part[1])
+    save_weights(model, options, results)
+    return results
 
 
 def spread(model: SwinMoE, options: VisionOptions, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
@@ -216,19 +216,19 @@ def _in_parts(model: nn.Module, pixels: Tensor, size: int = 128) -> Tensor:
     """Return the model's outputs for all images, in evaluation mode, on the CPU. Every rank evaluates all images."""
     model.eval()
     device = next(model.parameters()).device
-    found = torch.cat([model(part.to(device)).float().cpu() for part in pixels.split(size)])
+    outputs = torch.cat([model(part.to(device)).float().cpu() for part in pixels.split(size)])
     model.train()
-    return found
+    return outputs
 
 
 @torch.no_grad()
-def linear_probe(model: SwinMoE, data: Images, held: Images, shots: int, ridge: float = 1e-2) -> float:
+def linear_probe(model: SwinMoE, data: Images, held_out: Images, shots: int, ridge: float = 1e-2) -> float:
     """Return the accuracy of a linear map from features to classes, fitted in closed form on few images of each class.
 
     Args:
         model: the model; features are the inputs of its head.
         data: training images, of which the first `shots` of each class are used.
-        held: images to evaluate on.
+        held_out: images to evaluate on.
         shots: images per class.
         ridge: penalty on the squared weights, relative to the mean squared norm of the features.
     """
@@ -237,21 +237,21 @@ def linear_probe(model: SwinMoE, data: Images, held: Images, shots: int, ridge: 
     head, model.head = model.head, nn.Identity()  # type: ignore[assignment]
     try:
         x, y = _in_parts(model, data.pixels[few]).double(), F.one_hot(data.labels[few], classes).double()
-        others = _in_parts(model, held.pixels).double()
+        features = _in_parts(model, held_out.pixels).double()
     finally:
         model.head = head
     mean = x.mean(0)
-    x, others = x - mean, others - mean
+    x, features = x - mean, features - mean
     penalty = ridge * x.square().sum(1).mean() * torch.eye(len(x), dtype=x.dtype)
     weights = x.T @ torch.linalg.solve(x @ x.T + penalty, y - y.mean(0))
-    return float(((others @ weights + y.mean(0)).argmax(1) == held.labels).double().mean())
+    return float(((features @ weights + y.mean(0)).argmax(1) == held_out.labels).double().mean())
 
 
 def speed(model: SwinMoE, data: Images, batch_size: int) -> dict[str, float]:
     """Return images per second of one rank, with and without the backward pass (Tutel's tables 7 and 11)."""
     device = next(model.parameters()).device
     pixels = data.pixels[:batch_size].to(device)
-    found = {}
+    rates = {}
     for name in ("train", "infer"):
         model.train(name == "train")
         for timed in (False, True):
@@ -266,9 +266,9 @@ def speed(model: SwinMoE, data: Images, batch_size: int) -> dict[str, float]:
             if device.type == "cuda":
                 torch.cuda.synchronize()
             if timed:
-                found[f"{name}_images_per_second"] = TIMED_STEPS * len(pixels) / (time.perf_counter() - start)
+                rates[f"{name}_images_per_second"] = TIMED_STEPS * len(pixels) / (time.perf_counter() - start)
     model.zero_grad()
-    return found
+    return rates
 
 
 def load_weights(model: SwinMoE, path: Path) -> None:
@@ -293,7 +293,7 @@ def load_weights(model: SwinMoE, path: Path) -> None:
         raise InputError(f"init={path}: the weights are of another model ({reason:.200})") from error
 
 
-def save_weights(model: SwinMoE, options: VisionOptions, found: dict[str, Any]) -> None:
+def save_weights(model: SwinMoE, options: VisionOptions, results: dict[str, Any]) -> None:
     """Write weights, results and options into the folder; all ranks must call this, to gather sharded weights."""
     whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in model.state_dict().items()}
     if dist.is_initialized() and dist.get_rank():
@@ -301,4 +301,4 @@ def save_weights(model: SwinMoE, options: VisionOptions, found: dict[str, Any]) 
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: t.detach().cpu().contiguous().clone() for name, t in whole.items()}, folder / "model.safetensors")
-    (folder / "results.json").write_text(json.dumps({"options": asdict(options), **found}, indent=2) + "\n")
+    (folder / "results.json").write_text(json.dumps({"options": asdict(options), **results}, indent=2) + "\n")

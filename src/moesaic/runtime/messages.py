@@ -324,7 +324,7 @@ def start_hop(
         peer: torch.empty(sum(size for _, size in packets), dtype=torch.uint8, device=arriving.device)
         for peer, packets in order.items()
     }
-    sends = {peer: torch.cat(items) for peer, items in leaving.items()}
+    sends = {peer: torch.cat(parts) for peer, parts in leaving.items()}
     transfer = Transfer(call.rank, tag, sends, receives, transport_lane(task))
     return transfer, partial(_split_messages, arriving, receives, order)
 
