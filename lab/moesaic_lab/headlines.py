@@ -400,7 +400,8 @@ def rows_of(comparison: Comparison, cell: TimedCell, computing: float) -> list[d
             {
                 "part": "headline", "paper": comparison.paper, "what": headline.what, "cells": list(headline.cells),
                 "published": headline.published, **ratio.row("here"), "off": ratio.median / headline.published - 1,
-                "slow": slow, "fast": fast, "bed": f"{comparison.bed.nodes}x{comparison.bed.ranks_per_node} {comparison.bed.inter}",
+                "slow": slow, "fast": fast,
+                "bed": f"{comparison.bed.nodes}x{comparison.bed.ranks_per_node} {comparison.bed.inter}",
                 "share": comparison.share, "share_of": comparison.of, "share_here": here, "why": headline.why,
             }
         )  # fmt: skip
