@@ -242,7 +242,7 @@ def tutel() -> Comparison:
     }
     first = next(iter(ours))
     job = LayerJob(
-        section="headlines", label="Tutel", place=place, grid=grid, methods=made, beside={"Fairseq": masks}
+        section="headlines", label="Tutel", place=place, grid=grid, methods=made, other_flops={"Fairseq": masks}
     )  # fmt: skip
     return Comparison(
         paper="tutel", name="tutel", bed=place.bed, share=0.34, of="189 of 561 ms on 16 GPUs", reference=first,
@@ -402,7 +402,8 @@ def rows_of(comparison: Comparison, cell: TimedCell, computing: float) -> list[d
             {
                 "part": "headline", "paper": comparison.paper, "what": headline.what, "cells": list(headline.cells),
                 "published": headline.published, **ratio.row("here"), "off": ratio.median / headline.published - 1,
-                "slow": slow, "fast": fast, "bed": f"{comparison.bed.nodes}x{comparison.bed.ranks_per_node} {comparison.bed.inter}",
+                "slow": slow, "fast": fast,
+                "bed": f"{comparison.bed.nodes}x{comparison.bed.ranks_per_node} {comparison.bed.inter}",
                 "share": comparison.share, "share_of": comparison.of, "share_here": here, "why": headline.why,
             }
         )  # fmt: skip

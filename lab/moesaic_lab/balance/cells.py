@@ -13,7 +13,7 @@ from rich.table import Table
 from moesaic.cost.held import ExpertSizes
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.budget import CountedCall, MemoryBudget
-from moesaic_lab.balance import ranks as side
+from moesaic_lab.balance import ranks as on_ranks
 from moesaic_lab.balance.config import ELEMENT_BYTES, MATRICES, BalanceBenchConfig, BalancePlace, SkewedCase
 from moesaic_lab.balance.loads import max_vio
 from moesaic_lab.balance.memory import BudgetHeld
@@ -106,7 +106,7 @@ def budget_of(place: BalancePlace) -> int:
 
 def measure(ranks: Cluster, jobs: Sequence[BalanceJob]) -> list[BalanceCell]:
     """Measure the cases of one mesh on a running cluster."""
-    per_rank = ranks.run(side.measure, jobs)
+    per_rank = ranks.run(on_ranks.measure, jobs)
     return [summed_up(job, [results[number] for results in per_rank]) for number, job in enumerate(jobs)]
 
 

@@ -165,7 +165,7 @@ def _kind(ledger: list[Entry], kind: str) -> str:
 
 
 BENCHMARK = Benchmark(
-    name="ledger", description="Predict what others measured, and say how far off that is.", options=LedgerOptions,
+    name="ledger", description="Predict published measurements, and report the errors.", options=LedgerOptions,
     notes=notes_of(__doc__), cases=lambda options: None, measure=measure, rows=rows, claims=claims, page=page,
     columns=(Shown(title="predicted over measured"),), packages=("numpy",),
 )  # fmt: skip
