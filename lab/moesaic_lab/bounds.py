@@ -62,17 +62,17 @@ def link_seconds(messages: Iterable[Message], bed: Bed) -> dict[str, float]:
             of_pair[(source, target)] += num_bytes
     seconds: dict[str, float] = defaultdict(float)
     for (source, target), num_bytes in of_pair.items():
-        here, there = bed.node_of(source), bed.node_of(target)
-        if here == there:
+        source_node, target_node = bed.node_of(source), bed.node_of(target)
+        if source_node == target_node:
             if bed.intra_bytes_per_second is not None:
-                seconds[f"lo of node {here}"] += num_bytes / bed.intra_bytes_per_second
+                seconds[f"lo of node {source_node}"] += num_bytes / bed.intra_bytes_per_second
             continue
         charged = max(num_bytes, bed.per_message)
-        seconds[f"node {here} out"] += charged / bed.inter_bytes_per_second(here)
-        seconds[f"node {there} in"] += charged / bed.inter_bytes_per_second(there)
-        if bed.uplink_bytes_per_second is not None and bed.leaf_of(here) != bed.leaf_of(there):
-            seconds[f"leaf {bed.leaf_of(here)} up"] += num_bytes / bed.uplink_bytes_per_second
-            seconds[f"leaf {bed.leaf_of(there)} down"] += num_bytes / bed.uplink_bytes_per_second
+        seconds[f"node {source_node} out"] += charged / bed.inter_bytes_per_second(source_node)
+        seconds[f"node {target_node} in"] += charged / bed.inter_bytes_per_second(target_node)
+        if bed.uplink_bytes_per_second is not None and bed.leaf_of(source_node) != bed.leaf_of(target_node):
+            seconds[f"leaf {bed.leaf_of(source_node)} up"] += num_bytes / bed.uplink_bytes_per_second
+            seconds[f"leaf {bed.leaf_of(target_node)} down"] += num_bytes / bed.uplink_bytes_per_second
     return dict(seconds)
 
 
@@ -108,7 +108,7 @@ def program_messages(
     """
     slots = {slot.name: slot for slot in program.slots}
     codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
-    found: list[Message] = []
+    messages: list[Message] = []
     for bundle in bundles(program):
         joint: dict[tuple[int, int], float] = {}
         for task in (program.tasks[place] for place in bundle):
@@ -116,12 +116,12 @@ def program_messages(
                 continue
             source = slots[(task.of or task.reads)[0]]
             codec = codecs.get(task.of, "") if task.op is Op.HOP else ""
-            for here, there, rows in messages_of(task, slots, sizes):
+            for sender, receiver, rows in messages_of(task, slots, sizes):
                 plain = rows * _row_bytes(source, dim, element_bytes, lane_bytes, unit_columns)
                 num_bytes = coded(codec, rows, dim, element_bytes) if codec else plain
-                joint[here, there] = joint.get((here, there), 0) + num_bytes
-        found += [(here, there, num_bytes) for (here, there), num_bytes in joint.items()]
-    return found
+                joint[sender, receiver] = joint.get((sender, receiver), 0) + num_bytes
+        messages += [(sender, receiver, num_bytes) for (sender, receiver), num_bytes in joint.items()]
+    return messages
 
 
 def _row_bytes(slot: Slot, dim: int, element_bytes: int, lane_bytes: int, unit_columns: int) -> int:

@@ -670,8 +670,8 @@ CASES = {
         "load_balancing_loss_func((torch.empty(0, 8),), num_experts=8, top_k=2)    # tensor(nan)",
     ),
     ("deepspeed-autoep", "in a model"): (
-        "Smallest example for AutoEP in a model, with transformers 5.23: it passes a default to `get` of transformers' registry of\n"
-        "recorded outputs, which takes none.",
+        "Smallest example for AutoEP in a model, with transformers 5.23: it passes a default to `get` of transformers'\n"
+        "registry of recorded outputs, which takes none.",
         'auto_ep = AutoEP(MixtralForCausalLM(config), parse_autoep_config({"enabled": True}))\n'
         "    auto_ep.replace_moe_layer(auto_ep.ep_parser()[0], 1, 0)    # TypeError",
     ),
@@ -761,10 +761,11 @@ def _wrong(row: Mapping[str, Any]) -> str:
 
 _HEAD = """# Certificates: systems that compute the same as dense experts
 
-This page shows which expert-parallel systems compute the same outputs and gradients as dense experts, and lists the differences. Use it before you trust
-or compare a system, or to test your own. `moesaic.testing.routed_experts.certify` treats a system as a black box. It gives each rank tokens,
-their experts and their routing weights, and compares outputs and all gradients with dense experts in float64. A system passes a situation if the output and the
-gradients of tokens, routing weights and experts are correct to 1e-4 on 2 and on 4 Gloo processes. Later changes of gradients by a trainer
+This page shows which expert-parallel systems compute the same outputs and gradients as dense experts, and lists the
+differences. Use it before you trust or compare a system, or to test your own. `moesaic.testing.routed_experts.certify`
+treats a system as a black box. It gives each rank tokens, their experts and their routing weights, and compares outputs
+and all gradients with dense experts in float64. A system passes a situation if the output and the gradients of tokens,
+routing weights and experts are correct to 1e-4 on 2 and on 4 Gloo processes. Later changes of gradients by a trainer
 are not tested.
 
 `moesaic bench certificates --page docs/certificates.md` writes this page from the installed systems.
@@ -772,10 +773,10 @@ are not tested.
 _LAYER_HEAD = """
 ## Whole layers
 
-`moesaic.testing.moe_layers.certify_layer` includes the router. It compares the output, the gradients of tokens, router (summed over the
-ranks) and experts, the auxiliary loss and its gradient, the gradient norm if the layer's own package
-computes it, and capacities. A loss over a rank's own tokens depends on the mesh: the mean of its values is not the loss over
-all tokens. The factor is relative to `E * sum_e f_e P_e`, with shares f and P that add up to 1.
+`moesaic.testing.moe_layers.certify_layer` includes the router. It compares the output, the gradients of tokens, router
+(summed over the ranks) and experts, the auxiliary loss and its gradient, the gradient norm if the layer's own package
+computes it, and capacities. A loss over a rank's own tokens depends on the mesh: the mean of its values is not the loss
+over all tokens. The factor is relative to `E * sum_e f_e P_e`, with shares f and P that add up to 1.
 """
 _TAIL = """
 ## Your own system
@@ -785,9 +786,9 @@ from moesaic.testing.routed_experts import AbstractRoutedExperts, certify
 ```
 
 Write a class with `run` and `gradients`, start a process group, and call `certify(YourExperts)` on every rank.
-`AbstractMoELayer` and `certify_layer` of `moesaic.testing.moe_layers` do the same for a whole layer. Each finding prints the wrong
-quantity, its error, and the factor if one explains the error. `lab/moesaic_lab/certificates.py` has twelve such classes of
-about 20 lines each.
+`AbstractMoELayer` and `certify_layer` of `moesaic.testing.moe_layers` do the same for a whole layer. Each finding
+prints the wrong quantity, its error, and the factor if one explains the error. `lab/moesaic_lab/certificates.py` has
+twelve such classes of about 20 lines each.
 """
 
 

@@ -23,8 +23,8 @@ DESCRIPTION = (
 )
 LEAST_CASES, LEAST_MUTANTS = 2000, 40
 NOTES = (
-    "Relative errors of cases in float64 whose expected values are exact; cases run on loopback unless a world of processes is "
-    "named."
+    "Relative errors of cases in float64 whose expected values are exact; cases run on loopback unless a number of processes "
+    "is given."
 )
 
 

@@ -119,12 +119,12 @@ def bleu(trained: Trained, most: int) -> float:
 
     pairs = list(itertools.islice(held_back(trained), most))
     assert isinstance(trained.model, EncoderDecoder)
-    found: list[str] = []
+    translations: list[str] = []
     for start in range(0, len(pairs), SENTENCES):
         sources = [source for source, _ in pairs[start : start + SENTENCES]]
-        found += map(trained.tokenizer.decode, translate(trained.model, sources))
+        translations += map(trained.tokenizer.decode, translate(trained.model, sources))
     references = [trained.tokenizer.decode(target) for _, target in pairs]
-    return float(sacrebleu.corpus_bleu(found, [references]).score)
+    return float(sacrebleu.corpus_bleu(translations, [references]).score)
 
 
 def held_back(trained: Trained) -> Iterator[tuple[list[int], list[int]]]:
@@ -157,14 +157,14 @@ def measure(options: CodecConvergenceOptions, cases: None, told: Told) -> list[d
                 f"{head}-{seed}": partial(run, configuration(name, Path(), steps, seed, codecs, options.device))
                 for seed in options.seeds
             }
-            found = [found for _, found in each_kept(options.keep, runs, told)]
-            rows.append(row(task, name, codecs, steps, found))
+            results = [result for _, result in each_kept(options.keep, runs, told)]
+            rows.append(row(task, name, codecs, steps, results))
     return rows
 
 
-def row(task: Task, name: str, codecs: str, steps: int, found: list[dict[str, float]]) -> dict[str, Any]:
+def row(task: Task, name: str, codecs: str, steps: int, results: list[dict[str, float]]) -> dict[str, Any]:
     """Return a row of the table from the results of all seeds."""
-    scores, losses = ([each[key] for each in found] for key in ("score", "val_loss"))
+    scores, losses = ([result[key] for result in results] for key in ("score", "val_loss"))
     forward, backward = pair(codecs)
     published = PUBLISHED.get((forward, backward))
     return {
@@ -190,17 +190,17 @@ def gap(rows: list[dict[str, Any]], task: Task, codec: str) -> tuple[float, floa
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return the cost of each codec, with the spread of the seeds as its target."""
-    found = []
+    result = []
     measured: tuple[tuple[Task, str], ...] = (("translation", "bleu"), ("language", "perplexity"))
     for task, what in measured:
         for codec in ("bf16", "fp16", "int8", "fp8", "zfp"):
-            known, name = gap(rows, task, codec), f"codec.{codec}_gap_{what}"
-            if known is None:
+            measured_gap, name = gap(rows, task, codec), f"codec.{codec}_gap_{what}"
+            if measured_gap is None:
                 reason = "not run"
-                found.append(Claim(name=name, value=None, unit=what, op="<=", reason=reason))
+                result.append(Claim(name=name, value=None, unit=what, op="<=", reason=reason))
             else:
-                found.append(Claim(name=name, value=known[0], unit=what, target=known[1], op="<="))
-    return found
+                result.append(Claim(name=name, value=measured_gap[0], unit=what, target=measured_gap[1], op="<="))
+    return result
 
 
 COLUMNS = (

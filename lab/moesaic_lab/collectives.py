@@ -49,8 +49,8 @@ def measure_all(options: CollectivesOptions, cases: None, told: Told) -> list[di
         for bed in read_config(COMMITTED).beds:
             told(bed.name)
             with launcher.open(bed.bed) as ranks:
-                found = ranks.run(measure, bed.ranks_per_node, options.repeats)[0]
-            rows += [{"bed": bed.name, **asdict(line)} for line in found.values()]
+                fits = ranks.run(measure, bed.ranks_per_node, options.repeats)[0]
+            rows += [{"bed": bed.name, **asdict(line)} for line in fits.values()]
     return rows
 
 

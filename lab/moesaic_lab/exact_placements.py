@@ -26,8 +26,8 @@ def expert_gap(load: ExpertLoad, place: np.ndarray | None = None) -> float:
         place: (num_experts,) place of each expert; None for the placement of `Balanced` with free moves.
     """
     best = load.busiest(best_experts(load))
-    found = load.busiest(Balanced().best(load) if place is None else place)
-    return found / best - 1 if best else float(found > 0)
+    busiest = load.busiest(Balanced().best(load) if place is None else place)
+    return busiest / best - 1 if best else float(busiest > 0)
 
 
 def best_experts(load: ExpertLoad) -> np.ndarray:
@@ -69,20 +69,21 @@ def _assigned(
     things, places = cost.shape
     once, full = kron(np.eye(things), np.ones((1, places))), kron(np.ones((1, things)), np.eye(places))
     matrix = vstack([once, full] if loads is None else [once, full, loads])
-    more = matrix.shape[0] - things - places
-    above = coo_array(np.concatenate([np.zeros(things + places), np.full(more, -1.0)])[:, None])
+    num_loads = matrix.shape[0] - things - places
+    above = coo_array(np.concatenate([np.zeros(things + places), np.full(num_loads, -1.0)])[:, None])
     fixed, everywhere = np.concatenate([np.ones(things), room]), np.ones(things * places)
-    found = milp(
+    solution = milp(
         np.append(cost.reshape(-1).astype(np.float64), float(not cost.any())),
         constraints=LinearConstraint(
-            csr_array(hstack([matrix, above])), np.append(fixed, np.full(more, -np.inf)), np.append(fixed, np.zeros(more))
+            csr_array(hstack([matrix, above])),
+            np.append(fixed, np.full(num_loads, -np.inf)), np.append(fixed, np.zeros(num_loads)),
         ),
         integrality=np.append(everywhere, 0),
         bounds=Bounds(0, np.append(everywhere if allowed is None else allowed.reshape(-1).astype(float), largest)),
         options={"mip_rel_gap": 0.0},
     )  # fmt: skip
-    assert found.x is not None, f"no placement of {things} things on {places} places: {found.message}"
-    return found.x[:-1].reshape(things, places).argmax(1)
+    assert solution.x is not None, f"no placement of {things} things on {places} places: {solution.message}"
+    return solution.x[:-1].reshape(things, places).argmax(1)
 
 
 def assign_by_program(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
@@ -94,8 +95,8 @@ def sample_gap(load: SampleLoad, placer: AbstractPlacer, intra: float, inter: fl
     """Return the share by which a policy's placement takes longer than the best one; rates are those of
     `SampleLoad.seconds`."""
     best = load.seconds(best_samples(load, intra, inter), intra, inter)
-    found = load.seconds(placer.decide(load), intra, inter)
-    return found / best - 1 if best else float(found > 0)
+    seconds = load.seconds(placer.decide(load), intra, inter)
+    return seconds / best - 1 if best else float(seconds > 0)
 
 
 def best_samples(load: SampleLoad, intra: float, inter: float) -> Homes:

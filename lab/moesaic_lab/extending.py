@@ -321,7 +321,7 @@ def measure(options: ExtendingOptions, cases: list[Extension], told: Told) -> Ro
 
 
 BENCHMARK = Benchmark(
-    name="extending", description="Add the parts that docs/extending.md shows, and hold them against what it promises.",
+    name="extending", description="Add the parts that docs/extending.md shows, and check that they work as it promises.",
     options=ExtendingOptions, notes=notes_of(__doc__), cases=cases, measure=measure, claims=claims,
     columns=(Shown(title="extending", columns=COLUMNS, group_by=("kind",)),), is_proof=True,
 )  # fmt: skip

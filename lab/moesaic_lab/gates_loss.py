@@ -111,8 +111,8 @@ def timed(weights: Mapping[str, str], options: GatesLossOptions) -> dict[str, li
     batches = Batches(corpus.train, config.model.seq_len, config.batch_size, seed=99)
     tokens = [batches.get(number) for number in range(options.repeats + 1)]
     with cluster(nodes=2, ranks_per_node=2, inter=INTER) as bed:
-        found: dict[str, list[float]] = bed.run(rank_seconds, weights, options.steps, corpus.vocab_size, tokens)[0]
-    return found
+        seconds: dict[str, list[float]] = bed.run(rank_seconds, weights, options.steps, corpus.vocab_size, tokens)[0]
+    return seconds
 
 
 def rank_seconds(
@@ -123,8 +123,8 @@ def rank_seconds(
     step = {gate: partial(Stepper(gate, path, steps, vocab, mesh), batches) for gate, path in weights.items()}
     hold_still(dist.get_rank())
     with without_collections():
-        found = gathered(in_turn(step, len(batches) - 1, barrier=start_together(latest)))
-    return {gate: list(seconds) for gate, seconds in found.items()}
+        by_gate = gathered(in_turn(step, len(batches) - 1, barrier=start_together(latest)))
+    return {gate: list(seconds) for gate, seconds in by_gate.items()}
 
 
 class Stepper:
@@ -181,12 +181,12 @@ def add_times(rows: list[dict[str, Any]]) -> None:
         each["time_to_loss_ratio"] = each["steps_to_loss_ratio"] * each["step_time_ratio"]
 
 
-def steps_to(found: Mapping[str, Any], loss: float) -> float:
+def steps_to(row: Mapping[str, Any], loss: float) -> float:
     """Return the number of steps after which a curve first reaches a loss, interpolated linearly between evaluations."""
-    for (step, before), (later, after) in pairwise(zip(found["curve_steps"], found["curve_losses"])):
+    for (step, before), (later, after) in pairwise(zip(row["curve_steps"], row["curve_losses"])):
         if after <= loss <= before:
             return float(step + (later - step) * (before - loss) / max(before - after, 1e-12))
-    raise InputError(f"--evaluations: no curve may start below another's last loss, {loss:.4f}: ask for more")
+    raise InputError(f"--evaluations: a curve starts below another's last loss, {loss:.4f}: choose more evaluations")
 
 
 def panels(rows: list[dict[str, Any]]) -> list[Panel]:

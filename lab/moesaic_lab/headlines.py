@@ -180,7 +180,8 @@ def schemoe_ablation() -> Comparison:
         headlines=(
             Headline(
                 cells=("schemoe.ablation.naive", "schemoe.ablation.zfp"), slow=("naive",), fast=("+ zfp",),
-                what="the ablation's layer: no codec over zfp", why="the paper does not give the rate of its codec; ours is assumed",
+                what="the ablation's layer: no codec over zfp",
+                why="the paper does not give the rate of its codec; ours is assumed",
             ),
         ),
         run=of_layer(_schemoe_job(place, plans), "naive"),
@@ -241,7 +242,7 @@ def tutel() -> Comparison:
     }
     first = next(iter(ours))
     job = LayerJob(
-        section="headlines", label="Tutel", place=place, grid=grid, methods=made, beside={"Fairseq": masks}
+        section="headlines", label="Tutel", place=place, grid=grid, methods=made, other_flops={"Fairseq": masks}
     )  # fmt: skip
     return Comparison(
         paper="tutel", name="tutel", bed=place.bed, share=0.34, of="189 of 561 ms on 16 GPUs", reference=first,
@@ -353,7 +354,8 @@ def netmoe() -> Comparison:
             Headline(
                 cells=("netmoe.speedup.fastmoe",), slow=(fast,), fast=(placed,),
                 what=f"{LAYERS} MoE layers in a row: FastMoE over NetMoE, up to",
-                why="39 % fewer bytes between nodes limit the gain to 1.64, and the first scatter and the last gather are not saved",
+                why="39 % fewer bytes between nodes limit the gain to 1.64, and the "
+                "first scatter and the last gather are not saved",
             ),
             Headline(
                 cells=("netmoe.speedup.fastermoe",), slow=(faster,), fast=(placed,),
@@ -400,7 +402,8 @@ def rows_of(comparison: Comparison, cell: TimedCell, computing: float) -> list[d
             {
                 "part": "headline", "paper": comparison.paper, "what": headline.what, "cells": list(headline.cells),
                 "published": headline.published, **ratio.row("here"), "off": ratio.median / headline.published - 1,
-                "slow": slow, "fast": fast, "bed": f"{comparison.bed.nodes}x{comparison.bed.ranks_per_node} {comparison.bed.inter}",
+                "slow": slow, "fast": fast,
+                "bed": f"{comparison.bed.nodes}x{comparison.bed.ranks_per_node} {comparison.bed.inter}",
                 "share": comparison.share, "share_of": comparison.of, "share_here": here, "why": headline.why,
             }
         )  # fmt: skip

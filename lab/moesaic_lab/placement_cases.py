@@ -126,12 +126,12 @@ class Layers(nn.Module):
             mask: (samples, length) bool, or None.
             order: (samples,) int64 order of the samples on the mesh in the second layer.
         """
-        for number, lie in enumerate((torch.arange(len(x)), order)):
+        for number, positions in enumerate((torch.arange(len(x)), order)):
             norm, moe = self.norms[number], self.moes[number]
             assert isinstance(moe, MoE)
-            seen = norm(x) if self.case.norm == "before" else x
-            found = reference(moe, seen[lie], mask=None if mask is None else mask[lie]).y[lie.argsort()]
-            x = x + sample_dropout(found, self.case.dropout, torch.arange(len(x)), number)
+            inputs = norm(x) if self.case.norm == "before" else x
+            y = reference(moe, inputs[positions], mask=None if mask is None else mask[positions]).y[positions.argsort()]
+            x = x + sample_dropout(y, self.case.dropout, torch.arange(len(x)), number)
             x = norm(x) if self.case.norm == "after" else x
         return x
 
@@ -143,14 +143,14 @@ class Layers(nn.Module):
         for number, (norm, moe) in enumerate(zip(self.norms, self.moes)):
             assert isinstance(moe, MoE)
             before = self.case.norm == "before"
-            move, seen = trip.next(), norm(x) if before else x
-            here = None if mask is None else mask[samples_of(relocator, move.before)]
+            move, inputs = trip.next(), norm(x) if before else x
+            local_mask = None if mask is None else mask[samples_of(relocator, move.before)]
             if self.case.dropout:
-                y = MovingMoE(moe)(seen, move=move, mask=here)
+                y = MovingMoE(moe)(inputs, move=move, mask=local_mask)
                 x = move.carry(x) + sample_dropout(y, self.case.dropout, samples_of(relocator, move.after), number)
             else:
-                given = Residual(x, {"before": norm, "none": None, "after": None}[self.case.norm])
-                x = MovingMoE(moe)(seen, move=move, residual=given, mask=here)
+                residual = Residual(x, {"before": norm, "none": None, "after": None}[self.case.norm])
+                x = MovingMoE(moe)(inputs, move=move, residual=residual, mask=local_mask)
             x = norm(x) if self.case.norm == "after" else x
             rides.append(move.rides)
         return trip.take_home(x), rides
@@ -175,31 +175,31 @@ def run_case(case: PlacementCase, mesh_name: str, seed: int = 0) -> dict[str, An
         share = SAMPLES // grid.dp
         first = grid.coordinate(transport.rank, "dp") * share
         own = slice(first, first + share)
-        given = x[own].clone().requires_grad_()
-        y, rides = mine.placed(given, mask, Relocator(mesh, Given([homes, homes])))
+        inputs = x[own].clone().requires_grad_()
+        y, rides = mine.placed(inputs, mask, Relocator(mesh, Given([homes, homes])))
         (y * upstream[own]).sum().backward()
         average_gradients(mine, mesh)
-        errors = {"y": _error(y, expected[own]), "x": _error(given.grad, leaf.grad[own])}  # type: ignore[index]
+        errors = {"y": _error(y, expected[own]), "x": _error(inputs.grad, leaf.grad[own])}  # type: ignore[index]
         for name, parameter in alone.named_parameters():
-            wanted, found = parameter.grad, mine.get_parameter(name).grad
-            if wanted is None:
+            expected_grad, grad = parameter.grad, mine.get_parameter(name).grad
+            if expected_grad is None:
                 continue
             if ".experts." in name and ".shared." not in name:
                 dim = alone.moes[0].experts.shard_dim(name.rpartition(".")[2])  # type: ignore[union-attr, operator]
-                wanted = shard_of(wanted, grid, transport.rank, dim)
-            errors[name] = _error(found, wanted / grid.dp)
+                expected_grad = shard_of(expected_grad, grid, transport.rank, dim)
+            errors[name] = _error(grad, expected_grad / grid.dp)
         return {"error": max(errors.values()), "rides": rides}
 
-    found = run_ranks(grid.world, rank, seed=seed)
+    results = run_ranks(grid.world, rank, seed=seed)
     return {
-        "case": case.about, "mesh": mesh_name, "rides": all(each for one in found for each in one["rides"]),
-        "error": max(each["error"] for each in found),
+        "case": case.about, "mesh": mesh_name, "rides": all(rides for result in results for rides in result["rides"]),
+        "error": max(result["error"] for result in results),
     }  # fmt: skip
 
 
-def _error(found: Tensor | None, expected: Tensor) -> float:
-    got = torch.zeros_like(expected) if found is None else found
-    return float((got - expected).detach().abs().max() / expected.detach().abs().max().clamp_min(1e-30))
+def _error(actual: Tensor | None, expected: Tensor) -> float:
+    actual = torch.zeros_like(expected) if actual is None else actual
+    return float((actual - expected).detach().abs().max() / expected.detach().abs().max().clamp_min(1e-30))
 
 
 def all_cases() -> Iterator[tuple[PlacementCase, str]]:
@@ -227,7 +227,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(
-    name="placement_cases", description="Hold samples that change home against a dense loop.", options=BenchmarkOptions,
+    name="placement_cases", description="Compare layers whose samples change home with a dense loop.", options=BenchmarkOptions,
     notes=notes_of(__doc__), measure=measure, claims=claims, is_proof=True,
     columns=(
         Shown(title="largest error relative to the largest expected value", columns=(

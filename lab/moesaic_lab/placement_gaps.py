@@ -70,8 +70,8 @@ def of_samples(draws: int) -> Rows:
         }
         best = [load.seconds(best_samples(load, intra, inter), intra, inter) for load in loads]
         for name, placer in policies.items():
-            found = [load.seconds(placer.decide(load), intra, inter) for load in loads]
-            rows.append({"part": "samples", "links": links, "method": name, **summary(found, best)})
+            seconds = [load.seconds(placer.decide(load), intra, inter) for load in loads]
+            rows.append({"part": "samples", "links": links, "method": name, **summary(seconds, best)})
     return rows
 
 
@@ -81,8 +81,8 @@ def sample_load(nodes: int, per_node: int, slots: int, seed: int) -> SampleLoad:
     random, num_experts = np.random.default_rng((seed, nodes, per_node, slots)), 2 * world
     homes = Homes.of_ranks(random.permutation(np.arange(world * slots) // slots), world)
     tastes = [random.dirichlet(np.full(num_experts, 0.3), size=world * slots) for _ in range(2)]
-    here, following = (np.stack([random.multinomial(16, taste) for taste in of_layer]) for of_layer in tastes)
-    return SampleLoad(Grid(world=world, ep=world, ranks_per_node=per_node), homes, here, following)
+    current, following = (np.stack([random.multinomial(16, taste) for taste in of_layer]) for of_layer in tastes)
+    return SampleLoad(Grid(world=world, ep=world, ranks_per_node=per_node), homes, current, following)
 
 
 def of_solvers(repeats: int) -> Rows:
@@ -109,12 +109,12 @@ def of_experts(draws: int) -> Rows:
     """Return the gaps of the expert-placement policies."""
     loads = [expert_load(*place, skew, seed) for place in PLACES for skew in SKEWS for seed in range(draws)]
     best = [load.busiest(best_experts(load)) for load in loads]
-    found = {
+    busiest = {
         "nobody moves": [load.busiest(load.place) for load in loads],
         "smartmoe": [load.busiest(places_of(SmartMoE().decide(load), load.grid.ep)) for load in loads],
         "balanced": [load.busiest(Balanced().best(load)) for load in loads],
     }
-    return [{"part": "experts", "links": "", "method": name, **summary(own, best)} for name, own in found.items()]
+    return [{"part": "experts", "links": "", "method": name, **summary(own, best)} for name, own in busiest.items()]
 
 
 def expert_load(ep: int, num_experts: int, skew: float, seed: int) -> ExpertLoad:
@@ -129,14 +129,14 @@ def expert_load(ep: int, num_experts: int, skew: float, seed: int) -> ExpertLoad
     )  # fmt: skip
 
 
-def summary(found: list[float], best: list[float]) -> dict[str, float]:
+def summary(values: list[float], best: list[float]) -> dict[str, float]:
     """Return statistics of a policy's gaps.
 
     Args:
-        found: the policy's time or load, for each case.
+        values: the policy's time or load, for each case.
         best: the least possible one.
     """
-    gaps = np.array(found) / np.array(best) - 1
+    gaps = np.array(values) / np.array(best) - 1
     return {
         "cases": len(gaps), "gap_mean": float(gaps.mean()), "gap_median": float(np.median(gaps)),
         "gap_worst": float(gaps.max()), "share_optimal": float((gaps < 1e-9).mean()),
@@ -146,8 +146,8 @@ def summary(found: list[float], best: list[float]) -> dict[str, float]:
 def claims(rows: Rows) -> list[Claim]:
     """Return the figures that the documentation quotes."""
 
-    def figure(name: str, key: str, **wanted: str) -> Claim:
-        return claimed(f"placement_gaps.{name}", lambda: max(figures(rows, key, **wanted)), None, unit="share")
+    def figure(name: str, key: str, **where: str) -> Claim:
+        return claimed(f"placement_gaps.{name}", lambda: max(figures(rows, key, **where)), None, unit="share")
 
     slow = {"part": "samples", "links": "8 times slower inside"}
     fast = {"part": "samples", "links": "8 times faster inside"}
@@ -180,7 +180,7 @@ def measure(options: PlacementGapsOptions, cases: None, told: Told) -> Rows:
 
 
 BENCHMARK = Benchmark(
-    name="placement_gaps", description="Hold placements of samples and experts against the best ones.",
+    name="placement_gaps", description="Compare placements of samples and experts with the best ones.",
     options=PlacementGapsOptions, notes=notes_of(__doc__), measure=measure, claims=claims,
     columns=(
         *(Shown(title=part, where={"part": (part,)}, columns=COLUMNS, group_by=("links",)) for part in ("samples", "experts")),

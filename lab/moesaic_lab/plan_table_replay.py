@@ -93,17 +93,17 @@ def replay(place: ReplayPlace, trace: Trace, layer: int, every: int) -> list[dic
     grid = Grid(world=cluster.world, ep=place.ep, etp=place.etp, ranks_per_node=cluster.devices_per_node)
     job = job_for(place, trace, grid.world)
     pins = Pins(tp=1, ep=place.ep, etp=place.etp, innermost="etp")
-    plans = [found.plan for found in search(job, cluster, Settings(pins=pins, keep=CANDIDATES)).ranking]
-    around = StepCostModel(job.step_model(cluster, grid.dp), grid, Simulator(cluster))
-    seconds, loads = simulated(around, plans, trace, layer, every)
+    plans = [candidate.plan for candidate in search(job, cluster, Settings(pins=pins, keep=CANDIDATES)).ranking]
+    cost_model = StepCostModel(job.step_model(cluster, grid.dp), grid, Simulator(cluster))
+    seconds, loads = simulated(cost_model, plans, trace, layer, every)
     seconds, loads = np.tile(seconds, (PASSES, 1)), loads * PASSES
     static = seconds.sum(axis=0)
     predictor = Predictor(job, cluster, grid, plans)
     rows = []
     draw = np.random.default_rng(0)
     for error, values in ERRORS.items():
-        told = (np.array([loads[0], *loads[:-1]]) * draw.choice(values, size=len(loads))).tolist()
-        total, table = run_table(plans, predictor, seconds, told, loads, job)
+        predicted = (np.array([loads[0], *loads[:-1]]) * draw.choice(values, size=len(loads))).tolist()
+        total, table = run_table(plans, predictor, seconds, predicted, loads, job)
         rows.append(
             {
                 "cluster": f"{place.nodes} x {place.cluster}", "mesh": f"ep {place.ep}, etp {place.etp}", "layer": layer,
@@ -118,17 +118,20 @@ def replay(place: ReplayPlace, trace: Trace, layer: int, every: int) -> list[dic
 
 
 def simulated(
-    around: StepCostModel, plans: Sequence[Plan], trace: Trace, layer: int, every: int
+    cost_model: StepCostModel, plans: Sequence[Plan], trace: Trace, layer: int, every: int
 ) -> tuple[np.ndarray, list[float]]:
     """Return the seconds of every step under every plan, (steps, plans), and the copies of each step's busiest expert."""
-    grid, workload = around.grid, around.model.layer
-    compiled = [compile_plan(plan, grid, host_runs_compute=around.cluster.host.runs_compute) for plan in plans]
+    grid, workload = cost_model.grid, cost_model.model.layer
+    compiled = [compile_plan(plan, grid, host_runs_compute=cost_model.cluster.host.runs_compute) for plan in plans]
     rows, loads = [], []
     for step in trace.steps[::every]:
         counts = fit_counts(trace.counts(layer, step), grid.dp, workload)
         loads.append(float(counts.sum(axis=0).max()))
         rows.append(
-            [around.estimate(*simulate_counts(around.simulator, each, workload, counts)).seconds for each in compiled]
+            [
+                cost_model.estimate(*simulate_counts(cost_model.simulator, plan_program, workload, counts)).seconds
+                for plan_program in compiled
+            ]
         )
     return np.array(rows), loads
 
@@ -137,7 +140,7 @@ def run_table(
     plans: Sequence[Plan],
     predictor: Predictor,
     seconds: np.ndarray,
-    told: Sequence[float],
+    predicted: Sequence[float],
     loads: Sequence[float],
     job: Job,
 ) -> tuple[float, PlanTable]:
@@ -145,10 +148,10 @@ def run_table(
     even = job.batch_size * job.model.seq_len * job.model.moe.top_k / job.model.moe.num_experts
     table = PlanTable(plans, predictor, replace(TableSettings(), rows_per_bucket=even / 4))
     total = 0.0
-    for row, expected, load in zip(seconds, told, loads):
-        taken = float(row[table.choose(expected)])
-        table.record(taken, load)
-        total += taken
+    for row, expected, load in zip(seconds, predicted, loads):
+        step_seconds = float(row[table.choose(expected)])
+        table.record(step_seconds, load)
+        total += step_seconds
     return total, table
 
 
@@ -165,8 +168,8 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(
-    name="plan_table", description="Replay recorded routing with a plan table that is told wrong loads.",
+    name="plan_table", description="Replay recorded routing with a plan table that predicts loads wrongly.",
     options=PlanTableOptions, measure=measure, claims=claims, packages=("numpy",),
-    notes="simulated seconds; the table's explored steps are in its sum, the best static plan is known only afterwards",
+    notes="simulated seconds; the table's total includes explored steps; the best static plan is known only afterwards",
     columns=(Shown(title="plan table, recorded counts, simulated steps"),),
 )  # fmt: skip

@@ -118,19 +118,19 @@ def timed(weights: Path, options: RelocateTrainOptions) -> list[dict[str, Any]]:
     plain = configs["plain"]
     corpus = load_corpus(plain.data)
     batches = Batches(corpus.train, plain.model.seq_len, batch_size, seed=99)
-    asked = StepJob(
+    job = StepJob(
         methods={name: StepMethod(config=config, placer=placers.get(name)) for name, config in configs.items()},
         vocab=corpus.vocab_size, batches=[batches.get(number) for number in range(steps)], weights=str(weights.resolve()),
     )  # fmt: skip
     with cluster(nodes=2, ranks_per_node=2, inter=INTER) as bed:
-        found = bed.run(step_times, asked)[0]
-    rows, base = [], found["plain"]
-    for name, own in found.items():
+        results = bed.run(step_times, job)[0]
+    rows, base = [], results["plain"]
+    for name, own in results.items():
         ratio, seconds = paired(own.seconds, base.seconds), Timing.of(own.seconds)
-        kept = {key: value for key, value in asdict(own).items() if key != "seconds"}
+        others = {key: value for key, value in asdict(own).items() if key != "seconds"}
         rows.append(
             {
-                "method": name, "repeats": options.repeats, **kept, "inter_saved": 1 - own.inter_bytes / base.inter_bytes,
+                "method": name, "repeats": options.repeats, **others, "inter_saved": 1 - own.inter_bytes / base.inter_bytes,
                 "step_seconds": seconds.median, "step_seconds_low": seconds.low, "step_seconds_high": seconds.high,
                 "time_ratio": ratio.median, "time_ratio_low": ratio.low, "time_ratio_high": ratio.high,
                 "total_ratio": sum(own.seconds) / sum(base.seconds),
@@ -148,18 +148,18 @@ def compared(options: RelocateTrainOptions) -> list[dict[str, Any]]:
             if name == ALWAYS:
                 continue  # its placer cannot be configured in a training run
             out = str(Path(folder) / name.replace(", ", "-").replace(" ", "-"))
-            told: dict[str, Any] = {"routing": (f"replay:{runs['plain'].out}" if runs else "record:tokens",)}
-            runs[name] = replace(configuration(options.steps, 8, {"balance": METHODS[name]} | told), out=out)
+            routing: dict[str, Any] = {"routing": (f"replay:{runs['plain'].out}" if runs else "record:tokens",)}
+            runs[name] = replace(configuration(options.steps, 8, {"balance": METHODS[name]} | routing), out=out)
         on_ranks(4, train_all, list(runs.values()), timeout_seconds=HOUR)
         lines = {name: steps_of(read_metrics(Path(run.out))) for name, run in runs.items()}
     rows, plain = [], lines["plain"]
     for name, of_run in lines.items():
-        apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(of_run, plain, strict=True))
+        difference = max(abs(a["loss"] - b["loss"]) for a, b in zip(of_run, plain, strict=True))
         layers = [layer for line in of_run for layer in line.get("balance", {"layers": []})["layers"]]
         rows.append(
             {
                 "method": name, "steps": options.steps, "first_loss": of_run[0]["loss"], "last_loss": of_run[-1]["loss"],
-                "loss_difference": apart,
+                "loss_difference": difference,
                 "samples_moved": sum(layer.get("samples_moved", 0.0) for layer in layers),
                 "copies_replicated": sum(layer.get("copies_replicated", 0.0) for layer in layers),
                 "experts_moved": sum(line["place_experts"]["experts"] for line in of_run if "place_experts" in line),
@@ -263,11 +263,11 @@ class Training:
 
     def options(self) -> dict[str, int]:
         """Return how often the arbiters chose each option since the last call."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for layer in self.layers:
             for verdict in decisions_of(None if layer.on_mesh is None else layer.on_mesh.calls):
-                found[verdict.option] = found.get(verdict.option, 0) + 1
-        return found
+                counts[verdict.option] = counts.get(verdict.option, 0) + 1
+        return counts
 
 
 def step_times(job: StepJob) -> dict[str, StepFound]:
@@ -277,22 +277,22 @@ def step_times(job: StepJob) -> dict[str, StepFound]:
     recorder = Recorder(plain.transport)
     mesh = replace(plain, transport=recorder)
     trainings = {name: Training(job, name, mesh) for name in job.methods}
-    taken = dict.fromkeys(job.methods, 0)
-    carried: dict[str, int] = {}
+    steps_taken = dict.fromkeys(job.methods, 0)
+    inter_bytes: dict[str, int] = {}
 
     def step(name: str) -> None:
         recorder.ranges.clear()
-        trainings[name].step(job.batches[taken[name]])
-        taken[name] += 1
-        if taken[name] == 1:
-            carried[name] = _across(recorder, mesh)
+        trainings[name].step(job.batches[steps_taken[name]])
+        steps_taken[name] += 1
+        if steps_taken[name] == 1:
+            inter_bytes[name] = _across(recorder, mesh)
 
     steps = {name: partial(step, name) for name in job.methods}
     with without_collections():
         seconds = gathered(in_turn(steps, len(job.batches) - 1, barrier=start_together(latest)))
     return {
         name: StepFound(
-            seconds=seconds[name], inter_bytes=carried[name], experts_moved=training.experts_moved,
+            seconds=seconds[name], inter_bytes=inter_bytes[name], experts_moved=training.experts_moved,
             options=training.options(), **_of_trip(training),
         )
         for name, training in trainings.items()
@@ -309,10 +309,10 @@ def _of_trip(training: Training) -> dict[str, float]:
     node = np.array([mesh.grid.node_of(rank) for rank in range(mesh.grid.world)])
     decided, samples = moves[:-1], moves[0].before.samples.size
     before, after = (sum(move.volumes()[part].inter for move in decided) for part in (0, 1))
-    right, local = [], []
+    right, localities = [], []
     for move, following in zip(moves, [*moves[1:], None]):
         assert move.load is not None
-        local.append(locality(move.load.copies, top_k))
+        localities.append(locality(move.load.copies, top_k))
         if following is not None and following.load is not None and move.load.following is not None:
             wrong = np.abs(move.load.following - following.load.copies).sum() / 2
             right.append(1 - wrong / following.load.copies.sum())
@@ -321,7 +321,7 @@ def _of_trip(training: Training) -> dict[str, float]:
         "moved_nodes": sum(move.before.moved(move.after, node) for move in decided) / samples / len(decided),
         "moved_ranks": sum(move.before.moved(move.after) for move in decided) / samples / len(decided),
         "predicted_right": float(np.mean(right)),
-        "locality": float(np.mean(local)),
+        "locality": float(np.mean(localities)),
     }
 
 
@@ -334,17 +334,17 @@ def _across(recorder: Recorder, mesh: Mesh) -> int:
 
 def mesh_of(config: TrainConfig) -> Mesh:
     """Return the mesh of a configuration, over all processes."""
-    asked = config.mesh
+    mesh = config.mesh
     return Mesh.create(
-        ep=asked.ep, etp=asked.etp, innermost=asked.innermost, ranks_per_node=asked.ranks_per_node, transport="sockets"
+        ep=mesh.ep, etp=mesh.etp, innermost=mesh.innermost, ranks_per_node=mesh.ranks_per_node, transport="sockets"
     )
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return the figures that the documentation quotes."""
 
-    def figure(name: str, key: str, unit: str, target: float | None, **wanted: str) -> Claim:
-        return claimed(f"relocate_train.{name}", lambda: max(figures(rows, key, **wanted)), target, unit=unit)
+    def figure(name: str, key: str, unit: str, target: float | None, **where: str) -> Claim:
+        return claimed(f"relocate_train.{name}", lambda: max(figures(rows, key, **where)), target, unit=unit)
 
     return [
         figure("time_ratio", "time_ratio", "1", None, part="time", method="samples"),
@@ -390,12 +390,12 @@ def measure(options: RelocateTrainOptions, cases: None, told: Told) -> list[dict
             told("training")
             pretrain(weights, options.trained)
         runs = {"curves": partial(compared, options), "time": partial(timed, weights, options)}
-        found = each_kept(keep, {part: run for part, run in runs.items() if part in options.parts}, told)
-        return [{"part": part, **row} for part, rows in found for row in rows]
+        by_part = each_kept(keep, {part: run for part, run in runs.items() if part in options.parts}, told)
+        return [{"part": part, **row} for part, rows in by_part for row in rows]
 
 
 BENCHMARK = Benchmark(
-    name="relocate_train", description="Time training steps under every answer to skewed routing, and compare losses.",
+    name="relocate_train", description="Time training steps under every method for skewed routing, and compare losses.",
     options=RelocateTrainOptions, notes=notes_of(__doc__), measure=measure, claims=claims,
     columns=TABLES,
 )  # fmt: skip

@@ -69,7 +69,7 @@ def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> Counted:
     x = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
     assert layer.on_mesh is not None
     sizes_of, seen = layer.on_mesh._sizes, list[CallSizes]()
-    layer.on_mesh._sizes = lambda *given: seen.append(sizes_of(*given)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
+    layer.on_mesh._sizes = lambda *arguments: seen.append(sizes_of(*arguments)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
     layer(x, token_ids=torch.arange(TOKENS)).sum().backward()
     compiled: Compiled = compile_plan(plan, grid)
     bundle_of = {
@@ -111,7 +111,7 @@ def on_loopback(grid: Grid, plan: Plan) -> Counted:
 def on_gloo(grid: Grid, plans: list[Plan]) -> list[Counted]:
     """Run each rank as a process, and return the total bytes of every plan."""
     per_rank = on_ranks(grid.world, _run_plans, grid, plans)
-    return [total([found[number] for found in per_rank]) for number in range(len(plans))]
+    return [total([counted[number] for counted in per_rank]) for number in range(len(plans))]
 
 
 def _run_plans(grid: Grid, plans: list[Plan]) -> list[Counted]:
@@ -187,7 +187,7 @@ def hops(plan: Plan, grid: Grid, direct: tuple[float, float]) -> tuple[float, fl
 
 def mean_legs(grid: Grid, link: str, group: tuple[Axis, ...]) -> list[tuple[float, float]]:
     """Return the mean legs (inside, across nodes) of a packet that stays on its node, and of one that crosses nodes."""
-    found: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
+    by_crossing: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
     for ranks in {grid.group(rank, group) for rank in range(grid.world)}:
         places = NodeMap(grid, ranks)
         for source, target in itertools.permutations(ranks, 2):
@@ -195,10 +195,12 @@ def mean_legs(grid: Grid, link: str, group: tuple[Axis, ...]) -> list[tuple[floa
                 grid.node_of(leg.source) != grid.node_of(leg.target)
                 for leg in ALL_TO_ALLS[link].path(places, source, target)
             ]
-            found[grid.node_of(source) != grid.node_of(target)].append((len(crosses) - sum(crosses), sum(crosses)))
+            by_crossing[grid.node_of(source) != grid.node_of(target)].append(
+                (len(crosses) - sum(crosses), sum(crosses))
+            )
     return [
         (sum(a for a, _ in legs) / max(len(legs), 1), sum(b for _, b in legs) / max(len(legs), 1))
-        for legs in found.values()
+        for legs in by_crossing.values()
     ]
 
 
@@ -215,10 +217,10 @@ def multicast_formulas(grid: Grid, plan: Plan, local: int) -> dict[str, tuple[fl
     crossing = (0.0, node_tokens * (nodes - 1) / nodes)
     fan_out = (s * node_tokens - node_tokens / local, 0.0)
     arrived = "node_tokens_here" if local > 1 else "rank_tokens_here"
-    found = {arrived: crossing, "rank_tokens_in": fan_out, "z_rank_tokens": fan_out, "z": crossing}
+    rows = {arrived: crossing, "rank_tokens_in": fan_out, "z_rank_tokens": fan_out, "z": crossing}
     if plan.schedule == "s1":
-        return found | {"y": ((m - 1) * TOKENS / m, 0.0)}
-    return found | {"y": (2 * (m - 1) / m * TOKENS, 0.0)}
+        return rows | {"y": ((m - 1) * TOKENS / m, 0.0)}
+    return rows | {"y": (2 * (m - 1) / m * TOKENS, 0.0)}
 
 
 def row(transport_name: str, grid: Grid, plan: Plan, counted: Counted) -> dict[str, Any]:
@@ -261,10 +263,10 @@ def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str
     rows = []
     for transport_name, grid in GRIDS.items():
         told(transport_name)
-        found = (
+        per_plan = (
             [on_loopback(grid, plan) for plan in PLANS] if transport_name == "loopback" else on_gloo(grid, list(PLANS))
         )
-        rows += [row(transport_name, grid, plan, counted) for plan, counted in zip(PLANS, found)]
+        rows += [row(transport_name, grid, plan, counted) for plan, counted in zip(PLANS, per_plan)]
     return rows
 
 
@@ -288,7 +290,7 @@ COLUMNS = (
 )  # fmt: skip
 
 BENCHMARK = Benchmark(
-    name="schedules", description="Count the bytes of every schedule and all-to-all, and hold them against formulas.",
+    name="schedules", description="Count the bytes of every schedule and all-to-all, and compare them with formulas.",
     options=BenchmarkOptions, notes=(__doc__ or "").splitlines()[0], measure=measure, claims=claims,
     columns=(Shown(title="Rows and weights over all ranks, even routing, float64", columns=COLUMNS),), is_proof=True,
 )  # fmt: skip

@@ -103,8 +103,8 @@ def measure(case: SimulatedCase) -> dict[str, Any]:
 
 def measure_skewed(case: SimulatedCase) -> dict[str, Any]:
     """Return the row of a case with uneven loads."""
-    found = seconds(lambda: simulate_skewed(case), 1)
-    return _line(case, whole(case), "each group's own", found, found)
+    times = seconds(lambda: simulate_skewed(case), 1)
+    return _line(case, whole(case), "each group's own", times, times)
 
 
 def _line(
@@ -125,12 +125,12 @@ def _line(
 
 def seconds(run: Callable[[], object], repeats: int) -> list[float]:
     """Return the seconds of each repeat of `run`."""
-    found = []
+    times = []
     for _ in range(repeats):
         start = time.perf_counter()
         run()
-        found.append(time.perf_counter() - start)
-    return found
+        times.append(time.perf_counter() - start)
+    return times
 
 
 def measure_plan(model: str, devices: int) -> dict[str, Any]:
@@ -140,11 +140,11 @@ def measure_plan(model: str, devices: int) -> dict[str, Any]:
         config.write_text(json.dumps(read_published()["model"][model]), encoding="utf-8")
         arguments = ["--model", str(config), "--cluster", "dgx-h100", "--gpus", str(devices), "--json"]
         with redirect_stdout(StringIO()) as text:
-            found = seconds(lambda: plan.run(arguments), 1)
+            times = seconds(lambda: plan.run(arguments), 1)
     best = json.loads(text.getvalue())["ranking"][0]
     return {
         "ranks": devices, "mesh": f"searched for {model}", "plan": f"ep {best['mesh']['ep']}, {best['plan']['all_to_all']}",
-        "loads": "even", "tasks": 0, "cold_seconds": found[0], "cold_range": "", "warm_seconds": found[0], "warm_range": "",
+        "loads": "even", "tasks": 0, "cold_seconds": times[0], "cold_range": "", "warm_seconds": times[0], "warm_range": "",
     }  # fmt: skip
 
 

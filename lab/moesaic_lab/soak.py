@@ -180,8 +180,8 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 BENCHMARK = Benchmark(
-    name="soak", description="Train for a long time while plans, policies and checkpoints change; hold memory, descriptors and "
-    "threads against what they were.",
+    name="soak", description="Train for a long time while plans, policies and checkpoints change, and check that memory, file "
+    "descriptors and threads do not grow.",
     options=SoakOptions, notes=notes_of(__doc__), measure=measure, claims=claims,
     columns=[Shown(title="Ranks")], is_proof=True, is_command=True,
 )  # fmt: skip

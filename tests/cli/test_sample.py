@@ -82,7 +82,7 @@ def test_help_holds_every_fields_text(capsys):
         "Sampling temperature: the logits are divided by it; 0 always takes the likeliest token.",
         "Sample among this many likeliest tokens; None for all tokens.",
         "Seed of the sampling.",
-        "auto, cpu or cuda.",
+        "Device of the model: auto (CUDA if there is a GPU), cpu or cuda.",
     ):
         assert text.replace(" ", "") in out
 

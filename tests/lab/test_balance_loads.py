@@ -16,15 +16,15 @@ from moesaic.traces.trace import Trace
 from moesaic_lab.balance.config import COMMITTED
 from moesaic_lab.balance.loads import (
     Skew,
-    alike,
     by_shares,
-    dealt,
+    deal,
+    hot_experts_on_one_rank,
+    identical_counts,
     made_up,
     max_vio,
     recorded,
     recorded_shares,
-    solved,
-    together,
+    zipf_shares,
 )
 from moesaic_lab.balance.memory import peak_bytes
 from moesaic_lab.balance.methods import placed_by
@@ -82,21 +82,21 @@ def test_samples_have_tastes_of_their_own() -> None:
 def test_the_first_places_stand_on_one_rank_and_the_others_keep_theirs() -> None:
     places = np.array([7, 0, 3, 4, 1, 5, 6, 2])
     skew = replace(SKEW, ranks=4, num_experts=8)
-    assert together(places, skew).tolist() == [1, 0, 3, 4, 7, 5, 6, 2]
-    loads = solved(together(places, skew), replace(skew, max_vio=2.5)).reshape(4, 2).sum(axis=1)
+    assert hot_experts_on_one_rank(places, skew).tolist() == [1, 0, 3, 4, 7, 5, 6, 2]
+    loads = zipf_shares(hot_experts_on_one_rank(places, skew), replace(skew, max_vio=2.5)).reshape(4, 2).sum(axis=1)
     assert loads.max() * 4 - 1 == pytest.approx(2.5)
     assert loads.argmax() == 0
 
 
 def test_dealing_keeps_counts_and_wants_whole_tokens() -> None:
     table = np.array([[3, 3, 0], [1, 2, 3]])
-    experts = dealt(table, 3, 2)
+    experts = deal(table, 3, 2)
     assert [np.bincount(each.reshape(-1), minlength=3).tolist() for each in experts] == table.tolist()
     assert all(len(set(token)) == 2 for sample in experts.tolist() for token in sample)
     with pytest.raises(AssertionError, match="was not sent to top_k"):
-        dealt(np.array([[3, 2, 0]]), 3, 2)
+        deal(np.array([[3, 2, 0]]), 3, 2)
     with pytest.raises(AssertionError, match="more copies for an expert than tokens"):
-        dealt(np.array([[4, 2, 0]]), 3, 2)
+        deal(np.array([[4, 2, 0]]), 3, 2)
 
 
 def test_recorded_routing_has_the_trace_s_counts() -> None:
@@ -156,7 +156,7 @@ def test_recorded_loads_of_ranks_keep_their_max_vio_on_other_numbers_of_ranks() 
     wanted = loads.max() / loads.mean() - 1
     for ranks in (32, 64):
         shares = recorded_shares(trace, 11, 9, ranks, 4)
-        counts = alike(shares, ranks, 8192)
+        counts = identical_counts(shares, ranks, 8192)
         assert counts.sum(1).tolist() == [8192] * ranks
         assert max_vio(counts, ranks) == pytest.approx(wanted, abs=0.02)
     few = recorded_shares(trace, 11, 9, 8, 4)

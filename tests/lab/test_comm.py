@@ -54,7 +54,7 @@ def test_the_committed_configuration_measures_what_the_claims_rest_on():
     [
         ("[[exchange]]\nnodez = 2", "exchange[0].nodez: did you mean nodes?"),
         ("[[exchange]]\nmethods = ['linaer']", "unknown method linaer: did you mean linear?"),
-        ("[[exchange]]\nsizes_kib = [3]", "exchange on 2x2: 3 KiB are no whole number of rows of 256 float32"),
+        ("[[exchange]]\nsizes_kib = [3]", "exchange on 2x2: 3 KiB are not a whole number of rows of 256 float32"),
         ("[[exchange]]\nsizes_kib = []", "exchange on 2x2: sizes_kib is empty: list at least one size"),
         ("[[exchange]]\nrepeats = 0", "exchange: repeats=0: must be at least 1"),
         ("[[dispatch]]\nnum_experts = 6", "dispatch on 2x2: num_experts=6 does not split over 4 ranks"),
@@ -79,7 +79,7 @@ def test_narrowing_keeps_shapes_and_sets_repeats():
     config = CommConfig(sweeps=(Sweep(), Sweep(nodes=4, repeats=30)))
     assert [s.shape for s in config.narrowed(only=("4x2",)).sweeps] == ["4x2"]
     assert [s.repeats for s in config.narrowed(repeats=3).sweeps] == [3, 3]
-    with pytest.raises(InputError, match=r"--only 8x8: no sweep runs there: choose of 2x2, 4x2"):
+    with pytest.raises(InputError, match=r"--only 8x8: no sweep has this shape: choose from 2x2, 4x2"):
         config.narrowed(only=("8x8",))
 
 
@@ -229,7 +229,7 @@ def test_the_command_refuses_before_it_measures(tmp_path, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4
     assert "end its name with .svg, .png, .pdf" in lines[0]
-    assert "no sweep runs there" in lines[1]
+    assert "no sweep has this shape" in lines[1]
 
 
 def test_a_machine_without_rights_gets_one_line(monkeypatch, capsys):

@@ -29,7 +29,7 @@ def test_time_to_a_loss_is_steps_to_it_times_the_step() -> None:
     gates_loss.add_times(better)
     assert better[1]["goal_loss"] == 2.0
     assert better[1]["time_to_loss_ratio"] == pytest.approx(20 / 30 * 1.5)
-    with pytest.raises(InputError, match="ask for more"):
+    with pytest.raises(InputError, match="choose more evaluations"):
         gates_loss.add_times([gate_row("softmax", [3.0, 2.0, 1.0], 1.0), gate_row("bad", [5.0, 4.0, 3.5], 1.0)])
 
 

@@ -27,7 +27,7 @@ def test_a_step_that_crashes_or_hangs_costs_its_own_figures_alone(tmp_path: Path
     layer = next(iter(LAYERS)).name
     held = {"rows": {"dense": {"name": "dense", "tflops": 700.0}}}
     lines = [
-        step("compile", "import time; time.sleep(0.2)", beside=True),
+        step("compile", "import time; time.sleep(0.2)", background=True),
         step("tests", "print('all well')", output="tests.txt"),
         step(f"layer.{layer}", "print('before'); import os; os.abort()"),
         step("hangs", "import time; time.sleep(60)", seconds=1.0),
@@ -41,7 +41,7 @@ def test_a_step_that_crashes_or_hangs_costs_its_own_figures_alone(tmp_path: Path
     assert ended["compile"] == ended["tests"] == ended["rows"] == "ok"
     assert ended[f"layer.{layer}"] == "exit code -6"
     assert ended["hangs"] == "ended after 1 s, its limit"
-    assert ended["absent"] == "not begun: the program no-such-program is not there"
+    assert ended["absent"] == "not begun: the program no-such-program is not installed"
     assert (tmp_path / "tests.txt").read_text() == "all well\n"
     claims = {claim["name"]: claim for claim in found["claims"]}
     assert claims["gpu.tests_failed"]["value"] == 0
@@ -63,7 +63,7 @@ def test_the_steps_fit_the_time_and_the_files(tmp_path: Path) -> None:
     before = sum(
         each.seconds
         for each in planned
-        if not each.beside and not each.name.startswith(("layer", "tune", "ncu", "sonic"))
+        if not each.background and not each.name.startswith(("layer", "tune", "ncu", "sonic"))
     )
     tuned = sum(each.seconds for each in planned if each.name.startswith("tune"))
     assert before + tuned + 10 * len(LAYERS) < command.SECONDS

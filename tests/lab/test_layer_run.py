@@ -90,7 +90,7 @@ def test_what_a_method_computes_besides_its_experts_is_charged() -> None:
         return {name: ranks.count(runner, recorder, name).charged for name in job.methods}
 
     plain = run_ranks(4, partial(rank, job_of()))
-    more = run_ranks(4, partial(rank, job_of(beside={"s1": 2e9})))
+    more = run_ranks(4, partial(rank, job_of(other_flops={"s1": 2e9})))
     for before, after in zip(plain, more):
         assert after["s1"] - before["s1"] == pytest.approx(2e9 / (1e9 * PLACE.gflops))
         assert after["s2"] == pytest.approx(before["s2"])

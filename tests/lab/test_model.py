@@ -191,7 +191,7 @@ def test_profiles_from_an_hour_before_predict_the_same_cases(tmp_path: Path) -> 
         folder.mkdir()
     PROFILE.write(_profile_path(keep, BED))
     _path(keep, CONFIG, BED, FEW).write_text(json.dumps({"screened": {name: [0.1] for name in plans}, "confirmed": {}}))
-    with pytest.raises(InputError, match="has no profile of 2x2: take one with --only profile"):
+    with pytest.raises(InputError, match="has no profile of 2x2: measure one with --only profile"):
         kept_earlier(CONFIG, keep, before)
     slower = replace(PROFILE, host=replace(PROFILE.host, task=1e-3))
     slower.write(_profile_path(before, BED))

@@ -80,6 +80,12 @@ def test_what_cannot_be_is_refused(tmp_path: Path, capsys, arguments, words) -> 
     assert words in capsys.readouterr().err
 
 
+def test_no_source_is_refused(tmp_path: Path, capsys) -> None:
+    assert main(["tokenize", "--out", str(tmp_path / "a.bin")]) == 2
+    assert "name at least one file or folder" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(InputError, match="no text in it"):

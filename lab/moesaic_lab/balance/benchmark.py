@@ -52,7 +52,7 @@ class BalanceMeasured(NamedTuple):
     cells: list[BalanceCell]
     shares: list[Share]
     decided: list[TimedDecision]
-    held: list[BudgetHeld]
+    under_budget: list[BudgetHeld]
 
 
 def cases(options: BalanceOptions) -> BalanceBenchConfig:
@@ -61,16 +61,16 @@ def cases(options: BalanceOptions) -> BalanceBenchConfig:
         raise InputError("--keep takes rows from the file of --json: name that file")
     config = read_config(Path(options.config)) if options.config else read_config()
     config = config.narrowed(only=words_of(options.only), repeats=options.repeats)
-    if config.wanted:
+    if config.selected:
         require_cluster()
     return config
 
 
 def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> BalanceMeasured:
     """Measure the cases bed by bed, then simulate."""
-    there = Path(options.json) if options.keep and options.json else None
-    rows = json.loads(there.read_text(encoding="utf-8"))["rows"] if there is not None and there.exists() else []
-    shares, decided, held = kept(rows, Share), kept(rows, TimedDecision), kept(rows, BudgetHeld)
+    path = Path(options.json) if options.keep and options.json else None
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path is not None and path.exists() else []
+    shares, decided, under_budget = rebuild(rows, Share), rebuild(rows, TimedDecision), rebuild(rows, BudgetHeld)
     order = [case.label for case in config.every]
     cells = sorted([*kept_cells(rows, config), *run(config, told)], key=lambda cell: order.index(cell.job.case.label))
     if config.has(SHARES):
@@ -79,23 +79,23 @@ def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> 
     if config.has(DECISIONS):
         decided = decisions()
     if config.has(MEMORY):
-        held = held or budgets_held(told)
-    return BalanceMeasured(cells, shares, decided, held)
+        under_budget = under_budget or budgets_held(told)
+    return BalanceMeasured(cells, shares, decided, under_budget)
 
 
 def kept_cells(rows: list[dict[str, Any]], config: BalanceBenchConfig) -> list[BalanceCell]:
     """Return the cells of a result file whose cases do not run again."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    by_case: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["part"] == BED:
-            found.setdefault(row["case"], []).append(row)
-    again = {case.label for case in config.wanted}
-    return [cell_of(found[case.label], case) for case in config.every if case.label in found.keys() - again]
+            by_case.setdefault(row["case"], []).append(row)
+    repeated = {case.label for case in config.selected}
+    return [cell_of(by_case[case.label], case) for case in config.every if case.label in by_case.keys() - repeated]
 
 
-def kept(rows: list[dict[str, Any]], kind: type[T]) -> list[T]:
+def rebuild(rows: list[dict[str, Any]], kind: type[T]) -> list[T]:
     """Rebuild the objects of class `kind` from the rows of a result file."""
-    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return [kind(**{name: row[name] for name in names}) for row in rows if row["part"] == PARTS[kind]]
 
 
@@ -105,47 +105,47 @@ def panels(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[P
     Simulated shares of forced balance get a panel per cluster and kind of load. Each bed gets two panels, all recorded
     cases share one, and two more compare the beds.
     """
-    made = []
-    drawn = [each for each in shares if each.ratio == SharesOfForced.ratio and each.load != SLOW]
-    for cluster, ranks, load in dict.fromkeys((each.cluster, each.ranks, each.load) for each in drawn):
-        found = [each for each in drawn if (each.cluster, each.ranks, each.load) == (cluster, ranks, load)]
-        made.append(_shares(found, load))
+    charts = []
+    drawn = [share for share in shares if share.ratio == SharesOfForced.ratio and share.load != SLOW]
+    for cluster, ranks, load in dict.fromkeys((share.cluster, share.ranks, share.load) for share in drawn):
+        points = [share for share in drawn if (share.cluster, share.ranks, share.load) == (cluster, ranks, load)]
+        charts.append(_shares_panel(points, load))
     skewed = [cell for cell in cells if cell.job.case.max_vio is not None]
     by_bed: dict[BalancePlace, list[BalanceCell]] = {}
     for cell in skewed:
         by_bed.setdefault(cell.job.case.place, []).append(cell)
     for place, of_bed in by_bed.items():
-        made += [_over_loads(f"{place.name}, speed-up", of_bed), _memory(f"{place.name}, memory", of_bed)]
+        charts += [_speedup_panel(f"{place.name}, speed-up", of_bed), _memory_panel(f"{place.name}, memory", of_bed)]
     recorded = [cell for cell in cells if cell.job.case.max_vio is None]
     if recorded:
-        made.append(_bars("recorded routing", recorded))
+        charts.append(_recorded_panel("recorded routing", recorded))
     if skewed:
-        made += [_replicated(by_bed[max(by_bed, key=lambda place: place.bed.world)]), _gain(by_bed)]
-    return made
+        charts += [_replicated_panel(by_bed[max(by_bed, key=lambda place: place.bed.world)]), _gain_panel(by_bed)]
+    return charts
 
 
-def _shares(shares: Sequence[Share], load: str) -> Panel:
+def _shares_panel(shares: Sequence[Share], load: str) -> Panel:
     """Return a panel of the share of forced balance over MaxVio under one kind of load, with a point for each call."""
     series = []
-    for name in dict.fromkeys(each.method for each in shares):
-        mine = sorted((each for each in shares if each.method == name), key=lambda each: each.max_vio)
-        x, y = tuple(each.max_vio for each in mine), tuple(each.of_forced for each in mine)
+    for name in dict.fromkeys(share.method for share in shares):
+        points = sorted((share for share in shares if share.method == name), key=lambda share: share.max_vio)
+        x, y = tuple(share.max_vio for share in points), tuple(share.of_forced for share in points)
         series.append(PlottedSeries(name=name, x=x, y=y))
     return Panel(
-        title=f"{shares[0].cluster}, {shares[0].ranks} ranks, {load.replace(MADE_UP, SYNTHETIC)} loads", x_title="MaxVio of ranks",
-        y_title="share of forced balance", series=tuple(series),
+        title=f"{shares[0].cluster}, {shares[0].ranks} ranks, {load.replace(MADE_UP, SYNTHETIC)} loads",
+        x_title="MaxVio of ranks", y_title="share of forced balance", series=tuple(series),
     )  # fmt: skip
 
 
-def _over_loads(title: str, cells: Sequence[BalanceCell]) -> Panel:
+def _speedup_panel(title: str, cells: Sequence[BalanceCell]) -> Panel:
     """Return a panel of the speed-up of every method over MaxVio."""
     series = tuple(
-        _ratios(name, _loads(cells), [cell.ratio(PLAIN, name) for cell in cells]) for name in cells[0].timings
+        _ratio_series(name, _loads(cells), [cell.ratio(PLAIN, name) for cell in cells]) for name in cells[0].timings
     )
     return Panel(title=title, x_title="MaxVio of ranks", y_title=SPEEDUP, series=series)
 
 
-def _memory(title: str, cells: Sequence[BalanceCell]) -> Panel:
+def _memory_panel(title: str, cells: Sequence[BalanceCell]) -> Panel:
     """Return a panel of the peak memory of every method over MaxVio."""
     series = tuple(
         PlottedSeries(name=name, x=_loads(cells), y=tuple(cell.peak_bytes[name] / 2**20 for cell in cells))
@@ -154,14 +154,14 @@ def _memory(title: str, cells: Sequence[BalanceCell]) -> Panel:
     return Panel(title=title, x_title="MaxVio of ranks", y_title="peak, MiB", series=series)
 
 
-def _bars(title: str, cells: Sequence[BalanceCell]) -> Panel:
+def _recorded_panel(title: str, cells: Sequence[BalanceCell]) -> Panel:
     at = tuple(map(float, range(len(cells))))
-    series = tuple(_ratios(name, at, [cell.ratio(PLAIN, name) for cell in cells]) for name in cells[0].timings)
+    series = tuple(_ratio_series(name, at, [cell.ratio(PLAIN, name) for cell in cells]) for name in cells[0].timings)
     categories = tuple(f"{cell.job.case.label}, MaxVio {statistics.mean(cell.max_vio):.2f}" for cell in cells)
     return Panel(title=title, x_title="", y_title=SPEEDUP, series=series, categories=categories)
 
 
-def _replicated(cells: Sequence[BalanceCell]) -> Panel:
+def _replicated_panel(cells: Sequence[BalanceCell]) -> Panel:
     """Return a panel of the number of experts that each policy replicates per call, on one bed."""
     place = cells[0].job.case.place
     series = tuple(
@@ -175,14 +175,16 @@ def _replicated(cells: Sequence[BalanceCell]) -> Panel:
     return Panel(title=title, x_title="MaxVio of ranks", y_title=f"of {place.num_experts} experts", series=series)
 
 
-def _gain(by_bed: dict[BalancePlace, list[BalanceCell]]) -> Panel:
+def _gain_panel(by_bed: dict[BalancePlace, list[BalanceCell]]) -> Panel:
     """Return a panel that compares the gain of the smart schedule with the largest gain that overlap could give the
     plain layer."""
     series = []
     for place, cells in by_bed.items():
-        found = sorted(((_most(cell), cell.ratio(PLAIN, SMART)) for cell in cells), key=lambda pair: pair[0])
-        series.append(_ratios(f"{SMART}, {place.name}", tuple(x for x, _ in found), [ratio for _, ratio in found]))
-    ends = [x for each in series for x in each.x]
+        points = sorted(((_most_gain(cell), cell.ratio(PLAIN, SMART)) for cell in cells), key=lambda pair: pair[0])
+        series.append(
+            _ratio_series(f"{SMART}, {place.name}", tuple(x for x, _ in points), [ratio for _, ratio in points])
+        )
+    ends = [x for line in series for x in line.x]
     series.append(PlottedSeries(name="all that overlap could gain", x=(min(ends), max(ends)), y=(min(ends), max(ends))))
     return Panel(
         title="gain of the smart schedule", x_title="(comm + comp) / max(comm, comp) of plain ep",
@@ -190,7 +192,7 @@ def _gain(by_bed: dict[BalancePlace, list[BalanceCell]]) -> Panel:
     )  # fmt: skip
 
 
-def _most(cell: BalanceCell) -> float:
+def _most_gain(cell: BalanceCell) -> float:
     comm, comp = cell.link_seconds[PLAIN], cell.charged[PLAIN]
     return (comm + comp) / max(comm, comp)
 
@@ -199,15 +201,16 @@ def _loads(cells: Sequence[BalanceCell]) -> tuple[float, ...]:
     return tuple(cell.job.case.max_vio or 0.0 for cell in cells)
 
 
-def _ratios(name: str, at: tuple[float, ...], ratios: Sequence[Ratio]) -> PlottedSeries:
+def _ratio_series(name: str, at: tuple[float, ...], ratios: Sequence[Ratio]) -> PlottedSeries:
     y, low, high = zip(*((ratio.median, ratio.low, ratio.high) for ratio in ratios))
     return PlottedSeries(name=name, x=at, y=y, low=low, high=high)
 
 
 BENCHMARK = Benchmark(
     name="balance",
-    description="Measure answers to skewed routing in turn on an emulated cluster, with virtual compute.",
-    options=BalanceOptions, notes=NOTES, cases=cases, measure=measure, rows=lambda found: all_rows(*found),
-    claims=lambda found: claims(*found), columns=lambda found: tables(*found[:2]), panels=lambda found: panels(*found[:2]),
+    description="Compare methods for skewed routing, in turn on an emulated cluster, with virtual compute.",
+    options=BalanceOptions, notes=NOTES, cases=cases, measure=measure, rows=lambda measured: all_rows(*measured),
+    claims=lambda measured: claims(*measured), columns=lambda measured: tables(*measured[:2]),
+    panels=lambda measured: panels(*measured[:2]),
     title="One MoE layer under skewed routing, virtual compute", panels_in_a_row=3,
 )  # fmt: skip

@@ -13,7 +13,7 @@ from rich.table import Table
 from moesaic.cost.held import ExpertSizes
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.budget import CountedCall, MemoryBudget
-from moesaic_lab.balance import ranks as side
+from moesaic_lab.balance import ranks as on_ranks
 from moesaic_lab.balance.config import ELEMENT_BYTES, MATRICES, BalanceBenchConfig, BalancePlace, SkewedCase
 from moesaic_lab.balance.loads import max_vio
 from moesaic_lab.balance.memory import BudgetHeld
@@ -29,21 +29,21 @@ from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Cluster
 
 NOTES = (
-    "Virtual compute: experts sleep for as long as an accelerator of the configured rate would take; everything else is real: "
-    "one layer on the runtime, forward and backward, real bytes between real processes over emulated links (network "
-    "namespaces, veth pairs shaped by htb). Times are of this machine, with several ranks on a core; ratios are what carries "
-    "over. Methods in turn, each on its own layer; before that every method's results and gradients are held against the "
-    "plain layer's with real experts, and its bytes and its peak of memory counted (all tensors alive in one step beyond "
-    "those before it, of the rank that has most). MaxVio is of ranks: the busiest rank's copies over the mean, minus 1. Each "
-    "case has several calls whose hot experts differ in part, taken in turn. Expert placement knows an earlier call and "
-    "moves no weights in the timed steps; NetMoE's residual is not moved, and its samples do not go home. Ours learns from "
-    "what its calls take: it runs `learning_calls` steps before anything is timed, as training runs thousands of "
-    "them; `trials` are the calls that ran an option to learn what it takes, before the timed steps and among them. "
-    "Ratios under 1.10 are the worse end of the median's 95 % interval over 30 pairs. Simulated rows are the cost "
-    "simulator's, not measured. In the simulated shares, `moving_seconds` is what it takes to move experts with their "
-    "optimizer state from where they began to where a placement has them, alone on the links; it is spent once in "
-    "`moves_every` calls, and `of_forced` counts each call's part of it. Weights that a call replicates (shadows, spilling, "
-    "EPLB, LPLB, LAER's re-layout) travel within the call, and their gradients back, so they are in `seconds`."
+    "Virtual compute: experts sleep for as long as an accelerator of the configured rate would compute. Everything else is "
+    "real: one layer on the runtime, forward and backward, with real bytes between processes over emulated links (network "
+    "namespaces, veth pairs shaped by htb). Times are those of this machine, with several ranks on a core; only ratios carry "
+    "over to others. Methods run in turn, each on its own layer. Before that, every method runs with real experts: its "
+    "results and gradients are compared with the plain layer's, and its bytes and peak memory are counted (the tensors alive "
+    "at once beyond those before the step, on the rank with the highest peak). MaxVio is of ranks: the busiest rank's copies "
+    "over the mean, minus 1. Each case cycles through several calls, whose hot experts differ in part. Expert placement "
+    "learns from an earlier call and moves no weights in the timed steps. Under NetMoE the residual does not move, and "
+    "samples do not return home. Ours learns from the times of its calls: it runs `learning_calls` untimed steps first, "
+    "since training runs thousands; `trials` are the calls that ran an option to measure its time, before the timed steps "
+    "and among them. Ratios under 1.10 are the worse end of the median's 95 % interval over 30 pairs. Simulated rows come "
+    "from the cost simulator and are not measured. In the simulated shares, `moving_seconds` is the time to move experts "
+    "with their optimizer state from their initial ranks to their placement, alone on the links. It is spent once in "
+    "`moves_every` calls, and `of_forced` includes each call's part of it. Weights that a call replicates (shadows, "
+    "spilling, EPLB, LPLB, LAER's re-layout) and their gradients are sent within the call, so `seconds` includes them."
 )
 NOTHING_DECIDED = Decided(seconds=(0.0,), options=(), replicated_experts=(0.0,), replicated_copies=(0.0,))
 """Decisions of a method that replicates nothing."""
@@ -91,8 +91,8 @@ def run(config: BalanceBenchConfig, told: Told) -> list[BalanceCell]:
     def about(jobs: list[BalanceJob]) -> str:
         return ", ".join(job.case.label for job in jobs)
 
-    found = on_beds(by_layer.values(), lambda jobs: jobs[0].case.place.bed, about, measure, told)
-    return [cell for cells in found for cell in cells]
+    by_bed = on_beds(by_layer.values(), lambda jobs: jobs[0].case.place.bed, about, measure, told)
+    return [cell for cells in by_bed for cell in cells]
 
 
 def budget_of(place: BalancePlace) -> int:
@@ -106,18 +106,18 @@ def budget_of(place: BalancePlace) -> int:
 
 def measure(ranks: Cluster, jobs: Sequence[BalanceJob]) -> list[BalanceCell]:
     """Measure the cases of one mesh on a running cluster."""
-    of_ranks = ranks.run(side.measure, jobs)
-    return [summed_up(job, [found[number] for found in of_ranks]) for number, job in enumerate(jobs)]
+    per_rank = ranks.run(on_ranks.measure, jobs)
+    return [summed_up(job, [results[number] for results in per_rank]) for number, job in enumerate(jobs)]
 
 
-def summed_up(job: BalanceJob, found: Sequence[BalanceFound]) -> BalanceCell:
+def summed_up(job: BalanceJob, results: Sequence[BalanceFound]) -> BalanceCell:
     """Return the cell that combines the results of all ranks for one case."""
     place, routes = job.case.place, job.case.routes
     links, across = {}, {}
     for name in job.methods:
         by_movement: dict[int, list[Message]] = {}
-        for of_rank in found:
-            for tag, sent in of_rank.counted[name].messages.items():
+        for result in results:
+            for tag, sent in result.counted[name].messages.items():
                 by_movement.setdefault(tag, []).extend(sent)
         messages = [message for sent in by_movement.values() for message in sent]
         links[name] = sum(link_limit(sent, place.bed).seconds for sent in by_movement.values())
@@ -126,15 +126,15 @@ def summed_up(job: BalanceJob, found: Sequence[BalanceFound]) -> BalanceCell:
     return BalanceCell(
         job=job,
         max_vio=tuple(max_vio(counts, place.bed.world) for counts in loads),
-        **timed([of_rank.spans for of_rank in found], [of_rank.pairs for of_rank in found]),
-        peak_bytes={name: max(each.counted[name].peak_bytes for each in found) for name in job.methods},
-        error={name: max(each.counted[name].error for each in found) for name in job.methods},
+        **timed([result.spans for result in results], [result.pairs for result in results]),
+        peak_bytes={name: max(result.counted[name].peak_bytes for result in results) for name in job.methods},
+        error={name: max(result.counted[name].error for result in results) for name in job.methods},
         link_seconds=links,
         across_bytes=across,
-        charged={name: max(each.charged[name] for each in found) for name in job.methods},
+        charged={name: max(result.charged[name] for result in results) for name in job.methods},
         decided={
-            name: max((each.decided[name] for each in found), key=lambda each: sum(each.seconds))
-            for name in found[0].decided
+            name: max((result.decided[name] for result in results), key=lambda decided: sum(decided.seconds))
+            for name in results[0].decided
         },
     )
 
@@ -146,12 +146,12 @@ PARTS: dict[type, str] = {Share: "shares", TimedDecision: "decision", BudgetHeld
 
 def all_rows(
     cells: Sequence[BalanceCell], shares: Sequence[Share] = (), decided: Sequence[TimedDecision] = (),
-    held: Sequence[BudgetHeld] = (),
+    under_budget: Sequence[BudgetHeld] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return all measured and simulated results as rows of plain data."""
     simulated = [{"part": PARTS[Share], **asdict(each), "of_forced": each.of_forced} for each in shares]
     alone = [{"part": PARTS[TimedDecision], **asdict(each)} for each in decided]
-    counted = [{"part": PARTS[BudgetHeld], **asdict(each)} for each in held]
+    counted = [{"part": PARTS[BudgetHeld], **asdict(each)} for each in under_budget]
     return [*(row for cell in cells for row in rows_of(cell)), *simulated, *alone, *counted]
 
 
@@ -252,26 +252,26 @@ def share_rows(shares: Sequence[Share]) -> list[dict[str, Any]]:
     names = ("cluster", "ranks", "load", "ratio", "method")
     return [
         {
-            **dict(zip(names, key)), "max_vio": statistics.median(each.max_vio for each in found),
-            "median": statistics.median(each.of_forced for each in found), "low": min(each.of_forced for each in found),
-            "high": max(each.of_forced for each in found),
-            "of_own": statistics.median(each.own_forced_seconds / each.whole_seconds for each in found),
-            "decision_seconds": statistics.median(each.decision_seconds for each in found), "calls": len(found),
+            **dict(zip(names, key)), "max_vio": statistics.median(each.max_vio for each in members),
+            "median": statistics.median(each.of_forced for each in members), "low": min(each.of_forced for each in members),
+            "high": max(each.of_forced for each in members),
+            "of_own": statistics.median(each.own_forced_seconds / each.whole_seconds for each in members),
+            "decision_seconds": statistics.median(each.decision_seconds for each in members), "calls": len(members),
         }
-        for key, found in groups.items()
+        for key, members in groups.items()
     ]  # fmt: skip
 
 
 def tables(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[Table]:
     """Return the tables for a terminal: one per bed and layer, and one with shares of forced balance."""
-    made = []
+    result = []
     for place in dict.fromkeys(cell.job.case.place for cell in cells):
         rows = [row for cell in cells if cell.job.case.place == place for row in rows_of(cell)]
-        made.append(table(f"{described(rows[0])}, virtual compute", rows, COLUMNS, group_by=("case",)))
+        result.append(table(f"{described(rows[0])}, virtual compute", rows, COLUMNS, group_by=("case",)))
     if shares:
         title, groups = "Simulated: share of forced balance", ("cluster", "ranks", "load", "ratio")
-        made.append(table(title, share_rows(shares), SHARE_COLUMNS, group_by=groups))
-    return made
+        result.append(table(title, share_rows(shares), SHARE_COLUMNS, group_by=groups))
+    return result
 
 
 def described(row: dict[str, Any]) -> str:

@@ -21,12 +21,12 @@ EQUIVALENT = 1.03
 
 def claims(
     cells: Sequence[BalanceCell], shares: Sequence[Share] = (), decided: Sequence[TimedDecision] = (),
-    held: Sequence[BudgetHeld] = (),
+    under_budget: Sequence[BudgetHeld] = (),
 ) -> list[Claim]:  # fmt: skip
     """Return all claims, including those that this run did not measure."""
 
-    def speedups(what: str, wanted: Callable[[SkewedCase], bool]) -> list[float]:
-        return some([cell.ratio(PLAIN, OURS).median for cell in cells if wanted(cell.job.case)], what)
+    def speedups(what: str, selects: Callable[[SkewedCase], bool]) -> list[float]:
+        return some([cell.ratio(PLAIN, OURS).median for cell in cells if selects(cell.job.case)], what)
 
     def slow(case: SkewedCase) -> bool:
         return case.place.slow_rank < 1
@@ -51,8 +51,8 @@ def claims(
         claimed(
             "balance.recorded_speedup", lambda: statistics.median(speedups("of recorded routing", recorded)), None, ">=",
         ),
-        claimed("balance.memory_worst", lambda: memory_worst(held, cells), 1.1),
-        claimed("balance.memory_worst_unbounded", lambda: memory_unbounded(held), None),
+        claimed("balance.memory_worst", lambda: memory_worst(under_budget, cells), 1.1),
+        claimed("balance.memory_worst_unbounded", lambda: memory_unbounded(under_budget), None),
         claimed("balance.decision_us_64", lambda: decision_us(decided), 100, unit="us"),
         claimed("balance.simulated_slow_rank_speedup", lambda: simulated_slow(shares), None, ">="),
         claimed("balance.simulated_share_of_forced", lambda: simulated_share(shares, OURS), 0.94, ">="),
@@ -66,21 +66,21 @@ def claims(
 def speedup(cells: Sequence[BalanceCell], max_vio: float) -> float:
     """Return the plain layer's time over ours at a MaxVio, on the bed with most ranks: the median if it is above
     `NEAR`, else the lower end of the 95 % interval."""
-    ratio = max(_at(cells, max_vio), key=lambda each: each.job.case.place.bed.world).ratio(PLAIN, OURS)
+    ratio = max(_at_max_vio(cells, max_vio), key=lambda cell: cell.job.case.place.bed.world).ratio(PLAIN, OURS)
     return ratio.median if ratio.median > NEAR else ratio.low
 
 
 def over_best_single(cells: Sequence[BalanceCell]) -> float:
     """Return our time over that of the fastest single technique, at the upper 95 % bound, for the worst case. Cases in
     which the two are equivalent (`is_equivalent`) count as 1."""
-    found = [1.0 if is_equivalent(cell) else against_best(cell).high for cell in some(list(cells), "with all methods")]
-    return max(found)
+    ratios = [1.0 if is_equivalent(cell) else against_best(cell).high for cell in some(list(cells), "with all methods")]
+    return max(ratios)
 
 
 def equivalent(cells: Sequence[BalanceCell]) -> float:
     """Return the share of cases in which ours and the fastest single technique pass the test of equivalence."""
-    found = [is_equivalent(cell) for cell in some(list(cells), "with all methods")]
-    return sum(found) / len(found)
+    passed = [is_equivalent(cell) for cell in some(list(cells), "with all methods")]
+    return sum(passed) / len(passed)
 
 
 def is_equivalent(cell: BalanceCell) -> bool:
@@ -100,7 +100,7 @@ def against_best(cell: BalanceCell, level: float = 0.95) -> Ratio:
     """
     best, first = cell.best_single(), len(cell.timings[OURS].seconds)
     times = [cell.near[name][first:] for name in (OURS, best) if name in cell.near]
-    if len(times) == 2 and all(len(each) >= MANY for each in times):
+    if len(times) == 2 and all(len(seconds) >= MANY for seconds in times):
         ours, others = times
         return paired(ours, others, level)
     return enough(cell.ratio(OURS, best), cell.job.case.label)
@@ -113,32 +113,32 @@ def share_of_forced(cells: Sequence[BalanceCell], method: str) -> float:
         [cell for cell in cells if isinstance(cell.job.case.place, RecordedLoads)], "of recorded loads of ranks"
     )
     world = max(cell.job.case.place.bed.world for cell in real)
-    even = [cell for cell in _at(cells, 0.0) if cell.job.case.place.bed.world == world]
+    even = [cell for cell in _at_max_vio(cells, 0.0) if cell.job.case.place.bed.world == world]
     forced = some(even, f"with MaxVio 0 on {world} ranks")[0].timings[PLAIN].median
-    found = [cell.timings[method].median for cell in real if method in cell.timings]
-    return forced / statistics.median(some(found, f"of {method}"))
+    medians = [cell.timings[method].median for cell in real if method in cell.timings]
+    return forced / statistics.median(some(medians, f"of {method}"))
 
 
 def simulated_share(shares: Sequence[Share], method: str) -> float:
     """Return a method's share of forced balance under recorded loads, as the median over the calls, for the worst
     cluster of 64 ranks."""
-    chosen = [each for each in shares if each.ranks == 64 and each.load == RECORDED and each.method == method]
+    chosen = [share for share in shares if share.ranks == 64 and share.load == RECORDED and share.method == method]
     by_cluster: dict[str, list[float]] = {}
-    for each in some(chosen, "of 64 simulated ranks"):
-        by_cluster.setdefault(each.cluster, []).append(each.of_forced)
-    return min(statistics.median(found) for found in by_cluster.values())
+    for share in some(chosen, "of 64 simulated ranks"):
+        by_cluster.setdefault(share.cluster, []).append(share.of_forced)
+    return min(statistics.median(values) for values in by_cluster.values())
 
 
 def share_of_best_option(shares: Sequence[Share]) -> float:
     """Return our throughput over that of the best option chosen with known counts, for the worst load (median over its
     calls)."""
-    best = {(_call(each), BEST[each.method]): each.whole_seconds for each in shares if each.method in BEST}
-    found: dict[tuple[str, int, str, float, str], list[float]] = {}
-    for each in shares:
-        if (_call(each), each.method) in best:
-            key = (each.cluster, each.ranks, each.load, each.ratio, each.method)
-            found.setdefault(key, []).append(best[_call(each), each.method] / each.whole_seconds)
-    return min(statistics.median(values) for values in some(list(found.values()), "of best options"))
+    best = {(_call_of(share), BEST[share.method]): share.whole_seconds for share in shares if share.method in BEST}
+    ratios: dict[tuple[str, int, str, float, str], list[float]] = {}
+    for share in shares:
+        if (_call_of(share), share.method) in best:
+            key = (share.cluster, share.ranks, share.load, share.ratio, share.method)
+            ratios.setdefault(key, []).append(best[_call_of(share), share.method] / share.whole_seconds)
+    return min(statistics.median(values) for values in some(list(ratios.values()), "of best options"))
 
 
 def shares_over_best(shares: Sequence[Share]) -> float:
@@ -148,81 +148,83 @@ def shares_over_best(shares: Sequence[Share]) -> float:
     (`SharesOfForced.ratio`) count.
     """
     by_call: dict[tuple[object, ...], dict[str, float]] = {}
-    for each in shares:
-        if each.ratio == SharesOfForced.ratio and each.method not in (PLACED, OURS_PLACED, *BEST):
-            by_call.setdefault(_call(each), {})[each.method] = each.seconds
-    whole = [found for found in by_call.values() if OURS in found and len(found) > 1]
-    return max(found[OURS] / min(s for name, s in found.items() if name != OURS) for found in some(whole, "simulated"))
+    for share in shares:
+        if share.ratio == SharesOfForced.ratio and share.method not in (PLACED, OURS_PLACED, *BEST):
+            by_call.setdefault(_call_of(share), {})[share.method] = share.seconds
+    whole = [seconds for seconds in by_call.values() if OURS in seconds and len(seconds) > 1]
+    return max(
+        seconds[OURS] / min(s for name, s in seconds.items() if name != OURS) for seconds in some(whole, "simulated")
+    )
 
 
 def decision_us(decided: Sequence[TimedDecision]) -> float:
     """Return the time by which a decision delays a rank, in microseconds: the median over the calls that replicate."""
     return 1e6 * statistics.median(
-        some([each.seconds for each in decided if each.replicates], "of decisions by themselves")
+        some([decision.seconds for decision in decided if decision.replicates], "of decisions by themselves")
     )
 
 
 def over_laer(shares: Sequence[Share]) -> list[Claim]:
     """Return our time over that of LAER's re-layout under recorded loads, a claim for each weight ratio. None has a
     target."""
-    laer = {_call(each): each.seconds for each in shares if each.method == LAER}
-    found: dict[float, list[float]] = {}
-    for each in shares:
-        if each.method == OURS and each.load == RECORDED:
-            found.setdefault(each.ratio, []).append(each.seconds / laer[_call(each)])
+    laer = {_call_of(share): share.seconds for share in shares if share.method == LAER}
+    ratios: dict[float, list[float]] = {}
+    for share in shares:
+        if share.method == OURS and share.load == RECORDED:
+            ratios.setdefault(share.ratio, []).append(share.seconds / laer[_call_of(share)])
     return [
         claimed(f"balance.over_laer_policy_{ratio:g}", partial(statistics.median, values), None)
-        for ratio, values in sorted(found.items())
+        for ratio, values in sorted(ratios.items())
     ]
 
 
 def overhead(cells: Sequence[BalanceCell]) -> float:
     """Return how much slower ours is than the plain layer under even loads, at the upper 95 % bound, for the worst bed."""
-    return max(enough(cell.ratio(OURS, PLAIN), cell.job.case.label).high for cell in _at(cells, 0.0)) - 1
+    return max(enough(cell.ratio(OURS, PLAIN), cell.job.case.label).high for cell in _at_max_vio(cells, 0.0)) - 1
 
 
 def budget_speedup(cells: Sequence[BalanceCell]) -> float:
     """Return the plain layer's time over ours with a memory budget at MaxVio 4, for the worst bed."""
-    found = [cell.ratio(PLAIN, BOUNDED).median for cell in _at(cells, 4.0) if BOUNDED in cell.timings]
-    return min(some(found, "with MaxVio 4 and a memory budget"))
+    speedups = [cell.ratio(PLAIN, BOUNDED).median for cell in _at_max_vio(cells, 4.0) if BOUNDED in cell.timings]
+    return min(some(speedups, "with MaxVio 4 and a memory budget"))
 
 
-def memory_worst(held: Sequence[BudgetHeld], cells: Sequence[BalanceCell]) -> float:
+def memory_worst(under_budget: Sequence[BudgetHeld], cells: Sequence[BalanceCell]) -> float:
     """Return the most bytes that a rank held under a memory budget over that budget, for the worst load, plan and bed."""
-    counted = [each.peak_bytes / each.promised_bytes for each in some(list(held), "of memory under budgets")]
+    counted = [run.peak_bytes / run.promised_bytes for run in some(list(under_budget), "of memory under budgets")]
     for cell in cells:
         budgets = {name: method.plan.memory_budget for name, method in cell.job.methods.items()}
         counted += [cell.peak_bytes[name] / budget for name, budget in budgets.items() if budget]
     return max(counted)
 
 
-def memory_unbounded(held: Sequence[BudgetHeld]) -> float:
+def memory_unbounded(under_budget: Sequence[BudgetHeld]) -> float:
     """Return the bytes that a rank held without a budget over the smallest budget for the same load, for the worst
     load."""
-    return max(each.unbounded_bytes / each.promised_bytes for each in some(list(held), "of memory under budgets"))
+    return max(run.unbounded_bytes / run.promised_bytes for run in some(list(under_budget), "of memory under budgets"))
 
 
 def decision_share(cells: Sequence[BalanceCell]) -> float:
     """Return the share of our step time that a rank spends on decisions, for the worst case (median over the calls)."""
     deciding = [cell for cell in cells if OURS in cell.decided and OURS in cell.timings]
-    found = [statistics.median(cell.decided[OURS].seconds) / cell.timings[OURS].median for cell in deciding]
-    return max(some(found, "with all methods"))
+    shares = [statistics.median(cell.decided[OURS].seconds) / cell.timings[OURS].median for cell in deciding]
+    return max(some(shares, "with all methods"))
 
 
 def simulated_slow(shares: Sequence[Share]) -> float:
     """Return the simulated time of the plain layer over ours with one slow rank, for the worst cluster."""
-    chosen = [each for each in some(list(shares), "simulated") if each.load == SLOW]
-    plain = {(each.cluster, each.ranks, each.step): each.seconds for each in chosen if each.method == PLAIN}
-    ours = [each for each in chosen if each.method == OURS]
-    found = [plain[each.cluster, each.ranks, each.step] / each.seconds for each in ours]
-    return min(some(found, "with a slow rank simulated"))
+    chosen = [share for share in some(list(shares), "simulated") if share.load == SLOW]
+    plain = {(share.cluster, share.ranks, share.step): share.seconds for share in chosen if share.method == PLAIN}
+    ours = [share for share in chosen if share.method == OURS]
+    speedups = [plain[share.cluster, share.ranks, share.step] / share.seconds for share in ours]
+    return min(some(speedups, "with a slow rank simulated"))
 
 
-def _call(share: Share) -> tuple[str, int, str, int, int, float, float]:
+def _call_of(share: Share) -> tuple[str, int, str, int, int, float, float]:
     return share.cluster, share.ranks, share.load, share.layer, share.step, share.ratio, share.max_vio
 
 
-def _at(cells: Sequence[BalanceCell], max_vio: float) -> list[BalanceCell]:
+def _at_max_vio(cells: Sequence[BalanceCell], max_vio: float) -> list[BalanceCell]:
     places = [cell.job.case.place for cell in cells]
-    alike = [cell for cell, place in zip(cells, places) if place.slow_rank == 1 and not place.slow_link]
-    return some([cell for cell in alike if cell.job.case.max_vio == max_vio], f"with MaxVio {max_vio:g}")
+    undisturbed = [cell for cell, place in zip(cells, places) if place.slow_rank == 1 and not place.slow_link]
+    return some([cell for cell in undisturbed if cell.job.case.max_vio == max_vio], f"with MaxVio {max_vio:g}")

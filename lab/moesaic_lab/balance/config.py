@@ -74,7 +74,7 @@ class BalancePlace:
     """Untimed steps of a method that learns, before the timed ones. Training runs thousands of them."""
 
     def __post_init__(self) -> None:
-        shared = {each.name: getattr(self, each.name) for each in fields(BalancePlace)}
+        shared = {option.name: getattr(self, option.name) for option in fields(BalancePlace)}
         require_positive(shared, f"{self.name}: ")
         if self.top_k > self.num_experts:
             raise InputError(f"{self.name}: top_k={self.top_k} of {self.num_experts} experts")
@@ -83,8 +83,8 @@ class BalancePlace:
     @property
     def bed(self) -> Bed:
         """The emulated cluster."""
-        each = (*(self.inter,) * (self.nodes - 1), self.slow_link) if self.slow_link else self.inter
-        return Bed(nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=each, intra=self.intra)
+        inter = (*(self.inter,) * (self.nodes - 1), self.slow_link) if self.slow_link else self.inter
+        return Bed(nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=inter, intra=self.intra)
 
     @property
     def grid(self) -> Grid:
@@ -174,7 +174,7 @@ class SharesOfForced:
     """Weight rows of one expert over the rows that a rank routes, simulated on the smallest number of ranks of the
     first cluster."""
     ratio: float = 0.14
-    """The same ratio, used everywhere else."""
+    """Weight rows of one expert over the rows that a rank routes, in all other simulations."""
     dim: int = 2048
     hidden: int = 1024
     """Inner width of an expert, which has three matrices."""
@@ -241,20 +241,20 @@ class BalanceBenchConfig:
     @property
     def every(self) -> list[SkewedCase]:
         """All cases on beds, bed by bed, without their routing. Cases that `only` excludes are listed as well."""
-        found = [
+        cases = [
             SkewedCase(place=place, label=f"{place.name}-{load:g}", max_vio=load)
             for place in self.skewed
             for load in place.max_vio
         ]
-        found += [SkewedCase(place=place, label=place.name, max_vio=None) for place in self.recorded]
-        return found + [
+        cases += [SkewedCase(place=place, label=place.name, max_vio=None) for place in self.recorded]
+        return cases + [
             SkewedCase(place=place, label=f"{place.name}-{layer}", max_vio=None, layer=layer)
             for place in self.loads
             for layer in place.layers
         ]
 
     @property
-    def wanted(self) -> list[SkewedCase]:
+    def selected(self) -> list[SkewedCase]:
         """The cases on beds that `only` selects."""
         return [case for case in self.every if not self.only or {case.place.name, case.label} & set(self.only)]
 
@@ -264,7 +264,7 @@ class BalanceBenchConfig:
         Raises:
             InputError: if no routing has the requested load.
         """
-        return [replace(case, routes=self._routes(case)) for case in self.wanted]
+        return [replace(case, routes=self._routes(case)) for case in self.selected]
 
     def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> BalanceBenchConfig:
         """Return the configuration for the selected cases only.
@@ -303,8 +303,10 @@ class BalanceBenchConfig:
         )  # fmt: skip
         if isinstance(place, RecordedLoads):
             trace, steps = Trace.open(self.folder / place.trace), (place.history_step, *place.steps)
-            each = place.experts_per_rank
-            return by_shares(np.stack([recorded_shares(trace, case.layer, step, ranks, each) for step in steps]), sizes)
+            per_rank = place.experts_per_rank
+            return by_shares(
+                np.stack([recorded_shares(trace, case.layer, step, ranks, per_rank) for step in steps]), sizes
+            )
         assert isinstance(place, Skewed)
         return made_up(replace(sizes, calls=place.calls, persistence=place.persistence, locality=place.locality))
 
@@ -323,22 +325,23 @@ def read_config(path: Path = COMMITTED) -> BalanceBenchConfig:
         InputError: naming the file and the field.
     """
     lists = {name: (name, default) for name, default in LISTS.items()}
-    made = read_parts(path, BalanceBenchConfig(), lists=lists, tables={SHARES: SharesOfForced()})
-    names = [place.name for place in (*made.skewed, *made.recorded, *made.loads)]
+    config = read_parts(path, BalanceBenchConfig(), lists=lists, tables={SHARES: SharesOfForced()})
+    names = [place.name for place in (*config.skewed, *config.recorded, *config.loads)]
     if len(set(names)) < len(names):
-        raise InputError(f"config {path}: two beds have one name: give each its own")
-    return replace(made, folder=path.parent)
+        raise InputError(f"config {path}: two beds have one name: give each bed its own name")
+    return replace(config, folder=path.parent)
 
 
 def _recorded(place: Recorded, folder: Path) -> Routes:
     """Read the routing of a recorded case, and check that its sizes match the layer's."""
     trace = Trace.open(folder / place.trace)
     shape, samples = trace.shape, place.bed.world * place.samples_per_rank
-    wanted = (place.num_experts, place.top_k, samples, place.sample_tokens)
-    found = (shape.num_experts, shape.top_k, shape.sequences, shape.seq_len)
-    if wanted != found:
+    expected = (place.num_experts, place.top_k, samples, place.sample_tokens)
+    recorded = (shape.num_experts, shape.top_k, shape.sequences, shape.seq_len)
+    if expected != recorded:
         raise InputError(
-            f"{place.name}: the trace has {found[0]} experts, top_k={found[1]}, {found[2]} samples of {found[3]} tokens; the "
-            f"layer on this bed {wanted[0]}, {wanted[1]}, {wanted[2]} of {wanted[3]}: make them equal"
+            f"{place.name}: the trace has {recorded[0]} experts, top_k={recorded[1]}, {recorded[2]} samples of "
+            f"{recorded[3]} tokens; the layer on this bed {expected[0]}, {expected[1]}, {expected[2]} of {expected[3]}: "
+            "make them equal"
         )
     return recorded_routes(trace, place.layer, place.steps, place.history_step)

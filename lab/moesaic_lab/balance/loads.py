@@ -32,12 +32,12 @@ class Routes:
 
     def counts(self, call: int, ranks: int, num_experts: int) -> np.ndarray:
         """Return each rank's number of copies for each expert, (ranks, num_experts) int64."""
-        of_rank = self.experts[call].reshape(ranks, -1)
-        return np.stack([np.bincount(each, minlength=num_experts) for each in of_rank])
+        by_rank = self.experts[call].reshape(ranks, -1)
+        return np.stack([np.bincount(experts, minlength=num_experts) for experts in by_rank])
 
     def samples(self, call: int, num_experts: int) -> np.ndarray:
         """Return each sample's number of copies for each expert, (samples, num_experts) int64."""
-        return np.stack([np.bincount(each.reshape(-1), minlength=num_experts) for each in self.experts[call]])
+        return np.stack([np.bincount(experts.reshape(-1), minlength=num_experts) for experts in self.experts[call]])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,23 +68,23 @@ def made_up(skew: Skew) -> Routes:
     Raises:
         InputError: if no routing has this MaxVio.
     """
-    each = skew.num_experts // skew.ranks
-    most = skew.ranks * min(1.0, each / skew.top_k) - 1
+    per_rank = skew.num_experts // skew.ranks
+    most = skew.ranks * min(1.0, per_rank / skew.top_k) - 1
     if not 0 <= skew.max_vio <= most:
         raise InputError(
-            f"max_vio={skew.max_vio:g}: {skew.ranks} ranks of {each} experts with top_k={skew.top_k} allow 0 to {most:g}"
+            f"max_vio={skew.max_vio:g}: {skew.ranks} ranks of {per_rank} experts with top_k={skew.top_k} allow 0 to {most:g}"
         )
     random = np.random.default_rng([skew.seed, round(1000 * skew.max_vio)])
     lasting = random.normal(size=skew.num_experts)
     tables, spread = [], None
     for _ in range(skew.calls + 1):
         mixed = np.sqrt(skew.persistence) * lasting + np.sqrt(1 - skew.persistence) * random.normal(size=len(lasting))
-        shares = solved(together(np.argsort(np.argsort(-mixed)), skew), skew)
+        shares = zipf_shares(hot_experts_on_one_rank(np.argsort(np.argsort(-mixed)), skew), skew)
         if skew.locality and spread is None:
             spread = concentration(shares, skew.samples, skew.locality, skew.top_k, skew.seed)
-        own = draw_sequence_shares(shares, skew.samples, spread, skew.top_k, random)
-        tables.append(whole(own, shares, skew))
-    experts = np.stack([dealt(table, skew.sample_tokens, skew.top_k) for table in tables[1:]])
+        of_samples = draw_sequence_shares(shares, skew.samples, spread, skew.top_k, random)
+        tables.append(integer_counts(of_samples, shares, skew))
+    experts = np.stack([deal(table, skew.sample_tokens, skew.top_k) for table in tables[1:]])
     return Routes(experts=experts, history=tables[0].sum(axis=0))
 
 
@@ -99,11 +99,11 @@ def recorded(trace: Trace, layer: int, steps: tuple[int, ...], history_step: int
     """
     shape = trace.shape
     tables = [trace.samples(layer, step) for step in steps]
-    experts = np.stack([dealt(table, shape.seq_len, shape.top_k) for table in tables])
+    experts = np.stack([deal(table, shape.seq_len, shape.top_k) for table in tables])
     return Routes(experts=experts, history=trace.samples(layer, history_step).sum(axis=0))
 
 
-def recorded_shares(trace: Trace, layer: int, step: int, ranks: int, each: int) -> np.ndarray:
+def recorded_shares(trace: Trace, layer: int, step: int, ranks: int, experts_per_rank: int) -> np.ndarray:
     """Return each expert's share of the copies, (ranks * each,), from a trace of the copies that each rank computed.
 
     If `ranks` is larger than the recorded number, the recorded loads are repeated; if it is smaller, the first ones are
@@ -114,14 +114,14 @@ def recorded_shares(trace: Trace, layer: int, step: int, ranks: int, each: int) 
         layer: MoE layer, counted from 0.
         step: step of the trace.
         ranks: number of ranks that hold experts.
-        each: experts per rank.
+        experts_per_rank: experts per rank.
     """
     loads = trace.samples(layer, step).sum(axis=0)
-    of_ranks = np.resize(loads, ranks)
-    return np.repeat(of_ranks / (of_ranks.sum() * each), each)
+    repeated = np.resize(loads, ranks)
+    return np.repeat(repeated / (repeated.sum() * experts_per_rank), experts_per_rank)
 
 
-def alike(shares: np.ndarray, ranks: int, copies: int) -> np.ndarray:
+def identical_counts(shares: np.ndarray, ranks: int, copies: int) -> np.ndarray:
     """Return the number of copies of each rank for each expert, (ranks, num_experts) int64, if all ranks route
     identically.
 
@@ -140,28 +140,31 @@ def by_shares(shares: np.ndarray, skew: Skew) -> Routes:
         shares: (calls + 1, num_experts) share of each expert; the first row is for the history.
         skew: the sizes. Its popularity parameters are not read.
     """
-    tables = [whole(np.tile(capped(each[None], skew.top_k), (skew.samples, 1)), each, skew) for each in shares]
-    experts = np.stack([dealt(table, skew.sample_tokens, skew.top_k) for table in tables[1:]])
+    tables = [
+        integer_counts(np.tile(capped(of_call[None], skew.top_k), (skew.samples, 1)), of_call, skew)
+        for of_call in shares
+    ]
+    experts = np.stack([deal(table, skew.sample_tokens, skew.top_k) for table in tables[1:]])
     return Routes(experts=experts, history=tables[0].sum(axis=0))
 
 
-def together(places: np.ndarray, skew: Skew) -> np.ndarray:
+def hot_experts_on_one_rank(places: np.ndarray, skew: Skew) -> np.ndarray:
     """Return popularity ranks in which one rank holds the `top_k` most popular experts, or as many as fit on it.
 
     A token may not choose an expert twice. If these experts were on different ranks, one rank could get no more than 1
     / top_k of all copies.
     """
-    each, places = skew.num_experts // skew.ranks, places.copy()
-    hot = int(np.flatnonzero(places == 0)[0]) // each * each
-    for place in range(1, min(skew.top_k, each)):
+    per_rank, places = skew.num_experts // skew.ranks, places.copy()
+    hot = int(np.flatnonzero(places == 0)[0]) // per_rank * per_rank
+    for place in range(1, min(skew.top_k, per_rank)):
         holder = int(np.flatnonzero(places == place)[0])
-        if not hot <= holder < hot + each:
-            free = max(range(hot, hot + each), key=lambda expert: places[expert])
+        if not hot <= holder < hot + per_rank:
+            free = max(range(hot, hot + per_rank), key=lambda expert: places[expert])
             places[[free, holder]] = places[[holder, free]]
     return places
 
 
-def solved(places: np.ndarray, skew: Skew) -> np.ndarray:
+def zipf_shares(places: np.ndarray, skew: Skew) -> np.ndarray:
     """Return each expert's share of the copies, (num_experts,), by Zipf's law with the exponent that gives the MaxVio."""
 
     def violation(exponent: float) -> float:
@@ -175,7 +178,7 @@ def solved(places: np.ndarray, skew: Skew) -> np.ndarray:
     return popularity(places, high, skew.top_k)
 
 
-def whole(own: np.ndarray, shares: np.ndarray, skew: Skew) -> np.ndarray:
+def integer_counts(own: np.ndarray, shares: np.ndarray, skew: Skew) -> np.ndarray:
     """Return integer counts close to every sample's shares, (samples, num_experts) int64, with exact row and column
     sums.
 
@@ -185,24 +188,24 @@ def whole(own: np.ndarray, shares: np.ndarray, skew: Skew) -> np.ndarray:
         skew: gives the number of copies.
     """
     copies = skew.sample_tokens * skew.top_k
-    wanted = _rounded(shares * copies * skew.samples)
+    totals = _rounded(shares * copies * skew.samples)
     # Columns are contiguous: a step below reads two of them, and at 256 ranks there are 100,000 steps.
     table = np.asfortranarray([_rounded(row * copies, skew.sample_tokens) for row in own])
     exact = np.asfortranarray(own * copies)
-    over = table.sum(axis=0) - wanted
+    over = table.sum(axis=0) - totals
     while over.any():
         down, up = int(over.argmax()), int(over.argmin())
-        can = (table[:, down] > 0) & (table[:, up] < skew.sample_tokens)
+        possible = (table[:, down] > 0) & (table[:, up] < skew.sample_tokens)
         gain = (table[:, down] - exact[:, down]) - (table[:, up] - exact[:, up])
-        assert can.any(), "no sample can exchange a copy"
-        row = int(np.where(can, gain, -np.inf).argmax())
+        assert possible.any(), "no sample can exchange a copy"
+        row = int(np.where(possible, gain, -np.inf).argmax())
         table[row, down] -= 1
         table[row, up] += 1
         over[[down, up]] += -1, 1
     return table
 
 
-def dealt(table: np.ndarray, tokens: int, top_k: int) -> np.ndarray:
+def deal(table: np.ndarray, tokens: int, top_k: int) -> np.ndarray:
     """Deal each sample's copies to its tokens, (samples, tokens, top_k) int64, so that no token gets an expert twice.
 
     Args:
@@ -231,11 +234,11 @@ def max_vio(counts: np.ndarray, ranks: int) -> float:
 def _rounded(exact: np.ndarray, most: int | None = None) -> np.ndarray:
     """Return the integers closest to `exact` with the same sum and none above `most`, by the method of largest
     remainders."""
-    found = np.floor(exact + 1e-9).astype(np.int64)
+    rounded = np.floor(exact + 1e-9).astype(np.int64)
     total = round(float(exact.sum()))
-    while (left := total - int(found.sum())) > 0:
-        room = np.ones(len(exact), dtype=bool) if most is None else found < most
+    while (left := total - int(rounded.sum())) > 0:
+        room = np.ones(len(exact), dtype=bool) if most is None else rounded < most
         assert room.any(), "more copies than may be"
-        order = np.argsort(np.where(room, found - exact, np.inf), kind="stable")
-        found[order[: min(left, int(room.sum()))]] += 1
-    return found
+        order = np.argsort(np.where(room, rounded - exact, np.inf), kind="stable")
+        rounded[order[: min(left, int(room.sum()))]] += 1
+    return rounded

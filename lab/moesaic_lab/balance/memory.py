@@ -73,7 +73,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 class Unwatched(AbstractPassing):
@@ -122,29 +122,29 @@ class BudgetHeld:
 
 def budgets_held(told: Callable[[str], object]) -> list[BudgetHeld]:
     """Run a layer under every budget and load, with all ranks in this process, and count the bytes alive at once."""
-    found = []
+    results = []
     for weights, (dim, hidden) in WIDTHS.items():
         layer = MoE(dim, hidden, GRID.world * PER_RANK, TOP_K, router=ToldRouter, losses=())
-        even, _ = _held(layer, Plan(), LOADS["even"])
+        even, _ = _peak_bytes(layer, Plan(), LOADS["even"])
         for load, max_vio in LOADS.items():
             told(f"memory: {weights}, {load}")
-            unbounded, _ = _held(layer, Plan(), max_vio)
+            unbounded, _ = _peak_bytes(layer, Plan(), max_vio)
             for replication in REPLICATIONS:
                 for share in SHARES:
                     budget = int(share * even)
-                    peak, use = _held(layer, Plan(replication=replication, memory_budget=budget), max_vio)
-                    found.append(
+                    peak, use = _peak_bytes(layer, Plan(replication=replication, memory_budget=budget), max_vio)
+                    results.append(
                         BudgetHeld(
                             weights=weights, load=load, replication=replication, over_even=share, promised_bytes=budget,
                             peak_bytes=peak, unbounded_bytes=unbounded, slices=use.slices, kept_slices=use.kept_slices,
                         )
                     )  # fmt: skip
-    return found
+    return results
 
 
-def _held(whole: MoE, plan: Plan, max_vio: float) -> tuple[int, BudgetUse]:
+def _peak_bytes(whole: MoE, plan: Plan, max_vio: float) -> tuple[int, BudgetUse]:
     """Return the highest peak of any rank, in bytes, in the second call of a layer, and how its budget was used."""
-    chosen = _chosen(max_vio)
+    chosen = _skewed_experts(max_vio)
 
     def rank(transport: AbstractTransport) -> tuple[int, BudgetUse]:
         layer = copy.deepcopy(whole)
@@ -166,14 +166,14 @@ def _held(whole: MoE, plan: Plan, max_vio: float) -> tuple[int, BudgetUse]:
         peak = peak_bytes(step)
         return peak, calls.budget.take() if isinstance(calls, BalancedCalls) else BudgetUse()
 
-    found = run_ranks(GRID.world, rank, timeout_seconds=PATIENCE)
-    return max(peak for peak, _ in found), found[0][1]
+    per_rank = run_ranks(GRID.world, rank, timeout_seconds=PATIENCE)
+    return max(peak for peak, _ in per_rank), per_rank[0][1]
 
 
-def _chosen(max_vio: float) -> Tensor:
+def _skewed_experts(max_vio: float) -> Tensor:
     """Return each token's experts, (TOKENS, TOP_K) int64. The first rank gets the share of tokens that gives the
     MaxVio, and the others share the rest evenly."""
-    here = round(TOKENS * (1 + max_vio) / GRID.world)
-    rest = torch.arange(TOKENS - here) % (GRID.world - 1) + 1
-    place = torch.cat([torch.zeros(here, dtype=torch.int64), rest])
+    on_first = round(TOKENS * (1 + max_vio) / GRID.world)
+    on_others = torch.arange(TOKENS - on_first) % (GRID.world - 1) + 1
+    place = torch.cat([torch.zeros(on_first, dtype=torch.int64), on_others])
     return place.unsqueeze(1) * PER_RANK + torch.arange(TOP_K)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moesaic_lab.balance.benchmark import kept, panels
+from moesaic_lab.balance.benchmark import panels, rebuild
 from moesaic_lab.balance.cells import BED, share_rows
 from moesaic_lab.balance.claims import EQUIVALENT
 from moesaic_lab.balance.config import BalancePlace, SharesOfForced
@@ -77,14 +77,14 @@ def needed(rows: Sequence[dict[str, Any]]) -> list[Needed]:
     cases: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         cases.setdefault(row["case"], {})[row["method"]] = row
-    found = []
+    result = []
     for case, by_method in cases.items():
         ours = by_method[OURS]
         best = min((row for name, row in by_method.items() if name in singles), key=lambda row: row["median_seconds"])
         spread = [math.log(row["high_seconds"] / row["low_seconds"]) / QUARTILES for row in (ours, best)]
         ratio = ours["median_seconds"] / best["median_seconds"]
-        found.append(Needed(case, best["method"], ratio, math.hypot(*spread)))
-    return found
+        result.append(Needed(case, best["method"], ratio, math.hypot(*spread)))
+    return result
 
 
 def main() -> int:
@@ -92,7 +92,7 @@ def main() -> int:
     result = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     write_page(FIGURES, tables(result), MARKS)
     write_page(GUIDE, headline(result), HEADLINE_MARKS)
-    shares = [each for each in kept(result["rows"], Share) if each.ranks == DRAWN]
+    shares = [share for share in rebuild(result["rows"], Share) if share.ranks == DRAWN]
     write_picture(PICTURE, "Share of forced balance, simulated", panels([], shares), result["notes"])
     return 0
 
@@ -101,7 +101,9 @@ def headline(result: dict[str, Any]) -> str:
     """Return a table of the best-known methods' shares of forced balance, on the headline cluster with `DRAWN` ranks."""
     shown = (HEADLINE_CLUSTER, DRAWN, SharesOfForced.ratio)
     rows = [
-        row for row in share_rows(kept(result["rows"], Share)) if (row["cluster"], row["ranks"], row["ratio"]) == shown
+        row
+        for row in share_rows(rebuild(result["rows"], Share))
+        if (row["cluster"], row["ranks"], row["ratio"]) == shown
     ]
     ordered = [row for name in HEADLINE_METHODS for row in rows if row["method"] == name]
     return crossed(f"share of forced balance, `{HEADLINE_CLUSTER}`, {DRAWN} ranks", ordered, "load")
@@ -110,20 +112,20 @@ def headline(result: dict[str, Any]) -> str:
 def tables(result: dict[str, Any]) -> str:
     """Return the tables of the page: shares of forced balance by load for each cluster, then by weight ratio, then the
     claims, and the pairs that a test of equivalence would need."""
-    rows = share_rows(kept(result["rows"], Share))
+    rows = share_rows(rebuild(result["rows"], Share))
     parts = []
     for cluster, ranks in dict.fromkeys((row["cluster"], row["ranks"]) for row in rows):
-        here = [row for row in rows if (row["cluster"], row["ranks"]) == (cluster, ranks)]
-        base = [row for row in here if row["ratio"] == SharesOfForced.ratio]
+        of_cluster = [row for row in rows if (row["cluster"], row["ranks"]) == (cluster, ranks)]
+        base = [row for row in of_cluster if row["ratio"] == SharesOfForced.ratio]
         parts.append(crossed(f"share of forced balance, `{cluster}`, {ranks} ranks", base, "load"))
-        real = [row for row in here if row["load"] == RECORDED]
+        real = [row for row in of_cluster if row["load"] == RECORDED]
         if len({row["ratio"] for row in real}) > 1:
             parts.append(
                 crossed(f"recorded loads by an expert's weights over a rank's rows, `{cluster}`", real, "ratio")
             )
     lines = [
         ["claim", "value", "target", "holds"],
-        *(line([each]) for each in result["claims"] if each["target"] is not None),
+        *(line([claim]) for claim in result["claims"] if claim["target"] is not None),
     ]
     beds = needed([row for row in result["rows"] if row["part"] == BED])
     return "\n\n".join([*parts, markdown_table(lines), *([equivalence(beds)] if beds else [])])
@@ -132,20 +134,20 @@ def tables(result: dict[str, Any]) -> str:
 def equivalence(cases: Sequence[Needed]) -> str:
     """Return a table with the number of pairs that would show equivalence in each case on a bed."""
     lines = [["on a bed", "best single technique", "ours over it", "pairs if times were equal", "pairs as measured"]]
-    for each in cases:
-        pairs = "no number suffices" if each.pairs is None else str(each.pairs)
-        lines.append([each.case, each.best, f"{each.ratio:.2f}", str(each.pairs_if_same), pairs])
+    for case in cases:
+        pairs = "no number suffices" if case.pairs is None else str(case.pairs)
+        lines.append([case.case, case.best, f"{case.ratio:.2f}", str(case.pairs_if_same), pairs])
     return markdown_table(lines)
 
 
 def crossed(title: str, rows: Sequence[dict[str, Any]], across: str) -> str:
     """Return a table of medians, with a line for each method and a column for each value of the key `across`."""
     columns = sorted({row[across] for row in rows})
-    found = {(row["method"], row[across]): f"{row['median']:.2f}" for row in rows}
+    cells = {(row["method"], row[across]): f"{row['median']:.2f}" for row in rows}
     names = [column.replace(MADE_UP, SYNTHETIC) if isinstance(column, str) else f"{column:g}" for column in columns]
     lines = [[title, *names]]
     for method in dict.fromkeys(row["method"] for row in rows):
-        lines.append([method, *(found.get((method, column), "") for column in columns)])
+        lines.append([method, *(cells.get((method, column), "") for column in columns)])
     return markdown_table(lines)
 
 

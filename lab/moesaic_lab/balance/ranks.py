@@ -120,7 +120,7 @@ class Watched(AbstractReplicationPolicy):
         start = time.thread_time()
         replicated = self._policy.decide(load)
         self.seconds.append(time.thread_time() - start)
-        self.replicated.append(_replicated(replicated))
+        self.replicated.append(_num_replicated(replicated))
         return replicated
 
 
@@ -164,7 +164,7 @@ class Subject:
             Relocator(mesh, TwoStage(least_gain=0.0, rest=0), ends_home=False) if method.moves_samples else None
         )
         mine = routes.experts.reshape(len(routes.experts), grid.world, -1, place.top_k)[:, transport.rank]
-        self._told = [torch.from_numpy(self.experts_at[call]) for call in mine]
+        self._routes = [torch.from_numpy(self.experts_at[call]) for call in mine]
         self._samples, self._length = place.samples_per_rank, place.sample_tokens
         generator = torch.Generator().manual_seed(job.seed + 1 + transport.rank)
         self.x = torch.randn(place.tokens_per_rank, place.dim, generator=generator).requires_grad_()
@@ -177,7 +177,7 @@ class Subject:
         """Return the results of a call, (tokens, dim), and the trip of its samples if samples move."""
         router = self.layer.router
         assert isinstance(router, ToldRouter)
-        router.tell(self._told[call])
+        router.tell(self._routes[call])
         if self.relocator is None:
             return self.layer(self.x), None
         trip = self.relocator.start([Following(router, self.layer.top_k)], self._samples, self._length)
@@ -185,7 +185,7 @@ class Subject:
 
     def step(self) -> None:
         """Run forward and backward for the next call of the case."""
-        y, _ = self.forward(self.steps % len(self._told))
+        y, _ = self.forward(self.steps % len(self._routes))
         self.steps += 1
         y.backward(self.dy)
         self.clear()
@@ -194,7 +194,7 @@ class Subject:
         """Restart with the first call, and reset the counts of steps and decisions."""
         assert self.layer.on_mesh is not None
         self.steps = 0
-        self._trials += sum(each.is_trial for each in decisions_of(self.layer.on_mesh.calls))
+        self._trials += sum(verdict.is_trial for verdict in decisions_of(self.layer.on_mesh.calls))
         if self.watched is not None:
             self.watched.seconds.clear()
             self.watched.replicated.clear()
@@ -217,14 +217,14 @@ class Subject:
                 replicated_copies=copies,
             )
         verdicts = decisions_of(self.layer.on_mesh.calls)
-        experts, copies = zip(*(_replicated(each.replicated) for each in verdicts[:calls]))
+        experts, copies = zip(*(_num_replicated(verdict.replicated) for verdict in verdicts[:calls]))
         return Decided(
-            seconds=tuple(each.decision_seconds for each in verdicts),
-            options=tuple(each.option for each in verdicts[:calls]),
+            seconds=tuple(verdict.decision_seconds for verdict in verdicts),
+            options=tuple(verdict.option for verdict in verdicts[:calls]),
             replicated_experts=experts,
             replicated_copies=copies,
-            weighing_seconds=tuple(each.weighing_seconds for each in verdicts),
-            trials=(self._trials, sum(each.is_trial for each in verdicts)),
+            weighing_seconds=tuple(verdict.weighing_seconds for verdict in verdicts),
+            trials=(self._trials, sum(verdict.is_trial for verdict in verdicts)),
         )
 
     def clear(self) -> None:
@@ -304,25 +304,25 @@ def counts(
     Raises:
         RuntimeError: on every rank, if a method's results or gradients differ from the plain layer's.
     """
-    found, plain = {}, None
+    counted, plain = {}, None
     for name in job.methods:
         recorder = Recorder(transport)
         subject = Subject(job, name, plans[name], recorder, PlainExperts, links)
         values = outcome(subject)
         subject.clear()
         plain = plain or values
-        error = max(difference(each, other) for each, other in zip(values, plain))
+        error = max(difference(value, other) for value, other in zip(values, plain))
         first = len(recorder.ranges)
-        peak = peak_bytes(partial(_step_of, subject))
+        peak = peak_bytes(partial(_run_first_call, subject))
         sent: dict[int, list[Message]] = {}
-        for each in recorder.ranges[first:]:
-            for m in each.messages:
-                sent.setdefault(m.tag, []).append((m.source, m.target, float(m.num_bytes)))
-        found[name] = CountedPlan(messages=sent, peak_bytes=peak, error=latest(error))
-    wrong = {name: each.error for name, each in found.items() if not each.error <= TOLERANCE}
+        for tag_range in recorder.ranges[first:]:
+            for message in tag_range.messages:
+                sent.setdefault(message.tag, []).append((message.source, message.target, float(message.num_bytes)))
+        counted[name] = CountedPlan(messages=sent, peak_bytes=peak, error=latest(error))
+    wrong = {name: plan.error for name, plan in counted.items() if not plan.error <= TOLERANCE}
     if wrong:
         raise RuntimeError(f"{job.case.label}: methods differ from the plain layer: {wrong}")
-    return found
+    return counted
 
 
 def outcome(subject: Subject) -> list[Tensor]:
@@ -338,18 +338,18 @@ def outcome(subject: Subject) -> list[Tensor]:
         local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
         probe = torch.randn(local[0].numel(), PROBES, generator=torch.Generator().manual_seed(len(along)))
         along.append(local.flatten(1) @ probe)
-    everyone: list[Tensor | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, torch.stack(along, dim=1))
-    by_place = torch.cat([each for each in everyone if each is not None])
+    per_rank: list[Tensor | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(per_rank, torch.stack(along, dim=1))
+    by_place = torch.cat([of_rank for of_rank in per_rank if of_rank is not None])
     return [y.detach(), subject.x.grad.clone(), by_place[torch.from_numpy(subject.experts_at)]]
 
 
-def _replicated(table: np.ndarray | None) -> tuple[int, int]:
+def _num_replicated(table: np.ndarray | None) -> tuple[int, int]:
     """Return the numbers of experts and of copies that helper ranks compute."""
     return (0, 0) if table is None else (int((table.sum(axis=(0, 2)) > 0).sum()), int(table.sum()))
 
 
-def _step_of(subject: Subject) -> None:
+def _run_first_call(subject: Subject) -> None:
     y, _ = subject.forward(0)
     y.backward(subject.dy)
 

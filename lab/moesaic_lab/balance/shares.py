@@ -17,7 +17,7 @@ from moesaic.cost.cluster import read_cluster
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance.config import SharesOfForced
-from moesaic_lab.balance.loads import Skew, alike, made_up, max_vio, recorded_shares
+from moesaic_lab.balance.loads import Skew, identical_counts, made_up, max_vio, recorded_shares
 from moesaic_lab.balance.methods import NETMOE, PLAIN, methods
 from moesaic_lab.balance.simulated import BEST, Larger
 from moesaic_lab.benchmark import Told
@@ -79,19 +79,19 @@ class Share:
 
 
 def shares_of_forced(
-    config: SharesOfForced, folder: Path, seed: int, told: Told, made: Sequence[Share] = ()
+    config: SharesOfForced, folder: Path, seed: int, told: Told, existing: Sequence[Share] = ()
 ) -> list[Share]:  # fmt: skip
-    """Simulate every method under every load, except those in `made`; return old and new shares.
+    """Simulate every method under every load, except those in `existing`; return old and new shares.
 
     Args:
         config: what to simulate.
         folder: folder of the configuration's trace.
         seed: seed of the synthetic loads.
         told: called with a progress message for each case.
-        made: shares simulated earlier.
+        existing: shares simulated earlier.
     """
-    trace, found = Trace.open(folder / config.trace), list(made)
-    known = {key_of(each) for each in made}
+    trace, shares = Trace.open(folder / config.trace), list(existing)
+    known = {key_of(share) for share in existing}
     for ranks in config.ranks:
         larger, names = None, names_of(ranks)
         for cluster in config.clusters:
@@ -102,20 +102,20 @@ def shares_of_forced(
                 for load, which in loads_on(config, ranks)
                 if load == RECORDED or ratio == config.ratio
             ]
-            left = {case: [name for name in names if (case, name) not in known] for case in cases}
-            if not any(left.values()):
+            missing = {case: [name for name in names if (case, name) not in known] for case in cases}
+            if not any(missing.values()):
                 continue
             spec = read_cluster(cluster)
             larger = Larger(config.layer(ranks), read_cluster(cluster, nodes=ranks // spec.devices_per_node), larger)
             forced: dict[tuple[float, str], float] = {}
-            for case, wanted in left.items():
-                if wanted:
+            for case, todo in missing.items():
+                if todo:
                     told(f"{cluster}, {ranks} ranks, weights {case.ratio:g} of the rows, {case.load} {case.which:g}")
-                if wanted and case.load == SLOW:
-                    found += list(_slow(config, larger, cluster, wanted))
-                elif wanted:
-                    found += list(_of(config, larger, trace, case, seed, wanted, forced))
-    return found
+                if todo and case.load == SLOW:
+                    shares += list(_shares_with_slow_rank(config, larger, cluster, todo))
+                elif todo:
+                    shares += list(_shares_under(config, larger, trace, case, seed, todo, forced))
+    return shares
 
 
 class LoadCase(NamedTuple):
@@ -146,11 +146,11 @@ def loads_on(config: SharesOfForced, ranks: int) -> Iterator[tuple[str, float]]:
 
 def names_of(ranks: int) -> list[str]:
     """Return the names of the methods to simulate on this many ranks."""
-    found = [name for name in methods(Grid(world=ranks, ep=ranks)) if name not in UNASKED]
-    return [*found, *(BEST if ranks <= WHOLE else ())]
+    names = [name for name in methods(Grid(world=ranks, ep=ranks)) if name not in UNASKED]
+    return [*names, *(BEST if ranks <= WHOLE else ())]
 
 
-def _of(
+def _shares_under(
     config: SharesOfForced, larger: Larger, trace: Trace, case: LoadCase, seed: int, names: Sequence[str],
     forced: dict[tuple[float, str], float],
 ) -> Iterator[Share]:  # fmt: skip
@@ -161,15 +161,15 @@ def _of(
     cluster, ranks, ratio, load, _ = case
     tokens = config.tokens(ratio)
     copies, experts = tokens * config.top_k, ranks * config.experts_per_rank
-    even = [alike(np.full(experts, 1 / experts), ranks, copies)] * 2
+    even = [identical_counts(np.full(experts, 1 / experts), ranks, copies)] * 2
     layer, steps, calls = calls_of(config, trace, case, copies, seed)
     for name in dict.fromkeys((PLAIN, *names)):
         if (ratio, name) not in forced:
             forced[ratio, name] = larger.seconds(name, even, even[0].sum(0), tokens)[-1][0]
     for name in names:
-        found = larger.seconds(name, calls, calls[0].sum(0), tokens)
+        results = larger.seconds(name, calls, calls[0].sum(0), tokens)
         moving = larger.moving_seconds(name, calls[0].sum(0), config.moved_bytes)
-        for step, counts, (seconds, deciding, replicated) in zip(steps[1:], calls[1:], found):
+        for step, counts, (seconds, deciding, replicated) in zip(steps[1:], calls[1:], results):
             yield Share(
                 cluster=cluster, ranks=ranks, load=load, layer=layer, step=step, max_vio=max_vio(counts, ranks),
                 ratio=ratio, method=name, seconds=seconds, moving_seconds=moving, moves_every=config.moves_every,
@@ -178,18 +178,20 @@ def _of(
             )  # fmt: skip
 
 
-def _slow(config: SharesOfForced, larger: Larger, cluster: str, names: Sequence[str]) -> Iterator[Share]:
+def _shares_with_slow_rank(
+    config: SharesOfForced, larger: Larger, cluster: str, names: Sequence[str]
+) -> Iterator[Share]:
     """Yield the shares with even loads and a slow last rank. Policies with a cost model know its speed."""
     ranks, tokens = larger.grid.world, config.tokens(config.ratio)
     spec = replace(larger.spec, speeds=(*(1.0,) * (ranks - 1), config.slow_rank))
-    unlike = Larger(larger.layer, spec, larger)
+    slowed = Larger(larger.layer, spec, larger)
     experts, copies = ranks * config.experts_per_rank, tokens * config.top_k
-    even = [alike(np.full(experts, 1 / experts), ranks, copies)] * 2
+    even = [identical_counts(np.full(experts, 1 / experts), ranks, copies)] * 2
     plain = larger.seconds(PLAIN, even, even[0].sum(0), tokens)[-1][0]
     for name in names:
-        forced = [one.seconds(name, even, even[0].sum(0), tokens) for one in (larger, unlike)]
-        (own, _, _), (seconds, deciding, replicated) = forced[0][-1], forced[1][-1]
-        moving = unlike.moving_seconds(name, even[0].sum(0), config.moved_bytes)
+        runs = [simulated.seconds(name, even, even[0].sum(0), tokens) for simulated in (larger, slowed)]
+        (own, _, _), (seconds, deciding, replicated) = runs[0][-1], runs[1][-1]
+        moving = slowed.moving_seconds(name, even[0].sum(0), config.moved_bytes)
         yield Share(
             cluster=cluster, ranks=ranks, load=SLOW, layer=-1, step=1, max_vio=0.0, ratio=config.ratio, method=name,
             seconds=seconds, moving_seconds=moving, moves_every=config.moves_every, forced_seconds=plain,
@@ -201,17 +203,17 @@ def calls_of(
     config: SharesOfForced, trace: Trace, case: LoadCase, copies: int, seed: int
 ) -> tuple[int, Sequence[int], list[np.ndarray]]:
     """Return a load as (layer, steps, consecutive calls). The first call only initialises policies that decide ahead."""
-    ranks, each = case.ranks, config.experts_per_rank
+    ranks, per_rank = case.ranks, config.experts_per_rank
     if case.load == RECORDED:
         layer = int(case.which)
-        shares = [recorded_shares(trace, layer, step, ranks, each) for step in config.steps]
-        return layer, config.steps, [alike(of_step, ranks, copies) for of_step in shares]
+        shares = [recorded_shares(trace, layer, step, ranks, per_rank) for step in config.steps]
+        return layer, config.steps, [identical_counts(of_step, ranks, copies) for of_step in shares]
     samples = -(-copies // (config.top_k * 512))
     routes = made_up(
         Skew(
-            ranks=ranks, num_experts=ranks * each, top_k=config.top_k, samples=samples * ranks, sample_tokens=512,
+            ranks=ranks, num_experts=ranks * per_rank, top_k=config.top_k, samples=samples * ranks, sample_tokens=512,
             max_vio=case.which, calls=2, persistence=config.persistence, locality=0.0, seed=seed,
         )
     )  # fmt: skip
-    totals = [routes.counts(call, ranks, ranks * each).sum(0) for call in range(2)]
-    return -1, (0, 1), [alike(total / total.sum(), ranks, copies) for total in totals]
+    totals = [routes.counts(call, ranks, ranks * per_rank).sum(0) for call in range(2)]
+    return -1, (0, 1), [identical_counts(total / total.sum(), ranks, copies) for total in totals]

@@ -92,13 +92,15 @@ class Larger:
         if name in BEST:
             return [self._best(load, tokens) for load in loads[1:]]
         policy = self._policy(method, tokens)
-        deciding, found = Deciding(policy, self._plans[name]), []
+        deciding, results = Deciding(policy, self._plans[name]), []
         if isinstance(policy, Arbiter):
             deciding(loads[0])
         for load in loads[1:]:
             compiled, table = deciding(load)
-            found.append((self._took(compiled, load, table, tokens), deciding.seconds, _helped(table)))
-        return found
+            results.append(
+                (self._cached_seconds(compiled, load, table, tokens), deciding.seconds, _num_replicated_experts(table))
+            )
+        return results
 
     def moving_seconds(self, name: str, history: np.ndarray, moved_bytes: int) -> float:
         """Return the seconds that it takes to move experts from their initial ranks to a method's placement; 0 if none
@@ -114,8 +116,8 @@ class Larger:
         """
         if not self.methods[BEST.get(name, name)].places_experts:
             return 0.0
-        each, slot = self.layer.num_experts // self.grid.world, placed_by(history, self.grid)
-        source, target = np.arange(len(slot)) // each, slot // each
+        per_rank, slot = self.layer.num_experts // self.grid.world, placed_by(history, self.grid)
+        source, target = np.arange(len(slot)) // per_rank, slot // per_rank
         pairs, experts = np.unique(np.stack([source, target])[:, source != target], axis=1, return_counts=True)
         of_expert = self.layer.matrices * self.layer.dim * self.layer.hidden * moved_bytes
         topology = Topology(self.spec, self.grid.world, self.grid.ranks_per_node)
@@ -124,21 +126,25 @@ class Larger:
     def _best(self, load: CallLoad, tokens: int) -> tuple[float, float, int]:
         """Return the time of a call under the arbiter's fastest option in simulation, with the call's own counts."""
         compiled = self._plans[OURS]
-        offers = self._arbiter(tokens).start(compiled.plan, [each.plan for each in compiled.options]).offers(load)
-        took = [
-            (self._took(compiled.options[option.choice.program], load, table, tokens), 0.0, _helped(table))
+        offers = self._arbiter(tokens).start(compiled.plan, [option.plan for option in compiled.options]).offers(load)
+        results = [
+            (
+                self._cached_seconds(compiled.options[option.choice.program], load, table, tokens),
+                0.0,
+                _num_replicated_experts(table),
+            )
             for option, table in offers
         ]
-        return min(took)
+        return min(results)
 
-    def _took(self, compiled: Compiled, load: CallLoad, replicated: np.ndarray | None, tokens: int) -> float:
+    def _cached_seconds(self, compiled: Compiled, load: CallLoad, replicated: np.ndarray | None, tokens: int) -> float:
         """Return the seconds of forward and backward of a call. Equal programs and counts are simulated once."""
         cells = (
             b"" if replicated is None else np.flatnonzero(replicated).tobytes() + replicated[replicated > 0].tobytes()
         )
         key = (id(compiled), tokens, load.copies.tobytes(), cells)
         if key not in self._known:
-            self._known[key] = self._seconds_of(compiled, load.copies, replicated, tokens)
+            self._known[key] = self._simulate(compiled, load.copies, replicated, tokens)
         return self._known[key]
 
     def _copies(self, calls: Iterable[np.ndarray], history: np.ndarray, method: BalanceMethod) -> list[np.ndarray]:
@@ -148,7 +154,7 @@ class Larger:
         order = np.argsort(placed_by(history, self.grid))
         return [counts[:, order] for counts in calls]
 
-    def _seconds_of(
+    def _simulate(
         self, compiled: Compiled, copies: np.ndarray, replicated: np.ndarray | None, tokens: int
     ) -> float:  # fmt: skip
         """Simulate forward and backward of one call; return the seconds."""
@@ -157,32 +163,32 @@ class Larger:
             replicated=replicated, shapes=compiled.shapes(self.layer.num_experts),
         )  # fmt: skip
         layer = replace(self.layer, tokens=tokens)
-        there, back = (
-            self._simulator.run(each, layer, compiled.grid, sizes=sizes)
-            for each in (compiled.forward, compiled.backward)
+        forward, backward = (
+            self._simulator.run(program, layer, compiled.grid, sizes=sizes)
+            for program in (compiled.forward, compiled.backward)
         )
-        return there.seconds + back.seconds
+        return forward.seconds + backward.seconds
 
 
-def _helped(replicated: np.ndarray | None) -> int:
+def _num_replicated_experts(replicated: np.ndarray | None) -> int:
     """Return the number of experts that helper ranks compute."""
     return 0 if replicated is None else int(replicated.any(axis=(0, 2)).sum())
 
 
 def compiled_once(methods: Mapping[str, BalanceMethod], grid: Grid) -> dict[str, Compiled]:
     """Return the compiled programs of every method. Policies that replicate by a single table share theirs."""
-    made: dict[tuple[Plan, bool], Compiled] = {}  # the layouts of a program take a minute at 64 ranks
-    found = {}
+    programs: dict[tuple[Plan, bool], Compiled] = {}  # the layouts of a program take a minute at 64 ranks
+    by_method = {}
     for name, method in methods.items():
         plan = method.plan
         if plan.replicates and plan.replication != "arbiter":
             plan = replace(plan, replication="spill")
         key = (plan, method.moves_samples)
-        if key not in made:
+        if key not in programs:
             stays = compile_plan(plan, grid)
-            made[key] = moving(stays) if method.moves_samples else stays
-        found[name] = made[key]
-    return found
+            programs[key] = moving(stays) if method.moves_samples else stays
+        by_method[name] = programs[key]
+    return by_method
 
 
 class Deciding:
@@ -225,9 +231,9 @@ def machine_of(spec: ClusterSpec, dtype: str) -> Machine:
     share."""
 
     def slowest(where: str) -> tuple[float, float]:
-        used = [link for link in spec.links if link.carries in ("all", where)]
-        return min(min(link.gbps) / link.devices for link in used), sum(
-            link.latency_us + link.message_us for link in used
+        links = [link for link in spec.links if link.carries in ("all", where)]
+        return min(min(link.gbps) / link.devices for link in links), sum(
+            link.latency_us + link.message_us for link in links
         )
 
     inside, outside = slowest("inside"), slowest("outside")
@@ -256,7 +262,7 @@ def decisions(ranks: int = 64, experts: int = 256, calls: int = 120, seed: int =
     spec, plan = read_cluster("dgx-h100", nodes=ranks // 8), Plan(replication="arbiter")
     arbiter = Arbiter(costs=ReplicationCosts(machine=machine_of(spec, "bf16"), cluster=spec))
     arbitration = arbiter.start(plan, list(arbiter.option_plans(plan, grid)))
-    found = []
+    timed = []
     for number, copies in enumerate(_drifting(ranks, experts, calls, seed), start=1):
         load = CallLoad(grid, copies, experts, 1024, 2048)
         started = time.perf_counter()
@@ -265,21 +271,21 @@ def decisions(ranks: int = 64, experts: int = 256, calls: int = 120, seed: int =
         verdict = arbitration.weigh(pick, call=number)
         arbitration.hear({number: RATIO * verdict.seconds[verdict.option]})
         if number > BEGIN:
-            found.append(
+            timed.append(
                 TimedDecision(
                     ranks=ranks, experts=experts, seconds=seconds, weighing_seconds=verdict.weighing_seconds,
                     replicates=pick.table is not None,
                 )
             )  # fmt: skip
-    return found
+    return timed
 
 
 def _drifting(ranks: int, experts: int, calls: int, seed: int) -> Sequence[np.ndarray]:
     """Return each rank's copies for each expert, a (ranks, experts) int64 array for each call."""
     rng = np.random.default_rng(seed)
-    lasting, found = rng.normal(size=experts), []
+    lasting, copies = rng.normal(size=experts), []
     for _ in range(calls):
         mixed = np.sqrt(PERSISTENCE) * lasting + np.sqrt(1 - PERSISTENCE) * rng.normal(size=experts)
         shares = (1.0 + np.argsort(np.argsort(-mixed))) ** -SKEW
-        found.append(rng.multinomial(COPIES, shares / shares.sum(), size=ranks))
-    return found
+        copies.append(rng.multinomial(COPIES, shares / shares.sum(), size=ranks))
+    return copies

@@ -211,8 +211,8 @@ def tables(rows: list[dict[str, Any]]) -> list[Any]:
 
 
 BENCHMARK = Benchmark(
-    name="chaos", description="Kill, stop, cut off and damage runs by a seeded schedule; hold what comes of it against what is "
-    "promised. Exit code 1 where a promise is broken.",
+    name="chaos", description="Kill, stop, disconnect and damage runs by a seeded schedule, and check that they recover. "
+    "Exit code 1 if a promise is broken.",
     options=ChaosOptions, notes=notes_of(__doc__), cases=cases, measure=measure, claims=claims, columns=tables,
     is_proof=True, is_command=True,
 )  # fmt: skip

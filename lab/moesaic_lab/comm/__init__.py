@@ -1,1 +1,1 @@
-"""All-to-alls on an emulated cluster, beside the limit of its links."""
+"""The benchmark of all-to-alls on an emulated cluster, compared with the limit of its links."""

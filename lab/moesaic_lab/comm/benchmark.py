@@ -1,8 +1,7 @@
-"""`moesaic bench comm`: all-to-alls over really slow links, each as a program on the interpreter, in turn, beside the limit of
-its links.
+"""`moesaic bench comm`: all-to-alls on an emulated cluster, timed in turn and compared with the limit of its links.
 
-Times of all-to-alls are drawn as multiples of the limit of the links, the least of any method there: from 16 KiB to 32 MiB
-milliseconds differ by three orders, methods by tenths.
+Each all-to-all runs as a program on the interpreter. The picture shows times as multiples of the link limit, the lowest of all
+methods at that size: from 16 KiB to 32 MiB milliseconds differ by a factor of 1000, methods only by tenths.
 """
 
 from __future__ import annotations
@@ -35,28 +34,28 @@ NOTES = (
     "median's 95 % interval over 30 pairs."
 )
 DOMINATES = 2
-"""A charge per message dominates where it is at least so many times the bytes of linear's messages."""
+"""The charge per message dominates if it is at least this many times the bytes of one of linear's messages."""
 FOUR_MIB_KIB = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommCell(TimedCell):
-    """What was measured for one size on one bed."""
+    """The measurements of one size on one bed."""
 
     sweep: Sweep
     size_kib: int
-    """Per rank; of a dispatch, what linear sends, rounded."""
+    """KiB per rank; for a dispatch the rounded size of all copies of a rank."""
     limits: Mapping[str, Limit]
-    """By method: of the messages of its program."""
+    """Link limits for the messages of each method's program, by method."""
     across: Mapping[str, tuple[int, int]]
-    """By method: (bytes, messages) between nodes, over all ranks: as a recorder counted them, of torch's own as computed."""
+    """(bytes, messages) between nodes over all ranks, by method: counted by recorders, but computed for torch's own."""
 
 
 def run(config: CommConfig, told: Told) -> list[CommCell]:
-    """Measure everything that a configuration names; it starts clusters, one after another.
+    """Measure all sweeps of a configuration. This starts clusters, one after another.
 
     Raises:
-        RuntimeError: if a method delivers wrong rows.
+        RuntimeError: a method delivers wrong rows.
     """
     jobs = [
         (sweep, size) for sweep in config.sweeps for size in ((0,) if sweep.kind == "dispatch" else sweep.sizes_kib)
@@ -69,29 +68,35 @@ def run(config: CommConfig, told: Told) -> list[CommCell]:
 
 
 def measure(config: CommConfig, ranks: Cluster, job: tuple[Sweep, int]) -> CommCell:
-    """Measure one sweep's size, KiB per rank (0 of a dispatch), on a cluster that runs."""
+    """Measure one size of a sweep on a running cluster.
+
+    Args:
+        config: the benchmark.
+        ranks: the cluster, on the sweep's bed.
+        job: the sweep, and the size in KiB per rank, 0 for a dispatch.
+    """
     sweep, size_kib = job
     if sweep.kind == "dispatch":
-        found = ranks.run(side.measure_dispatch, sweep, config.seed, config.dim, config.warmup)
+        of_ranks = ranks.run(side.measure_dispatch, sweep, config.seed, config.dim, config.warmup)
         size_kib = round(sweep.tokens * sweep.top_k * config.dim * 4 / 1024)
     else:
         of_kind = side.measure_lanes if sweep.kind == "lanes" else side.measure_exchange
-        found = ranks.run(of_kind, sweep, size_kib, config.dim, config.warmup)
-    messages, names = found[0].messages, found[0].spans
-    counted = {name: [m for of_rank in found for m in of_rank.sent.get(name, [])] for name in names}
+        of_ranks = ranks.run(of_kind, sweep, size_kib, config.dim, config.warmup)
+    messages, names = of_ranks[0].messages, of_ranks[0].spans
+    counted = {name: [m for of_rank in of_ranks for m in of_rank.sent.get(name, [])] for name in names}
     return CommCell(
-        sweep=sweep, size_kib=size_kib, **timed([of_rank.spans for of_rank in found]),
+        sweep=sweep, size_kib=size_kib, **timed([of_rank.spans for of_rank in of_ranks]),
         limits={name: link_limit(messages[name], sweep.bed) for name in names},
         across={name: crossing(counted[name] or messages[name], sweep.bed.node_of) for name in names},
     )  # fmt: skip
 
 
 def claims(cells: Sequence[CommCell]) -> list[Claim]:
-    """Return all claims, also those that this run did not measure."""
+    """Return all claims, including those that this run did not measure."""
 
     def top8() -> CommCell:
-        found = [c for c in cells if c.sweep.kind == "dispatch" and c.sweep.shape == "2x2" and c.sweep.top_k == 8]
-        return some(found, "of a dispatch with top_k 8 on 2x2")[0]
+        chosen = [c for c in cells if c.sweep.kind == "dispatch" and c.sweep.shape == "2x2" and c.sweep.top_k == 8]
+        return some(chosen, "of a dispatch with top_k 8 on 2x2")[0]
 
     return [
         claimed("comm.receive_first.link_share_2x2_4MiB", lambda: link_share(cells), 0.95, ">="),
@@ -104,46 +109,49 @@ def claims(cells: Sequence[CommCell]) -> list[Claim]:
 
 
 def link_share(cells: Sequence[CommCell]) -> float:
-    """Return the share of the link limit that the linear all-to-all reaches: the lower end of the 95 % interval."""
-    found = [cell for cell in cells if cell.sweep.kind == "limit" and cell.size_kib == FOUR_MIB_KIB]
-    cell = some(found, "of 4 MiB to the limit")[0]
+    """Return the share of the link limit that the linear all-to-all reaches, as the lower end of the 95 % interval."""
+    chosen = [cell for cell in cells if cell.sweep.kind == "limit" and cell.size_kib == FOUR_MIB_KIB]
+    cell = some(chosen, "of 4 MiB to the limit")[0]
     seconds = cell.timings["linear"].seconds
     return enough(paired([cell.limits["linear"].seconds] * len(seconds), seconds)).low
 
 
 def over_longer_lane(cells: Sequence[CommCell]) -> float:
-    """Return pipelined over the longer of its own lanes alone: the upper end of the 95 % interval, median over sizes."""
-    found = []
+    """Return the time of pipelined over that of the longer of its lanes alone.
+
+    It is the median over all sizes of the upper end of the 95 % interval.
+    """
+    ratios = []
     for cell in some([c for c in cells if c.sweep.kind == "lanes"], "of lanes"):
         longer = max(("intra alone", "inter alone"), key=lambda name: cell.timings[name].median)
-        found.append(enough(cell.ratio("pipelined", longer)).high)
-    return statistics.median(found)
+        ratios.append(enough(cell.ratio("pipelined", longer)).high)
+    return statistics.median(ratios)
 
 
 def multicast_bytes(cell: CommCell) -> float:
-    """Return the bytes between nodes that multicast sends over linear's, as recorders counted."""
+    """Return the bytes that multicast sends between nodes divided by linear's, as counted by recorders."""
     return cell.across["multicast"][0] / cell.across["linear"][0]
 
 
 def multicast_over_bound(cells: Sequence[CommCell]) -> float:
-    """Return the time of multicast over the limit of its links, median over all dispatches."""
-    found = some([c for c in cells if c.sweep.kind == "dispatch"], "of a dispatch")
-    return statistics.median(c.timings["multicast"].median / c.limits["multicast"].seconds for c in found)
+    """Return the time of multicast over its link limit, the median over all dispatches."""
+    chosen = some([c for c in cells if c.sweep.kind == "dispatch"], "of a dispatch")
+    return statistics.median(c.timings["multicast"].median / c.limits["multicast"].seconds for c in chosen)
 
 
 def small_messages(cells: Sequence[CommCell]) -> float:
-    """Return 2DH over linear on 4x4 ranks, median over the cells where the charge per message dominates."""
-    found = [
+    """Return the time of 2DH over linear on 4x4 ranks, the median over the cells in which the charge per message dominates."""
+    ratios = [
         cell.ratio("hier2d", "linear").median
         for cell in cells
         if cell.sweep.kind == "exchange" and cell.sweep.shape == "4x4" and {"hier2d", "linear"} <= set(cell.timings)
         if cell.sweep.per_message >= DOMINATES * 1024 * cell.size_kib / cell.sweep.world
     ]
-    return statistics.median(some(found, "on 4x4 where a cost per message dominates"))
+    return statistics.median(some(ratios, "on 4x4 where a cost per message dominates"))
 
 
 def rows_of(cell: CommCell) -> list[dict[str, Any]]:
-    """Return a line of the table per method."""
+    """Return a row per method."""
     first = cell.timings["linear" if "linear" in cell.timings else next(iter(cell.timings))]
     return [
         {
@@ -166,29 +174,29 @@ COLUMNS = (
     Column(key="over_first", title="ratio", show=share),
     Column(key="across_bytes", title="across", show=byte_size),
 )
-"""Of the tables on the terminal: milliseconds; the bound's share of the median; the ratio to the first method; bytes that
-all ranks send between nodes."""
+"""Columns of the tables on the terminal. "share" is the bound over the median time, "ratio" the time over that of linear (or of
+the first method if linear was not measured), and "across" the bytes that all ranks send between nodes."""
 
 
 def tables(cells: Sequence[CommCell]) -> list[Table]:
-    """Return a table for people per kind and bed."""
-    made = []
+    """Return the tables for a terminal, one per kind and bed."""
+    all_tables = []
     for (kind, label), of_bed in itertools.groupby(cells, key=lambda cell: (cell.sweep.kind, cell.sweep.label)):
         rows = [row | {"quartiles": quartiles(row)} for cell in of_bed for row in rows_of(cell)]
-        made.append(table(f"{kind} on {label}", rows, COLUMNS, group_by=("size_bytes",)))
-    return made
+        all_tables.append(table(f"{kind} on {label}", rows, COLUMNS, group_by=("size_bytes",)))
+    return all_tables
 
 
 def panels(cells: Sequence[CommCell]) -> list[Panel]:
-    """Return a panel per bed of all-to-alls, and one each for lanes and dispatches."""
-    made = []
+    """Return a panel per bed of the all-to-alls, and one panel each for lanes and dispatches."""
+    all_panels = []
     by_bed = sorted((c for c in cells if c.sweep.kind == "exchange"), key=lambda c: (c.sweep.label, c.size_kib))
     for label, of_bed in itertools.groupby(by_bed, key=lambda cell: cell.sweep.label):
-        made.append(_over_sizes(f"all-to-all, {label}", list(of_bed)))
+        all_panels.append(_over_sizes(f"all-to-all, {label}", list(of_bed)))
     for kind, title in (("lanes", "two lanes, alone and at once"), ("dispatch", "dispatch: copies, or once per node")):
-        if found := [cell for cell in cells if cell.sweep.kind == kind]:
-            made.append(_bars(title, found))
-    return made
+        if chosen := [cell for cell in cells if cell.sweep.kind == kind]:
+            all_panels.append(_bars(title, chosen))
+    return all_panels
 
 
 def _over_sizes(title: str, cells: Sequence[CommCell]) -> Panel:
@@ -209,13 +217,19 @@ def _bars(title: str, cells: Sequence[CommCell]) -> Panel:
 
 
 def _series(cells: Sequence[CommCell], at: Sequence[float], scales: Sequence[float]) -> tuple[PlottedSeries, ...]:
-    """Return each method where it was timed: places, and by what its seconds are multiplied there."""
-    names, made = dict.fromkeys(name for cell in cells for name in cell.timings), []
+    """Return a series per method over the cells in which it was timed.
+
+    Args:
+        cells: the cells of the panel.
+        at: place of each cell on the x axis.
+        scales: factor by which each cell's seconds are multiplied.
+    """
+    names, series = dict.fromkeys(name for cell in cells for name in cell.timings), []
     for name in names:
-        here = [(x, cell, scale) for x, cell, scale in zip(at, cells, scales) if name in cell.timings]
-        points = [(x, cell.timings[name], cell.limits[name].seconds) for x, cell, _ in here]
-        made.append(PlottedSeries.of(name, points, [scale for *_, scale in here]))
-    return tuple(made)
+        measured = [(x, cell, scale) for x, cell, scale in zip(at, cells, scales) if name in cell.timings]
+        points = [(x, cell.timings[name], cell.limits[name].seconds) for x, cell, _ in measured]
+        series.append(PlottedSeries.of(name, points, [scale for *_, scale in measured]))
+    return tuple(series)
 
 
 BENCHMARK = emulated(

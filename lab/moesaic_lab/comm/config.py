@@ -1,4 +1,4 @@
-"""What the communication benchmark runs: read from a file, so that shapes and rates are fixed before measuring."""
+"""The configuration of the communication benchmark. It is read from a file: shapes and rates are fixed beforehand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moesaic_testbed.bed import Bed
 Kind = Literal["exchange", "limit", "lanes", "dispatch"]
 KINDS: tuple[Kind, ...] = ("exchange", "limit", "lanes", "dispatch")
 TORCH = "torch"
-"""The method that is torch's own `all_to_all_single`."""
+"""Name of the method that is torch's `all_to_all_single`."""
 MULTICAST = "multicast"
 METHODS = (*ALL_TO_ALLS, TORCH)
 COMMITTED = Path(__file__).parent.parent / "configs" / "comm.toml"
@@ -23,35 +23,36 @@ COMMITTED = Path(__file__).parent.parent / "configs" / "comm.toml"
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Methods over sizes on one bed."""
+    """Methods timed over several sizes on one bed."""
 
     kind: Kind = "exchange"
-    """exchange: all-to-alls. limit: the same, towards the link limit. lanes: pipelined, and each lane of it alone. dispatch:
-    copies of tokens to their experts, linear and multicast."""
+    """exchange: compare all-to-alls. limit: compare all-to-alls with the link limit. lanes: compare pipelined with each of its
+    lanes alone. dispatch: send copies of tokens to their experts by linear and by multicast."""
     nodes: int = 2
     """Nodes of the bed."""
     ranks_per_node: int = 2
-    """Ranks on each."""
+    """Ranks per node."""
     inter: str = "200mbit"
-    """Rate of each node's link, each direction."""
+    """Rate of each node's link in each direction."""
     intra: str | None = None
-    """Rate of `lo` inside each node; None: unshaped."""
+    """Rate of `lo` inside each node; None for no limit."""
     per_message: int = 0
-    """Bytes that every packet is charged at least."""
+    """Least bytes that each packet is charged."""
     sizes_kib: tuple[int, ...] = (1024,)
-    """KiB per rank, what it keeps for itself included; a whole number of rows for each rank. Not of a dispatch."""
+    """Sizes in KiB per rank, including the rows that a rank keeps. Each must be a whole number of rows per pair of ranks. Not
+    used by a dispatch."""
     methods: tuple[str, ...] = ("linear",)
-    """All-to-alls, by name; "torch" is `all_to_all_single`. Of exchange and limit."""
+    """Names of the all-to-alls of exchange and limit; "torch" is `all_to_all_single`."""
     tokens: int = 1024
-    """Per rank, of a dispatch."""
+    """Tokens per rank of a dispatch."""
     num_experts: int = 16
-    """Of a dispatch."""
+    """Number of experts of a dispatch."""
     top_k: int = 8
-    """Copies per token, of a dispatch."""
+    """Copies per token of a dispatch."""
     chunks: tuple[int, ...] = (1,)
-    """In how many parts multicast runs in turn, one part crossing while another fans out; of a dispatch."""
+    """Numbers of chunks of multicast in a dispatch, each timed; one chunk crosses nodes while another fans out inside them."""
     repeats: int = 8
-    """How often each method is timed. A ratio under 1.10 needs 30."""
+    """Timed runs of each method; a ratio under 1.10 needs 30."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "tokens", "num_experts", "top_k", "repeats"):
@@ -73,22 +74,22 @@ class Sweep:
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.nodes * self.ranks_per_node
 
     @property
     def shape(self) -> str:
-        """Nodes x ranks, as "2x2"."""
+        """Nodes x ranks per node, e.g. "2x2"."""
         return f"{self.nodes}x{self.ranks_per_node}"
 
     @property
     def dispatches(self) -> tuple[tuple[str, int], ...]:
-        """What a dispatch is measured by: names and chunks."""
+        """(name, chunks) of the methods of a dispatch."""
         return (("linear", 1), *((MULTICAST, chunks) for chunks in self.chunks))
 
     @property
     def label(self) -> str:
-        """The bed, and what a dispatch is made of, for people."""
+        """Description of the bed, and of a dispatch's experts, for tables and messages."""
         parts = [f"{self.shape} {self.inter}"]
         parts += [f"lo {self.intra}"] if self.intra else []
         parts += [f"{self.per_message} B/message"] if self.per_message else []
@@ -107,15 +108,15 @@ class Sweep:
         )
 
     def rows_of(self, size_kib: int, dim: int) -> int:
-        """Return the float32 rows that a rank holds.
+        """Return the number of float32 rows that a rank holds.
 
         Raises:
-            InputError: if they do not split evenly over the ranks.
+            InputError: the rows do not split evenly over the ranks.
         """
-        rows, rest = divmod(size_kib * 1024, dim * 4 * self.world)
-        if rest or not rows:
+        rows, remainder = divmod(size_kib * 1024, dim * 4 * self.world)
+        if remainder or not rows:
             raise InputError(
-                f"{self.kind} on {self.shape}: {size_kib} KiB are no whole number of rows of {dim} float32 for each of "
+                f"{self.kind} on {self.shape}: {size_kib} KiB are not a whole number of rows of {dim} float32 for each of "
                 f"{self.world} ranks: choose a multiple of {max(dim * 4 * self.world // 1024, 1)}, or another dim"
             )
         return rows * self.world
@@ -123,16 +124,16 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True)
 class CommConfig:
-    """The whole benchmark."""
+    """The configuration of the whole benchmark."""
 
     dim: int = 256
-    """Columns of a row, float32."""
+    """Columns of a row, in float32."""
     warmup: int = 1
-    """Rounds before those that count."""
+    """Unmeasured rounds before the measured ones."""
     seed: int = 0
-    """Of the routing."""
+    """Seed of the routing."""
     sweeps: tuple[Sweep, ...] = ()
-    """In order."""
+    """Sweeps in the order in which they run."""
 
     def __post_init__(self) -> None:
         if self.dim < 1 or self.warmup < 0:
@@ -142,19 +143,19 @@ class CommConfig:
                 sweep.rows_of(size, self.dim)
 
     def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> CommConfig:
-        """Return the part of the benchmark that was asked for.
+        """Return a copy of the configuration with only some sweeps or other repeats.
 
         Args:
-            only: shapes of beds, as "2x2"; () for all.
-            repeats: of every sweep; None as the file says.
+            only: shapes of beds, e.g. "2x2"; () for all.
+            repeats: timed runs of every method; None to keep the file's numbers.
 
         Raises:
-            InputError: for a shape that no sweep has, or repeats below 1.
+            InputError: no sweep has a shape in `only`, or `repeats` is below 1.
         """
         shapes = sorted({sweep.shape for sweep in self.sweeps})
         for shape in only:
             if shape not in shapes:
-                raise InputError(f"--only {shape}: no sweep runs there: choose of {', '.join(shapes)}")
+                raise InputError(f"--only {shape}: no sweep has this shape: choose from {', '.join(shapes)}")
         sweeps = [sweep for sweep in self.sweeps if not only or sweep.shape in only]
         if repeats is not None:
             sweeps = [replace(sweep, repeats=repeats) for sweep in sweeps]
@@ -162,14 +163,14 @@ class CommConfig:
 
 
 def in_chunks(name: str, chunks: int) -> str:
-    """Return the name of a method in chunks, for people."""
+    """Return a method's name with its number of chunks, for tables."""
     return name if chunks == 1 else f"{name}/{chunks}"
 
 
 def read_config(path: Path = COMMITTED) -> CommConfig:
-    """Read the benchmark from a TOML or JSON file: fields of `CommConfig`, and tables of sweeps by their kind.
+    """Read the configuration from a TOML or JSON file: fields of `CommConfig`, and lists of sweeps under their kind.
 
     Raises:
-        InputError: naming the file and the field.
+        InputError: the file is invalid; the message names the file and the field.
     """
     return read_parts(path, CommConfig(), lists={kind: ("sweeps", Sweep(kind=kind)) for kind in KINDS})

@@ -1,4 +1,4 @@
-"""What the communication benchmark runs, as programs: one movement of rows by each all-to-all, and a layer's dispatch."""
+"""The programs of the communication benchmark: one movement of rows by each all-to-all, and a layer's dispatch."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from moesaic.program.validate import validate
 from moesaic_lab.bounds import Message, program_messages
 
 ELEMENT = 4
-"""Bytes of an element: rows are float32."""
+"""Bytes per element; rows are float32."""
 AT_EXPERTS = Layout(spread=("ep", "etp"), experts="rank")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A program with its sizes."""
+    """A program with the sizes of its call."""
 
     program: Program
     sizes: CallSizes
     copies: np.ndarray
-    """(world, num_experts) that each rank sends to each expert."""
+    """(world, num_experts) copies that each rank sends to each expert."""
 
     def messages(self, dim: int) -> list[Message]:
-        """Return all messages, of rows of `dim` columns."""
+        """Return all messages of the program, for rows of `dim` columns."""
         return program_messages(self.program, self.sizes, dim=dim, element_bytes=ELEMENT)
 
 
 def all_ep(nodes: int, ranks_per_node: int) -> Grid:
-    """Return the mesh of the benchmark: experts spread over all ranks."""
+    """Return the mesh of the benchmark, which splits the experts over all ranks."""
     world = nodes * ranks_per_node
     return Grid(world=world, ep=world, ranks_per_node=ranks_per_node)
 
 
 def exchange(grid: Grid, rows: int, algorithm: str, which: str = "all") -> Work:
-    """Return an even all-to-all: one expert per rank, to which every rank sends equally many rows.
+    """Return an even all-to-all: there is one expert per rank, to which every rank sends equally many rows.
 
     Args:
-        grid: from `all_ep`.
-        rows: that each rank holds, those for itself among them.
+        grid: the mesh, from `all_ep`.
+        rows: rows that each rank holds, including those for itself.
         algorithm: a name in `ALL_TO_ALLS`.
-        which: "all"; "inside" or "across" to move only rows that stay in their node, or only those that leave it.
+        which: "all" to move all rows, "inside" for only those that stay in their node, "across" for only those that leave it.
     """
     build = Builder("exchange")
     build.move(build.input("rows", Kind.ROWS, Layout(), {}), "h", AT_EXPERTS, ("ep", "etp"), {}, Stage.DISPATCH)
@@ -64,14 +64,14 @@ def exchange(grid: Grid, rows: int, algorithm: str, which: str = "all") -> Work:
 
 
 def dispatch(grid: Grid, copies: np.ndarray, tokens: int, node_tokens: np.ndarray | None, chunks: int = 1) -> Work:
-    """Return the dispatch of a layer under S1: tokens to their experts, with their routing weights.
+    """Return the dispatch of a layer under S1: the tokens are sent to their experts with their routing weights.
 
     Args:
-        grid: from `all_ep`.
-        copies: (world, num_experts) that each rank sends to each expert.
-        tokens: per rank.
-        visits: for multicast, as for `CallSizes`; None for linear.
-        chunks: parts that each run of copies is cut into; one fans out inside the nodes while the next one crosses.
+        grid: the mesh, from `all_ep`.
+        copies: (world, num_experts) copies that each rank sends to each expert.
+        tokens: tokens per rank.
+        node_tokens: argument of `CallSizes` for multicast; None for linear.
+        chunks: number of chunks; one chunk fans out inside the nodes while the next one crosses nodes.
     """
     whole = SCHEDULES["s1"](False)
     whole = whole if node_tokens is None else multicast(whole, grid)
@@ -82,23 +82,23 @@ def dispatch(grid: Grid, copies: np.ndarray, tokens: int, node_tokens: np.ndarra
 
 
 def until_experts(program: Program) -> Program:
-    """Return what a layer's forward program does before its experts run; what they would read comes out."""
-    deferred_wgrad: set[str] = set()
+    """Return the part of a layer's forward program before the experts; its outputs are the slots that the experts read."""
+    after_experts: set[str] = set()
     tasks: list[Task] = []
     outputs: list[str] = []
     for task in program.tasks:
         if task.op is Op.EXPERT:
             outputs += task.reads[:2]
-        if task.op is Op.EXPERT or deferred_wgrad.intersection(task.reads):
-            deferred_wgrad.update(task.writes)
+        if task.op is Op.EXPERT or after_experts.intersection(task.reads):
+            after_experts.update(task.writes)
         else:
             tasks.append(task)
-    held = {name for task in tasks for name in (*task.reads, *task.writes)}
+    slots = {name for task in tasks for name in (*task.reads, *task.writes)}
     return replace(
-        program, name=f"dispatch of {program.name}", slots=tuple(slot for slot in program.slots if slot.name in held),
-        tasks=tuple(tasks), inputs=tuple(name for name in program.inputs if name in held), outputs=tuple(outputs),
+        program, name=f"dispatch of {program.name}", slots=tuple(slot for slot in program.slots if slot.name in slots),
+        tasks=tuple(tasks), inputs=tuple(name for name in program.inputs if name in slots), outputs=tuple(outputs),
     )  # fmt: skip
 
 
 LANES = {"pipelined": "all", "intra alone": "inside", "inter alone": "across"}
-"""Methods of the comparison of lanes, and the rows that each moves; see `exchange`."""
+"""Methods of the comparison of lanes, with the argument `which` of `exchange`."""

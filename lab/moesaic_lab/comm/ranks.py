@@ -1,7 +1,7 @@
-"""The ranks' side of the communication benchmark: tensors, the interpreter on Gloo, checks, spans.
+"""The part of the communication benchmark that runs on the ranks: tensors, the interpreter on sockets, checks and times.
 
-Every method is run once before it is timed; what arrived is compared with what the rows must be, and the bytes that a
-recorder saw with what the program says it moves.
+Each method runs once before it is timed. This compares the received rows with the expected ones, and the messages that a
+recorder saw with those of the program.
 """
 
 from __future__ import annotations
@@ -29,65 +29,67 @@ from moesaic_lab.measure import Span, in_turn
 from moesaic_lab.recorder import Recorder
 
 CYCLE = 2**18
-"""Row numbers repeat after so many, so that they and their columns are exact in float32."""
+"""Row numbers repeat after this many rows, so that row and column numbers are exact in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommFound:
-    """What one rank measured for one size."""
+    """The measurements of one size on one rank."""
 
     spans: dict[str, list[Span]]
-    """By method."""
+    """Spans by method."""
     sent: dict[str, list[Message]]
-    """By method: what this rank sent, as a recorder saw it; not of torch's own."""
+    """Messages that this rank sent as a recorder saw them, by method; without torch's own."""
     messages: dict[str, list[Message]]
-    """By method: what all ranks send, as the program says."""
+    """Messages that all ranks send by the program, by method."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommMethod:
-    """A program, what this rank brings to it, and what it must get from it."""
+    """A program with this rank's inputs and expected outputs."""
 
     work: Work
     values: Mapping[str, Value]
+    """Inputs of this rank, by slot."""
     expected: Mapping[str, Tensor]
-    """By slot."""
+    """Expected outputs on this rank, by slot."""
 
 
 def measure_exchange(sweep: Sweep, size_kib: int, dim: int, warmup: int) -> CommFound:
-    """Check and time all-to-alls of one size on this rank; all ranks call it together.
+    """Check and time all-to-alls of one size on this rank. All ranks call this together.
 
     Raises:
-        RuntimeError: if a method delivers wrong rows, or sends other bytes than its program says.
+        RuntimeError: a method delivers wrong rows, or sends other messages than its program.
     """
     grid, rows = all_ep(sweep.nodes, sweep.ranks_per_node), sweep.rows_of(size_kib, dim)
     works = {name: exchange(grid, rows, name) for name in sweep.methods if name != TORCH}
     straight = exchange(grid, rows, "linear")
-    mine, expected = _numbered_rows(straight, dim)
+    sent_rows, expected = _numbered_rows(straight, dim)
     methods = {
-        name: CommMethod(work=work, values={"rows": mine}, expected={"h": expected}) for name, work in works.items()
+        name: CommMethod(work=work, values={"rows": sent_rows}, expected={"h": expected})
+        for name, work in works.items()
     }
     if TORCH not in sweep.methods:
         return _measure(methods, {}, dim, sweep.repeats, warmup)
-    _compare(TORCH, {"h": expected}, {"h": torchs_own(mine)})
-    found = _measure(methods, {TORCH: lambda: torchs_own(mine)}, dim, sweep.repeats, warmup)
-    found.messages[TORCH] = straight.messages(dim)
-    return found
+    _compare(TORCH, {"h": expected}, {"h": torchs_own(sent_rows)})
+    measured = _measure(methods, {TORCH: lambda: torchs_own(sent_rows)}, dim, sweep.repeats, warmup)
+    measured.messages[TORCH] = straight.messages(dim)
+    return measured
 
 
 def measure_lanes(sweep: Sweep, size_kib: int, dim: int, warmup: int) -> CommFound:
-    """Check and time the pipelined all-to-all, and each of its lanes alone; as `measure_exchange`."""
+    """Check and time the pipelined all-to-all and each of its lanes alone, as `measure_exchange` does."""
     grid, rows = all_ep(sweep.nodes, sweep.ranks_per_node), sweep.rows_of(size_kib, dim)
     methods = {}
     for name, which in LANES.items():
         work = exchange(grid, rows, "pipelined", which)
-        mine, expected = _numbered_rows(work, dim)
-        methods[name] = CommMethod(work=work, values={"rows": mine}, expected={"h": expected})
+        sent_rows, expected = _numbered_rows(work, dim)
+        methods[name] = CommMethod(work=work, values={"rows": sent_rows}, expected={"h": expected})
     return _measure(methods, {}, dim, sweep.repeats, warmup)
 
 
 def measure_dispatch(sweep: Sweep, seed: int, dim: int, warmup: int) -> CommFound:
-    """Check and time the dispatch of a layer, copy by copy and by multicast; as `measure_exchange`."""
+    """Check and time the dispatch of a layer by linear and by multicast, as `measure_exchange` does."""
     grid, rank = all_ep(sweep.nodes, sweep.ranks_per_node), dist.get_rank()
     token, expert = zip(*(route(sweep, seed, origin) for origin in range(grid.world)))
     copies = torch.stack([torch.bincount(of_rank, minlength=sweep.num_experts) for of_rank in expert]).numpy()
@@ -106,15 +108,16 @@ def measure_dispatch(sweep: Sweep, seed: int, dim: int, warmup: int) -> CommFoun
             indices = dict(node_tokens[rank].indices)
         expected: dict[str, Tensor] = {}
         for chunk in range(chunks):
-            come, suffix = arriving(copies, number, rank, (chunk, chunks)), f".{chunk}" if chunks > 1 else ""
-            expected |= {f"h{suffix}": numbered(come, dim), f"g{suffix}": numbered(come, 1)}
+            suffix = f".{chunk}" if chunks > 1 else ""
+            arriving_numbers = arriving(copies, number, rank, (chunk, chunks))
+            expected |= {f"h{suffix}": numbered(arriving_numbers, dim), f"g{suffix}": numbered(arriving_numbers, 1)}
         work = dispatch(grid, copies, sweep.tokens, table, chunks)
         methods[in_chunks(name, chunks)] = CommMethod(work=work, values=values | indices, expected=expected)
     return _measure(methods, {}, dim, sweep.repeats, warmup)
 
 
 def route(sweep: Sweep, seed: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return a rank's copies as (token, expert), expert after expert: top_k different experts a token, drawn evenly."""
+    """Return (token, expert) of a rank's copies in expert order. Each token has `top_k` different experts, drawn uniformly."""
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
     chosen = torch.rand(sweep.tokens, sweep.num_experts, generator=generator).topk(sweep.top_k).indices.flatten()
     order = chosen.argsort(stable=True)
@@ -122,38 +125,38 @@ def route(sweep: Sweep, seed: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def numbered(number: Tensor, dim: int) -> Tensor:
-    """Return rows (n, dim) that tell their number and, in each value, their column."""
+    """Return rows (n, dim) in which each value encodes the row's number and the column."""
     return (number % CYCLE).unsqueeze(1) + torch.arange(dim, dtype=torch.float32) / 32
 
 
 def arriving(copies: np.ndarray, rows: Sequence[Tensor], rank: int, part: tuple[int, int] = (0, 1)) -> Tensor:
-    """Return which rows a rank must get: expert by expert, from each rank those that it holds for the expert.
+    """Return the numbers of the rows that a rank must receive, ordered by (expert, source rank).
 
     Args:
         copies: (world, num_experts) rows that each rank holds per expert.
-        rows: per rank the numbers of its rows, expert after expert.
-        rank: whose experts are meant; experts are spread evenly.
-        part: (c, n): only chunk c of n of what each rank holds for each expert.
+        rows: numbers of each rank's rows, in expert order.
+        rank: the receiving rank; experts are split evenly over the ranks.
+        part: (c, n) to return only chunk c of n of the rows that each rank holds for each expert.
     """
-    each, (chunk, chunks) = copies.shape[1] // len(rows), part
-    starts, found = copies.cumsum(axis=1) - copies, []
-    for expert in range(rank * each, (rank + 1) * each):
-        for held, start, count in zip(rows, starts[:, expert], copies[:, expert]):
-            found.append(held[start + count * chunk // chunks : start + count * (chunk + 1) // chunks])
-    return torch.cat(found)
+    experts_per_rank, (chunk, chunks) = copies.shape[1] // len(rows), part
+    starts, pieces = copies.cumsum(axis=1) - copies, []
+    for expert in range(rank * experts_per_rank, (rank + 1) * experts_per_rank):
+        for numbers, start, count in zip(rows, starts[:, expert], copies[:, expert]):
+            pieces.append(numbers[start + count * chunk // chunks : start + count * (chunk + 1) // chunks])
+    return torch.cat(pieces)
 
 
 def torchs_own(rows: Tensor) -> Tensor:
-    """Return what `all_to_all_single` brings, equally much from every rank."""
+    """Exchange rows by `all_to_all_single`, with equal split sizes, and return the received rows."""
     out = torch.empty_like(rows)
     dist.all_to_all_single(out, rows)
     return out
 
 
 def _numbered_rows(work: Work, dim: int) -> tuple[Tensor, Tensor]:
-    """Return what this rank has and what it must get in an exchange, all rows of all ranks numbered."""
-    held = torch.from_numpy(work.copies.sum(axis=1))
-    number = list(torch.arange(int(held.sum())).split(held.tolist()))
+    """Return the rows that this rank holds and those that it must receive in an exchange, numbered over all ranks."""
+    rows_per_rank = torch.from_numpy(work.copies.sum(axis=1))
+    number = list(torch.arange(int(rows_per_rank.sum())).split(rows_per_rank.tolist()))
     rank = dist.get_rank()
     return numbered(number[rank], dim), numbered(arriving(work.copies, number, rank), dim)
 
@@ -161,7 +164,7 @@ def _numbered_rows(work: Work, dim: int) -> tuple[Tensor, Tensor]:
 def _measure(
     methods: Mapping[str, CommMethod], others: Mapping[str, Callable[[], object]], dim: int, repeats: int, warmup: int
 ) -> CommFound:
-    """Check every method, then time all in turn."""
+    """Check each method, then time all methods in turn."""
     transport = open_transport(name="sockets")
     messages = {name: method.work.messages(dim) for name, method in methods.items()}
     checked = {name: _check(name, method, transport, messages[name]) for name, method in methods.items()}
@@ -182,20 +185,20 @@ def _runner(method: CommMethod, transport: AbstractTransport) -> Callable[[], En
 
 
 def _check(name: str, method: CommMethod, transport: AbstractTransport, messages: Sequence[Message]) -> list[Message]:
-    """Run a method once; return what this rank sent."""
+    """Run a method once, check its results and messages, and return the messages that this rank sent."""
     recorder = Recorder(transport)
     _compare(name, method.expected, _runner(method, recorder)())
-    found = sent(recorder)
-    said = [(source, target, float(size)) for source, target, size in messages if source == transport.rank]
-    if sorted(found) != sorted(said):
-        raise RuntimeError(f"{name}: rank {transport.rank} sent {sorted(found)}, its program says {sorted(said)}")
-    return found
+    seen = sent(recorder)
+    planned = [(source, target, float(size)) for source, target, size in messages if source == transport.rank]
+    if sorted(seen) != sorted(planned):
+        raise RuntimeError(f"{name}: rank {transport.rank} sent {sorted(seen)}, its program sends {sorted(planned)}")
+    return seen
 
 
-def _compare(name: str, expected: Mapping[str, Tensor], found: Mapping[str, Value]) -> None:
+def _compare(name: str, expected: Mapping[str, Tensor], results: Mapping[str, Value]) -> None:
     for slot, rows in expected.items():
-        got = found[slot]
-        if not isinstance(got, Tensor) or not torch.equal(got, rows):
+        received = results[slot]
+        if not isinstance(received, Tensor) or not torch.equal(received, rows):
             raise RuntimeError(
                 f"{name}: rank {dist.get_rank()} did not get the rows that were sent to it, in slot {slot}"
             )

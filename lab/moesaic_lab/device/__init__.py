@@ -1,1 +1,1 @@
-"""One layer on one device, beside its matrix products alone and the layers of others."""
+"""The benchmark of one layer on one device, compared with its matrix products alone and with the layers of others."""

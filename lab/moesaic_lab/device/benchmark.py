@@ -1,4 +1,4 @@
-"""`moesaic bench device`: one layer on one device, beside its matrix products alone and beside other people's layers."""
+"""`moesaic bench device`: one layer on one device, compared with its matrix products alone and with other people's layers."""
 
 from __future__ import annotations
 
@@ -30,32 +30,37 @@ NOTES = (
 TARGETS = {"balanced": 1.10, "zipf": 1.15}
 PEER_TARGET = 0.9
 CASE = ("shape", "dtype", "activation", "routing", "kept_memory")
-"""Keys of a row that say which case it is of."""
+"""Keys of a row that identify its case."""
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions(KeptOptions):
-    """What to measure."""
+    """Options of the benchmark."""
 
     threads: int = 2
-    """Of torch."""
+    """Number of torch's threads."""
     repeats: int = 20
     """Timed rounds of all methods per case."""
     only: str | None = None
-    """Only cases whose name has all of these words, as "e32 bfloat16 swiglu zipf"; several such lists as "e8 gelu,e32"."""
+    """Measure only the cases whose name has all of these words, e.g. "e32 bfloat16 swiglu zipf"; separate alternatives by
+    commas, e.g. "e8 gelu,e32"."""
     peers: bool = True
-    """Also measure the layers of others that are installed: transformers, deepspeed."""
+    """Also measure the layers of others that are installed (transformers, deepspeed)."""
     keep_freed_memory: bool = True
-    """Let the allocator keep what is freed, as a training program may, for all methods alike."""
+    """Let the allocator keep freed memory, as a training program may; applies to all methods."""
 
 
 def cases(options: DeviceOptions) -> list[DeviceCase]:
-    """Return the cases that were asked for."""
+    """Return the cases that the options choose.
+
+    Raises:
+        InputError: `repeats` or `threads` is below 1, or `only` matches no case.
+    """
     if options.repeats < 1 or options.threads < 1:
         raise InputError(f"--repeats {options.repeats} --threads {options.threads}: both must be at least 1")
-    wanted = [set(words.split()) for words in (options.only or "").split(",")]
-    chosen = [case for case in all_cases() if any(words <= _words(case) for words in wanted)]
+    alternatives = [set(words.split()) for words in (options.only or "").split(",")]
+    chosen = [case for case in all_cases() if any(words <= _words(case) for words in alternatives)]
     if not chosen:
         raise InputError(
             f"--only {options.only!r} leaves no case: give words such as e8, e32, e64, float32, gelu, zipf"
@@ -64,7 +69,7 @@ def cases(options: DeviceOptions) -> list[DeviceCase]:
 
 
 def measure(options: DeviceOptions, cases: list[DeviceCase], told: Told) -> list[dict[str, Any]]:
-    """Measure case after case; a run that is cut off and has a folder loses one case."""
+    """Measure the cases one after another and return their rows. An interrupted run with a folder `keep` loses one case."""
     is_kept = options.keep_freed_memory and keep_freed_memory()
     setting = {"threads": options.threads, "kept_memory": is_kept}
     torch.set_num_threads(options.threads)
@@ -73,25 +78,25 @@ def measure(options: DeviceOptions, cases: list[DeviceCase], told: Told) -> list
         for number, case in enumerate(cases, 1):
             if case.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
                 told(f"{number} of {len(cases)}  {case.name}: left out, this CPU has no instructions for bfloat16")
-                continue  # beside its products, seventy times as long, a layer is nothing
+                continue  # without them the products take 70 times as long, and hide the rest of a layer
             told(f"{number} of {len(cases)}  {case.name}")
             name = "-".join(map(str, (case.name.replace(" ", "-"), options.repeats, *setting.values())))
 
-            def found(case: DeviceCase = case) -> list[dict[str, Any]]:
+            def measure_case(case: DeviceCase = case) -> list[dict[str, Any]]:
                 return [row | setting for row in run.measure(case, options.repeats, options.peers).rows()]
 
-            rows += kept(folder / f"{name}.json", found)
+            rows += kept(folder / f"{name}.json", measure_case)
     return rows
 
 
 def _words(case: DeviceCase) -> set[str]:
-    """Return the words that a case is chosen by."""
+    """Return the words by which `only` can choose a case."""
     return {*case.shape.name.split("_"), case.shape.name, case.dtype, case.activation, case.routed}
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims of the shapes that were measured; those with the system's own allocator say so."""
-    found: list[Claim] = []
+    """Return the claims of the measured shapes. Claims measured with the system's default allocator have it in their name."""
+    all_claims: list[Claim] = []
     for shape, is_kept in dict.fromkeys((row["shape"], row["kept_memory"]) for row in rows):
         of_shape = [row for row in rows if (row["shape"], row["kept_memory"]) == (shape, is_kept)]
         head = f"cpu.{shape}" if is_kept else f"cpu.default_allocator.{shape}"
@@ -101,14 +106,14 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
                 ratios = [row["over_lb"] for row in ours if (row["dtype"], row["routing"]) == (dtype, routed)]
                 if ratios:
                     name = f"{head}.{dtype}.{routed}_over_lb"
-                    found.append(Claim(name=name, value=max(ratios), unit="1", target=target, op="<="))
-        found.append(_over_peers(head, of_shape))
-        found.append(_memory(head, of_shape))
-    return found
+                    all_claims.append(Claim(name=name, value=max(ratios), unit="1", target=target, op="<="))
+        all_claims.append(_over_peers(head, of_shape))
+        all_claims.append(_memory(head, of_shape))
+    return all_claims
 
 
 def _over_peers(head: str, rows: Sequence[Row]) -> Claim:
-    """Our whole layer over the fastest peer, the worst of all cases in which one ran."""
+    """Return the claim on the time of our whole layer over that of the fastest peer, the worst of all cases with a peer."""
     name = f"{head}.over_best_peer"
     best = [min(peers, key=lambda row: float(row["median_seconds"])) for peers in _peers(rows)]
     value = max((float(row["layer_over"]) for row in best), default=None)
@@ -117,7 +122,7 @@ def _over_peers(head: str, rows: Sequence[Row]) -> Claim:
 
 
 def _memory(head: str, rows: Sequence[Row]) -> Claim:
-    """Our layer's peak growth over the smallest of a peer's, the worst of all cases."""
+    """Return the claim on our layer's memory growth over the smallest growth of a peer, the worst of all cases."""
     name = f"{head}.memory_over_best_peer"
     ours = {_case(row): row["growth_bytes"] for row in rows if row["method"] == LAYER}
     ratios = [ours[_case(peers[0])] / min(row["growth_bytes"] for row in peers) for peers in _peers(rows)]
@@ -126,7 +131,7 @@ def _memory(head: str, rows: Sequence[Row]) -> Claim:
 
 
 def _peers(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the rows of peers that ran, by case."""
+    """Return one list per case of the rows of the peers that ran."""
     ran = [row for row in rows if "layer_over" in row]
     return [[row for row in ran if _case(row) == case] for case in dict.fromkeys(map(_case, ran))]
 

@@ -1,9 +1,9 @@
-"""LB, what `moesaic bench device` measures layers against: the layer's matrix products alone.
+"""LB, the lower bound of `moesaic bench device`: the matrix products of a layer alone.
 
-Per expert `torch.mm(out=)` into buffers that are there already: two products forward (three with SwiGLU), and each one's input
-and weight gradient; one in-place pass each over the hidden rows for the activation and its derivative, the product
-of SwiGLU's two halves not counted. Nothing is routed, gathered, weighed, summed or allocated. `RouterBound` is apart: the three
-products of the layer's router, in float32.
+Each expert runs `torch.mm(out=)` into allocated buffers: two products forward (three with SwiGLU), and the input and weight
+gradient of each. The activation and its derivative take one in-place pass each over the hidden rows; SwiGLU's product of gate
+and up is omitted. Nothing is routed, gathered, weighted, summed or allocated. `RouterBound` is separate: it runs the three
+products of the layer's router in float32.
 """
 
 from __future__ import annotations
@@ -17,27 +17,32 @@ from moesaic_lab.device.cases import DeviceCase
 
 
 class Bound:
-    """The products of one case, with so many rows of each expert."""
+    """The experts' matrix products of one case, as a callable.
+
+    Args:
+        case: the layer.
+        counts: rows of each expert.
+    """
 
     def __init__(self, case: DeviceCase, counts: Sequence[int]) -> None:
         shape, rows = case.shape, sum(counts)
         num_ups = 2 if case.activation == "swiglu" else 1
 
-        def made(*size: int) -> Tensor:
+        def scaled(*size: int) -> Tensor:
             return torch.randn(size).mul_(0.05).to(case.torch_dtype)
 
-        def cut(width: int) -> Sequence[Tensor]:
-            return made(rows, width).split(list(counts))
+        def rows_by_expert(width: int) -> Sequence[Tensor]:
+            return scaled(rows, width).split(list(counts))
 
         experts, dim, hidden = shape.experts, shape.dim, shape.hidden
         self.silu = num_ups > 1
-        self.x, self.y, self.dy = cut(dim), cut(dim), cut(dim)
-        self.dx = [cut(dim) for _ in range(num_ups)]
-        self.hidden, self.d_hidden = (made(rows, hidden) for _ in range(2))
-        self.h = [self.hidden.split(list(counts)), *(cut(hidden) for _ in range(num_ups - 1))]
-        self.dh = [self.d_hidden.split(list(counts)), *(cut(hidden) for _ in range(num_ups - 1))]
-        self.ups, self.d_ups = ([made(experts, hidden, dim) for _ in range(num_ups)] for _ in range(2))
-        self.down, self.d_down = (made(experts, dim, hidden) for _ in range(2))
+        self.x, self.y, self.dy = rows_by_expert(dim), rows_by_expert(dim), rows_by_expert(dim)
+        self.dx = [rows_by_expert(dim) for _ in range(num_ups)]
+        self.hidden, self.d_hidden = (scaled(rows, hidden) for _ in range(2))
+        self.h = [self.hidden.split(list(counts)), *(rows_by_expert(hidden) for _ in range(num_ups - 1))]
+        self.dh = [self.d_hidden.split(list(counts)), *(rows_by_expert(hidden) for _ in range(num_ups - 1))]
+        self.ups, self.d_ups = ([scaled(experts, hidden, dim) for _ in range(num_ups)] for _ in range(2))
+        self.down, self.d_down = (scaled(experts, dim, hidden) for _ in range(2))
         self.experts = [expert for expert, count in enumerate(counts) if count]
 
     @torch.no_grad()
@@ -66,7 +71,7 @@ class Bound:
 
 
 class RouterBound:
-    """The router's products of one case."""
+    """The router's matrix products of one case, as a callable."""
 
     def __init__(self, case: DeviceCase) -> None:
         tokens, dim, experts = case.shape.tokens, case.shape.dim, case.shape.experts

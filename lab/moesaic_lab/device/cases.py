@@ -1,9 +1,9 @@
-"""The cases of `moesaic bench device`: shapes, and inputs that make any linear router choose what the case asks for.
+"""The cases of `moesaic bench device`: shapes, and inputs from which any linear router makes the choices of the case.
 
-A token's first features are its logits, and a router's matrix is the identity on them: every layer in the comparison runs
-its own, unchanged router, and all of them route alike. Balanced: token t chooses the experts after `top_k * t`, in turn.
-Zipf 0.7: the logit of expert i is -0.7 ln i plus unit normal noise; the fullest expert then has 2.3 (8 experts), 7.7 (32)
-and 6.5 (64) times the mean load.
+A token's first features are its logits, and the router's matrix is the identity on them. Every layer in the comparison runs
+its own unchanged router, and all route identically. Balanced: token t chooses `top_k` consecutive experts from `top_k * t` on,
+modulo their number. Zipf 0.7: the logit of expert i is -0.7 ln i plus unit normal noise. The fullest expert then has 2.3 (of 8
+experts), 7.7 (32) and 6.5 (64) times the mean load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ACTIVATIONS = ("gelu", "swiglu")
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceShape:
-    """One layer and the tokens that it gets."""
+    """The sizes of one layer and its number of tokens."""
 
     tokens: int
     dim: int
@@ -37,7 +37,7 @@ class DeviceShape:
 
     @property
     def name(self) -> str:
-        """As claims name it."""
+        """The shape's name in claims."""
         return f"t{self.tokens}_d{self.dim}_h{self.hidden}_e{self.experts}_k{self.top_k}"
 
 
@@ -50,7 +50,7 @@ SHAPES = (
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceCase:
-    """One cell of the table."""
+    """One case: a layer's shape, dtype and activation, and its routing."""
 
     shape: DeviceShape
     dtype: str
@@ -59,16 +59,16 @@ class DeviceCase:
 
     @property
     def name(self) -> str:
-        """As progress names it."""
+        """The case's name in progress messages."""
         return f"{self.shape.name} {self.dtype} {self.activation} {self.routed}"
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of activations and weights; a router computes in float32."""
+        """The dtype of activations and weights; routers compute in float32."""
         return DTYPES[self.dtype]
 
     def inputs(self) -> tuple[Tensor, Tensor]:
-        """Return the tokens, which want a gradient, and the gradient of the result: (tokens, dim) both."""
+        """Return the tokens, which require a gradient, and the gradient of the output, both (tokens, dim)."""
         shape, generator = self.shape, torch.Generator().manual_seed(0)
         x = torch.randn(shape.tokens, shape.dim, generator=generator)
         logits = torch.randn(shape.tokens, shape.experts, generator=generator)
@@ -83,7 +83,7 @@ class DeviceCase:
         return x.to(self.torch_dtype).requires_grad_(), dy.to(self.torch_dtype)
 
     def layer(self) -> MoE:
-        """Return our layer, as a user makes it, its router steered by the inputs."""
+        """Return our layer with default options and a router matrix that returns the logits in the inputs."""
         shape = self.shape
         torch.manual_seed(0)
         layer = MoE(shape.dim, shape.hidden, shape.experts, shape.top_k, experts=self.activation)
@@ -94,7 +94,7 @@ class DeviceCase:
 
 
 def cases(shapes: tuple[DeviceShape, ...] = SHAPES) -> list[DeviceCase]:
-    """Return every cell of the table."""
+    """Return all combinations of shape, dtype, activation and routing."""
     return [
         DeviceCase(shape=shape, dtype=dtype, activation=activation, routed=routed)
         for shape in shapes
@@ -105,7 +105,7 @@ def cases(shapes: tuple[DeviceShape, ...] = SHAPES) -> list[DeviceCase]:
 
 
 def step(module: nn.Module, x: Tensor, dy: Tensor) -> None:
-    """Run forward and backward with the input's gradient, from cleared gradients, as a training step does."""
+    """Run forward and backward, with the input's gradient, after clearing all gradients as a training step does."""
     x.grad = None
     for parameter in module.parameters():
         parameter.grad = None
@@ -113,12 +113,12 @@ def step(module: nn.Module, x: Tensor, dy: Tensor) -> None:
 
 
 def peak_growth_bytes(call: Callable[[], object]) -> int:
-    """Return the most bytes of tensors that were alive at once during a call, beyond those before it.
+    """Return the peak bytes of tensors during a call, minus those alive before it.
 
-    What libraries take without torch's allocator, such as a product's packed operands, is not counted, for nobody.
+    Memory that libraries allocate without torch, such as packed operands of a matrix product, is not counted for any method.
 
     Args:
-        call: what is watched; what it returns stays alive until it is done.
+        call: the function to watch. Its result counts, as it is freed only after the call.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         kept = call()

@@ -1,7 +1,7 @@
-"""Other people's layers on one device, with the weights and the routing of ours; all packages optional.
+"""Other people's layers on one device, with the weights and the routing of our layer. All their packages are optional.
 
-transformers' experts (SwiGLU, Mixtral's) behind a router of three lines, with each of its three ways to run the experts;
-DeepSpeed's layer without drops. Both have SwiGLU experts in this comparison.
+The peers are transformers' Mixtral experts behind a router of three lines, in each of the three implementations that
+transformers has, and DeepSpeed's layer without drops. All have SwiGLU experts.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from torch import Tensor, nn
 from moesaic.layer import MoE
 from moesaic.routing.routers import SoftmaxTopK
 
-HF_WAYS = ("grouped_mm", "batched_mm", "eager")
+HF_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 """Names of transformers' implementations of the experts."""
 MAX_BATCHED_BYTES = 4 * 2**30
-"""`batched_mm` copies an expert's matrices for every row; where that is more, it is not run."""
+"""Limit on the weights that `batched_mm` copies, an expert's matrices per row; cases that need more are not run."""
 
 
 def peers() -> dict[str, Callable[[MoE], nn.Module] | str]:
-    """Return, by name, how to make each peer from one of our layers; or why it is not there."""
-    found: dict[str, Callable[[MoE], nn.Module] | str] = {}
-    for way in HF_WAYS:
-        name = f"transformers {way}"
-        found[name] = _hf_maker(way) if find_spec("transformers") else "transformers is not installed"
-    found["deepspeed"] = _deepspeed if find_spec("deepspeed") else "deepspeed is not installed"
-    return found
+    """Return, by name, a function that creates the peer from one of our layers, or the reason why the peer is unavailable."""
+    makers: dict[str, Callable[[MoE], nn.Module] | str] = {}
+    for implementation in HF_IMPLEMENTATIONS:
+        name = f"transformers {implementation}"
+        makers[name] = _hf_maker(implementation) if find_spec("transformers") else "transformers is not installed"
+    makers["deepspeed"] = _deepspeed if find_spec("deepspeed") else "deepspeed is not installed"
+    return makers
 
 
 class HuggingFaceLayer(nn.Module):
-    """A router and `MixtralExperts`, as Mixtral's block has them.
+    """A router followed by `MixtralExperts`, as in Mixtral's MoE block.
 
     Args:
-        layer: ours, with SwiGLU experts.
-        way: one of `HF_WAYS`.
+        layer: our layer to take weights from; it has SwiGLU experts.
+        implementation: one of `HF_IMPLEMENTATIONS`.
     """
 
-    def __init__(self, layer: MoE, way: str) -> None:
+    def __init__(self, layer: MoE, implementation: str) -> None:
         super().__init__()
         config: Any = import_module("transformers").MixtralConfig(
             hidden_size=layer.dim, intermediate_size=layer.hidden, num_local_experts=layer.num_experts,
             num_experts_per_tok=layer.top_k,
         )  # fmt: skip
-        config._experts_implementation = way
+        config._experts_implementation = implementation
         self.top_k = layer.top_k
         self.experts: Any = import_module("transformers.models.mixtral.modeling_mixtral").MixtralExperts(config)
         assert isinstance(layer.router, SoftmaxTopK)
@@ -67,9 +67,9 @@ class HuggingFaceLayer(nn.Module):
         return y
 
 
-def _hf_maker(way: str) -> Callable[[MoE], nn.Module]:
+def _hf_maker(implementation: str) -> Callable[[MoE], nn.Module]:
     def make(layer: MoE) -> nn.Module:
-        return HuggingFaceLayer(layer, way)
+        return HuggingFaceLayer(layer, implementation)
 
     return make
 
@@ -85,12 +85,12 @@ def _deepspeed(layer: MoE) -> nn.Module:
     dtype = layer.experts.get_parameter("w2").dtype
     group = dist.group.WORLD
     assert group is not None
-    made = DeepSpeedLayer(layer, TorchExchange(group)).to(dtype)
-    gate = made.layer.deepspeed_moe.gate
+    peer = DeepSpeedLayer(layer, TorchExchange(group)).to(dtype)
+    gate = peer.layer.deepspeed_moe.gate
     gate.wg.float()  # DeepSpeed's gate computes in float32
-    return made
+    return peer
 
 
 def _host_store() -> Any:
-    """Return a store for a world of one process."""
+    """Return an in-memory store for a process group of one process."""
     return import_module("torch.distributed").HashStore()

@@ -162,7 +162,7 @@ def tables(rows: list[dict[str, Any]]) -> list[Any]:
 
 BENCHMARK = Benchmark(
     name="fuzz",
-    description="Hand every reader and every command line odd inputs. Exit code 1 if anything but a documented error escapes.",
+    description="Give file readers and command lines malformed inputs. Exit code 1 if anything but a documented error occurs.",
     options=FuzzOptions, notes=notes_of(__doc__), measure=measure, claims=claims, columns=tables,
     is_proof=True, is_command=True, packages=("torch", "numpy", "hypothesis", "atheris"),
 )  # fmt: skip

@@ -1,1 +1,1 @@
-"""One layer on one GPU, beside other implementations."""
+"""The benchmark of one layer on one GPU, compared with other implementations."""

@@ -1,6 +1,7 @@
-"""Does the library itself run right on a GPU: `MoE` on CUDA against the CPU, waits, graphs, and meshes without NCCL.
+"""Checks that the library runs correctly on a GPU: results against the CPU, host waits, CUDA graphs, and meshes without NCCL.
 
-Every check is a claim; one that raises is a claim without a value, with the reason. With `--dry` the stand-in is the GPU.
+Each check becomes a claim. A check that raises becomes a claim without a value, with the reason. With `--dry` the checks run
+on the stand-in instead of a GPU.
 """
 
 from __future__ import annotations
@@ -30,44 +31,45 @@ from moesaic_lab.gpu.waits import WaitCase, cases, count_waits
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ERRORS = {"float32": 1e-2, "bfloat16": 5e-2, "float16": 2e-2}
-"""Relative; float32 with what the CPU has not, TF32, where it is allowed."""
+"""Largest allowed relative error by dtype; float32 leaves room for TF32, which the CPU does not have."""
 ROUTERS = ("softmax", "sigmoid", "switch", "expert_choice")
 CAPACITIES = {"dropless": None, "capacity": Capacity.fixed(0.75)}
 PLANS = ("linear.dropless", "linear.padded", "hier2d.dropless", "multicast.dropless", "s2.dropless", "int8.dropless")
 SIZES, TOKENS = (64, 96, 8, 2), 200
-"""dim, hidden, experts, top-k, and tokens of the checked layers."""
+"""(dim, hidden, experts, top_k) and the number of tokens of the checked layers."""
 
 
 def write(out: Path, *, dry: bool) -> int:
-    """Run all checks, writing after each; returns the exit code, 0."""
-    found: list[Claim] = []
+    """Run all checks, write the results to `out` after each, and return the exit code 0."""
+    all_claims: list[Claim] = []
     for name, target, check in _checks(dry=dry):
         try:
             claim = Claim(name=f"gpu.{name}", value=check(), unit="1", target=target, op="<=")
-        except Exception as error:  # whatever a device makes of it: the others go on
+        except Exception as error:  # whatever a device raises, the other checks still run
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
             claim = Claim(name=f"gpu.{name}", value=None, unit="1", target=target, op="<=", reason=reason)
-        found.append(claim)
-        out.write_text(json.dumps({"claims": [each.as_dict() for each in found]}, indent=1) + "\n", encoding="utf-8")
+        all_claims.append(claim)
+        content = {"claims": [claim.as_dict() for claim in all_claims]}
+        out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
 def _checks(*, dry: bool) -> Iterator[tuple[str, float, Callable[[], float]]]:
-    """Yield name, largest allowed value, and what finds the value."""
+    """Yield (name, largest allowed value, function that returns the value) per check."""
     for dtype, router in itertools.product(("bfloat16",) if dry else DTYPES, ROUTERS[:1] if dry else ROUTERS):
-        for capacity, given in CAPACITIES.items():
-            arguments = (dtype, {"router": router, "capacity": given}, dry)
-            name, most = f"{dtype}.{router}.{capacity}", ERRORS[dtype]
-            yield f"error.{name}", most, partial(error_of, *arguments)
+        for capacity, rule in CAPACITIES.items():
+            arguments = (dtype, {"router": router, "capacity": rule}, dry)
+            name, max_error = f"{dtype}.{router}.{capacity}", ERRORS[dtype]
+            yield f"error.{name}", max_error, partial(error_of, *arguments)
             if router == ROUTERS[0]:
                 yield f"waits.{name}", 0, partial(waits_of, *arguments)
-                yield f"graph_error.{name}", most, partial(graph_error, *arguments)
+                yield f"graph_error.{name}", max_error, partial(graph_error, *arguments)
     yield "graph_error.padded_plan", ERRORS["bfloat16"], partial(padded_graph_error, dry)
-    of_plans = {case.name: case for case in cases()}
+    case_by_name = {case.name: case for case in cases()}
     for plan in PLANS[1:2] if dry else PLANS:
-        yield f"host_waits.{plan}", max(of_plans[plan].most), partial(_waits_of_plan, of_plans[plan])
+        yield f"host_waits.{plan}", max(case_by_name[plan].most), partial(_waits_of_plan, case_by_name[plan])
         if not dry:
-            yield f"mesh_error.{plan}", 5e-2, partial(mesh_error, of_plans[plan])
+            yield f"mesh_error.{plan}", 5e-2, partial(mesh_error, case_by_name[plan])
 
 
 def _layer(dtype: str, options: dict[str, Any]) -> tuple[MoE, Tensor]:
@@ -82,12 +84,12 @@ def _step(layer: MoE, x: Tensor) -> list[Tensor]:
     x = x.detach().requires_grad_()
     y = layer(x)
     (y * y).sum().backward()
-    return [y.detach(), x.grad, *(each.grad for each in layer.parameters() if each.grad is not None)]  # type: ignore[list-item]
+    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters() if parameter.grad is not None)]  # type: ignore[list-item]
 
 
 @contextmanager
-def _device(dry: bool) -> Iterator[tuple[str, Callable[[Any], Any], StandIn | None]]:
-    """Give a device's name, what moves a layer there, and the stand-in where it is one."""
+def _opened_device(dry: bool) -> Iterator[tuple[str, Callable[[Any], Any], StandIn | None]]:
+    """Yield a device's name, a function that moves a layer to the device, and the stand-in (None on a real GPU)."""
     if not dry:
         yield "cuda", lambda layer: layer.to("cuda"), None
         return
@@ -96,18 +98,21 @@ def _device(dry: bool) -> Iterator[tuple[str, Callable[[Any], Any], StandIn | No
 
 
 def error_of(dtype: str, options: dict[str, Any], dry: bool) -> float:
-    """Return the largest relative difference of result and gradients from the CPU's, in float32 there."""
+    """Return the largest relative error of output and gradients against the same layer in float32 on the CPU."""
     layer, x = _layer(dtype, options)
     expected = _step(copy.deepcopy(layer).float(), x.float())
-    with _device(dry) as (device, move, _):
-        found = [values(each) for each in _step(move(layer), x.to(device))]
-    return max(_relative(mine.cpu().float(), true) for mine, true in zip(found, expected, strict=True))
+    with _opened_device(dry) as (device, move, _):
+        results = [values(tensor) for tensor in _step(move(layer), x.to(device))]
+    return max(_relative(result.cpu().float(), exact) for result, exact in zip(results, expected, strict=True))
 
 
 def waits_of(dtype: str, options: dict[str, Any], dry: bool) -> float:
-    """Return how often the second step makes the host wait: 0, or on a GPU an error at the first wait."""
+    """Return how often the second step makes the host wait.
+
+    On a GPU the first wait raises an error, so that the value is always 0.
+    """
     layer, x = _layer(dtype, options)
-    with _device(dry) as (device, move, stand_in):
+    with _opened_device(dry) as (device, move, stand_in):
         layer, x = move(layer), x.to(device)
         _step(layer, x)
         if stand_in is not None:
@@ -123,15 +128,15 @@ def waits_of(dtype: str, options: dict[str, Any], dry: bool) -> float:
 
 
 def graph_error(dtype: str, options: dict[str, Any], dry: bool) -> float:
-    """Return how far a captured step, replayed on other tokens, is from the same step run eagerly.
+    """Return the relative error of a captured step, replayed on other tokens, against the same step run eagerly.
 
-    Without a GPU: how many waits and uploads a step has, which no graph can hold.
+    Without a GPU, return the number of waits and uploads in a step: a CUDA graph can contain neither.
     """
     return _replayed(*_layer(dtype, options), dry)
 
 
 def padded_graph_error(dry: bool) -> float:
-    """Return what `graph_error` does, of a layer on a mesh of one rank under a padded capacity: a plan's tasks, no message."""
+    """Return `graph_error` of a layer on a mesh of one rank with a padded capacity: it runs a plan's tasks without messages."""
     layer, x = _layer("bfloat16", {"capacity": waits.CAPACITIES["padded"]})
 
     def rank(transport: AbstractTransport) -> float:
@@ -142,7 +147,7 @@ def padded_graph_error(dry: bool) -> float:
 
 
 def _replayed(layer: MoE, x: Tensor, dry: bool, transport: AbstractTransport | None = None) -> float:
-    with _device(dry) as (device, move, stand_in):
+    with _opened_device(dry) as (device, move, stand_in):
         layer, x = move(layer), x.to(device)
         if transport is not None:
             transport.device = DEVICE if dry else torch.device("cuda")
@@ -168,13 +173,13 @@ def _replayed(layer: MoE, x: Tensor, dry: bool, transport: AbstractTransport | N
             static.copy_(other)
         graph.replay()
         torch.cuda.synchronize()
-        found = [y.detach().clone(), static.grad.clone()]  # type: ignore[union-attr]
+        replayed = [y.detach().clone(), static.grad.clone()]  # type: ignore[union-attr]
         expected = _step(layer, other)
-    return max(_relative(a.float(), b.float()) for a, b in zip(found, expected))
+    return max(_relative(a.float(), b.float()) for a, b in zip(replayed, expected))
 
 
 def mesh_error(case: WaitCase) -> float:
-    """Return the largest relative difference of ranks of one process on one GPU from the same ranks on the CPU."""
+    """Return the largest relative error of ranks that share one process and one GPU, against the same ranks on the CPU."""
     torch.manual_seed(0)
     whole = MoE(*SIZES, capacity=waits.CAPACITIES[case.capacity], losses=()).bfloat16()
     tokens = [torch.randn(32, SIZES[0]).bfloat16() for _ in range(case.grid.world)]
@@ -184,7 +189,7 @@ def mesh_error(case: WaitCase) -> float:
         layer.parallelize(Mesh(case.grid, transport), case.plan)
         transport.device = torch.device(device)
         x = tokens[case.grid.coordinate(transport.rank, "dp")].to(device)
-        return [each.cpu() for each in _step(layer.to(device), x)[:2]]
+        return [tensor.cpu() for tensor in _step(layer.to(device), x)[:2]]
 
     on_cpu, on_gpu = (run_ranks(case.grid.world, partial(rank, device=device)) for device in ("cpu", "cuda"))
     pairs = [pair for a, b in zip(on_gpu, on_cpu) for pair in zip(a, b)]
@@ -192,10 +197,10 @@ def mesh_error(case: WaitCase) -> float:
 
 
 def _waits_of_plan(case: WaitCase) -> float:
-    found = count_waits(case)
-    assert found is not None
-    return float(max(found.forward, found.backward))
+    counted = count_waits(case)
+    assert counted is not None
+    return float(max(counted.forward, counted.backward))
 
 
-def _relative(found: Tensor, true: Tensor) -> float:
-    return float((found - true).abs().max() / true.abs().max().clamp_min(1e-30))
+def _relative(result: Tensor, exact: Tensor) -> float:
+    return float((result - exact).abs().max() / exact.abs().max().clamp_min(1e-30))

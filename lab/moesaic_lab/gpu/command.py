@@ -1,10 +1,10 @@
-"""`moesaic bench gpu`: all figures of one GPU in one command of nine minutes, of which nothing stops the rest.
+"""`moesaic bench gpu`: all figures of one GPU in one command of nine minutes.
 
-Every step is a process of its own under a deadline: one that crashes, hangs or leaves the GPU in error costs its own figures.
-Results are written as they come, into one folder: at most eight files, listed in `FILES`. Scratch files and Triton's cache go
-to a temporary folder. With `--dry` every step runs on a CPU, with the stand-in and Triton's interpreter in place of the GPU.
-Needs torch and Triton; what else is missing on the machine (pytest, liger-kernel, sonic-moe, compute-sanitizer, ncu) is a
-reason in the results, not an error.
+Each step runs in its own process under a deadline. A step that crashes, hangs or leaves the GPU in error loses only its own
+figures. Results are written to one folder as soon as they are known: at most eight files, listed in `FILES`. Scratch files and
+Triton's cache go to a temporary folder. With `--dry` every step runs on a CPU: the stand-in and Triton's interpreter replace
+the GPU. The command needs torch and Triton. If pytest, liger-kernel, sonic-moe, compute-sanitizer or ncu is missing, the
+results give that as a reason; it is not an error.
 """
 
 from __future__ import annotations
@@ -31,33 +31,34 @@ from moesaic_lab.claims import Claim, Measurement
 from moesaic_lab.gpu.shapes import LAYERS, claims
 
 SECONDS = 540.0
-"""Of the whole command: a borrowed GPU gives ten minutes to one."""
+"""Time limit of the whole command: borrowed GPUs often allow ten minutes per command."""
 FILES = ("gpu.json", "rows.json", "tiles.json", "compiled.json", "checks.json", "cluster.json", "tests.txt", "ncu.csv")
 TUNED = ("T40960_H768_I256", "T32768_H4096_I512_E128")
-"""Two layers that span the shapes, whose tiles are searched; the others have default tiles unless their products are alike."""
+"""Two layers, at both ends of the range of shapes, for which tiles are searched. Other layers use default tiles, except for
+products that fall under the same key."""
 PRODUCTS = ("up", "down", "down_grad", "rows_grad", "weight_grad", "weight_grad_down")
 SANITIZERS = ("memcheck", "racecheck")
-"""Tools of compute-sanitizer: accesses out of bounds; programs that read shared memory before it is written."""
+"""Tools of compute-sanitizer that are run, for accesses out of bounds and for races in shared memory."""
 NOTES = "One process per step; a step that did not end well is named with its reason in the row `steps`."
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuStep:
-    """One process."""
+    """One step of the benchmark: a command that runs in its own process."""
 
     name: str
     command: tuple[str, ...]
     seconds: float
-    """At most; less where the command's own deadline comes first."""
+    """Time limit of the step; the deadline of the whole command can end it earlier."""
     output: str = ""
-    """The file of the results that takes what it prints, behind what stands there; "" for none."""
-    beside: bool = False
-    """Whether the next step starts without waiting for this one, which needs no GPU."""
+    """File in the results folder to which the step's output is appended; "" for none."""
+    background: bool = False
+    """Whether the next step starts without waiting for this one. Set for steps that need no GPU."""
     needs: str = ""
-    """A program that must be there."""
+    """Program that the step requires."""
     package: str = ""
-    """A Python package that must be there."""
+    """Python package that the step requires."""
 
 
 @dataclass
@@ -67,18 +68,18 @@ class StepOutcome:
     name: str
     seconds: float
     ended: str
-    """"ok", or why not, in one line."""
+    """"ok", or the reason for the failure, in one line."""
     tail: list[str] = field(default_factory=list)
-    """The last lines that it printed, where it is not ok."""
+    """Last lines of the output of a step that failed."""
 
 
 def steps(folder: Path, scratch: Path, *, dry: bool) -> list[GpuStep]:
-    """Return the steps in order; those of `dry` are the same on tiny layers.
+    """Return the steps in order.
 
     Args:
-        folder: of the results.
-        scratch: for files that nobody keeps.
-        dry: without a GPU.
+        folder: folder of the results.
+        scratch: folder of temporary files.
+        dry: return the steps that test the benchmark without a GPU, on tiny layers.
     """
     python, extra = sys.executable, ("--dry",) if dry else ()
 
@@ -91,39 +92,40 @@ def steps(folder: Path, scratch: Path, *, dry: bool) -> list[GpuStep]:
     tests = "tests/kernels/triton/test_triton_top_k.py" if dry else "tests/kernels/triton"
     pytest = (python, "-m", "pytest", tests, "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short")
     layers = ["T24"] if dry else [layer.name for layer in LAYERS]
-    found = [
-        GpuStep(name="compile", command=part("compiled", folder / "compiled.json"), seconds=100, beside=True),
+    planned = [
+        GpuStep(name="compile", command=part("compiled", folder / "compiled.json"), seconds=100, background=True),
         GpuStep(name="tests", command=(*pytest, *(() if dry else ("-n", "8"))), seconds=100, output="tests.txt"),
         GpuStep(name="checks", command=part("checks", folder / "checks.json"), seconds=60),
     ]
     for tool in SANITIZERS:
         command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *layer("--stages", "check"))
-        found.append(GpuStep(name=tool, command=command, seconds=30, output="tests.txt", needs="compute-sanitizer"))
-    found.append(GpuStep(name="profile", command=part("profile", folder / "cluster.json"), seconds=30))
+        planned.append(GpuStep(name=tool, command=command, seconds=30, output="tests.txt", needs="compute-sanitizer"))
+    planned.append(GpuStep(name="profile", command=part("profile", folder / "cluster.json"), seconds=30))
     tuned, per_product = (("T24",), 60.0) if dry else (TUNED, 14.0)
     for name, product in itertools.product(tuned, PRODUCTS[:1] if dry else PRODUCTS):
         command = layer("--stages", "tune", "--layers", name, "--products", product, "--seconds", str(per_product - 5))
-        found.append(GpuStep(name=f"tune.{name}.{product}", command=command, seconds=per_product))
+        planned.append(GpuStep(name=f"tune.{name}.{product}", command=command, seconds=per_product))
     for name in layers:
         command = layer("--stages", "measure", "--layers", name, "--repeats", "2" if dry else "20")
-        found.append(GpuStep(name=f"layer.{name}", command=command, seconds=60))
+        planned.append(GpuStep(name=f"layer.{name}", command=command, seconds=60))
     sections = ("--section", "SpeedOfLight", "--section", "MemoryWorkloadAnalysis")
     ncu = ("ncu", "--clock-control", "none", "--csv", *sections)
     counted = ("--kernel-name", "regex:_up_kernel|_rows_kernel|_outer_kernel|_sum_tokens_kernel", "--launch-count", "8")
     command = (*ncu, *counted, *layer("--stages", "check"))
-    found.append(GpuStep(name="ncu", command=command, seconds=40, output="ncu.csv", needs="ncu"))
+    planned.append(GpuStep(name="ncu", command=command, seconds=40, output="ncu.csv", needs="ncu"))
     command = layer("--stages", "sonic", "--layers", *layers)
-    found.append(GpuStep(name="sonic", command=command, seconds=120, package="sonicmoe"))
-    return [replace(each, seconds=5 * each.seconds) for each in found] if dry else found  # the interpreter is slow
+    planned.append(GpuStep(name="sonic", command=command, seconds=120, package="sonicmoe"))
+    # Triton's interpreter is slow.
+    return [replace(step, seconds=5 * step.seconds) for step in planned] if dry else planned
 
 
 def run(folder: Path, *, dry: bool, seconds: float = SECONDS) -> Measurement:
-    """Run all steps and return what they found; `gpu.json` in the folder is written after each.
+    """Run all steps and return their results; `gpu.json` in the folder is rewritten after each step.
 
     Args:
-        folder: of the results.
-        dry: without a GPU.
-        seconds: after which no step starts, and what runs is ended.
+        folder: folder of the results.
+        dry: run without a GPU.
+        seconds: time limit; after it no step starts and running steps are killed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     deadline, outcomes = time.monotonic() + seconds, list[StepOutcome]()
@@ -132,7 +134,7 @@ def run(folder: Path, *, dry: bool, seconds: float = SECONDS) -> Measurement:
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT / "lab"), os.environ.get("PYTHONPATH")))),
             "TRITON_CACHE_DIR": str(Path(scratch) / "triton"), "PYTHONUNBUFFERED": "1",
         } | ({"TRITON_INTERPRET": "1"} if dry else {})  # fmt: skip
-        beside: list[_Running] = []
+        background: list[_Running] = []
         planned = steps(folder, Path(scratch), dry=dry)
         for output in {step.output for step in planned if step.output}:
             (folder / output).unlink(missing_ok=True)
@@ -140,15 +142,15 @@ def run(folder: Path, *, dry: bool, seconds: float = SECONDS) -> Measurement:
             running = _start(step, folder, Path(scratch), environment, deadline)
             if isinstance(running, StepOutcome):
                 outcomes.append(running)
-            elif step.beside:
-                beside.append(running)
+            elif step.background:
+                background.append(running)
             else:
                 outcomes.append(running.end())
             merged(folder, outcomes, dry=dry).write(str(folder / "gpu.json"))
-        outcomes += [running.end() for running in beside]
-    found = merged(folder, outcomes, dry=dry)
-    found.write(str(folder / "gpu.json"))
-    return found
+        outcomes += [running.end() for running in background]
+    results = merged(folder, outcomes, dry=dry)
+    results.write(str(folder / "gpu.json"))
+    return results
 
 
 @dataclass
@@ -161,14 +163,16 @@ class _Running:
     file: IO[bytes]
 
     def end(self) -> StepOutcome:
-        """Wait for it until its deadline, then end it and all that it started."""
+        """Wait for the process until its deadline, then kill it and all processes that it started."""
         try:
             code = self.process.wait(max(self.until - time.monotonic(), 0.1))
             ended = "ok" if code == 0 else f"exit code {code}"
         except subprocess.TimeoutExpired:
             ended = f"ended after {time.monotonic() - self.began:.0f} s, its limit"
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # its own session: what a step leaves behind goes with it
+            os.killpg(
+                self.process.pid, signal.SIGKILL
+            )  # each step has its own session, so this also kills its children
         self.process.wait()
         self.file.close()
         tail = self.log.read_text(errors="replace").splitlines()[-12:]
@@ -182,12 +186,12 @@ def _start(
     if now > deadline:
         return StepOutcome(step.name, 0.0, "not begun: no time was left")
     if step.needs and shutil.which(step.needs) is None:
-        return StepOutcome(step.name, 0.0, f"not begun: the program {step.needs} is not there")
+        return StepOutcome(step.name, 0.0, f"not begun: the program {step.needs} is not installed")
     if step.package and importlib.util.find_spec(step.package) is None:
-        return StepOutcome(step.name, 0.0, f"not begun: the package {step.package} is not there")
+        return StepOutcome(step.name, 0.0, f"not begun: the package {step.package} is not installed")
     log = folder / step.output if step.output else scratch / f"{step.name}.txt"
     own = environment
-    if step.name == "compile":  # which needs a compiler, not the interpreter
+    if step.name == "compile":  # this step needs the compiler, not the interpreter
         own = {name: value for name, value in environment.items() if name != "TRITON_INTERPRET"}
     file = log.open("ab")
     process = subprocess.Popen(
@@ -197,66 +201,70 @@ def _start(
 
 
 def merged(folder: Path, outcomes: Sequence[StepOutcome], *, dry: bool = False) -> Measurement:
-    """Return rows and claims of all that the folder holds; a layer whose process ended without a row says how it ended."""
+    """Return rows and claims of all results in the folder.
+
+    A layer whose process ended without writing a row gets a row that says how the process ended.
+    """
     rows: dict[str, dict[str, Any]] = _read(folder / "rows.json").get("rows", {})
-    for each in outcomes:
-        name = each.name.removeprefix("layer.")
-        if each.name.startswith("layer.") and name not in rows and each.ended != "ok":
-            rows[name] = {"name": name, "error": f"its process: {each.ended}; {' '.join(each.tail[-1:])[:200]}"}
-    checked, ended = _read(folder / "checks.json").get("claims", []), {each.name: each for each in outcomes}
-    found = [Claim(**{key: value for key, value in claim.items() if key != "holds"}) for claim in checked]
+    for outcome in outcomes:
+        name = outcome.name.removeprefix("layer.")
+        if outcome.name.startswith("layer.") and name not in rows and outcome.ended != "ok":
+            rows[name] = {"name": name, "error": f"its process: {outcome.ended}; {' '.join(outcome.tail[-1:])[:200]}"}
+    checked = _read(folder / "checks.json").get("claims", [])
+    outcomes_by_name = {outcome.name: outcome for outcome in outcomes}
+    other_claims = [Claim(**{key: value for key, value in claim.items() if key != "holds"}) for claim in checked]
     for name in ("tests", *SANITIZERS):
-        step = ended.get(name)
+        step = outcomes_by_name.get(name)
         is_known = step is not None and not step.ended.startswith(("not begun", "ended after"))
         reason = "" if is_known else "the step did not run to its end" if step is None else step.ended
         value = float(step is not None and step.ended != "ok") if is_known else None
-        found.append(Claim(name=f"gpu.{name}_failed", value=value, unit="1", target=0, op="<=", reason=reason))
+        other_claims.append(Claim(name=f"gpu.{name}_failed", value=value, unit="1", target=0, op="<=", reason=reason))
     described = rows.get("dense", {})
     return Measurement(
-        rows=[{"name": "steps", "steps": [asdict(each) for each in outcomes]}, *rows.values()],
-        claims=[*claims(list(LAYERS), rows), *found], packages=("torch", "triton", "liger_kernel"),
+        rows=[{"name": "steps", "steps": [asdict(outcome) for outcome in outcomes]}, *rows.values()],
+        claims=[*claims(list(LAYERS), rows), *other_claims], packages=("torch", "triton", "liger_kernel"),
         notes=("A DRY RUN: no figure is of a GPU. " if dry else "") + NOTES,
         machine={"gpu": _gpu(), "dense_tflops": described.get("tflops")},
     )  # fmt: skip
 
 
 def _gpu() -> str:
-    """Return what the driver says of the GPU; "" where there is none."""
+    """Return name, driver version, memory, clock and power limit of the GPU as nvidia-smi reports them; "" without a GPU."""
     if shutil.which("nvidia-smi") is None:
         return ""
     query = "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit"
-    asked = ("nvidia-smi", query, "--format=csv,noheader")
-    return subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+    command = ("nvidia-smi", query, "--format=csv,noheader")
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        held: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there, or cut off while it was written
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # missing, or truncated by a killed step
         return {}
-    return held
+    return content
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Refuse words in one line."""
+        """Raise an `InputError` of one line."""
         raise InputError(f"{message}; --help lists all")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; returns the exit code, 0 whatever the steps found. (No tyro: a borrowed machine may have torch alone.)"""
+    """Run the command and return the exit code, 0 even if steps failed. (Without tyro: the machine may have only torch.)"""
     parser = _Parser(prog="moesaic bench gpu", description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
     parser.add_argument(
         "--out", type=Path, default=Path("gpu_results"), help=f"folder of the results: {', '.join(FILES)}"
     )
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of the whole command")
-    parser.add_argument("--dry", action="store_true", help="every step on a CPU, without a GPU: does everything run?")
-    given = parser.parse_args(arguments)
-    found = run(given.out, dry=given.dry, seconds=given.seconds)
-    for each in found.rows[0]["steps"]:
-        print(f"{each['name']:<44} {each['seconds']:6.1f} s  {each['ended']}")
-    measured = [claim for claim in found.claims if claim.value is not None]
-    print(f"{len(measured)} of {len(found.claims)} figures; {given.out / 'gpu.json'}")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit of the whole command")
+    parser.add_argument("--dry", action="store_true", help="test that every step runs, on a CPU")
+    options = parser.parse_args(arguments)
+    measurement = run(options.out, dry=options.dry, seconds=options.seconds)
+    for step in measurement.rows[0]["steps"]:
+        print(f"{step['name']:<44} {step['seconds']:6.1f} s  {step['ended']}")
+    measured = [claim for claim in measurement.claims if claim.value is not None]
+    print(f"{len(measured)} of {len(measurement.claims)} figures; {options.out / 'gpu.json'}")
     return 0
 
 

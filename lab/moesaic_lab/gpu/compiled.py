@@ -1,7 +1,7 @@
-"""Compiles kernels for a GPU that is not there: the launch code runs as it is, the launch itself is left out.
+"""Compiles kernels without a GPU: the unchanged launch code runs, but the launch itself is skipped.
 
-The interpreter runs kernels as Python and so accepts what the compiler refuses, and says nothing of registers. Triton and
-its assembler need no GPU to compile for one.
+Triton's interpreter runs kernels as Python, so it accepts code that the compiler refuses and does not count registers.
+Triton and its assembler can compile for a GPU that the machine does not have.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ DEVICES = {
 }
 
 SPILLED_BYTES = 64
-"""Per thread; a few in an epilogue cost nothing."""
+"""Allowed bytes of spilled registers per thread; a few in an epilogue cost nothing."""
 
 
 CHECKS = ("check float32", "check bfloat16")
-"""What stands in the place of a product for the whole layer that is checked first, in a dtype: sanitizers run it, too."""
+"""Entries of `work` in place of a product's name: each compiles the whole layer of the stage `check`, in one dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledKernel:
-    """What came out of one kernel's compilation."""
+    """Resource use and PTX of one compiled kernel."""
 
     name: str
     shared_bytes: int
@@ -56,11 +56,11 @@ class CompiledKernel:
     spilled_bytes: int
     ptx: str
     is_serialized: bool = False
-    """The assembler makes products of the tensor cores wait for each other (its warning C7515)."""
+    """Whether the assembler serializes tensor-core instructions (its warning C7515)."""
 
 
 class _Driver:
-    """Answers what Triton asks before it compiles."""
+    """Replaces Triton's driver: reports a GPU of the given capability, which the machine need not have."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -77,28 +77,28 @@ class _Driver:
 
 @contextmanager
 def compiling_for(capability: int, cache: Path, private: Path | None = None) -> Iterator[list[CompiledKernel]]:
-    """Within, kernels that are launched are compiled for a capability instead, and listed.
+    """Compile kernels for a capability instead of launching them, and yield the list to which each compiled kernel is added.
 
     Args:
-        capability: 80 for (8, 0).
-        cache: a folder, which processes may share.
-        private: a folder of this process alone; None for `cache`.
+        capability: compute capability, 80 for (8, 0).
+        cache: Triton's cache folder, which processes may share.
+        private: folder that only this process uses; None to use `cache`.
     """
-    found: list[CompiledKernel] = []
+    kernels: list[CompiledKernel] = []
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        found.append(_describe(kernel, capability, private or cache))
+        kernels.append(_describe(kernel, capability, private or cache))
         return kernel
 
-    with ExitStack() as within:
-        within.enter_context(mock.patch.object(triton.knobs.cache, "dir", str(cache)))
-        within.enter_context(mock.patch.object(JITFunction, "run", compile_only))
-        within.enter_context(mock.patch.object(driver, "_active", _Driver(capability)))
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(triton.knobs.cache, "dir", str(cache)))
+        stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
+        stack.enter_context(mock.patch.object(driver, "_active", _Driver(capability)))
         for user in (launch, expert_stage):
-            within.enter_context(mock.patch.object(user, "device_of", return_value=DEVICES[capability]))
-        yield found
+            stack.enter_context(mock.patch.object(user, "device_of", return_value=DEVICES[capability]))
+        yield kernels
 
 
 def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
@@ -112,37 +112,37 @@ def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
     command = [
         compiler.get_ptxas(capability).path, "-v", *options, f"--gpu-name={target}", str(source), "-o", "/dev/null",
     ]  # fmt: skip
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
-    assert registers is not None, said
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
+    assert registers is not None, log
     return CompiledKernel(
         name=kernel.metadata.name,  # type: ignore[attr-defined]
         shared_bytes=kernel.metadata.shared,  # type: ignore[attr-defined]
         registers=int(registers.group(1)),
         spilled_bytes=int(spilled.group(1)) if spilled else 0,
         ptx=ptx,
-        is_serialized="C7515" in said or "serialized" in said,
+        is_serialized="C7515" in log or "serialized" in log,
     )
 
 
 def work(*, dry: bool) -> list[tuple[GpuLayer, str, int]]:
-    """Return (layer, product, number of the candidate): what is checked, then all that a search tries."""
+    """Return (layer, product, number of the candidate tile): the layers to check, then all candidates of the tile search."""
     from moesaic_lab.gpu.command import PRODUCTS, TUNED
     from moesaic_lab.gpu.run import SMALL
     from moesaic_lab.gpu.search import candidates
 
-    found = [] if dry else [(SMALL, check, 0) for check in CHECKS]
-    for layer in (each for each in LAYERS if any(part in each.name for part in TUNED)):
+    entries = [] if dry else [(SMALL, check, 0) for check in CHECKS]
+    for layer in (layer for layer in LAYERS if any(part in layer.name for part in TUNED)):
         sizes = expert_stage.shapes(
             layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, 2, gated=True
         )
         for product in PRODUCTS:
-            found += [(layer, product, n) for n, _ in enumerate(candidates(sizes[product], DEVICES[90]))]
-    return found[:1] if dry else found
+            entries += [(layer, product, n) for n, _ in enumerate(candidates(sizes[product], DEVICES[90]))]
+    return entries[:1] if dry else entries
 
 
 def compile_one(layer: GpuLayer, product: str, number: int, capability: int, cache: str) -> list[dict[str, Any]]:
-    """Compile one product of a layer with one tile, or one of `CHECKS`; returns a row for each kernel."""
+    """Compile one product of a layer with one tile, or one of `CHECKS`, and return one row per kernel."""
     from moesaic_lab.gpu.layers import Inputs
     from moesaic_lab.gpu.search import candidates
     from moesaic_lab.gpu.tune import products
@@ -151,40 +151,40 @@ def compile_one(layer: GpuLayer, product: str, number: int, capability: int, cac
     private.mkdir(parents=True, exist_ok=True)
     tile = None
     if product in CHECKS:
-        with compiling_for(capability, Path(cache), private) as found:
+        with compiling_for(capability, Path(cache), private) as kernels:
             _compile_layer(layer, getattr(torch, product.removeprefix("check ")))
     else:
         sizes = expert_stage.shapes(
             layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, 2, gated=True
         )
         tile = list(candidates(sizes[product], DEVICES[capability]))[number].as_ints()
-        with compiling_for(capability, Path(cache), private) as found, torch.no_grad():
+        with compiling_for(capability, Path(cache), private) as kernels, torch.no_grad():
             products(Inputs.untouched(layer), is_compiling=True)[product](Tile.of(tile))
     return [
         {
-            "layer": layer.name, "product": product, "tile": tile, "kernel": each.name,
-            "shared_bytes": each.shared_bytes, "registers": each.registers, "spilled_bytes": each.spilled_bytes,
-            "is_serialized": each.is_serialized,
+            "layer": layer.name, "product": product, "tile": tile, "kernel": kernel.name,
+            "shared_bytes": kernel.shared_bytes, "registers": kernel.registers, "spilled_bytes": kernel.spilled_bytes,
+            "is_serialized": kernel.is_serialized,
         }
-        for each in found
+        for kernel in kernels
     ]  # fmt: skip
 
 
 def _compile_layer(layer: GpuLayer, dtype: torch.dtype) -> None:
-    """Compile a layer forward and backward, and the choice of its experts."""
+    """Compile the kernels of a layer's forward and backward pass and of its choice of experts."""
     from moesaic.kernels.triton.rows.top_k import top_k_columns
     from moesaic_lab.gpu.layers import Inputs, ours
 
     top_k_columns(torch.zeros(layer.tokens, layer.num_experts), layer.top_k)
-    of = Inputs.random(layer, "cpu", dtype)
-    torch.autograd.grad(ours(of, None).forward(), of.leaves, of.dy)
+    inputs = Inputs.random(layer, "cpu", dtype)
+    torch.autograd.grad(ours(inputs, None).forward(), inputs.leaves, inputs.dy)
 
 
 def write(out: Path, *, dry: bool) -> int:
-    """Compile what checks and the search of tiles will run, on all cores and without the GPU, and say what came of each kernel.
+    """Compile all kernels of the checks and the tile search, on all but two cores and without the GPU, and write their rows.
 
-    Where Triton's cache is the one that the search reads, the search compiles nothing. A kernel that spills registers or whose
-    tensor-core products the assembler makes wait for each other is named. Returns the exit code, 1 if one did not compile.
+    If the search uses the same Triton cache, it compiles nothing. Kernels that spill registers, or whose tensor-core
+    instructions the assembler serializes, are listed separately. Return the exit code: 1 if a kernel did not compile.
     """
     cache, failures, rows, jobs = triton.knobs.cache.dir, list[str](), list[Any](), work(dry=dry)
     with ProcessPoolExecutor(max_workers=max(1, (os.cpu_count() or 2) - 2)) as pool:
@@ -193,11 +193,11 @@ def write(out: Path, *, dry: bool) -> int:
             layer, product, number = futures[future]
             try:
                 rows += future.result()
-            except Exception as error:  # a tile that the compiler refuses is a finding
+            except Exception as error:  # a tile that the compiler refuses is a result
                 failures.append(f"{layer.name} {product} {number}: {type(error).__name__}: {error}"[:300])
-            bad = [each for each in rows if each["spilled_bytes"] > SPILLED_BYTES or each["is_serialized"]]
-            held = {
-                "compiled": len(rows), "of": len(jobs), "failures": failures, "spilled_or_serialized": bad, "rows": rows,
+            slow = [row for row in rows if row["spilled_bytes"] > SPILLED_BYTES or row["is_serialized"]]
+            report = {
+                "compiled": len(rows), "of": len(jobs), "failures": failures, "spilled_or_serialized": slow, "rows": rows,
             }  # fmt: skip
-            out.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return int(bool(failures))

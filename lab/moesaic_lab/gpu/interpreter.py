@@ -1,4 +1,4 @@
-"""Triton's interpreter where there is no GPU: what of it has to be mended, and how it takes tensors of the stand-in."""
+"""Triton's interpreter on a machine without a GPU: corrections, and support for tensors of the stand-in."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from moesaic_lab.gpu.stand_in import DeviceTensor, values
 
 
 def mend_the_interpreter() -> None:
-    """Make Triton 3.6's interpreter do what a GPU does.
+    """Patch Triton 3.6's interpreter where it differs from a GPU.
 
-    Loop bounds may be tensors: NumPy 2.4 no longer turns an array of one number into an int. bfloat16, which it keeps as
-    16-bit integers, is rounded to nearest, subnormal numbers included, and multiplied as numbers in `tl.dot`.
+    After the patch loop bounds may be tensors; NumPy 2.4 no longer converts an array of one number to an int. The interpreter
+    stores bfloat16 as 16-bit integers. The patch rounds them to nearest, subnormal numbers included, and makes `tl.dot`
+    multiply their values.
     """
     import triton
     from triton.runtime import interpreter
@@ -52,15 +53,15 @@ def mend_the_interpreter() -> None:
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """Let Triton's interpreter, where it is on, take tensors of the device; for all threads."""
+    """Let Triton's interpreter, if it is on, accept tensors of the stand-in. This holds for all threads."""
     from triton.runtime import interpreter
 
     launch = interpreter.GridExecutor.__call__
 
     def on_values(self: Any, *args: Any, **kwargs: Any) -> None:
-        for each in tree_leaves((args, kwargs)):
-            if hasattr(each, "base"):  # a tensor descriptor
-                each.base = values(each.base)
+        for argument in tree_leaves((args, kwargs)):
+            if hasattr(argument, "base"):  # a tensor descriptor
+                argument.base = values(argument.base)
         with _disable_current_modes():
             launch(self, *tree_map_only(DeviceTensor, values, args), **tree_map_only(DeviceTensor, values, kwargs))
 

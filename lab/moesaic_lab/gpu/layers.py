@@ -1,4 +1,4 @@
-"""One layer's tensors on a GPU, the ways to compute it, and whether a way computes it right."""
+"""Tensors of one layer on a GPU, several implementations of the layer, and a check of their results."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from moesaic.kernels.work import ExpertWork, Wanted
 from moesaic_lab.gpu.shapes import GpuLayer
 
 SAMPLE = 8
-"""Tokens that a check computes one by one."""
+"""Number of tokens that a check recomputes one by one."""
 TOLERANCE = 0.02
-"""Of a result's size (root mean square): bfloat16 rounds to 2**-9, a few times on the way."""
+"""Largest allowed error, relative to a result's root mean square. bfloat16 rounds to 2**-9, a few times per result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Tensors of one layer: leaves that are differentiated, the routing, the result's gradient."""
+    """Tensors of one layer: leaves of the autograd graph, the chosen experts, and the gradient of the output."""
 
     x: Tensor
     """(T, D)."""
     w13: Tensor
-    """(E, 2, I, D), the gate and what it gates."""
+    """(E, 2, I, D), the gate matrix and then the up matrix."""
     w2: Tensor
     """(E, D, I)."""
     weight: Tensor
@@ -41,33 +41,33 @@ class Inputs:
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """What is differentiated."""
+        """The tensors that receive gradients."""
         return self.x, self.w13, self.w2, self.weight
 
     @staticmethod
     def random(layer: GpuLayer, device: str, dtype: torch.dtype, seed: int = 0) -> Inputs:
-        """Return a layer with random weights and a random router: experts' loads differ as chance has it."""
+        """Return a layer with random weights and random routing; the loads of the experts differ at random."""
         generator = torch.Generator(device=device).manual_seed(seed)
-        made: dict[str, Any] = {"device": device, "generator": generator}
+        factory: dict[str, Any] = {"device": device, "generator": generator}
 
         def leaf(*sizes: int) -> Tensor:
-            return (torch.randn(*sizes, **made) / sizes[-1] ** 0.5).to(dtype).requires_grad_()
+            return (torch.randn(*sizes, **factory) / sizes[-1] ** 0.5).to(dtype).requires_grad_()
 
-        logits = torch.randn(layer.tokens, layer.num_experts, **made)
+        logits = torch.randn(layer.tokens, layer.num_experts, **factory)
         best = logits.topk(layer.top_k, dim=1)
-        x = torch.randn(layer.tokens, layer.dim, **made).to(dtype).requires_grad_()
+        x = torch.randn(layer.tokens, layer.dim, **factory).to(dtype).requires_grad_()
         return Inputs(
             x=x,
             w13=leaf(layer.num_experts, 2, layer.hidden, layer.dim),
             w2=leaf(layer.num_experts, layer.dim, layer.hidden),
             weight=best.values.softmax(1).detach().requires_grad_(),
             expert=best.indices.to(torch.int32),
-            dy=torch.randn(layer.tokens, layer.dim, **made).to(dtype),
+            dy=torch.randn(layer.tokens, layer.dim, **factory).to(dtype),
         )
 
     @staticmethod
     def untouched(layer: GpuLayer) -> Inputs:
-        """Return tensors of a layer's shapes that hold nothing, for a compiler: no memory is touched."""
+        """Return tensors of a layer's shapes for the compiler; the large ones are uninitialized, so no memory is touched."""
         tokens, dim, hidden, experts = layer.tokens, layer.dim, layer.hidden, layer.num_experts
         expert = torch.zeros(tokens, layer.top_k, dtype=torch.int32)
         x, w13, w2, dy = (
@@ -78,140 +78,148 @@ class Inputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class Implementation:
     """One implementation of the layer on these tensors."""
 
     forward: Callable[[], Tensor]
-    """Returns the result, (T, D), differentiable."""
+    """Returns the differentiable output, (T, D)."""
     leaves: tuple[Tensor, ...]
-    """What its backward pass differentiates: input, matrices, routing weights."""
+    """Tensors that receive gradients in the backward pass: input, matrices, routing weights."""
 
 
-def ours(of: Inputs, tiles: Mapping[str, Any] | None) -> Way:
-    """Return the way of the Triton kernels: sort, then the operator."""
+def ours(inputs: Inputs, tiles: Mapping[str, Any] | None) -> Implementation:
+    """Return the implementation by our Triton kernels: `sort`, then `moe_mlp`."""
     from moesaic.kernels.triton.rows.sort import sort
     from moesaic_lab.gpu.mlp import moe_mlp
 
     def forward() -> Tensor:
-        order = sort(of.expert.view(-1), len(of.w13))
-        top_k = of.expert.shape[1]
-        return moe_mlp(of.x, of.w13, of.w2, of.weight.view(-1), *order, top_k=top_k, activation="silu", tiles=tiles)
+        order = sort(inputs.expert.view(-1), len(inputs.w13))
+        top_k = inputs.expert.shape[1]
+        return moe_mlp(
+            inputs.x, inputs.w13, inputs.w2, inputs.weight.view(-1), *order, top_k=top_k, activation="silu", tiles=tiles
+        )
 
-    return Way(forward=forward, leaves=of.leaves)
+    return Implementation(forward=forward, leaves=inputs.leaves)
 
 
-def grouped_mm(of: Inputs) -> Way:
-    """Return the way of torch's own `grouped_mm`, one operation after the other."""
+def grouped_mm(inputs: Inputs) -> Implementation:
+    """Return the implementation by torch's `grouped_mm`, one operation after the other."""
 
     def forward() -> Tensor:
-        y: Tensor = _WholeBatch.apply(of.x, of.w13, of.w2, of.weight, of.expert)
+        y: Tensor = _WholeBatch.apply(inputs.x, inputs.w13, inputs.w2, inputs.weight, inputs.expert)
         return y
 
-    return Way(forward=forward, leaves=of.leaves)
+    return Implementation(forward=forward, leaves=inputs.leaves)
 
 
-def liger(of: Inputs) -> Way:
-    """Return liger-kernel's fused layer, Triton kernels too, with the same weights; gate and up in one matrix.
+def liger(inputs: Inputs) -> Implementation:
+    """Return liger-kernel's fused layer with the same weights. It also uses Triton kernels, with gate and up in one matrix.
 
     Raises:
-        ImportError: the package is not there.
+        ImportError: the package is not installed.
     """
     function = import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
-    gate_up = of.w13.detach().flatten(1, 2).requires_grad_()
+    gate_up = inputs.w13.detach().flatten(1, 2).requires_grad_()
 
     def forward() -> Tensor:
-        y: Tensor = function.apply(of.x, gate_up, of.w2, of.expert, of.weight)
+        y: Tensor = function.apply(inputs.x, gate_up, inputs.w2, inputs.expert, inputs.weight)
         return y
 
-    return Way(forward=forward, leaves=(of.x, of.weight, gate_up, of.w2))
+    return Implementation(forward=forward, leaves=(inputs.x, inputs.weight, gate_up, inputs.w2))
 
 
-def sonic(of: Inputs) -> Way:
-    """Return SonicMoE's own kernels with the same weights and routing; it wants gate and up row by row, experts last.
+def sonic(inputs: Inputs) -> Implementation:
+    """Return SonicMoE's own kernels with the same weights and routing.
+
+    SonicMoE expects the rows of gate and up interleaved, and the experts as the last dimension.
 
     Raises:
-        ImportError: the package is not there.
+        ImportError: the package is not installed.
     """
     run = import_module("sonicmoe.functional").moe_general_routing_inputs
     swiglu = import_module("sonicmoe.enums").ActivationType.SWIGLU
-    num_experts, top_k = len(of.w13), of.expert.shape[1]
-    gate_up = of.w13.detach().transpose(1, 2).flatten(1, 2).contiguous().requires_grad_()
-    token = torch.arange(len(of.x), dtype=torch.int32, device=of.x.device).repeat_interleave(top_k)
+    num_experts, top_k = len(inputs.w13), inputs.expert.shape[1]
+    gate_up = inputs.w13.detach().transpose(1, 2).flatten(1, 2).contiguous().requires_grad_()
+    token = torch.arange(len(inputs.x), dtype=torch.int32, device=inputs.x.device).repeat_interleave(top_k)
 
     def forward() -> Tensor:
-        stream = torch.cuda.current_stream().cuda_stream if of.x.is_cuda else 0
-        first, last = gate_up.permute(1, 2, 0), of.w2.permute(1, 2, 0)
-        copies = (of.weight.view(-1), token, of.expert.view(-1))
-        y: Tensor = run(of.x, *copies, first, None, last, None, num_experts, stream, swiglu)[0]
+        stream = torch.cuda.current_stream().cuda_stream if inputs.x.is_cuda else 0
+        gate_up_rows, down_rows = gate_up.permute(1, 2, 0), inputs.w2.permute(1, 2, 0)
+        copies = (inputs.weight.view(-1), token, inputs.expert.view(-1))
+        y: Tensor = run(inputs.x, *copies, gate_up_rows, None, down_rows, None, num_experts, stream, swiglu)[0]
         return y
 
-    return Way(forward=forward, leaves=(of.x, of.weight, gate_up, of.w2))
+    return Implementation(forward=forward, leaves=(inputs.x, inputs.weight, gate_up, inputs.w2))
 
 
-def layer_of(of: Inputs) -> Way:
-    """Return the library's own layer, router and load-balance loss among it, with these experts and its own routing."""
+def layer_of(inputs: Inputs) -> Implementation:
+    """Return the library's `MoE` layer with these experts, its router and its load-balancing loss. It routes by itself."""
     from moesaic.layer import MoE
 
-    num_experts, _, hidden, dim = of.w13.shape
-    layer = MoE(dim, hidden, num_experts, of.expert.shape[1]).to(of.x.device, of.x.dtype)
+    num_experts, _, hidden, dim = inputs.w13.shape
+    layer = MoE(dim, hidden, num_experts, inputs.expert.shape[1]).to(inputs.x.device, inputs.x.dtype)
     with torch.no_grad():
         for name in ("w13", "w2"):
-            layer.experts.get_parameter(name).copy_(getattr(of, name))
-    return Way(forward=lambda: layer(of.x), leaves=(of.x, *layer.parameters()))
+            layer.experts.get_parameter(name).copy_(getattr(inputs, name))
+    return Implementation(forward=lambda: layer(inputs.x), leaves=(inputs.x, *layer.parameters()))
 
 
-def errors(of: Inputs, y: Tensor, grads: tuple[Tensor | None, ...]) -> dict[str, float]:
-    """Return how far results are off, relative to their size, on a sample that float32 computes one by one.
+def errors(inputs: Inputs, y: Tensor, grads: tuple[Tensor | None, ...]) -> dict[str, float]:
+    """Return the errors of results against float32, relative to their size, on a sample of tokens and one expert.
 
     Args:
-        of: the layer.
-        y: (T, D), the result.
-        grads: of `of.leaves`, for `of.dy`; None for one that is not compared.
+        inputs: tensors of the layer.
+        y: (T, D), the output.
+        grads: gradients of `of.leaves` for the output gradient `of.dy`; None for a gradient that is not compared.
 
     Returns:
-        by name: y, x and weight of some tokens, w13 and w2 of one expert.
+        Errors by name: "y", "x" and "weight" on `SAMPLE` tokens, "w13" and "w2" on one expert.
     """
     d_x, d_w13, d_w2, d_weight = grads
-    tokens = torch.linspace(0, len(of.x) - 1, SAMPLE, device=of.x.device).long()
-    found = {"y": y[tokens], "x": None if d_x is None else d_x[tokens]}
-    found["weight"] = None if d_weight is None else d_weight[tokens]
+    tokens = torch.linspace(0, len(inputs.x) - 1, SAMPLE, device=inputs.x.device).long()
+    sampled = {"y": y[tokens], "x": None if d_x is None else d_x[tokens]}
+    sampled["weight"] = None if d_weight is None else d_weight[tokens]
     exact: dict[str, list[Tensor]] = {"y": [], "x": [], "weight": []}
     for token in tokens.tolist():
         with torch.enable_grad():
-            x, weight = (each[token].detach().float().requires_grad_() for each in (of.x, of.weight))
+            x, weight = (leaf[token].detach().float().requires_grad_() for leaf in (inputs.x, inputs.weight))
             result = torch.zeros_like(x)
-            for slot, e in enumerate(of.expert[token].tolist()):
-                gate, up = of.w13[e].detach().float() @ x
+            for slot, e in enumerate(inputs.expert[token].tolist()):
+                gate, up = inputs.w13[e].detach().float() @ x
                 hidden = F.silu(gate) * up
-                result = result + weight[slot] * (of.w2[e].detach().float() @ hidden)
-        gradients = torch.autograd.grad(result, (x, weight), of.dy[token].float())
+                result = result + weight[slot] * (inputs.w2[e].detach().float() @ hidden)
+        gradients = torch.autograd.grad(result, (x, weight), inputs.dy[token].float())
         for name, value in zip(exact, (result.detach(), *gradients)):
             exact[name].append(value)
     result_errors = {
-        name: relative(found[name], torch.stack(values)) for name, values in exact.items() if found[name] is not None
+        name: relative(sampled[name], torch.stack(values))
+        for name, values in exact.items()
+        if sampled[name] is not None
     }
-    e = int(of.expert[0, 0])
-    of_expert = _expert_gradients(of, e)
-    mine = {"w13": d_w13, "w2": d_w2}
-    return result_errors | {name: relative(each[e], of_expert[name]) for name, each in mine.items() if each is not None}
+    e = int(inputs.expert[0, 0])
+    of_expert = _expert_gradients(inputs, e)
+    expert_grads = {"w13": d_w13, "w2": d_w2}
+    return result_errors | {
+        name: relative(leaf[e], of_expert[name]) for name, leaf in expert_grads.items() if leaf is not None
+    }
 
 
-def relative(found: Tensor | None, exact: Tensor) -> float:
-    """Return the root mean square of the difference over that of `exact`."""
-    assert found is not None
+def relative(result: Tensor | None, exact: Tensor) -> float:
+    """Return the root mean square of the difference divided by the root mean square of `exact`."""
+    assert result is not None
     size = float(exact.float().square().mean().sqrt())
-    return float((found.float() - exact.float()).square().mean().sqrt()) / max(size, 1e-30)
+    return float((result.float() - exact.float()).square().mean().sqrt()) / max(size, 1e-30)
 
 
-def _expert_gradients(of: Inputs, e: int) -> dict[str, Tensor]:
+def _expert_gradients(inputs: Inputs, e: int) -> dict[str, Tensor]:
     """Return the gradients of one expert's matrices in float32."""
-    token, slot = (of.expert == e).nonzero(as_tuple=True)
-    w13, w2 = (each[e].detach().float().requires_grad_() for each in (of.w13, of.w2))
-    x = of.x.detach()[token].float()
+    token, slot = (inputs.expert == e).nonzero(as_tuple=True)
+    w13, w2 = (matrices[e].detach().float().requires_grad_() for matrices in (inputs.w13, inputs.w2))
+    x = inputs.x.detach()[token].float()
     with torch.enable_grad():
         rows = (F.silu(x @ w13[0].T) * (x @ w13[1].T)) @ w2.T
-        weighted = rows * of.weight.detach()[token, slot, None]
-    return dict(zip(("w13", "w2"), torch.autograd.grad(weighted, (w13, w2), of.dy[token].float())))
+        weighted = rows * inputs.weight.detach()[token, slot, None]
+    return dict(zip(("w13", "w2"), torch.autograd.grad(weighted, (w13, w2), inputs.dy[token].float())))
 
 
 class _WholeBatch(torch.autograd.Function):
@@ -225,11 +233,11 @@ class _WholeBatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        found = whole_batch.backward(ctx.work, ctx.saved_tensors[0], dy, Wanted())
+        grads = whole_batch.backward(ctx.work, ctx.saved_tensors[0], dy, Wanted())
         by_token = ctx.work.dispatch.by_token
-        assert found.gates is not None
-        d_weight = found.gates.index_select(0, by_token).view(len(dy), -1)
-        return found.x, found.up, found.down, d_weight, None
+        assert grads.gates is not None
+        d_weight = grads.gates.index_select(0, by_token).view(len(dy), -1)
+        return grads.x, grads.up, grads.down, d_weight, None
 
 
 def _work(x: Tensor, w13: Tensor, w2: Tensor, weight: Tensor, expert: Tensor) -> ExpertWork:

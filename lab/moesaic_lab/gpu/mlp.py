@@ -1,9 +1,9 @@
-"""`moe_mlp`: a layer's experts from tokens to tokens, sorted by `sort`, as one differentiable function.
+"""`moe_mlp`: the experts of a layer, from tokens to weighted sums, as one differentiable function.
 
-The steps are those of `kernels/triton/expert_stage.py`, which has their bytes and FLOPs. Backward keeps x, the routing and the
-pre-activations: T D + R C I elements and 12 R + 4 E bytes, C being 2 with a gate and else 1. The layer of the library comes
-through `kernels/expert_ffn.py` instead, with the same steps; this takes tiles from a search and copies that are not sent, and
-waits for no host.
+The steps are those of `kernels/triton/expert_stage.py`, which lists their bytes and FLOPs. Forward keeps x, the routing and the
+pre-activations for backward: T D + R C I elements and 12 R + 4 E bytes, where C is 2 with a gate and otherwise 1. The layer of
+the library runs the same steps through `kernels/expert_ffn.py`. In addition `moe_mlp` accepts tiles from a search and copies
+that are not sent to any expert. It never makes the host wait.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def moe_mlp(
     activation: str,
     tiles: Mapping[str, Tile] | None = None,
 ) -> Tensor:
-    """Run every token's experts and sum their weighted results, differentiable in x, the matrices and weight.
+    """Run the experts of each token and return the weighted sums, differentiable in x, the matrices and the routing weights.
 
     Args:
         x: (T, D) tokens.
-        up: (E, C, I, D): one matrix that reads the token, or two; the first one's activation gates the second.
-        down: (E, D, I), writes the result.
+        up: (E, C, I, D), one up matrix, or a gate matrix and an up matrix.
+        down: (E, D, I).
         weight: (T K,) float32 routing weights, token after token.
-        copy: (T K,) int32, from `sort`.
-        row: (T K,) int32, from `sort`.
-        ends: (E,) int32, from `sort`.
-        top_k: K, copies of a token.
+        copy: (T K,) int32, from `sort`: the copy in each row.
+        row: (T K,) int32, from `sort`: the row of each copy; negative for copies that are not sent.
+        ends: (E,) int32, from `sort`: the end of each expert's rows.
+        top_k: K, copies per token.
         activation: "silu", "gelu" or "relu".
-        tiles: by names in `expert_stage.TILES`, from `Tuned.tiles`; None for the defaults.
+        tiles: tiles by names of products, from `Tuned.tiles`; None for the defaults.
 
     Returns:
         (T, D) in the dtype of `x`.
@@ -64,28 +64,28 @@ class _Mlp(torch.autograd.Function):
         ctx: Any, x: Tensor, up: Tensor, down: Tensor, weight: Tensor, copy: Tensor, row: Tensor, ends: Tensor,
         top_k: int, activation: str, tiles: Mapping[str, Tile] | None,
     ) -> Tensor:  # fmt: skip
-        held = (x, up, down, weight, copy, row, ends)
-        y, pre = expert_stage.forward(_work(held, top_k, activation), x.dtype, tiles)
-        ctx.save_for_backward(*held, pre)
+        tensors = (x, up, down, weight, copy, row, ends)
+        y, pre = expert_stage.forward(_work(tensors, top_k, activation), x.dtype, tiles)
+        ctx.save_for_backward(*tensors, pre)
         ctx.top_k, ctx.activation, ctx.tiles = top_k, activation, tiles
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        *held, pre = ctx.saved_tensors
-        work = _work(held, ctx.top_k, ctx.activation)
-        found = expert_stage.backward(work, pre, dy.contiguous(), Wanted(), ctx.tiles)
-        assert found.gates is not None
-        weight, row = held[3], held[5]
-        d_weight = found.gates.index_select(0, row.clamp(0, max(len(row) - 1, 0)))
+        *tensors, pre = ctx.saved_tensors
+        work = _work(tensors, ctx.top_k, ctx.activation)
+        grads = expert_stage.backward(work, pre, dy.contiguous(), Wanted(), ctx.tiles)
+        assert grads.gates is not None
+        weight, row = tensors[3], tensors[5]
+        d_weight = grads.gates.index_select(0, row.clamp(0, max(len(row) - 1, 0)))
         d_weight = d_weight.masked_fill(row < 0, 0.0).to(weight.dtype)
-        return found.x, found.up, found.down, d_weight, *(None,) * 6
+        return grads.x, grads.up, grads.down, d_weight, *(None,) * 6
 
 
-def _work(held: Sequence[Tensor], top_k: int, activation: str) -> ExpertWork:
-    """Return the call as the stage takes it: weights in expert order, a token's rows in the order of its copies."""
-    x, up, down, weight, copy, row, ends = held
+def _work(tensors: Sequence[Tensor], top_k: int, activation: str) -> ExpertWork:
+    """Return the argument of `expert_stage`: routing weights in expert order, rows of each token in the order of its copies."""
+    x, up, down, weight, copy, row, ends = tensors
     starts = torch.arange(0, len(row), top_k, device=row.device)
     return ExpertWork(
         x=x, dispatch=Dispatch(token=copy // top_k, by_token=row, starts=starts, per_token=top_k),

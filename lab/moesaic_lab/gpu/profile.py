@@ -1,7 +1,7 @@
-"""What the planner wants to know of a GPU, measured: rates of products, of experts by rows, of copies, and its memory.
+"""Measures what the planner needs of a GPU: rates of matrix products, of experts by number of rows, and of copies, and memory.
 
-Written as a cluster of one device, which `moesaic plan --cluster cluster.json` reads. One GPU says nothing of links: its
-`[device]` table goes into a file that has them.
+The result describes a cluster of one device, which `moesaic plan --cluster cluster.json` reads. One GPU cannot measure links:
+copy the `[device]` table into a file that describes the links.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from moesaic_lab.gpu.timing import GIB, dense_tflops, seconds_of
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSizes:
-    """How large the measured things are."""
+    """Sizes of the measured operations."""
 
     dense: int = 8192
-    """Rows and columns of the matrices whose product is the rate of a dtype."""
+    """Size of the square matrices whose product gives the rate of a dtype."""
     experts: tuple[int, int, int] = (4096, 1024, 16)
-    """Dim, hidden and number of the experts that are timed."""
+    """(dim, hidden, number) of the timed experts."""
     rows: tuple[int, ...] = (16, 64, 256, 1024, 4096)
-    """Of each expert."""
+    """Rows per expert, each timed by itself."""
     copied: int = 65536
-    """Rows of dim elements that are put in another order."""
+    """Rows, of dim elements each, that a timed copy permutes."""
 
 
 DRY = ProfileSizes(dense=64, experts=(32, 16, 2), rows=(4, 16), copied=64)
@@ -37,21 +37,21 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def cluster_of(sizes: ProfileSizes, device: str, name: str, memory_gib: float) -> ClusterSpec:
-    """Measure one device."""
-    rates = {each: dense_tflops(sizes.dense, dtype, device) for each, dtype in DTYPES.items()}
+    """Measure one device and return its description as a cluster."""
+    rates = {name: dense_tflops(sizes.dense, dtype, device) for name, dtype in DTYPES.items()}
     rates["tf32"] = _tf32(sizes.dense, device)
     experts = {}
     for rows in sizes.rows:
-        once, operations = expert_step(rows, torch.bfloat16, sizes.experts, device)
-        experts[rows] = operations / seconds_of(once) / 1e12
+        step, operations = expert_step(rows, torch.bfloat16, sizes.experts, device)
+        experts[rows] = operations / seconds_of(step) / 1e12
     copied = torch.zeros(sizes.copied, sizes.experts[0], dtype=torch.bfloat16, device=device)
     order = torch.randperm(sizes.copied, device=device)
     moved = 2 * copied.nbytes / seconds_of(lambda: copied.index_select(0, order))
-    dim, hidden, held = sizes.experts
+    dim, hidden, num_experts = sizes.experts
     return ClusterSpec(
         nodes=1, devices_per_node=1, name="gpu", description=f"one {name}, no links",
         source=f"moesaic bench gpu, {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}, torch {torch.__version__}",
-        measured=(f"device: products of {sizes.dense}; bfloat16 experts {dim} x {hidden}, {held} at once, both passes",),
+        measured=(f"device: products of {sizes.dense}; bfloat16 experts {dim} x {hidden}, {num_experts} at once, both passes",),
         device=Device(
             tflops=Tflops(**rates), memory_gib=memory_gib, memory_gigabytes_per_second=moved / 1e9,
             gemm_rows=tuple(map(float, experts)),
@@ -70,11 +70,11 @@ def _tf32(size: int, device: str) -> float:
 
 
 def write(out: Path, *, dry: bool) -> int:
-    """Measure and write the file; returns the exit code, 0."""
+    """Measure the device, write its description to `out`, and return the exit code 0."""
     if dry:
-        found = cluster_of(DRY, "cpu", "dry run", 1.0)
+        cluster = cluster_of(DRY, "cpu", "dry run", 1.0)
     else:
         properties = torch.cuda.get_device_properties(0)
-        found = cluster_of(ProfileSizes(), "cuda", properties.name, properties.total_memory / GIB)
-    out.write_text(as_json(found), encoding="utf-8")
+        cluster = cluster_of(ProfileSizes(), "cuda", properties.name, properties.total_memory / GIB)
+    out.write_text(as_json(cluster), encoding="utf-8")
     return 0

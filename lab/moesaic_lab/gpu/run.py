@@ -1,8 +1,8 @@
-"""One MoE layer on one GPU: TFLOP/s forward and backward, activation memory, beside other implementations.
+"""Measures MoE layers on one GPU: TFLOP/s forward and backward and activation memory, compared with other implementations.
 
-`measure` first checks results, then goes layer by layer: search tiles (or read them from a file), check this layer's
-results, time the ways in turn, take memory. Every finding is written to files at once, so a run that is cut off goes on
-where it stopped; a layer that fails is a row with its reason, and its claims are null.
+`measure` first checks results on a small layer. Then it searches tiles (or reads them from a file), checks each layer's
+results, times the implementations in turn, and measures their memory. Results are written to files at once, so an interrupted
+run continues where it stopped. A layer that fails gets a row with the reason, and its claims have no value.
 """
 
 from __future__ import annotations
@@ -23,18 +23,30 @@ import torch
 
 from moesaic.errors import InputError
 from moesaic_lab.claims import Measurement, describe_machine, write_whole
-from moesaic_lab.gpu.layers import TOLERANCE, Inputs, Way, errors, grouped_mm, layer_of, liger, ours, relative, sonic
+from moesaic_lab.gpu.layers import (
+    TOLERANCE,
+    Implementation,
+    Inputs,
+    errors,
+    grouped_mm,
+    layer_of,
+    liger,
+    ours,
+    relative,
+    sonic,
+)
 from moesaic_lab.gpu.shapes import LAYERS, GpuLayer, claims
 from moesaic_lab.gpu.timing import dense_tflops, in_turn, memory_of
 
 STAGES = ("check", "tune", "measure")
 SONIC = "sonic"
-"""A stage of its own: the compiler of SonicMoE's kernels may take minutes, which must not cost a layer its figures."""
+"""Name of the stage that times SonicMoE. It is separate because compiling SonicMoE's kernels may take minutes, and a layer's
+figures must not be lost to that."""
 DENSE_SIZE = 8192
 SMALL = GpuLayer(tokens=1000, dim=264, hidden=136, num_experts=7, top_k=3)
-"""What is checked first: no size is a multiple of a tile."""
+"""The layer of the stage `check`: no size is a multiple of a tile."""
 TINY = GpuLayer(tokens=24, dim=40, hidden=24, num_experts=3, top_k=2)
-"""What a dry run measures: the interpreter takes a second for each kernel."""
+"""The layer that a dry run measures: Triton's interpreter takes a second per kernel."""
 NOTES = (
     "One SwiGLU layer, bfloat16, forward 6 T H I K and backward 12 T H I K FLOPs, router excluded, sorting of copies "
     "included; random router. Ways run in turn, median over the repeats by CUDA events, the host ahead of the GPU as in "
@@ -45,31 +57,31 @@ NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class GpuOptions:
-    """What to measure and for how long."""
+    """Options of the layers' benchmark."""
 
     layers: tuple[str, ...] = ()
-    """Names of layers, or parts of names; all of them if there is none."""
+    """Names or parts of names of the layers to measure; empty for all."""
     stages: tuple[str, ...] = STAGES
-    """Which of check, tune, measure and sonic to do; tune may come in another run before."""
+    """Which of check, tune, measure and sonic to run; an earlier run may have done the tuning."""
     folder: Path = Path("gpu_results")
-    """Where tiles.json and rows.json are kept: what a later run need not do again."""
+    """Folder of tiles.json and rows.json, from which a later run continues."""
     repeats: int = 20
-    """Timed rounds of every way."""
+    """Timed runs of each implementation."""
     seconds: float = 1500.0
-    """After which no other layer is begun and no other tile is tried."""
+    """Time after which no further layer or tile is started."""
     products: tuple[str, ...] = ()
-    """The grouped products whose tiles are searched; all of them if there is none."""
+    """Grouped products to search tiles for; empty for all."""
     dry: bool = False
-    """On the CPU, under Triton's interpreter: every figure is of the interpreter, and none of a GPU."""
+    """Whether to run on the CPU under Triton's interpreter. The figures then say nothing about a GPU."""
 
     @property
     def device(self) -> str:
-        """Where tensors are."""
+        """The device of all tensors."""
         return "cpu" if self.dry else "cuda"
 
     @property
     def device_name(self) -> str:
-        """The GPU's own name."""
+        """The GPU's name as torch reports it."""
         return "none: a dry run" if self.dry else torch.cuda.get_device_name()
 
 
@@ -77,74 +89,74 @@ def measure(options: GpuOptions) -> Measurement:
     """Run the stages and return rows and claims.
 
     Raises:
-        InputError: there is no GPU, no Triton, or a name fits no layer.
+        InputError: there is no GPU or no Triton, a stage is unknown, or a name matches no layer.
     """
     _require(options)
     deadline = time.monotonic() + options.seconds
     layers = _chosen(options)
-    book = _Book(options)
+    results = _ResultFile(options)
     if "check" in options.stages:
         for dtype in (torch.float32, torch.bfloat16):
             _check_small(dtype, options.device)
         _check_odd_logits(options.device)
-    if "measure" in options.stages and "dense" not in book.rows:
+    if "measure" in options.stages and "dense" not in results.rows:
         # A processor without bfloat16 instructions takes minutes for what is milliseconds on a GPU.
         size = 64 if options.dry else DENSE_SIZE
-        book.write("dense", {"tflops": dense_tflops(size, torch.bfloat16, options.device)})
+        results.write("dense", {"tflops": dense_tflops(size, torch.bfloat16, options.device)})
     for stage in ("tune", "measure", SONIC):
         for layer in layers:
-            if stage not in options.stages or (stage != "tune" and book.is_done(_row_name(stage, layer))):
+            if stage not in options.stages or (stage != "tune" and results.is_done(_row_name(stage, layer))):
                 continue
             if time.monotonic() > deadline:
                 _say(f"{layer.name}: no time left to {stage}")
                 continue
-            _attempt(stage, layer, options, book, deadline)
+            _attempt(stage, layer, options, results, deadline)
     return Measurement(
-        rows=list(book.rows.values()), claims=claims(layers, book.rows), notes=NOTES,
-        packages=("torch", "triton", "liger"),
+        rows=list(results.rows.values()), claims=claims(layers, results.rows), notes=NOTES,
+        packages=("torch", "triton", "liger_kernel"),
         machine=describe_machine() | {"gpu": options.device_name},
     )  # fmt: skip
 
 
-class _Book:
-    """What was found so far, in a file."""
+class _ResultFile:
+    """The rows measured so far, kept in `rows.json`. Rows of another GPU or torch version are discarded."""
 
     def __init__(self, options: GpuOptions) -> None:
         self.path = options.folder / "rows.json"
         self.key = f"{options.device_name}, torch {torch.__version__}"
         self.rows: dict[str, dict[str, Any]] = {}
         if self.path.exists():
-            held = json.loads(self.path.read_text(encoding="utf-8"))
-            self.rows = held["rows"] if held.get("key") == self.key else {}
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            self.rows = content["rows"] if content.get("key") == self.key else {}
 
     def is_done(self, name: str) -> bool:
-        """Say whether a row was measured, without an error."""
+        """Return whether a row was measured without an error."""
         return "error" not in self.rows.get(name, {"error": "not measured"})
 
     def write(self, name: str, row: dict[str, Any]) -> None:
-        """Keep a row, in the file too."""
+        """Add a row and rewrite the file."""
         self.rows[name] = {"name": name} | row
         write_whole(self.path, json.dumps({"key": self.key, "rows": self.rows}, indent=1))
 
 
-def _attempt(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, deadline: float) -> None:
-    """Tune or measure one layer; whatever goes wrong becomes the layer's row."""
+def _attempt(stage: str, layer: GpuLayer, options: GpuOptions, results: _ResultFile, deadline: float) -> None:
+    """Run one stage of one layer and record any exception in the layer's row."""
     start = time.monotonic()
     try:
-        _run(stage, layer, options, book, deadline)
+        _run(stage, layer, options, results, deadline)
     except Exception as error:  # a kernel that does not compile must not cost the other layers
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         _say(f"{layer.name}: {stage} failed: {reason}")
         if stage != "tune":
-            book.write(_row_name(stage, layer), {"error": reason})
+            results.write(_row_name(stage, layer), {"error": reason})
     gc.collect()
     if torch.cuda.is_available():
-        with suppress(RuntimeError):  # an error that stays with the process is the row's already
+        with suppress(RuntimeError):  # after a persistent CUDA error, which the row already has
             torch.cuda.empty_cache()
     _say(f"{layer.name}: {stage} took {time.monotonic() - start:.0f} s")
 
 
-def _run(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, deadline: float) -> None:
+def _run(stage: str, layer: GpuLayer, options: GpuOptions, results: _ResultFile, deadline: float) -> None:
     from moesaic.kernels.triton.rows.launch import device_of
     from moesaic_lab.gpu.search import load
     from moesaic_lab.gpu.tune import tune
@@ -155,21 +167,21 @@ def _run(stage: str, layer: GpuLayer, options: GpuOptions, book: _Book, deadline
     if stage == "tune":
         tune(layer, inputs, tuned, path, deadline, _say, options.products)
     elif stage == SONIC:
-        book.write(_row_name(stage, layer), _beside_sonic(layer, inputs, tuned, options))
+        results.write(_row_name(stage, layer), _compared_with_sonic(layer, inputs, tuned, options))
     else:
-        book.write(layer.name, _row(layer, inputs, tuned, options))
+        results.write(layer.name, _row(layer, inputs, tuned, options))
 
 
 def _row_name(stage: str, layer: GpuLayer) -> str:
     return f"{SONIC}.{layer.name}" if stage == SONIC else layer.name
 
 
-def _beside_sonic(layer: GpuLayer, of: Inputs, tuned: Any, options: GpuOptions) -> dict[str, Any]:
+def _compared_with_sonic(layer: GpuLayer, inputs: Inputs, tuned: Any, options: GpuOptions) -> dict[str, Any]:
     """Time SonicMoE's kernels and ours in turn."""
-    ways = {"ours": ours(of, _tiles(layer, of, tuned)), SONIC: sonic(of)}
-    off = relative(ways[SONIC].forward().detach(), ways["ours"].forward().detach())
-    assert off < TOLERANCE, f"its result differs from ours by {off:.3g}"
-    seconds = _timed(ways, of.dy, options.repeats)
+    implementations = {"ours": ours(inputs, _tiles(layer, inputs, tuned)), SONIC: sonic(inputs)}
+    error = relative(implementations[SONIC].forward().detach(), implementations["ours"].forward().detach())
+    assert error < TOLERANCE, f"its result differs from ours by {error:.3g}"
+    seconds = _timed(implementations, inputs.dy, options.repeats)
     forward, backward = (statistics.median(seconds[f"{SONIC} {which}"]) for which in ("forward", "backward"))
     return {
         "forward_tflops": layer.forward_flops / forward / 1e12,
@@ -177,33 +189,33 @@ def _beside_sonic(layer: GpuLayer, of: Inputs, tuned: Any, options: GpuOptions) 
     }  # fmt: skip
 
 
-def _tiles(layer: GpuLayer, of: Inputs, tuned: Any) -> Any:
+def _tiles(layer: GpuLayer, inputs: Inputs, tuned: Any) -> Any:
     from moesaic.kernels.triton.expert_stage import shapes
 
-    sizes = (layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, of.x.itemsize)
+    sizes = (layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, inputs.x.itemsize)
     return tuned.tiles(shapes(*sizes, gated=True))
 
 
-def _row(layer: GpuLayer, of: Inputs, tuned: Any, options: GpuOptions) -> dict[str, Any]:
-    """Check, time and weigh one layer."""
+def _row(layer: GpuLayer, inputs: Inputs, tuned: Any, options: GpuOptions) -> dict[str, Any]:
+    """Check one layer, measure its times and memory, and return its row."""
     from moesaic_lab.gpu.tune import breakdown
 
-    ways: dict[str, Way] = {"ours": ours(of, _tiles(layer, of, tuned))}
+    implementations: dict[str, Implementation] = {"ours": ours(inputs, _tiles(layer, inputs, tuned))}
     row: dict[str, Any] = {"rows_per_expert": layer.tokens * layer.top_k // layer.num_experts}
-    exact = ways["ours"].forward()
-    row["errors"] = _checked(of, exact, torch.autograd.grad(exact, of.leaves, of.dy))
+    exact = implementations["ours"].forward()
+    row["errors"] = _errors_within_tolerance(inputs, exact, torch.autograd.grad(exact, inputs.leaves, inputs.dy))
     for name, make in {"grouped_mm": grouped_mm, "liger": liger, "layer": layer_of}.items():
         try:
-            way = make(of)
-            off = relative(way.forward().detach(), exact.detach())
-            if name != "layer" and not off < TOLERANCE:  # which routes by itself
-                raise AssertionError(f"its result differs from ours by {off:.3g}")
-            ways[name] = way
+            implementation = make(inputs)
+            distance = relative(implementation.forward().detach(), exact.detach())
+            if name != "layer" and not distance < TOLERANCE:  # `layer_of` routes by itself
+                raise AssertionError(f"its result differs from ours by {distance:.3g}")
+            implementations[name] = implementation
         except Exception as error:  # an optional peer: absent, too old or out of memory
             row[f"{name}_absent"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
     del exact
-    seconds = _timed(ways, of.dy, options.repeats)
-    for name, way in ways.items():
+    seconds = _timed(implementations, inputs.dy, options.repeats)
+    for name, implementation in implementations.items():
         forward, backward = (statistics.median(seconds[f"{name} {which}"]) for which in ("forward", "backward"))
         row[name] = {
             "forward_ms": forward * 1e3, "backward_ms": backward * 1e3,
@@ -212,86 +224,90 @@ def _row(layer: GpuLayer, of: Inputs, tuned: Any, options: GpuOptions) -> dict[s
             "forward_ms_spread": _spread(seconds[f"{name} forward"]),
             "backward_ms_spread": _spread(seconds[f"{name} backward"]),
             "over_ours": _ratio(seconds, name),
-            "memory_gib": vars(memory_of(way.forward, of.x, way.leaves, of.dy)),
+            "memory_gib": vars(memory_of(implementation.forward, inputs.x, implementation.leaves, inputs.dy)),
         }  # fmt: skip
-    row["steps"] = breakdown(layer, of, tuned)
+    row["steps"] = breakdown(layer, inputs, tuned)
     _say(f"{layer.name}: {row['ours']['forward_tflops']:.0f} / {row['ours']['backward_tflops']:.0f} TFLOP/s")
     return row
 
 
-def _timed(ways: dict[str, Way], dy: torch.Tensor, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of every way's forward and backward pass, all in turn."""
+def _timed(implementations: dict[str, Implementation], dy: torch.Tensor, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each implementation's forward and backward pass, timed in turn."""
     methods: dict[str, Callable[[], object]] = {}
-    for name, way in ways.items():
-        methods[f"{name} forward"] = way.forward
-        methods[f"{name} backward"] = partial(torch.autograd.grad, way.forward(), way.leaves, dy, retain_graph=True)
+    for name, implementation in implementations.items():
+        methods[f"{name} forward"] = implementation.forward
+        methods[f"{name} backward"] = partial(
+            torch.autograd.grad, implementation.forward(), implementation.leaves, dy, retain_graph=True
+        )
     return in_turn(methods, repeats)
 
 
 def _ratio(seconds: dict[str, list[float]], name: str) -> float:
-    """Return the median over the repeats of a way's forward plus backward time over ours."""
-    pairs = zip(*(seconds[f"{each} {which}"] for each in (name, "ours") for which in ("forward", "backward")))
+    """Return the median over the repeats of an implementation's forward plus backward time divided by ours."""
+    pairs = zip(*(seconds[f"{own} {which}"] for own in (name, "ours") for which in ("forward", "backward")))
     return statistics.median((a + b) / (c + d) for a, b, c, d in pairs)
 
 
 def _spread(seconds: list[float]) -> list[float]:
-    """Return the quartiles in milliseconds."""
+    """Return the first and third quartile in milliseconds."""
     low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
     return [low * 1e3, high * 1e3]
 
 
 def _check_small(dtype: torch.dtype, device: str) -> None:
     """Check the kernels on a layer of odd sizes before anything is timed."""
-    of = Inputs.random(SMALL, device, dtype)
-    y = ours(of, None).forward()
-    found = _checked(of, y, torch.autograd.grad(y, of.leaves, of.dy))
-    _say(f"check {dtype}: largest error {max(found.values()):.2g} of a result's size")
+    inputs = Inputs.random(SMALL, device, dtype)
+    y = ours(inputs, None).forward()
+    by_result = _errors_within_tolerance(inputs, y, torch.autograd.grad(y, inputs.leaves, inputs.dy))
+    _say(f"check {dtype}: largest error {max(by_result.values()):.2g} of a result's size")
 
 
 def _check_odd_logits(device: str) -> None:
-    """Check that logits of NaN and copies that nobody takes spoil no other token, and lead nowhere out of bounds."""
+    """Check that NaN logits and copies for no existing expert affect no other token and cause no access out of bounds."""
     from moesaic.kernels.triton.rows.top_k import top_k_columns
 
-    of = Inputs.random(SMALL, device, torch.bfloat16)
-    logits = torch.randn(SMALL.tokens, SMALL.num_experts, device=of.x.device)
+    inputs = Inputs.random(SMALL, device, torch.bfloat16)
+    logits = torch.randn(SMALL.tokens, SMALL.num_experts, device=inputs.x.device)
     logits[::3] = float("nan")
     logits[1::7, 2] = float("nan")
     expert = top_k_columns(logits, SMALL.top_k)
     weight = logits.gather(1, expert.long()).softmax(1).detach().requires_grad_()
     expert[2::5, 0] = SMALL.num_experts
-    odd = ours(replace(of, expert=expert, weight=weight), None)
+    odd = ours(replace(inputs, expert=expert, weight=weight), None)
     y = odd.forward()
-    torch.autograd.grad(y, odd.leaves, of.dy)
+    torch.autograd.grad(y, odd.leaves, inputs.dy)
     is_odd = logits.isnan().any(1)
-    assert torch.equal(y.isnan().any(1), is_odd), "logits of NaN do not show in their own tokens' results alone"
+    assert torch.equal(y.isnan().any(1), is_odd), "the outputs that are NaN are not those of the tokens with NaN logits"
     _say(f"check logits of NaN: {int(is_odd.sum())} tokens of {len(is_odd)}")
 
 
-def _checked(of: Inputs, y: torch.Tensor, grads: tuple[torch.Tensor | None, ...]) -> dict[str, float]:
-    found = errors(of, y.detach(), grads)
-    wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
+def _errors_within_tolerance(
+    inputs: Inputs, y: torch.Tensor, grads: tuple[torch.Tensor | None, ...]
+) -> dict[str, float]:
+    by_result = errors(inputs, y.detach(), grads)
+    wrong = {name: error for name, error in by_result.items() if not error < TOLERANCE}
     assert not wrong, f"wrong results: {wrong}"
-    return found
+    return by_result
 
 
 def _chosen(options: GpuOptions) -> list[GpuLayer]:
     layers = [layer for layer in LAYERS if not options.layers or any(part in layer.name for part in options.layers)]
     if not layers:
         names = ", ".join(layer.name for layer in LAYERS)
-        raise InputError(f"layers {' '.join(options.layers)}: none of that name: choose of {names}")
+        raise InputError(f"layers {' '.join(options.layers)}: none of that name: choose from {names}")
     return [TINY] if options.dry else layers
 
 
 def _require(options: GpuOptions) -> None:
     if not torch.cuda.is_available() and not options.dry:
-        raise InputError("the GPU benchmark needs a CUDA device, and torch sees none here: run it where there is one")
+        raise InputError("the GPU benchmark needs a CUDA device, and torch finds none: run it on a machine with a GPU")
     try:
         import triton  # noqa: F401
     except ImportError as error:
         raise InputError("the GPU benchmark needs Triton: pip install 'moesaic[gpu]'") from error
     for stage in options.stages:
         if stage not in (*STAGES, SONIC):
-            raise InputError(f"stage {stage!r} is unknown: choose of {', '.join((*STAGES, SONIC))}")
+            raise InputError(f"stage {stage!r} is unknown: choose from {', '.join((*STAGES, SONIC))}")
 
 
 def _say(text: str) -> None:

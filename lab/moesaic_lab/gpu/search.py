@@ -1,8 +1,8 @@
-"""Finds tiles by timing them, within a budget, and keeps what it found in a file that says what it is good for.
+"""Searches tiles by timing candidates within a budget, and keeps the results in a file keyed by device and versions.
 
-Triton's own autotuner keeps its findings in the process or in a cache nobody names, and searches in the middle of a
-training step. Here a search is something that you start, its result is data that you pass, and a file written on another
-device or under other versions is not read but kept beside.
+Triton's own autotuner keeps its results in the process or in an anonymous cache, and searches in the middle of a training step.
+Here you start a search explicitly and pass its result as data. Results from another device or other versions stay in the file
+but are ignored.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from moesaic.kernels.triton.rows.tiles import (
 from moesaic_lab.claims import write_whole
 
 FORMAT = 2
-"""Of the file; raise it when a tile's fields change their meaning."""
+"""Version of the file format; increase it when a field of `Tile` changes its meaning."""
 WORSE = 1.02
-"""A candidate must be faster than the default by this factor to replace it: less is noise."""
+"""Factor by which a candidate must be faster than the default to replace it; smaller differences are noise."""
 CUTS = (
     (128, 128, 4, 3, 2), (128, 256, 8, 3, 0), (128, 256, 8, 3, 1), (128, 256, 8, 4, 1), (256, 128, 8, 3, 0),
     (256, 128, 8, 3, 1), (256, 128, 8, 4, 1), (64, 256, 4, 3, 0), (128, 128, 4, 4, 0), (128, 128, 8, 3, 0),
     (128, 128, 8, 4, 1), (128, 64, 4, 4, 0), (64, 128, 4, 4, 0),
 )  # fmt: skip
-"""Rows, columns, warps, stages and programs that a search tries; the last narrow ones are for Ada's 99 KiB."""
+"""(rows, columns, warps, stages, programs) of the candidates; the last narrow ones are for Ada's 99 KiB of shared memory."""
 GATED_CUTS = (
     (128, 128, 8, 3, 0), (128, 128, 8, 4, 0), (64, 128, 4, 3, 0), (128, 64, 8, 4, 0), (256, 64, 8, 3, 0), (64, 64, 4, 3, 0),
 )  # fmt: skip
-"""The same for a projection with a gate, whose tile holds its columns twice; none persistent, since the assembler then makes
-their products wait for each other (C7515, all four that were tried, Triton 3.6 for sm_90a)."""
+"""Candidates for a projection with a gate; such a tile holds its columns twice. None is persistent: the assembler serialized
+the tensor-core instructions of all four persistent candidates (warning C7515, Triton 3.6 for sm_90a)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,50 +51,54 @@ class Tuned:
     """Tiles that a search found on one device."""
 
     device: TileDevice
-    found: Mapping[str, Tile] = field(default_factory=dict)
-    """By `Shape.bucket`."""
+    by_bucket: Mapping[str, Tile] = field(default_factory=dict)
+    """Tiles by `Shape.bucket`."""
 
     @property
     def key(self) -> str:
-        """Name what the tiles are good for."""
+        """The key of these tiles in a file: device, versions and format."""
         return f"{self.device.name}, triton {triton.__version__}, torch {torch.__version__}, format {FORMAT}"
 
     def tile(self, shape: Shape) -> Tile:
-        """Return the tile found for a product of this shape, or the default."""
-        return self.found.get(shape.bucket) or default_tile(shape, self.device)
+        """Return the tile found for a product of this shape, or the default tile."""
+        return self.by_bucket.get(shape.bucket) or default_tile(shape, self.device)
 
     def tiles(self, shapes: Mapping[str, Shape]) -> dict[str, Tile]:
-        """Return the tiles of a layer's products, from `expert_stage.shapes`."""
+        """Return the tiles of a layer's products by name.
+
+        Args:
+            shapes: shapes of the products by name, from `expert_stage.shapes`.
+        """
         return {name: self.tile(shape) for name, shape in shapes.items()}
 
     def with_tile(self, shape: Shape, tile: Tile) -> Tuned:
-        """Return the same with one more tile."""
-        return Tuned(device=self.device, found={**self.found, shape.bucket: tile})
+        """Return a copy with one more tile."""
+        return Tuned(device=self.device, by_bucket={**self.by_bucket, shape.bucket: tile})
 
 
 def load(path: Path | str | None, device: TileDevice) -> Tuned:
-    """Read the tiles of this device and these versions from a file; none if there is no such file.
+    """Read the tiles of this device and these versions from a file; return no tiles if the file does not exist.
 
     Raises:
-        InputError: the file is not one of `save`.
+        InputError: the file was not written by `save`.
     """
-    nothing = Tuned(device=device)
+    empty = Tuned(device=device)
     if path is None or not Path(path).exists():
-        return nothing
-    tiles = _read(Path(path)).get(nothing.key, {})
-    return Tuned(device=device, found={bucket: Tile(**tile) for bucket, tile in tiles.items()})
+        return empty
+    tiles = _read(Path(path)).get(empty.key, {})
+    return Tuned(device=device, by_bucket={bucket: Tile(**tile) for bucket, tile in tiles.items()})
 
 
 def save(path: Path | str, tuned: Tuned) -> None:
-    """Write tiles to a file, whole or not at all; what it holds for other devices and versions stays.
+    """Write tiles to a file atomically; tiles in it for other devices and versions are kept.
 
     Raises:
-        InputError: the file exists and is not one of `save`.
+        InputError: the file exists and was not written by `save`.
     """
     path = Path(path)
-    held = _read(path) if path.exists() else {}
-    held[tuned.key] = {bucket: asdict(tile) for bucket, tile in sorted(tuned.found.items())}
-    write_whole(path, json.dumps(held, indent=1) + "\n")
+    content = _read(path) if path.exists() else {}
+    content[tuned.key] = {bucket: asdict(tile) for bucket, tile in sorted(tuned.by_bucket.items())}
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def search(
@@ -106,19 +110,19 @@ def search(
     deadline: float = float("inf"),
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[Tile, bool]:
-    """Time candidates in order and return the fastest, and whether all were tried.
+    """Time candidates in order and return the fastest tile and whether the search is complete.
 
     Args:
-        shape: the product.
-        device: that it runs on.
-        seconds_of: runs the product with a tile; what it raises counts as a tile that does not work.
-        at_most: candidates to try.
-        deadline: of `time.monotonic`, after which no other candidate is tried and the search does not count as done.
-        say: is told each candidate's outcome.
+        shape: shape of the product.
+        device: device that runs the product.
+        seconds_of: runs the product with a tile and returns its seconds; if it raises, the tile is skipped.
+        at_most: largest number of candidates to try.
+        deadline: time of `time.monotonic` after which no further candidate is tried.
+        say: called with a line of text about each candidate.
 
     Returns:
-        The fastest tile; the default, which comes first, unless another is faster by `WORSE`, or if none worked. And
-        False if the deadline cut the search off, or none worked: that is no finding.
+        The fastest tile, or the default tile if no other is faster by `WORSE` or none worked. And whether the search is
+        complete: False if it reached the deadline or no tile worked.
     """
     best, best_seconds = default_tile(shape, device), float("inf")
     for number, tile in enumerate(candidates(shape, device)):
@@ -128,17 +132,17 @@ def search(
             return best, False
         try:
             seconds = seconds_of(tile)
-        except Exception as error:  # whatever a compiler or a driver makes of an unlucky tile
-            say(f"{shape.bucket}: {_words(tile)}: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+        except Exception as error:  # whatever the compiler or the driver raises for a bad tile
+            say(f"{shape.bucket}: {_described(tile)}: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
             continue
-        say(f"{shape.bucket}: {_words(tile)}: {seconds * 1e3:.3f} ms")
+        say(f"{shape.bucket}: {_described(tile)}: {seconds * 1e3:.3f} ms")
         if seconds * (WORSE if number else 1.0) < best_seconds:
             best, best_seconds = tile, seconds
     return best, best_seconds < float("inf")
 
 
 def fits(tile: Tile, shape: Shape, device: TileDevice) -> bool:
-    """Say whether a tile runs at all and is no obvious waste."""
+    """Return whether a tile can run and does not obviously waste resources."""
     accumulators = tile.rows * tile.columns * (2 if shape.is_doubled else 1) / (tile.warps * 32)
     if tile.descriptors and device.capability < HOPPER:
         return False
@@ -150,41 +154,41 @@ def fits(tile: Tile, shape: Shape, device: TileDevice) -> bool:
 
 
 def candidates(shape: Shape, device: TileDevice) -> Iterator[Tile]:
-    """Yield the tiles that a search tries, the default first, those that do not fit left out."""
-    first = default_tile(shape, device)
-    yield first
-    if first.descriptors:
-        yield replace(first, descriptors=0)
+    """Yield the tiles that a search tries, the default first, without those that do not fit."""
+    default = default_tile(shape, device)
+    yield default
+    if default.descriptors:
+        yield replace(default, descriptors=0)
     cuts = GATED_CUTS if shape.is_doubled else CUTS
     for rows, columns, warps, stages, programs in cuts:
-        if programs and shape.product == "weight_grad":  # experts differ in rows: no fixed share of the tiles is fair
+        if programs and shape.product == "weight_grad":  # experts differ in rows: equal shares of tiles are unbalanced
             continue
         tile = Tile(
             rows=rows, columns=columns, depth=deepest(shape), warps=warps, programs=programs,
-            descriptors=first.descriptors, stages=stages,
+            descriptors=default.descriptors, stages=stages,
         )  # fmt: skip
-        if tile != first and fits(tile, shape, device) and columns < 2 * shape.columns:
+        if tile != default and fits(tile, shape, device) and columns < 2 * shape.columns:
             yield tile
 
 
-def _words(tile: Tile) -> str:
+def _described(tile: Tile) -> str:
     size = f"{tile.rows}x{tile.columns}x{tile.depth}"
     return f"{size} warps {tile.warps} stages {tile.stages} programs {tile.programs} descriptors {tile.descriptors}"
 
 
 def _read(path: Path) -> dict[str, dict]:
-    wanted = {each.name for each in fields(Tile)}
+    names = {field.name for field in fields(Tile)}
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        tiles = [tile for of_device in held.values() for tile in of_device.values()]
+        content = json.loads(path.read_text(encoding="utf-8"))
+        tiles = [tile for of_device in content.values() for tile in of_device.values()]
         is_ours = all(isinstance(tile, dict) for tile in tiles)
     except (ValueError, AttributeError, UnicodeDecodeError):
         is_ours, tiles = False, []
     if not is_ours:
-        raise InputError(f"{path} is no file of tuned tiles: delete it, or name another file")
-    for key, of_device in held.items():
-        if key.endswith(f"format {FORMAT}") and any(set(tile) != wanted for tile in of_device.values()):
+        raise InputError(f"{path} is not a file of tuned tiles: delete it, or name another file")
+    for key, of_device in content.items():
+        if key.endswith(f"format {FORMAT}") and any(set(tile) != names for tile in of_device.values()):
             raise InputError(
                 f"{path}: tiles of {key} lack fields or have unknown ones: delete it, or name another file"
             )
-    return held
+    return content

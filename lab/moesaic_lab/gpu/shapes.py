@@ -1,7 +1,7 @@
-"""The twelve layers that a GPU is measured on, what others published for them, and what is claimed of them. No torch.
+"""The twelve layers measured on a GPU, the published figures for them, and the claims about them. This module imports no torch.
 
-SonicMoE's paper (Guo et al. 2025) compares itself, ScatterMoE and others on one H100 on these: SwiGLU, bfloat16, figures
-read off its chart, about 3 TFLOP/s either way.
+The layers are those of SonicMoE's paper (Guo et al. 2025), which compares SonicMoE, ScatterMoE and others on one H100 with
+SwiGLU in bfloat16. The published figures are read off the paper's chart, to about ±3 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ class GpuLayer:
 
     @property
     def name(self) -> str:
-        """Name the layer as claims do."""
+        """The layer's name in claims."""
         return f"T{self.tokens}_H{self.dim}_I{self.hidden}_E{self.num_experts}_K{self.top_k}"
 
     @property
     def forward_flops(self) -> int:
-        """Products of the forward pass, the router left out; backward has twice as many."""
+        """FLOPs of the forward pass without the router; the backward pass has twice as many."""
         return 6 * self.tokens * self.dim * self.hidden * self.top_k
 
 
 @dataclass(frozen=True)
 class PublishedTimes:
-    """TFLOP/s forward and backward on an H100, and memory."""
+    """Published figures of one layer on an H100."""
 
     sonic: tuple[int, int]
+    """TFLOP/s of SonicMoE, forward and backward."""
     scatter: tuple[int, int]
+    """TFLOP/s of ScatterMoE, forward and backward."""
     sonic_gib: float | None
-    """Activation memory of a layer; None where no figure was read."""
+    """Activation memory of SonicMoE in GiB; None if the paper's chart gives no figure."""
 
 
 LAYERS: dict[GpuLayer, PublishedTimes] = {
@@ -58,65 +60,69 @@ LAYERS: dict[GpuLayer, PublishedTimes] = {
     GpuLayer(32768, 4096, 1024, 128, 8): PublishedTimes((558, 567), (380, 352), None),
     GpuLayer(32768, 4096, 2048, 64, 4): PublishedTimes((597, 586), (384, 369), None),
 }
-"""In the order of the paper's chart; the last is the largest."""
+"""Published figures by layer, in the order of the paper's chart; the last layer is the largest."""
 LARGEST = list(LAYERS)[-1]
 OVER_LIGER = 1.5
 OVER_DENSE = 0.75
 OVER_KERNELS = 1.08
-"""Of a whole layer, router and losses among it, over its kernels."""
+"""Largest allowed time of a whole layer, with router and losses, divided by the time of its kernels."""
 OVER_SONIC_MEMORY = 1.1
 
 
 def claims(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
-    """Return the claims of these layers; one without a value says why.
+    """Return the claims about layers; a claim without a value has a reason.
 
     Args:
-        layers: that were to be measured.
-        rows: by layer name, as `run.measure` makes them, and "dense".
+        layers: the layers to claim something about, measured or not.
+        rows: rows of `run.measure` by name: a layer's name, "sonic." and a layer's name, or "dense".
     """
-    return [claim for layer in layers for claim in _of_layer(layer, rows)] + _of_largest(layers, rows)
+    return [claim for layer in layers for claim in _layer_claims(layer, rows)] + _largest_claims(layers, rows)
 
 
-def _of_layer(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
+def _layer_claims(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
     row, published = rows.get(layer.name, {"error": "not measured: no time was left"}), LAYERS.get(layer)
-    mine, error, found = row.get("ours"), row.get("error", ""), list[Claim]()
+    ours, error, all_claims = row.get("ours"), row.get("error", ""), list[Claim]()
 
     def claim(
-        what: str, value: float | None, target: float | None, op: Literal[">=", "<="], unit: str = "1", why: str = ""
+        what: str, value: float | None, target: float | None, op: Literal[">=", "<="], unit: str = "1", reason: str = ""
     ) -> None:
-        name, reason = f"gpu.{layer.name}.{what}", error or why if value is None else ""
-        found.append(Claim(name=name, value=value, unit=unit, target=target, op=op, reason=reason))
+        name, reason = f"gpu.{layer.name}.{what}", error or reason if value is None else ""
+        all_claims.append(Claim(name=name, value=value, unit=unit, target=target, op=op, reason=reason))
 
-    for number, which in enumerate(("forward", "backward")):
+    for number, direction in enumerate(("forward", "backward")):
         target = None if published is None else float(published.sonic[number])
-        claim(f"{which}_tflops", mine and mine[f"{which}_tflops"], target, ">=", "TFLOP/s")
+        claim(f"{direction}_tflops", ours and ours[f"{direction}_tflops"], target, ">=", "TFLOP/s")
     absent = f"liger-kernel could not be run: {row.get('liger_absent', '')}"
-    if published is not None and mine is not None:
+    if published is not None and ours is not None:
         absent += f"; ScatterMoE's published H100 figures are {published.scatter[0]}/{published.scatter[1]} TFLOP/s"
-    claim("over_liger", row.get("liger", {}).get("over_ours"), OVER_LIGER, ">=", why=absent)
+    claim("over_liger", row.get("liger", {}).get("over_ours"), OVER_LIGER, ">=", reason=absent)
     claim(
-        "over_grouped_mm", row.get("grouped_mm", {}).get("over_ours"), None, ">=", why=row.get("grouped_mm_absent", "")
+        "over_grouped_mm",
+        row.get("grouped_mm", {}).get("over_ours"),
+        None,
+        ">=",
+        reason=row.get("grouped_mm_absent", ""),
     )
     kernels = rows.get(f"sonic.{layer.name}", {"error": "SonicMoE was not run"})
-    claim("over_sonic", kernels.get("over_ours"), None, ">=", why=kernels.get("error", ""))
+    claim("over_sonic", kernels.get("over_ours"), None, ">=", reason=kernels.get("error", ""))
     whole = row.get("layer", {}).get("over_ours")
-    claim("layer_over_kernels", whole, OVER_KERNELS, "<=", why=row.get("layer_absent", ""))
-    gib = None if published is None else published.sonic_gib
-    kept = None if mine is None else mine["memory_gib"]["kept"]
-    claim("activation_gib", kept, None if gib is None else OVER_SONIC_MEMORY * gib, "<=", "GiB")
-    return found
+    claim("layer_over_kernels", whole, OVER_KERNELS, "<=", reason=row.get("layer_absent", ""))
+    published_gib = None if published is None else published.sonic_gib
+    gib_kept = None if ours is None else ours["memory_gib"]["kept"]
+    claim("activation_gib", gib_kept, None if published_gib is None else OVER_SONIC_MEMORY * published_gib, "<=", "GiB")
+    return all_claims
 
 
-def _of_largest(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
-    """Return how near the largest layer comes to the card's rate on one dense product."""
+def _largest_claims(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
+    """Return the claims on the largest layer's TFLOP/s divided by the device's rate on one dense product."""
     if LARGEST not in layers:
         return []
-    mine, dense = rows.get(LARGEST.name, {}).get("ours"), rows.get("dense", {}).get("tflops")
-    reason = "" if mine is not None and dense is not None else "the largest layer or the dense rate was not measured"
+    ours, dense = rows.get(LARGEST.name, {}).get("ours"), rows.get("dense", {}).get("tflops")
+    reason = "" if ours is not None and dense is not None else "the largest layer or the dense rate was not measured"
     return [
         Claim(
-            name=f"gpu.largest.{which}_over_dense", unit="1", target=OVER_DENSE, op=">=", reason=reason,
-            value=mine[f"{which}_tflops"] / dense if mine is not None and dense is not None else None,
+            name=f"gpu.largest.{direction}_over_dense", unit="1", target=OVER_DENSE, op=">=", reason=reason,
+            value=ours[f"{direction}_tflops"] / dense if ours is not None and dense is not None else None,
         )
-        for which in ("forward", "backward")
+        for direction in ("forward", "backward")
     ]  # fmt: skip

@@ -1,13 +1,12 @@
-"""A stand-in for a GPU: tensors that claim to be on one, hold real values on the CPU, and record what makes a host wait.
+"""A stand-in for a GPU: tensors that report a CUDA device, hold their values on the CPU, and record host waits.
 
-`StandIn` is entered like any context. Within it `device="cuda:0"` makes such tensors, operations on them are computed on the
-CPU, and what would stop the host until the device is done is written down with the line of Moesaic that asked for it: numbers,
-lists and copies brought to the host, shapes that depend on values, and uploads from memory that is not pinned. Uploads from
-pinned memory are recorded apart: they do not wait, but no captured graph may hold them. So are floats of which a GPU adds
-several to one place by atomics, in any order. An operation between a tensor of the device and one of the host is refused, as
-a GPU refuses it.
+`StandIn` is a context manager. Within it `device="cuda:0"` creates such tensors, and operations on them run on the CPU. Each
+operation for which the host would wait for the device is recorded, with the line of Moesaic that called it: numbers, lists and
+copies read by the host, shapes that depend on values, and uploads from memory that is not pinned. Two more things are recorded
+apart. Uploads from pinned memory do not wait, but a CUDA graph cannot contain them. Sums of several floats into one place use
+atomics on a GPU, in varying order. Operations that mix tensors of the device and of the host raise, as on a GPU.
 
-What the stand-in does not show is what a CUDA kernel itself can and cannot do, and any time.
+The stand-in measures no times and does not show what a CUDA kernel can do.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from moesaic.kernels import pick
 
 DEVICE = torch.device("cuda", 0)
-"""What the tensors claim."""
+"""The device that the tensors report."""
 _HERE = Path(__file__).name
 _IGNORED = "loopback.py"
-"""The mailbox of the loopback compares messages with each other, which no transport of a GPU does."""
+"""File whose waits are not recorded: the loopback transport compares messages, which no GPU transport does."""
 aten = torch.ops.aten
 _ALWAYS = {
     aten._local_scalar_dense.default: "a number brought to the host",
@@ -52,41 +51,41 @@ _ADDS = (aten.index_add, aten.index_add_, aten.scatter_add, aten.scatter_add_)
 
 @dataclass
 class Record:
-    """What was seen since it was made or cleared."""
+    """What a stand-in recorded since it was created or `clear` was called. Each entry names the calling line."""
 
     waits: list[str] = field(default_factory=list)
-    """What stopped the host, with the line that asked."""
+    """Operations for which the host waits."""
     uploads: list[str] = field(default_factory=list)
-    """Copies from pinned memory, which stop nobody and which no graph can hold."""
+    """Copies from pinned memory: the host does not wait for them, but no CUDA graph can contain them."""
     unordered: list[str] = field(default_factory=list)
-    """Sums of floats whose order, and so whose last bits, vary from run to run."""
+    """Sums of floats in an order that varies, so that their last bits vary from run to run."""
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Delete all entries."""
         self.waits.clear()
         self.uploads.clear()
         self.unordered.clear()
 
 
 class DeviceTensor(Tensor):
-    """A tensor that claims `DEVICE`; `on_cpu` holds its values."""
+    """A tensor that reports `DEVICE` as its device; `on_cpu` holds its values."""
 
     on_cpu: Tensor
     of: StandIn
 
     @staticmethod
     def __new__(cls, on_cpu: Tensor, of: StandIn) -> DeviceTensor:
-        """Wrap values of the CPU. C++ sees a tensor without memory, which belongs to no device that it would look for."""
-        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
+        """Wrap a tensor of the CPU. C++ sees a meta tensor, without memory, so that it looks for no CUDA driver."""
+        tensor: DeviceTensor = torch.Tensor._make_wrapper_subclass(
             cls, on_cpu.size(), strides=on_cpu.stride(), storage_offset=on_cpu.storage_offset(), dtype=on_cpu.dtype,
             device=torch.device("meta"),
         )  # fmt: skip
-        made.on_cpu, made.of = on_cpu, of
-        return made
+        tensor.on_cpu, tensor.of = on_cpu, of
+        return tensor
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Return the device that is claimed."""
+        """`DEVICE`."""
         return DEVICE
 
     @property
@@ -100,90 +99,92 @@ class DeviceTensor(Tensor):
         return False
 
     def tolist(self) -> Any:
-        """Return the values, after a wait."""
+        """Return the values and record a wait."""
         self.of.note("a list brought to the host")
         return self.on_cpu.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Refuse, as tensors of a GPU do."""
+        """Raise a `TypeError`, as for a tensor on a GPU."""
         raise TypeError(f"a tensor on {DEVICE} has no numpy array (force={force}): call .cpu() first")
 
     def data_ptr(self) -> int:
-        """Return the address of the values."""
+        """Return the address of the values on the CPU."""
         return self.on_cpu.data_ptr()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return the shape alone: to print values waits."""
+        """Return shape and dtype without values: printing values would wait."""
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run an operation in the mode that is entered."""
-        first = next(each for each in _tensors((args, kwargs)) if isinstance(each, DeviceTensor))
+        """Run an operation by the stand-in that created the first tensor of the device."""
+        first = next(tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, DeviceTensor))
         return first.of.run(func, args, kwargs or {})
 
 
 class StandIn(TorchDispatchMode):
-    """While it is entered, this thread has a GPU that is none; see the module."""
+    """The context manager in which this thread has a simulated GPU; see the module's docstring."""
 
     _mode_key = torch._C._TorchDispatchModeKey.FAKE
-    """What tells PyTorch to look for no driver where a device is named."""
+    """Keeps PyTorch from looking for a CUDA driver when a device is named."""
 
     def __init__(self, record: Record | None = None) -> None:
         super().__init__()
         self.forward = 0
-        """Waits of a forward pass, for whoever tells the two passes of a step apart."""
+        """Waits in the forward pass of a step. Callers that count both passes set it after forward."""
         self.record = Record() if record is None else record
-        self._made = _Made()
+        self._host_factories = _HostFactories()
 
     def __enter__(self) -> StandIn:
-        """Begin; within another one that one goes on after this."""
-        self._made.__enter__()
+        """Enter the context; contexts may be nested."""
+        self._host_factories.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """End."""
+        """Leave the context."""
         super().__exit__(*error)
-        self._made.__exit__(*error)
+        self._host_factories.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation; see `run`."""
+        """Run an operation by `run`."""
         return self.run(func, args, kwargs or {})
 
     def note(self, what: str, to: list[str] | None = None) -> None:
-        """Record a wait, or something else in another list of the record."""
+        """Record a wait with the calling line, or add the entry to the list `to` of the record."""
         line = _line()
         if not line.startswith(_IGNORED):
             (self.record.waits if to is None else to).append(f"{what}: {line}")
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operation on the values, and record it where it would stop the host."""
-        held = [each for each in _tensors((args, kwargs)) if isinstance(each, DeviceTensor)]
-        if func.namespace == "moesaic" and held:
+        """Run an operation on the values, and record it if the host would wait for it."""
+        on_device = [tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, DeviceTensor)]
+        if func.namespace == "moesaic" and on_device:
             with self:
                 return _implementation(func)(*args, **kwargs)
         target = kwargs.get("device")
-        here = bool(held) if target is None else _is_claimed(target)
-        self._look(func, args, kwargs, held, target)
+        returns_on_device = bool(on_device) if target is None else _is_claimed(target)
+        self._note_waits(func, args, kwargs, on_device, target)
         if "device" in kwargs:
             kwargs = kwargs | {"device": torch.device("cpu")}
-        plain_args, plain_kwargs = tree_map_only(DeviceTensor, lambda each: each.on_cpu, (args, kwargs))
-        found = func(*plain_args, **plain_kwargs)
-        written = _written(func, args, kwargs)
-        if written is not None and func._schema.returns:
-            return written
-        return tree_map_only(Tensor, lambda each: DeviceTensor(each, self), found) if here else found
+        plain_args, plain_kwargs = tree_map_only(DeviceTensor, lambda tensor: tensor.on_cpu, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        output = _written_into(func, args, kwargs)
+        if output is not None and func._schema.returns:
+            return output
+        return tree_map_only(Tensor, lambda tensor: DeviceTensor(tensor, self), result) if returns_on_device else result
 
-    def _look(self, func: Any, args: Any, kwargs: dict[str, Any], held: list[DeviceTensor], target: Any) -> None:
-        """Record what waits, and refuse what mixes devices."""
+    def _note_waits(
+        self, func: Any, args: Any, kwargs: dict[str, Any], on_device: list[DeviceTensor], target: Any
+    ) -> None:
+        """Record an operation that waits, and raise for one that mixes devices."""
         if func in (aten._to_copy.default, aten.copy_.default):
-            self._look_at_copy(func, args, target)
+            self._note_copy(func, args, target)
             return
-        others = [each for each in _tensors((args, kwargs)) if not isinstance(each, DeviceTensor) and each.dim()]
-        if held and others:
+        on_host = [entry for entry in _tensors((args, kwargs)) if not isinstance(entry, DeviceTensor) and entry.dim()]
+        if on_device and on_host:
             raise AssertionError(f"{func} has tensors of {DEVICE} and of the CPU: {_line()}")
-        if not held:
+        if not on_device:
             return
         name = func.overloadpacket
         if func in _ALWAYS:
@@ -192,17 +193,17 @@ class StandIn(TorchDispatchMode):
             self.note("repeat_interleave without output_size")
         elif name is aten.segment_reduce and not kwargs.get("unsafe", False):
             self.note("segment_reduce that checks lengths")
-        elif name is aten._grouped_mm and held[0].dtype != torch.bfloat16:
+        elif name is aten._grouped_mm and on_device[0].dtype != torch.bfloat16:
             self.note("grouped_mm of another dtype than bfloat16, which loops over offsets on the host")
-        elif name in _ADDS and held[0].is_floating_point() and _has_repeated(args[1], values(args[2])):
+        elif name in _ADDS and on_device[0].is_floating_point() and _has_repeated(args[1], values(args[2])):
             self.note(f"{name} of several floats to one place", self.record.unordered)
         elif name in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
-            masks = [each for each in args[1] if each is not None and each.dtype in (torch.bool, torch.uint8)]
+            masks = [entry for entry in args[1] if entry is not None and entry.dtype in (torch.bool, torch.uint8)]
             fills = name is not aten.index and args[2].numel() == 1
             if masks and not fills:
                 self.note("indexing by a mask, whose shape depends on values")
 
-    def _look_at_copy(self, func: Any, args: Any, target: Any) -> None:
+    def _note_copy(self, func: Any, args: Any, target: Any) -> None:
         if func is aten.copy_.default:
             to, source = args[:2]
             arrives, leaves = isinstance(to, DeviceTensor), isinstance(source, DeviceTensor)
@@ -219,14 +220,17 @@ class StandIn(TorchDispatchMode):
                 self.note("an upload from memory that is not pinned")
 
 
-class _Made(TorchFunctionMode):
-    """What no operation shows: tensors of Python's numbers, made on the host, and pinned memory, which needs a GPU."""
+class _HostFactories(TorchFunctionMode):
+    """Handles functions that do not reach the dispatcher as needed: `torch.tensor` with a device, and `Tensor.pin_memory`.
+
+    Tensors of Python numbers are made on the host and then uploaded. Pinned memory, which needs a GPU, becomes a marked copy.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.pin_memory:
-            marked = args[0].clone()
-            marked._is_pinned = True
-            return marked
+            pinned = args[0].clone()
+            pinned._is_pinned = True
+            return pinned
         kwargs = kwargs or {}
         if func in (torch.tensor, torch.as_tensor) and _is_claimed(kwargs.get("device") or "cpu"):
             return func(*args, **kwargs | {"device": "cpu"}).to(DEVICE)
@@ -235,10 +239,10 @@ class _Made(TorchFunctionMode):
 
 @contextmanager
 def pretending(*, triton: bool = False) -> Iterator[None]:
-    """Let the library take `DEVICE` for a GPU, with Triton's kernels or without; for all threads.
+    """Make the library treat `DEVICE` as a GPU, for all threads.
 
     Args:
-        triton: whether the GPU runs Triton's kernels, which the interpreter must be there for.
+        triton: whether the GPU runs Triton's kernels, which needs Triton's interpreter.
     """
     with (
         mock.patch.object(pick, "_runs_triton", return_value=triton),
@@ -249,7 +253,7 @@ def pretending(*, triton: bool = False) -> Iterator[None]:
 
 
 class _Event:
-    """An event of a stream: all that was before it is done."""
+    """A CUDA event for which all earlier work has already finished."""
 
     def __init__(self, **_: Any) -> None:
         self._at = 0.0
@@ -265,7 +269,7 @@ class _Event:
 
 
 def to_device(module: nn.Module) -> nn.Module:
-    """Move a module's parameters and buffers to the device, in place; called within a `StandIn`."""
+    """Move a module's parameters and buffers to `DEVICE` in place. Call it within a `StandIn`."""
     for part in module.modules():
         for name, parameter in list(part._parameters.items()):
             if parameter is not None:
@@ -277,33 +281,33 @@ def to_device(module: nn.Module) -> nn.Module:
 
 
 def values(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor of the device, without a wait; of another one itself."""
+    """Return the values of a tensor of the device without recording a wait; return any other tensor unchanged."""
     return tensor.on_cpu if isinstance(tensor, DeviceTensor) else tensor
 
 
 def _is_claimed(device: Any) -> bool:
-    """Whether this is the device, by its name or as C++ sees it."""
+    """Return whether `device` is the stand-in's, by its name or as C++ sees it ("meta")."""
     return torch.device(device).type in (DEVICE.type, "meta")
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _has_repeated(dim: int, index: Tensor) -> bool:
-    """Whether an index names a place more than once along a dimension."""
+    """Return whether an index has a repeated value along a dimension."""
     along = dim if index.dim() > 1 else 0
     return bool((index.sort(along).values.diff(dim=along) == 0).any())
 
 
 def _implementation(func: Any) -> Callable[..., Any]:
-    """Return the Python function behind one of Moesaic's operators: run here, what it calls is seen too."""
-    found: Callable[..., Any] = OPDEFS[f"{func.namespace}::{func._opname}"]._init_fn
-    return found
+    """Return the Python function behind an operator of Moesaic. Running it lets the stand-in see the operations it calls."""
+    function: Callable[..., Any] = OPDEFS[f"{func.namespace}::{func._opname}"]._init_fn
+    return function
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return what an operation writes into and returns; None for one that makes something new."""
+def _written_into(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the tensor that an operation writes into and returns; None for an operation that returns a new tensor."""
     if "out" in kwargs:
         return kwargs["out"]
     is_in_place = func._schema.is_mutable and func._opname.endswith("_")
@@ -311,7 +315,7 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _line() -> str:
-    """Return the innermost line of Moesaic on the way here, this file's left out."""
+    """Return the innermost line of Moesaic in the call stack, outside this file."""
     for frame in reversed(traceback.extract_stack()):
         if "moesaic" in frame.filename and Path(frame.filename).name != _HERE:
             return f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"

@@ -1,4 +1,4 @@
-"""Times and memory on a GPU: methods in turn, by the GPU's own clock."""
+"""Measures times and memory on a GPU. Methods run in turn and are timed by the GPU's own clock."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from torch import Tensor
 
 GIB = 2.0**30
 HEAD_START_CYCLES = 4_000_000
-"""For which the GPU waits before each timed thing, about 2 ms: so long the host may take to launch kernels, as in training,
-where it runs ahead. Without it small layers would be timed by their launches."""
+"""Cycles that the GPU sleeps before each timed call, about 2 ms. Meanwhile the host launches kernels ahead of the GPU, as in
+training. Without the sleep, the time of small layers would be that of their launches."""
 
 
 def in_turn(methods: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 3) -> dict[str, list[float]]:
-    """Run methods in turn and return their seconds, one per repeat; the order rotates.
+    """Run methods in turn and return the seconds of each, one per repeat. The order rotates from repeat to repeat.
 
     Args:
-        methods: name to what is timed; what it returns is freed after its time.
-        repeats: that count.
-        warmup: rounds before them.
+        methods: the timed functions by name; their results are freed outside the measured time.
+        repeats: measured rounds.
+        warmup: unmeasured rounds before the measured ones.
     """
-    if not torch.cuda.is_available():  # a dry run, where a kernel takes a second
+    if not torch.cuda.is_available():  # in a dry run a kernel takes a second
         repeats, warmup = min(repeats, 2), 0
     names = list(methods)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(-warmup, repeats):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            taken = _seconds(methods[name])
+            elapsed = _seconds(methods[name])
             if repeat >= 0:
-                seconds[name].append(taken)
+                seconds[name].append(elapsed)
     return seconds
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Return the seconds of one run by the GPU's clock; without a GPU, in a dry run, by the host's."""
+    """Return the seconds of one run by the GPU's clock, or by the host's clock in a dry run without a GPU."""
     if not torch.cuda.is_available():
         began = time.perf_counter()
         run()
@@ -53,25 +53,25 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def seconds_of(run: Callable[[], object], repeats: int = 8) -> float:
-    """Return the median seconds of one thing, after two rounds of warming up."""
+    """Return the median seconds of a function over several repeats, after two warm-up runs."""
     ordered = sorted(in_turn({"it": run}, repeats, warmup=2)["it"])
     return ordered[len(ordered) // 2]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuMemory:
-    """GiB of the GPU that a layer's call takes beyond weights and inputs."""
+    """GPU memory of a layer's call in GiB."""
 
     kept: float
-    """Held between forward and backward, the input included, the result and the weights not."""
+    """Memory held between forward and backward, with the input but without the output and the weights."""
     forward_peak: float
-    """The most during forward, beyond what was there before."""
+    """Peak memory during forward, minus the memory allocated before forward."""
     backward_peak: float
-    """The most during backward, beyond what was there before forward, gradients included."""
+    """Peak memory during backward, gradients included, minus the memory allocated before forward."""
 
 
 def memory_of(run: Callable[[], Tensor], x: Tensor, leaves: tuple[Tensor, ...], dy: Tensor) -> GpuMemory:
-    """Return what a forward and a backward pass take, zeros without a GPU; run once before, so that what is cached is there."""
+    """Return the memory of a forward and a backward pass, zeros without a GPU. Call `run` once before, to fill caches."""
     if not torch.cuda.is_available():
         torch.autograd.grad(run(), leaves, dy)
         return GpuMemory(kept=0.0, forward_peak=0.0, backward_peak=0.0)
@@ -91,6 +91,6 @@ def memory_of(run: Callable[[], Tensor], x: Tensor, leaves: tuple[Tensor, ...], 
 
 
 def dense_tflops(size: int, dtype: torch.dtype, device: str = "cuda") -> float:
-    """Return the card's rate on a product of two square matrices of random numbers."""
+    """Return the device's rate in TFLOP/s on a product of two random square matrices."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / seconds_of(lambda: a @ b, repeats=20) / 1e12

@@ -1,4 +1,4 @@
-"""Searches the tiles of one layer's grouped products on the GPU at hand."""
+"""Searches tiles for the grouped products of one layer on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from moesaic_lab.gpu.shapes import GpuLayer
 from moesaic_lab.gpu.timing import seconds_of
 
 
-def products(of: Inputs, *, is_compiling: bool = False) -> dict[str, Callable[[Tile], object]]:
-    """Return the grouped products of a layer as functions of a tile, with operands as the layer has them.
+def products(inputs: Inputs, *, is_compiling: bool = False) -> dict[str, Callable[[Tile], object]]:
+    """Return the grouped products of a layer as functions of a tile, with operands shaped as in the layer.
 
     Args:
-        of: the tensors.
-        is_compiling: nobody runs the products, so nothing is drawn.
+        inputs: tensors of the layer.
+        is_compiling: whether the products are only compiled, so that their operands need no values.
     """
-    top_k = of.expert.shape[1]
-    x, w13, w2, dy = (each.detach() for each in (of.x, of.w13, of.w2, of.dy))
-    copy, _, ends = sort(of.expert.view(-1), len(w13))
-    token, weight = copy // top_k, of.weight.detach().view(-1)[copy.long()]
+    top_k = inputs.expert.shape[1]
+    x, w13, w2, dy = (tensor.detach() for tensor in (inputs.x, inputs.w13, inputs.w2, inputs.dy))
+    copy, _, ends = sort(inputs.expert.view(-1), len(w13))
+    token, weight = copy // top_k, inputs.weight.detach().view(-1)[copy.long()]
     hidden, pre = x.new_empty(len(copy), w13.shape[2]), x.new_empty(len(copy), 2 * w13.shape[2])
-    if len(of.x) and not is_compiling:
+    if len(inputs.x) and not is_compiling:
         hidden.normal_()
         pre.normal_()
     return {
@@ -49,30 +49,33 @@ def products(of: Inputs, *, is_compiling: bool = False) -> dict[str, Callable[[T
 
 def tune(
     layer: GpuLayer,
-    of: Inputs,
+    inputs: Inputs,
     tuned: Tuned,
     path: Path | None,
     deadline: float,
     say: Callable[[str], None],
     only: Sequence[str] = (),
 ) -> Tuned:
-    """Search the tiles that a file does not hold yet, and write each finding to the file at once.
+    """Search the tiles that `tuned` does not have yet, and write each result to the file at once.
 
     Args:
-        layer: the sizes.
-        of: the tensors.
-        tuned: what is known.
-        path: of the file; None for none.
-        deadline: of `time.monotonic`; products that come after it keep their defaults and are not written.
-        say: is told what every candidate took.
-        only: the products to search; all of them if there is none.
+        layer: sizes of the layer.
+        inputs: tensors of the layer.
+        tuned: tiles known so far.
+        path: file of the tiles; None to write no file.
+        deadline: time of `time.monotonic` after which the search stops; unfinished products keep default tiles, unwritten.
+        say: called with a line of text about each candidate.
+        only: names of the products to search; empty for all.
+
+    Returns:
+        `tuned` with the tiles found.
     """
-    run = products(of)
-    sizes = (layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, of.x.itemsize)
+    runs = products(inputs)
+    sizes = (layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, inputs.x.itemsize)
     for name, shape in shapes(*sizes, gated=True).items():
-        if shape.bucket in tuned.found or (only and name not in only):
+        if shape.bucket in tuned.by_bucket or (only and name not in only):
             continue
-        time_tile = partial(_seconds_with, run[name])
+        time_tile = partial(_seconds_with, runs[name])
         tile, is_done = search(shape, tuned.device, time_tile, deadline=deadline, say=say)
         if not is_done:
             break
@@ -82,24 +85,24 @@ def tune(
     return tuned
 
 
-def breakdown(layer: GpuLayer, of: Inputs, tuned: Tuned) -> dict[str, dict[str, float]]:
-    """Return milliseconds and TFLOP/s (GB/s for what only moves bytes) of every step, each timed by itself."""
-    run = products(of)
+def breakdown(layer: GpuLayer, inputs: Inputs, tuned: Tuned) -> dict[str, dict[str, float]]:
+    """Return the milliseconds of each step of a layer, timed alone, and its TFLOP/s, or GB/s if it only moves bytes."""
+    runs = products(inputs)
     num_rows = layer.tokens * layer.top_k
-    sizes = (num_rows, layer.num_experts, layer.dim, layer.hidden, of.x.itemsize)
+    sizes = (num_rows, layer.num_experts, layer.dim, layer.hidden, inputs.x.itemsize)
     flops = 2.0 * num_rows * layer.dim * layer.hidden
-    found = {}
+    steps = {}
     for name, shape in shapes(*sizes, gated=True).items():
-        seconds = _seconds_with(run[name], tuned.tile(shape))
-        doubled = 2 if name in ("up", "rows_grad", "weight_grad") else 1  # of gate and up at once
-        found[name] = {"ms": seconds * 1e3, "tflops": flops * doubled / seconds / 1e12}
-    order = sort(of.expert.view(-1), layer.num_experts)
-    starts = torch.arange(0, num_rows, layer.top_k, device=of.x.device)
-    rows = torch.randn(num_rows, layer.dim, device=of.x.device, dtype=of.x.dtype)
+        seconds = _seconds_with(runs[name], tuned.tile(shape))
+        doubled = 2 if name in ("up", "rows_grad", "weight_grad") else 1  # gate and up together
+        steps[name] = {"ms": seconds * 1e3, "tflops": flops * doubled / seconds / 1e12}
+    order = sort(inputs.expert.view(-1), layer.num_experts)
+    starts = torch.arange(0, num_rows, layer.top_k, device=inputs.x.device)
+    rows = torch.randn(num_rows, layer.dim, device=inputs.x.device, dtype=inputs.x.dtype)
     seconds = seconds_of(lambda: sum_tokens(rows, order[1], starts, None, layer.top_k, rows.dtype))
-    found["sum"] = {"ms": seconds * 1e3, "gb_per_s": (rows.nbytes + of.x.nbytes) / seconds / 1e9}
-    found["sort"] = {"ms": seconds_of(lambda: sort(of.expert.view(-1), layer.num_experts)) * 1e3}
-    return found
+    steps["sum"] = {"ms": seconds * 1e3, "gb_per_s": (rows.nbytes + inputs.x.nbytes) / seconds / 1e9}
+    steps["sort"] = {"ms": seconds_of(lambda: sort(inputs.expert.view(-1), layer.num_experts)) * 1e3}
+    return steps
 
 
 def _seconds_with(product: Callable[[Tile], object], tile: Tile) -> float:

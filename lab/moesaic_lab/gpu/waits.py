@@ -1,7 +1,7 @@
-"""How often a layer's call makes the host wait for a GPU, under every plan, counted on the stand-in: needs no GPU.
+"""Counts how often a layer's call makes the host wait for a GPU, under every plan. It uses the stand-in and needs no GPU.
 
-A plan is taken from every name of every registry, so a new one is counted without being named here. Each runs on ranks of one
-process, two steps, of which the second is counted: the first one compiles, uploads and agrees once for all.
+There is a plan for each name in each registry, so that new registry entries are counted without a change here. Each plan runs
+two steps on ranks of one process. The second step is counted, since the first compiles, uploads and agrees once for all steps.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ CAPACITIES: dict[str, AbstractCapacity] = {
 }
 DIM, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 32, 8, 2, 12
 BY_HOST = ("zfp",)
-"""Codecs that run on the host where a GPU has no Triton, as here."""
+"""Codecs that run on the host if the GPU has no Triton, which is the case here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WaitCase:
-    """A layer on a mesh under one plan and one capacity."""
+    """One case to count: a layer on a mesh under one plan and one capacity."""
 
     name: str
     plan: Plan
@@ -52,38 +52,39 @@ class WaitCase:
 
     @property
     def most(self) -> tuple[int, int]:
-        """The waits that are allowed, forward and backward: one for the counts, unless sizes are known beforehand."""
+        """Allowed waits in (forward, backward): one for the counts, unless all sizes are known beforehand."""
         if self.capacity == "padded":
             return 0, 0
-        # Visits of copies that may be dropped, or of a part of a tensor group's, are told once the copies are known.
+        # Multicast exchanges the tokens per node only once the copies are known, if copies may be dropped or tp > 1.
         is_late = self.plan.crossing is Crossing.MULTICAST and (self.capacity == "capacity" or self.grid.tp > 1)
         return 1 + is_late, 0
 
     @property
     def most_uploads(self) -> int:
-        """The copies to the device that are allowed: runs of rows, and the times that the arbiter tells."""
+        """Allowed copies to the device: one for runs of rows, and one for the times that the arbiter exchanges."""
         return 0 if self.capacity == "padded" else 1 + (self.plan.replication == "arbiter")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """What one step of a case took."""
+    """Waits and errors counted in one step of a case; waits and uploads are those of the rank with most waits."""
 
     forward: int
-    """Waits of the forward pass, the most of any rank."""
+    """Waits in the forward pass."""
     backward: int
+    """Waits in the backward pass."""
     uploads: int
-    """Copies to the device that nobody waits for, of both passes."""
+    """Copies to the device that do not wait, in both passes."""
     lines: tuple[str, ...]
-    """What waited, and where."""
+    """Each wait, with the line of code that caused it."""
     unordered: tuple[str, ...]
     """Sums of floats in an order that varies, on any rank."""
     error: float
-    """Largest difference of result and input gradient from the CPU's, over their largest value."""
+    """Largest error of output and input gradient against the CPU, relative to their largest value."""
 
 
 def plans() -> Iterator[tuple[str, Plan, Grid]]:
-    """Yield a plan for every name of every registry, and for every other choice."""
+    """Yield (name, plan, grid) for each name in each registry and for each other choice in a plan."""
     for name in SCHEDULES:
         yield name, Plan(schedule=name), SHARDS
     for name in ALL_TO_ALLS:
@@ -104,17 +105,17 @@ def plans() -> Iterator[tuple[str, Plan, Grid]]:
 
 
 def cases() -> Iterator[WaitCase]:
-    """Yield every plan with every capacity; those that clash are found out when they run."""
+    """Yield each plan with each capacity; `count_waits` returns None for combinations that the layer refuses."""
     for (name, plan, grid), capacity in itertools.product(plans(), CAPACITIES):
         yield WaitCase(name=f"{name}.{capacity}", plan=plan, grid=grid, capacity=capacity)
 
 
 def count_waits(case: WaitCase, *, triton: bool = False) -> Waits | None:
-    """Run a case and count; None for a plan that its capacity or mesh clashes with.
+    """Run a case and return its counts; None if the plan does not allow the capacity or the mesh.
 
     Args:
-        case: what to run.
-        triton: under Triton's interpreter, with the kernels that a GPU runs.
+        case: the case to run.
+        triton: whether to run Triton's kernels, under Triton's interpreter.
     """
     torch.manual_seed(0)
     whole = MoE(DIM, HIDDEN, EXPERTS, TOP_K, capacity=CAPACITIES[case.capacity], losses=()).bfloat16()
@@ -123,7 +124,7 @@ def count_waits(case: WaitCase, *, triton: bool = False) -> Waits | None:
     def on_cpu(transport: AbstractTransport) -> list[torch.Tensor]:
         layer = copy.deepcopy(whole)
         layer.parallelize(Mesh(case.grid, transport), case.plan)
-        return _step(layer, tokens[case.grid.coordinate(transport.rank, "dp")], None)
+        return _outputs(layer, tokens[case.grid.coordinate(transport.rank, "dp")], None)
 
     def on_stand_in(transport: AbstractTransport) -> tuple[list[torch.Tensor], int, StandIn]:
         layer = copy.deepcopy(whole)
@@ -132,30 +133,30 @@ def count_waits(case: WaitCase, *, triton: bool = False) -> Waits | None:
             transport.device = DEVICE
             to_device(layer)
             x = tokens[case.grid.coordinate(transport.rank, "dp")].to(DEVICE)
-            _step(layer, x, None)
+            _outputs(layer, x, None)
             stand_in.record.clear()
-            found = _step(layer, x, stand_in)
-        return found, stand_in.forward, stand_in
+            outputs = _outputs(layer, x, stand_in)
+        return outputs, stand_in.forward, stand_in
 
     try:
         expected = run_ranks(case.grid.world, on_cpu)
     except InputError:
         return None
     with pretending(triton=triton):
-        found = run_ranks(case.grid.world, on_stand_in)
-    pairs = [pair for (mine, _, _), true in zip(found, expected) for pair in zip(mine, true)]
+        results = run_ranks(case.grid.world, on_stand_in)
+    pairs = [pair for (result, _, _), exact in zip(results, expected) for pair in zip(result, exact)]
     errors = [
         float((values(a).float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30)) for a, b in pairs
     ]
-    busiest = max(found, key=lambda each: len(each[2].record.waits))
+    busiest = max(results, key=lambda result: len(result[2].record.waits))
     return Waits(
         forward=busiest[1], backward=len(busiest[2].record.waits) - busiest[1], uploads=len(busiest[2].record.uploads),
         lines=tuple(busiest[2].record.waits), error=max(errors),
-        unordered=tuple(line for _, _, stand_in in found for line in stand_in.record.unordered),
+        unordered=tuple(line for _, _, stand_in in results for line in stand_in.record.unordered),
     )  # fmt: skip
 
 
-def _step(layer: MoE, x: torch.Tensor, stand_in: StandIn | None) -> list[torch.Tensor]:
+def _outputs(layer: MoE, x: torch.Tensor, stand_in: StandIn | None) -> list[torch.Tensor]:
     x = x.detach().requires_grad_()
     y = layer(x)
     if stand_in is not None:

@@ -1,1 +1,1 @@
-"""Operations of a layer, beside the plain way to write them and beside the roofline."""
+"""The benchmark of a layer's operations, compared with plain PyTorch code and with the roofline."""

@@ -1,7 +1,8 @@
-"""`moesaic bench kernels`: every operation of a layer on this device beside the plain way to write it and beside the roofline.
+"""`moesaic bench kernels`: each operation of a layer on this device, compared with plain PyTorch code and with the roofline.
 
-The roofline (Williams, Waterman and Patterson, CACM 2009) says what time an operation cannot fall below: its arithmetic over
-the rate of a large matrix product, or its bytes over the rate of a large copy, the longer one. Both rates are measured first.
+The roofline (Williams, Waterman and Patterson, CACM 2009) is a lower bound on an operation's time. It is the larger of two
+times: its FLOPs over the rate of a large matrix product, and its bytes over the rate of a large copy. Both rates are measured
+first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from moesaic_lab.tables import Column, byte_size, milliseconds, share
 
 OURS, PLAIN = "ours", "plain"
 CACHE_BYTES = 2**26
-"""Written between two timed calls, so that none finds its inputs in the cache."""
+"""Bytes written between two timed calls, to evict their inputs from the cache."""
 NOTES = (
     "Each operation in turn with the plain way to write it (fast encode and decode: GShard's einsum; experts: one after "
     "the other by autograd), caches flushed before each call. Bound: arithmetic over the rate of a large matrix product or "
@@ -36,28 +37,28 @@ NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class KernelOptions(DrawnOptions):
-    """What to measure."""
+    """Options of the benchmark."""
 
     threads: int = 2
-    """Of torch."""
+    """Number of torch's threads."""
     repeats: int = 20
-    """Timed calls of either way per operation."""
+    """Timed calls of our operation and of the plain code."""
 
 
 def cases(options: KernelOptions) -> None:
-    """Refuse numbers that make no sense."""
+    """Raise an `InputError` for numbers below 1."""
     if options.repeats < 1 or options.threads < 1:
         raise InputError(f"--repeats {options.repeats} --threads {options.threads}: both must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roof:
-    """What this device can do at most."""
+    """The peak rates of this device."""
 
     flops: float
-    """Per second, of a large matrix product."""
+    """FLOP/s of a large matrix product."""
     bandwidth: float
-    """Bytes per second, read and written together, of a large copy."""
+    """Bytes per second of a large copy, with reads and writes both counted."""
 
     @classmethod
     def measured(cls, dtype: torch.dtype) -> Roof:
@@ -69,20 +70,20 @@ class Roof:
         return cls(flops=2 * 1024**3 / product, bandwidth=2 * source.nbytes / copy)
 
     def bound(self, op: KernelOp) -> float:
-        """Return the least seconds of an operation."""
+        """Return the least seconds that an operation can take."""
         return max(op.flops / self.flops, op.num_bytes / self.bandwidth)
 
 
 def measure(
     repeats: int, shape: DeviceShape = SHAPES[0], dtypes: Sequence[str] = tuple(DTYPES), threads: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return a row per operation and dtype.
+    """Measure all operations and return a row per operation and dtype.
 
     Args:
-        repeats: timed calls of either way.
-        shape: of the layer.
-        dtypes: names.
-        threads: of torch; None leaves it as it is.
+        repeats: timed calls of our operation and of the plain code.
+        shape: sizes of the layer.
+        dtypes: names of dtypes, keys of `DTYPES`.
+        threads: number of torch's threads; None to leave it unchanged.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -109,21 +110,21 @@ def _row(op: KernelOp, roof: Roof, seconds: dict[str, tuple[float, ...]], growth
 
 
 def claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
-    """Return, per operation and dtype, the share of the bound, and for encode and decode time and memory over the einsum."""
-    found = []
+    """Return claims per operation and dtype: its share of the bound; for encode and decode, time and memory over the einsum."""
+    all_claims = []
     for row in rows:
         name = f"kernels.{row['op'].replace(', ', '_').replace(' ', '_')}.{row['dtype']}"
-        found.append(Claim(name=f"{name}.of_bound", value=row["of_bound"], unit="1", op=">="))
+        all_claims.append(Claim(name=f"{name}.of_bound", value=row["of_bound"], unit="1", op=">="))
         if row["op"].startswith("fast"):
             memory = row["growth_bytes"] / row["plain_growth_bytes"]
-            found.append(Claim(name=f"{name}.over_einsum", value=row["over_plain"], unit="1", target=1.0, op="<="))
-            found.append(Claim(name=f"{name}.memory_over_einsum", value=memory, unit="1", target=1.0, op="<="))
-    return found
+            all_claims.append(Claim(name=f"{name}.over_einsum", value=row["over_plain"], unit="1", target=1.0, op="<="))
+            all_claims.append(Claim(name=f"{name}.memory_over_einsum", value=memory, unit="1", target=1.0, op="<="))
+    return all_claims
 
 
 def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
-    """Return a roofline per dtype, and the time of every operation over that of the plain way."""
-    found = []
+    """Return two panels per dtype: the roofline, and the time of each operation divided by that of the plain code."""
+    all_panels = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         of_dtype = [row for row in rows if row["dtype"] == dtype]
         flops, bandwidth = of_dtype[0]["peak_flops"], of_dtype[0]["bandwidth"]
@@ -132,48 +133,51 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
         roof = PlottedSeries(
             name="roof",
             x=(least, corner, most),
-            y=tuple(min(flops, bandwidth * at) / 1e9 for at in (least, corner, most)),
+            y=tuple(min(flops, bandwidth * intensity) / 1e9 for intensity in (least, corner, most)),
         )
         points = [_point(row, least) for row in of_dtype]
-        found.append(
+        all_panels.append(
             Panel(
                 title=f"roofline, {dtype}", x_title="operations per byte", y_title="Gop/s", series=(roof, *points),
                 log_x=True, log_y=True,
             )
         )  # fmt: skip
         names = tuple(row["op"] for row in of_dtype)
-        at = tuple(map(float, range(len(names))))
+        places = tuple(map(float, range(len(names))))
         over = PlottedSeries(
             name="ours over plain",
-            x=at,
+            x=places,
             y=tuple(row["over_plain"] for row in of_dtype),
             low=tuple(row["over_plain_low"] for row in of_dtype),
             high=tuple(row["over_plain_high"] for row in of_dtype),
         )
-        found.append(
+        all_panels.append(
             Panel(
                 title=f"time over the plain way, {dtype}", x_title="", y_title="ratio", series=(over,), categories=names
             )
         )
-    return found
+    return all_panels
 
 
 def _point(row: dict[str, Any], least: float) -> PlottedSeries:
-    """Return an operation as a point; one without arithmetic stands at the left end, at the rate of its bytes."""
+    """Return an operation's point in the roofline plot.
+
+    An operation without FLOPs is drawn at the left end, as if it did `least` operations per byte.
+    """
     intensity = max(row["flops"] / row["bytes"], least)
     rate = max(row["flops"], least * row["bytes"]) / row["median_seconds"]
     return PlottedSeries(name=row["op"], x=(intensity,), y=(rate / 1e9,))
 
 
 def _best(call: Callable[[], object], times: int) -> float:
-    """Return the shortest of several calls, in seconds, after one that does not count."""
+    """Return the seconds of the shortest of several calls, after one unmeasured call."""
     call()
-    found = []
+    seconds = []
     for _ in range(times):
         start = time.perf_counter()
         call()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 COLUMNS = (

@@ -1,7 +1,7 @@
-"""Memory of one layer at the sizes of Tutel's Table 5: measured where that takes seconds, by the formula above.
+"""Memory of one layer at the sizes of Tutel's Table 5: measured for few tokens, where it takes seconds, else by a formula.
 
-Tutel (Hwang et al. 2023), Table 5: model width = hidden width = 4,096, top-2, 2 experts per GPU, float32. Counted is what a
-training step of one layer has alive at most: weights, their gradients, input, output and both gradients, all that lies between.
+Tutel (Hwang et al. 2023), Table 5: model width = hidden width = 4,096, top-2, 2 experts per GPU, float32. The figure is the
+peak of a training step of one layer: weights and their gradients, input, output, both their gradients, and all intermediates.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from moesaic_lab.device.cases import peak_growth_bytes, step
 from moesaic_lab.tables import Column, share
 
 TUTEL_GIB = {4096: 2.9, 8192: 3.2, 16384: 4.0, 32768: 5.7}
-"""By tokens."""
+"""Tutel's figures in GiB, by number of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """A layer with GELU experts on a CPU."""
+    """Sizes of a layer with GELU experts on a CPU."""
 
     dim: int = 4096
     hidden: int = 4096
@@ -34,10 +34,11 @@ class LayerSizes:
     """Bytes per number."""
 
     def peak_bytes(self, tokens: int) -> int:
-        """Return the formula: the peak of a training step in bytes, where blocks are added up one after the other.
+        """Return the peak bytes of a training step by the formula.
 
-        Weights and gradients, four tensors of all tokens (x, y and their gradients), the pre-activations, and a block's scratch
-        memory; routing, of some bytes per token and expert, is left out.
+        It counts weights and gradients, four tensors of all tokens (x, y and their gradients), the pre-activations, and the
+        scratch memory of one block of rows, since blocks run one after another. It omits the routing, which takes some bytes
+        per token and expert.
         """
         weights = 2 * self.experts * self.dim * self.hidden
         block = max(CACHE_BYTES // ((2 * self.hidden + 2 * self.dim) * self.item), MIN_ROWS)
@@ -49,45 +50,45 @@ class LayerSizes:
 
 
 def measured_bytes(tokens: int, sizes: LayerSizes = LayerSizes()) -> int:
-    """Return the same by the profiler's count of every tensor."""
+    """Measure the peak bytes of a training step by PyTorch's profiler."""
     torch.manual_seed(0)
     layer = MoE(sizes.dim, sizes.hidden, sizes.experts, sizes.top_k, experts="gelu")
     x, dy = torch.randn(tokens, sizes.dim, requires_grad=True), torch.randn(tokens, sizes.dim)
-    before = sum(each.nbytes for each in (*layer.parameters(), x, dy))
+    before = sum(tensor.nbytes for tensor in (*layer.parameters(), x, dy))
     return before + peak_growth_bytes(lambda: step(layer, x, dy))
 
 
 def rows(measured_up_to: int) -> list[dict[str, Any]]:
-    """Return a row per size of the table.
+    """Return a row per number of tokens in Tutel's table.
 
     Args:
-        measured_up_to: larger numbers of tokens by the formula alone.
+        measured_up_to: largest number of tokens to measure; for more tokens only the formula is evaluated.
     """
-    found = []
+    table_rows = []
     for tokens, tutel in TUTEL_GIB.items():
         measured = measured_bytes(tokens) / 2**30 if tokens <= measured_up_to else None
         formula = LayerSizes().peak_bytes(tokens) / 2**30
-        found.append({"tokens": tokens, "measured_gib": measured, "formula_gib": formula, "tutel_gib": tutel})
-    return found
+        table_rows.append({"tokens": tokens, "measured_gib": measured, "formula_gib": formula, "tutel_gib": tutel})
+    return table_rows
 
 
-def claims(found: list[dict[str, Any]]) -> list[Claim]:
-    """Return a claim per size: what was measured, or what the formula says where nothing was."""
-    made = []
-    for row in found:
+def claims(measured_rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return a claim per number of tokens, on the measured memory or, if it was not measured, on the formula's."""
+    all_claims = []
+    for row in measured_rows:
         is_measured = row["measured_gib"] is not None
         value = row["measured_gib"] if is_measured else row["formula_gib"]
         name = f"memory.table5.{row['tokens']}_tokens" + ("" if is_measured else ".by_formula")
-        made.append(Claim(name=name, value=value, unit="GiB", target=row["tutel_gib"], op="<="))
-    return made
+        all_claims.append(Claim(name=name, value=value, unit="GiB", target=row["tutel_gib"], op="<="))
+    return all_claims
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMemoryOptions(BenchmarkOptions):
-    """What to measure."""
+    """Options of the benchmark."""
 
     measured_up_to: int = 8192
-    """Tokens up to which memory is measured, half a minute at 8192; larger sizes by the formula."""
+    """Largest number of tokens to measure, half a minute for 8192; the memory of more tokens is computed by the formula."""
 
 
 NOTES = (

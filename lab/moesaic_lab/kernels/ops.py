@@ -1,6 +1,6 @@
-"""The operations of `moesaic bench kernels`: each with a plain way to write it, its arithmetic and its bytes.
+"""The operations of `moesaic bench kernels`: each with plain PyTorch code for the same, its FLOPs and its bytes.
 
-The plain way is the oracle too: run in float64 on the same numbers it says what is right.
+The plain code also serves as the reference: run in float64 on the same inputs it gives the correct result.
 """
 
 from __future__ import annotations
@@ -22,35 +22,37 @@ from moesaic.kernels.work import ExpertWork
 from moesaic_lab.device.cases import DeviceShape
 
 CAPACITY_FACTOR = 1.25
-"""Of encode and decode."""
+"""Capacity factor of encode and decode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelOp:
-    """One operation on given inputs."""
+    """One operation with its inputs."""
 
     name: str
     inputs: tuple[Tensor, ...]
     run: Callable[..., Tensor]
-    """Ours, of the inputs."""
+    """Our implementation, a function of the inputs."""
     plain: Callable[..., Tensor]
-    """The same as one writes it down; takes the inputs in any dtype."""
+    """Plain PyTorch code for the same operation; accepts inputs of any dtype."""
     flops: float
-    """Floating-point operations that it cannot do without."""
+    """Floating-point operations that any implementation needs."""
     num_bytes: float
-    """Bytes of its inputs and results, each once."""
+    """Bytes of the inputs and results, each counted once."""
 
     def error(self) -> float:
-        """Return our distance from the plain way in float64, relative to its norm."""
-        exact = self.plain(*(each.double() if each.is_floating_point() else each for each in self.inputs)).double()
+        """Return the norm of our difference from the plain code in float64, relative to the norm of its result."""
+        exact = self.plain(
+            *(tensor.double() if tensor.is_floating_point() else tensor for tensor in self.inputs)
+        ).double()
         return float((self.run(*self.inputs).double() - exact).norm() / exact.norm().clamp_min(1e-300))
 
 
 def ops(shape: DeviceShape, dtype: torch.dtype) -> list[KernelOp]:
-    """Return the operations of one layer, random routing."""
+    """Return the operations of one layer with random routing."""
     generator = torch.Generator().manual_seed(0)
 
-    def made(*size: int) -> Tensor:
+    def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(dtype)
 
     tokens, experts, top_k = shape.tokens, shape.experts, shape.top_k
@@ -59,10 +61,10 @@ def ops(shape: DeviceShape, dtype: torch.dtype) -> list[KernelOp]:
     counts = torch.bincount(expert, minlength=experts)
     order = sort_by_expert(token, expert, counts, tokens, top_k)
     gates = torch.rand(len(token), generator=generator).to(dtype)
-    found = [_sort(token, expert, counts, tokens, top_k), *_moves(order, made(tokens, shape.dim), gates, top_k)]
-    found += _pointwise(made(len(token), shape.hidden), made(len(token), shape.hidden))
-    found += _coding(chosen, experts, made(tokens, shape.dim), gates.view(tokens, top_k))
-    return [*found, _experts(shape, order, gates, made)]
+    operations = [_sort(token, expert, counts, tokens, top_k), *_moves(order, normal(tokens, shape.dim), gates, top_k)]
+    operations += _pointwise(normal(len(token), shape.hidden), normal(len(token), shape.hidden))
+    operations += _coding(chosen, experts, normal(tokens, shape.dim), gates.view(tokens, top_k))
+    return [*operations, _experts(shape, order, gates, normal)]
 
 
 def _sort(token: Tensor, expert: Tensor, counts: Tensor, tokens: int, top_k: int) -> KernelOp:
@@ -74,7 +76,7 @@ def _sort(token: Tensor, expert: Tensor, counts: Tensor, tokens: int, top_k: int
 
 
 def _moves(order: Permutation, x: Tensor, gates: Tensor, top_k: int) -> list[KernelOp]:
-    """Dispatch and combine: rows of tokens in the order of the experts, and back."""
+    """Return the gather of tokens into expert order, and the combine of expert rows into tokens."""
     sent, dim, item = order.dispatch, x.shape[1], x.element_size()
     num_rows, rows = len(sent.token), x.index_select(0, sent.token)
 
@@ -86,15 +88,15 @@ def _moves(order: Permutation, x: Tensor, gates: Tensor, top_k: int) -> list[Ker
         name="gather", inputs=(x,), run=lambda x: x.index_select(0, sent.token), plain=lambda x: x[sent.token],
         flops=0.0, num_bytes=item * dim * (len(x) + num_rows) + 8.0 * num_rows,
     )  # fmt: skip
-    back = KernelOp(
+    combined = KernelOp(
         name="combine", inputs=(rows, gates), run=lambda rows, gates: sum_rows(rows, sent, weights=gates),
         plain=combine, flops=2.0 * num_rows * dim, num_bytes=item * dim * (len(x) + num_rows) + (8.0 + item) * num_rows,
     )  # fmt: skip
-    return [gather, back]
+    return [gather, combined]
 
 
 def _pointwise(a: Tensor, b: Tensor) -> list[KernelOp]:
-    """What happens between the products, and the routing weights' gradient."""
+    """Return the activations between the matrix products, and the row-wise dot products of the routing weights' gradient."""
 
     def into(activation: str, *pre: Tensor) -> Tensor:
         out = torch.empty_like(pre[0])
@@ -120,15 +122,15 @@ def _pointwise(a: Tensor, b: Tensor) -> list[KernelOp]:
 
 
 def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[KernelOp]:
-    """Encode and decode against GShard's einsum."""
+    """Return fast encode and decode, with GShard's einsum as the plain code."""
     capacity = int(CAPACITY_FACTOR * chosen.numel() / experts)
     form = encoding(chosen, experts, capacity)
     encoded = fast_encode(x, form)
-    moved = float(x.nbytes + encoded.nbytes)
+    num_bytes = float(x.nbytes + encoded.nbytes)
     return [
         KernelOp(
             name="fast encode", inputs=(x,), run=lambda x: fast_encode(x, form),
-            plain=lambda x: encode_reference(x, form), flops=0.0, num_bytes=moved,
+            plain=lambda x: encode_reference(x, form), flops=0.0, num_bytes=num_bytes,
         ),
         KernelOp(
             name="fast decode",
@@ -136,16 +138,16 @@ def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[Kern
             run=lambda rows, gates: fast_decode(rows, gates, form),
             plain=lambda rows, gates: decode_reference(rows, gates, form),
             flops=2.0 * chosen.numel() * x.shape[1],
-            num_bytes=moved,
+            num_bytes=num_bytes,
         ),
     ]  # fmt: skip
 
 
-def _experts(shape: DeviceShape, order: Permutation, gates: Tensor, made: Callable[..., Tensor]) -> KernelOp:
-    """The expert stage forward and backward, SwiGLU: what comes back is the gradient of the tokens."""
+def _experts(shape: DeviceShape, order: Permutation, gates: Tensor, normal: Callable[..., Tensor]) -> KernelOp:
+    """Return the expert stage with SwiGLU, forward and backward. Its result is the gradient of the tokens."""
     experts, dim, hidden = shape.experts, shape.dim, shape.hidden
-    up, down = made(experts, 2, hidden, dim) * dim**-0.5, made(experts, dim, hidden) * hidden**-0.5
-    x, dy = made(shape.tokens, dim), made(shape.tokens, dim)
+    up, down = normal(experts, 2, hidden, dim) * dim**-0.5, normal(experts, dim, hidden) * hidden**-0.5
+    x, dy = normal(shape.tokens, dim), normal(shape.tokens, dim)
     work = ExpertWork(
         x=x, dispatch=order.dispatch, gates=gates, gates_first=False, ends=order.ends, up=up, up_bias=None, down=down,
         down_bias=None, activation="silu",
@@ -162,14 +164,14 @@ def _experts(shape: DeviceShape, order: Permutation, gates: Tensor, made: Callab
 
 
 def _backward(work: ExpertWork, inputs: Any, run: Callable[[ExpertWork], Tensor]) -> Tensor:
-    x, gates, *weights, dy = (each.detach().requires_grad_() for each in inputs)
+    x, gates, *weights, dy = (tensor.detach().requires_grad_() for tensor in inputs)
     run(replace(work, x=x, gates=gates, up=weights[0], down=weights[1])).backward(dy.detach())
     assert x.grad is not None
     return x.grad
 
 
 def _one_by_one(work: ExpertWork) -> Tensor:
-    """One expert after the other, by autograd."""
+    """Return the layer's output, computed one expert after the other and differentiated by autograd."""
     assert work.dispatch is not None
     assert work.gates is not None
     y, start = torch.zeros_like(work.x), 0

@@ -1,4 +1,4 @@
-"""`moesaic bench layer`: ways to run one MoE layer, in turn on an emulated cluster, with virtual compute."""
+"""`moesaic bench layer`: plans of one MoE layer, timed in turn on an emulated cluster with virtual compute."""
 
 from __future__ import annotations
 
@@ -34,89 +34,89 @@ TITLES = {
     "schedules": "Schedules", "adaptive_r": "Adaptive r over capacity factors", "pipelining": "Pipelining",
     "orders": "Orders", "codecs": "Codecs", "ablation": "ScheMoE's steps",
 }  # fmt: skip
-"""Of tables, by part."""
+"""Titles of the tables, by part."""
 PICTURED = {"pipelining": "chunks", "orders": "orders", "codecs": "codecs", "ablation": "ScheMoE's steps"}
-"""Titles of the panels that have bars of a part's jobs."""
+"""Titles of the panels with bars, by part."""
 VIRTUAL = "ms, virtual compute"
-"""What stands beside every axis of time."""
+"""Title of every time axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCell(TimedCell):
-    """What one job found."""
+    """The measurements of one job, over all ranks."""
 
     job: LayerJob
     best: str
-    """What a search chose; "" without one."""
+    """Name of the plan that the search chose; "" without a search."""
     trial: Mapping[str, float]
-    """Median seconds of what the search tried."""
+    """Median seconds of the plans that the search tried."""
     limits: Mapping[str, tuple[Limit, Limit]]
-    """By method: forward and backward, of the messages that ranks sent."""
+    """Link limits of the messages sent in (forward, backward), by method."""
     across: Mapping[str, tuple[int, int]]
-    """By method: (bytes, messages) between nodes in a step, as recorders counted them."""
+    """(bytes, messages) sent between nodes in a step as counted by recorders, by method."""
     charged: Mapping[str, float]
-    """By method: seconds of virtual compute in a step, of the rank that has most."""
+    """Seconds of virtual compute in a step on the rank with most, by method."""
     switches: Mapping[str, Switch]
-    """By method: of the rank for which it takes longest."""
+    """Cost of switching to a plan on the slowest rank, by method."""
 
     def timed_as(self, name: str) -> str:
-        """Return the method by which a plan was timed: another one where that does the same."""
+        """Return the method that was timed for a plan: the plan itself, or another one that does the same."""
         return self.job.same.get(name, name)
 
     def ratio(self, name: str, other: str) -> Ratio:
-        """Return how long one method takes over another; either may be the name of a plan that does the same as one."""
+        """Return the time of one method over another. Both may also be names of plans that do the same as a timed method."""
         return super().ratio(self.timed_as(name), self.timed_as(other))
 
     def bound(self, name: str) -> float:
-        """Return seconds below which no step can go: the links' limit, forward and backward, or the computing."""
+        """Return a lower bound on a step's seconds: the link limits of forward plus backward, or the computing if longer."""
         forward, backward = self.limits[name]
         return max(forward.seconds + backward.seconds, self.charged[name])
 
 
 def run(config: LayerBenchConfig, told: Told) -> list[LayerCell]:
-    """Measure everything that a configuration names; it starts clusters, one after another."""
+    """Measure all jobs of a configuration. This starts clusters, one after another."""
     return on_beds(jobs(config), lambda job: job.place.bed, lambda job: f"{job.section}: {job.label}", measure, told)
 
 
 def measure(ranks: Cluster, job: LayerJob) -> LayerCell:
-    """Measure one job on a cluster that runs, on the bed of the job."""
+    """Measure one job on a running cluster of the job's bed."""
     return summed_up(job, ranks.run(side.measure, job))
 
 
-def summed_up(job: LayerJob, found: Sequence[LayerFound]) -> LayerCell:
-    """Return a cell from what every rank found."""
+def summed_up(job: LayerJob, of_ranks: Sequence[LayerFound]) -> LayerCell:
+    """Combine the measurements of all ranks into a cell."""
     limits, across, charged = {}, {}, {}
-    for name in found[0].spans:
-        steps = [of_rank.steps[name] for of_rank in found]
+    for name in of_ranks[0].spans:
+        steps = [of_rank.steps[name] for of_rank in of_ranks]
         forward, backward = ([m for s in steps for m in s.forward], [m for s in steps for m in s.backward])
         limits[name] = link_limit(forward, job.place.bed), link_limit(backward, job.place.bed)
         across[name] = crossing((*forward, *backward), job.grid.node_of)
         charged[name] = max(step.charged for step in steps)
     switches = {
-        name: max((of_rank.switches[name] for of_rank in found), key=lambda switch: switch.again_seconds)
-        for name in found[0].switches
+        name: max((of_rank.switches[name] for of_rank in of_ranks), key=lambda switch: switch.again_seconds)
+        for name in of_ranks[0].switches
     }
     return LayerCell(
-        job=job, **timed([of_rank.spans for of_rank in found], [of_rank.pairs for of_rank in found]),
-        best=found[0].best, trial=found[0].trial, limits=limits, across=across, charged=charged, switches=switches,
+        job=job, **timed([of_rank.spans for of_rank in of_ranks], [of_rank.pairs for of_rank in of_ranks]),
+        best=of_ranks[0].best, trial=of_ranks[0].trial, limits=limits, across=across, charged=charged, switches=switches,
     )  # fmt: skip
 
 
 def claims(cells: Sequence[LayerCell]) -> list[Claim]:
-    """Return all claims, also those that this run did not measure."""
+    """Return all claims, including those that this run did not measure."""
 
     def of(section: str) -> list[LayerCell]:
         return some([cell for cell in cells if cell.job.section == section], f"of {section}")
 
     def exact() -> list[float]:
-        found = [cell for cell in of("orders") if {"exact", "optsche"} <= {*cell.timings, *cell.job.same}]
-        return [bounded(cell, "exact", "optsche") for cell in some(found, "with both orders")]
+        both = [cell for cell in of("orders") if {"exact", "optsche"} <= {*cell.timings, *cell.job.same}]
+        return [bounded(cell, "exact", "optsche") for cell in some(both, "with both orders")]
 
     def switching(seconds: Callable[[Switch], float]) -> float:
-        found = [
+        shares = [
             seconds(s) / cell.timings[name].median for cell in of("adaptive_r") for name, s in cell.switches.items()
         ]
-        return max(some(found, "that counts switches"))
+        return max(some(shares, "that counts switches"))
 
     return [
         claimed("layer.best_over_baseline_tp4", lambda: best_over_baseline(of("schedules")), 4.0, ">="),
@@ -131,22 +131,22 @@ def claims(cells: Sequence[LayerCell]) -> list[Claim]:
 
 
 def best_over_baseline(cells: Sequence[LayerCell]) -> float:
-    """Return the baseline's time over the best plan's at tp = etp = 4, median over the meshes that have it."""
-    found = some([cell for cell in cells if cell.job.grid.tp == cell.job.grid.etp == 4], "at tp = etp = 4")
-    return statistics.median(cell.ratio("baseline", cell.best).median for cell in found)
+    """Return the baseline's time over the best plan's, the median over all meshes with tp = etp = 4."""
+    chosen = some([cell for cell in cells if cell.job.grid.tp == cell.job.grid.etp == 4], "at tp = etp = 4")
+    return statistics.median(cell.ratio("baseline", cell.best).median for cell in chosen)
 
 
 def over_single(cell: LayerCell) -> float:
-    """Return the best plan's time over the fastest of ted, S1 and S2: the upper end of its 95 % interval."""
+    """Return the best plan's time over that of the fastest of ted, S1 and S2, as the upper end of the 95 % interval."""
     names = {cell.timed_as(name) for name in COMPETE} & set(cell.timings)
     return bounded(cell, cell.best, min(names, key=lambda name: cell.ratio(name, cell.best).median))
 
 
 def bounded(cell: LayerCell, name: str, other: str) -> float:
-    """Return the upper end of a ratio's 95 % interval; 1 for programs that are the same.
+    """Return the upper end of a ratio's 95 % interval; 1 if both names stand for the same timed method.
 
     Raises:
-        NotMeasuredError: for a ratio near 1 that rests on too few pairs.
+        NotMeasuredError: the ratio is near 1 and has too few pairs.
     """
     if cell.timed_as(name) == cell.timed_as(other):
         return 1.0
@@ -154,50 +154,50 @@ def bounded(cell: LayerCell, name: str, other: str) -> float:
 
 
 def fixed_over_adaptive(cells: Sequence[LayerCell]) -> float:
-    """Return the time of the best r that is the same for all sizes and factors, over that of the best r for each."""
+    """Return the total time with the best single r for all sizes and factors, over that with the best r for each of them."""
     medians = [{name: timing.median for name, timing in cell.timings.items()} for cell in cells]
     fixed = min(sum(of_cell[name] for of_cell in medians) for name in medians[0])
     return fixed / sum(min(of_cell.values()) for of_cell in medians)
 
 
 def ablation(cells: Sequence[LayerCell]) -> float:
-    """Return the plain layer's time over that of all of ScheMoE's steps together."""
+    """Return the plain layer's time over that of the layer with all of ScheMoE's steps."""
     (cell,) = cells
     names = list(cell.timings)
     return cell.ratio(names[0], names[-1]).median
 
 
 def all_rows(cells: Sequence[LayerCell]) -> list[dict[str, Any]]:
-    """Return everything that was measured, as plain data: methods, what searches tried, what switches cost."""
+    """Return all rows: of methods, of the plans that searches tried, and of the costs of switches."""
     return [row for make in (rows_of, trial_rows, switch_rows) for cell in cells for row in make(cell)]
 
 
 def rows_of(cell: LayerCell) -> list[dict[str, Any]]:
-    """Return a line of the table per method, and one for every name of a plan that does the same as a method."""
+    """Return a row per method, and one per further plan that does the same as a method."""
     place, first = cell.job.place, next(iter(cell.timings))
     bed = f"{place.nodes}x{place.ranks_per_node} {place.inter}" + (f", lo {place.intra}" if place.intra else "")
     best = cell.best or min(cell.timings, key=lambda name: cell.timings[name].median)
     return [
         {
             "part": cell.job.section, "cell": cell.job.label, "bed": bed, "compute": "virtual compute", "method": name,
-            "same_program_as": cell.job.same.get(name), "is_best": own == best, **cell.timings[own].row(),
-            "bound_seconds": cell.bound(own), "bound_link": cell.limits[own][0].link,
-            "computing_seconds": cell.charged[own], **cell.ratio(first, own).row("first_over_this"),
-            "across_bytes": cell.across[own][0], "across_messages": cell.across[own][1],
+            "same_program_as": cell.job.same.get(name), "is_best": timed_name == best, **cell.timings[timed_name].row(),
+            "bound_seconds": cell.bound(timed_name), "bound_link": cell.limits[timed_name][0].link,
+            "computing_seconds": cell.charged[timed_name], **cell.ratio(first, timed_name).row("first_over_this"),
+            "across_bytes": cell.across[timed_name][0], "across_messages": cell.across[timed_name][1],
         }
         for name in (*cell.timings, *cell.job.same)
-        for own in [cell.timed_as(name)]
+        for timed_name in [cell.timed_as(name)]
     ]  # fmt: skip
 
 
 def trial_rows(cell: LayerCell) -> list[dict[str, Any]]:
-    """Return what the search of a cell tried, as plain data."""
+    """Return a row per plan that the search of a cell tried."""
     head = {"part": "search", "cell": cell.job.label}
     return [{**head, "method": n, "median_seconds": s, "chosen": n == cell.best} for n, s in cell.trial.items()]
 
 
 def switch_rows(cell: LayerCell) -> list[dict[str, Any]]:
-    """Return what switching to each plan of a cell costs, as plain data."""
+    """Return a row per plan of a cell with the cost of switching to it."""
     return [
         {
             "part": "switching", "cell": cell.job.label, "method": name, **asdict(switch),
@@ -232,20 +232,22 @@ SWITCH_COLUMNS = (
 
 
 def tables(cells: Sequence[LayerCell]) -> list[Table]:
-    """Return a table per part, and one of switches, for a terminal."""
-    made = []
+    """Return the tables for a terminal: one per part, and one of switches."""
+    all_tables = []
     for part, title in TITLES.items():
         rows = [row for cell in cells if cell.job.section == part for row in rows_of(cell)]
         if rows:
-            made.append(table(f"{title}, virtual compute, {rows[0]['bed']}", rows, COLUMNS, group_by=("cell",)))
+            all_tables.append(table(f"{title}, virtual compute, {rows[0]['bed']}", rows, COLUMNS, group_by=("cell",)))
     switches = [row for cell in cells for row in switch_rows(cell)]
     if switches:
-        made.append(table("Switching plans: processor time of a rank", switches, SWITCH_COLUMNS, group_by=("cell",)))
-    return made
+        all_tables.append(
+            table("Switching plans: processor time of a rank", switches, SWITCH_COLUMNS, group_by=("cell",))
+        )
+    return all_tables
 
 
 def panels(cells: Sequence[LayerCell]) -> list[Panel]:
-    """Return a panel per kind of mesh, per size of weights, and per job of the other parts."""
+    """Return a panel per kind of mesh of the schedules, one per size of weights of adaptive r, and one per other part."""
 
     def mesh(cell: LayerCell) -> tuple[int, str]:
         return cell.job.grid.etp, cell.job.grid.innermost
@@ -253,28 +255,30 @@ def panels(cells: Sequence[LayerCell]) -> list[Panel]:
     def of(section: str) -> list[LayerCell]:
         return [cell for cell in cells if cell.job.section == section]
 
-    made = []
+    all_panels = []
     for (etp, innermost), group in itertools.groupby(sorted(of("schedules"), key=mesh), key=mesh):
-        where, found = f", {innermost} inside nodes" if etp > 1 else "", list(group)
-        made.append(_bars(f"schedules, etp {etp}{where}", found, tuple(f"tp {c.job.grid.tp}" for c in found)))
+        where, chosen = f", {innermost} inside nodes" if etp > 1 else "", list(group)
+        all_panels.append(_bars(f"schedules, etp {etp}{where}", chosen, tuple(f"tp {c.job.grid.tp}" for c in chosen)))
     sized: dict[str, list[LayerCell]] = {}
     for cell in of("adaptive_r"):
         assert isinstance(cell.job.place, AdaptiveR)
         sized.setdefault(cell.job.place.name, []).append(cell)
-    made += [_over_factors(f"adaptive r, {name}", found) for name, found in sized.items()]
+    all_panels += [_over_factors(f"adaptive r, {name}", chosen) for name, chosen in sized.items()]
     for section, title in PICTURED.items():
-        if found := of(section):
-            made.append(_bars(title, found, tuple(c.job.label for c in found)))
-    return made
+        if chosen := of(section):
+            all_panels.append(_bars(title, chosen, tuple(c.job.label for c in chosen)))
+    return all_panels
 
 
 def _bars(title: str, cells: Sequence[LayerCell], categories: tuple[str, ...]) -> Panel:
-    """Draw methods side by side; the plan that a search found stands last."""
+    """Return a panel with a bar per method in each cell; the plan that a search chose comes last."""
     names = list(dict.fromkeys(name for cell in cells for name in (*cell.job.methods, *cell.job.same)))
-    found = [(name, [(n, c, name) for n, c in enumerate(cells) if c.timed_as(name) in c.timings]) for name in names]
+    points_by_name = [
+        (name, [(n, c, name) for n, c in enumerate(cells) if c.timed_as(name) in c.timings]) for name in names
+    ]
     if any(cell.best for cell in cells):
-        found.append((BEST, [(n, c, c.best) for n, c in enumerate(cells) if c.best]))
-    series = tuple(_series(name, points) for name, points in found)
+        points_by_name.append((BEST, [(n, c, c.best) for n, c in enumerate(cells) if c.best]))
+    series = tuple(_series(name, points) for name, points in points_by_name)
     return Panel(title=title, x_title="", y_title=VIRTUAL, series=series, categories=categories)
 
 
@@ -288,8 +292,8 @@ def _over_factors(title: str, cells: Sequence[LayerCell]) -> Panel:
 
 
 def _series(name: str, points: Sequence[tuple[float, LayerCell, str]]) -> PlottedSeries:
-    found = [(x, cell, cell.timed_as(method)) for x, cell, method in points]
-    return PlottedSeries.of(name, [(x, cell.timings[method], cell.bound(method)) for x, cell, method in found])
+    timed_points = [(x, cell, cell.timed_as(method)) for x, cell, method in points]
+    return PlottedSeries.of(name, [(x, cell.timings[method], cell.bound(method)) for x, cell, method in timed_points])
 
 
 BENCHMARK = emulated(

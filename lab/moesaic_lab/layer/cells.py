@@ -1,4 +1,4 @@
-"""The jobs of each part of the benchmark: which meshes, which plans, compared with what. A job travels to the ranks."""
+"""The jobs of each part of the benchmark: meshes, plans, and the plans they are compared with. Jobs are sent to the ranks."""
 
 from __future__ import annotations
 
@@ -36,50 +36,52 @@ SINGLES = {
     "s2, saa": Plan(schedule="s2", overlap_gather=True),
     "s3": Plan(schedule="s3"),
 }
-"""The schedules, each by itself."""
+"""Plans of a single schedule each, by name."""
 RESOLUTION = 1e-4
-"""Seconds: what an order gains below this is not worth leaving OptSche's for."""
+"""Seconds to which durations are rounded for the exact order, so that it leaves OptSche's order only for a larger gain."""
 COMPETE = ("ted", "s1", "s2")
-"""What the best plan must not fall behind."""
+"""Schedules that the best plan must not be slower than."""
 
 BEST = "best"
-"""What stands for the plan that a search found."""
+"""Name that stands for the plan that a search chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerJob:
-    """What one run of a cluster measures."""
+    """Plans of one layer on one mesh, to be timed in turn on a running cluster."""
 
     section: str = ""
-    """The part of the benchmark that it belongs to."""
+    """The part of the benchmark to which the job belongs."""
     label: str = ""
-    """Of the cell, for people."""
+    """Name of the cell in tables and messages."""
     place: LayerPlace
-    """Bed, accelerators and sizes."""
+    """Bed, virtual accelerators and sizes of the layer."""
     grid: Grid
-    """The mesh, on all ranks of the bed."""
+    """The mesh over all ranks of the bed."""
     methods: dict[str, Compiled]
-    """Name to plan, in the order of the table; the first one is what the others are compared with."""
+    """Plans to time, by name, in the order of the table. Tables compare the others with the first one."""
     same: dict[str, str] = field(default_factory=dict)
-    """Further names of plans that do the same as a method on this mesh, and of which method."""
+    """Further plans that do the same as a method on this mesh: name of the plan to name of the method."""
     candidates: dict[str, Compiled] = field(default_factory=dict)
-    """Further plans that a search may choose."""
+    """Further plans that the search may choose."""
     compete: tuple[str, ...] = ()
-    """Methods that the search may choose, the best by prediction first; empty: there is no search."""
+    """Methods that the search may choose, the best by prediction first; empty for no search."""
     margin: float = 0.0
-    """The search takes the first of these unless another plan's trial is shorter by more than this share."""
+    """The search chooses the first of `compete` unless another plan's trial is shorter by more than this share."""
     trial_repeats: int = 0
-    """Of the search."""
+    """Runs of each plan in the search."""
     reference: str = ""
-    """Methods near this one are timed more often; "" for the first; `BEST` for what the search found."""
+    """Methods near this one are timed more often; "" for the first method, `BEST` for the plan that the search chose."""
     factor: float | None = None
-    """Capacity factor, padded; None: no copy is dropped, no row is empty."""
-    beside: dict[str, float] = field(default_factory=dict)
-    """Virtual products of a step besides those of the experts, by method: floating-point operations."""
+    """Capacity factor of a padded capacity; None for a dropless layer without padding."""
+    other_flops: dict[str, float] = field(default_factory=dict)
+    """FLOPs of virtual products in a step in addition to those of the experts, by method."""
     counts_switches: bool = False
-    """Also count what a change of the plan costs."""
+    """Whether to measure the cost of switching plans as well."""
     warmup: int = 1
+    """Unmeasured rounds before the measured ones."""
     seed: int = 0
+    """Seed of the routing."""
 
     @property
     def everything(self) -> dict[str, Compiled]:
@@ -88,12 +90,12 @@ class LayerJob:
 
     @property
     def tokens(self) -> int:
-        """Of a tensor group."""
+        """Tokens of a tensor-parallel group."""
         return self.place.tokens_per_rank * self.grid.tp
 
 
 def jobs(config: LayerBenchConfig) -> Iterator[LayerJob]:
-    """Yield the jobs of a configuration, part by part; plans are compiled as they are needed."""
+    """Yield the jobs of a configuration, part by part. Each job's plans are compiled when it is yielded."""
     for section, make in MAKERS.items():
         parts = getattr(config, section) or ()
         for part in parts if isinstance(parts, tuple) else (parts,):
@@ -102,7 +104,7 @@ def jobs(config: LayerBenchConfig) -> Iterator[LayerJob]:
 
 
 def schedules(part: Schedules) -> Iterator[LayerJob]:
-    """Yield a job for every tp, etp and innermost axis; with etp 1 either axis is the same mesh."""
+    """Yield a job for each tp, etp and innermost axis. With etp 1 both innermost axes give the same mesh and one job."""
     seconds_of = step_model(part)
     for etp, tp in itertools.product(part.etp, part.tp):
         for innermost in ("etp", "ep") if etp > 1 else ("etp",):
@@ -115,31 +117,31 @@ def schedules(part: Schedules) -> Iterator[LayerJob]:
             predicted = {name: seconds_of(methods[name]) for name in names}
             others = {described(compiled.plan): compiled for compiled in searched(grid)}
             new = {name: others[name] for name in distinct(methods | others)[0] if name in others}
-            found = most_promising(
+            promising = most_promising(
                 {n: (seconds_of(plan), plan) for n, plan in new.items()}, part, min(predicted.values())
             )
             where = f", {innermost} inside nodes" if etp > 1 else ""
             yield LayerJob(
-                label=f"tp {tp}, etp {etp}{where}", place=part, grid=grid, methods=methods, candidates=found, same=same,
+                label=f"tp {tp}, etp {etp}{where}", place=part, grid=grid, methods=methods, candidates=promising, same=same,
                 compete=tuple(sorted(names, key=lambda name: predicted[name])), margin=part.margin,
                 trial_repeats=part.trial_repeats, reference=BEST,
             )  # fmt: skip
 
 
 def most_promising(plans: dict[str, tuple[float, Compiled]], part: Schedules, at_most: float) -> dict[str, Compiled]:
-    """Return the plans that are worth a trial: those with the least simulated step, best first.
+    """Return the plans to try: those with the shortest simulated step, best first.
 
     Args:
-        plans: name to simulated seconds and plan.
-        part: says how many.
-        at_most: seconds; plans that take longer are left out.
+        plans: simulated seconds and plan, by name.
+        part: has the number of plans to try, `trial_plans`.
+        at_most: seconds; plans with a longer simulated step are omitted.
     """
     ranked = sorted((seconds, name) for name, (seconds, _) in plans.items() if seconds <= at_most)
     return {name: plans[name][1] for _, name in ranked[: part.trial_plans]}
 
 
 def adaptive_r(part: AdaptiveR) -> Iterator[LayerJob]:
-    """Yield a job for every capacity factor."""
+    """Yield a job for each capacity factor, whose methods are the values of r."""
     grid = Grid(world=part.bed.world, ep=part.bed.world // part.etp, etp=part.etp, ranks_per_node=part.ranks_per_node)
     plans = {
         f"r={r}": compile_plan(Plan(gather_weights=None if r == part.etp else r), grid)
@@ -154,7 +156,7 @@ def adaptive_r(part: AdaptiveR) -> Iterator[LayerJob]:
 
 
 def pipelining(part: Pipelining) -> Iterator[LayerJob]:
-    """Yield a job of numbers of chunks for every codec."""
+    """Yield a job for each codec, whose methods are the numbers of chunks."""
     grid = all_ep(part)
     for codec in part.codecs:
         yield LayerJob(
@@ -164,7 +166,7 @@ def pipelining(part: Pipelining) -> Iterator[LayerJob]:
 
 
 def orders(part: Orders) -> Iterator[LayerJob]:
-    """Yield the one job of a program's orders; those that come out alike are timed once."""
+    """Yield the job that compares orders of one program's tasks; identical orders are timed once."""
     grid = all_ep(part)
     plans = {
         str(name): compiled(part, grid, part.codec, chunks=part.chunks, all_to_all=part.all_to_all, order=name)
@@ -178,14 +180,14 @@ def orders(part: Orders) -> Iterator[LayerJob]:
 
 
 def codecs(part: Codecs) -> Iterator[LayerJob]:
-    """Yield the one job of all codecs."""
+    """Yield the job that compares all codecs."""
     grid = all_ep(part)
     methods = {str(codec): compiled(part, grid, codec, chunks=part.chunks) for codec in part.codecs}
     yield LayerJob(label=f"{part.chunks} chunks", place=part, grid=grid, methods=methods)
 
 
 def ablation(part: Ablation) -> Iterator[LayerJob]:
-    """Yield the one job of ScheMoE's steps: the plain layer, a codec, both lanes at once, chunks in OptSche's order."""
+    """Yield the job that adds ScheMoE's steps one by one: a codec, both lanes at once, chunks in OptSche's order."""
     grid, codec = all_ep(part), part.codec
     methods = {
         "plain": compiled(part, grid, "none", order="fifo"),
@@ -200,16 +202,23 @@ MAKERS: dict[str, Callable[[Any], Iterator[LayerJob]]] = {
     "schedules": schedules, "adaptive_r": adaptive_r, "pipelining": pipelining, "orders": orders, "codecs": codecs,
     "ablation": ablation,
 }  # fmt: skip
-"""Of jobs, by part."""
+"""Functions that yield the jobs of a part, by part."""
 
 
 def all_ep(place: LayerPlace) -> Grid:
-    """Return the mesh in which every rank holds experts of its own."""
+    """Return the mesh that splits the experts over all ranks: ep is the world."""
     return Grid(world=place.bed.world, ep=place.bed.world, ranks_per_node=place.ranks_per_node)
 
 
 def compiled(place: LayerPlace, grid: Grid, codec: Codec, **choices: object) -> Compiled:
-    """Return a plan with a codec in both directions; an exact order gets the durations of the bed and its accelerators."""
+    """Compile a plan with the same codec in both directions.
+
+    Args:
+        place: gives the durations for an exact order.
+        grid: the mesh.
+        codec: codec of the rows forward and of their gradients backward.
+        choices: further fields of `Plan`.
+    """
     plan = Plan(codec=codec, backward_codec=codec, **choices)  # type: ignore[arg-type]
     simulator = Simulator(place.cluster)
     durations: Durations | None = None
@@ -224,16 +233,16 @@ def compiled(place: LayerPlace, grid: Grid, codec: Codec, **choices: object) -> 
 
 
 def singles(grid: Grid) -> dict[str, Compiled]:
-    """Return the schedules that fit a mesh, compiled."""
-    found = {}
+    """Compile the plans of `SINGLES` that are valid on a mesh."""
+    plans = {}
     for name, plan in SINGLES.items():
         with suppress(InputError):
-            found[name] = compile_plan(plan, grid)
-    return found
+            plans[name] = compile_plan(plan, grid)
+    return plans
 
 
 def searched(grid: Grid) -> Iterator[Compiled]:
-    """Yield what is searched for the best plan on a mesh."""
+    """Yield the compiled plans among which the search looks for the best one on a mesh."""
     space = SearchSpace(
         schedules=("s1", "s2", "s3"), chunks=(1, 2), all_to_alls=("linear", "hier2d", "multicast"),
         gather_weights=(1,) if grid.etp > 1 else (),
@@ -242,7 +251,7 @@ def searched(grid: Grid) -> Iterator[Compiled]:
 
 
 def step_model(place: LayerPlace) -> Callable[[Compiled], float]:
-    """Return what tells a plan's seconds of a step, simulated."""
+    """Return a function that simulates a plan's step and returns its seconds."""
     simulator = Simulator(place.cluster)
 
     def seconds(plan: Compiled) -> float:
@@ -252,7 +261,7 @@ def step_model(place: LayerPlace) -> Callable[[Compiled], float]:
 
 
 def described(plan: Plan) -> str:
-    """Return a plan as words: its schedule, and what is not as usual."""
+    """Return a plan in words: its schedule and all choices that are not the default."""
     words: list[str] = [plan.schedule]
     words += [f"r={plan.gather_weights}"] if plan.gather_weights is not None else []
     words += ["saa"] if plan.overlap_gather else []
@@ -262,5 +271,5 @@ def described(plan: Plan) -> str:
 
 
 def coded(codec: str) -> str:
-    """Return what is said of a codec."""
+    """Return a codec's name for labels."""
     return "no codec" if codec == "none" else codec

@@ -1,4 +1,4 @@
-"""What the layer benchmark runs: read from a file, so that shapes, links and the virtual rate are fixed before measuring."""
+"""The configuration of the layer benchmark. It is read from a file: shapes, links and virtual rates are fixed beforehand."""
 
 from __future__ import annotations
 
@@ -18,44 +18,45 @@ from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "layer.toml"
 TASK_US, MESSAGE_US = 200.0, 20.0
-"""Processor time of the interpreter per task, and of a message that a rank sends or receives. With them the simulator's steps
-are within 6 % of the 63 that 16 ranks on 2 cores took (mean error); they only rank plans: what is claimed is measured."""
+"""Processor time in microseconds of the interpreter per task, and of each message sent or received. With these values the
+simulated steps have a mean error of 6 % against 63 steps measured with 16 ranks on 2 cores. Simulated times only rank plans;
+all claims rest on measured times."""
 COPIED_GIGABYTES_PER_SECOND = 4.0
-"""Of rows that a rank puts in another order, read and written."""
+"""Rate at which a rank permutes rows, with reads and writes both counted."""
 PARTS = ("schedules", "adaptive_r", "pipelining", "codecs", "ablation")
-"""Parts of the benchmark, as a user asks for them."""
+"""Parts of the benchmark that `--only` accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlace:
-    """A bed, the accelerators on it and the layer that runs there: what all parts share."""
+    """Options of all parts: a bed, the virtual accelerators of its ranks, and the layer that runs on it."""
 
     nodes: int = 4
     """Nodes of the bed."""
     ranks_per_node: int = 4
-    """Ranks on each."""
+    """Ranks per node."""
     inter: str = "200mbit"
-    """Rate of each node's link, each direction."""
+    """Rate of each node's link in each direction."""
     intra: str | None = None
-    """Rate of `lo` inside each node; None: unshaped."""
+    """Rate of `lo` inside each node; None for no limit."""
     gflops: float = 10.0
-    """Of each rank's virtual accelerator, in units of 1e9 per second."""
+    """Rate of each rank's virtual accelerator in 1e9 FLOP/s."""
     coded_mb_per_second: float = 200.0
-    """Rows that it encodes or decodes, in units of 1e6 bytes per second."""
+    """Rate at which each accelerator encodes and decodes rows, in 1e6 bytes per second."""
     dim: int = 256
     """Width of a token."""
     hidden: int = 1024
-    """Inner width of an expert, of two matrices."""
+    """Inner width of an expert, which has two matrices."""
     num_experts: int = 16
-    """Of the layer."""
+    """Number of experts."""
     top_k: int = 2
     """Copies per token."""
     tokens_per_rank: int = 64
-    """A tensor group of tp ranks has tp times as many."""
+    """Tokens per rank; a tensor-parallel group of tp ranks has tp times as many."""
     repeats: int = 8
-    """How often each method is timed."""
+    """Timed runs of each method."""
     pairs: int = 30
-    """How often methods are timed whose times are less than 1.10 apart."""
+    """Timed runs of methods whose times differ by less than a factor of 1.10."""
 
     def __post_init__(self) -> None:
         require_positive(vars(self))
@@ -75,7 +76,7 @@ class LayerPlace:
 
     @property
     def cluster(self) -> ClusterSpec:
-        """The bed with its virtual accelerators, as the simulator sees it; ranks that share a core stretch the host's time."""
+        """The bed and its virtual accelerators for the simulator. Ranks that share a core multiply the host's times."""
         shared = max(self.bed.world / (os.cpu_count() or 1), 1.0)
         device = Device(
             tflops=Tflops(fp32=self.gflops / 1e3), memory_gib=8.0, memory_gigabytes_per_second=COPIED_GIGABYTES_PER_SECOND,
@@ -85,7 +86,7 @@ class LayerPlace:
         return emulated(self.bed, device=device, host=host)
 
     def workload(self, tp: int) -> Workload:
-        """Return the layer as the simulator sees it, of a tensor group of so many ranks."""
+        """Return the layer's description for the simulator, for a tensor-parallel group of `tp` ranks."""
         return Workload(
             tokens=self.tokens_per_rank * tp, num_experts=self.num_experts, top_k=self.top_k, dim=self.dim,
             hidden=self.hidden, matrices=2, dtype="fp32",
@@ -94,134 +95,136 @@ class LayerPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedules(LayerPlace):
-    """Every schedule over sizes of tp and etp."""
+    """The part that compares all schedules and the best plan over sizes of tp and etp."""
 
     tp: tuple[int, ...] = (1, 2, 4)
-    """Ranks that hold the same tokens."""
+    """Sizes of tp: ranks that hold the same tokens."""
     etp: tuple[int, ...] = (1, 2, 4)
-    """Shards of an expert."""
+    """Sizes of etp: shards of an expert."""
     trial_plans: int = 3
-    """Plans, the best by prediction, that the search tries."""
+    """Number of plans that the search tries, the best by prediction."""
     trial_repeats: int = 3
-    """How often it tries each."""
+    """Timed runs of each plan in the search."""
     margin: float = 0.06
-    """The best of ted, s1 and s2 by prediction is chosen unless another plan's trial is shorter by more than this share."""
+    """The search chooses the best of ted, s1 and s2 by prediction, unless another plan's trial is shorter by more than this
+    share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveR(LayerPlace):
-    """Tutel's r over capacity factors, for one size of weights."""
+    """The part that compares Tutel's r over capacity factors, for one size of weights."""
 
     name: str = "base"
-    """Of the size."""
+    """Name of the size."""
     etp: int = 4
-    """Shards of an expert; ep takes the other ranks."""
+    """Shards of an expert; ep is the world divided by etp."""
     factors: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
-    """Capacity factors, padded: rows that each expert takes over the mean load."""
+    """Capacity factors: the rows of each expert, padded, over the mean load."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelining(LayerPlace):
-    """Numbers of chunks, in OptSche's order."""
+    """The part that compares numbers of chunks in OptSche's order."""
 
     chunks: tuple[int, ...] = (1, 2, 4, 8)
-    """Tutel's pipelining degree."""
+    """Numbers of chunks (Tutel's pipelining degree)."""
     codecs: tuple[Codec, ...] = ("none", "zfp")
-    """Each with all of the above, both directions."""
+    """Codecs in both directions; each is measured with all numbers of chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Orders(LayerPlace):
-    """Orders of the tasks of one program."""
+    """The part that compares orders of one program's tasks."""
 
     orders: tuple[Order, ...] = ("optsche", "fifo", "early", "exact")
-    """The first one is what the others are compared with."""
+    """Orders to compare; the first is the reference."""
     chunks: int = 2
-    """Of the program."""
+    """Chunks of the program."""
     all_to_all: AllToAll = "linear"
+    """All-to-all of the program."""
     codec: Codec = "none"
-    """In both directions."""
+    """Codec in both directions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Codecs(LayerPlace):
-    """All codecs."""
+    """The part that compares codecs."""
 
     codecs: tuple[Codec, ...] = ("none", "bf16", "int8", "fp8", "zfp")
-    """In both directions."""
+    """Codecs to compare, each in both directions."""
     chunks: int = 2
-    """Of each plan."""
+    """Chunks of each plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ablation(LayerPlace):
-    """ScheMoE's steps, one on top of the other."""
+    """The part that adds ScheMoE's steps one by one."""
 
     codec: Codec = "zfp"
-    """In both directions, as its code has it."""
+    """Codec in both directions, as in ScheMoE's code."""
     chunks: int = 2
-    """Of the last step."""
+    """Chunks of the last step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBenchConfig:
-    """The whole benchmark; None where a part is left out."""
+    """The configuration of the whole benchmark; a part that is None or empty is not run."""
 
     warmup: int = 1
-    """Rounds before those that count."""
+    """Unmeasured rounds before the measured ones."""
     seed: int = 0
-    """Of the routing."""
+    """Seed of the routing."""
     schedules: Schedules | None = None
     adaptive_r: tuple[AdaptiveR, ...] = ()
     pipelining: Pipelining | None = None
     orders: tuple[Orders, ...] = ()
-    """They belong to pipelining."""
+    """Run together with `pipelining`."""
     codecs: Codecs | None = None
     ablation: Ablation | None = None
 
     def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> LayerBenchConfig:
-        """Return the part of the benchmark that was asked for.
+        """Return a copy of the configuration with only some parts or other repeats.
 
         Args:
-            only: parts; () for all.
-            repeats: of every method, the close ones too; None as the file says.
+            only: parts to keep; () for all.
+            repeats: timed runs of every method, also of methods near the reference; None to keep the file's numbers.
 
         Raises:
-            InputError: for a part that the configuration does not have, or repeats below 1.
+            InputError: the configuration does not have a part, or `repeats` is below 1.
         """
         for name in only:
             if name not in PARTS:
                 raise InputError(f"--only {name}: unknown part{suggestion(name, list(PARTS))}")
             if not getattr(self, name):
                 raise InputError(f"--only {name}: the configuration has no such part: add a table of that name")
-        wanted = {*(only or PARTS), *(("orders",) if not only or "pipelining" in only else ())}
+        chosen = {*(only or PARTS), *(("orders",) if not only or "pipelining" in only else ())}
         changes: dict[str, Any] = dict.fromkeys(TABLES) | dict.fromkeys(LISTS, ())
-        changes |= {name: getattr(self, name) for name in changes if name in wanted}
+        changes |= {name: getattr(self, name) for name in changes if name in chosen}
         if repeats is not None:
             changes = {name: _repeated(value, repeats) for name, value in changes.items()}
         return replace(self, **changes)
 
 
 LISTS: dict[str, type[LayerPlace]] = {"adaptive_r": AdaptiveR, "orders": Orders}
-"""Of the file: parts of which it may have several."""
+"""Parts that the file may have several of."""
 TABLES: dict[str, type[LayerPlace]] = {
     "schedules": Schedules, "pipelining": Pipelining, "codecs": Codecs, "ablation": Ablation,
 }  # fmt: skip
-"""Those of which it may have one."""
+"""Parts that the file may have one of."""
 
 
 def read_config(path: Path = COMMITTED) -> LayerBenchConfig:
-    """Read the benchmark from a TOML or JSON file: fields of `LayerBenchConfig`, and a table, or a list of them, for each part.
+    """Read the configuration from a TOML or JSON file: fields of `LayerBenchConfig`, and a table or list of tables per part.
 
     Raises:
-        InputError: naming the file and the field.
+        InputError: the file is invalid; the message names the file and the field.
     """
     lists = {name: (name, kind()) for name, kind in LISTS.items()}
     return read_parts(path, LayerBenchConfig(), lists=lists, tables={name: kind() for name, kind in TABLES.items()})
 
 
 def _repeated(part: Any, repeats: int) -> Any:
-    """Return a part, or several, or none, with another number of repeats."""
+    """Return a part, a tuple of parts, or None, with another number of repeats."""
     if isinstance(part, tuple):
-        return tuple(_repeated(each, repeats) for each in part)
+        return tuple(_repeated(entry, repeats) for entry in part)
     return part and replace(part, repeats=repeats, pairs=repeats)

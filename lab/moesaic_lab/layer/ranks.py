@@ -1,4 +1,4 @@
-"""The ranks' side of the layer benchmark: one layer, one mesh; plans are switched between steps and timed in turn."""
+"""The part of the layer benchmark that runs on the ranks: one layer on one mesh, whose plans are timed in turn."""
 
 from __future__ import annotations
 
@@ -27,58 +27,59 @@ from moesaic_lab.recorder import Recorder
 from moesaic_lab.virtual import Accelerator, virtual_codecs, virtual_experts
 
 SWITCHES = 9
-"""How often a switch is timed."""
+"""Timed repeats of a switch."""
 BEHIND = 1.3
-"""A plan whose first trial takes so many times the fastest one's is not tried again."""
+"""A plan is not tried again if its first trial takes at least this many times the fastest plan's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CountedStep:
-    """What one step of a method did on one rank, counted."""
+    """The messages and virtual compute of one step of a method on one rank."""
 
     forward: list[Message]
-    """What it sent."""
+    """Messages that the rank sent in the forward pass."""
     backward: list[Message]
+    """Messages that the rank sent in the backward pass."""
     charged: float
     """Seconds of virtual compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Switch:
-    """What a change of the plan cost on one rank, counted."""
+    """The cost of switching a layer to a plan, on one rank."""
 
     first_seconds: float
-    """Processor time when the plan was new to the layer: it is compiled then."""
+    """Processor time of the first switch, in which the plan is compiled."""
     first_call_seconds: float
-    """Processor time that the first step under it takes beyond later ones: what rows go where is worked out then."""
+    """Additional processor time of the first step under the plan over later steps; it works out which rows go where."""
     again_seconds: float
-    """Processor time of coming back to it, median."""
+    """Median processor time of a later switch to the plan."""
     messages: int
-    """Messages sent by coming back to it."""
+    """Messages sent in all later switches to the plan."""
     allocated_bytes: int
-    """Bytes of tensors made by coming back to it."""
+    """Bytes of tensors created in all later switches to the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFound:
-    """What one rank found."""
+    """The measurements of one job on one rank."""
 
     spans: dict[str, list[Span]]
-    """By method; more of those that are near the reference."""
+    """Spans of the rounds in which all methods ran, by method."""
     pairs: dict[str, list[Span]]
-    """By method, of the rounds in which only those near the reference ran; empty for the others."""
+    """Spans of further rounds with only the reference and the methods near it, by method."""
     best: str
-    """Which method or candidate the search chose; "" without a search."""
+    """Method or candidate that the search chose; "" without a search."""
     trial: dict[str, float]
-    """Median seconds of what the search tried."""
+    """Median seconds of the plans that the search tried."""
     steps: dict[str, CountedStep]
-    """By method."""
+    """Counted steps, by method."""
     switches: dict[str, Switch]
-    """By method, where the job asks for them."""
+    """Costs of switching to a plan, by method; empty unless the job counts switches."""
 
 
 class LayerRunner(SteppedLayer):
-    """The layer of a job on its mesh."""
+    """The layer of a job on its mesh, with virtual experts and codecs."""
 
     def __init__(self, job: LayerJob, transport: AbstractTransport) -> None:
         place = job.place
@@ -98,14 +99,14 @@ class LayerRunner(SteppedLayer):
         self.job = job
 
     def run(self, name: str) -> None:
-        """Run a step of a method or candidate, with what it computes besides."""
-        if name in self.job.beside:
-            self.accelerator.multiply(self.job.beside[name])
+        """Run one step of a method or candidate, including its other virtual products."""
+        if name in self.job.other_flops:
+            self.accelerator.multiply(self.job.other_flops[name])
         self.step(self.job.everything[name])
 
 
 def measure(job: LayerJob) -> LayerFound:
-    """Count, search, time, on this rank; all ranks call it together."""
+    """Count, search and time the plans of a job on this rank. All ranks call this together."""
     transport = open_transport(name="sockets")
     runner = LayerRunner(job, transport)
     recorder = Recorder(transport)
@@ -124,21 +125,21 @@ def measure(job: LayerJob) -> LayerFound:
         methods, job.place.repeats, job.place.pairs, partial(near_ones, job, reference=reference), barrier=barrier,
         warmup=job.warmup,
     )  # fmt: skip
-    kept = {name: steps[name] for name in methods}
-    return LayerFound(spans=spans, pairs=pairs, best=best, trial=trial, steps=kept, switches=switches)
+    counted = {name: steps[name] for name in methods}
+    return LayerFound(spans=spans, pairs=pairs, best=best, trial=trial, steps=counted, switches=switches)
 
 
 def count(runner: LayerRunner, recorder: Recorder, name: str) -> CountedStep:
-    """Run one step of a method or candidate, and return what it sent and how much virtual compute it took."""
-    first, before = len(recorder.ranges), runner.accelerator.charged
+    """Run one step of a method or candidate, and return its messages and virtual compute."""
+    num_ranges, before = len(recorder.ranges), runner.accelerator.charged
     compiled = runner.job.everything[name]
     runner.run(name)
     forward_tasks = len(compiled.forward.tasks)
     of_program = forward_tasks + len(compiled.backward.tasks)
     sent: tuple[list, list] = ([], [])
-    for each in recorder.ranges[first:]:
-        for message in each.messages:
-            is_backward = each.length == of_program and message.tag >= forward_tasks
+    for tag_range in recorder.ranges[num_ranges:]:
+        for message in tag_range.messages:
+            is_backward = tag_range.length == of_program and message.tag >= forward_tasks
             sent[is_backward].append((message.source, message.target, float(message.num_bytes)))
     return CountedStep(forward=sent[0], backward=sent[1], charged=runner.accelerator.charged - before)
 
@@ -158,10 +159,10 @@ class _Counting(TorchDispatchMode):
 
 
 def switch_costs(job: LayerJob, transport: AbstractTransport) -> dict[str, Switch]:
-    """Return what it costs to take up each plan, coming from another one, on a layer that does not know it yet."""
+    """Return the cost of switching a new layer to each plan from another plan, for the first time and later."""
     recorder = Recorder(transport)
     runner = LayerRunner(job, recorder)
-    layer, found = runner.layer, {}
+    layer, costs = runner.layer, {}
     plans = list(job.methods.values())
     for name, compiled in job.methods.items():
         other = plans[0] if compiled is not plans[0] else plans[-1]
@@ -176,45 +177,49 @@ def switch_costs(job: LayerJob, transport: AbstractTransport) -> dict[str, Switc
                 again.append(_processor_seconds(partial(layer.use_plan, compiled.plan)))
             messages += _num_messages(recorder) - before
             num_bytes += counting.num_bytes
-        found[name] = Switch(
+        costs[name] = Switch(
             first_seconds=first,
             first_call_seconds=max(calls[0] - statistics.median(calls[1:]), 0.0),
             again_seconds=statistics.median(again),
             messages=messages,
             allocated_bytes=num_bytes,
         )
-    return found
+    return costs
 
 
 def search(
     job: LayerJob, run: Mapping[str, Callable[[], None]], barrier: Callable[[], object]
 ) -> tuple[str, dict[str, float]]:
-    """Try the candidates and the methods that compete, plans that are far behind only once; return the best, all medians."""
+    """Try the candidates and the competing methods, and return the best plan and the median seconds of each plan.
+
+    Plans that are far slower in the first trial are not tried again.
+    """
     tried = {name: run[name] for name in (*job.compete, *job.candidates)}
     seconds = gathered(in_turn(tried, min(job.trial_repeats, 1), barrier=barrier, warmup=0))
-    again = {name: run[name] for name in contenders(seconds)}
-    for name, further in gathered(in_turn(again, max(job.trial_repeats - 1, 0), barrier=barrier, warmup=0)).items():
-        seconds[name] += further
+    contending = {name: run[name] for name in contenders(seconds)}
+    further = in_turn(contending, max(job.trial_repeats - 1, 0), barrier=barrier, warmup=0)
+    for name, times in gathered(further).items():
+        seconds[name] += times
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     return choose(medians, job.compete[0], job.margin), medians
 
 
 def contenders(seconds: Mapping[str, tuple[float, ...]]) -> list[str]:
-    """Return the plans whose first trial was near enough to the fastest one's to be tried again."""
+    """Return the plans whose first trial was fast enough to be tried again; see `BEHIND`."""
     fastest = min(of_plan[0] for of_plan in seconds.values())
     return [name for name, of_plan in seconds.items() if of_plan[0] < BEHIND * fastest]
 
 
 def choose(medians: Mapping[str, float], predicted: str, margin: float) -> str:
-    """Return the plan that is best by prediction, unless a trial shows another one to be faster by a margin."""
+    """Return the plan `predicted`, unless the fastest plan's trial is shorter by more than the share `margin`."""
     fastest = min(medians, key=lambda name: medians[name])
     return fastest if medians[fastest] < (1 - margin) * medians[predicted] else predicted
 
 
 def near_ones(job: LayerJob, seconds: Mapping[str, tuple[float, ...]], reference: str) -> list[str]:
-    """Return the reference and the methods that are near it; none if it stands alone.
+    """Return the reference and the methods near it, or an empty list if no method is near it.
 
-    Where a search found the best one, only the methods that competed with it count.
+    If the reference is the plan that the search chose, only competing methods can be near.
     """
     others = job.compete if job.reference == BEST else tuple(seconds)
     near = [name for name in others if name != reference and paired(seconds[name], seconds[reference]).is_near]
@@ -222,11 +227,11 @@ def near_ones(job: LayerJob, seconds: Mapping[str, tuple[float, ...]], reference
 
 
 def _processor_seconds(function: Callable[[], object]) -> float:
-    """Return what this thread computes in a function; ranks that share a core do not count."""
+    """Return the processor seconds of this thread in a function; they exclude ranks that share the core."""
     start = time.thread_time()
     function()
     return time.thread_time() - start
 
 
 def _num_messages(recorder: Recorder) -> int:
-    return sum(len(each.messages) for each in recorder.ranges)
+    return sum(len(tag_range.messages) for tag_range in recorder.ranges)

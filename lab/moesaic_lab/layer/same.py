@@ -1,4 +1,4 @@
-"""Which plans do the same on a mesh: where a group is one rank, schedules differ in name only, and are timed once."""
+"""Finds plans that do the same on a mesh, to time them once. Schedules can differ in name only if a group is a single rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from moesaic.program.validate import reduces
 
 
 def distinct(plans: Mapping[str, Compiled], *, in_order: bool = False) -> tuple[dict[str, Compiled], dict[str, str]]:
-    """Return the plans that differ in what they do, and for each other one the name of that which does the same.
+    """Return the plans that differ, and a mapping from each other plan's name to the name of the plan that does the same.
 
     Args:
-        plans: by name, of one mesh.
-        in_order: plans that do the same in another order differ.
+        plans: plans of one mesh, by name.
+        in_order: whether plans differ that do the same in another order.
     """
     of_work: dict[Hashable, str] = {}
     same = {}
@@ -30,17 +30,17 @@ def distinct(plans: Mapping[str, Compiled], *, in_order: bool = False) -> tuple[
 
 
 def work(compiled: Compiled, in_order: bool) -> Hashable:
-    """Return what a plan does: its tasks without names and without those that do nothing on its mesh.
+    """Return a key of what a plan does: its tasks without their names, omitting tasks that do nothing on its mesh.
 
-    A task that does nothing can still keep two movements from travelling as one (see `program/bundles.py`): plans that do the
-    same send the same bytes, in messages that may be cut differently.
-    Without their order, tasks are told apart by what they read and write; what they wait for follows from that.
+    A task that does nothing can still keep two movements from being sent as one (see `program/bundles.py`). So plans with the
+    same key send the same bytes, but possibly split into different messages. Tasks are identified by the layouts that they read
+    and write, which also determine the tasks that they wait for.
     """
-    found: list[Hashable] = []
+    key: list[Hashable] = []
     for program in (compiled.forward, compiled.backward):
         tasks = [_work_of(task, program, compiled.grid) for task in program.tasks if not _is_idle(task, compiled.grid)]
-        found.append(tuple(tasks) if in_order else frozenset(Counter(tasks).items()))
-    return tuple(found)
+        key.append(tuple(tasks) if in_order else frozenset(Counter(tasks).items()))
+    return tuple(key)
 
 
 def _is_idle(task: Task, grid: Grid) -> bool:
@@ -60,7 +60,7 @@ def _work_of(task: Task, program: Program, grid: Grid) -> Hashable:
 
 
 def _where(layout: Layout, grid: Grid) -> Layout:
-    """Return a layout without what makes no difference: axes of one rank, tensor groups of one."""
+    """Return a layout without the parts that make no difference: axes of one rank, and a tensor-parallel group of one."""
     spread = tuple(axis for axis in layout.spread if _size(grid, (axis,)) > 1)
     return replace(layout, spread=spread, whole_tp=layout.whole_tp and grid.tp > 1)
 

@@ -118,29 +118,33 @@ def page(ledger: list[Entry]) -> str:
     return "\n\n".join(text) + "\n"
 
 
-INTRODUCTION = """This page compares predictions of the planner with figures that others measured. It tells you how far you can trust a prediction, by kind of
-figure. Rows marked *fit* were used to fit a preset and are not counted; no other row was. A ratio is predicted over measured time (for memory, bytes);
-an error is its distance from 1. `lab/moesaic_lab/ledger/data/README.md` lists the data and their licences.
+INTRODUCTION = """\
+This page compares predictions of the planner with figures that others measured. It tells you how far you can trust a
+prediction, by kind of figure. Rows marked *fit* were used to fit a preset and are not counted; no other row was. A
+ratio is predicted over measured time (for memory, bytes); an error is its distance from 1.
+`lab/moesaic_lab/ledger/data/README.md` lists the data and their licences.
 
 `moesaic bench ledger --page docs/ledger.md` writes this page; do not edit it."""
 MISSES = """Known errors and their causes:
 
-- Products of few rows and narrow matrices: the model has one curve by rows and ignores how the tiles of a product fill a device.
+- Products of few rows and narrow matrices: the model has one curve by rows and ignores how the tiles of a product fill
+  a device.
 - Expert stages on L40S are predicted twice as fast as measured. The only framework measured there runs them at half the rate of
   plain products, which the preset predicts correctly.
 - DeepEP with one or two experts per token is slower than the links: its kernels have a cost per token, which the preset lacks.
-- A ring of eight inside a node is 5 to 10 % faster than an all-to-all of the same size. A ring of two is 15 % slower than an all-to-all of
-  two, although the messages are the same. Several senders to one receiver do not explain this: a share of the rate for them, fitted to
-  the marked rows, is 1. All-reduces of a few megabytes in the switch of eight GPUs are slower than its two passes.
-- Steps: each row with an error above 16 % states the likely cause. Layouts are those of recipes
-  published with the figures (performance recipes of Megatron-Bridge, benchmark recipes of NeMo Automodel, launch scripts of
-  SimuMax, the named threads). The source of each framework shows the parts that it runs in eager PyTorch and its attention
-  kernels (`stepwise` and `score_kernel` of a layout, `cost/step_model.py`). Small kernels that the model omits
-  make most rows 5 to 18 % too fast. LAER's steps are excluded, since they have no published layout. So are Megatron-Bridge's releases
+- A ring of eight inside a node is 5 to 10 % faster than an all-to-all of the same size. A ring of two is 15 % slower
+  than an all-to-all of two, although the messages are the same. Several senders to one receiver do not explain this: a
+  share of the rate for them, fitted to the marked rows, is 1. All-reduces of a few megabytes in the switch of eight
+  GPUs are slower than its two passes.
+- Steps: each row with an error above 16 % states the likely cause. Layouts are those of recipes published with the
+  figures (performance recipes of Megatron-Bridge, benchmark recipes of NeMo Automodel, launch scripts of SimuMax, the
+  named threads). The source of each framework shows the parts that it runs in eager PyTorch and its attention kernels
+  (`stepwise` and `score_kernel` of a layout, `cost/step_model.py`). Small kernels that the model omits make most rows 5
+  to 18 % too fast. LAER's steps are excluded, since they have no published layout. So are Megatron-Bridge's releases
   before 26.04, which ran slower on the same machines than later ones.
 - Float8 products of few rows with a scale per block are several times slower than predicted.
-- DeepSeek's trace has no licence that allows a copy in this repository. `moesaic bench ledger --trace FILE` compares your copy with the
-  simulator."""
+- DeepSeek's trace has no licence that allows a copy in this repository. `moesaic bench ledger --trace FILE` compares
+  your copy with the simulator."""
 
 
 def _kind(ledger: list[Entry], kind: str) -> str:
@@ -161,7 +165,7 @@ def _kind(ledger: list[Entry], kind: str) -> str:
 
 
 BENCHMARK = Benchmark(
-    name="ledger", description="Predict what others measured, and say how far off that is.", options=LedgerOptions,
+    name="ledger", description="Predict published measurements, and report the errors.", options=LedgerOptions,
     notes=notes_of(__doc__), cases=lambda options: None, measure=measure, rows=rows, claims=claims, page=page,
     columns=(Shown(title="predicted over measured"),), packages=("numpy",),
 )  # fmt: skip

@@ -183,8 +183,8 @@ def grouped_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iter
         yield Entry(
             kind="expert stages",
             what=f"{experts} experts {dim} x {hidden}, {count:,} rows each, products forward and backward",
-            machine=row["machine"], measured=float(row["us"]), predicted=float(seconds.sum()) * 1e6, unit="us", source="simumax",
-            fitted=True,
+            machine=row["machine"], measured=float(row["us"]), predicted=float(seconds.sum()) * 1e6, unit="us",
+            source="simumax", fitted=True,
         )  # fmt: skip
 
 

@@ -47,12 +47,13 @@ class Entry:
 
 
 SOURCES = {
-    "aiconfigurator": "NVIDIA aiconfigurator, commit 095f58a, Apache-2.0: NCCL by operation, number of GPUs in a node and bytes; "
-    "DeepEP's normal kernels with 24 SMs; bf16 products and expert stages, the fastest of vLLM and SGLang",
-    "deepep": "DeepEP's README, its second version (V2): 8,192 tokens, the best 8 of 256, dispatch in float8 and combine in bfloat16",
+    "aiconfigurator": "NVIDIA aiconfigurator, commit 095f58a, Apache-2.0: NCCL by operation, number of GPUs in a node and "
+    "bytes; DeepEP's normal kernels with 24 SMs; bf16 products and expert stages, the fastest of vLLM and SGLang",
+    "deepep": "DeepEP's README, its second version (V2): 8,192 tokens, the best 8 of 256, dispatch in float8 "
+    "and combine in bfloat16",
     "megatron": "Megatron-LM, its baseline of module performance, December 2025",
     "laer": "artifact of LAER-MoE (ASPLOS 2026), Apache-2.0: tokens per rank, expert time and all-to-all time on 32 A100",
-    "deepseek": "DeepSeek's profile-data, train.json (figures read from it; the trace itself has no licence and is not included)",
+    "deepseek": "DeepSeek's profile-data, train.json (figures read from it; the trace has no licence and is not included)",
     "simumax": "SimuMax 1.2 (MooreThreads), its system file for B200: grouped products of Transformer Engine 2.11",
     "steps": "published steps, each named in its row",
     "papers": "the five papers of docs/reproduce.md, with the roles that figures have there",

@@ -121,7 +121,8 @@ def trace(path: Path) -> list[Entry]:
     measured = (max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels)) * 1e-3
     return [
         Entry(
-            kind="trace", what=what, machine="dgx-h100", measured=measured, predicted=seconds * 1e3, unit="ms", source="deepseek"
+            kind="trace", what=what, machine="dgx-h100", measured=measured, predicted=seconds * 1e3, unit="ms",
+            source="deepseek",
         )
         for what, seconds in (("measured durations in their order", laid_out(kernels)), ("predicted durations", predicted()))
     ]  # fmt: skip

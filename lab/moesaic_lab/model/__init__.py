@@ -1,1 +1,1 @@
-"""Predicted times of layers beside measured ones."""
+"""The benchmark of the cost model: predicted times of layers compared with measured ones."""

@@ -1,4 +1,4 @@
-"""`moesaic bench model`: predicted times of layers beside measured ones, on an emulated cluster."""
+"""`moesaic bench model`: predicted times of layers compared with measured ones, on an emulated cluster."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ from moesaic_lab.model.run import ModelFound, kept, kept_earlier, run
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(DrawnOptions):
-    """What to measure."""
+    """Options of the benchmark."""
 
     config: str | None = None
-    """Beds and layers from this TOML file; the committed one if not given."""
+    """TOML file of beds and layers; the committed file by default."""
     keep: str = "model-times"
-    """Folder for what was measured. What is there is not measured again: a run can be split and taken up."""
+    """Folder of measured times. Times in this folder are not measured again, so a run can be interrupted and continued."""
     only: str | None = None
-    """Only these: profile, plans, real, a bed or a case; several as "2x2,real". The others are read from the folder if they
-    are there."""
+    """Measure only these: profile, plans, real, a bed or a case; several as "2x2,real". Results of the others are read from
+    the folder if it has them."""
     earlier: str | None = None
-    """Folder with profiles of the same beds, taken an hour before with --only profile: they predict the cases too."""
+    """Folder of profiles of the same beds, measured an hour before with --only profile. The cases are predicted from these
+    profiles as well."""
 
 
 Timed = tuple[list[ModelFound], list[ModelFound]]
-"""The cases, and the same ones by the earlier profiles."""
+"""The cases predicted from their own profiles, and the same cases predicted from earlier profiles."""
 
 
 def cases(options: ModelOptions) -> tuple[ModelBenchConfig, ModelBenchConfig]:
-    """Return the whole configuration, and what of it is to be measured."""
+    """Return the whole configuration, and a copy with only the cases to measure."""
     only = words_of(options.only)
     config = read_config(Path(options.config) if options.config else COMMITTED)
-    wanted = narrowed(config, only)
-    if wanted.cases or "profile" in only:
+    chosen = narrowed(config, only)
+    if chosen.cases or "profile" in only:
         require_cluster()
-    return config, wanted
+    return config, chosen
 
 
 def measure(options: ModelOptions, cases: tuple[ModelBenchConfig, ModelBenchConfig], told: Told) -> Timed:
-    """Measure what is not kept yet, and predict it."""
-    (config, wanted), folder, only = cases, Path(options.keep), words_of(options.only)
+    """Measure the cases whose times are not in the folder yet, and predict all cases."""
+    (config, chosen), folder, only = cases, Path(options.keep), words_of(options.only)
     earlier = Path(options.earlier) if options.earlier else None
-    if wanted.cases or "profile" in only:
-        run(wanted, folder, told, profiles="profile" in only, earlier=earlier)
+    if chosen.cases or "profile" in only:
+        run(chosen, folder, told, profiles="profile" in only, earlier=earlier)
     return kept(config, folder), kept_earlier(config, folder, earlier) if earlier else []
 
 

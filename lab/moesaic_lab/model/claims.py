@@ -1,4 +1,4 @@
-"""What the model benchmark claims, as rows and claims; and its picture: predicted over measured."""
+"""The rows, claims and pictures of the model benchmark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import Column, milliseconds, table
 
 LEAST_POINTS, LEAST_CASES, LEAST_PLANS = 60, 10, 40
-"""What the claims rest on at least: points; cases for the regret, and plans of each. Cases of fewer plans count too."""
+"""Least data for the claims: points (plans of cases) for the errors; cases with at least `LEAST_PLANS` plans for the regret.
+The regret also includes cases with fewer plans."""
 NOTES = (
     "A layer on the library's runtime over emulated links, forward and backward. compute virtual: experts sleep for as long as "
     "an accelerator of the given rate would take; real: they multiply. Ranks are bound to cores, under the batch policy. "
@@ -25,39 +26,39 @@ NOTES = (
     "last case was timed. Regret: the plan that is predicted to be fastest, over the fastest of those that were timed again "
     "(the fastest of all plans by the first times, and the first ones by prediction), medians of repeats in turn."
 )
-"""What a reader must know to judge the figures."""
+"""Notes that a reader needs to judge the figures."""
 
 
-def rows_of(found: Sequence[ModelFound]) -> list[dict[str, Any]]:
-    """Return a row per plan of every case."""
+def rows_of(results: Sequence[ModelFound]) -> list[dict[str, Any]]:
+    """Return a row per plan of each case."""
     rows = []
-    for each in found:
-        for name, seconds in each.measured.items():
-            times = (*each.screened[name], *each.confirmed.get(name, ()))
+    for result in results:
+        for name, seconds in result.measured.items():
+            times = (*result.screened[name], *result.confirmed.get(name, ()))
             rows.append(
                 {
-                    "bed": each.bed.name, "case": each.case.name, "compute": each.case.compute, "plan": name,
+                    "bed": result.bed.name, "case": result.case.name, "compute": result.case.compute, "plan": name,
                     "measured_seconds": seconds, "lowest_seconds": min(times), "highest_seconds": max(times),
-                    "repeats": len(times), "predicted_seconds": each.predicted[name],
-                    "error": each.predicted[name] / seconds - 1, "is_pick": name == each.pick,
+                    "repeats": len(times), "predicted_seconds": result.predicted[name],
+                    "error": result.predicted[name] / seconds - 1, "is_pick": name == result.pick,
                 }
             )  # fmt: skip
     return rows
 
 
-def case_rows(found: Sequence[ModelFound]) -> list[dict[str, Any]]:
+def case_rows(results: Sequence[ModelFound]) -> list[dict[str, Any]]:
     """Return a row per case."""
     rows = []
-    for each in found:
-        measured = each.measured
-        errors = [abs(each.predicted[name] / seconds - 1) for name, seconds in measured.items()]
+    for result in results:
+        measured = result.measured
+        errors = [abs(result.predicted[name] / seconds - 1) for name, seconds in measured.items()]
         best = min(measured, key=lambda name: measured[name])
         rows.append(
             {
-                "case": each.case.name, "bed": each.bed.name, "compute": each.case.compute, "plans": len(measured),
+                "case": result.case.name, "bed": result.bed.name, "compute": result.case.compute, "plans": len(measured),
                 "median_error": statistics.median(errors), "p95_error": float(np.percentile(errors, 95)),
-                "rank_correlation": float(spearmanr(*zip(*points([each]))).statistic), "pick": each.pick,
-                "pick_seconds": measured[each.pick], "best": best, "best_seconds": measured[best], "regret": each.regret,
+                "rank_correlation": float(spearmanr(*zip(*points([result]))).statistic), "pick": result.pick,
+                "pick_seconds": measured[result.pick], "best": best, "best_seconds": measured[best], "regret": result.regret,
             }
         )  # fmt: skip
     return rows
@@ -77,62 +78,64 @@ COLUMNS = (
 )
 
 
-def case_table(found: Sequence[ModelFound]) -> Table:
-    """Return the cases for a terminal."""
-    return table("Predicted and measured layers", case_rows(found), COLUMNS, group_by=("bed",))
+def case_table(results: Sequence[ModelFound]) -> Table:
+    """Return the table of cases for a terminal."""
+    return table("Predicted and measured layers", case_rows(results), COLUMNS, group_by=("bed",))
 
 
-def claims(found: Sequence[ModelFound], earlier: Sequence[ModelFound] = ()) -> list[Claim]:
-    """Return all claims, also those that this run did not measure.
+def claims(results: Sequence[ModelFound], earlier: Sequence[ModelFound] = ()) -> list[Claim]:
+    """Return all claims, including those that this run did not measure.
 
     Args:
-        found: the cases.
-        earlier: the same ones with what profiles from at least an hour before predict.
+        results: the cases.
+        earlier: the same cases, predicted from profiles that are at least an hour older.
     """
-    none = "no profiles from an hour before: --earlier names a folder of them"
-    return [*_of(found, ""), *_of(earlier, "_hour_later", "" if earlier else none)]
+    missing = "no profiles from an hour before: --earlier names a folder of them"
+    return [*_claims_of(results, ""), *_claims_of(earlier, "_hour_later", "" if earlier else missing)]
 
 
-def _of(found: Sequence[ModelFound], suffix: str, none: str = "") -> list[Claim]:
-    pairs = points(found)
-    missing = none or ("" if len(pairs) >= LEAST_POINTS else f"{len(pairs)} points: needs {LEAST_POINTS}")
+def _claims_of(results: Sequence[ModelFound], suffix: str, unavailable: str = "") -> list[Claim]:
+    pairs = points(results)
+    missing = unavailable or ("" if len(pairs) >= LEAST_POINTS else f"{len(pairs)} points: needs {LEAST_POINTS}")
     errors = [abs(predicted / measured - 1) for measured, predicted in pairs]
     correlation = float(spearmanr(*zip(*pairs)).statistic) if len(pairs) > 2 else None
-    made = [
+    error_claims = [
         _claim(f"model.median_error{suffix}", statistics.median(errors) if errors else None, 0.06, missing),
         _claim(f"model.p95_error{suffix}", float(np.percentile(errors, 95)) if errors else None, 0.15, missing),
         _claim(f"model.rank_correlation{suffix}", correlation, 0.97, missing, op=">="),
     ]
-    ranked = sum(len(each.measured) >= LEAST_PLANS for each in found)
-    missing = none or ("" if ranked >= LEAST_CASES else f"{ranked} cases of {LEAST_PLANS} plans: needs {LEAST_CASES}")
-    regrets = [each.regret for each in found]
+    ranked = sum(len(result.measured) >= LEAST_PLANS for result in results)
+    missing = unavailable or (
+        "" if ranked >= LEAST_CASES else f"{ranked} cases of {LEAST_PLANS} plans: needs {LEAST_CASES}"
+    )
+    regrets = [result.regret for result in results]
     return [
-        *made,
+        *error_claims,
         _claim(f"model.planner_regret{suffix}", max(regrets, default=None), 0.03, missing),
         _claim(f"model.planner_regret_median{suffix}", statistics.median(regrets) if regrets else None, None, missing),
     ]
 
 
-def panels(found: Sequence[ModelFound]) -> list[Panel]:
-    """Return predicted over measured times, a panel per bed and kind of compute."""
-    made = []
-    kinds = dict.fromkeys((each.bed.name, each.case.compute) for each in found)
+def panels(results: Sequence[ModelFound]) -> list[Panel]:
+    """Return a panel of predicted over measured times per bed and kind of compute."""
+    all_panels = []
+    kinds = dict.fromkeys((result.bed.name, result.case.compute) for result in results)
     for bed, compute in kinds:
-        of_kind = [each for each in found if (each.bed.name, each.case.compute) == (bed, compute)]
+        of_kind = [result for result in results if (result.bed.name, result.case.compute) == (bed, compute)]
         ends = [1e3 * value for pair in points(of_kind) for value in pair]
         low, high = min(ends), max(ends)
         series = [PlottedSeries(name="equal", x=(low, high), y=(low, high))]
-        for each in of_kind:
-            ordered = sorted((1e3 * measured, 1e3 * predicted) for measured, predicted in points([each]))
+        for result in of_kind:
+            ordered = sorted((1e3 * measured, 1e3 * predicted) for measured, predicted in points([result]))
             x, y = zip(*ordered)
-            series.append(PlottedSeries(name=each.case.name, x=x, y=y))
-        made.append(
+            series.append(PlottedSeries(name=result.case.name, x=x, y=y))
+        all_panels.append(
             Panel(
                 title=f"{bed}, {compute} compute", x_title="measured, ms", y_title="predicted, ms", series=tuple(series),
                 log_x=True, log_y=True,
             )
         )  # fmt: skip
-    return made
+    return all_panels
 
 
 def _claim(

@@ -1,4 +1,4 @@
-"""What `moesaic bench model` measures and predicts: beds and workloads, read from a file so that they are fixed beforehand."""
+"""The configuration of `moesaic bench model`. It is read from a file: beds and layers are fixed beforehand."""
 
 from __future__ import annotations
 
@@ -15,64 +15,64 @@ from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "model.toml"
 PARTS = ("profile", "plans", "real")
-"""Parts of the benchmark: what the model may know, every plan of some workloads, real products."""
+"""Parts of the benchmark: profiles of the beds, plans of layers with virtual compute, and layers with real products."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BedFields:
-    """An emulated cluster, by name."""
+    """A named emulated cluster, with fields of `Bed`."""
 
     name: str = "bed"
-    """What workloads call it."""
+    """Name by which cases refer to the bed."""
     nodes: int = 2
-    """As of `Bed`; so are the others."""
+    """Number of nodes."""
     ranks_per_node: int = 2
-    """Ranks on each node."""
+    """Ranks per node."""
     inter: str = "200mbit"
-    """Rate of each node's link, each direction."""
+    """Rate of each node's link in each direction."""
     intra: str | None = None
-    """Rate inside each node; None: unshaped."""
+    """Rate inside each node; None for no limit."""
 
     @property
     def bed(self) -> Bed:
-        """The bed itself."""
+        """The emulated cluster."""
         return Bed(nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=self.inter, intra=self.intra)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCase:
-    """One layer on one mesh of a bed: every lossless plan of it is measured and predicted."""
+    """A layer on a mesh of a bed, whose lossless plans are measured and predicted."""
 
     name: str = "case"
-    """Shown in tables."""
+    """Name of the case in tables."""
     bed: str = "bed"
-    """A bed's name."""
+    """Name of the bed."""
     tp: int = 1
     """Ranks that hold the same tokens."""
     etp: int = 1
-    """Shards of an expert; ep takes the other ranks."""
+    """Shards of an expert; ep is the world divided by etp."""
     compute: Literal["virtual", "real"] = "virtual"
-    """virtual: experts sleep for their time at `gflops`; real: they multiply, at the rate that the profile measured."""
+    """virtual: experts sleep for their time at `gflops`. real: experts multiply; predictions use the profile's rate."""
     gflops: float = 20.0
-    """Of each rank's virtual accelerator, in units of 1e9 per second."""
+    """Rate of each rank's virtual accelerator in 1e9 FLOP/s."""
     dim: int = 256
     """Width of a token."""
     hidden: int = 1024
     """Inner width of an expert."""
     num_experts: int = 16
-    """Of the layer."""
+    """Number of experts."""
     top_k: int = 2
     """Copies per token."""
     tokens_per_rank: int = 64
-    """A tensor group of tp ranks has tp times as many."""
+    """Tokens per rank; a tensor-parallel group of tp ranks has tp times as many."""
     plans: int = 0
-    """Measure only so many plans, evenly picked; 0: all of them."""
+    """Number of plans to measure, evenly spaced in the sorted list; 0 for all."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name != "plans" and isinstance(value, int | float) and value <= 0:
-                raise InputError(f"case {self.name}: {each.name}={value}: must be above 0")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "plans" and isinstance(value, int | float) and value <= 0:
+                raise InputError(f"case {self.name}: {field.name}={value}: must be above 0")
         if self.tokens_per_rank % self.num_experts:
             raise InputError(
                 f"case {self.name}: tokens_per_rank={self.tokens_per_rank} must be a multiple of num_experts="
@@ -82,18 +82,22 @@ class ModelCase:
 
     @property
     def matrices(self) -> int:
-        """Of an expert: virtual ones have two, real ones are SwiGLU."""
+        """Matrices per expert: two for virtual experts, three for real experts, which are SwiGLU."""
         return 2 if self.compute == "virtual" else 3
 
     def layer(self, tp: int) -> Layer:
-        """Return what the simulator is told of the layer."""
+        """Return the layer's description for the simulator, for a tensor-parallel group of `tp` ranks."""
         return Layer(
             tokens=self.tokens_per_rank * tp, num_experts=self.num_experts, top_k=self.top_k, dim=self.dim,
             hidden=self.hidden, matrices=self.matrices, dtype="fp32",
         )  # fmt: skip
 
     def grid(self, bed: Bed) -> Grid:
-        """Return the mesh on all ranks of a bed."""
+        """Return the mesh over all ranks of a bed.
+
+        Raises:
+            InputError: `etp` does not divide the number of ranks.
+        """
         if bed.world % self.etp:
             raise InputError(f"case {self.name}: etp={self.etp} does not divide the bed's {bed.world} ranks")
         return Grid(
@@ -103,35 +107,35 @@ class ModelCase:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBenchConfig:
-    """The whole benchmark."""
+    """The configuration of the whole benchmark."""
 
     seed: int = 0
-    """Of the routing's pattern."""
+    """Seed of the routing's pattern."""
     repeats: int = 3
-    """How often each plan of a case is timed, all in turn."""
+    """Timed runs of each plan of a case, all plans in turn."""
     leaders: int = 4
-    """Plans that are timed again: the fastest so many by these times ..."""
+    """Number of plans to time again because their measured times are shortest; 0 to time no plan again."""
     favourites: int = 3
-    """... and the first so many by prediction."""
+    """Number of plans to time again because their predicted times are shortest."""
     leader_repeats: int = 12
-    """How often they are."""
+    """Timed runs of each plan that is timed again."""
     beds: tuple[BedFields, ...] = ()
     cases: tuple[ModelCase, ...] = ()
 
     def bed_of(self, case: ModelCase) -> BedFields:
-        """Return the bed that a case names."""
+        """Return the bed of a case."""
         return next(bed for bed in self.beds if bed.name == case.bed)
 
     def part(self, case: ModelCase) -> str:
-        """Return which part of the benchmark a case belongs to."""
+        """Return the part of the benchmark, "real" or "plans", to which a case belongs."""
         return "real" if case.compute == "real" else "plans"
 
 
 def read_config(path: Path = COMMITTED) -> ModelBenchConfig:
-    """Read the benchmark from a TOML or JSON file: fields of `ModelBenchConfig`, a list `[[beds]]` and a list `[[cases]]`.
+    """Read the configuration from a TOML or JSON file: fields of `ModelBenchConfig`, a list `[[beds]]` and a list `[[cases]]`.
 
     Raises:
-        InputError: naming the file and the field.
+        InputError: the file is invalid; the message names the file and the field.
     """
     lists = {"beds": ("beds", BedFields()), "cases": ("cases", ModelCase())}
     config, source = read_parts(path, ModelBenchConfig(), lists=lists), f"config {path}"
@@ -147,16 +151,20 @@ def read_config(path: Path = COMMITTED) -> ModelBenchConfig:
 
 
 def narrowed(config: ModelBenchConfig, only: tuple[str, ...]) -> ModelBenchConfig:
-    """Return the part of the benchmark that was asked for: parts, names of beds or of cases.
+    """Return a copy of the configuration with only the cases of some parts, beds or names.
+
+    Args:
+        config: the configuration.
+        only: names of parts, beds or cases; () for all cases.
 
     Raises:
-        InputError: for a word that is none of them.
+        InputError: `only` has an unknown name.
     """
     if not only:
         return config
-    beds, cases = ([each.name for each in found] for found in (config.beds, config.cases))
+    beds, cases = ([entry.name for entry in group] for group in (config.beds, config.cases))
     for word in only:
         if word not in (*PARTS, *beds, *cases):
             raise InputError(f"--only {word}: unknown{suggestion(word, [*PARTS, *beds, *cases])}")
-    kept = tuple(case for case in config.cases if {case.name, case.bed, config.part(case)} & set(only))
-    return replace(config, cases=kept)
+    chosen = tuple(case for case in config.cases if {case.name, case.bed, config.part(case)} & set(only))
+    return replace(config, cases=chosen)

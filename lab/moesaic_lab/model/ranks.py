@@ -1,4 +1,4 @@
-"""The ranks' side of the model benchmark: one layer, one mesh; all plans in turn, then the fastest ones again."""
+"""The part of the model benchmark that runs on the ranks: it times all plans of a layer in turn, then the fastest again."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from moesaic_lab.virtual import Accelerator, virtual_experts
 
 @dataclass(frozen=True, kw_only=True)
 class ModelJob:
-    """One case and the plans to be timed on it."""
+    """A case and the plans to time on it. The other fields are those of `ModelBenchConfig`."""
 
     case: ModelCase
     grid: Grid
-    """The mesh, on all ranks of the bed."""
+    """The mesh over all ranks of the bed."""
     plans: dict[str, Compiled]
-    """By name."""
+    """Plans to time, by name."""
     favourites: tuple[str, ...] = ()
-    """Plans that are timed again whatever they take: what a model ranks first."""
+    """Names of plans with the shortest predicted times, which are timed again in any case."""
     repeats: int = 3
     leaders: int = 4
     leader_repeats: int = 12
@@ -42,16 +42,16 @@ class ModelJob:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanTimes:
-    """What a case took, from the first rank's start to the last one's end; seconds by plan, forward and backward."""
+    """Seconds of forward plus backward by plan and repeat, from the first rank's start to the last rank's end."""
 
     screened: dict[str, tuple[float, ...]]
-    """Of all plans."""
+    """Seconds of all plans, timed in turn."""
     confirmed: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """Of those that were timed again, in turn with one another only."""
+    """Seconds of the plans that were timed again, in turn among themselves."""
 
 
 def layer_of(job: ModelJob, transport: AbstractTransport) -> SteppedLayer:
-    """Return the layer of a case on its mesh, under the first plan."""
+    """Create the layer of a case on its mesh with the first plan."""
     case, grid = job.case, job.grid
     experts: str | ExpertsFactory = "swiglu"
     if case.compute == "virtual":
@@ -63,13 +63,13 @@ def layer_of(job: ModelJob, transport: AbstractTransport) -> SteppedLayer:
 
 
 def measure(job: ModelJob) -> PlanTimes:
-    """Time all plans of a case, on this rank; all ranks call it together and return the same."""
+    """Time all plans of a case. All ranks call this together and return the same times."""
     hold_still(dist.get_rank())
     torch.manual_seed(job.seed)
     runner = layer_of(job, open_transport(name="sockets"))
     steps = {name: partial(runner.step, compiled) for name, compiled in job.plans.items()}
     barrier = start_together(latest)
-    for step in steps.values():  # what rows go where is worked out in a plan's first step
+    for step in steps.values():  # a plan's first step works out which rows go where
         step()
     with without_collections():
         screened = gathered(in_turn(steps, job.repeats, barrier=barrier, warmup=0))

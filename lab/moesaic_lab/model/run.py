@@ -1,8 +1,8 @@
-"""Runs the model benchmark bed by bed: a profile first, then every plan of every case, measured and predicted.
+"""Runs the model benchmark bed by bed: first a profile, then all plans of all cases, measured and predicted.
 
-What is measured is kept in a folder, a file per case, and per bed its profile and the times that this was fitted to: a run
-can be split and taken up again, and another model can be held against the same times (a profile that is removed is fitted anew
-to the times beside it). A file is used again only for the very same case, bed and repeats.
+Measured times are kept in a folder: a file per case, and per bed its profile and the times that the profile was fitted to. So a
+run can be interrupted and continued, and a changed cost model can be compared with the same times. If a profile is removed, it
+is fitted again to its times. A file is used again only for exactly the same case, bed and repeats.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from moesaic_lab.model.config import BedFields, ModelBenchConfig, ModelCase
 from moesaic_testbed.cluster import Launcher
 
 SPACE = SearchSpace(gather_weights=(), overlap_gather=(False,))
-"""Every schedule, 1, 2 and 4 chunks, every all-to-all; all of them lossless."""
+"""All schedules, all all-to-alls, and 1, 2 and 4 chunks, all without a codec."""
 PROFILE_REPEATS = 5
 EARLIER_SECONDS = 3600.0
-"""By which a profile is older than what it predicts, where it stands for one that was not taken just before."""
+"""Least age of an earlier profile when the last case is timed."""
 Progress = Callable[[str], object]
-"""Told what is measured now."""
+"""Called with the name of each measurement before it starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFound:
-    """One case: measured and predicted."""
+    """Measured and predicted times of one case."""
 
     case: ModelCase
     bed: BedFields
     predicted: Mapping[str, float]
-    """Seconds by plan."""
+    """Predicted seconds by plan."""
     screened: Mapping[str, tuple[float, ...]]
-    """Seconds of each repeat by plan, all in turn."""
+    """Seconds of each repeat by plan, all plans in turn."""
     confirmed: Mapping[str, tuple[float, ...]]
-    """Of the fastest plans and the one that is predicted to be, in turn with one another."""
+    """Seconds of each repeat of the plans that were timed again, in turn among themselves."""
 
     @property
     def measured(self) -> dict[str, float]:
-        """Median seconds by plan, of all its repeats."""
+        """Median seconds of all repeats, by plan."""
         return {
             name: statistics.median((*times, *self.confirmed.get(name, ()))) for name, times in self.screened.items()
         }
@@ -61,9 +61,9 @@ class ModelFound:
 
     @property
     def regret(self) -> float:
-        """How much longer the picked plan takes than the best of those that were timed again; 0 if it is the best."""
+        """Additional time of the picked plan over the fastest plan that was timed again, as a share; 0 if it is the fastest."""
         again = {name: statistics.median(times) for name, times in self.confirmed.items()}
-        if self.pick not in again:  # another model picked then
+        if self.pick not in again:  # these times were measured for the pick of another cost model
             again = self.measured
         return again[self.pick] / min(again.values()) - 1
 
@@ -71,17 +71,17 @@ class ModelFound:
 def run(
     config: ModelBenchConfig, keep: Path, progress: Progress, *, profiles: bool = False, earlier: Path | None = None
 ) -> None:
-    """Measure what is not kept yet.
+    """Measure the cases and profiles that the folder does not have yet.
 
     Args:
-        config: what to measure.
-        keep: folder of what was measured.
-        progress: told what goes on.
-        profiles: also profile the beds on which nothing is to be measured.
-        earlier: folder of earlier profiles, whose first plans are timed again too.
+        config: beds and cases to measure.
+        keep: folder of measured times and profiles.
+        progress: called with the name of each measurement.
+        profiles: whether to profile beds without cases to measure as well.
+        earlier: folder of earlier profiles; the plans that are fastest by their predictions are timed again as well.
 
     Raises:
-        InputError: if this machine cannot make the beds, or a profile would be noise.
+        InputError: this machine cannot create the beds, or a profile would be noise.
     """
     keep.mkdir(parents=True, exist_ok=True)
     with Launcher() as launcher:
@@ -100,27 +100,27 @@ def run(
 
 
 def kept(config: ModelBenchConfig, keep: Path, profiles: Path | None = None) -> list[ModelFound]:
-    """Return the cases that a folder has times of, with what profiles predict.
+    """Return the cases that have times in a folder and a profile of their bed, with their predictions.
 
     Args:
-        config: what is measured.
-        keep: folder of what was measured.
-        profiles: folder of the profiles; None: the same.
+        config: beds and cases.
+        keep: folder of measured times.
+        profiles: folder of the profiles; None for `keep`.
     """
     beds = [(config.bed_of(case), case) for case in config.cases]
     profiles = profiles or keep
     return [
-        _found(keep, config, bed, case, _kept_profile(profiles, bed))
+        _predicted_case(keep, config, bed, case, _kept_profile(profiles, bed))
         for bed, case in beds
         if _path(keep, config, bed, case).exists() and _profiled(profiles, bed)
     ]
 
 
 def kept_earlier(config: ModelBenchConfig, keep: Path, profiles: Path) -> list[ModelFound]:
-    """Return the cases that a folder has times of, with what profiles of another folder predict.
+    """Return the cases that have times in a folder, predicted from profiles in another folder.
 
     Raises:
-        InputError: if a profile is missing there, or is not an hour older than the case that was timed last.
+        InputError: a profile is missing, or is not an hour older than the times of the last case.
     """
     times = [_path(keep, config, config.bed_of(case), case) for case in config.cases]
     last = max((path.stat().st_mtime for path in times if path.exists()), default=0.0)
@@ -128,38 +128,47 @@ def kept_earlier(config: ModelBenchConfig, keep: Path, profiles: Path) -> list[M
         path = _profiled(profiles, bed)
         if path is None:
             raise InputError(
-                f"--earlier {profiles}: has no profile of {bed.name}: take one with --only profile --keep {profiles}"
+                f"--earlier {profiles}: has no profile of {bed.name}: measure one with --only profile --keep {profiles}"
             )
         if last - path.stat().st_mtime < EARLIER_SECONDS:
             raise InputError(
-                f"--earlier {profiles}: the profile of {bed.name} is not an hour older than what was timed: wait"
+                f"--earlier {profiles}: the profile of {bed.name} is not an hour older than the times of the last case: wait"
             )
     return kept(config, keep, profiles)
 
 
 def plans_of(case: ModelCase, bed: BedFields) -> dict[str, Compiled]:
-    """Return the different plans of a case by name."""
+    """Return the distinct plans of a case by name; only some of them if `case.plans` limits their number."""
     grid = case.grid(bed.bed)
-    found = distinct({described(each.plan): each for each in candidates(grid, SPACE)})[0]
-    if case.plans and case.plans < len(found):
-        step = len(found) / case.plans
-        names = sorted(found)
-        found = {names[int(n * step)]: found[names[int(n * step)]] for n in range(case.plans)}
-    return found
+    plans = distinct({described(compiled.plan): compiled for compiled in candidates(grid, SPACE)})[0]
+    if case.plans and case.plans < len(plans):
+        step = len(plans) / case.plans
+        names = sorted(plans)
+        plans = {names[int(n * step)]: plans[names[int(n * step)]] for n in range(case.plans)}
+    return plans
 
 
 def predict(case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterProfile, seed: int = 0) -> dict[str, float]:
-    """Return the predicted seconds of every plan; on how many nodes tokens have experts is told, by the seed's pattern."""
+    """Return the predicted seconds of each plan.
+
+    Args:
+        case: the layer.
+        plans: plans of the layer, by name.
+        profile: profile of the bed.
+        seed: seed of the routing pattern, which determines the number of ranks that each token visits.
+    """
     virtual = 1e9 * case.gflops if case.compute == "virtual" else None
     simulator = profiled_simulator(profile, virtual_flops=virtual)
     return {
-        name: simulator.layer_seconds(each.forward, each.backward, _routed(case, each, seed), each.grid)
-        for name, each in plans.items()
+        name: simulator.layer_seconds(
+            compiled.forward, compiled.backward, _workload_of(case, compiled, seed), compiled.grid
+        )
+        for name, compiled in plans.items()
     }
 
 
-def _routed(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
-    """Return the layer of a case under a plan, as it is routed."""
+def _workload_of(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
+    """Return the simulator's description of a case's layer under a plan, including the visits of its routing pattern."""
     from moesaic.profiling.host import visits
 
     layer = case.layer(compiled.grid.tp)
@@ -168,7 +177,7 @@ def _routed(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
 
 
 def described(plan: Plan) -> str:
-    """Return a plan as words."""
+    """Return a plan in words, e.g. "s1, linear, 2 chunks"."""
     words = [plan.schedule, plan.all_to_all]
     return ", ".join([*words, f"{plan.chunks} chunks"] if plan.chunks > 1 else words)
 
@@ -212,7 +221,7 @@ def _profile(keep: Path, bed: BedFields, ranks: object, progress: Progress) -> C
 
 
 def _kept_profile(keep: Path, bed: BedFields) -> ClusterProfile:
-    """Return a bed's profile, fitted to the times beside it where it is not there yet."""
+    """Return a bed's profile from the folder; if the profile does not exist yet, fit it to the folder's times first."""
     from moesaic.profiling.profile import profile_of, read_measured
 
     path = _profile_path(keep, bed)
@@ -222,17 +231,17 @@ def _kept_profile(keep: Path, bed: BedFields) -> ClusterProfile:
 
 
 def _profiled(keep: Path, bed: BedFields) -> Path | None:
-    """Return the file that tells when a bed was profiled: its times, or its profile alone; None if there is neither."""
+    """Return the file whose date tells when a bed was profiled: its times, else its profile; None if neither exists."""
     paths = (_times_path(keep, bed), _profile_path(keep, bed))
     return next((path for path in paths if path.exists()), None)
 
 
-def _found(
+def _predicted_case(
     keep: Path, config: ModelBenchConfig, bed: BedFields, case: ModelCase, profile: ClusterProfile
 ) -> ModelFound:
-    table = json.loads(_path(keep, config, bed, case).read_text(encoding="utf-8"))
+    content = json.loads(_path(keep, config, bed, case).read_text(encoding="utf-8"))
     plans = plans_of(case, bed)
-    timed = {part: {name: tuple(times) for name, times in table[part].items()} for part in ("screened", "confirmed")}
+    timed = {part: {name: tuple(times) for name, times in content[part].items()} for part in ("screened", "confirmed")}
     if set(timed["screened"]) != set(plans):
         raise InputError(
             f"{_path(keep, config, bed, case)} has other plans than this version: measure again in a new folder"
@@ -242,8 +251,8 @@ def _found(
 
 
 def _path(keep: Path, config: ModelBenchConfig, bed: BedFields, case: ModelCase) -> Path:
-    asked = [asdict(case), asdict(bed), asdict(replace(config, beds=(), cases=()))]
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
+    key = [asdict(case), asdict(bed), asdict(replace(config, beds=(), cases=()))]
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     return keep / f"case-{case.name.replace(' ', '_').replace(',', '')}-{digest}.json"
 
 
@@ -256,6 +265,6 @@ def _times_path(keep: Path, bed: BedFields) -> Path:
     return _profile_path(keep, bed).with_suffix(".times.json")
 
 
-def points(found: Sequence[ModelFound]) -> list[tuple[float, float]]:
+def points(results: Sequence[ModelFound]) -> list[tuple[float, float]]:
     """Return measured and predicted seconds of every plan of every case."""
-    return [(measured, each.predicted[name]) for each in found for name, measured in each.measured.items()]
+    return [(measured, result.predicted[name]) for result in results for name, measured in result.measured.items()]

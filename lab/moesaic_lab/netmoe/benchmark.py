@@ -87,10 +87,10 @@ def predicted(setting: Setting, costs: Costs, locality: float, placer: Method, n
     seconds, inside, across = costs.plain(counts)
     row = {"method": name, "locality": locality, "predicted_inter_bytes_plain": across}
     journey = travel(setting.grid, counts, setting.slots, placer or Stay())
-    found = (seconds, inside, across) if placer is None else costs.placed(journey)
+    own = (seconds, inside, across) if placer is None else costs.placed(journey)
     return row | {
-        "predicted_seconds": found[0], "predicted_time_ratio": found[0] / seconds,
-        "predicted_inter_saved": 1 - found[2] / across, "predicted_intra_ratio": found[1] / inside,
+        "predicted_seconds": own[0], "predicted_time_ratio": own[0] / seconds,
+        "predicted_inter_saved": 1 - own[2] / across, "predicted_intra_ratio": own[1] / inside,
         "decided_inter_saved": 1 - journey.after.inter / journey.before.inter, "moved_nodes": journey.moved[0],
         "moved_devices": journey.moved[1],
     }  # fmt: skip
@@ -112,10 +112,10 @@ def on_bed(name: str, repeats: int) -> Rows:
                 experts=torch.from_numpy(experts.astype(np.int64)), length=BED_LAYER.tokens, dim=BED_LAYER.dim,
                 hidden=BED_LAYER.hidden, num_experts=BED_LAYER.num_experts, gflops=GFLOPS, repeats=repeats,
             )  # fmt: skip
-            found = bed.run(measure_steps, job)[0]
-            plain = found["plain"]
+            results = bed.run(measure_steps, job)[0]
+            plain = results["plain"]
             for method, placer in METHODS.items():
-                own, model = found[method], predicted(setting, costs, locality, placer, method)
+                own, model = results[method], predicted(setting, costs, locality, placer, method)
                 ratio = paired(own.seconds, plain.seconds)
                 rows.append(
                     {
@@ -135,9 +135,9 @@ def decisions() -> Rows:
         setting = paper_setting(2, 8, slots=samples // 16)
         hidden = Costs(setting, paper_cluster(2, 8)).hidden_seconds()
         for name, placer in (("two_stage", TwoStage(**ALWAYS)), ("weighed", Weighed(**ALWAYS))):
-            taken = Timing.of(decision_seconds(setting, placer, 7, time.perf_counter))
-            row = {"samples": samples, "method": name, "decision_seconds": taken.median, "decision_high": taken.high}
-            rows.append(row | {"hidden_seconds": hidden, "share_of_hidden": taken.median / hidden})
+            times = Timing.of(decision_seconds(setting, placer, 7, time.perf_counter))
+            row = {"samples": samples, "method": name, "decision_seconds": times.median, "decision_high": times.high}
+            rows.append(row | {"hidden_seconds": hidden, "share_of_hidden": times.median / hidden})
     return rows
 
 
@@ -145,8 +145,8 @@ def claims(rows: Rows) -> list[Claim]:
     """Return the figures that the documentation quotes. A claim of a part that was not run carries the reason instead
     of a value."""
 
-    def figure(name: str, key: str, unit: str, op: Literal[">=", "<="], **wanted: Any) -> Claim:
-        return claimed(f"balance.{name}", lambda: max(figures(rows, key, **wanted)), None, op, unit)
+    def figure(name: str, key: str, unit: str, op: Literal[">=", "<="], **where: Any) -> Claim:
+        return claimed(f"balance.{name}", lambda: max(figures(rows, key, **where)), None, op, unit)
 
     saved = [
         figure(f"netmoe_inter_bytes_saved{suffix}", "inter_saved", "share", ">=", part="2x2", method="two_stage", locality=at)
@@ -163,9 +163,9 @@ def claims(rows: Rows) -> list[Claim]:
 def panels(rows: Rows) -> list[Panel]:
     """Return the panels of the picture."""
 
-    def line(name: str, x: str, y: str, **wanted: Any) -> PlottedSeries:
-        found = [row for row in rows if row.get(y) is not None and all(row.get(k) == v for k, v in wanted.items())]
-        return PlottedSeries(name=name, x=tuple(row[x] for row in found), y=tuple(row[y] for row in found))
+    def line(name: str, x: str, y: str, **where: Any) -> PlottedSeries:
+        points = [row for row in rows if row.get(y) is not None and all(row.get(k) == v for k, v in where.items())]
+        return PlottedSeries(name=name, x=tuple(row[x] for row in points), y=tuple(row[y] for row in points))
 
     placed = {"method": "two_stage"}
     beds = tuple(line(f"measured, {bed}", "locality", "inter_saved", part=bed, **placed) for bed in BEDS)
@@ -184,7 +184,7 @@ def panels(rows: Rows) -> list[Panel]:
         line(name, "samples", "decision_seconds", part="decisions", method=name) for name in ("two_stage", "weighed")
     ]
     hiding = line("dispatch and experts", "samples", "hidden_seconds", part="decisions", method="weighed")
-    found = [
+    charts = [
         Panel(title="saved between nodes", x_title="locality", y_title="share of the bytes", series=(*beds, *devices)),
         Panel(title="time over plain, emulated", x_title="locality", y_title="ratio", series=tuple(times)),
         Panel(title="time over plain, simulated", x_title="locality", y_title="ratio", series=tuple(simulated_times)),
@@ -193,7 +193,7 @@ def panels(rows: Rows) -> list[Panel]:
             log_x=True, log_y=True,
         ),
     ]  # fmt: skip
-    return [panel for panel in found if any(series.x for series in panel.series)]
+    return [panel for panel in charts if any(series.x for series in panel.series)]
 
 
 LOCAL = (Column(key="locality", title="locality"), Column(key="method", title="method", is_text=True))
@@ -232,8 +232,8 @@ def measure(options: NetmoeOptions, cases: None, told: Told) -> Rows:
     torch.set_num_threads(1)
     runs: dict[str, Callable[[], Rows]] = {"simulated": simulated, "decisions": decisions}
     runs |= {name: partial(on_bed, name, options.repeats) for name in BEDS}
-    found = each_kept(options.keep, {part: runs[part] for part in options.parts}, told)
-    return [{"part": part, **row} for part, rows in found for row in rows]
+    by_part = each_kept(options.keep, {part: runs[part] for part in options.parts}, told)
+    return [{"part": part, **row} for part, rows in by_part for row in rows]
 
 
 BENCHMARK = Benchmark(

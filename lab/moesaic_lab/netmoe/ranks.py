@@ -172,22 +172,22 @@ def measure(job: TravelJob) -> dict[str, TravelFound]:
     transport = open_transport(name="sockets")
     recorder = Recorder(transport)
     watched, stack = Stack(job, recorder), Stack(job, transport)
-    carried = {}
+    num_bytes = {}
     for name in job.methods:
         recorder.ranges.clear()
         check(watched, name)
-        carried[name] = _bytes(recorder, job.grid)
+        num_bytes[name] = _bytes(recorder, job.grid)
         check(stack, name)
     steps = {name: partial(stack.step, name) for name in job.methods}
     with without_collections():
         seconds = gathered(in_turn(steps, job.repeats, barrier=start_together(latest)))
-    return {name: TravelFound(seconds[name], *carried[name]) for name in job.methods}
+    return {name: TravelFound(seconds[name], *num_bytes[name]) for name in job.methods}
 
 
 def _bytes(recorder: Recorder, grid: Grid) -> tuple[int, int]:
     """Return the bytes that all ranks sent inside nodes and between them."""
     messages = sent(recorder)
     across = crossing(messages, grid.node_of)[0]
-    found = torch.tensor([round(sum(num_bytes for _, _, num_bytes in messages)) - across, across])
-    dist.all_reduce(found)
-    return int(found[0]), int(found[1])
+    totals = torch.tensor([round(sum(num_bytes for _, _, num_bytes in messages)) - across, across])
+    dist.all_reduce(totals)
+    return int(totals[0]), int(totals[1])

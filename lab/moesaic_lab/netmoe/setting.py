@@ -108,7 +108,7 @@ class Journey:
     before: Volume
     """Rows of the gathers and scatters that the decisions affect, if no sample moved."""
     after: Volume
-    """The same rows with the decisions applied."""
+    """Rows of the same gathers and scatters, with the decisions applied."""
 
     @cached_property
     def moved(self) -> tuple[float, float]:
@@ -130,8 +130,8 @@ def travel(grid: Grid, counts: Sequence[np.ndarray], slots: int, placer: Abstrac
         placer: the policy.
     """
     homes, volumes = [Homes.start(grid.world, slots)], np.zeros((2, 2), dtype=np.int64)
-    for here, following in pairwise(counts):
-        load = SampleLoad(grid, homes[-1], here, following)
+    for current, following in pairwise(counts):
+        load = SampleLoad(grid, homes[-1], current, following)
         homes.append(placer.decide(load))
         volumes += [load.volume(homes[0]), load.volume(homes[-1])]
     return Journey(grid, counts, (*homes, homes[0]), Volume(*volumes[0].tolist()), Volume(*volumes[1].tolist()))
@@ -159,8 +159,8 @@ class Costs:
     def plain(self, counts: Sequence[np.ndarray]) -> tuple[float, int, int]:
         """Return (seconds, bytes inside nodes, bytes between nodes) of the layers if samples stay on their ranks."""
         calls: list[tuple[Program, CallSizes]] = []
-        for each in counts:
-            table = each.reshape(self.setting.grid.world, self.setting.slots, -1).sum(1)
+        for copies in counts:
+            table = copies.reshape(self.setting.grid.world, self.setting.slots, -1).sum(1)
             tokens = np.full(self.setting.grid.world, self._layer.tokens)
             shapes = self._plain.shapes(self._layer.num_experts)
             sizes = CallSizes(self.setting.grid, table, tokens, 1, units=self._layer.hidden, shapes=shapes)
@@ -173,17 +173,17 @@ class Costs:
         calls: list[tuple[Program, CallSizes]] = []
         for counts, before, after in zip(journey.counts, journey.homes, journey.homes[1:]):
             targets, length = before.targets(after), self.setting.layer.tokens
-            of_call = PlacedIndex(self._shapes, lambda targets=targets: targets, length)  # type: ignore[misc]
+            index = PlacedIndex(self._shapes, lambda targets=targets: targets, length)  # type: ignore[misc]
             table = counts[before.samples]
-            sizes = placed_sizes(self.setting.grid, table, of_call, self._layer.hidden)
+            sizes = placed_sizes(self.setting.grid, table, index, self._layer.hidden)
             calls += [(program, sizes) for program in (self._moving.forward, self._moving.backward)]
         return self._summed(calls)
 
     def even(self) -> tuple[Simulated, Simulated]:
         """Return the simulated forward and backward passes of a layer under even routing."""
         programs = (self._plain.forward, self._plain.backward)
-        there, back = (self._simulator.run(program, self._layer, self.setting.grid) for program in programs)
-        return there, back
+        forward, backward = (self._simulator.run(program, self._layer, self.setting.grid) for program in programs)
+        return forward, backward
 
     def hidden_seconds(self) -> float:
         """Return the simulated time from the start of a forward pass to the end of the experts, under even routing. A
@@ -196,14 +196,14 @@ class Costs:
         for program, sizes in calls:
             seconds += self._simulator.run(program, self._layer, self.setting.grid, sizes=sizes).seconds
             for moved in traffic(program, sizes, self.setting.grid.node_of):
-                found = moved.num_bytes(self._layer.dim, self._layer.element_bytes)
-                inside, across = inside + found[0], across + found[1]
+                num_bytes = moved.num_bytes(self._layer.dim, self._layer.element_bytes)
+                inside, across = inside + num_bytes[0], across + num_bytes[1]
         return seconds, inside, across
 
 
 def decision_seconds(setting: Setting, placer: AbstractPlacer, repeats: int, clock: Callable[[], float]) -> list[float]:
-    """Return the seconds of decisions, from counts to homes, on one thread of this processor. Each has a load of its
-    own.
+    """Return the seconds of decisions, from counts to homes, on one thread of this processor. Each decision has a new
+    load.
 
     Args:
         setting: the ranks and samples; its number of layers is ignored.
@@ -212,11 +212,11 @@ def decision_seconds(setting: Setting, placer: AbstractPlacer, repeats: int, clo
         clock: returns the current time in seconds.
     """
     trace = routing(replace(setting, num_layers=repeats + 2), 0.4)
-    found = []
+    seconds = []
     for layer in range(repeats + 1):
         counts = [trace.samples(number, 0) for number in (layer, layer + 1)]
         load = SampleLoad(setting.grid, Homes.start(setting.grid.world, setting.slots), counts[0], counts[1])
         start = clock()
         placer.decide(load)
-        found.append(clock() - start)
-    return found[1:]
+        seconds.append(clock() - start)
+    return seconds[1:]

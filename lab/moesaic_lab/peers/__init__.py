@@ -1,10 +1,10 @@
-"""Other people's MoE layers, to be measured beside ours: the same weights, the same routing, another way to run."""
+"""Other people's MoE layers, measured against ours with the same weights and the same routing."""
 
 from importlib.util import find_spec
 
 
 def absence() -> str | None:
-    """Return None if DeepSpeed is installed, asked without importing it, else one line that says what to do."""
+    """Return None if DeepSpeed is installed, otherwise a line with the command that installs it. This does not import it."""
     if find_spec("deepspeed") is not None:
         return None
     return 'deepspeed is not installed: DS_BUILD_OPS=0 pip install "moesaic[peers]"'

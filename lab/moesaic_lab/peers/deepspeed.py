@@ -1,11 +1,11 @@
-"""DeepSpeed's MoE layer (the package `deepspeed`, optional) with the weights of one of ours, as it runs on Gloo.
+"""DeepSpeed's MoE layer (from the optional package `deepspeed`) on Gloo, with the weights of one of our layers.
 
-Its nearest to a dropless layer is `drop_tokens=False`: every expert gets as many rows from every rank as the fullest expert
-of any rank has, the rest zeros, which are sent and multiplied. Each of a rank's experts is a module of its own.
+DeepSpeed's closest option to a dropless layer is `drop_tokens=False`. Each expert then gets as many rows from each rank as the
+fullest expert of any rank has. Zeros pad the rows, and are sent and multiplied. Each expert of a rank is a module of its own.
 
-With torch's exchange the layer is DeepSpeed's own, untouched. To swap the exchange, DeepSpeed is told that all experts are
-local (`ep_size=1`), and its experts are wrapped: rows leave in front of them and come back behind them, where
-DeepSpeed's two all-to-alls would stand. Its gate still agrees on the capacity over all ranks.
+With torch's exchange the layer is DeepSpeed's own, unchanged. For another exchange, DeepSpeed is configured as if all experts
+were local (`ep_size=1`), and its experts are wrapped. The wrapper exchanges rows before and after the experts, in place of
+DeepSpeed's two all-to-alls. DeepSpeed's gate still agrees on the capacity over all ranks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from moesaic_lab.peers.exchange import AbstractExchange, TorchExchange
 
 
 class DeepSpeedLayer(nn.Module):
-    """DeepSpeed's layer in place of one of ours; all ranks make it together, in an initialised Gloo world.
+    """DeepSpeed's layer, to replace one of ours. All ranks create it together, in an initialized Gloo process group.
 
     Args:
-        layer: whole, the same on every rank; SwiGLU experts without biases behind a softmax router that normalizes over
-            the chosen experts, which is what DeepSpeed computes.
-        exchange: between all ranks; a `TorchExchange` leaves DeepSpeed as it is.
+        layer: our unsharded layer, the same on all ranks. DeepSpeed needs SwiGLU experts without biases, and a softmax router
+            that normalizes over the chosen experts.
+        exchange: exchanges rows between all ranks; `TorchExchange` leaves DeepSpeed unchanged.
 
     Raises:
-        InputError: for a layer that DeepSpeed cannot compute.
+        InputError: DeepSpeed cannot compute the layer.
     """
 
     def __init__(self, layer: MoE, exchange: AbstractExchange) -> None:
@@ -50,34 +50,34 @@ class DeepSpeedLayer(nn.Module):
         self.exchange, self.is_own = exchange, isinstance(exchange, TorchExchange)
         with _quiet():
             self.layer = self._make(layer, exchange.world)
-        each = layer.num_experts // exchange.world
-        first = exchange.rank * each
+        experts_per_rank = layer.num_experts // exchange.world
+        first = exchange.rank * experts_per_rank
         moe = self.layer.deepspeed_moe
         with torch.no_grad():
             moe.gate.wg.weight.copy_(router.weight)
-            for number, expert in enumerate(moe.experts.deepspeed_experts[:each]):
+            for number, expert in enumerate(moe.experts.deepspeed_experts[:experts_per_rank]):
                 for name in ("w1", "w3", "w2"):
                     getattr(expert, name).copy_(getattr(experts, name)[first + number])
         if not self.is_own:
-            del moe.experts.deepspeed_experts[each:]
-            moe.experts.num_local_experts = each
+            del moe.experts.deepspeed_experts[experts_per_rank:]
+            moe.experts.num_local_experts = experts_per_rank
             moe.experts = _Exchanged(moe.experts, exchange)
 
     def _make(self, layer: MoE, world: int) -> Any:
-        """Return DeepSpeed's layer, its groups set up."""
+        """Create DeepSpeed's layer and set up its process groups."""
         deepspeed: Any = import_module("deepspeed")
         if not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-        made = import_module("deepspeed.moe.layer").MoE(
+        peer = import_module("deepspeed.moe.layer").MoE(
             layer.dim, _Expert(layer.dim, layer.hidden), num_experts=layer.num_experts,
             ep_size=world if self.is_own else 1, k=layer.top_k, min_capacity=0, drop_tokens=False,
             top2_2nd_expert_sampling=False,
         )  # fmt: skip
         if self.is_own:
-            made.set_deepspeed_parallelism()
+            peer.set_deepspeed_parallelism()
         else:
-            made.deepspeed_moe.gate.ep_group = dist.group.WORLD
-        return made
+            peer.deepspeed_moe.gate.ep_group = dist.group.WORLD
+        return peer
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the layer: (..., dim) -> (..., dim)."""
@@ -86,7 +86,7 @@ class DeepSpeedLayer(nn.Module):
 
 
 class _Expert(nn.Module):
-    """One SwiGLU expert, its matrices named and laid out as ours."""
+    """One SwiGLU expert, with the names and layouts of our matrices."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -99,11 +99,11 @@ class _Expert(nn.Module):
 
 
 class _Exchanged(nn.Module):
-    """DeepSpeed's experts of this rank, behind and in front of an exchange.
+    """DeepSpeed's experts of this rank, with an exchange of rows before and after them.
 
     Args:
-        experts: DeepSpeed's, (world, experts of this rank, capacity, dim) -> the same.
-        exchange: between all ranks.
+        experts: DeepSpeed's experts, which map (world, experts of this rank, capacity, dim) to the same shape.
+        exchange: exchanges rows between all ranks.
     """
 
     def __init__(self, experts: nn.Module, exchange: AbstractExchange) -> None:
@@ -119,6 +119,6 @@ class _Exchanged(nn.Module):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what DeepSpeed prints and logs while it is set up off standard output."""
+    """Suppress what DeepSpeed prints to standard output."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield

@@ -1,7 +1,7 @@
-"""All-to-alls of rows for the layers of others: torch's own, and the same over our transport, receives posted before sends.
+"""All-to-alls of rows for the layers of others: torch's own, and one over our transport that posts receives before sends.
 
-Gloo's own all-to-all runs a pair of ranks half-duplex at random, so a layer that is measured with it loses for a reason
-that is none of its own. A layer here takes its exchange as an argument and is measured with both.
+Gloo's all-to-all runs some pairs of ranks half-duplex, at random. That slows a layer for a reason outside the layer. So each
+layer of others takes its exchange as an argument and is measured with both exchanges.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from moesaic.comm.transport import AbstractTransport, Transfer
 
 
 class AbstractExchange(ABC):
-    """Sends consecutive rows to every rank and receives theirs; keeps a list of what it sent to others.
+    """An all-to-all of rows between all ranks that records messages and time.
 
     Args:
-        rank: whose end it is.
-        world: number of ranks, all of which take part.
+        rank: this rank.
+        world: number of ranks.
     """
 
     def __init__(self, rank: int, world: int) -> None:
@@ -32,24 +32,24 @@ class AbstractExchange(ABC):
         self.sent: list[tuple[int, int, int]] = []
         """(this rank, target, bytes) of every message since the list was last cleared."""
         self.seconds = 0.0
-        """Spent in here, waiting for slower ranks included, since it was last set to 0."""
+        """Seconds spent in exchanges since it was last set to 0, including waits for slower ranks."""
 
     def __call__(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Exchange rows; differentiable, the gradient goes the same way back.
+        """Exchange rows differentiably; backward sends the gradient through the reverse exchange.
 
         Args:
-            rows: (sum of sends, ...), those for rank 0 first.
-            sends: rows for each rank.
-            receives: rows from each rank.
+            rows: (sum of sends, ...) rows to send, those for rank 0 first.
+            sends: number of rows for each rank.
+            receives: number of rows from each rank.
 
         Returns:
-            (sum of receives, ...), those from rank 0 first.
+            (sum of receives, ...) received rows, those from rank 0 first.
         """
         arrived: Tensor = _Exchange.apply(rows, self, tuple(sends), tuple(receives))
         return arrived
 
     def move(self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Exchange rows without a gradient; see `__call__`."""
+        """Exchange rows without gradients; arguments and result are those of `__call__`."""
         row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
         for target, count in enumerate(sends):
             if target != self.rank and count:
@@ -62,14 +62,14 @@ class AbstractExchange(ABC):
 
     @abstractmethod
     def _run(self, rows: Tensor, arrived: Tensor, sends: Sequence[int], receives: Sequence[int]) -> None:
-        """Fill `arrived`."""
+        """Exchange rows and write the received ones into `arrived`."""
 
 
 class TorchExchange(AbstractExchange):
-    """`torch.distributed.all_to_all_single`.
+    """The exchange by `torch.distributed.all_to_all_single`.
 
     Args:
-        group: the process group; its ranks are those of the counts.
+        group: the process group; its ranks index `sends` and `receives`.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -81,7 +81,7 @@ class TorchExchange(AbstractExchange):
 
 
 class ReceiveFirst(AbstractExchange):
-    """Tagged messages over a transport, all receives posted before any send."""
+    """The exchange by tagged messages over our transport, which posts all receives before any send."""
 
     def __init__(self, transport: AbstractTransport) -> None:
         super().__init__(transport.rank, transport.world)

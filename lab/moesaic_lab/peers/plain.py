@@ -1,9 +1,8 @@
-"""Expert parallelism as the field writes it today, without a compiler: the yardstick of `moesaic bench train`.
+"""Expert parallelism in plain PyTorch, as commonly written today: the reference of `moesaic bench train`.
 
-The stages are those of torchtitan's expert parallelism (2026):
-sort token copies by expert, exchange the counts, send the rows, order what arrived by expert, run the experts as one grouped
-product, send the results back, undo the sort, add up each token's copies by their routing weights. Autograd makes the backward
-pass. One step follows another; nothing overlaps.
+The stages are those of torchtitan's expert parallelism (2026): sort token copies by expert, exchange the counts, send the rows,
+order the received rows by expert, run the experts as one grouped product, send the results back, undo the sort, and sum each
+token's copies by their routing weights. Autograd computes the backward pass. The stages run one after another without overlap.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from moesaic_lab.peers.exchange import AbstractExchange
 
 
 class PlainExpertParallel(nn.Module):
-    """A dropless top-k layer with its experts spread over all ranks; it has its own copy of a layer's weights.
+    """A dropless top-k layer with experts split over all ranks and its own copy of a layer's weights.
 
     Args:
-        layer: whole, the same on every rank; its router gives every token the same number of copies.
-        exchange: between all ranks.
+        layer: our unsharded layer, the same on all ranks. Its router gives each token the same number of copies.
+        exchange: exchanges rows between all ranks.
     """
 
     def __init__(self, layer: MoE, exchange: AbstractExchange) -> None:
@@ -46,24 +45,25 @@ class PlainExpertParallel(nn.Module):
         counts = torch.bincount(choice.expert, minlength=self.num_experts)
         rows = x_TD.index_select(0, choice.token[order])
         world = self.exchange.world
-        told = self.exchange.move(counts, *[(self.num_experts // world,) * world] * 2).view(world, -1)
-        sends, receives = counts.view(world, -1).sum(1).tolist(), told.sum(1).tolist()
+        received_counts = self.exchange.move(counts, *[(self.num_experts // world,) * world] * 2).view(world, -1)
+        sends, receives = counts.view(world, -1).sum(1).tolist(), received_counts.sum(1).tolist()
         arrived = self.exchange(rows, sends, receives)
-        out = self.exchange(self._run_experts(arrived, told), receives, sends)
-        back_TKD = out.index_select(0, _inverse(order)).view(len(x_TD), self.top_k, -1)
-        y_TD = torch.bmm(weight_TK.to(out.dtype).unsqueeze(1), back_TKD).squeeze(1)
+        out = self.exchange(self._run_experts(arrived, received_counts), receives, sends)
+        results_TKD = out.index_select(0, _inverse(order)).view(len(x_TD), self.top_k, -1)
+        y_TD = torch.bmm(weight_TK.to(out.dtype).unsqueeze(1), results_TKD).squeeze(1)
         return y_TD.view(x.shape)
 
-    def _run_experts(self, rows: Tensor, told: Tensor) -> Tensor:
-        """Run this rank's experts over rows in the order (source, expert), and put the results into that order.
+    def _run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Run this rank's experts over rows in the order (source, expert) and return the results in the same order.
 
         Args:
-            rows: (R, dim).
-            told: (world, experts of this rank) int64, rows by source and expert.
+            rows: (R, dim) received rows.
+            counts: (world, experts of this rank) int64, number of rows by source and expert.
         """
-        expert = torch.arange(told.shape[1]).repeat(len(told)).repeat_interleave(told.view(-1), output_size=len(rows))
+        of_source = torch.arange(counts.shape[1]).repeat(len(counts))
+        expert = of_source.repeat_interleave(counts.view(-1), output_size=len(rows))
         order = expert.argsort(stable=True)
-        ends = told.sum(0).cumsum(0).to(torch.int32)
+        ends = counts.sum(0).cumsum(0).to(torch.int32)
         out = self.experts.compute(ExpertCall(*self.experts.weights(), rows.index_select(0, order), None, ends))
         return out.index_select(0, _inverse(order))
 

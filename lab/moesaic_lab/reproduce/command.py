@@ -47,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     if not wants_help and first not in (*REPRODUCTIONS, "all"):
         raise InputError(f"paper {first!r} is unknown{suggestion(first, [*REPRODUCTIONS, 'all'])}")
     description = (
-        f"Simulate a paper's cluster and sweep and set the figures side by side. The first word is one of {names}."
+        f"Simulate a paper's cluster and sweep, and compare the figures with the paper's. PAPER is one of {names}."
     )
     options = parse(
         ReproduceOptions, words if wants_help else words[1:], prog="moesaic reproduce PAPER", description=description

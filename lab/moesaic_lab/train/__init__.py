@@ -1,1 +1,1 @@
-"""The demo model end to end on an emulated cluster, beside the layers of others."""
+"""The benchmark of whole training steps of the demo model on an emulated cluster, compared with the layers of others."""

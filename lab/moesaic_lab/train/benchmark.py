@@ -1,5 +1,7 @@
-"""`moesaic bench train`: the demo model end to end over really slow links, its MoE layers run by our plans and by layers of
-others, in turn."""
+"""`moesaic bench train`: training steps of the demo model on an emulated cluster.
+
+Its MoE layers run by our plans and by the layers of others, timed in turn.
+"""
 
 from __future__ import annotations
 
@@ -37,40 +39,40 @@ NOTES = (
     "and carry no claim. Layouts: one process, one thread, no links."
 )
 LEAST = 8
-"""Pairs under any ratio."""
+"""Least number of pairs for any ratio."""
 SWEEP = (2, 4, 8)
-"""Experts per token of the cases whose median is claimed; without all of them there is no claim. The demo's own number is 2."""
+"""Experts per token of the cases whose median is claimed; a claim needs all of them. The demo itself has 2."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What was measured of one system, over all ranks."""
+    """The measurements of one system, over all ranks."""
 
     name: str
     kind: str
-    """ours, plain or deepspeed."""
+    """"ours", "plain" or "deepspeed"."""
     exchange: str
-    """receive-first or torch's."""
+    """"receive-first" or "torch's"."""
     is_lossless: bool
     timing: Timing | None
-    """Of a step; None for a plan that was only tried."""
+    """Times of a step; None for a plan that was only tried."""
     trial_seconds: float | None
-    """Median of the trial."""
+    """Median seconds of a step in the trial; None for systems without a trial."""
     phases: Mapping[str, float]
-    """Median seconds per phase, mean of the ranks."""
+    """Median seconds per phase, averaged over the ranks."""
     communication_share: float | None
-    """Seconds in exchanges and the dense reduction over those of the step, mean of the ranks; of layers of others."""
+    """Share of a step in exchanges and the dense reduction, averaged over the ranks; None for our plans."""
     inter_bytes: float
-    """Between nodes in one step, both ways."""
+    """Bytes between nodes in one step, in both directions."""
     limit: Limit
-    """The least time that the links need for the bytes of a step."""
+    """Least time that the links need for the bytes of a step."""
     worst_error: float
-    """Largest relative difference of loss and gradients to the model in one process."""
+    """Largest relative error of loss and gradients against the model in one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCell:
-    """What was measured in one case."""
+    """The measurements of one case."""
 
     case: TrainCase
     outcomes: Sequence[Outcome]
@@ -83,11 +85,11 @@ class TrainCell:
 
     @property
     def label(self) -> str:
-        """The case for people."""
+        """Name, mode and link rate of the case, for tables and pictures."""
         return f"{self.case.name} ({self.case.mode}, {self.case.inter})"
 
     def find(self, kind: str, exchange: str = "receive-first") -> Outcome | None:
-        """Return a system that was timed: the layer of others by its kind and exchange; of ours the best lossless plan."""
+        """Return the timed system of a kind and exchange, None if there is none; for "ours" the best lossless plan."""
         for outcome in self.outcomes:
             chosen = kind != "ours" or outcome.name == self.best
             if (outcome.kind, outcome.exchange) == (kind, exchange) and chosen and outcome.timing is not None:
@@ -97,18 +99,18 @@ class TrainCell:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResults:
-    """Of the whole benchmark."""
+    """The results of the whole benchmark."""
 
     cells: list[TrainCell]
     layout: list[LayoutPoint]
-    """By world; empty where it was left out."""
+    """Measurements of the layouts, one per world; empty if they were not run."""
 
 
 def run(config: TrainBenchConfig, told: Told) -> TrainResults:
-    """Measure everything that a configuration names; it starts clusters, one after another.
+    """Measure all cases and the layouts of a configuration. This starts clusters, one after another.
 
     Raises:
-        RankError: if a system computes something else than the model in one process.
+        RankError: a lossless system computes other results than the model in one process.
     """
 
     def measure(ranks: Cluster, case: TrainCase) -> TrainCell:
@@ -123,34 +125,37 @@ def run(config: TrainBenchConfig, told: Told) -> TrainResults:
     return TrainResults(cells=cells, layout=layout)
 
 
-def cell_of(case: TrainCase, bed: Bed, found: Sequence[TrainFound]) -> TrainCell:
-    """Join what the ranks found."""
-    seconds = over_ranks([{s.name: s.spans for s in of_rank.systems if s.spans} for of_rank in found])
+def cell_of(case: TrainCase, bed: Bed, ranks: Sequence[TrainFound]) -> TrainCell:
+    """Combine the measurements of all ranks into a cell."""
+    seconds = over_ranks([{s.name: s.spans for s in of_rank.systems if s.spans} for of_rank in ranks])
     outcomes = []
-    for number, first in enumerate(found[0].systems):
-        of_ranks = [of_rank.systems[number] for of_rank in found]
-        messages, times = _messages(found, number), seconds.get(first.name)
+    for number, first in enumerate(ranks[0].systems):
+        measured = [of_rank.systems[number] for of_rank in ranks]
+        messages, times = _messages(ranks, number), seconds.get(first.name)
         outcomes.append(
             Outcome(
                 name=first.name, kind=first.kind, exchange=first.exchange, is_lossless=first.is_lossless,
                 timing=Timing.of(times) if times else None, trial_seconds=first.trial_seconds,
-                phases=_phases(of_ranks), communication_share=_share(of_ranks, times),
+                phases=_phases(measured), communication_share=_share(measured, times),
                 inter_bytes=float(crossing(messages, bed.node_of)[0]),
-                limit=link_limit(messages, bed), worst_error=max(e for m in of_ranks for e in m.errors.values()),
+                limit=link_limit(messages, bed), worst_error=max(e for m in measured for e in m.errors.values()),
             )
         )  # fmt: skip
     return TrainCell(
-        case=case, outcomes=outcomes, best=found[0].best, most_over_mean_load=found[0].most_over_mean_load,
-        items=found[0].items,
+        case=case, outcomes=outcomes, best=ranks[0].best, most_over_mean_load=ranks[0].most_over_mean_load,
+        items=ranks[0].items,
     )  # fmt: skip
 
 
-def _messages(found: Sequence[TrainFound], number: int) -> list[Message]:
-    """Return what all ranks sent for a system; DeepSpeed's own exchange counts nothing, and sends what its twin does."""
-    systems = found[0].systems
+def _messages(ranks: Sequence[TrainFound], number: int) -> list[Message]:
+    """Return the messages that all ranks sent for a system.
+
+    DeepSpeed's own exchange is not recorded. It sends the same messages as DeepSpeed with the receive-first exchange.
+    """
+    systems = ranks[0].systems
     if _hides_messages(systems[number]):
         number = next(n for n, s in enumerate(systems) if s.kind == "deepspeed" and not _hides_messages(s))
-    return [message for of_rank in found for message in of_rank.systems[number].sent]
+    return [message for of_rank in ranks for message in of_rank.systems[number].sent]
 
 
 def _hides_messages(system: MeasuredSystem) -> bool:
@@ -166,7 +171,7 @@ def _phases(of_ranks: Sequence[MeasuredSystem]) -> dict[str, float]:
 
 
 def _share(of_ranks: Sequence[MeasuredSystem], times: Sequence[float] | None) -> float | None:
-    """Return which part of a step layers of others communicate; DeepSpeed's own exchange is not seen."""
+    """Return the share of a step in communication; None for our plans, and for DeepSpeed's own exchange, which is not timed."""
     first = of_ranks[0]
     if not times or not first.exchanging or _hides_messages(first):
         return None
@@ -175,7 +180,7 @@ def _share(of_ranks: Sequence[MeasuredSystem], times: Sequence[float] | None) ->
 
 
 def ratio(cell: TrainCell, numerator: Outcome, denominator: Outcome) -> Ratio:
-    """Return how long one system's step takes over another's, repeat by repeat: over all rounds in which both were run."""
+    """Return the time of one system's step over another's, paired over all rounds in which both ran."""
     assert numerator.timing is not None, f"{numerator.name} was not timed in {cell.label}"
     assert denominator.timing is not None, f"{denominator.name} was not timed in {cell.label}"
     rounds = min(len(numerator.timing.seconds), len(denominator.timing.seconds))
@@ -183,7 +188,7 @@ def ratio(cell: TrainCell, numerator: Outcome, denominator: Outcome) -> Ratio:
 
 
 def claims(results: TrainResults) -> list[Claim]:
-    """Return all claims, also those that this run did not measure: steps of ours over those of others, medians of cases."""
+    """Return all claims, including those that this run did not measure: medians over cases of our step over a peer's."""
     swept = [cell for cell in results.cells if cell.case.in_sweep]
 
     def of_sweep(top_k: int) -> list[TrainCell]:
@@ -216,33 +221,33 @@ def claims(results: TrainResults) -> list[Claim]:
 
 
 def enough_of(cell: TrainCell, kind: str, exchange: str = "receive-first", of_coded: bool = False) -> Ratio:
-    """Return our step over a peer's.
+    """Return the time of our step over a peer's.
 
     Raises:
-        NotMeasuredError: where one of the two was not timed, or not often enough.
+        NotMeasuredError: one of the two was not timed, or not often enough.
     """
     ours, peer = coded(cell) if of_coded else cell.find("ours"), cell.find(kind, exchange)
     if peer is None:
         raise NotMeasuredError((absence() if kind == "deepspeed" else None) or f"the case has no peer {kind}")
     if ours is None:
         raise NotMeasuredError("the case has no such plan of ours")
-    found = ratio(cell, ours, peer)
-    if found.repeats < LEAST:
-        raise NotMeasuredError(f"{found.repeats} pairs, {LEAST} are needed")
-    if found.is_near and found.repeats < MANY:
+    over_peer = ratio(cell, ours, peer)
+    if over_peer.repeats < LEAST:
+        raise NotMeasuredError(f"{over_peer.repeats} pairs, {LEAST} are needed")
+    if over_peer.is_near and over_peer.repeats < MANY:
         near = f"a ratio nearer to 1 than {NEAR:.2f} needs {MANY}"
-        raise NotMeasuredError(f"{found.median:.2f} on {found.repeats} pairs; {near}")
-    return found
+        raise NotMeasuredError(f"{over_peer.median:.2f} on {over_peer.repeats} pairs; {near}")
+    return over_peer
 
 
 def coded(cell: TrainCell) -> Outcome | None:
     """Return our fastest coded plan that was timed."""
-    found = [(o.timing.median, o) for o in cell.outcomes if not o.is_lossless and o.timing is not None]
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+    timed = [(o.timing.median, o) for o in cell.outcomes if not o.is_lossless and o.timing is not None]
+    return min(timed, key=lambda pair: pair[0])[1] if timed else None
 
 
 def flexible(layout: Sequence[LayoutPoint]) -> float:
-    """Return how much more throughput ordering by expert gives on the largest world, the ordering included."""
+    """Return the speedup by ordering rows by expert on the largest world; the time includes the ordering."""
     if not layout:
         raise NotMeasuredError("the layouts were left out")
     last = max(layout, key=lambda point: point.world)
@@ -250,14 +255,14 @@ def flexible(layout: Sequence[LayoutPoint]) -> float:
 
 
 def rows_of(cell: TrainCell) -> list[dict[str, Any]]:
-    """Return a line of the table per system, timed ones first."""
+    """Return a row per system, timed systems first."""
     plain = cell.find("plain")
-    made = []
+    rows = []
     for outcome in sorted(cell.outcomes, key=lambda o: o.timing is None):
         timing = outcome.timing
         over = None if timing is None or plain is None else ratio(cell, outcome, plain)
         untimed = {"median_seconds": None, "low_seconds": None, "high_seconds": None, "repeats": 0}
-        made.append(
+        rows.append(
             {
                 "what": cell.case.mode, "case": cell.case.name, "inter": cell.case.inter, "system": outcome.name,
                 "kind": outcome.kind, "exchange": outcome.exchange, "lossless": outcome.is_lossless,
@@ -273,11 +278,11 @@ def rows_of(cell: TrainCell) -> list[dict[str, Any]]:
                 "worst_error": outcome.worst_error, "most_over_mean_load": cell.most_over_mean_load,
             }
         )  # fmt: skip
-    return made
+    return rows
 
 
 def measurement_rows(results: TrainResults) -> list[dict[str, Any]]:
-    """Return all rows, of cases and layouts."""
+    """Return the rows of all cases and layouts."""
     return [row for cell in results.cells for row in rows_of(cell)] + layouts.rows_of(results.layout)
 
 
@@ -292,7 +297,7 @@ COLUMNS = (
     Column(key="bound_seconds", title="bound", show=milliseconds),
     Column(key="worst_error", title="error", show=lambda value: f"{value:.0e}"),
 )
-"""Of the tables on the terminal: milliseconds of a step, and over the plain layer's, receive-first."""
+"""Columns of the tables on the terminal. "over plain" is a step's time over that of the plain layer with receive-first."""
 
 LAYOUT_COLUMNS = (
     Column(key="world", title="ranks"),
@@ -300,36 +305,36 @@ LAYOUT_COLUMNS = (
     Column(key="median_seconds", title="ms", show=milliseconds),
     Column(key="gflops_per_second", title="GFLOP/s", show=lambda value: f"{value:.1f}"),
 )
-"""Of the table of layouts."""
+"""Columns of the table of layouts."""
 
 
 def tables(results: TrainResults) -> list[Table]:
-    """Return a table for people per case, and one of the layouts."""
+    """Return the tables for a terminal: one per case, and one of the layouts."""
 
     def shown(row: dict[str, Any]) -> dict[str, Any]:
         tried = row["median_seconds"] is None
         spread = f"trial {milliseconds(row['trial_seconds'])}" if tried else quartiles(row)
         return row | {"quartiles": spread, "system": row["system"] + (" *" if row["best"] else "")}
 
-    made = [table(f"{cell.label}, best *", list(map(shown, rows_of(cell))), COLUMNS) for cell in results.cells]
+    all_tables = [table(f"{cell.label}, best *", list(map(shown, rows_of(cell))), COLUMNS) for cell in results.cells]
     if results.layout:
-        made.append(table("layouts", layouts.rows_of(results.layout), LAYOUT_COLUMNS, group_by=("world",)))
-    return made
+        all_tables.append(table("layouts", layouts.rows_of(results.layout), LAYOUT_COLUMNS, group_by=("world",)))
+    return all_tables
 
 
 def panels(results: TrainResults) -> list[Panel]:
-    """Return a panel per case, with the bound of the links at each bar, and one of the layouts."""
-    made = [_bars(cell) for cell in results.cells]
+    """Return a panel per case, with the link limit at each bar, and one of the layouts."""
+    all_panels = [_bars(cell) for cell in results.cells]
     if results.layout:
         names = results.layout[0].timings
-        made.append(
+        all_panels.append(
             Panel(
                 title="expert throughput, one process", x_title="ranks that the rows come from", y_title="GFLOP/s",
                 series=tuple(_line(results, name) for name in names),
                 x_ticks=tuple((float(point.world), str(point.world)) for point in results.layout), log_x=True,
             )
         )  # fmt: skip
-    return made
+    return all_panels
 
 
 def _bars(cell: TrainCell) -> Panel:

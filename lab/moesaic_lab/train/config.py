@@ -1,4 +1,4 @@
-"""What the training benchmark runs: read from a file, so that model, links and plans are fixed before measuring."""
+"""The configuration of the training benchmark. It is read from a file: model, links and plans are fixed beforehand."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ Pass = Literal["training", "inference"]
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One plan of ours, on all ranks without data parallelism of the experts."""
+    """One of our plans, on a mesh of all ranks without replicas of the experts (edp 1)."""
 
     etp: int = 1
-    """Ranks that share each expert; the others spread the experts."""
+    """Ranks that share each expert; ep is the world divided by etp."""
     all_to_all: AllToAll = "linear"
-    """How rows cross ep."""
+    """All-to-all along ep."""
     chunks: int = 1
-    """Parts of which one travels while another is computed."""
+    """Number of chunks; one chunk is sent while another is computed."""
     order: Order = "optsche"
-    """Of the tasks."""
+    """Order of the tasks."""
     codec: Codec = "none"
-    """Of rows and of their gradients."""
+    """Codec of rows and of their gradients."""
 
     @property
     def plan(self) -> Plan:
-        """The plan."""
+        """The plan with these choices."""
         return Plan(
             all_to_all=self.all_to_all,
             chunks=self.chunks,
@@ -43,7 +43,7 @@ class Candidate:
         )
 
     def label(self, world: int) -> str:
-        """Return the candidate in words, as "ep 4 multicast, 2 chunks"."""
+        """Return the candidate in words, e.g. "ep 4 multicast, 2 chunks"."""
         parts = [f"ep {world // self.etp}" + (f" etp {self.etp}" if self.etp > 1 else "") + f" {self.all_to_all}"]
         parts += [f"{self.chunks} chunks"] if self.chunks > 1 else []
         parts += [self.order] if self.order != "optsche" else []
@@ -53,36 +53,36 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCase:
-    """One model on one bed, trained or only run forward."""
+    """One case: a model on one bed, trained or only run forward."""
 
     name: str = "demo"
-    """For people."""
+    """Name of the case in tables and `--only`."""
     in_sweep: bool = False
-    """One of the cases whose median the claims are about."""
+    """Whether the claims' medians include this case."""
     model: Literal["gpt", "swin"] = "gpt"
-    """gpt: the model of `make demo`. swin: the vision model in a small size."""
+    """gpt: the model of `make demo`. swin: a small vision model."""
     mode: Pass = "training"
-    """training: forward, backward, gradients' reduction, optimizer. inference: forward without gradients."""
+    """training: forward, backward, reduction of gradients, optimizer. inference: forward without gradients."""
     inter: str = "200mbit"
-    """Rate of each node's link, each direction."""
+    """Rate of each node's link in each direction."""
     batch_size: int = 8
     """Sequences or images per step over all ranks; the demo trains with 8."""
     top_k: int | None = None
-    """Experts per token; None for the model's own."""
+    """Experts per token; None for the model's own number."""
     repeats: int = 8
-    """How often each system is timed; in the sweep our best plan and layers that are near it 30 times."""
+    """Timed steps of each system. With `in_sweep`, our best plan and peers near it are timed 30 times."""
     trials: int = 2
-    """Repeats before, apart, on which our best lossless plan is chosen; the others are then left out unless `all_plans`."""
+    """Steps of each lossless plan in the trial that chooses the best one; the others are omitted unless `all_plans`."""
     all_plans: bool = False
     """Time every plan with all repeats, not only the best, the plain linear one and the coded ones."""
     coded: bool = True
-    """Time the plans with lossy codecs too."""
+    """Time the plans with lossy codecs as well."""
     peers: tuple[str, ...] = ("plain", "deepspeed")
-    """Layers of others beside ours."""
+    """Layers of others to compare with."""
     share_low: float = 0.0
-    """Where the papers see the plain layer's communication share of a step; reported beside what is measured."""
+    """Lower end of the plain layer's communication share of a step in the papers, reported with the measured share."""
     share_high: float = 1.0
-    """Its upper end."""
+    """Upper end of that share."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "repeats", "trials"):
@@ -98,17 +98,17 @@ class TrainCase:
 
 
 PEERS = ("plain", "deepspeed")
-"""plain: expert parallelism as in torchtitan. deepspeed: its MoE layer."""
+"""plain: expert parallelism as in torchtitan. deepspeed: DeepSpeed's MoE layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutConfig:
-    """Expert throughput against world size, with and without the flexible layout; one process, no links."""
+    """Measures expert throughput over world sizes, with and without the flexible layout, in one process without links."""
 
     worlds: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    """Ranks among which the rows of each expert come from."""
+    """World sizes: numbers of ranks from which each expert's rows come."""
     rows_per_expert: int = 512
-    """Rows that one expert gets in all, whatever the world."""
+    """Rows of one expert in total, the same for every world."""
     num_experts: int = 2
     """Experts of this rank."""
     dim: int = 256
@@ -116,7 +116,7 @@ class LayoutConfig:
     hidden: int = 512
     """Inner width of an expert."""
     repeats: int = 8
-    """How often each is timed."""
+    """Timed runs of each layout."""
 
     def __post_init__(self) -> None:
         for name in ("rows_per_expert", "num_experts", "dim", "hidden", "repeats"):
@@ -129,22 +129,22 @@ class LayoutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBenchConfig:
-    """The whole benchmark."""
+    """The configuration of the whole benchmark."""
 
     nodes: int = 2
     """Nodes of the bed."""
     ranks_per_node: int = 2
-    """Ranks on each."""
+    """Ranks per node."""
     seed: int = 0
-    """Of weights and tokens."""
+    """Seed of weights and tokens."""
     tolerance: float = 1e-4
-    """Largest relative difference of loss and gradients to the model in one process, for lossless systems."""
+    """Largest allowed relative error of loss and gradients of lossless systems against the model in one process."""
     candidates: tuple[Candidate, ...] = (Candidate(),)
-    """Plans of ours; the first is the plain linear one."""
+    """Our plans; the first is the plain linear one."""
     cases: tuple[TrainCase, ...] = ()
-    """In order."""
+    """Cases in the order in which they run."""
     layout: LayoutConfig | None = None
-    """The flexible layout; None leaves it out."""
+    """The comparison of layouts; None to skip it."""
 
     def __post_init__(self) -> None:
         for candidate in self.candidates:
@@ -158,7 +158,7 @@ class TrainBenchConfig:
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.nodes * self.ranks_per_node
 
     def bed(self, case: TrainCase) -> Bed:
@@ -166,14 +166,14 @@ class TrainBenchConfig:
         return Bed(nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=case.inter)
 
     def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> TrainBenchConfig:
-        """Return the part that was asked for.
+        """Return a copy of the configuration with only some cases or other repeats.
 
         Args:
             only: names of cases, or "layout"; () for all.
-            repeats: of every case and of the layout; None as the file says.
+            repeats: timed runs in every case and layout; None to keep the file's numbers.
 
         Raises:
-            InputError: for a name that is none of these, or repeats below 1.
+            InputError: `only` has an unknown name, or `repeats` is below 1.
         """
         names = [*(case.name for case in self.cases), *(["layout"] if self.layout else [])]
         for name in only:
@@ -188,10 +188,10 @@ class TrainBenchConfig:
 
 
 def read_config(path: Path = COMMITTED) -> TrainBenchConfig:
-    """Read the benchmark from a TOML or JSON file: fields of `TrainBenchConfig`, [[candidate]], [[case]], [layout].
+    """Read the configuration from a TOML or JSON file: fields of `TrainBenchConfig`, [[candidate]], [[case]], [layout].
 
     Raises:
-        InputError: naming the file and the field.
+        InputError: the file is invalid; the message names the file and the field.
     """
     lists = {"candidate": ("candidates", Candidate()), "case": ("cases", TrainCase())}
     return read_parts(path, TrainBenchConfig(), lists=lists, tables={"layout": LayoutConfig()})

@@ -1,8 +1,9 @@
-"""Expert throughput against world size, with and without the flexible layout: why rows are ordered by expert on arrival.
+"""Expert throughput over world sizes, with and without ordering the received rows by expert.
 
-After the all-to-all a rank's rows lie by (source, expert). Multiplied as they lie, each expert gets one small product per
-source, and the more ranks there are, the smaller it is. Ordered by expert, it gets one product whatever the world.
-Hwang et al., "Tutel" (2023), section 4.3, "flexible all-to-all". Real compute in one process, one thread; no links.
+After the all-to-all a rank's rows are ordered by (source, expert). Without reordering, each expert needs one product per
+source, and the products shrink as the world grows. Ordered by expert, each expert needs a single product for any world. This is
+the "flexible all-to-all" of Hwang et al., "Tutel" (2023), section 4.3. It is measured with real compute in one process with one
+thread, without links.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from moesaic_lab.measure import Timing, in_turn
 from moesaic_lab.train.config import LayoutConfig
 
 BY_SOURCE, BY_EXPERT, ORDERED = "by (source, expert)", "by expert", "by expert, ordering included"
-"""The layouts; the last one takes rows by (source, expert) and orders them first."""
+"""Names of the layouts; the time of the last one includes the reordering from (source, expert)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Weights of this rank's experts: two matrices each, ReLU between."""
+    """Weights of this rank's experts: two matrices each, with a ReLU in between."""
 
     w1: Tensor
     """(num_experts, hidden, dim)."""
@@ -35,20 +36,20 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutPoint:
-    """What was measured for one world."""
+    """The measurements of one world."""
 
     world: int
     timings: Mapping[str, Timing]
-    """By layout."""
+    """Times by layout."""
     flops: int
-    """Of one run."""
+    """FLOPs of one run."""
 
 
 def measure(layout: LayoutConfig) -> list[LayoutPoint]:
-    """Time every world; torch's threads are put back afterwards.
+    """Time every world with one torch thread; the number of threads is restored afterwards.
 
     Raises:
-        RuntimeError: if two layouts compute different results.
+        RuntimeError: two layouts compute different results.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -59,15 +60,15 @@ def measure(layout: LayoutConfig) -> list[LayoutPoint]:
 
 
 def by_source(rows: Tensor, experts: Experts, world: int) -> Tensor:
-    """Run the experts over rows as they arrived: a product per source and expert.
+    """Run the experts over rows in the order of arrival, with one product per source and expert.
 
     Args:
-        rows: (world * num_experts * rows, dim), by (source, expert).
-        experts: of this rank.
+        rows: (world * num_experts * rows, dim), ordered by (source, expert).
+        experts: weights of this rank's experts.
         world: number of sources.
 
     Returns:
-        like `rows`, in the same order.
+        Results with the shape and order of `rows`.
     """
     num_experts = len(experts.w1)
     out = torch.empty_like(rows)
@@ -78,7 +79,7 @@ def by_source(rows: Tensor, experts: Experts, world: int) -> Tensor:
 
 
 def by_expert(rows: Tensor, experts: Experts) -> Tensor:
-    """Run the experts over rows by expert: a product per expert; shapes as for `by_source`."""
+    """Run the experts over rows ordered by expert, with one product per expert; shapes as for `by_source`."""
     out = torch.empty_like(rows)
     for number, (piece, place) in enumerate(zip(rows.chunk(len(experts.w1)), out.chunk(len(experts.w1)))):
         _expert(piece, experts, number, place)
@@ -86,7 +87,7 @@ def by_expert(rows: Tensor, experts: Experts) -> Tensor:
 
 
 def ordered(rows: Tensor, num_experts: int, world: int) -> Tensor:
-    """Return rows by (source, expert) in the order (expert, source)."""
+    """Reorder rows from (source, expert) to (expert, source)."""
     dim = rows.shape[1]
     return rows.view(world, num_experts, -1, dim).transpose(0, 1).reshape(-1, dim)
 
@@ -114,12 +115,12 @@ def _point(layout: LayoutConfig, world: int) -> LayoutPoint:
         ORDERED: lambda: by_expert(ordered(rows, layout.num_experts, world), experts),
     }
     spans = in_turn(runs, layout.repeats, barrier=lambda: time.sleep(0), warmup=2)
-    timings = {name: Timing.of([end - start for start, end in found]) for name, found in spans.items()}
+    timings = {name: Timing.of([end - start for start, end in of_layout]) for name, of_layout in spans.items()}
     return LayoutPoint(world=world, timings=timings, flops=4 * count * layout.dim * layout.hidden)
 
 
 def rows_of(points: list[LayoutPoint]) -> list[dict[str, Any]]:
-    """Return a line of the table per world and layout."""
+    """Return a row per world and layout."""
     return [
         {
             "what": "layout",

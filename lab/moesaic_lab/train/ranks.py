@@ -1,4 +1,4 @@
-"""The ranks' side of the training benchmark: build, compare with the model in one process, choose a plan, time in turn."""
+"""The part of the training benchmark that runs on the ranks: build and check the systems, choose a plan, time them in turn."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ from moesaic_lab.train.systems import System, make_batch, make_model, make_syste
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSystem:
-    """What one rank found about one system."""
+    """The measurements of one system on one rank."""
 
     name: str
     kind: str
     exchange: str
-    """As in `System`."""
+    """Name, kind and exchange of the `System`."""
     is_lossless: bool
     errors: dict[str, float]
-    """Largest relative difference to the model in one process: of the loss, the dense gradient, the experts' gradient."""
+    """Largest relative errors of the loss, the dense gradient and the experts' gradient against the model in one process."""
     sent: list[Message]
-    """By this rank, in one step."""
+    """Messages that this rank sent in one step."""
     spans: list[Span] = field(default_factory=list)
-    """One per repeat, further ones of near systems last; empty for a plan of ours that was tried and not chosen."""
+    """Spans of all repeats, those of further rounds last; empty for a plan of ours that the trial did not choose."""
     trial_seconds: float | None = None
-    """Median of the trial, over all ranks; of our lossless plans."""
+    """Median seconds over all ranks in the trial; None except for our lossless plans."""
     phases: dict[str, list[float]] = field(default_factory=dict)
-    """Seconds per phase and repeat, on this rank."""
+    """Seconds of each repeat on this rank, by phase."""
     exchanging: list[float] = field(default_factory=list)
-    """Seconds in exchanges and the dense reduction per repeat, on this rank; of layers of others."""
+    """Seconds of each repeat on this rank in exchanges and the dense reduction; empty for our plans."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainFound:
-    """What one rank found in one case."""
+    """The measurements of one case on one rank."""
 
     systems: list[MeasuredSystem]
     best: str
     """Name of our lossless plan that the trial chose."""
     most_over_mean_load: float
-    """Rows of the fullest expert over the mean, the worst of the model's layers at the start."""
+    """Rows of the fullest expert over the mean with the initial weights, the largest of all layers."""
     items: int
     """Tokens or images per step over all ranks."""
 
 
 def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
-    """Check, try and time the systems of a case on this rank; all ranks call it together.
+    """Check, try and time the systems of a case on this rank. All ranks call this together.
 
     Raises:
-        RuntimeError: if a lossless system differs from the model in one process by more than the tolerance.
+        RuntimeError: a lossless system differs from the model in one process by more than the tolerance.
     """
     systems = list(make_systems(config, case, open_transport(name="sockets")))
     errors = _agreement(config, case, systems)
@@ -77,7 +77,7 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
         sent[system.name] = system.step.messages()
     ours = [system.name for system in systems if system.kind == "ours" and system.is_lossless]
     gc.collect()
-    gc.disable()  # a collection in one rank's step would be waited for by all
+    gc.disable()  # all ranks would wait for a garbage collection on one of them
     barrier = start_together(latest)
     tried = in_turn({name: runs[name] for name in ours}, case.trials, barrier=barrier)
     trial = {name: statistics.median(seconds) for name, seconds in gathered(tried).items()}
@@ -89,9 +89,9 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
         system.step.forget()
     claimed = [s.name for s in timed if s.kind != "ours"] if case.in_sweep else []
     in_time, near = {s.name: runs[s.name] for s in timed}, partial(near_ones, best, claimed)
-    spans, more = in_turn_and_near(in_time, case.repeats, MANY, near, barrier=barrier, warmup=0)
-    for name, further in more.items():
-        spans[name] += further
+    spans, further_spans = in_turn_and_near(in_time, case.repeats, MANY, near, barrier=barrier, warmup=0)
+    for name, added in further_spans.items():
+        spans[name] += added
     gc.enable()
     measured = [
         MeasuredSystem(
@@ -107,28 +107,28 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
 
 
 def near_ones(best: str, others: Sequence[str], seconds: Mapping[str, tuple[float, ...]]) -> list[str]:
-    """Return our best plan and the layers of others that take about as long, which want many pairs; none if there is none.
+    """Return our best plan and the peers that take about as long and need more pairs; an empty list if there are none.
 
     Args:
-        best: our plan.
-        others: layers that it is compared with.
-        seconds: of every system, over all ranks.
+        best: name of our best plan.
+        others: names of the peers that it is compared with.
+        seconds: seconds of each repeat over all ranks, by system.
     """
     near = [name for name in others if paired(seconds[best], seconds[name]).is_near]
     return [best, *near] if near else []
 
 
 def _agreement(config: TrainBenchConfig, case: TrainCase, systems: Sequence[System]) -> dict[str, dict[str, float]]:
-    """Compare every system's first loss and gradients with those of the whole model; returns relative errors."""
+    """Compare each system's first loss and gradients with those of the model in one process, and return the relative errors."""
     rank, world = dist.get_rank(), config.world
     batch = make_batch(case, config.seed, rank, world)
     whole = make_model(case, config.seed)
     expected = _whole(whole, batch, world)
     errors = {}
     for system in systems:
-        found = _spread(system)
+        result = _spread(system)
         errors[system.name] = {
-            name: float((found[name] - right).abs().max() / right.abs().max()) for name, right in expected.items()
+            name: float((result[name] - exact).abs().max() / exact.abs().max()) for name, exact in expected.items()
         }
         for what, error in errors[system.name].items():
             if system.is_lossless and not error <= config.tolerance:
@@ -140,27 +140,27 @@ def _agreement(config: TrainBenchConfig, case: TrainCase, systems: Sequence[Syst
 
 
 def _whole(model: nn.Module, batch: GivenBatch, world: int) -> dict[str, Tensor]:
-    """Return loss, dense gradient and the norm of the experts' gradient, of the mean over all ranks' batches."""
+    """Return loss, dense gradient and norm of the experts' gradient of an unsharded model, averaged over all ranks' batches."""
     loss = model(batch.inputs, batch.targets).loss
     loss.backward()
     spread = {id(p) for layer in model.modules() if isinstance(layer, MoE) for p in layer.experts.parameters()}
     dense = torch.cat([gradient_of(p).flatten() for p in model.parameters() if id(p) not in spread])
     experts = torch.cat([gradient_of(p).flatten() for p in model.parameters() if id(p) in spread])
-    told = torch.cat([loss.detach().view(1), dense, experts])
-    dist.all_reduce(told)
-    mean = told / world
+    total = torch.cat([loss.detach().view(1), dense, experts])
+    dist.all_reduce(total)
+    mean = total / world
     parts = mean.split([1, len(dense), len(experts)])
     return {"loss": parts[0], "dense gradient": parts[1], "expert gradient": parts[2].double().norm().view(1)}
 
 
 def _spread(system: System) -> dict[str, Tensor]:
-    """Return the same of a model whose experts are spread, without a step of its optimizer."""
+    """Return the same three values of a system with sharded experts, without an optimizer step."""
     step = system.step
     loss = step.model(step.batch.inputs, step.batch.targets).loss
     loss.backward()
     step.reduce()
     mean = loss.detach().view(1).clone()
-    # Shards of an expert all have what is not split, its last bias: it counts once.
+    # All shards of an expert have the bias that is not split, the last one: it counts once.
     layers = [module for module in step.model.modules() if isinstance(module, AbstractExperts) and module.is_spread]
     common = {id(layer.get_parameter(name)) for layer in layers for name in layer.names[1]}
     shards = 1 if system.candidate is None else system.candidate.etp
@@ -176,11 +176,11 @@ def _spread(system: System) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _imbalance(config: TrainBenchConfig, case: TrainCase) -> float:
-    """Return the fullest expert's rows over the mean at the start, the worst of the layers, on this rank's tokens."""
+    """Return the rows of the fullest expert over the mean with the initial weights, the largest of all layers."""
     worst = 0.0
     model = make_model(case, config.seed)
 
-    def look(layer: MoE, inputs: tuple[Tensor, ...], _: object) -> None:
+    def observe(layer: MoE, inputs: tuple[Tensor, ...], _: object) -> None:
         nonlocal worst
         x_TD = inputs[0].reshape(-1, layer.dim)
         scores = layer.router.scores(x_TD, None, None)
@@ -192,7 +192,7 @@ def _imbalance(config: TrainBenchConfig, case: TrainCase) -> float:
 
     for module in model.modules():
         if isinstance(module, MoE):
-            module.register_forward_hook(look)
+            module.register_forward_hook(observe)
     batch = make_batch(case, config.seed, dist.get_rank(), config.world)
     model(batch.inputs, batch.targets)
     return worst

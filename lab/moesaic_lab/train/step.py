@@ -1,7 +1,7 @@
 """One optimizer step, the same for every system: forward, backward, one reduction of the dense gradients, optimizer.
 
-Only the MoE layers differ between what is compared, so everything else stands here once. Gradients of the dense part are
-joined to one tensor and summed inside each node first, then between nodes, so that the slow links carry it once per node.
+The compared systems differ only in their MoE layers; everything else is defined here once. Dense gradients are joined into one
+tensor and summed first inside each node, then between nodes. So they cross the slow links only once per node.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from moesaic_lab.peers.exchange import AbstractExchange
 from moesaic_lab.recorder import Recorder
 
 PHASES = ("forward", "backward", "reduce", "optimizer")
-"""Of a step, in order."""
+"""Phases of a step, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GivenBatch:
-    """What one rank is given in every step."""
+    """The batch of one rank, the same in every step."""
 
     inputs: Tensor
-    """(batch, ...): tokens or images."""
+    """(batch, ...) tokens or images."""
     targets: Tensor
-    """Tokens or classes."""
+    """Target tokens or classes."""
 
 
 class TimedStep:
-    """A model with its optimizer on one rank, ready to be timed.
+    """A timed training or inference step of a model with its optimizer on one rank.
 
     Args:
-        model: called with inputs and targets; its output has a `loss`.
-        experts: parameters that no other rank has; the rest is dense, the same on all ranks.
-        batch: of this rank.
-        transport: of the dense reduction, and of ours.
-        grid: the nodes.
-        exchange: of a layer of others, which counts its messages and seconds itself.
+        model: the model, called with inputs and targets; its output has an attribute `loss`.
+        experts: parameters of this rank's experts; all other parameters are dense and the same on all ranks.
+        batch: batch of this rank.
+        transport: transport of the dense reduction, and of our MoE layers.
+        grid: mesh that tells which ranks share a node.
+        exchange: exchange of a layer of others, which records its own messages and seconds; None for our layers.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class TimedStep:
         self.dense = [parameter for parameter in model.parameters() if id(parameter) not in spread]
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
         self.seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
-        """Per phase, one number per step since the last `forget`."""
+        """Seconds of each step since the last `forget`, by phase."""
         self.exchanging: list[float] = []
-        """Seconds in exchanges and the dense reduction, per step; of layers of others only."""
+        """Seconds of each step in exchanges and the dense reduction; empty without an `exchange`."""
 
     def train(self) -> float:
-        """Take a step; returns this rank's loss."""
+        """Run a training step and return this rank's loss."""
         self._clear()
         marks = [time.monotonic()]
         loss = self.model(self.batch.inputs, self.batch.targets).loss
@@ -87,7 +87,7 @@ class TimedStep:
 
     @torch.no_grad()
     def infer(self) -> float:
-        """Run forward only; returns this rank's loss."""
+        """Run the forward pass only and return this rank's loss."""
         self._clear()
         start = time.monotonic()
         loss = self.model(self.batch.inputs, self.batch.targets).loss
@@ -98,7 +98,7 @@ class TimedStep:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Make gradients those of the mean over all ranks' batches."""
+        """Replace all gradients by those of the mean loss over all ranks' batches."""
         gradients = [gradient_of(parameter) for parameter in self.dense]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         flat = sum_node_first(self._transport, self._grid, flat) / self._grid.world
@@ -107,12 +107,12 @@ class TimedStep:
         torch._foreach_mul_([gradient_of(parameter) for parameter in self.experts], 1 / self._grid.world)
 
     def messages(self) -> list[Message]:
-        """Return what this rank sent to others in the step before."""
+        """Return the messages that this rank sent in the last step."""
         by_others = [] if self._exchange is None else self._exchange.sent
         return sent(self._transport) + [(a, b, float(size)) for a, b, size in by_others]
 
     def forget(self) -> None:
-        """Forget the times of earlier steps."""
+        """Delete the times of earlier steps."""
         self.seconds = {phase: [] for phase in PHASES}
         self.exchanging = []
 
@@ -124,12 +124,12 @@ class TimedStep:
 
 
 def sum_node_first(transport: AbstractTransport, grid: Grid, flat: Tensor) -> Tensor:
-    """Return the sum over all ranks: summed in each node, each rank its share between nodes, gathered in each node.
+    """Return the sum over all ranks. It is summed inside each node, then each rank sums its share between nodes.
 
     Args:
-        transport: between all ranks.
-        grid: tells the nodes.
-        flat: (numbers,), of one length on all ranks.
+        transport: transport between all ranks.
+        grid: mesh that tells which ranks share a node.
+        flat: (n,) numbers, the same n on all ranks.
     """
     node = tuple(rank for rank in range(grid.world) if grid.node_of(rank) == grid.node_of(transport.rank))
     rail = tuple(rank for rank in range(grid.world) if grid.local_of(rank) == grid.local_of(transport.rank))
@@ -139,7 +139,7 @@ def sum_node_first(transport: AbstractTransport, grid: Grid, flat: Tensor) -> Te
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """Return a parameter's gradient, made of zeros where there is none."""
-    if parameter.grad is None:  # an expert without a row, in a layer that runs each on its own
+    """Return a parameter's gradient; if there is none, create one of zeros."""
+    if parameter.grad is None:  # an expert without rows, in a layer that runs each expert separately
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

@@ -1,7 +1,7 @@
-"""What the training benchmark runs on a rank: one model, its MoE layers run by our plans and by layers of others.
+"""The systems that the training benchmark compares: one model, with MoE layers run by our plans or by the layers of others.
 
-All systems start from the same weights and are given the same tokens. The auxiliary losses are off in all of them, since
-others define theirs otherwise.
+All systems start from the same weights and get the same tokens. Auxiliary losses are off in all of them, as their definitions
+differ.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ from moesaic_lab.vision.config import SwinConfig
 from moesaic_lab.vision.swin import SwinMoE
 
 VOCAB_SIZE = 256
-"""Bytes, as in the demo."""
+"""Size of the vocabulary; tokens are bytes, as in the demo."""
 SWIN = SwinConfig(
     ffn="moe", image_size=64, channels=3, num_classes=100, patch_size=4, window=8, dim=48, depths=(2, 2, 2), heads=(3, 6, 12),
     mlp_ratio=2.0, norm="pre", num_experts=16, top_k=1, dense_stages=0, balance_loss=0.0, capacity=Dropless(),
 )  # fmt: skip
-"""Tutel's shape in a size for CPU cores; dropless, since layers of others here are."""
+"""The model of Tutel's paper in a size for CPU cores. It is dropless, since the layers of others here are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """One way to run the model."""
+    """One implementation of the model's MoE layers, with the step that runs it."""
 
     name: str
-    """Unique."""
+    """Unique name."""
     kind: str
-    """ours, plain or deepspeed."""
+    """"ours", "plain" or "deepspeed"."""
     exchange: str
-    """receive-first or torch's."""
+    """"receive-first" or "torch's"."""
     step: TimedStep
-    """Built on this rank."""
+    """The model and its step on this rank."""
     candidate: Candidate | None = None
-    """Of ours."""
+    """Our plan; None for the layers of others."""
 
     @property
     def is_lossless(self) -> bool:
-        """Whether it computes what the model in one process computes."""
+        """Whether the system computes the same results as the model in one process, up to rounding."""
         return self.candidate is None or self.candidate.plan.is_lossless
 
 
 class Classifier(nn.Module):
-    """An image classifier with the loss that the loop wants."""
+    """An image classifier that returns its loss, as `TimedStep` requires."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -77,14 +77,14 @@ class Classifier(nn.Module):
 
 @dataclass(frozen=True)
 class Loss:
-    """What a classifier returns."""
+    """The output of `Classifier`."""
 
     loss: Tensor
-    """(): mean cross-entropy."""
+    """() mean cross-entropy."""
 
 
 def make_model(case: TrainCase, seed: int) -> nn.Module:
-    """Return a case's model, whole, its weights a function of the seed."""
+    """Create the unsharded model of a case; the seed determines its weights."""
     torch.manual_seed(seed)
     if case.model == "swin":
         shape = replace(SWIN, top_k=case.top_k or SWIN.top_k, router="switch" if (case.top_k or 1) == 1 else "softmax")
@@ -95,7 +95,7 @@ def make_model(case: TrainCase, seed: int) -> nn.Module:
 
 
 def make_batch(case: TrainCase, seed: int, rank: int, world: int) -> GivenBatch:
-    """Return a rank's part of the batch: bytes drawn evenly, each the target of the one before; or noise for images."""
+    """Return a rank's part of the batch: uniformly drawn bytes with the next byte as target, or random images and classes."""
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
     count = case.batch_size // world
     if case.model == "swin":
@@ -106,7 +106,7 @@ def make_batch(case: TrainCase, seed: int, rank: int, world: int) -> GivenBatch:
 
 
 def make_systems(config: TrainBenchConfig, case: TrainCase, transport: AbstractTransport) -> Iterator[System]:
-    """Yield the systems of a case on this rank; all ranks build them together."""
+    """Yield the systems of a case on this rank. All ranks build them together."""
     recorder, whole = Recorder(transport), make_model(case, config.seed)
     nodes = Grid(world=config.world, ep=config.world, ranks_per_node=config.ranks_per_node)
     batch = make_batch(case, config.seed, transport.rank, config.world)
@@ -139,11 +139,11 @@ def make_systems(config: TrainBenchConfig, case: TrainCase, transport: AbstractT
 
 
 NAMES = {"plain": "plain expert parallelism", "deepspeed": "DeepSpeed"}
-"""Of peers, for people."""
+"""Names of the peers in tables."""
 
 
 def replace_layers(model: nn.Module, make: Callable[[MoE], nn.Module]) -> None:
-    """Put something else in place of every MoE layer of a model."""
+    """Replace every MoE layer of a model by the module that `make` returns for it."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, MoE):
@@ -151,7 +151,7 @@ def replace_layers(model: nn.Module, make: Callable[[MoE], nn.Module]) -> None:
 
 
 def peer_experts(model: nn.Module) -> list[nn.Parameter]:
-    """Return the experts' parameters of layers of others; DeepSpeed marks its own as not to be reduced over all ranks."""
+    """Return the experts' parameters of layers of others. DeepSpeed marks its own with `allreduce = False`."""
     marked = [parameter for parameter in model.parameters() if not getattr(parameter, "allreduce", True)]
     return marked or list(expert_parameters(model))
 
@@ -159,7 +159,7 @@ def peer_experts(model: nn.Module) -> list[nn.Parameter]:
 def _parallelize(
     model: nn.Module, candidate: Candidate, config: TrainBenchConfig, transport: AbstractTransport
 ) -> None:
-    """Spread the MoE layers of a model; experts stay plain tensors, so that all systems have the same optimizer."""
+    """Parallelize the MoE layers of a model. Experts stay plain tensors, so that all systems use the same optimizer."""
     world, etp = config.world, candidate.etp
     grid = Grid(world=world, ep=world // etp, etp=etp, ranks_per_node=config.ranks_per_node)
     for module in list(model.modules()):

@@ -25,7 +25,7 @@ class ConvertOptions:
     to: str
     """Target format: hf (safetensors with Hugging Face names), moesaic, torchtitan or megatron."""
     source_format: str | None = None
-    """Format of the source; None detects it."""
+    """Format of the source, a name as for --to; None detects it."""
     config: str | None = None
     """The config.json of the model (transformers); needed if the source folder has none."""
     experts: int | None = None

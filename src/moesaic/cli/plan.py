@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import numpy as np
+import tyro
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -63,17 +64,17 @@ All figures are predictions, from the description of a cluster or from what moes
 class PlanOptions:
     """Options of `moesaic plan`."""
 
-    model: str = ""
+    model: Annotated[str, tyro.conf.arg(help_behavior_hint="(required)")] = ""
     """A preset (demo, gpt-small, mixtral-8x7b, qwen3-30b-a3b, deepseek-v3), a training configuration (TOML, or the
     config.json of a run), or the config.json of a Hugging Face model."""
-    cluster: str = ""
+    cluster: Annotated[str, tyro.conf.arg(help_behavior_hint="(required without --profile)")] = ""
     """A cluster preset, or a .toml file that describes a cluster; docs/planning.md lists both."""
     nodes: int | None = None
     """Number of nodes; None for that of the cluster."""
     gpus: int | None = None
     """Number of devices, instead of --nodes: whole nodes, or a part of one node."""
     profile: str | None = None
-    """A profile that moesaic profile measured, instead of --cluster."""
+    """A file that moesaic profile measured, instead of --cluster."""
     trace: str | None = None
     """Rank the best plans again under recorded routing: a trace (docs/traces.md), or one table of copies with a row per
     data-parallel group and a column per expert (.npy, .csv). Bounds still assume even routing."""
@@ -86,17 +87,18 @@ class PlanOptions:
     price_per_hour: float | None = None
     """Price of one device per hour, to print what training on a trillion tokens costs."""
     emit: EmitName | None = None
-    """Print only the flags with which this training system runs the best layout (or that of --explain)."""
+    """Print only the flags with which this training system runs the best layout (or that of --explain). None prints the
+    ranking."""
     explain: str | None = None
     """Megatron or torchtitan flags of a layout of your own, to predict its speed and compare it with the best layout."""
     tp: int | None = None
-    """Search only layouts with this tensor parallelism."""
+    """Search only layouts with this tensor parallelism (number of ranks); None tries all that fit inside a node."""
     ep: int | None = None
-    """Search only layouts with this expert parallelism."""
+    """Search only layouts with this expert parallelism (number of ranks); None tries all."""
     etp: int | None = None
-    """Search only layouts with this expert tensor parallelism."""
+    """Search only layouts with this expert tensor parallelism (number of ranks); None tries all."""
     innermost: Literal["etp", "ep"] | None = None
-    """Search only layouts in which this axis has consecutive ranks."""
+    """Search only layouts in which this axis has consecutive ranks; None tries both."""
     pp: int | None = None
     """Pipeline stages of the Megatron-style layout that is compared with the ranking, which itself has no pipelines. None
     tries all numbers, 1 leaves pipelines out; above 1, --emit prints that layout."""

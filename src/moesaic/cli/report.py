@@ -18,7 +18,9 @@ from moesaic.errors import InputError
 class ReportOptions:
     """Options of `moesaic report`."""
 
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")] = ()
+    runs: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...", help_behavior_hint="(required)")
+    ] = ()
     """Run folders; the page compares them if there are several."""
     out: str | None = None
     """File to write; None for report.html in the folder of the first run."""

@@ -29,11 +29,11 @@ class SampleOptions:
     top_k: int | None = 40
     """Sample among this many likeliest tokens; None for all tokens."""
     top_p: float = 1.0
-    """Sample among the likeliest tokens that together have this probability."""
+    """Sample among the likeliest tokens that together have this probability; 1 for all tokens."""
     seed: int = 0
     """Seed of the sampling."""
     device: str = "auto"
-    """auto, cpu or cuda."""
+    """Device of the model: auto (CUDA if there is a GPU), cpu or cuda."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or not 0 <= self.temperature < math.inf or (self.top_k is not None and self.top_k < 1):
@@ -57,7 +57,7 @@ def continuations(options: SampleOptions) -> list[str]:
     """Return the continuation of each prompt, or its likeliest translation if the model is an encoder-decoder.
 
     Raises:
-        InputError: if the run has no checkpoint, has an encoder, or was trained on `.bin` tokens, which have no text.
+        InputError: if the run has no checkpoint, is of an encoder, or was trained on `.bin` tokens, which have no text.
     """
     from moesaic.models.gpt import EncoderDecoder, generate, translate
     from moesaic.train.state import load_trained

@@ -42,11 +42,11 @@ class MeshOptions:
     world: int = 8
     """Number of ranks."""
     tp: int = 2
-    """Tensor parallelism of the dense part."""
+    """Tensor parallelism: number of ranks that hold the same tokens and share the dense layers."""
     ep: int = 4
-    """Expert parallelism."""
+    """Expert parallelism: number of ranks over which the experts are split."""
     etp: int = 2
-    """Expert tensor parallelism."""
+    """Expert tensor parallelism: number of ranks over which each expert's inner width is split."""
     innermost: Literal["etp", "ep"] = "etp"
     """Which of etp and ep has consecutive ranks."""
     ranks_per_node: int = 4

@@ -17,7 +17,9 @@ from moesaic.errors import InputError
 class TokenizeOptions:
     """Options of `moesaic tokenize`."""
 
-    path: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH ...")]
+    path: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH ...", help_behavior_hint="(required)")
+    ]
     """Files, globs or folders of text, JSON lines, Arrow or Parquet tables; each argument is one source."""
     out: str = "tokens.bin"
     """The .bin file to write."""
@@ -33,6 +35,8 @@ class TokenizeOptions:
     """Number of tokens of a mixture; None: stop when every source has been read once."""
 
     def __post_init__(self) -> None:
+        if not self.path:
+            raise InputError("name at least one file or folder with text: moesaic tokenize texts/")
         if not self.out.endswith(".bin"):
             raise InputError(f"out={self.out}: files of tokens end in .bin")
         if self.tokens is not None and (self.tokens < 1 or not self.weights):

@@ -18,8 +18,8 @@ from moesaic.errors import InputError
 class WhyHungOptions:
     """Options of `moesaic why-hung`."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
-    """Run folder."""
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help_behavior_hint="(required)")] = ""
+    """Folder of the run."""
     json: bool = False
     """Print the record as JSON."""
 

@@ -32,8 +32,8 @@ def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
     """Return the mesh table and the plan in a file; the mesh table is empty if the file has only a plan.
 
     Raises:
-        InputError: if the file is missing, does not parse, has a newer version, has no plan, or has another field than the
-            four of `MESH` in its mesh table.
+        InputError: if the file is missing, does not parse, has a newer version, has no plan, or if its mesh is not a
+            table of fields of `MESH`.
     """
     table = read_table(path)
     version = table.get("version")

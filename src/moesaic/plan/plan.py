@@ -130,7 +130,7 @@ class Plan(StaticPlan):
 
     replication: Replication = NO_REPLICATION
     """Policy that decides in each call which copies are computed on other ranks than the homes of their experts
-    (docs/balance.md). none; shadow: weights of hot experts are sent to the ranks whose copies they get; published: shadow
+    (docs/balance.md). none; shadow: weights of hot experts are sent to the ranks that hold their copies; published: shadow
     with FasterMoE's own rule; spill: copies that overload a rank are computed by idle ranks; least_loaded: spill regardless
     of time; eplb, lplb, laer: the rules of those systems, for comparison; arbiter: the fastest of none, shadow, spill, both,
     another gather_weights and the smart schedule, by a cost model that measured times correct."""

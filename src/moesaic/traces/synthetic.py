@@ -203,8 +203,8 @@ def draw_sequence_shares(
 def dirichlet_capped(alpha: np.ndarray, rows: int, top_k: int, random: np.random.Generator) -> np.ndarray:
     """Return draws from a Dirichlet distribution, (rows, num_experts), capped like `capped`.
 
-    Draws are logarithms: with small parameters all entries but the largest would be 0 in floating point, and the cap needs the
-    next ones. log Gamma(a) is drawn as log Gamma(a + 1) + log(uniform) / a.
+    They are computed from logarithms: with small parameters all entries but the largest would be 0 in floating point, and the
+    cap needs the next ones. log Gamma(a) is drawn as log Gamma(a + 1) + log(uniform) / a.
 
     Args:
         alpha: (num_experts,) parameters of the distribution.

@@ -308,7 +308,7 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None], *, with_tensors: 
 
 
 def find_copy(folder: Path, name: str) -> Path | None:
-    """Return the newest checkpoint's copy of a run's file with a correct checksum, or None."""
+    """Return the newest copy of a run's file whose checksum in its checkpoint is correct; None if there is none."""
     for path in reversed(list_checkpoints(folder)):
         with suppress(OSError, ValueError):
             if checksum(path / name) == _listed_sums(path).get(name):

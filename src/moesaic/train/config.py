@@ -176,7 +176,8 @@ class MeshConfig:
     innermost: Literal["etp", "ep"] = "etp"
     """Which of etp and ep gets consecutive ranks, which usually share a node."""
     ranks_per_node: int | None = None
-    """Number of consecutive ranks that share a node; None takes torchrun's LOCAL_WORLD_SIZE."""
+    """Number of consecutive ranks that share a node; None takes torchrun's LOCAL_WORLD_SIZE, or all ranks if it is not
+    set."""
     transport: TransportName = "auto"
     """Transport of the MoE layers' messages: auto takes gloo between CPUs and nccl between GPUs; sockets is an
     alternative between CPUs."""
@@ -226,9 +227,9 @@ class PlannerConfig:
     """Empty: use the fields of `plan` and `balance`. A file: use the plan written by moesaic show --write, or the mesh
     and plan written by moesaic plan --write. search: use the mesh and plan with the shortest predicted step on the
     available ranks. auto: change plans while training, by predicted times at first and by measured times as they come
-    in. Without cluster or profile, auto times the links in the first steps; it searches for a mesh if the configured
-    one does not fit the ranks. parm, parm_printed: choose S1 or S2 by Parm's Algorithm 1, corrected or as printed, with
-    times from the cluster or profile. --plan is short for this option."""
+    in; without cluster or profile, by timing candidate plans in the first steps. auto also searches for a mesh if the
+    configured one does not fit the ranks. parm, parm_printed: choose S1 or S2 by Parm's Algorithm 1, corrected or as
+    printed, with times from the cluster or profile. --plan is short for this option."""
     cluster: str = ""
     """Source of predicted times, for plan=auto and for policies in `balance`: a preset, a description (.toml), or a
     profile that moesaic profile measured (.json). Empty: usual links are assumed if times are needed."""

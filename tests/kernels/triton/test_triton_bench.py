@@ -83,10 +83,14 @@ def test_measure_from_checks_to_claims_and_once_more_from_its_files(no_gpu, tmp_
     assert measure(options).rows == report.rows  # nothing is timed again: the same figures
 
 
+def test_versions_include_the_distribution_liger_kernel(no_gpu, tmp_path):
+    assert "liger_kernel" in measure(GpuOptions(folder=tmp_path, stages=())).packages
+
+
 def test_logits_of_nan_are_checked(no_gpu, device, monkeypatch):
     gpu_device._check_odd_logits(device)
     monkeypatch.setattr(torch.Tensor, "softmax", lambda self, _: torch.ones_like(self))
-    with pytest.raises(AssertionError, match="do not show"):
+    with pytest.raises(AssertionError, match="are not those of the tokens"):
         gpu_device._check_odd_logits(device)
 
 
@@ -108,22 +112,22 @@ def test_a_layer_that_fails_is_a_row_with_its_reason(no_gpu, tmp_path, monkeypat
 
 
 def test_wrong_results_are_found(device):
-    of = Inputs.random(TINY, device, torch.float32)
-    way = ours(of, None)
-    y = way.forward()
-    results = [y.detach(), *torch.autograd.grad(y, way.leaves, of.dy)]
-    assert max(errors(of, results[0], tuple(results[1:])).values()) < 1e-4
+    inputs = Inputs.random(TINY, device, torch.float32)
+    implementation = ours(inputs, None)
+    y = implementation.forward()
+    results = [y.detach(), *torch.autograd.grad(y, implementation.leaves, inputs.dy)]
+    assert max(errors(inputs, results[0], tuple(results[1:])).values()) < 1e-4
     for number, name in enumerate(("y", "x", "w13", "w2", "weight")):
         spoilt = [*results[:number], results[number] * 1.1, *results[number + 1 :]]
-        report = errors(of, spoilt[0], tuple(spoilt[1:]))
+        report = errors(inputs, spoilt[0], tuple(spoilt[1:]))
         assert {key for key, error in report.items() if error > gpu_layers.TOLERANCE} == {name}
 
 
-def test_the_way_of_grouped_mm_is_the_same_layer(device):
-    of = Inputs.random(TINY, device, torch.float32)
-    way = grouped_mm(of)
-    y = way.forward()
-    assert max(errors(of, y.detach(), torch.autograd.grad(y, way.leaves, of.dy)).values()) < 1e-4
+def test_grouped_mm_computes_the_same_layer(device):
+    inputs = Inputs.random(TINY, device, torch.float32)
+    implementation = grouped_mm(inputs)
+    y = implementation.forward()
+    assert max(errors(inputs, y.detach(), torch.autograd.grad(y, implementation.leaves, inputs.dy)).values()) < 1e-4
 
 
 def imitated_sonic(x, scores, token, expert, gate_up, bias, down, other_bias, num_experts, stream, activation):
@@ -151,12 +155,12 @@ def sonic_moe(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_the_way_of_sonic_moe_is_the_same_layer(sonic_moe, device):
-    of = Inputs.random(TINY, device, torch.float32)
-    way = sonic(of)
-    y = way.forward()
-    d_x, d_weight, _, d_w2 = torch.autograd.grad(y, way.leaves, of.dy)
-    assert max(errors(of, y.detach(), (d_x, None, d_w2, d_weight)).values()) < 1e-4
+def test_sonic_moe_computes_the_same_layer(sonic_moe, device):
+    inputs = Inputs.random(TINY, device, torch.float32)
+    implementation = sonic(inputs)
+    y = implementation.forward()
+    d_x, d_weight, _, d_w2 = torch.autograd.grad(y, implementation.leaves, inputs.dy)
+    assert max(errors(inputs, y.detach(), (d_x, None, d_w2, d_weight)).values()) < 1e-4
 
 
 def test_sonic_moe_is_timed_beside_ours(no_gpu, sonic_moe, device, tmp_path, monkeypatch):

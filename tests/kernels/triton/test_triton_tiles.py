@@ -95,8 +95,8 @@ def test_a_file_serves_only_the_device_it_was_made_on(tmp_path):
     here, there = Tuned(device=DEVICES[2]).with_tile(shape, tile), Tuned(device=DEVICES[1])
     save(path, here)
     save(path, there.with_tile(shape, default_tile(shape, DEVICES[1])))
-    assert load(path, DEVICES[2]).found == {shape.bucket: tile}
-    assert load(path, DEVICES[0]).found == {}
+    assert load(path, DEVICES[2]).by_bucket == {shape.bucket: tile}
+    assert load(path, DEVICES[0]).by_bucket == {}
     assert len(json.loads(path.read_text())) == 2
     assert [entry.name for entry in path.parent.iterdir()] == ["tiles.json"]
     layer = shapes(327_680, 128, 768, 256, 2, gated=True)
@@ -109,7 +109,7 @@ def test_a_file_serves_only_the_device_it_was_made_on(tmp_path):
 def test_another_file_is_refused_in_one_line(tmp_path, text):
     path = tmp_path / "tiles.json"
     path.write_text(text)
-    with pytest.raises(InputError, match=r"is no file of tuned tiles: delete it, or name another file") as error:
+    with pytest.raises(InputError, match=r"is not a file of tuned tiles: delete it, or name another file") as error:
         load(path, DEVICES[0])
     assert "\n" not in str(error.value)
 
