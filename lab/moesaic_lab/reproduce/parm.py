@@ -115,7 +115,7 @@ class Testbed:
         return milliseconds
 
     def grid(self, world: int, m: int, s: int) -> Grid:
-        """Return the mesh: one replica of the experts over all ranks, shards and tensor groups innermost (papers.md 1.1)."""
+        """Return the mesh: one replica of the experts over all ranks, shards and tensor groups innermost."""
         per_node = self.cluster.devices_per_node
         return Grid(world=world, tp=m, ep=world // s, etp=s, ranks_per_node=per_node)
 
