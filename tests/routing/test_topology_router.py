@@ -222,7 +222,7 @@ def test_experts_are_inside_where_their_ranks_are():
 
 
 def test_limits_follow_from_the_clusters_links():
-    """FasterMoE's cluster johnny has NICs of 50, links between sockets of 180 and PCIe of 88 Gb/s (constants of its artifact)."""
+    """FasterMoE's cluster johnny has NICs of 50, links between sockets of 180, PCIe of 88 Gb/s (from its artifact)."""
     johnny = read_cluster("fastermoe-johnny")
     node, socket = levels_of(johnny, Grid(world=16, ep=16, ranks_per_node=8))
     assert (node.name, node.share, node.group) == ("nic", pytest.approx(50 / (8 * 88)), (0,) * 8 + (1,) * 8)
