@@ -223,8 +223,9 @@ class MoesaicLayer(AbstractMoELayer):
             dim, hidden, spec.experts.num_experts, spec.top_k, losses=LoadBalance(1.0), capacity=capacity,
             router_options={"normalize": "after" if spec.top_k > 1 else "before"},
         )  # fmt: skip
-        values = {"router.weight": spec.router} | {f"experts.{name}": each for name, each in vars(spec.experts).items()}
-        self.layer.load_state_dict(values, strict=False)
+        w13 = torch.stack([spec.experts.w1, spec.experts.w3], 1)
+        values = {"router.weight": spec.router, "experts.w13": w13, "experts.w2": spec.experts.w2}
+        assert not self.layer.load_state_dict(values, strict=False).unexpected_keys
         self.mesh = Mesh.of(spec.group)
         self.layer.parallelize(self.mesh)
 
@@ -235,7 +236,8 @@ class MoesaicLayer(AbstractMoELayer):
 
     def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
         """Return this rank's gradients."""
-        return _gradient(self.layer.router.weight), _expert_gradients(self.layer.experts)
+        w1, w3 = _gradient(self.layer.experts.w13).unbind(1)
+        return _gradient(self.layer.router.weight), SwiGLUWeights(w1, w3, _gradient(self.layer.experts.w2))
 
     def norm(self) -> float | None:
         """Return the norm as computed before an optimizer step, times dp, since gradients are averaged over dp before."""
