@@ -47,7 +47,7 @@ MOST_TRIALS = 8
 
 
 @dataclass
-class _Record:
+class _OptionHistory:
     """The measured and tried calls of one option."""
 
     program: int
@@ -97,7 +97,7 @@ class Times:
 
     def __init__(self, optimism: float) -> None:
         self._optimism, self._machine = optimism, 0.0
-        self._known: dict[str, _Record] = {}
+        self._known: dict[str, _OptionHistory] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -120,7 +120,7 @@ class Times:
         if self.is_empty:
             self._machine = ratio
         deviation = ratio - self._machine - self._log_factor(name, program, load)
-        record = self._known.setdefault(name, _Record(program))
+        record = self._known.setdefault(name, _OptionHistory(program))
         if len(record.measured) >= SETTLED:  # before that, the deviation is attributed to the option
             self._machine += FOLLOW * min(max(deviation, -LEAP), LEAP)
         record.measured.append((load, ratio - self._machine - deviation + min(deviation, OUTLIER)))
@@ -128,7 +128,7 @@ class Times:
 
     def try_out(self, name: str, program: int, load: float) -> None:
         """Record a trial of an option. Otherwise an option whose calls are never measured would be tried for ever."""
-        record = self._known.setdefault(name, _Record(program))
+        record = self._known.setdefault(name, _OptionHistory(program))
         record.tried.append(load)
         record.cached_summary = None
 

@@ -188,7 +188,7 @@ class SearchResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Node:
+class _SearchNode:
     """A partial list of jobs."""
 
     done: int
@@ -209,10 +209,10 @@ def branch_and_bound(jobs: Jobs, best: float, *, host_runs_compute: bool, max_no
         host_runs_compute: see `lay_out`.
         max_nodes: the largest number of nodes to expand.
     """
-    search = _Search(jobs, host_runs_compute)
+    search = _OrderSearch(jobs, host_runs_compute)
     nothing = (0.0,) * len(jobs.seconds)
     everything = (1 << len(jobs.seconds)) - 1
-    stack = [_Node(0, IDLE, nothing, jobs.bound(0, IDLE, nothing), ())]
+    stack = [_SearchNode(0, IDLE, nothing, jobs.bound(0, IDLE, nothing), ())]
     order, nodes = None, 0
     while stack:
         node = stack.pop()
@@ -233,7 +233,7 @@ def branch_and_bound(jobs: Jobs, best: float, *, host_runs_compute: bool, max_no
     return SearchResult(order, True, nodes)
 
 
-class _Search:
+class _OrderSearch:
     """Branches nodes, and remembers the nodes seen.
 
     Args:
@@ -249,7 +249,7 @@ class _Search:
         self._twins = [(_bits(one), _bits(two)) for one, two in jobs.twins]
         self._seen: dict[int, list[list[float]]] = {}
 
-    def candidates(self, node: _Node) -> list[int]:
+    def candidates(self, node: _SearchNode) -> list[int]:
         """Return jobs to place next such that one of them continues to an optimal list."""
         jobs, done = self._jobs, node.done
         ready = [
@@ -265,14 +265,14 @@ class _Search:
         end, index = starts[first] + jobs.seconds[first], jobs.resources[first]
         return [job for job in ready if job == first or (jobs.resources[job] == index and starts[job] < end)]
 
-    def append(self, node: _Node, job: int, enough: float) -> _Node:
+    def append(self, node: _SearchNode, job: int, enough: float) -> _SearchNode:
         """Return the node with one more job; see `Jobs.bound` for `enough`."""
         free, start = place(node.free, *self._request(node, job))
         ends = (*node.ends[:job], start + self._jobs.seconds[job], *node.ends[job + 1 :])
         done = node.done | 1 << job
-        return _Node(done, free, ends, self._jobs.bound(done, free, ends, enough), (*node.order, job))
+        return _SearchNode(done, free, ends, self._jobs.bound(done, free, ends, enough), (*node.order, job))
 
-    def is_dominated(self, node: _Node) -> bool:
+    def is_dominated(self, node: _SearchNode) -> bool:
         """Return whether a node with the same jobs placed and no later times was seen before; remember this node if not.
 
         The end of a job matters only from the time at which jobs that wait for it could start, so earlier ends count as
@@ -292,12 +292,12 @@ class _Search:
         seen.append(times)
         return False
 
-    def _request(self, node: _Node, job: int) -> tuple[Lane, float, float, bool]:
+    def _request(self, node: _SearchNode, job: int) -> tuple[Lane, float, float, bool]:
         """Return the arguments of `place` for a job."""
         ready = max((node.ends[other] for other in self._jobs.before[job]), default=0.0)
         return self._jobs.lanes[job], self._jobs.seconds[job], ready, self._host_runs_compute
 
-    def _has_arrived(self, node: _Node, job: int) -> bool:
+    def _has_arrived(self, node: _SearchNode, job: int) -> bool:
         """Return whether the issuing thread can issue a job without waiting."""
         return all(node.ends[other] <= node.free[THREAD] for other in self._jobs.before[job])
 
