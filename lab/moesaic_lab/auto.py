@@ -145,7 +145,7 @@ def on_rank(case: AutoCase) -> AutoResult:
         train(STEPS)
     assert auto.table is not None
     chosen = layer.on_mesh.compiled
-    own = [compile_plan(plan, case.job.grid, host_runs_compute=True) for plan in auto.table.plans]
+    own = [compile_plan(plan, case.job.grid) for plan in auto.table.plans]
     methods, alike = distinct(_named([chosen, *own]) | dict(case.job.methods))
     gc.collect()
     layer.on_mesh.auto = None

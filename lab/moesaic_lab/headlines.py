@@ -215,7 +215,7 @@ def schemoe() -> Comparison:
 
 def _schemoe_job(place: LayerPlace, plans: Mapping[str, Plan]) -> LayerJob:
     grid = all_ep(place)
-    made = {name: compile_plan(plan, grid, host_runs_compute=True) for name, plan in plans.items()}
+    made = {name: compile_plan(plan, grid) for name, plan in plans.items()}
     return LayerJob(section="headlines", label="ScheMoE", place=place, grid=grid, methods=made)
 
 
@@ -237,9 +237,7 @@ def tutel() -> Comparison:
     masks = 12.0 * place.tokens_per_rank * copies * place.dim / faster
     links = ("linear", "hier2d")
     ours = {f"Tutel, {link}, degree {n}": Plan(all_to_all=link, chunks=n) for link in links for n in TUTEL_DEGREES}
-    made: dict[str, Compiled] = {
-        name: compile_plan(plan, grid, host_runs_compute=True) for name, plan in {"Fairseq": Plan(), **ours}.items()
-    }
+    made: dict[str, Compiled] = {name: compile_plan(plan, grid) for name, plan in {"Fairseq": Plan(), **ours}.items()}
     first = next(iter(ours))
     job = LayerJob(
         section="headlines", label="Tutel", place=place, grid=grid, methods=made, other_flops={"Fairseq": masks}
@@ -335,9 +333,9 @@ def netmoe() -> Comparison:
     def run(launcher: Launcher, repeats: int) -> tuple[TimedCell, float]:
         trace = routing(setting, LOCALITY, tokens=True)
         experts = np.stack([trace.experts(layer, 0) for layer in range(LAYERS)])
-        steps = compile_plan(Plan(peer_groups=setting.nodes), setting.grid, host_runs_compute=True)
+        steps = compile_plan(Plan(peer_groups=setting.nodes), setting.grid)
         job = travel.TravelJob(
-            grid=setting.grid, compiled=compile_plan(Plan(), setting.grid, host_runs_compute=True),
+            grid=setting.grid, compiled=compile_plan(Plan(), setting.grid),
             methods={fast: None, faster: None, placed: TwoStage(**ALWAYS)}, plans={faster: steps},
             experts=torch.from_numpy(experts.astype(np.int64)), length=BED_LAYER.tokens, dim=BED_LAYER.dim,
             hidden=BED_LAYER.hidden, num_experts=BED_LAYER.num_experts, gflops=GFLOPS, repeats=repeats,

@@ -122,7 +122,7 @@ def simulated(
 ) -> tuple[np.ndarray, list[float]]:
     """Return the seconds of every step under every plan, (steps, plans), and the copies of each step's busiest expert."""
     grid, workload = cost_model.grid, cost_model.model.layer
-    compiled = [compile_plan(plan, grid, host_runs_compute=cost_model.cluster.host.runs_compute) for plan in plans]
+    compiled = [compile_plan(plan, grid) for plan in plans]
     rows, loads = [], []
     for step in trace.steps[::every]:
         counts = fit_counts(trace.counts(layer, step), grid.dp, workload)

@@ -31,7 +31,7 @@ RUNS: tuple[tuple[int, MeshConfig, StaticPlan], ...] = (
     (4, MeshConfig(tp=2, ep=2, etp=2), StaticPlan(schedule="baseline")),
     (8, MeshConfig(tp=2, ep=4, etp=2, ranks_per_node=4), StaticPlan(schedule="s1", all_to_all="multicast", chunks=2)),
     (8, MeshConfig(tp=2, ep=2, etp=2), StaticPlan(schedule="s3", gather_weights=1, all_to_all="pipelined")),
-    (8, MeshConfig(tp=4, ep=4, etp=2), StaticPlan(schedule="s2", overlap_gather=True, order="exact")),
+    (8, MeshConfig(tp=4, ep=4, etp=2), StaticPlan(schedule="s2", overlap_gather=True, order="early")),
 )
 
 

@@ -34,7 +34,7 @@ LETTER = 0.0085
 def timelines() -> dict[str, Timeline]:
     """Simulate the forward and backward program of the layer."""
     cluster = read_cluster(CLUSTER)
-    compiled = compile_plan(PLAN, GRID, host_runs_compute=cluster.host.runs_compute)
+    compiled = compile_plan(PLAN, GRID)
     programs = {"forward": compiled.forward, "backward": compiled.backward}
     simulator = Simulator(cluster)
     return {name: simulator.run(program, LAYER, GRID).timeline for name, program in programs.items()}

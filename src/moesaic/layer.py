@@ -184,7 +184,7 @@ class MoE(InjectsLosses, RoutingCached):
         """
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
-        from moesaic.runtime.auto_plan import AutoPlan, MeasuredOrder
+        from moesaic.runtime.auto_plan import AutoPlan
         from moesaic.runtime.balance.calls import calls_under
         from moesaic.runtime.deepep import DeepEP
         from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
@@ -204,9 +204,8 @@ class MoE(InjectsLosses, RoutingCached):
             self.router.check(self.top_k)
         shard_experts(self.experts, mesh.grid, mesh.rank, mesh.expert_mesh)
         self.on_mesh = on_mesh
-        if is_auto or on_mesh.compiled.is_assumed:
-            chooser = AutoPlan.of(mesh) if is_auto else MeasuredOrder.of(mesh)
-            chooser.join(on_mesh, self.experts, self.hidden, self.parameters)
+        if is_auto:
+            AutoPlan.of(mesh).join(on_mesh, self.experts, self.hidden, self.parameters)
 
     def use_plan(self, plan: Plan | Compiled) -> None:
         """Run under another plan for the same mesh from the next call on, such as another schedule, r or number of chunks.
@@ -228,7 +227,7 @@ class MoE(InjectsLosses, RoutingCached):
         if self.on_mesh is None:
             raise InputError("MoE.use_plan: the layer is on no mesh: call parallelize(mesh, plan) first")
         self.on_mesh.use(plan, self.experts)
-        self.on_mesh.auto = self.on_mesh.clock = None
+        self.on_mesh.auto = None
 
     @overload
     def __call__(self, x: Tensor, *, return_routing: Literal[True], **options: object) -> tuple[Tensor, Routing]: ...

@@ -33,7 +33,6 @@ from moesaic.experts.modules import copies_of
 from moesaic.layer import MoE
 from moesaic.models.split import local_part
 from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.plan.compile import Durations
 from moesaic.runtime.data_parallel import expert_parameters
 
 
@@ -76,7 +75,6 @@ def parallelize_layers(
     plan: Plan | Compiled | Literal["auto"],
     policy_of: Callable[[Compiled], AbstractReplicationPolicy | None] = lambda _: None,
     *,
-    durations: Durations | None = None,
     broadcast: bool = False,
 ) -> None:
     """Put every MoE layer of a model on a mesh, in place. Layers with and without biases get one compiled plan each.
@@ -84,7 +82,6 @@ def parallelize_layers(
     Args:
         model, mesh, plan, broadcast: as for `parallelize_model`.
         policy_of: returns the replication policy for a compiled plan; None for the policy that the plan names.
-        durations: as for `compile_plan`.
     """
     compiled: dict[bool, Compiled] = {}
     policies: dict[bool, AbstractReplicationPolicy | None] = {}
@@ -94,8 +91,7 @@ def parallelize_layers(
             continue
         bias = bool(layer.experts.names[1])
         if bias not in compiled:
-            on_cpu = mesh.transport.device.type == "cpu"
-            compiled[bias] = compile_plan(plan, mesh.grid, bias=bias, durations=durations, host_runs_compute=on_cpu)
+            compiled[bias] = compile_plan(plan, mesh.grid, bias=bias)
             policies[bias] = policy_of(compiled[bias])
         layer.parallelize(mesh, compiled[bias], policies[bias], broadcast=broadcast)
 

@@ -6,11 +6,10 @@ import pytest
 
 from moesaic.cost.cluster import read_cluster
 from moesaic.cost.simulate import Simulator
-from moesaic.cost.step import BEFORE, BEHIND, together
+from moesaic.cost.step import BEFORE, BEHIND, soonest_first, together
 from moesaic.cost.workload import Workload
 from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
-from moesaic.program.order.exact import search
 from moesaic.program.order.graph import predecessors
 from moesaic.program.timeline import lay_out
 
@@ -42,7 +41,7 @@ def test_overlapped_micro_batches_take_less_than_separate_ones_and_at_least_the_
     both = together(compiled.forward, compiled.backward)
     known = {BEFORE: around, BEHIND: 2 * around}
     seconds = simulator.durations(both, LAYER, compiled.grid) | known
-    ordered = search(both, seconds).program
+    ordered = soonest_first(both, seconds)
     overlapped = lay_out(ordered, seconds)
     apart = [
         lay_out(program, simulator.durations(program, LAYER, compiled.grid))

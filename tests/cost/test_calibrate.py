@@ -35,7 +35,7 @@ def layers(profile: ClusterProfile, tokens: tuple[int, ...]) -> list[TimedLayer]
     timed_layers = []
     for count in tokens:
         for chunks in (1, 2, 4):
-            compiled = compile_plan(Plan(chunks=chunks), GRID, host_runs_compute=True)
+            compiled = compile_plan(Plan(chunks=chunks), GRID)
             workload = Workload(tokens=count, num_experts=4, top_k=2, dim=64, hidden=64, dtype="fp32")
             layer = TimedLayer(
                 forward=compiled.forward, backward=compiled.backward, grid=compiled.grid, workload=workload, seconds=1.0,

@@ -156,9 +156,7 @@ def test_the_arbiter_keeps_bytes_off_a_slow_link_that_it_hears_of() -> None:
     assert place.costs.cluster is not None
     assert place.costs.cluster.links[1].gbps == (0.32,), "nobody is told"
     job = BalanceJob(case=case, methods=methods(place.grid))
-    compiled = {
-        name: compile_plan(job.methods[name].plan, place.grid, host_runs_compute=True) for name in (PLAIN, OURS)
-    }
+    compiled = {name: compile_plan(job.methods[name].plan, place.grid) for name in (PLAIN, OURS)}
 
     def rank(transport: AbstractTransport) -> list[tuple[Tensor, list[Message]]]:
         found = []

@@ -37,8 +37,6 @@ def test_every_claim_is_listed_with_a_reason_where_nothing_was_measured() -> Non
         "layer.switch_cost_share": ("<=", 0.01),
         "layer.first_switch_share": ("<=", None),
         "layer.fixed_r_over_adaptive": (">=", None),
-        "layer.exact_over_optsche": ("<=", 1.0),
-        "layer.exact_over_optsche_worst": ("<=", None),
         "layer.schemoe_ablation": (">=", 2.0),
     }
     assert all(claim.value is None and claim.reason.startswith("no case of ") for claim in found)
@@ -100,16 +98,6 @@ def test_adaptive_r_is_held_against_the_best_r_that_stays() -> None:
         cell("adaptive_r", {"r=0": 2.0, "r=1": 6.0, "r=2": 3.0}),
     ]
     assert value("layer.fixed_r_over_adaptive", *cells) == pytest.approx((2 + 3) / (1 + 2))
-
-
-def test_exact_over_optsche_is_one_for_equal_orders_and_the_median_over_programs() -> None:
-    equal = cell("orders", {"optsche": 1.0, "fifo": 2.0}, same={"exact": "optsche"})
-    better = cell("orders", {"optsche": 2.0, "exact": 1.0})
-    worse = cell("orders", {"optsche": 1.0, "exact": 1.5})
-    assert value("layer.exact_over_optsche", equal) == 1
-    assert value("layer.exact_over_optsche", equal, better, better) == pytest.approx(0.5)
-    assert value("layer.exact_over_optsche_worst", equal, better, worse) == pytest.approx(1.5)
-    assert "with both orders" in reason("layer.exact_over_optsche", cell("orders", {"optsche": 1.0}))
 
 
 def test_the_ablation_compares_its_first_and_last_step() -> None:

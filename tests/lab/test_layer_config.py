@@ -21,7 +21,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.task import Op
 from moesaic.routing.node_tokens import find_node_tokens
 from moesaic_lab.bounds import program_messages
-from moesaic_lab.layer.cells import BEST, SINGLES, all_ep, compiled, jobs, most_promising, singles
+from moesaic_lab.layer.cells import BEST, SINGLES, all_ep, jobs, most_promising, singles
 from moesaic_lab.layer.config import (
     TASK_US,
     Ablation,
@@ -315,16 +315,9 @@ def test_the_other_parts_make_their_jobs() -> None:
         "int8, 2 chunks",
     ]
     assert found[1].methods["2"].plan == Plan(chunks=2, codec="int8", backward_codec="int8")
-    assert {*found[2].methods, *found[2].same} == {"optsche", "fifo", "early", "exact"}
+    assert {*found[2].methods, *found[2].same} == {"optsche", "fifo", "early"}
     last = [plan.plan for plan in found[3].methods.values()]
     assert last[0] == Plan(order="fifo")
     assert last[1] == replace(last[0], codec="int8", backward_codec="int8")
     assert last[2] == replace(last[1], all_to_all="pipelined")
     assert last[3] == replace(last[2], order="optsche", chunks=2)
-
-
-def test_an_exact_order_gets_the_durations_of_links_and_accelerators() -> None:
-    place = replace(PLACE, gflops=0.001, tokens_per_rank=32)
-    made = compiled(place, all_ep(place), "none", chunks=4, all_to_all="multicast", order="exact")
-    plain = compiled(place, all_ep(place), "none", chunks=4, all_to_all="multicast")
-    assert sorted(t.name for t in made.forward.tasks) == sorted(t.name for t in plain.forward.tasks)

@@ -186,7 +186,7 @@ def test_a_small_run_on_a_bed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [row["method"] for row in rows if row["part"] == "adaptive_r"] == ["r=2", "r=1", "r=0"]
     switches = [row for row in rows if row["part"] == "switching"]
     assert {(row["messages"], row["allocated_bytes"]) for row in switches} == {(0, 0)}
-    assert {row["method"] for row in rows if row["part"] == "orders"} == {"optsche", "fifo", "early", "exact"}
+    assert {row["method"] for row in rows if row["part"] == "orders"} == {"optsche", "fifo", "early"}
     assert {claim["name"] for claim in told["claims"]} == {claim.name for claim in claims([])}
     assert "Virtual compute" in told["notes"]
     assert picture.read_text().count("<svg") == 1

@@ -151,7 +151,7 @@ def job_of(setting: Setting, locality: float) -> TravelJob:
     trace = routing(setting, locality, tokens=True)
     experts = np.stack([trace.experts(layer, 0) for layer in range(setting.num_layers)]).astype(np.int64)
     return TravelJob(
-        grid=setting.grid, compiled=compile_plan(Plan(), setting.grid, host_runs_compute=True),
+        grid=setting.grid, compiled=compile_plan(Plan(), setting.grid),
         methods={"plain": None, "two_stage": TwoStage(), "anywhere": Anywhere()}, experts=torch.from_numpy(experts),
         length=LAYER.tokens, dim=LAYER.dim, hidden=LAYER.hidden, num_experts=8, gflops=1e6, repeats=1,
     )  # fmt: skip
@@ -191,7 +191,7 @@ def test_ranks_move_samples_as_the_journey_says_and_save_its_bytes() -> None:
 
 def test_a_method_may_have_a_plan_of_its_own() -> None:
     job = job_of(SMALL, 0.2)
-    groups = compile_plan(Plan(peer_groups=2), SMALL.grid, host_runs_compute=True)
+    groups = compile_plan(Plan(peer_groups=2), SMALL.grid)
     job = replace(job, methods={"plain": None, "in groups": None}, plans={"in groups": groups})
 
     def rank(transport: AbstractTransport) -> list[Plan]:

@@ -12,6 +12,7 @@ from moesaic.errors import InputError
 from moesaic.plan import Plan, compile_plan
 from moesaic.plan.compile import moving
 from moesaic.program.grid import Grid
+from moesaic.program.order import ORDERS
 from moesaic.program.passes.relocate import INDEX
 from moesaic.program.task import Op
 from moesaic.program.text import to_text
@@ -92,7 +93,7 @@ def test_padded_capacities_are_multiples_as_the_spec_says(tp: int, etp: int, chu
 
 
 @pytest.mark.parametrize("schedule", ["s1", "s2", "s3"])
-@pytest.mark.parametrize("order", ["fifo", "early", "optsche", "exact"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_orders_permute_tasks_and_nothing_else(schedule: str, order: str) -> None:
     plan = Plan(schedule=schedule, chunks=2, all_to_all="hier2d", order=order)  # type: ignore[arg-type]
     fifo = compile_plan(replace(plan, order="fifo"), GRID)
@@ -101,22 +102,6 @@ def test_orders_permute_tasks_and_nothing_else(schedule: str, order: str) -> Non
         assert sorted(one.tasks, key=lambda t: t.name) == sorted(other.tasks, key=lambda t: t.name)
         assert (one.slots, one.inputs, one.outputs) == (other.slots, other.inputs, other.outputs)
     assert found.logical == fifo.logical
-
-
-def test_the_exact_order_reads_the_durations_it_is_given() -> None:
-    plan = Plan(schedule="s2", chunks=2, order="exact")
-    asked: list[str] = []
-
-    def seconds(program: object, grid: Grid) -> dict[str, float]:
-        asked.append(program.name)  # type: ignore[attr-defined]
-        return {task.name: 1.0 for task in program.tasks}  # type: ignore[attr-defined]
-
-    compile_plan(plan, GRID, durations=seconds)
-    assert len(asked) == 2
-    assert compile_plan(plan, GRID).digest == compile_plan(plan, GRID).digest
-    asked.clear()
-    compile_plan(replace(plan, order="optsche"), GRID, durations=seconds)
-    assert not asked
 
 
 def test_shapes_are_made_once_per_number_of_experts() -> None:
@@ -142,7 +127,7 @@ def test_codecs_are_refused_where_redundant_copies_would_drift_apart(codec: str)
     compile_plan(Plan(schedule="ted", **{codec: "int8"}), GRID)  # type: ignore[arg-type]
 
 
-MOVES = [Plan(), Plan(chunks=3, order="early"), Plan(peer_groups=2, all_to_all="hier2d"), Plan(order="exact", chunks=2)]
+MOVES = [Plan(), Plan(chunks=3, order="early"), Plan(peer_groups=2, all_to_all="hier2d"), Plan(order="fifo", chunks=2)]
 
 
 @pytest.mark.parametrize("plan", MOVES, ids=str)

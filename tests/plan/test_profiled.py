@@ -49,7 +49,7 @@ GRID = Grid(world=4, ep=4, ranks_per_node=2)
 
 def measured_seconds(found: PlannedStep, job: Job = JOB, profile: ClusterProfile = PROFILE) -> float:
     """Return a layer's time as `moesaic bench model` predicts it."""
-    made = compile_plan(found.plan, found.grid, host_runs_compute=True)
+    made = compile_plan(found.plan, found.grid)
     layer = job.step_model(profile.to_cluster(), found.grid.dp).layer
     return profiled_simulator(profile).layer_seconds(made.forward, made.backward, layer, made.grid)
 
@@ -161,7 +161,7 @@ def test_a_plan_table_starts_with_the_times_of_the_profile(tmp_path: Path) -> No
     around = StepCostModel(job.step_model(simulator.cluster, GRID.dp), GRID, simulator)
     even = []
     for plan in predictor.plans:
-        made = compile_plan(plan, GRID, host_runs_compute=True)
+        made = compile_plan(plan, GRID)
         there, back = simulator.passes(made.forward, made.backward, around.model.layer, made.grid)
         even.append(around.estimate(there, back).seconds)
     load = 8 * 64 * 2 / 4
@@ -180,19 +180,19 @@ def test_codecs_take_what_was_measured_of_them(codec: str) -> None:
     rates = {"int8": 2e9, "zfp": 1e8}
     free = replace(PROFILE, inside=fast, outside=fast, host=HostCosts(sharing=2.0), codecs=rates)
     layer = Workload(tokens=64, num_experts=8, top_k=2, dim=16, hidden=32, matrices=2, dtype="fp32")
-    made = compile_plan(Plan(codec=codec), GRID, host_runs_compute=True)
+    made = compile_plan(Plan(codec=codec), GRID)
     coded = profiled_simulator(free).run(made.forward, layer, made.grid).seconds
     slow = replace(free, codecs={"int8": 1e9, "zfp": 0.5e8})
     slower = profiled_simulator(slow).run(made.forward, layer, made.grid).seconds
     row_bytes = layer.tokens * layer.top_k * layer.dim * 4
     assert slower - coded == pytest.approx(2 * 2.0 * row_bytes / rates[codec], rel=1e-6)
-    none = compile_plan(Plan(), GRID, host_runs_compute=True)
+    none = compile_plan(Plan(), GRID)
     plain = profiled_simulator(free).run(none.forward, layer, none.grid).seconds
     assert coded - plain == pytest.approx(slower - coded, rel=1e-3), "nothing else costs the host"
 
 
 def test_a_simulator_of_a_profile_is_one_of_its_cluster() -> None:
-    made = compile_plan(Plan(chunks=2), GRID, host_runs_compute=True)
+    made = compile_plan(Plan(chunks=2), GRID)
     layer = Workload(tokens=64, num_experts=8, top_k=2, dim=16, hidden=32, matrices=2, dtype="fp32")
     measured, described = profiled_simulator(PROFILE), Simulator(PROFILE.to_cluster())
     ours, plain = (each.run(made.forward, layer, made.grid) for each in (measured, described))

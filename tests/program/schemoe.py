@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import combinations
 
 from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Stage, Task
-from moesaic.program.timeline import lay_out
 
 PASSES = ("C1", "A1", "D1", "E", "C2", "A2", "D2")
 MOVED = ("A1", "A2")
@@ -125,27 +123,6 @@ def _pareto(states: set[tuple[float, ...]]) -> set[tuple[float, ...]]:
         if not any(all(a <= b for a, b in zip(other, state)) for other in best):
             best.append(state)
     return set(best)
-
-
-def best_of_all_lists(program: Program, seconds: dict[str, float], *, host_runs_compute: bool) -> float:
-    """Return the smallest makespan over all legal lists of a small program's tasks."""
-    return min(
-        lay_out(ordered, seconds, host_runs_compute=host_runs_compute).makespan for ordered in all_lists(program)
-    )
-
-
-def all_lists(program: Program) -> Iterator[Program]:
-    """Yield the program in every legal order."""
-
-    def extend(tasks: tuple[Task, ...], left: tuple[Task, ...], written: frozenset[str]) -> Iterator[tuple[Task, ...]]:
-        if not left:
-            yield tasks
-        for number, task in enumerate(left):
-            if written.issuperset(task.reads):
-                yield from extend((*tasks, task), left[:number] + left[number + 1 :], written.union(task.writes))
-
-    for tasks in extend((), program.tasks, frozenset(program.inputs)):
-        yield replace(program, tasks=tasks)
 
 
 def random_program(rng: random.Random, num_tasks: int, lanes: tuple[Lane, ...]) -> Program:

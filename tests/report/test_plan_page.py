@@ -10,7 +10,8 @@ pytest.importorskip("plotly")
 
 from moesaic.cost.cluster import read_cluster
 from moesaic.cost.simulate import Simulator
-from moesaic.plan.candidates import Pins, compile_on
+from moesaic.plan.candidates import Pins
+from moesaic.plan.compile import compile_plan
 from moesaic.plan.model import Job
 from moesaic.plan.model_shape import ModelShape, MoEShape
 from moesaic.plan.search import Settings, search
@@ -52,7 +53,7 @@ def test_the_bars_of_a_step_are_its_parts_and_end_with_it(again: bool) -> None:
     job = Job(batch_size=16, accumulation=3, model=shape)
     best = search(job, H100, Settings(pins=Pins(tp=1, ep=8, etp=1), keep=1)).best
     layer, simulator = job.step_model(H100, best.grid.dp).layer, Simulator(H100)
-    compiled = compile_on(best.plan, best.grid, simulator, layer)
+    compiled = compile_plan(best.plan, best.grid)
     timelines = {
         name: simulator.run(program, layer, compiled.grid).timeline
         for name, program in (("forward", compiled.forward), ("backward", compiled.backward))

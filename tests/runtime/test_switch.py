@@ -30,7 +30,7 @@ MIXED = [
     Plan(schedule="s3", chunks=2),
     Plan(schedule="baseline"),
     Plan(schedule="s2", gather_weights=0, all_to_all="pipelined"),
-    Plan(schedule="s1", gather_weights=1, order="exact", chunks=2),
+    Plan(schedule="s1", gather_weights=1, order="early", chunks=2),
     Plan(),
 ]
 PADDED = Capacity.fixed(2.0, scope="rank", padded=True)

@@ -241,7 +241,7 @@ def measure(jobs: Sequence[BalanceJob]) -> list[BalanceFound]:
     """
     hold_still(dist.get_rank())
     transport, grid = open_transport(name="sockets"), jobs[0].case.place.grid
-    plans = {name: compile_plan(each.plan, grid, host_runs_compute=True) for name, each in jobs[0].methods.items()}
+    plans = {name: compile_plan(each.plan, grid) for name, each in jobs[0].methods.items()}
     return [measure_case(job, plans, transport) for job in jobs]
 
 

@@ -108,10 +108,6 @@ def claims(cells: Sequence[LayerCell]) -> list[Claim]:
     def of(section: str) -> list[LayerCell]:
         return some([cell for cell in cells if cell.job.section == section], f"of {section}")
 
-    def exact() -> list[float]:
-        both = [cell for cell in of("orders") if {"exact", "optsche"} <= {*cell.timings, *cell.job.same}]
-        return [bounded(cell, "exact", "optsche") for cell in some(both, "with both orders")]
-
     def switching(seconds: Callable[[Switch], float]) -> float:
         shares = [
             seconds(s) / cell.timings[name].median for cell in of("adaptive_r") for name, s in cell.switches.items()
@@ -124,8 +120,6 @@ def claims(cells: Sequence[LayerCell]) -> list[Claim]:
         claimed("layer.switch_cost_share", lambda: switching(lambda s: s.again_seconds), 0.01),
         claimed("layer.first_switch_share", lambda: switching(lambda s: s.first_seconds + s.first_call_seconds), None),
         claimed("layer.fixed_r_over_adaptive", lambda: fixed_over_adaptive(of("adaptive_r")), None, ">="),
-        claimed("layer.exact_over_optsche", lambda: statistics.median(exact()), 1.0),
-        claimed("layer.exact_over_optsche_worst", lambda: max(exact()), None),
         claimed("layer.schemoe_ablation", lambda: ablation(of("ablation")), 2.0, ">="),
     ]  # fmt: skip
 

@@ -12,10 +12,8 @@ from moesaic.cost.simulate import Simulator
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.candidates import SearchSpace, candidates
-from moesaic.plan.compile import Durations
 from moesaic.plan.plan import Codec
 from moesaic.program.grid import Grid
-from moesaic.program.task import Program
 from moesaic_lab.layer.config import (
     Ablation,
     AdaptiveR,
@@ -37,8 +35,6 @@ SINGLES = {
     "s3": Plan(schedule="s3"),
 }
 """Plans of a single schedule each, by name."""
-RESOLUTION = 1e-4
-"""Seconds to which durations are rounded for the exact order, so that it leaves OptSche's order only for a larger gain."""
 COMPETE = ("ted", "s1", "s2")
 """Schedules that the best plan must not be slower than."""
 
@@ -161,7 +157,7 @@ def pipelining(part: Pipelining) -> Iterator[LayerJob]:
     for codec in part.codecs:
         yield LayerJob(
             label=f"chunks, {coded(codec)}", place=part, grid=grid,
-            methods={str(n): compiled(part, grid, codec, chunks=n) for n in part.chunks},
+            methods={str(n): compiled(grid, codec, chunks=n) for n in part.chunks},
         )  # fmt: skip
 
 
@@ -169,7 +165,7 @@ def orders(part: Orders) -> Iterator[LayerJob]:
     """Yield the job that compares orders of one program's tasks; identical orders are timed once."""
     grid = all_ep(part)
     plans = {
-        str(name): compiled(part, grid, part.codec, chunks=part.chunks, all_to_all=part.all_to_all, order=name)
+        str(name): compiled(grid, part.codec, chunks=part.chunks, all_to_all=part.all_to_all, order=name)
         for name in part.orders
     }
     methods, same = distinct(plans, in_order=True)
@@ -182,7 +178,7 @@ def orders(part: Orders) -> Iterator[LayerJob]:
 def codecs(part: Codecs) -> Iterator[LayerJob]:
     """Yield the job that compares all codecs."""
     grid = all_ep(part)
-    methods = {str(codec): compiled(part, grid, codec, chunks=part.chunks) for codec in part.codecs}
+    methods = {str(codec): compiled(grid, codec, chunks=part.chunks) for codec in part.codecs}
     yield LayerJob(label=f"{part.chunks} chunks", place=part, grid=grid, methods=methods)
 
 
@@ -190,10 +186,10 @@ def ablation(part: Ablation) -> Iterator[LayerJob]:
     """Yield the job that adds ScheMoE's steps one by one: a codec, both lanes at once, chunks in OptSche's order."""
     grid, codec = all_ep(part), part.codec
     methods = {
-        "plain": compiled(part, grid, "none", order="fifo"),
-        f"+ {codec}": compiled(part, grid, codec, order="fifo"),
-        "+ pipelined all-to-all": compiled(part, grid, codec, order="fifo", all_to_all="pipelined"),
-        "+ schedule": compiled(part, grid, codec, all_to_all="pipelined", chunks=part.chunks),
+        "plain": compiled(grid, "none", order="fifo"),
+        f"+ {codec}": compiled(grid, codec, order="fifo"),
+        "+ pipelined all-to-all": compiled(grid, codec, order="fifo", all_to_all="pipelined"),
+        "+ schedule": compiled(grid, codec, all_to_all="pipelined", chunks=part.chunks),
     }
     yield LayerJob(label=f"{codec}, {part.chunks} chunks", place=part, grid=grid, methods=methods)
 
@@ -210,26 +206,9 @@ def all_ep(place: LayerPlace) -> Grid:
     return Grid(world=place.bed.world, ep=place.bed.world, ranks_per_node=place.ranks_per_node)
 
 
-def compiled(place: LayerPlace, grid: Grid, codec: Codec, **choices: object) -> Compiled:
-    """Compile a plan with the same codec in both directions.
-
-    Args:
-        place: gives the durations for an exact order.
-        grid: the mesh.
-        codec: codec of the rows forward and of their gradients backward.
-        choices: further fields of `Plan`.
-    """
-    plan = Plan(codec=codec, backward_codec=codec, **choices)  # type: ignore[arg-type]
-    simulator = Simulator(place.cluster)
-    durations: Durations | None = None
-    if plan.order == "exact":
-
-        def rounded(program: Program, of_grid: Grid) -> dict[str, float]:
-            seconds = simulator.durations(program, place.workload(of_grid.tp), of_grid)
-            return {name: round(length / RESOLUTION) * RESOLUTION for name, length in seconds.items()}
-
-        durations = rounded
-    return compile_plan(plan, grid, durations=durations, host_runs_compute=True)
+def compiled(grid: Grid, codec: Codec, **choices: object) -> Compiled:
+    """Compile a plan with the same codec in both directions; `choices` are further fields of `Plan`."""
+    return compile_plan(Plan(codec=codec, backward_codec=codec, **choices), grid)  # type: ignore[arg-type]
 
 
 def singles(grid: Grid) -> dict[str, Compiled]:

@@ -136,7 +136,7 @@ class Pipelining(LayerPlace):
 class Orders(LayerPlace):
     """The part that compares orders of one program's tasks."""
 
-    orders: tuple[Order, ...] = ("optsche", "fifo", "early", "exact")
+    orders: tuple[Order, ...] = ("optsche", "fifo", "early")
     """Orders to compare; the first is the reference."""
     chunks: int = 2
     """Chunks of the program."""

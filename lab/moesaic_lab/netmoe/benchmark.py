@@ -108,7 +108,7 @@ def on_bed(name: str, repeats: int) -> Rows:
             trace = routing(setting, locality, tokens=True)
             experts = np.stack([trace.experts(layer, 0) for layer in range(setting.num_layers)])
             job = TravelJob(
-                grid=setting.grid, compiled=compile_plan(Plan(), setting.grid, host_runs_compute=True), methods=METHODS,
+                grid=setting.grid, compiled=compile_plan(Plan(), setting.grid), methods=METHODS,
                 experts=torch.from_numpy(experts.astype(np.int64)), length=BED_LAYER.tokens, dim=BED_LAYER.dim,
                 hidden=BED_LAYER.hidden, num_experts=BED_LAYER.num_experts, gflops=GFLOPS, repeats=repeats,
             )  # fmt: skip

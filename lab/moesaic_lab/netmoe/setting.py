@@ -151,7 +151,7 @@ class Costs:
     def __init__(self, setting: Setting, cluster: ClusterSpec, plan: Plan | None = None) -> None:
         plan = plan or Plan()
         self.setting, self._layer = setting, setting.on_a_rank
-        self._plain: Compiled = compile_plan(plan, setting.grid, host_runs_compute=cluster.host.runs_compute)
+        self._plain: Compiled = compile_plan(plan, setting.grid)
         self._moving = moving(self._plain)
         self._shapes = LayoutIndex(setting.grid, self._layer.num_experts, setting.slots, parts=1)
         self._simulator = Simulator(cluster)

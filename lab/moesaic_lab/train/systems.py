@@ -164,5 +164,5 @@ def _parallelize(
     grid = Grid(world=world, ep=world // etp, etp=etp, ranks_per_node=config.ranks_per_node)
     for module in list(model.modules()):
         if isinstance(module, MoE):
-            compiled = compile_plan(candidate.plan, grid, bias=bool(module.experts.names[1]), host_runs_compute=True)
+            compiled = compile_plan(candidate.plan, grid, bias=bool(module.experts.names[1]))
             module.parallelize(Mesh(grid, transport), compiled)

@@ -26,7 +26,8 @@ from moesaic.cost.workload import read_counts
 from moesaic.errors import InputError
 from moesaic.plan.algorithm1 import RULES, choose
 from moesaic.plan.answer import Speed, again, changes, cost_of_skew, in_words, longer_by_rank_skew, remedies, speed_of
-from moesaic.plan.candidates import Pins, SearchSpace, compile_on, name_of
+from moesaic.plan.candidates import Pins, SearchSpace, name_of
+from moesaic.plan.compile import compile_plan
 from moesaic.plan.files import write_planned
 from moesaic.plan.hub import HubShape
 from moesaic.plan.loads import typical_counts
@@ -242,7 +243,7 @@ def _write_page(options: PlanOptions, lines: list[str], job: Job, result: Result
 
     best, cluster = result.best, simulator.cluster
     layer = job.step_model(cluster, best.grid.dp).layer
-    compiled = compile_on(best.plan, best.grid, simulator, layer)
+    compiled = compile_plan(best.plan, best.grid)
     timelines = {
         name: simulator.run(program, layer, compiled.grid).timeline
         for name, program in (("forward", compiled.forward), ("backward", compiled.backward))

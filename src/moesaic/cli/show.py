@@ -22,8 +22,7 @@ from moesaic.cost.workload import Workload, uniform_counts
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.budget import CountedCall, MemoryBudget
-from moesaic.plan.candidates import compile_on
-from moesaic.plan.compile import moving
+from moesaic.plan.compile import compile_plan, moving
 from moesaic.plan.files import read_plan, write_plan
 from moesaic.plan.plan import Crossing
 from moesaic.program.all_to_all.volume import traffic
@@ -130,7 +129,7 @@ def run(arguments: Sequence[str]) -> int:
     grid = Grid(**vars(options.mesh))
     cluster = _cluster(options)
     layer, simulator = options.layer.workload, Simulator(cluster)
-    unmoved = compile_on(plan, grid, simulator, layer)
+    unmoved = compile_plan(plan, grid)
     compiled = moving(unmoved) if options.samples else unmoved
     sizes = sizes_of(compiled.forward, layer, compiled.grid)
     if options.samples:

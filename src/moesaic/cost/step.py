@@ -11,7 +11,7 @@ layer into one. Neither waits for the other, so one can send while the other com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,8 +28,9 @@ from moesaic.cost.timing import Simulated
 from moesaic.cost.topology import Topology, check_fit
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.program.order.exact import search
+from moesaic.program.order.graph import predecessors
 from moesaic.program.task import Kind, Op, Program, Slot, Stage, Task
+from moesaic.program.timeline import IDLE, Free, durations, place
 
 BEFORE, BEHIND = "before", "behind"
 """Names of the tasks that stand for the rest of a block. The caller knows their durations."""
@@ -56,6 +57,31 @@ def together(forward: Program, backward: Program) -> Program:
         inputs=tuple(name for name in (*first.inputs, *second.inputs) if name not in before.writes),
         outputs=(*first.outputs, *second.outputs, behind.name),
     )
+
+
+def soonest_first(program: Program, seconds: Mapping[str, float]) -> Program:
+    """Return the program in the order of list scheduling: of the tasks that are ready, the one that can start soonest.
+
+    Args:
+        program: the program; its order decides among tasks that can start at the same time.
+        seconds: duration of each task by name.
+    """
+    lengths, needs = durations(program, seconds), [set(waits) for waits in predecessors(program)]
+    ends, free, order = [0.0] * len(lengths), IDLE, list[int]()
+    waiting = list(range(len(lengths)))
+
+    def placed(number: int, free: Free) -> tuple[Free, float]:
+        ready = max((ends[other] for other in needs[number]), default=0.0)
+        return place(free, program.tasks[number].lane, lengths[number], ready, host_runs_compute=False)
+
+    while waiting:
+        ready = [(placed(each, free)[1], each) for each in waiting if needs[each] <= {*order}]
+        number = min(ready)[1]
+        free, start = placed(number, free)
+        ends[number] = start + lengths[number]
+        order.append(number)
+        waiting.remove(number)
+    return replace(program, tasks=tuple(program.tasks[number] for number in order))
 
 
 def _named(program: Program, prefix: str) -> Program:
@@ -263,8 +289,8 @@ class StepCostModel:
     def simulate_overlapped(self, forward: Program, backward: Program, grid: Grid) -> Simulated:
         """Simulate the MoE programs of two micro-batches at once.
 
-        Attention precedes the forward program and follows the backward program. All tasks form one program in the best
-        order that the exact search finds, so one micro-batch can send while the other computes, as in DualPipe
+        Attention precedes the forward program and follows the backward program. All tasks form one program in which
+        the task that can start soonest comes next, so one micro-batch can send while the other computes, as in DualPipe
         (DeepSeek-V3, section 3.2.1) and Megatron.
 
         Args:
@@ -274,8 +300,8 @@ class StepCostModel:
         """
         joined, layer = together(forward, backward), self.model.layer
         known = {BEFORE: self.forward.attention, BEHIND: 2 * self.forward.attention}
-        durations = self.simulator.durations(joined, layer, grid) | known
-        return self.simulator.run(search(joined, durations).program, layer, grid, known=known)
+        seconds = self.simulator.durations(joined, layer, grid) | known
+        return self.simulator.run(soonest_first(joined, seconds), layer, grid, known=known)
 
     def _run_seconds(self, run: StageRun, forward: Simulated, backward: Simulated) -> float:
         """Return the seconds of a micro-batch in a run of layers, forward and backward."""

@@ -20,8 +20,8 @@ from moesaic.cost.step import StepCostModel
 from moesaic.cost.timing import SpecTiming
 from moesaic.cost.workload import uniform_counts
 from moesaic.errors import InputError
-from moesaic.plan.candidates import Pins, compile_on, layouts, name_of
-from moesaic.plan.compile import Compiled
+from moesaic.plan.candidates import Pins, layouts, name_of
+from moesaic.plan.compile import Compiled, compile_plan
 from moesaic.plan.loads import simulate_counts
 from moesaic.plan.model import Job
 from moesaic.plan.plan import Plan
@@ -149,7 +149,7 @@ def again(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, 
     """
     simulator = Simulator(cluster)
     cost_model = StepCostModel(job.step_model(cluster, planned.grid.dp), planned.grid, simulator)
-    compiled = compile_on(planned.plan, planned.grid, simulator, cost_model.model.layer)
+    compiled = compile_plan(planned.plan, planned.grid)
     programs = compiled.forward, compiled.backward
     memory = cost_model.memory(*programs, compiled.grid, memory_budget=planned.plan.memory_budget)
     return cost_model.estimate(*simulator.passes(*programs, cost_model.model.layer, compiled.grid)).seconds, memory
@@ -218,7 +218,7 @@ def longer_by_rank_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep) ->
 def _replica(job: Job, planned: PlannedStep, simulator: Simulator) -> Compiled | None:
     """Return a plan compiled for one replica of the experts, on whole nodes; None if it has more than `APART` ranks."""
     grid, cluster = planned.grid, simulator.cluster
-    small = compile_on(planned.plan, grid, simulator, job.step_model(cluster, grid.dp).layer)
+    small = compile_plan(planned.plan, grid)
     unit = max(grid.ep * grid.etp, cluster.devices_per_node, grid.tp)
     if unit > APART:
         return None
@@ -352,7 +352,7 @@ def _smallest_bytes(job: Job, cluster: ClusterSpec, settings: Settings) -> float
     sizes = []
     for cost_model in by_ep.values():
         try:
-            compiled = compile_on(Plan(order="fifo"), cost_model.grid, simulator, cost_model.model.layer)
+            compiled = compile_plan(Plan(order="fifo"), cost_model.grid)
             sizes.append(cost_model.memory(compiled.forward, compiled.backward, compiled.grid).total)
         except InputError:
             continue

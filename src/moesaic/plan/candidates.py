@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan.compile import Compiled, compile_plan, durations_on
+from moesaic.plan.compile import Compiled, compile_plan
 from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Codec, Order, Plan, Schedule
 from moesaic.program.all_to_all import ALL_TO_ALLS
@@ -101,12 +99,6 @@ def _refusal(job: Job, grid: Grid) -> str:
         if size % ranks:
             return f"{axis}={ranks} does not divide {name}={size}".replace(", =", ", ")
     return ""
-
-
-def compile_on(plan: Plan, grid: Grid, simulator: Simulator, layer: Workload) -> Compiled:
-    """Compile a plan for a layer on a mesh of the cluster of a simulator, with the task durations of that cluster."""
-    on_cpu = simulator.cluster.host.runs_compute
-    return compile_plan(plan, grid, durations=durations_on(simulator, layer), host_runs_compute=on_cpu)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any
 
 import numpy as np
 
@@ -15,10 +14,7 @@ from moesaic.balance import REPLICATION_POLICIES
 from moesaic.balance.replication import NO_REPLICATION
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.codecs import codec_spec
-from moesaic.cost.cluster import Machine
 from moesaic.cost.held import ExpertSizes, HeldBytes
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
 from moesaic.plan.plan import Crossing, Plan
 from moesaic.program.build import SCHEDULES
@@ -40,9 +36,6 @@ from moesaic.program.text import to_text
 from moesaic.program.transpose import saved, transpose, up_to_experts
 from moesaic.program.validate import validate
 
-Durations = Callable[[Program, Grid], Mapping[str, float]]
-"""Function of a lowered program and its grid that returns the seconds of every task, identically on all ranks."""
-
 
 @dataclass(frozen=True)
 class Compiled:
@@ -62,8 +55,6 @@ class Compiled:
     policies without a choice."""
     again: Program | None = None
     """The part of the forward program that recomputes a slice before its backward program; None without a memory budget."""
-    is_assumed: bool = False
-    """Whether the order was searched with the task durations of an assumed typical layer."""
 
     @cached_property
     def is_multicast(self) -> bool:
@@ -117,42 +108,25 @@ class Compiled:
         return cache(partial(HeldBytes, (self.forward, self.backward)))
 
 
-def compile_plan(
-    plan: Plan,
-    grid: Grid,
-    *,
-    bias: bool = False,
-    durations: Durations | None = None,
-    host_runs_compute: bool = False,
-) -> Compiled:
+def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
     """Compile a plan for a mesh.
 
     Args:
         plan: the plan.
         grid: the mesh.
         bias: whether the experts also have parameters that all of their shards share.
-        durations: task durations for the exact order, such as `durations_on` returns; None for those of an assumed typical
-            layer with the default rates of `cost.Machine`.
-        host_runs_compute: True on CPU, where the thread that issues movements also computes; the exact order considers it.
 
     Raises:
         InputError: if the plan does not fit the mesh, or if two of its choices clash; the message names both.
     """
-    how: dict[str, Any] = {"bias": bias, "durations": durations, "host_runs_compute": host_runs_compute}
     unreplicated = None
     if plan.replicates:
         options = tuple(REPLICATION_POLICIES[plan.replication](ReplicationCosts()).option_plans(plan, grid))
         if options:
-            return _with_options(plan, grid, options, how)
-        unreplicated = compile_plan(replace(plan, replication=NO_REPLICATION), grid, **how)
+            return _with_options(plan, grid, options, bias)
+        unreplicated = compile_plan(replace(plan, replication=NO_REPLICATION), grid, bias=bias)
     logical, grid = _logical(plan, grid, bias)
-    programs, is_assumed = [], False
-
-    def seconds(program: Program) -> Mapping[str, float]:
-        nonlocal is_assumed
-        is_assumed = durations is None
-        return (durations or _nominal)(program, grid)
-
+    programs = []
     for program, codec in ((logical, plan.codec), (transpose(logical), plan.backward_codec)):
         is_forward = program is logical
         program = halve_reduce(program)
@@ -160,14 +134,14 @@ def compile_plan(
             program = overlap_gather(program, grid, required=is_forward)
         program = route_all_to_all(program, plan.link, grid)
         program = compress(program, codec, grid)
-        program = ORDERS[plan.order](program, partial(seconds, program), host_runs_compute=host_runs_compute)
+        program = ORDERS[plan.order](program)
         program = side_by_side(program)
         validate(program)
         programs.append(program)
     again = None if plan.memory_budget is None else up_to_experts(programs[0], saved(logical))
     if again is not None:
         validate(again)
-    return Compiled(plan, grid, logical, programs[0], programs[1], unreplicated, again=again, is_assumed=is_assumed)
+    return Compiled(plan, grid, logical, programs[0], programs[1], unreplicated, again=again)
 
 
 def moving(compiled: Compiled) -> Compiled:
@@ -195,14 +169,14 @@ def moving(compiled: Compiled) -> Compiled:
     return replace(compiled, logical=logical, forward=forward, backward=backward)
 
 
-def _with_options(plan: Plan, grid: Grid, choices: Sequence[Plan], how: Mapping[str, Any]) -> Compiled:
+def _with_options(plan: Plan, grid: Grid, choices: Sequence[Plan], bias: bool) -> Compiled:
     """Compile a plan with all plans that its replication policy may choose; options that do not fit are left out.
 
     Args:
         plan: the plan.
         grid: the mesh.
         choices: plans of the policy; the first has no replication, the second replicates.
-        how: the other arguments of `compile_plan`.
+        bias: see `compile_plan`.
 
     Raises:
         InputError: if one of the first two choices does not fit.
@@ -210,7 +184,7 @@ def _with_options(plan: Plan, grid: Grid, choices: Sequence[Plan], how: Mapping[
     options: list[Compiled] = []
     for number, option in enumerate(choices):
         try:
-            options.append(compile_plan(option, grid, **how))
+            options.append(compile_plan(option, grid, bias=bias))
         except InputError:
             if number < 2:
                 raise
@@ -230,26 +204,6 @@ def for_call(compiled: Compiled, replicated: np.ndarray | None) -> Compiled:
     if compiled.unreplicated is None or replicated is None or replicated.any():
         return compiled
     return compiled.unreplicated
-
-
-def durations_on(simulator: Simulator, layer: Workload) -> Durations:
-    """Return a function that gives the task durations of a layer on the cluster of a simulator, under even routing.
-
-    Durations are rounded to nanoseconds: all ranks must search with equal ones, and the last bits differ between processors.
-    """
-
-    def rounded(program: Program, grid: Grid) -> Mapping[str, float]:
-        seconds = simulator.durations(program, layer, grid)
-        return {name: round(duration, 9) for name, duration in seconds.items()}
-
-    return rounded
-
-
-def _nominal(program: Program, grid: Grid) -> Mapping[str, float]:
-    """Return the task durations of an assumed layer: 1024 by 2816, SwiGLU, 4096 tokens per group, two experts per token."""
-    num_experts = 2 * grid.ep * max(grid.nodes_per_replica, 1)
-    layer = Workload(tokens=4096, num_experts=num_experts, top_k=2, dim=1024, hidden=2816)
-    return durations_on(Simulator(Machine().to_cluster(grid)), layer)(program, grid)
 
 
 def _check_deepep(plan: Plan, grid: Grid) -> None:

@@ -21,7 +21,7 @@ from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
 from moesaic.cost.step_model import COSTS, PARTS, Part, Sharded, StageRun, StepModel
 from moesaic.errors import InputError
-from moesaic.plan.candidates import compile_on
+from moesaic.plan.compile import compile_plan
 from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Crossing, Plan
 from moesaic.plan.search import PlannedStep
@@ -318,7 +318,7 @@ def predict(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> PlannedStep
     whole_step = replace(whole_step, micro_batches=batch // (groups * layout.micro_batch))
     step, simulator = _largest_stage(whole_step, layout), Simulator(cluster)
     step = replace(step, runs=_runs(job, whole_step, step, layout.mtp))
-    cost_model, compiled = StepCostModel(step, grid, simulator), compile_on(plan, grid, simulator, step.layer)
+    cost_model, compiled = StepCostModel(step, grid, simulator), compile_plan(plan, grid)
     programs = compiled.forward, compiled.backward
     forward, backward = map(in_pieces, programs) if by_deepep else programs
     forward_run, backward_run = simulator.passes(forward, backward, step.layer, compiled.grid)

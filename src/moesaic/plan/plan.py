@@ -76,7 +76,7 @@ class StaticPlan:
     """Codec of gradients that cross ep in the backward pass."""
     order: Order = "optsche"
     """Order of tasks. optsche: ScheMoE's, all dispatches first, then expert by expert; early: each movement as early as
-    possible; fifo: chunk after chunk; exact: searched, never slower than the others by the known task durations."""
+    possible; fifo: chunk after chunk."""
 
     def __post_init__(self) -> None:
         _check_kinds(self)

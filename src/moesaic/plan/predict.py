@@ -18,7 +18,8 @@ from moesaic.cost.cluster import ClusterSpec, Device, Host, Link, Tflops
 from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import StepCostModel
 from moesaic.cost.workload import Workload
-from moesaic.plan.candidates import Pins, compile_on
+from moesaic.plan.candidates import Pins
+from moesaic.plan.compile import compile_plan
 from moesaic.plan.loads import simulate_counts, simulate_even
 from moesaic.plan.model import Job, job_of
 from moesaic.plan.model_shape import ModelShape, MoEShape
@@ -73,8 +74,7 @@ class Predictor:
         self.plans = tuple(plans)
         self._simulator = simulator or Simulator(cluster)
         self._cost_model = StepCostModel(job.step_model(cluster, grid.dp), grid, self._simulator)
-        layer = self._cost_model.model.layer
-        self._compiled = [compile_on(plan, grid, self._simulator, layer) for plan in self.plans]
+        self._compiled = [compile_plan(plan, grid) for plan in self.plans]
 
     @classmethod
     def of(

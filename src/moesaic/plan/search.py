@@ -24,8 +24,8 @@ from moesaic.cost.simulate import Simulator
 from moesaic.cost.step import Estimate, StepCostModel, mean_of
 from moesaic.cost.timing import Simulated
 from moesaic.errors import InputError
-from moesaic.plan.candidates import Pins, SearchSpace, compile_on, layouts, name_of
-from moesaic.plan.compile import Compiled
+from moesaic.plan.candidates import Pins, SearchSpace, layouts, name_of
+from moesaic.plan.compile import Compiled, compile_plan
 from moesaic.plan.loads import fit_counts, simulate_counts
 from moesaic.plan.model import Job
 from moesaic.plan.plan import AllToAll, Codec, Plan, Schedule
@@ -310,7 +310,7 @@ class _Search:
         key = (cost_model.grid, plan)
         if key not in self.tried:
             try:
-                compiled = compile_on(plan, cost_model.grid, self.simulator, cost_model.model.layer)
+                compiled = compile_plan(plan, cost_model.grid)
                 forward, backward = self._run(cost_model, compiled)
             except InputError as error:
                 self.refusal = str(error)
@@ -354,7 +354,7 @@ class _Search:
             self.progress("simulating under counts", number, len(best))
             cost_model = StepCostModel(self.job.step_model(self.cluster, planned.grid.dp), planned.grid, self.simulator)
             layer = cost_model.model.layer
-            compiled = compile_on(planned.plan, planned.grid, self.simulator, layer)
+            compiled = compile_plan(planned.plan, planned.grid)
             tables = [fit_counts(table, planned.grid.dp, layer) for table in counts]
             runs = [simulate_counts(self.simulator, compiled, layer, table) for table in tables]
             reranked.append(

@@ -1,6 +1,6 @@
 """Computes when each task of a program runs, given the duration of each task: the program laid out on its lanes.
 
-A single rule decides (`place`), which the exact search for an order uses too. Contention between lanes, launch costs
+A single rule decides (`place`). Contention between lanes, launch costs
 and the sizes behind the durations belong to the cost model.
 """
 

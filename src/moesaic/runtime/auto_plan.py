@@ -1,27 +1,20 @@
-"""Chooses the plan of a mesh's layers, or the order of their tasks, from times measured during training.
+"""Chooses the plan of a mesh's layers from times measured during training.
 
 `plan="auto"` compares times of whole steps. After two steps, the first rank searches candidate plans for the layers' sizes; the
 links need not be known. Then every candidate runs for a few steps, all layers under the same one, and the ranks agree on the
 slowest rank's time. The plan table (`plan/table.py`) decides when to switch, which moves no weight. Plans are equivalent, so
 times decide only how a layer runs, not what it computes.
-
-`Plan(order="exact")` uses times of tasks if the cluster is unknown. Layers start with the order for a medium-sized layer. After
-one step, `TIMED` steps run every task separately: its messages must arrive before the next task starts, and all ranks start it
-together. Then the ranks agree on the slowest rank's times and switch to the order that is best by them. An order changes only
-when tasks run, not what they compute.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -40,7 +33,6 @@ from moesaic.plan.predict import Predictor, layer_job
 from moesaic.plan.table import PlanTable, TableSettings
 from moesaic.runtime.expert_parallel import ExpertParallel
 from moesaic.runtime.routing_cache import is_recomputing
-from moesaic.runtime.tasks import TaskClock
 
 PLANS = 7
 """Number of candidates besides the first plan: a race of eight takes 52 steps."""
@@ -226,13 +218,10 @@ class AutoPlan(AbstractStepChooser):
 
     def _switch(self, table: PlanTable, number: int) -> None:
         """Run all layers under a plan from now on. Layers with and without biases get one compiled plan each."""
-        on_cpu = self._transport.device.type == "cpu"
         for on_mesh, experts, _ in self._members():
             key = (number, bool(experts.names[1]))
             if key not in self._compiled:
-                self._compiled[key] = compile_plan(
-                    table.plans[number], self._grid, bias=key[1], host_runs_compute=on_cpu
-                )
+                self._compiled[key] = compile_plan(table.plans[number], self._grid, bias=key[1])
             on_mesh.use(self._compiled[key], experts)
 
     def _log_choice(self, table: PlanTable, *, again: bool) -> None:
@@ -245,58 +234,3 @@ class AutoPlan(AbstractStepChooser):
         )
         if self._transport.rank == 0:
             LOG.warning(self.said[-1])
-
-
-UNTIMED = 1
-"""Number of steps before tasks are timed."""
-TIMED = 3
-"""Number of steps that time tasks; the median over all their calls is used."""
-
-
-class MeasuredOrder(AbstractStepChooser):
-    """Searches the task order of all layers on a mesh that have an order by assumed times. Get it with `MeasuredOrder.of`.
-
-    Args:
-        mesh: the mesh of the layers.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        super().__init__(mesh)
-        self._clocks: dict[bytes, TaskClock] = {}
-        self._reordered_plans: dict[bytes, Compiled] = {}
-
-    def join(
-        self, on_mesh: ExpertParallel, experts: AbstractExperts, hidden: int, parameters: Callable[[], Iterable[Tensor]]
-    ) -> None:
-        """Add a layer, unless its programs differ between calls, as under plans that replicate or have a memory budget."""
-        if not on_mesh.compiled.replicates and on_mesh.compiled.again is None:
-            super().join(on_mesh, experts, hidden, parameters)
-
-    def _reset(self) -> None:
-        self._clocks.clear()
-        self._reordered_plans.clear()
-
-    def _end_step(self) -> None:
-        if self._steps == UNTIMED:
-            for on_mesh, _, _ in self._members():
-                on_mesh.clock = self._clocks.setdefault(on_mesh.compiled.digest, TaskClock(self._transport))
-        elif self._steps == UNTIMED + TIMED:
-            for on_mesh, experts, _ in self._members():
-                digest, on_mesh.clock = on_mesh.compiled.digest, None
-                if digest not in self._reordered_plans:
-                    self._reordered_plans[digest] = self._reordered(on_mesh.compiled, self._clocks[digest])
-                on_mesh.use(self._reordered_plans[digest], experts)
-
-    def _reordered(self, compiled: Compiled, clock: TaskClock) -> Compiled:
-        """Return the plan in its best order by the ranks' times; in its present order if any task never ran."""
-        names = [(p.name, task.name) for p in (compiled.forward, compiled.backward) for task in p.tasks]
-        medians = torch.tensor([median(clock.seconds.get(name, [math.inf])) for name in names], dtype=torch.float64)
-        agreed = all_reduce_max(self._transport, self._everyone, medians.to(self._transport.device)).tolist()
-        if math.inf in agreed:
-            return compiled
-        seconds = dict(zip(names, agreed))
-        return compile_plan(
-            compiled.plan, self._grid, bias="b" in compiled.forward.inputs,
-            durations=lambda program, _: {task.name: seconds[program.name, task.name] for task in program.tasks},
-            host_runs_compute=self._transport.device.type == "cpu",
-        )  # fmt: skip

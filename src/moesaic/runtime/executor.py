@@ -173,16 +173,10 @@ def interpret(
             if name in arriving:
                 yield from settle(name)
         call.finish(step.reads)
-        since = None if call.clock is None else call.clock.start()
         if step.tasks[0].op in (Op.MOVE, Op.HOP):
             yield from _issue(step, script.slots, environment, packets, arriving, call)
         else:
             _run_local(step.tasks[0], script.slots, environment, packets, call)
-        if call.clock is not None and since is not None:
-            while arriving:
-                yield from settle(next(iter(arriving)))
-            call.finish()
-            call.clock.stop(program, step.tasks, since)
         for name in step.unread:
             environment.pop(name, None)
             packets.pop(name, None)

@@ -38,7 +38,7 @@ from moesaic.runtime.deepep import DeepEP, run_by_deepep
 from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.spread import compiled_for, fitting
-from moesaic.runtime.tasks import Call, Codecs, Indices, Meter, TaskClock, known_codec
+from moesaic.runtime.tasks import Call, Codecs, Indices, Meter, known_codec
 
 T = TypeVar("T")
 
@@ -182,7 +182,6 @@ class ExpertParallel:
         self.auto: Callable[[int, int, torch.dtype], None] | None = None
         """Called before every call with (tokens of the tensor-parallel group, experts per token, dtype) to choose the plan.
         None if the plan is fixed."""
-        self.clock: TaskClock | None = None
         """Times every task separately; None if tasks are not timed."""
         self._order: ExpertOrder | None = None
         self._weight_first = weight_first
@@ -201,7 +200,7 @@ class ExpertParallel:
         duplicate = object.__new__(ExpertParallel)
         memo[id(self)] = duplicate
         duplicate.__dict__.update(self.__dict__)
-        duplicate.auto = duplicate.clock = None  # the copy keeps its present plan
+        duplicate.auto = None  # the copy keeps its present plan
         duplicate._order = copy.deepcopy(self._order, memo)
         duplicate._states = {
             key: duplicate._prepare(state.compiled, state.deepep) for key, state in self._states.items()
@@ -374,7 +373,7 @@ class ExpertParallel:
                 self._padded_tables[key] = sizes_and_indices
             call = Call(
                 self.rank, sizes_and_indices[0], experts, 0, self._weight_first, key is not None, True, self.codecs,
-                self.calls.meter, sizes_and_indices[1], self.clock,
+                self.calls.meter, sizes_and_indices[1],
             )  # fmt: skip
             indices = {"index": token.unsqueeze(1)} if call_node_tokens is None else dict(call_node_tokens.indices)
             layer_run = LayerRun(compiled, self.transport, call, indices)

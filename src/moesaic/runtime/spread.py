@@ -77,7 +77,7 @@ def compiled_for(plan: Plan | Compiled, grid: Grid, transport: AbstractTransport
         codec_named(codec)
     bias = bool(experts.names[1])
     if isinstance(plan, Plan):
-        return compile_plan(plan, grid, bias=bias, host_runs_compute=transport.device.type == "cpu")
+        return compile_plan(plan, grid, bias=bias)
     if replace(plan.grid, etp_inner=grid.etp_inner) != grid:
         raise InputError(
             f"the plan was compiled for {plan.grid}, the layer is on {grid}: compile it for the layer's mesh"

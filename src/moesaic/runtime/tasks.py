@@ -14,15 +14,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moesaic.comm.collectives import all_reduce_max
-from moesaic.comm.transport import AbstractTransport
 from moesaic.comm.transport import Lane as TransportLane
 from moesaic.experts.experts import AbstractExperts, DeferredWgrad, ExpertCall, Weights
 from moesaic.kernels.codecs import AbstractCodec, codec_named
@@ -30,7 +27,7 @@ from moesaic.kernels.memory import uploaded
 from moesaic.kernels.permute import sum_rows
 from moesaic.kernels.work import Dispatch
 from moesaic.program.sizes import CallSizes, Move, Runs
-from moesaic.program.task import Kind, Lane, Op, Program, Slot, State, Task
+from moesaic.program.task import Kind, Lane, Op, Slot, State, Task
 from moesaic.program.validate import reduces
 from moesaic.routing.capacity import count
 from moesaic.routing.peers import stable_order
@@ -114,36 +111,6 @@ def _as_numbers(table: Runs | np.ndarray) -> np.ndarray:
     return np.concatenate([table.offsets, table.sizes]) if isinstance(table, Runs) else table
 
 
-class TaskClock:
-    """Times the tasks of programs on this rank, one at a time.
-
-    Args:
-        transport: the transport between the ranks, which start every task together.
-    """
-
-    def __init__(self, transport: AbstractTransport) -> None:
-        self._transport = transport
-        self._everyone = tuple(range(transport.world))
-        self.seconds: dict[tuple[str, str], list[float]] = {}
-        """Durations of every call, by (program name, task name)."""
-
-    def start(self) -> float:
-        """Wait for the other ranks, and return the current time."""
-        all_reduce_max(self._transport, self._everyone, torch.zeros(1, device=self._transport.device))
-        return self._now()
-
-    def stop(self, program: Program, tasks: Sequence[Task], since: float) -> None:
-        """Record the time that tasks took until now, after their messages arrived. Tasks of one bundle share it evenly."""
-        seconds = (self._now() - since) / len(tasks)
-        for task in tasks:
-            self.seconds.setdefault((program.name, task.name), []).append(seconds)
-
-    def _now(self) -> float:
-        if self._transport.device.type == "cuda":
-            torch.cuda.synchronize(self._transport.device)
-        return perf_counter()
-
-
 @dataclass
 class Call:
     """The inputs of one rank for one run of a program."""
@@ -166,8 +133,6 @@ class Call:
     """Times the experts' tasks; None if they are not timed."""
     indices: Indices = field(default_factory=Indices, repr=False, compare=False)
     """Index tensors of the rows that move, on the computing device. Calls of the same sizes may share them."""
-    clock: TaskClock | None = None
-    """Times every task separately; None if tasks are not timed."""
     known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Results that tasks derived from counts and indices, for later tasks, including those of the backward pass. `replace` does
     not copy them to a new call."""

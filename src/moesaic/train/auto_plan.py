@@ -33,7 +33,7 @@ from moesaic.plan.predict import Predictor, find_layout
 from moesaic.plan.table import PlanTable, TableSettings
 from moesaic.runtime.auto_plan import AutoPlan
 from moesaic.runtime.balance.calls import hear_links
-from moesaic.train.balance import DecisionMeter, known_cluster, known_durations
+from moesaic.train.balance import DecisionMeter, known_cluster
 from moesaic.train.checkpoint import PLAN_TABLE
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.link_rates import KINDS, LinkRates
@@ -211,8 +211,6 @@ class AutoPlanner:
         self._load = (
             run.config.batch_size * model.seq_len * moe.top_k / moe.num_experts
         )  # copies per expert under even routing
-        mesh = run.ranks.mesh
-        self._durations = None if mesh is None else known_durations(run.config, mesh.grid)
         self.table = None if candidates is None else self._make_table(candidates)
         self._auto: AutoPlan | None = None
         if run.config.planner.is_auto and candidates is None:
@@ -363,11 +361,7 @@ class AutoPlanner:
         assert self._ranks.mesh is not None
         key = (number, bool(layer.experts.names[1]))
         if key not in self._compiled:
-            mesh = self._ranks.mesh
-            on_cpu = mesh.transport.device.type == "cpu"
-            self._compiled[key] = compile_plan(
-                self.table.plans[number], mesh.grid, bias=key[1], durations=self._durations, host_runs_compute=on_cpu
-            )
+            self._compiled[key] = compile_plan(self.table.plans[number], self._ranks.mesh.grid, bias=key[1])
         return self._compiled[key]
 
 

@@ -32,7 +32,6 @@ from moesaic.layer import MoE
 from moesaic.models.gpt import GPT, make_language_model
 from moesaic.models.moving import MovingGPT
 from moesaic.plan import Compiled, Plan
-from moesaic.plan.compile import Durations, durations_on
 from moesaic.plan.loads import arbiter_for
 from moesaic.plan.model import job_of
 from moesaic.program.grid import Grid
@@ -53,14 +52,6 @@ def known_cluster(config: TrainConfig, grid: Grid) -> tuple[Simulator, Workload]
     """
     simulator = simulator_of(config.planner.cluster, grid.world, grid.ranks_per_node or grid.world)
     return simulator, job_of(asdict(config), "planner").step_model(simulator.cluster, grid.dp).layer
-
-
-def known_durations(config: TrainConfig, grid: Grid) -> Durations | None:
-    """Return the task durations by which a run orders tasks: those of the cluster that it names, computed on demand;
-    None if it names none."""
-    if not config.planner.cluster or config.model.is_dense:
-        return None
-    return lambda program, of_grid: durations_on(*known_cluster(config, grid))(program, of_grid)
 
 
 def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:

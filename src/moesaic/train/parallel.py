@@ -33,7 +33,6 @@ from moesaic.models.gpt import GPT, Dense, LearnedPositions
 from moesaic.models.split import LayerNorm, Norm, RowLinear, StackedLinear
 from moesaic.parallel import parallelize_layers, shard_over_data
 from moesaic.plan import Compiled, Plan
-from moesaic.plan.compile import Durations
 from moesaic.train.pipeline import PipelinedGPT
 
 
@@ -44,7 +43,6 @@ def parallelize(
     *,
     sequence_parallel: bool = False,
     policy_of: Callable[[Compiled], AbstractReplicationPolicy | None] = lambda _: None,
-    durations: Durations | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Split a model over a mesh, in place.
@@ -53,13 +51,12 @@ def parallelize(
         model: the full model on its device, identical on all ranks; or this pipeline stage's parts of it.
         sequence_parallel: give each rank of a tp group a part of the positions between layers.
         policy_of: decides which copies are replicated, from a compiled plan; None takes the policy that the plan names.
-        durations: as for `compile_plan`.
         dtype: as for `shard_over_data`.
 
     Raises:
         InputError: for a plan that the mesh or a layer does not support.
     """
-    parallelize_layers(model, mesh, plan, policy_of, durations=durations)
+    parallelize_layers(model, mesh, plan, policy_of)
     if mesh.grid.tp > 1:
         split_dense(model, mesh.dense["tp"], by_position=sequence_parallel)
     for model_part in model.parts if isinstance(model, PipelinedGPT) else [model]:

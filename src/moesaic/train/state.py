@@ -20,7 +20,7 @@ from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT, make_language_model
 from moesaic.routing.router import AbstractRouter
-from moesaic.train.balance import hold_to_budget, known_durations, make_arbiter, make_model, place_samples
+from moesaic.train.balance import hold_to_budget, make_arbiter, make_model, place_samples
 from moesaic.train.checkpoint import (
     CONFIG,
     TOKENIZER,
@@ -195,7 +195,6 @@ def _build(
             config.layer_plan,
             sequence_parallel=config.mesh.sequence_parallel,
             policy_of=partial(make_arbiter, config),
-            durations=known_durations(config, ranks.mesh.grid),
             dtype=dtype if dtype == torch.bfloat16 else None,
         )
         if isinstance(model, GPT):

@@ -6,7 +6,7 @@ Orders that use durations have modules of their own.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -83,16 +83,12 @@ def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:
     return number
 
 
-def fifo(
-    program: Program, seconds: Callable[[], Mapping[str, float]] | None = None, *, host_runs_compute: bool = False
-) -> Program:
+def fifo(program: Program) -> Program:
     """Return the program unchanged, chunk after chunk: the order of a layer that was only cut into chunks."""
     return program
 
 
-def early(
-    program: Program, seconds: Callable[[], Mapping[str, float]] | None = None, *, host_runs_compute: bool = False
-) -> Program:
+def early(program: Program) -> Program:
     """Return the program with every movement issued as soon as its input is ready, and with computation chunk after chunk.
 
     If movements are not encoded, this is close to ScheMoE's order (see `optsche.py`): first all dispatches, then expert
