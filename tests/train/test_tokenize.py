@@ -1,4 +1,4 @@
-"""Packed tokens equal the tokens that training reads from the text, and mixtures have their weights throughout."""
+"""Packed tokens equal the tokens that training reads from the text."""
 
 from __future__ import annotations
 
@@ -48,28 +48,9 @@ def test_what_is_packed_trains_as_the_text_does_and_its_text_is_known(tmp_path: 
     assert main(["sample", str(tmp_path / "run"), "--prompt", "one", "--tokens", "3"]) == 0
 
 
-def test_a_mixture_has_its_weights_in_every_part(tmp_path: Path) -> None:
-    sources = [write_documents(tmp_path / f"{letter}.jsonl", letter, 50) for letter in "ab"]
-    packed = pack(tmp_path / "mix.bin", sources, DataConfig(), (3.0, 1.0), 4000)
-    tokens = np.fromfile(tmp_path / "mix.bin", dtype=np.uint8)
-    assert 4000 <= len(tokens) == sum(packed.tokens) < 4010
-    for part in np.split(tokens[:4000], 4):
-        assert float((part == ord("a")).sum() / (part != 0).sum()) == pytest.approx(0.75, abs=0.02)
-    assert json.loads((tmp_path / "mix.json").read_text())["tokens"] == list(packed.tokens)
-
-
-def test_a_mixture_without_a_number_ends_when_every_source_was_read(tmp_path: Path) -> None:
-    sources = [write_documents(tmp_path / "a.jsonl", "a", 10), write_documents(tmp_path / "b.jsonl", "b", 10)]
-    packed = pack(tmp_path / "mix.bin", sources, DataConfig(), (2.0, 1.0))
-    assert packed.documents[1] == 10
-    assert packed.documents[0] == pytest.approx(20, abs=2)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--weights", "1"), "give one above 0 for each of the 2 paths"),
-        (("--tokens", "5"), "goes with weights"),
         (("--out", "a.txt"), "files of tokens end in .bin"),
         (("--tokenizer", "no.json"), "no.json: the tokenizer is missing"),
     ],

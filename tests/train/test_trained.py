@@ -1,4 +1,4 @@
-"""Uses of a trained run: as a model of the hub, in the evaluation harness, and in a tracker."""
+"""Uses of a trained run: as a model of the hub, and in a tracker."""
 
 from __future__ import annotations
 
@@ -99,51 +99,6 @@ def test_one_command_makes_a_model_of_the_hub_of_a_run(tmp_path: Path, capsys: p
     assert model(torch.zeros(1, 4, dtype=torch.int64)).logits.isfinite().all()
     with pytest.raises(InputError, match="is not empty"):
         export_run(run, out)
-
-
-def request(*args: Any) -> SimpleNamespace:
-    return SimpleNamespace(args=args)
-
-
-def test_the_harness_is_told_what_the_model_thinks_of_a_text() -> None:
-    pytest.importorskip("lm_eval")
-    from moesaic.train.harness import HarnessModel
-
-    run = trained(MIXTRAL)
-    judged = HarnessModel(run.model, run.tokenizer, batch_size=2)
-
-    def alone(context: str, continuation: str) -> tuple[float, bool]:
-        ids = torch.tensor([list((context + continuation).encode())[-17:]])
-        scores = run.model(ids[:, :-1]).logits[0].log_softmax(-1)
-        wanted = ids[0, 1:][-len(continuation) :]
-        table = scores[-len(wanted) :]
-        return float(table.gather(1, wanted[:, None]).sum()), bool((table.argmax(1) == wanted).all())
-
-    pairs = [("abc", "de"), ("a", "bcdef"), ("a long text in front of it", "xy")]
-    with torch.no_grad():
-        expected = [alone(*pair) for pair in pairs]
-        found = judged.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
-        for (value, greedy), (ours, is_greedy) in zip(expected, found):
-            assert ours == pytest.approx(value, rel=1e-4)
-            assert is_greedy == greedy
-        whole = judged.loglikelihood_rolling([request("abcdef"), request("z" * 40)])
-        assert whole[0] == pytest.approx(alone("\n", "abcdef")[0], rel=1e-4)
-        assert -40 * 20 < whole[1] < 0
-
-
-def test_the_harness_gets_what_the_model_writes_up_to_where_it_ends() -> None:
-    pytest.importorskip("lm_eval")
-    from moesaic.train.harness import HarnessModel
-
-    run = trained(MIXTRAL)
-    judged = HarnessModel(run.model, run.tokenizer)
-    whole = judged.generate_until([request("abc", {"until": [], "max_gen_toks": 8})])[0]
-    assert whole
-    end = whole[2:4]
-    cut = judged.generate_until([request("abc", {"until": [end], "max_gen_toks": 8})])[0]
-    assert cut == whole[: whole.index(end)]
-    with pytest.raises(InputError, match="which an encoder does not write"):
-        HarnessModel(trained(BlockConfig(kind="encoder")).model, run.tokenizer)
 
 
 class FakeWandb:

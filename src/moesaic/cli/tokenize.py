@@ -29,18 +29,12 @@ class TokenizeOptions:
     """256: one token per byte. 300 or more: train a byte-level BPE of this size on all sources."""
     text_field: str = "text"
     """The field of JSON lines and tables that holds the text."""
-    weights: tuple[float, ...] = ()
-    """Share of each source in a mixture. Empty: no mixture, every source is written once, in order."""
-    tokens: int | None = None
-    """Number of tokens of a mixture; None: stop when every source has been read once."""
 
     def __post_init__(self) -> None:
         if not self.path:
             raise InputError("name at least one file or folder with text: moesaic tokenize texts/")
         if not self.out.endswith(".bin"):
             raise InputError(f"out={self.out}: files of tokens end in .bin")
-        if self.tokens is not None and (self.tokens < 1 or not self.weights):
-            raise InputError("tokens: must be at least 1, and goes with weights")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -52,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     from moesaic.train.tokenize import pack
 
     data = DataConfig(tokenizer=options.tokenizer, vocab_size=options.vocab_size, text_field=options.text_field)
-    packed = pack(Path(options.out), options.path, data, options.weights, options.tokens)
+    packed = pack(Path(options.out), options.path, data)
     for source, tokens, documents in zip(options.path, packed.tokens, packed.documents):
         print(f"{source}: {tokens:,} tokens of {documents:,} documents")
     tokenizer_flag = f" --data.tokenizer {packed.tokenizer}" if packed.tokenizer else ""
