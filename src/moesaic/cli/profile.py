@@ -72,7 +72,7 @@ def run(arguments: Sequence[str]) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=1.0)
-        grid = Mesh.create().grid
+        grid = Mesh.create(device_type="cpu").grid
         measured = measure(
             grid.ranks_per_node or grid.world,
             options.repeats,

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
+from math import lcm
 from typing import Any, Literal, get_args
 
 import torch
@@ -78,11 +79,14 @@ class Mesh:
         cp: int = 1,
         innermost: Literal["etp", "ep"] = "etp",
         ranks_per_node: int | None = None,
-        device_type: DeviceType = "cpu",
+        device_type: DeviceType | None = None,
         transport: TransportName = "auto",
         group: dist.ProcessGroup | None = None,
     ) -> Mesh:
         """Create a mesh over all processes, or over those of a group, all of which must call this together. dp and edp follow.
+
+        If torchrun started several processes and `torch.distributed` is not initialised, this initialises it, as torch's
+        `init_device_mesh` does: with Gloo for "cpu", with Gloo and NCCL for "cuda", where each rank of a node gets its own GPU.
 
         Args:
             tp: tensor parallelism of the dense part.
@@ -93,15 +97,19 @@ class Mesh:
             innermost: which of etp and ep has consecutive ranks.
             ranks_per_node: number of consecutive ranks that share a node. None: the number that torchrun gives, else
                 all ranks.
-            device_type: "cpu", or "cuda" for the current device of every process.
+            device_type: "cpu", or "cuda" for the current device of every process. None: "cuda" if there are GPUs, and the
+                transport or the process group, if one exists, connects them; else "cpu".
             transport: what sends the messages of MoE layers. "auto" is "gloo" for "cpu" and "nccl" for "cuda".
                 "sockets" is an alternative for "cpu" with lower latency for small messages (docs/distributed.md).
             group: the ranks, in ascending order: some or all of the world. None: the default group.
 
         Raises:
             InputError: on every rank, if the sizes do not fit the ranks, the transport does not support the devices or
-                cannot connect the ranks, or ranks ask for different meshes.
+                cannot connect the ranks, or ranks ask for different meshes; if a launcher's variables are incomplete, or it
+                started more ranks on this node than there are GPUs.
         """
+        device_type = device_type or _default_device_type(transport, group)
+        _join(device_type)
         opened = open_transport(device_type, group, transport)
         is_part = group is not None and opened.world < _world()
         per_node = ranks_per_node if ranks_per_node is not None or is_part else _launcher_text()
@@ -110,6 +118,8 @@ class Mesh:
         for name, size in (("pp", pp), ("cp", cp)):
             if size != 1:
                 raise InputError(f"mesh.{name}={size}: {ADVICE_ON_SIZES[name]}")
+        if isinstance(opened, NoTransport) and (needed := lcm(tp, ep * etp)) > 1:
+            raise InputError(f"a mesh of {tp=}, {ep=}, {etp=} needs several processes: torchrun --nproc-per-node {needed}")
         if ranks_per_node is None:
             ranks_per_node = _ranks_per_node(_world_ranks(group)) if is_part else _launched_per_node(opened.world)
         grid = Grid(world=opened.world, tp=tp, ep=ep, etp=etp, innermost=innermost, ranks_per_node=ranks_per_node)
@@ -189,6 +199,11 @@ class Mesh:
         return self.transport.rank
 
     @property
+    def device(self) -> torch.device:
+        """The device whose tensors the ranks exchange: where this rank's model and tokens belong."""
+        return self.transport.device
+
+    @property
     def is_distributed(self) -> bool:
         """Whether there are process groups, and hence device meshes."""
         return self.process_group is not None
@@ -247,6 +262,37 @@ class Mesh:
     def group(self, *axes: Axis) -> tuple[int, ...]:
         """Return the ranks that differ from this one on `axes` only, ascending, including this one."""
         return self.grid.group(self.rank, axes)
+
+
+def _default_device_type(transport: TransportName, group: dist.ProcessGroup | None) -> DeviceType:
+    """Return "cuda" if there are GPUs, and the transport or an existing process group connects them; else "cpu"."""
+    if transport != "auto":
+        return "cuda" if transport == "nccl" else "cpu"
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "cuda" if not dist.is_initialized() or "cuda:nccl" in str(dist.get_backend_config(group)) else "cpu"
+
+
+def _join(device_type: str) -> None:
+    """Initialise `torch.distributed` if a launcher started several processes and nobody has initialised it."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if dist.is_initialized() or world == "1":
+        return
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise InputError(
+            f"WORLD_SIZE={world}, but {missing[0]} is not set: start the processes by torchrun, or call "
+            "torch.distributed.init_process_group(...) before Mesh.create"
+        )
+    if device_type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_initialized():
+        local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if local_rank >= gpus:
+            raise InputError(
+                f"local rank {local_rank} has no GPU, this node has {gpus}: start a process per GPU, or write "
+                "Mesh.create(..., device_type='cpu')"
+            )
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
 
 
 def open_transport(

@@ -1,14 +1,15 @@
 """Routing over several ranks: in one exchange per call, every rank gets the counts of all ranks.
 
 From these numbers every rank derives the same limits, drops and losses. They do not depend on how the tokens are spread over
-ranks, and no rank waits for the decision of another. The exchange also verifies that all ranks run the same plan.
+ranks, and no rank waits for the decision of another. The exchange also verifies that all ranks run the same plan and have the same
+router.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,8 +27,12 @@ from moesaic.routing.losses import RouterStatistics
 from moesaic.routing.node_tokens import NodeTokens
 from moesaic.routing.routing import Choice
 
-_SIZES, _DIGEST = 3, 4
-"""How many numbers of a message are sizes, at its beginning, and how many are the digest, at its end."""
+_SIZES, _DIGEST = 4, 4
+"""How many numbers of a message are sizes and a hash, at its beginning, and how many are the digest, at its end."""
+_WORDS = {1: torch.int8, 2: torch.int16}
+"""The type in which `hash_of` reads numbers of so many bytes; wider ones are read as several of 4 bytes."""
+_PRIME, _ODD = 2**53 - 111, 0x9E3779B97F4A7C15 - 2**64
+"""The largest prime that a float64 holds, and a multiplier without small factors."""
 CHUNKS = 4
 """The number of chunks for whose visits and stops a message has room; counts of more chunks are exchanged separately."""
 ANNOUNCES = -1
@@ -77,6 +82,7 @@ class Gathered:
         """
         sizes = torch.full((_SIZES,), num_tokens, dtype=torch.float64, device=counts_KE.device)
         sizes[2] = nonfinite
+        sizes[3] = peers.weights_hash()
         if num_valid is not None:
             sizes[0] = num_valid
         digest = peers.digest_on(sizes.device)
@@ -126,6 +132,11 @@ class Gathered:
         """(P, E) int64: `sent`, on the host."""
         assert self.sent is not None
         return self._all_on_host[:, self.values.shape[1] :].astype(np.int64)
+
+    @property
+    def hashes_on_host(self) -> np.ndarray:
+        """(P,) float64: every rank's `Peers.weights_hash`, on the host."""
+        return self.on_host[:, 3]
 
     @property
     def digests_on_host(self) -> np.ndarray:
@@ -211,6 +222,8 @@ class Peers:
     """The length of the last message, the same on all ranks; before the first message, the length of an announcement."""
     skips_digests: bool
     """Whether a rank that calls the layer with unchanged settings does not compare digests in this call."""
+    weights: Mapping[str, Tensor]
+    """The router's weights by name, which are the same on all ranks that route tokens of their own."""
 
     def __init__(
         self,
@@ -241,6 +254,12 @@ class Peers:
         self.all_agree = True
         self.length = 2 + len(self.digest)
         self.skips_digests = False
+        self.weights = {}
+
+    def weights_hash(self) -> Tensor | float:
+        """Return a hash of `weights`, () int64 on their device; 0 if there is nothing to compare them with."""
+        hashed = hash_of(self.weights.values()) if self.number > self.slices else None
+        return 0.0 if hashed is None else hashed
 
     def extras(
         self, choice: Choice, alive_N: Tensor | None, num_tokens: int, num_experts: int, *, may_drop: bool
@@ -386,6 +405,21 @@ class Peers:
             f"ranks {wrong} run another plan or mesh{calls} than rank {ranks[0]}: give every rank the same plan, and its "
             "replication policy the same settings"
         )
+
+
+def hash_of(tensors: Iterable[Tensor]) -> Tensor | None:
+    """Return a hash of tensors' bits, () int64 on their device, which a float64 holds exactly; None without tensors.
+
+    Every word of at most 32 bits is multiplied by the square of its place, so that opposite changes do not cancel.
+    """
+    total: Tensor | None = None
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        words = flat.view(_WORDS.get(flat.element_size(), torch.int32))
+        squares = torch.arange(1, 2 * len(words), 2, device=words.device).square_()
+        hashed = squares.mul_(words).sum()
+        total = hashed if total is None else total * _ODD + hashed
+    return None if total is None else total.remainder(_PRIME)
 
 
 def _as_numbers(digest: bytes) -> Tensor:

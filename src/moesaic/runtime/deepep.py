@@ -192,7 +192,7 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
     if sent is not None:
         expert = expert.masked_fill(~sent, -1)
         weight = weight if routing.has_unsent else weight.new_zeros(len(expert)).masked_scatter(sent, weight)
-    most_tokens = int(gathered.tokens.max())
+    most_tokens = int(gathered.on_host[:, 1].max())
 
     def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
         assert gate is not None

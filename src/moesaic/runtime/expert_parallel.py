@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moesaic.comm.collectives import all_gather, broadcast, share, share_of, slice_rows
+from moesaic.comm.collectives import all_gather, broadcast, check_same, share, share_of, slice_rows
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
-from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
+from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype, is_dtensor
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.budget import CountedCall
 from moesaic.plan.plan import Crossing
@@ -37,7 +37,7 @@ from moesaic.routing.routing import Routing
 from moesaic.runtime.deepep import DeepEP, run_by_deepep
 from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.expert_order import ExpertOrder
-from moesaic.runtime.spread import compiled_for, fitting
+from moesaic.runtime.spread import compiled_for, description, fitting
 from moesaic.runtime.tasks import Call, Codecs, Indices, Meter, known_codec
 
 T = TypeVar("T")
@@ -45,6 +45,13 @@ T = TypeVar("T")
 NUMBERS = 6
 """How many numbers a call policy sends to the other ranks together with a call's counts. It is the same under every plan, so
 that ranks with different plans can still detect the difference."""
+CHECKED_CALLS = 64
+"""Ranks that need not wait for a call's counts (a padded capacity on GPUs) still compare digests in every such call."""
+DRIFTED = (
+    "call moesaic.average_gradients(model, mesh) after every backward pass (DDP and FSDP2 average by themselves), and start "
+    "every rank with the same weights: set one seed, or parallelize(..., broadcast=True)"
+)
+"""The advice in the error for routers that differ between ranks."""
 
 
 class Chosen(NamedTuple):
@@ -242,7 +249,7 @@ class ExpertParallel:
     def _activate(self, state: _PlanState) -> None:
         self.compiled, self.grid = state.compiled, state.compiled.grid
         self.peers, self.calls, self._deepep = state.peers, state.calls, state.deepep
-        self._digests_checked = False
+        self._digests_checked, self._unchecked_calls = False, 0
         self._padded_tables: dict[tuple[int, int, int] | None, tuple[CallSizes, Indices]] = {}
 
     @property
@@ -288,6 +295,8 @@ class ExpertParallel:
             self._digests_checked = False
         if replay is None:
             batch = replace(batch, noise=self._draw(router, x_TD))
+        named = router.named_parameters("router")
+        self.peers.weights = {name: weight for name, weight in named if not is_dtensor(weight)}
         sharing: AbstractContextManager[None] = nullcontext()
         if self.compiled.routes_slices:
             own_slice = share_of(len(x_TD), self._tp_place, self.grid.tp)
@@ -341,13 +350,15 @@ class ExpertParallel:
             padded_rows: the result of `padded_rows`.
         """
         if self._deepep is not None:
+            self._check_digests(routed)
             by_slot = routed if self._order is None else self._order.routed(routed)
             return run_by_deepep(self._deepep, experts, x_TD, by_slot)
         routing = routed.routing if self._order is None else self._order.in_slots(routed.routing)
         token, expert, gates, node_tokens = self._copies(routed, routing, padded_rows)
-        if padded_rows is None or not self._digests_checked:
-            self._check_digests(routed, together=padded_rows is None)
-        self.peers.skips_digests = padded_rows is not None
+        always = padded_rows is None or x_TD.device.type == "cpu"
+        if always or not self._digests_checked or self._is_due():
+            self._check_digests(routed, together=always)
+        self.peers.skips_digests = not always
         if padded_rows is None:
             copies, tokens = counts_of(routed.record, self.compiled)
         else:
@@ -464,8 +475,14 @@ class ExpertParallel:
             torch.manual_seed(int(seed))
             return router.draw(len(x_TD), x_TD.device)
 
+    def _is_due(self) -> bool:
+        """Return whether ranks compare digests in a call that needs no counts on the host."""
+        self._unchecked_calls += 1
+        return self._unchecked_calls % CHECKED_CALLS == 0 and not torch.cuda.is_current_stream_capturing()
+
     def _check_digests(self, routed: Routed, *, together: bool = True) -> None:
-        """Raise InputError on every rank if ranks run different programs, or a recomputation runs others than its forward pass.
+        """Raise InputError on every rank if ranks run different programs, or a recomputation runs others than its forward pass,
+        or if ranks with tokens of their own have different routers.
 
         `together` says whether all ranks check in this call.
         """
@@ -478,6 +495,11 @@ class ExpertParallel:
                 "MoE.use_plan between steps"
             )
         self._digests_checked = True
+        # The ranks of a tensor-parallel group may add in different orders: their copies may differ by rounding.
+        hashes = routed.record.gathered.hashes_on_host.reshape(-1, self.peers.slices)
+        if (hashes != hashes[0]).any():
+            values = {name: description(weight) for name, weight in self.peers.weights.items()}
+            check_same(self.transport, values, peers=self.peers.ranks, advice=dict.fromkeys(values, DRIFTED))
 
     def _sizes(
         self,

@@ -125,9 +125,14 @@ def described(module: nn.Module, *, values: bool) -> dict[str, str]:
     for name, tensor in module.state_dict().items():
         if is_dtensor(tensor):
             raise InputError(f"MoE.parallelize: {name} is sharded already: call parallelize first, then fully_shard")
-        value = "on meta" if tensor.is_meta else fingerprint(tensor) if values else ""
-        descriptions[name] = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} {value}".strip()
+        descriptions[name] = description(tensor, values=values)
     return descriptions
+
+
+def description(tensor: Tensor, *, values: bool = True) -> str:
+    """Return dtype, shape and (optionally) a hash of a tensor."""
+    value = "on meta" if tensor.is_meta else fingerprint(tensor) if values else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} {value}".strip()
 
 
 def fingerprint(tensor: Tensor) -> str:
