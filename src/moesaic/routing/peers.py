@@ -410,14 +410,16 @@ class Peers:
 def hash_of(tensors: Iterable[Tensor]) -> Tensor | None:
     """Return a hash of tensors' bits, () int64 on their device, which a float64 holds exactly; None without tensors.
 
-    Every word of at most 32 bits is multiplied by the square of its place, so that opposite changes do not cancel.
+    Every word of at most 32 bits is multiplied by odd squares, one of its row and one of its column: opposite changes do not
+    cancel.
     """
     total: Tensor | None = None
     for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        words = flat.view(_WORDS.get(flat.element_size(), torch.int32))
-        squares = torch.arange(1, 2 * len(words), 2, device=words.device).square_()
-        hashed = squares.mul_(words).sum()
+        matrix = tensor.detach().reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1).contiguous()
+        words = matrix.view(_WORDS.get(matrix.element_size(), torch.int32))
+        height, width = words.shape
+        squares = torch.arange(1, 2 * (height + width), 2, device=words.device).square_()
+        hashed = ((words * squares[height:]).sum(1) * squares[:height]).sum()
         total = hashed if total is None else total * _ODD + hashed
     return None if total is None else total.remainder(_PRIME)
 
