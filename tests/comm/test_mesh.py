@@ -32,12 +32,18 @@ def test_one_process_needs_no_process_group(monkeypatch):
         ({"pp": 2}, f"mesh.pp=2: {module.ADVICE_ON_SIZES['pp']}"),
         ({"cp": 4}, f"mesh.cp=4: {module.ADVICE_ON_SIZES['cp']}"),
         ({"tp": 2}, "a mesh of tp=2, ep=1, etp=1 needs several processes: torchrun --nproc-per-node 2"),
-        ({"tp": 4, "ep": 3, "etp": 2}, "a mesh of tp=4, ep=3, etp=2 needs several processes: torchrun --nproc-per-node 12"),
+        (
+            {"tp": 4, "ep": 3, "etp": 2},
+            "a mesh of tp=4, ep=3, etp=2 needs several processes: torchrun --nproc-per-node 12",
+        ),
         ({"ep": 0}, "mesh.ep=0: must be at least 1"),
         ({"ranks_per_node": 2}, "mesh.ranks_per_node=2 does not divide the 1 ranks: choose a divisor of 1"),
         ({"device_type": "tpu"}, "device_type='tpu': write 'cpu' or 'cuda'"),
         ({"transport": "mpi"}, "transport='mpi' is unknown: choose one of auto, gloo, nccl, sockets"),
-        ({"transport": "nccl", "device_type": "cpu"}, "transport=nccl does not carry messages between cpu devices: choose auto"),
+        (
+            {"transport": "nccl", "device_type": "cpu"},
+            "transport=nccl does not carry messages between cpu devices: choose auto",
+        ),
     ],
 )
 def test_bad_sizes_give_one_line(sizes, message):
@@ -50,13 +56,21 @@ def test_a_launcher_with_missing_variables_gives_one_line(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(InputError, match=r"WORLD_SIZE=4, but RANK is not set: .*init_process_group\(\.\.\.\) before Mesh"):
+    with pytest.raises(
+        InputError, match=r"WORLD_SIZE=4, but RANK is not set: .*init_process_group\(\.\.\.\) before Mesh"
+    ):
         Mesh.create(ep=4)
     assert not dist.is_initialized()
 
 
 def test_a_rank_without_a_gpu_of_its_own_gives_one_line(monkeypatch):
-    for name, value in {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "3", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "WORLD_SIZE": "4",
+        "RANK": "3",
+        "LOCAL_RANK": "3",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -15,6 +15,8 @@ from moesaic.errors import InputError
 from moesaic.parallel import parameter_groups
 from moesaic.program.grid import Grid
 from moesaic.routing.peers import hash_of
+from moesaic.runtime import expert_parallel
+from moesaic_lab.gpu.stand_in import DEVICE, StandIn, pretending, to_device
 from worlds import on_ranks
 
 SAYS = re.compile(
@@ -55,7 +57,10 @@ def test_a_loop_without_average_gradients_stops_at_the_second_call() -> None:
     assert SAYS.fullmatch(line[2:])
 
 
-def refused(grid: Grid, change: Callable[[MoE, int], None], plan: Plan = Plan(), **options: object) -> list[str]:
+PLANS = [Plan(), Plan(schedule="s1"), Plan(chunks=2, all_to_all="hier2d"), Plan(all_to_all="multicast")]
+
+
+def refused(grid: Grid, change: Callable[[MoE, int], None], plan: Plan = PLANS[0], **options: object) -> list[str]:
     """Call a layer on all ranks of a mesh, change it on each, call it again and return what that says, by rank."""
     said = [""] * grid.world
 
@@ -82,19 +87,49 @@ def by_one_bit(layer: MoE, rank: int) -> None:
         layer.router.weight[-1, -1:].view(torch.int32).bitwise_xor_(1)  # type: ignore[index]
 
 
-PLANS = [Plan(), Plan(schedule="s1"), Plan(chunks=2, all_to_all="hier2d"), Plan(all_to_all="multicast")]
-
-
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.schedule}-{plan.all_to_all}")
 def test_one_bit_is_found_under_every_kind_of_plan(plan: Plan) -> None:
     lines = refused(Grid(world=4, ep=4, ranks_per_node=2), by_one_bit, plan)
     assert len(set(lines)) == 1
-    assert re.match(r"router\.weight differs: .* on ranks 0-1 and 3, .* on rank 2: call moesaic\.average_grad", lines[0])
+    assert re.match(
+        r"router\.weight differs: .* on ranks 0-1 and 3, .* on rank 2: call moesaic\.average_grad", lines[0]
+    )
 
 
 @pytest.mark.parametrize("capacity", [1.25, Capacity.fixed(1.25, scope="rank", padded=True)], ids=["fixed", "padded"])
 def test_it_is_found_under_capacities(capacity: object) -> None:
     assert set(map(bool, refused(Grid(world=4, ep=2), by_one_bit, capacity=capacity))) == {True}
+
+
+def test_gpus_that_wait_for_no_counts_compare_in_some_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_parallel, "CHECKED_CALLS", 3)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def rank(transport: AbstractTransport) -> tuple[list[int], str]:
+        torch.manual_seed(0)
+        layer = MoE(16, 8, 8, 2, capacity=Capacity.fixed(1.25, scope="rank", padded=True), losses=())
+        layer.parallelize(Mesh(Grid(world=2, ep=2), transport))
+        waits = []
+        with torch.no_grad(), StandIn() as stand_in:
+            transport.device = DEVICE
+            to_device(layer)
+            x = torch.randn(6, 16, device=DEVICE)
+            for call in range(8):
+                if call == 6:
+                    layer.router.weight.mul_(1 + transport.rank)  # type: ignore[operator]
+                stand_in.record.clear()
+                try:
+                    layer(x)
+                except InputError as error:
+                    return waits, f"{call} {error}"
+                waits.append(sum("_all_on_host" in line for line in stand_in.record.waits))
+        return waits, ""
+
+    with pretending():
+        found = run_ranks(2, rank)
+    for waits, said in found:
+        assert said.startswith("6 router.weight differs")
+        assert waits == [1, 0, 0, 1, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +155,9 @@ def test_copies_in_a_tensor_parallel_group_may_differ_by_rounding() -> None:
 
     for plan in (Plan(), Plan(schedule="s1")):
         assert refused(Grid(world=4, tp=2, ep=2), by_group, plan) == [""] * 4
-        assert all("router.weight differs" in line for line in refused(Grid(world=4, tp=2, ep=2), by_one_bit, plan)[::2])
+        assert all(
+            "router.weight differs" in line for line in refused(Grid(world=4, tp=2, ep=2), by_one_bit, plan)[::2]
+        )
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8]

@@ -119,7 +119,9 @@ class Mesh:
             if size != 1:
                 raise InputError(f"mesh.{name}={size}: {ADVICE_ON_SIZES[name]}")
         if isinstance(opened, NoTransport) and (needed := lcm(tp, ep * etp)) > 1:
-            raise InputError(f"a mesh of {tp=}, {ep=}, {etp=} needs several processes: torchrun --nproc-per-node {needed}")
+            raise InputError(
+                f"a mesh of {tp=}, {ep=}, {etp=} needs several processes: torchrun --nproc-per-node {needed}"
+            )
         if ranks_per_node is None:
             ranks_per_node = _ranks_per_node(_world_ranks(group)) if is_part else _launched_per_node(opened.world)
         grid = Grid(world=opened.world, tp=tp, ep=ep, etp=etp, innermost=innermost, ranks_per_node=ranks_per_node)

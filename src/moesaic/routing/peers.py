@@ -1,8 +1,8 @@
 """Routing over several ranks: in one exchange per call, every rank gets the counts of all ranks.
 
 From these numbers every rank derives the same limits, drops and losses. They do not depend on how the tokens are spread over
-ranks, and no rank waits for the decision of another. The exchange also verifies that all ranks run the same plan and have the same
-router.
+ranks, and no rank waits for the decision of another. The exchange also verifies that all ranks run the same plan and have the
+same router.
 """
 
 from __future__ import annotations
