@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moesaic.kernels import products
-from moesaic.kernels.products import linear, rows_product, sum_product, vector_product
+from moesaic.kernels.products import linear, rows_product, sum_product
 
 SIZES = [(0, 3, 5), (1, 4, 2), (7, 5, 3), (16, 8, 8), (33, 24, 40), (100, 7, 1)]
 """(rows, input width, output width)."""
@@ -141,11 +141,11 @@ def test_processors_are_told_apart(cpuinfo: str, expected: bool, tmp_path: Path)
 
 
 def test_float16_is_multiplied_as_float32_also_beside_other_rows():
-    """torch's own float16 products are slow, and use another library on processors with float16 instructions."""
+    """torch's own float16 products of matrices are slow on most processors."""
 
     class Products(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.mv):
+            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
                 assert all(each.dtype == torch.float32 for each in args if isinstance(each, torch.Tensor))
             return func(*args, **(kwargs or {}))
 
@@ -155,8 +155,6 @@ def test_float16_is_multiplied_as_float32_also_beside_other_rows():
     with Products():
         rows_product(rows, matrix, both[:, 6:])
         sum_product(rows, rows[:, :6], total, adds=True)
-        dots = vector_product(rows, matrix[:, 0])
     assert both[:, :6].isnan().all()
     assert close(both[:, 6:], rows.double() @ matrix.double())
     assert close(total, rows.double().t() @ rows[:, :6].double())
-    assert close(dots, rows.double() @ matrix[:, 0].double())

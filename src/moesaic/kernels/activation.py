@@ -50,6 +50,10 @@ class Clamp:
         return [self.limit, self.alpha, self.offset]
 
 
+BY_ONEDNN = ("gelu", "gelu_tanh")
+"""The activations that torch may leave to oneDNN on a CPU. It writes nothing at all to a result that is not contiguous."""
+
+
 def hidden_rows(pre: Sequence[Tensor], activation: str, clamp: Clamp | None = None) -> Tensor:
     """Return the hidden rows, (R, H) in the dtype of `pre`, differentiable.
 
@@ -75,11 +79,16 @@ def hidden_rows_into(
 
     Args:
         pre, activation, clamp: as for `hidden_rows`.
-        hidden: (R, H), written.
+        hidden: (R, H), contiguous, written.
         gate: (R, H), written if `pre` has two: the activation of the first, for `hidden_gradient_into`. None to not keep it.
     """
     if len(pre) == 1:
         _activation_into(pre[0], activation, hidden)
+        return
+    if gate is not None and clamp is None and activation in BY_ONEDNN:
+        _activation_into(pre[0], activation, hidden)
+        gate.copy_(hidden)
+        hidden.mul_(pre[1])
         return
     active = hidden if gate is None else gate
     if clamp is None:
@@ -117,6 +126,7 @@ def hidden_gradient_into(
 
 
 def _activation_into(x: Tensor, activation: str, out: Tensor) -> None:
+    assert out.is_contiguous() or activation not in BY_ONEDNN, "oneDNN writes to contiguous results only"
     if activation == "gelu":
         torch.ops.aten.gelu.out(x, out=out)
     elif activation == "gelu_tanh":

@@ -22,7 +22,7 @@ from moesaic.kernels.activation import hidden_gradient_into, hidden_rows_into
 from moesaic.kernels.blocks import BlockRows, Blocks, Results, RowBlock, Scratch, Source
 from moesaic.kernels.memory import empty
 from moesaic.kernels.permute import dot_rows
-from moesaic.kernels.products import rows_product, sum_product, vector_product
+from moesaic.kernels.products import rows_product, sum_product
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
 
@@ -174,7 +174,7 @@ class _Backward:
         dots = dot_rows(grad.rows, hidden.rows, self.blocks.row_numbers[: block.rows])
         if self.work.down_bias is not None:
             for segment, rows, out in zip(block.segments, dy.segments, dots.split(block.sizes)):
-                out += vector_product(rows, self.work.down_bias[segment.expert])
+                out += torch.mv(rows, self.work.down_bias[segment.expert])
         return dots
 
     def _up_gradients(self, block: RowBlock, d_pre: BlockRows) -> None:

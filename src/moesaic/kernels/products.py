@@ -7,8 +7,8 @@ in one operator only, which allocates its result. Products that are large enough
 oneDNN compiles code for every shape and caches the last thousand shapes. An expert's number of rows changes in every step, so
 oneDNN gets the largest multiple of `STEP` rows, and MKL the remaining rows.
 
-float16 is multiplied as float32 and rounded once. torch's own float16 products take 4 to 13 times as long on a processor
-without float16 instructions (docs/kernels.md), and use a different library on a processor that has them.
+float16 is multiplied as float32 and rounded once: torch's own float16 products are right, but take 3 to 126 times as long on
+processors without float16 instructions, which are most (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def rows_product(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
         matrix: (K, N), with contiguous rows or contiguous columns.
         out: (R, N), written.
     """
-    if _needs_float32(rows):
+    if _is_faster_as_float32(rows):
         out.copy_(rows.float() @ matrix.float())
         return
     num_onednn = _num_onednn_rows(rows, matrix.shape)
@@ -61,7 +61,7 @@ def sum_product(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> Non
         out: (M, N), written.
         adds: add to `out` instead of overwriting it.
     """
-    if _needs_float32(a):
+    if _is_faster_as_float32(a):
         product = a.t().float() @ b.float()
         out.copy_(product.add_(out) if adds else product)
         return
@@ -79,11 +79,6 @@ def sum_product(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> Non
         out.copy_(product)
     if num_onednn < a.shape[0]:
         out.addmm_(a[num_onednn:].t(), b[num_onednn:])
-
-
-def vector_product(rows: Tensor, vector: Tensor) -> Tensor:
-    """Return `rows @ vector`: (R, K) x (K,) -> (R,)."""
-    return (rows.float() @ vector.float()).to(rows.dtype) if _needs_float32(rows) else torch.mv(rows, vector)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -123,8 +118,8 @@ class _Linear(torch.autograd.Function):
         return d_x, d_weight
 
 
-def _needs_float32(rows: Tensor) -> bool:
-    """Return whether the rows have to be multiplied as float32: float16 rows on a CPU."""
+def _is_faster_as_float32(rows: Tensor) -> bool:
+    """Return whether the rows are multiplied faster as float32: float16 rows on a CPU."""
     return rows.dtype == torch.float16 and rows.device.type == "cpu"
 
 

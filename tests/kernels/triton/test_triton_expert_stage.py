@@ -10,11 +10,14 @@ from torch import Tensor
 
 from helpers import pairwise
 from moesaic.kernels import whole_batch
+from moesaic.kernels.activation import ACTIVATIONS
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.triton import expert_stage
 from moesaic.kernels.work import ExpertWork, Wanted
 
 TOKENS, TOP_K, EXPERTS, DIM, HIDDEN = 13, 2, 4, 40, 24
+NEAR = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""The largest error in each dtype, relative to the norm in float64."""
 
 
 def work_of(
@@ -68,6 +71,28 @@ def check(work: ExpertWork, wanted: Wanted, tolerance: float) -> None:
 def test_the_same_results_and_gradients(dispatch, form, dtype, device):
     tolerance = 3e-6 if dtype == torch.float32 else 3e-2
     check(work_of(device, gated=form == "swiglu", dispatch=dispatch, dtype=dtype), Wanted(), tolerance)
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype", "gated", "bias"),
+    pairwise(ACTIVATIONS, (torch.float32, torch.bfloat16, torch.float16), (False, True), (False, True)),
+    ids=str,
+)
+def test_every_activation_stays_near_float64_in_every_dtype(activation, dtype, gated, bias, device):
+    """What has no kernel here, such as biases, runs as the whole batch does."""
+    work = replace(work_of(device, gated=gated, dtype=dtype), activation=activation)
+    if bias:
+        wide, narrow = (torch.randn(shape, device=device, dtype=dtype) for shape in (work.up.shape[:3], (EXPERTS, DIM)))
+        work = replace(work, up_bias=wide, down_bias=narrow)
+    doubles = {name: each.double() for name, each in vars(work).items() if isinstance(each, Tensor) and name != "ends"}
+    exact_work = replace(work, **doubles)
+    y, pre = expert_stage.forward(work, dtype)
+    exact_y, exact_pre = whole_batch.forward(exact_work, torch.float64)
+    dy = torch.randn_like(y)
+    mine = [y, *flat(expert_stage.backward(work, pre, dy, Wanted()))]
+    exact = [exact_y, *flat(whole_batch.backward(exact_work, exact_pre, dy.double(), Wanted()))]
+    for actual, true in zip(mine, exact, strict=True):
+        assert (actual.double() - true).norm() <= NEAR[dtype] * true.norm()
 
 
 @pytest.mark.parametrize("wanted", [Wanted(x=False), Wanted(gates=False), Wanted(weights=False)], ids=str)
