@@ -83,6 +83,33 @@ def test_16_bit_tokens_are_routed_in_float32(name: str, low: torch.dtype) -> Non
     assert torch.equal(actual.weight, expected.weight)
 
 
+SATURATING = ("sigmoid", "group_limited", "expert_choice")
+"""Routers that rank by scores which reach 1 or 0, and then tie, where logits are large."""
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "scale"),
+    pairwise(NAMES, (torch.float32, torch.bfloat16, torch.float16), (1.0, 100.0, 300.0, 1e4)),
+    ids=str,
+)
+def test_choices_differ_from_float64_among_equal_scores_only(name: str, low: torch.dtype, scale: float) -> None:
+    router, top_k, tokens = ROUTERS[name](8, 8).to(low).eval(), TOP_K.get(name, 2), torch.randn(64, 8).to(low)
+    with torch.no_grad():
+        for parameter in router.parameters():
+            parameter.mul_(scale)
+    exact_scores, exact_choice, _ = ask(copy.deepcopy(router).double(), tokens.double(), top_k)
+    _, choice, _ = ask(router, tokens.float(), top_k)
+    pairs = [sorted(zip(each.token.tolist(), each.expert.tolist())) for each in (choice, exact_choice)]
+    assert name in SATURATING or pairs[0] == pairs[1]
+    by = 1 if name == "expert_choice" else 0  # each expert chooses tokens
+    size = max(1.0, float(exact_scores.rank_by.detach().abs().max()))
+    best = [torch.zeros(64 if by == 0 else 8, dtype=torch.float64) for _ in pairs]
+    for total, chosen in zip(best, pairs):
+        for pair in chosen:
+            total[pair[by]] += exact_scores.rank_by[pair]
+    torch.testing.assert_close(best[0], best[1], rtol=0, atol=1e-6 * size)
+
+
 @pytest.mark.parametrize(
     ("name", "train", "capacity"),
     pairwise(NAMES, (True, False), (None, Capacity.fixed(0.75), Capacity.fixed(0.75, order="score"))),
