@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import pairwise
 from moesaic.codecs import CODECS, codec_spec
@@ -76,6 +77,31 @@ def workloads(rows: int, dim: int, seed: int) -> dict[str, Tensor]:
 def in_range(rows: Tensor, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max
     return rows.clamp(-limit, limit).to(dtype)
+
+
+class DividesByTensors(TorchDispatchMode):
+    """Refuses divisions by a number: a GPU multiplies by its reciprocal, which is rounded, and gives other bytes than a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.divisions = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_, torch.ops.aten.true_divide):
+            self.divisions += 1
+            assert isinstance(args[1], Tensor), f"{func} by the number {args[1]}"
+            assert args[1].dim(), f"{func} by a tensor without dimensions"
+        return func(*args, **(kwargs or {}))
+
+
+@codecs
+@dtypes
+def test_no_codec_divides_by_a_number(name: str, dtype: torch.dtype) -> None:
+    codec, rows = make(name), torch.randn(5, 131).to(dtype)
+    with DividesByTensors() as mode:
+        message = codec.encode(rows)
+        codec.decode(message, 5, 131, dtype)
+    assert mode.divisions == {"int8": 2, "fp8": 2}.get(name, 0)
 
 
 @codecs

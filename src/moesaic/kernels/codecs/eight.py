@@ -64,7 +64,8 @@ def scales(largest: Tensor, levels: float) -> Tensor:
         levels: the largest number of the 8-bit format.
     """
     smallest = torch.finfo(largest.dtype).smallest_normal
-    return (largest / levels).clamp_(min=smallest).where(largest.isfinite(), torch.nan)
+    quotient = largest / torch.full_like(largest, levels)  # by a number, a GPU multiplies by the rounded reciprocal
+    return quotient.clamp_(min=smallest).where(largest.isfinite(), torch.nan)
 
 
 @final
