@@ -12,6 +12,7 @@ from torch import Tensor
 from moesaic.codecs import CODECS
 from moesaic.errors import InputError
 from moesaic.kernels.codecs.zfp import WRAPPED, Zfp, block_bits, block_errors, coefficients, whole_planes
+from moesaic_lab.gpu.stand_in import DEVICE, StandIn, pretending, values
 
 zfpy = pytest.importorskip("zfpy")
 
@@ -133,6 +134,18 @@ def test_partial_blocks_cost_no_accuracy() -> None:
         error, bound = error_and_bound(codec, torch.full(shape, 0.7))
         assert (error <= bound).all()
         assert float(error.max()) < 1e-4
+
+
+def test_rows_of_a_gpu_are_coded_on_the_host() -> None:
+    """Whatever kernels the GPU runs: message and decoded rows are on it again, with the CPU's bytes."""
+    codec, rows = Zfp(), torch.randn(9, 14)
+    expected = codec.encode(rows)
+    with pretending(triton=True), StandIn():
+        message = codec.encode(rows.to(DEVICE))
+        decoded = codec.decode(message, 9, 14, torch.float32)
+    assert message.device == decoded.device == DEVICE
+    assert torch.equal(values(message), expected)
+    assert torch.equal(values(decoded), codec.decode(expected, 9, 14, torch.float32))
 
 
 @pytest.mark.parametrize("rate", [0, 3, 33, 7.5, True, "8"])

@@ -38,7 +38,7 @@ CAPACITIES: dict[str, AbstractCapacity] = {
 }
 DIM, HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 32, 8, 2, 12
 BY_HOST = ("zfp",)
-"""Codecs that run on the host if the GPU has no Triton, which is the case here."""
+"""Codecs that run on the host, for which every message waits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,13 +11,6 @@ FP8_WIDTH = 128
 """The number of values of a row that share a scale in an fp8 message; the last block of a row may be narrower."""
 FP8_LARGEST = 448.0
 """The largest e4m3 number. The format has no infinity, and a cast of a larger number gives NaN, so codecs clamp first."""
-ZFP_BLOCK = 4
-"""The number of rows, and of columns, of a zfp block."""
-ZFP_ORDER = np.array([0, 1, 4, 5, 2, 8, 6, 9, 3, 12, 10, 7, 13, 11, 14, 15])
-"""The coefficients of a zfp block (row-major indices) in the order in which a plane's bits are sent: by total frequency."""
-ZFP_FLUSH = {torch.float32: 2.0**-90, torch.float64: 2.0**-900}
-"""Values below this fraction of the message's largest value are sent as zero. Blocks below 2**-98 (float32) or 2**-962
-(float64) would decode to noise, since zfp's own scale overflows for them."""
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

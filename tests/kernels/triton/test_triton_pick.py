@@ -15,7 +15,7 @@ from moesaic import Capacity, GatedExperts, MoE, PlainExperts
 from moesaic.kernels import pick
 from moesaic.kernels.codecs import codec_named
 from moesaic.kernels.permute import permute, sort_by_expert, sum_rows, unpermute
-from moesaic.kernels.triton import expert_stage
+from moesaic.kernels.triton import expert_stage, quantise
 from moesaic.kernels.triton.rows import top_k as triton_top_k
 from moesaic.routing import router
 from moesaic.routing.router import MOST_COLUMNS, top_k_indices, top_k_indices_reference
@@ -165,7 +165,7 @@ def test_order_and_sums_equal_the_cpus(size, weighted, dtype, device, request):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    thinned(itertools.product(("int8", "fp8", "zfp"), (torch.float32, torch.bfloat16, torch.float64)), every=4),
+    thinned(itertools.product(("int8", "fp8"), (torch.float32, torch.bfloat16, torch.float64)), every=2),
     ids=str,
 )
 def test_codecs_write_and_read_the_same_bytes(name, dtype, device, request, monkeypatch):
@@ -176,11 +176,10 @@ def test_codecs_write_and_read_the_same_bytes(name, dtype, device, request, monk
     message = codec.encode(rows)
     decoded = codec.decode(message, *rows.shape, dtype)
     request.getfixturevalue("picked")
-    module = importlib.import_module("moesaic.kernels.triton." + ("zfp" if name == "zfp" else "quantise"))
     calls = []
-    for part in (f"{name}_encode", "zfp_decode" if name == "zfp" else "decode"):
-        kernel = getattr(module, part)
-        monkeypatch.setattr(module, part, lambda *given, kernel=kernel: calls.append(1) or kernel(*given))
+    for part in (f"{name}_encode", "decode"):
+        kernel = getattr(quantise, part)
+        monkeypatch.setattr(quantise, part, lambda *given, kernel=kernel: calls.append(1) or kernel(*given))
     actual = codec.encode(rows.to(device))
     assert torch.equal(actual.cpu(), message)
     apart = torch.cat([actual.new_zeros(3), actual])[3:]

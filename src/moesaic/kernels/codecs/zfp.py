@@ -1,8 +1,8 @@
 """zfp at a fixed rate: blocks of 4 rows x 4 columns, each encoded in the same number of bits.
 
-ScheMoE (section 6) uses it on CUDA. The algorithm is Lindstrom, "Fixed-Rate Compressed Floating-Point Arrays" (2014). Triton
-kernels compute it on GPUs that run them; elsewhere the package zfpy computes it on the CPU. Rows on another device are then
-copied to the CPU and back, which waits for the device. The fixed rate lets sender and receiver know a message's length.
+ScheMoE (section 6) uses it on CUDA. The algorithm is Lindstrom, "Fixed-Rate Compressed Floating-Point Arrays" (2014). The
+package zfpy computes it on the CPU. Rows on another device are copied to the CPU and back, which waits for the device. The
+fixed rate lets sender and receiver know a message's length.
 
 The error bound follows from the block's exponent and the bits that its coefficients take. zfp (Lindstrom 2014, section 2; the
 documentation's "Algorithm") turns a block of 4 x 4 values into 30-bit integers (62-bit for float64) relative to the block's
@@ -32,20 +32,16 @@ from torch import Tensor
 
 from moesaic.codecs import CodecSpec, codec_spec
 from moesaic.errors import InputError
-from moesaic.kernels.code_formats import (
-    ZFP_BLOCK,
-    ZFP_FLUSH,
-    ZFP_ORDER,
-    compute_dtype,
-    multiply_by_power,
-    saturate,
-    with_cast,
-)
+from moesaic.kernels.code_formats import compute_dtype, multiply_by_power, saturate, with_cast
 from moesaic.kernels.codecs.codec import AbstractCodec
-from moesaic.kernels.pick import codes_by_triton
 
-MOST_VALUES = 2**28
-"""The most values that the Triton kernels encode, since they count bits in 32-bit integers; larger messages use the CPU."""
+BLOCK = 4
+"""The number of rows, and of columns, of a zfp block."""
+ORDER = np.array([0, 1, 4, 5, 2, 8, 6, 9, 3, 12, 10, 7, 13, 11, 14, 15])
+"""The coefficients of a zfp block (row-major indices) in the order in which a plane's bits are sent: by total frequency."""
+FLUSH = {torch.float32: 2.0**-90, torch.float64: 2.0**-900}
+"""Values below this fraction of the message's largest value are sent as zero. Blocks below 2**-98 (float32) or 2**-962
+(float64) would decode to noise, since zfp's own scale overflows for them."""
 
 
 @final
@@ -79,11 +75,6 @@ class Zfp(AbstractCodec):
         return codec_spec(f"{self.name}:{self.rate}")
 
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
-        if codes_by_triton(rows.device, rows.dtype) and rows.numel() <= MOST_VALUES:
-            from moesaic.kernels.triton.zfp import zfp_encode
-
-            zfp_encode(rows, *fields, self.rate)
-            return
         values, shift, bad = prepare(rows)
         stream = _zfpy().compress_numpy(pad(values).numpy(), rate=self.rate, write_header=False)
         assert len(stream) == fields[1].numel(), f"zfp: {len(stream)} bytes written, {fields[1].numel()} expected"
@@ -92,17 +83,10 @@ class Zfp(AbstractCodec):
         fields[2].copy_(torch.from_numpy(np.packbits(bad.numpy())))
 
     def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
-        if codes_by_triton(fields[0].device, dtype) and num_rows * dim <= MOST_VALUES:
-            from moesaic.kernels.triton.zfp import zfp_decode
-
-            shift, stream, flags = fields
-            stream = stream.clone() if stream.storage_offset() % 2 else stream  # read by 16 bits
-            on_device: Tensor = zfp_decode(shift, stream, flags, num_rows, dim, dtype, self.rate)
-            return on_device
         shift, stream, flags = (field.cpu() for field in fields)
         zfpy = _zfpy()
         is_double = compute_dtype(dtype) == torch.float64
-        shape = (num_rows + -num_rows % ZFP_BLOCK, dim + -dim % ZFP_BLOCK)
+        shape = (num_rows + -num_rows % BLOCK, dim + -dim % BLOCK)
         ztype = zfpy.type_double if is_double else zfpy.type_float
         decoded = zfpy._decompress(stream.numpy().tobytes(), ztype, shape, rate=self.rate)
         values = multiply_by_power(torch.from_numpy(decoded)[:num_rows, :dim], -shift.to(torch.int32))
@@ -112,10 +96,8 @@ class Zfp(AbstractCodec):
     def _bound(self, rows: Tensor) -> Tensor:
         values, shift, bad = prepare(rows)
         errors = torch.from_numpy(block_errors(pad(values).numpy(), self.rate))
-        per_value = errors.repeat_interleave(ZFP_BLOCK, 0).repeat_interleave(ZFP_BLOCK, 1)[
-            : rows.shape[0], : rows.shape[1]
-        ]
-        step = multiply_by_power(per_value + ZFP_FLUSH[values.dtype], -shift)
+        per_value = errors.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: rows.shape[0], : rows.shape[1]]
+        step = multiply_by_power(per_value + FLUSH[values.dtype], -shift)
         return with_cast(rows.cpu(), step).masked_fill(bad[:, None], torch.inf).to(rows.device)
 
 
@@ -127,7 +109,7 @@ def prepare(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         Three tensors on the CPU. The scaled rows, (R, D) float32 or float64, below 1 in magnitude; zero in rows that are not
-        finite and for values below `ZFP_FLUSH`. The exponent of the power of two by which rows were multiplied, (1,) int32.
+        finite and for values below `FLUSH`. The exponent of the power of two by which rows were multiplied, (1,) int32.
         Whether each row is not finite, (R,) bool.
     """
     values = rows.cpu().to(compute_dtype(rows.dtype))
@@ -135,12 +117,12 @@ def prepare(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values = values.masked_fill(bad[:, None], 0.0)
     shift = -torch.frexp(values.abs().max()).exponent.view(1)
     values = multiply_by_power(values, shift)
-    return values.masked_fill(values.abs() < ZFP_FLUSH[values.dtype], 0.0), shift, bad
+    return values.masked_fill(values.abs() < FLUSH[values.dtype], 0.0), shift, bad
 
 
 def pad(values: Tensor) -> Tensor:
     """Repeat the last row and column up to multiples of 4: (R, D) -> (4 ceil(R / 4), 4 ceil(D / 4))."""
-    rows, dim = (torch.arange(size + -size % ZFP_BLOCK).clamp(max=size - 1) for size in values.shape)
+    rows, dim = (torch.arange(size + -size % BLOCK).clamp(max=size - 1) for size in values.shape)
     return values[rows][:, dim].contiguous()
 
 
@@ -172,23 +154,19 @@ def block_errors(values: np.ndarray, rate: int) -> np.ndarray:
         (R / 4, D / 4) float64.
     """
     rows, dim = values.shape
-    blocks = (
-        values.reshape(rows // ZFP_BLOCK, ZFP_BLOCK, dim // ZFP_BLOCK, ZFP_BLOCK)
-        .swapaxes(1, 2)
-        .reshape(-1, ZFP_BLOCK, ZFP_BLOCK)
-    )
+    blocks = values.reshape(rows // BLOCK, BLOCK, dim // BLOCK, BLOCK).swapaxes(1, 2).reshape(-1, BLOCK, BLOCK)
     exponent = np.frexp(np.abs(blocks).max((1, 2)))[1].astype(np.int64)
     planes = whole_planes(coefficients(blocks, exponent), block_bits(values.dtype, rate))
     width = values.dtype.itemsize * 8
     relative = CUT * np.exp2(2.0 - planes) + LOSSES * 2.0 ** (2 - width) + 2 * float(np.finfo(values.dtype).eps)
     errors = np.ldexp(np.where(planes < SAFE_PLANES, WRAPPED, relative), exponent)
     errors[~blocks.any((1, 2))] = 0.0  # a block of zeros is sent as such
-    return errors.reshape(rows // ZFP_BLOCK, dim // ZFP_BLOCK)
+    return errors.reshape(rows // BLOCK, dim // BLOCK)
 
 
 def block_bits(dtype: np.dtype, rate: int) -> int:
     """Return how many of a block's bits its planes get: all but a flag and the exponent."""
-    return ZFP_BLOCK * ZFP_BLOCK * rate - (9 if dtype == np.float32 else 12)
+    return BLOCK * BLOCK * rate - (9 if dtype == np.float32 else 12)
 
 
 def coefficients(blocks: np.ndarray, exponent: np.ndarray) -> np.ndarray:
@@ -208,7 +186,7 @@ def coefficients(blocks: np.ndarray, exponent: np.ndarray) -> np.ndarray:
     mask = np.array(0xAAAAAAAAAAAAAAAA >> (64 - width), dtype=unsigned)
     twos_complement: np.ndarray = np.ascontiguousarray(integers).view(unsigned)
     negabinary: np.ndarray = np.bitwise_xor(twos_complement + mask, mask)
-    return negabinary.reshape(-1, ZFP_BLOCK * ZFP_BLOCK)[:, ZFP_ORDER]
+    return negabinary.reshape(-1, BLOCK * BLOCK)[:, ORDER]
 
 
 def _transform(integers: np.ndarray) -> np.ndarray:
@@ -241,7 +219,7 @@ def whole_planes(sent: np.ndarray, bits: int) -> np.ndarray:
     Returns:
         (B,) int64.
     """
-    places = np.arange(1, ZFP_BLOCK * ZFP_BLOCK + 1)
+    places = np.arange(1, BLOCK * BLOCK + 1)
     bits_left = np.full(len(sent), bits, dtype=np.int64)
     reached = np.zeros(len(sent), dtype=np.int64)
     planes = np.zeros(len(sent), dtype=np.int64)
@@ -249,8 +227,8 @@ def whole_planes(sent: np.ndarray, bits: int) -> np.ndarray:
         is_set = (sent >> sent.dtype.type(place)) & sent.dtype.type(1) != 0
         is_new = is_set & (places > reached[:, None])
         reached_now = np.maximum(reached, (is_new * places).max(1))
-        is_last_new = (reached_now == ZFP_BLOCK * ZFP_BLOCK) & (reached < ZFP_BLOCK * ZFP_BLOCK)
-        bits_left -= reached_now + is_new.sum(1) + (reached_now < ZFP_BLOCK * ZFP_BLOCK) - is_last_new
+        is_last_new = (reached_now == BLOCK * BLOCK) & (reached < BLOCK * BLOCK)
+        bits_left -= reached_now + is_new.sum(1) + (reached_now < BLOCK * BLOCK) - is_last_new
         planes += bits_left >= 0
         reached = reached_now
     return planes
