@@ -216,7 +216,7 @@ def test_a_distributed_optimizer_keeps_whole_parameters_and_moves_them_once_per_
     each = predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, sharded="parameters"))
     shape = QWEN.model
     experts = shape.num_layers * 3 * shape.dim * shape.moe.hidden * shape.moe.num_experts
-    around = shape.parameters() - experts
+    around = QWEN.parameters(H100)[0] - experts
     assert once.memory.weights == pytest.approx(2 * (around + experts / 8))
     assert once.memory.gradients == 2 * once.memory.weights
     assert once.memory.optimizer == pytest.approx(12 * (around / 32 + experts / 32))
@@ -263,7 +263,7 @@ def test_what_lies_in_parts_decides_memory_and_what_moves_in_a_step() -> None:
     }
     shape = QWEN.model
     experts = shape.num_layers * 3 * shape.dim * shape.moe.hidden * shape.moe.num_experts
-    around = shape.parameters() - experts
+    around = QWEN.parameters(H100)[0] - experts
     block = (around - 2 * shape.vocab * shape.dim + experts / 8) / shape.num_layers
     whole, part = around + experts / 8, (around + experts) / 32
     for name, gradients, stepped in (
@@ -343,7 +343,7 @@ def test_narrow_products_keep_two_copies_of_weights_and_less_of_what_they_read()
     shape = QWEN.model
     router = shape.num_layers * shape.dim * shape.moe.num_experts
     experts = shape.num_layers * 3 * shape.dim * shape.moe.hidden * shape.moe.num_experts
-    multiplied = shape.parameters() - experts * 7 / 8 - 2 * shape.vocab * shape.dim - router
+    multiplied = QWEN.parameters(H100)[0] - experts * 7 / 8 - 2 * shape.vocab * shape.dim - router
     assert fp8.weights - wide.weights == pytest.approx(2 * multiplied)
     assert mxfp8.weights - wide.weights == pytest.approx(2 * multiplied * (1 + 1 / 32))
     tokens, copies = 2 * 2048, 2 * 2048 * shape.moe.top_k

@@ -170,7 +170,7 @@ def run(arguments: Sequence[str]) -> int:
         with _progress_bar(console) as progress:
             job, result = _search(job, _settings(options), counts, simulator, progress)
     except TooLargeError as error:
-        return _print_without_layout(error, job, cluster, options, console)
+        return _print_without_layout(error, cluster, options, console)
     if options.write is not None:
         write_planned(result.best, Path(options.write), model=options.model, cluster=cluster.name)
     if options.emit is not None:
@@ -181,6 +181,7 @@ def run(arguments: Sequence[str]) -> int:
             print("\n".join(EMITTERS[options.emit](job, layout_of(job, best), best)))
         return 0
     lines = [
+        _about_parameters(job, cluster),
         *reasons(result, cluster),
         *answers(job, cluster, result, options),
         *_by_rules(job, simulator, result.best),
@@ -189,7 +190,8 @@ def run(arguments: Sequence[str]) -> int:
     if options.page is not None:
         _write_page(options, lines, job, result, simulator)
     if options.json:
-        print(json.dumps({**as_data(result, cluster), "reasons": lines}, indent=2))
+        parameters = dict(zip(("total", "active"), job.parameters(cluster)))
+        print(json.dumps({**as_data(result, cluster), "parameters": parameters, "reasons": lines}, indent=2))
         return 0
     console.print(_table(result, cluster, options.model))
     for line in lines:
@@ -209,9 +211,7 @@ def _emitted_in_stages(job: Job, cluster: ClusterSpec, options: PlanOptions, tp:
     return EMITTERS[str(options.emit)](job, best[0], None)
 
 
-def _print_without_layout(
-    error: TooLargeError, job: Job, cluster: ClusterSpec, options: PlanOptions, console: Console
-) -> int:
+def _print_without_layout(error: TooLargeError, cluster: ClusterSpec, options: PlanOptions, console: Console) -> int:
     """Print what is known if no layout of the search fits the memory; returns the exit code.
 
     Prints single changes that make a layout fit, the best Megatron-style layout, and the layout of `--explain`.
@@ -219,6 +219,7 @@ def _print_without_layout(
     Raises:
         InputError: if there is no layout to explain or to emit. The message is one line.
     """
+    job = error.job
     if options.emit is not None and (options.pp or 1) > 1:
         print("\n".join(_emitted_in_stages(job, cluster, options, error.grid.tp, Crossing.LINK)))
         return 0
@@ -229,7 +230,7 @@ def _print_without_layout(
 
     larger_cluster = None if options.profile is not None else larger
     lines = [f"{error}: {in_words(remedies(job, cluster, _settings(options), larger_cluster))}"]
-    lines += _with_stages(job, cluster, options, error.grid.tp, Crossing.LINK, None)
+    lines += [_about_parameters(job, cluster), *_with_stages(job, cluster, options, error.grid.tp, Crossing.LINK, None)]
     if options.explain is None or options.emit is not None:
         raise InputError("; ".join(lines))
     lines += _explained(job, cluster, None, options.explain)
@@ -429,6 +430,14 @@ def reasons(result: Result, cluster: ClusterSpec) -> list[str]:
         + ", ".join(f"{part} {num_bytes / GIB:.1f}" for part, num_bytes in asdict(memory).items()),
     ]
     return [*lines, *_about_whole_experts(best, result.by_ep)]
+
+
+def _about_parameters(job: Job, cluster: ClusterSpec) -> str:
+    total, active = (
+        f"{number / 1e9:,.1f} billion" if number >= 1e9 else f"{number / 1e6:,.1f} million"
+        for number in job.parameters(cluster)
+    )
+    return f"model: {total} total, {active} active parameters"
 
 
 def what_was_measured(cluster: ClusterSpec) -> str:

@@ -26,7 +26,7 @@ from moesaic.plan.loads import simulate_counts
 from moesaic.plan.model import Job
 from moesaic.plan.plan import Plan
 from moesaic.plan.predict import APART
-from moesaic.plan.search import PlannedStep, Result, Settings
+from moesaic.plan.search import PlannedStep, Result, Settings, smallest_layout
 
 SPREAD = (0.83, 0.93)
 """Quartiles of measured over predicted speed of the published steps in docs/ledger.md."""
@@ -97,11 +97,9 @@ def speed_of(
 
 def operations_per_token(job: Job, cluster: ClusterSpec) -> float:
     """Return the floating-point operations of a training step per token, forward and backward."""
-    step = job.step_model(cluster, job.batch_size)
-    layer, matrices = step.layer, step.layer.matrices
-    experts = step.moe_layers * matrices * layer.dim * (layer.top_k * layer.hidden + step.shared_hidden)
-    others = step.dense_parameters - (step.embeddings - 1) * step.vocab * layer.dim
-    return 6 * (experts + others) + 3 * step.num_layers * step.scores
+    step = job.step_model(cluster, 1)
+    multiplied = job.parameters(cluster)[1] - (step.embeddings - 1) * step.vocab * step.layer.dim
+    return 6 * multiplied + 3 * step.num_layers * step.scores
 
 
 def changes(job: Job, cluster: ClusterSpec, result: Result, *, reserve_gib: float = 1.0) -> list[Change]:
@@ -335,25 +333,10 @@ def _recomputed(job: Job) -> Job:
 
 
 def _smallest_bytes(job: Job, cluster: ClusterSpec, settings: Settings) -> float | None:
-    """Return the bytes per rank of the smallest layout; None if the job fits no mesh.
-
-    For each size of ep, only the layout with the smallest lower bound is compiled, under the simplest plan.
-    """
+    """Return the bytes per rank of the smallest layout; None if the job fits no mesh."""
     simulator = Simulator(cluster)
     try:
-        meshes = layouts(job, cluster, settings.pins)
+        grids = layouts(job, cluster, settings.pins)
+        return smallest_layout([StepCostModel(job.step_model(cluster, grid.dp), grid, simulator) for grid in grids])[1]
     except InputError:
         return None
-    by_ep: dict[int, StepCostModel] = {}
-    for grid in meshes:
-        cost_model = StepCostModel(job.step_model(cluster, grid.dp), grid, simulator)
-        if grid.ep not in by_ep or cost_model.least_bytes < by_ep[grid.ep].least_bytes:
-            by_ep[grid.ep] = cost_model
-    sizes = []
-    for cost_model in by_ep.values():
-        try:
-            compiled = compile_plan(Plan(order="fifo"), cost_model.grid)
-            sizes.append(cost_model.memory(compiled.forward, compiled.backward, compiled.grid).total)
-        except InputError:
-            continue
-    return min(sizes, default=None)

@@ -105,6 +105,18 @@ class Job:
             **model.around,  # type: ignore[arg-type]
         )
 
+    def parameters(self, cluster: ClusterSpec) -> tuple[float, float]:
+        """Return the number of parameters of the model, and of those that a token uses.
+
+        Args:
+            cluster: any cluster that can train the model; it changes neither.
+        """
+        step = self.step_model(cluster, 1)
+        layer = step.layer
+        around = step.dense_parameters + step.moe_layers * layer.matrices * layer.dim * step.shared_hidden
+        experts = step.expert_parameters
+        return around + experts, around + experts * layer.top_k / layer.num_experts
+
 
 def job_of(table: dict[str, Any], source: str) -> Job:
     """Return the job of a training configuration.

@@ -105,12 +105,13 @@ class TooLargeError(InputError):
 
     Args:
         message: the message; says by how much the smallest layout exceeds the memory.
+        job: the job, with blocks recomputed if that was tried.
         grid: the smallest layout.
     """
 
-    def __init__(self, message: str, grid: Grid) -> None:
+    def __init__(self, message: str, job: Job, grid: Grid) -> None:
         super().__init__(message)
-        self.grid = grid
+        self.job, self.grid = job, grid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +190,7 @@ class _Search:
             cost_models.append(StepCostModel(self.job.step_model(self.cluster, grid.dp), grid, self.simulator))
         fitting = [each for each in cost_models if each.least_bytes <= self._usable_bytes]
         if not fitting:
-            least = min(cost_models, key=lambda each: each.least_bytes)
-            raise self._too_large(least.grid, least.least_bytes)
+            raise self._too_large(*smallest_layout(cost_models))
         started = self._promising_layouts(fitting)
         if not started:
             raise InputError(f"no plan of the search space fits any layout; the last one: {self.refusal}")
@@ -367,12 +367,32 @@ class _Search:
     def _too_large(self, grid: Grid, num_bytes: float) -> TooLargeError:
         device, reserve = self.cluster.device.memory_gib, self.settings.reserve_gib
         over = (num_bytes - self._usable_bytes) * FRAGMENTED / GIB
+        recomputed = ", even with blocks recomputed" * self.job.model.checkpoint_activations
         return TooLargeError(
-            f"the model fits no layout of {self.cluster.world} ranks: the smallest, {name_of(grid)}, needs "
+            f"the model fits no layout of {self.cluster.world} ranks{recomputed}: the smallest, {name_of(grid)}, needs at least "
             f"{num_bytes / GIB:.1f} GiB, plus {FRAGMENTED - 1:.0%} for fragments and {reserve:g} in reserve: {over:.1f} more "
             f"than a device of {self.cluster.name} has ({device:g})",
+            self.job,
             grid,
         )
+
+
+def smallest_layout(cost_models: Sequence[StepCostModel]) -> tuple[Grid, float]:
+    """Return the layout that needs the fewest bytes per rank, and these bytes.
+
+    The layouts have the simplest plan, since others need more: they cut into chunks or gather weights.
+    """
+    best, least = cost_models[0].grid, math.inf
+    # Which axis is innermost changes no size, so one layout stands for both.
+    sizes = {(each.grid.tp, each.grid.ep, each.grid.etp): each for each in reversed(cost_models)}
+    for cost_model in sorted(sizes.values(), key=lambda each: each.least_bytes):
+        if cost_model.least_bytes >= least:
+            break
+        compiled = compile_on(Plan(order="fifo"), cost_model.grid, cost_model.simulator, cost_model.model.layer)
+        num_bytes = cost_model.memory(compiled.forward, compiled.backward, compiled.grid).total
+        if num_bytes < least:
+            best, least = cost_model.grid, num_bytes
+    return best, least
 
 
 def neighbours(plan: Plan, space: SearchSpace, grid: Grid, changed: int = 1) -> Iterator[Plan]:
