@@ -75,6 +75,9 @@ def test_json_ranks_by_time_and_says_why(files: list[str], capsys: pytest.Captur
     assert found["by_ep"]["1"]["best_seconds"] >= found["by_ep"]["1"]["floor_seconds"]
     assert any("ep = 1" in line for line in found["reasons"])
     assert found["layouts"] > found["layouts_left_out"] >= 0
+    experts, around = 2 * 3 * 64 * 128, 2 * (4 * 64 * 64 + 4 * 64) + 256 * 64
+    assert found["parameters"] == {"total": 4 * experts + around, "active": experts + around}
+    assert found["reasons"][0] == "model: 0.2 million total, 0.1 million active parameters"
 
 
 def test_the_table_goes_to_people(
@@ -380,9 +383,12 @@ def test_where_nothing_of_ours_fits_it_says_what_would_and_explains_all_the_same
     assert "\n" not in said
     for words in (
         "the model fits no layout of 8 ranks: the smallest, tp 1, ep ", "what fits: ", "sizes of axes left free (",
-        " devices, blocks recomputed (", "devices of 8", "as Megatron shards",
+        " devices, blocks recomputed (", "devices of 8", "as Megatron shards", " total, ", " active parameters",
     ):  # fmt: skip
         assert words in said
+    # Recomputation was tried, so it is no advice, and the changes are told of a job that has it.
+    assert "of 8 ranks, even with blocks recomputed: " in said
+    assert "(model.checkpoint_activations)" not in said
     assert main([*tight, "--explain", "--expert-model-parallel-size 4 --use-distributed-optimizer"]) == 0
     told = capsys.readouterr().err
     assert "the model fits no layout of 8 ranks" in told

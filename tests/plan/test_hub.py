@@ -117,23 +117,47 @@ def test_a_group_limit_keeps_tokens_from_nodes(nodes: int) -> None:
         ({"layer_types": 3}, "is of an unknown architecture"),
         ({"full_attention_interval": -4}, "full_attention_interval=-4: must be at least 0"),
         ({"layer_types": ["full_attention"] * 31}, "layer_types has 31 entries for 32 layers: give one for each"),
-        ({"layer_types": ["linear_attention"] * 32}, "linear_num_key_heads=None: linear attention needs a whole number"),
+        (
+            {"layer_types": ["linear_attention"] * 32},
+            "linear_num_key_heads=None: linear attention needs a whole number",
+        ),
         ({"layer_types": ["indexed_attention"] * 32}, "index_n_heads=None: an indexer needs a whole number"),
-        ({"mlp_layer_types": ["sparse"] * 31 + ["moe"]}, "mlp_layer_types has 'moe', but planning reads only sparse, dense"),
+        (
+            {"mlp_layer_types": ["sparse"] * 31 + ["moe"]},
+            "mlp_layer_types has 'moe', but planning reads only sparse, dense",
+        ),
         ({"attn_type_list": [0] + [1] * 31}, "attn_type_list has 0, but planning reads only 1"),
-        ({"moe_intermediate_size": [512, 1024]}, "moe_intermediate_size=[512, 1024]: planning reads a whole number, the same"),
+        (
+            {"moe_intermediate_size": [512, 1024]},
+            "moe_intermediate_size=[512, 1024]: planning reads a whole number, the same",
+        ),
         ({"num_experts_per_tok": "2"}, "num_experts_per_tok='2': planning reads a whole number"),
         ({"num_experts_per_tok": True}, "num_experts_per_tok=True: planning reads a whole number"),
         ({"model_type": "jetmoe"}, "model_type jetmoe has experts in its attention, which planning cannot predict"),
         ({"v_head_dim": 128}, "planning does not read v_head_dim=128"),
-        *(({"layer_types": ["full_attention"] * 31 + [kind]}, f"layer_types has '{kind}', but planning reads only full_")
-          for kind in ("nonsense", "mamba", "conv", "compressed_sparse_attention", "hybrid")),
-        *(({name: value}, f"planning does not read {name}={value}, which may change the sizes of layers")
-          for name, value in (
-              ("zero_expert_num", 256), ("compress_ratios", [0, 4]), ("per_layer_config", {"3": {"head_dim": 512}}),
-              ("is_encoder_decoder", True), ("dense_layer_ids", [0]), ("hybrid_override_pattern", "M-M*-"), ("hc_mult", 4),
-              ("linear_attn_config", {"num_heads": 32}), ("output_lora_rank", 64), ("rope_head_dim", 64), ("n_extra", 1),
-          )),
+        *(
+            (
+                {"layer_types": ["full_attention"] * 31 + [kind]},
+                f"layer_types has '{kind}', but planning reads only full_",
+            )
+            for kind in ("nonsense", "mamba", "conv", "compressed_sparse_attention", "hybrid")
+        ),
+        *(
+            ({name: value}, f"planning does not read {name}={value}, which may change the sizes of layers")
+            for name, value in (
+                ("zero_expert_num", 256),
+                ("compress_ratios", [0, 4]),
+                ("per_layer_config", {"3": {"head_dim": 512}}),
+                ("is_encoder_decoder", True),
+                ("dense_layer_ids", [0]),
+                ("hybrid_override_pattern", "M-M*-"),
+                ("hc_mult", 4),
+                ("linear_attn_config", {"num_heads": 32}),
+                ("output_lora_rank", 64),
+                ("rope_head_dim", 64),
+                ("n_extra", 1),
+            )
+        ),
     ],
 )
 def test_a_model_that_cannot_be_planned_is_one_line(change: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -219,15 +243,15 @@ def test_sizes_in_lists_of_equal_numbers_and_in_nested_tables_are_read() -> None
 HARMLESS: dict[str, Any] = {
     "architectures": ["XForCausalLM"], "auto_map": {"AutoConfig": "x.y"}, "torch_dtype": "bfloat16", "ep_size": 1,
     "transformers_version": "4.57.0", "quantization_config": {"quant_method": "fp8"}, "bos_token_id": 0, "image_token_index": 9,
-    "eos_token_id": [1, 2], "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 4096, "rope_theta": 10000,
-    "rope_scaling": {"type": "yarn", "factor": 40}, "rms_norm_eps": 1e-6, "use_cache": True, "pretraining_tp": 1,
+    "eos_token_id": [1, 2], "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 4096,
+    "rope_theta": 10000, "rope_scaling": {"type": "yarn", "factor": 40}, "rms_norm_eps": 1e-6, "use_cache": True, "pretraining_tp": 1,
     "attention_bias": True, "aux_loss_alpha": 0.001, "seq_aux": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
     "norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1, "router_aux_loss_coef": 0.9,
-    "output_router_logits": True, "attn_type_list": [1] * 32, "use_mtp": True, "num_mtp_modules": 3, "mtp_transformer_layers": 1,
-    "qk_norm_type": "per_layer", "rotary_dim": 64, "use_routing_bias": True, "shared_moe_mode": "sigmoid", "swiglu_limit": 7,
+    "output_router_logits": True, "attn_type_list": [1] * 32, "use_mtp": True, "num_mtp_modules": 3,
+    "mtp_transformer_layers": 1, "qk_norm_type": "per_layer", "rotary_dim": 64, "use_routing_bias": True, "shared_moe_mode": "sigmoid", "swiglu_limit": 7,
     "initial_context_length": 4096, "moe_router_enable_expert_bias": True, "score_function": "sigmoid", "use_rmsnorm": True,
-    "router_dtype": "fp32", "partial_rotary_factor": 0.5, "moe_capacity": [64, 64], "moe_gate": "topk", "no_rope_layers": [1, 0],
-    "attn_temperature_tuning": 4, "cache_implementation": "hybrid", "for_llm_compressor": False, "clip_qkv": 8,
+    "router_dtype": "fp32", "partial_rotary_factor": 0.5, "moe_capacity": [64, 64], "moe_gate": "topk",
+    "no_rope_layers": [1, 0], "attn_temperature_tuning": 4, "cache_implementation": "hybrid", "for_llm_compressor": False, "clip_qkv": 8,
     "original_max_position_embeddings": 4096, "mamba_ssm_dtype": "float32", "gating": "per-head", "some_new_factor": 2.5,
     "id2label": {"0": "A"}, "_name_or_path": "x", "max_window_layers": 28, "use_sliding_window": True, "logits_scaling": 6,
 }  # fmt: skip

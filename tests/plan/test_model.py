@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cost.clusters import DEVICE, flat
 from moesaic.cost.cluster import Tflops
 from moesaic.errors import InputError
+from moesaic.models.gpt import make_language_model
 from moesaic.plan.model import Job, job_of
-from moesaic.plan.model_shape import ModelShape, MoEShape
+from moesaic.plan.model_shape import BlockConfig, ModelShape, MoEShape
 from moesaic.plan.presets import PRESETS, read_job
 from moesaic.train.config import PRESETS as TRAIN_PRESETS
 from moesaic.train.config import TrainConfig
@@ -126,3 +128,19 @@ def test_a_rate_that_is_not_known_is_refused() -> None:
         InputError, match=r"cluster.device.tflops.fp64 is not given: add it, or choose one of fp32, bf16"
     ):
         Job(precision="float64").step_model(CLUSTER, 1)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameters_are_those_of_the_model_that_trains(name: str) -> None:
+    config = TRAIN_PRESETS[name]()
+    with torch.device("meta"):
+        model = make_language_model(config.model, config.data.vocab_size)
+    total, active = PRESETS[name].parameters(CLUSTER)
+    # Norms, biases and learned positions are not counted.
+    assert total == pytest.approx(model.num_parameters(), rel=0.01)
+    assert active == pytest.approx(model.num_active_parameters(), rel=0.02)
+
+
+def test_an_output_of_its_own_is_one_more_matrix() -> None:
+    tied, untied = (Job(model=ModelShape(block=BlockConfig(tied=tied))) for tied in (True, False))
+    assert untied.parameters(CLUSTER)[0] - tied.parameters(CLUSTER)[0] == untied.data.vocab_size * untied.model.dim

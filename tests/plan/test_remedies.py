@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from moesaic.cost.cluster import ClusterSpec, read_cluster
-from moesaic.cost.memory import GIB, usable_bytes
+from moesaic.cost.memory import FRAGMENTED, GIB, usable_bytes
+from moesaic.cost.simulate import Simulator
+from moesaic.cost.step import StepCostModel
 from moesaic.plan.answer import in_words, remedies
-from moesaic.plan.candidates import Pins
+from moesaic.plan.candidates import Pins, layouts
 from moesaic.plan.hub import read_shape
 from moesaic.plan.model import DataShape, Job
-from moesaic.plan.search import LOSSLESS, Settings, TooLargeError, search
+from moesaic.plan.search import LOSSLESS, Settings, TooLargeError, search, smallest_layout
 from plan.hub_configs import QWEN3_30B
 
 SHAPE = read_shape({**QWEN3_30B, "num_hidden_layers": 6}, "config.json", seq_len=8192)
@@ -60,6 +63,31 @@ def test_a_change_that_is_said_to_fit_does() -> None:
     assert search(replace(job(8), model=again.model), on(enough), FEW).best.memory.total <= usable_bytes(
         on(enough), 1.0
     )
+
+
+def test_what_the_smallest_layout_needs_is_what_the_advice_says() -> None:
+    """On devices that no lower bound fits, and on those that bounds fit and plans do not."""
+    recomputed = replace(job(8), model=replace(SHAPE, checkpoint_activations=True))
+    needed = smallest_layout(
+        [
+            StepCostModel(recomputed.step_model(on(MEMORY), grid.dp), grid, Simulator(on(MEMORY)))
+            for grid in layouts(recomputed, on(MEMORY), FEW.pins)
+        ]
+    )[1]
+    enough = needed * FRAGMENTED / GIB + FEW.reserve_gib
+    for memory_gib in (MEMORY, enough - 0.01):
+        with pytest.raises(TooLargeError) as refusal:
+            search(recomputed, on(memory_gib), FEW)
+        said = str(refusal.value)
+        assert (
+            f"ranks, even with blocks recomputed: the smallest, tp 1, ep 8, etp 1, needs at least {needed / GIB:.1f} GiB,"
+            in said
+        )
+        assert f" in reserve: {enough - memory_gib:.1f} more than" in said
+        assert refusal.value.job == recomputed
+        advice = in_words(remedies(refusal.value.job, on(memory_gib), FEW))
+        assert f"devices of {math.ceil(enough)} GiB, blocks recomputed ({needed / GIB:.1f} GiB)" in advice
+    assert search(recomputed, on(enough + 0.01), FEW).best.memory.total == pytest.approx(needed)
 
 
 def test_changes_are_told_with_what_a_rank_then_needs() -> None:

@@ -155,7 +155,7 @@ def test_memory_decides_and_the_refusal_says_by_how_much() -> None:
     assert "more than a device of flat has (1.01)" in text
     assert "\n" not in text
     over = float(text.split(" in reserve: ")[1].split(" more")[0])
-    needed = float(text.split(" needs ")[1].split(" GiB")[0])
+    needed = float(text.split(" needs at least ")[1].split(" GiB")[0])
     assert over == pytest.approx(needed + 1 - 1.01, abs=0.11)
 
 

@@ -24,7 +24,6 @@ from moesaic.plan.candidates import Pins, layouts, name_of
 from moesaic.plan.compile import Compiled, compile_plan
 from moesaic.plan.loads import simulate_counts
 from moesaic.plan.model import Job
-from moesaic.plan.plan import Plan
 from moesaic.plan.predict import APART
 from moesaic.plan.search import PlannedStep, Result, Settings, smallest_layout
 
@@ -98,7 +97,8 @@ def speed_of(
 def operations_per_token(job: Job, cluster: ClusterSpec) -> float:
     """Return the floating-point operations of a training step per token, forward and backward."""
     step = job.step_model(cluster, 1)
-    multiplied = job.parameters(cluster)[1] - (step.embeddings - 1) * step.vocab * step.layer.dim
+    looked_up = 0 if job.model.tied else step.vocab * step.layer.dim
+    multiplied = job.parameters(cluster)[1] - looked_up
     return 6 * multiplied + 3 * step.num_layers * step.scores
 
 

@@ -56,7 +56,8 @@ LEAST = {**dict.fromkeys((*NEEDED, "kv_heads", "head_dim"), 1), "last_sparse": -
 """Smallest values of sizes; 0 for others."""
 YOURSELF = "write the sizes as [model] and [model.moe] of a training configuration"
 """What to do about a model that cannot be read."""
-GATED: dict[str, Any] = {"attn_output_gate": True, "use_qk_norm": True}
+GATED = {"attn_output_gate": True, "use_qk_norm": True}
+"""Fields of a model whose attention has a gate as wide as its queries, and norms of queries and keys."""
 IMPLIED: dict[str, dict[str, Any]] = {
     "llama4_text": {"n_shared_experts": 1}, "hunyuan_v1_moe": {"num_shared_expert": 1}, "qwen3_moe": {"use_qk_norm": True},
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "afmoe", "beam"), GATED),
@@ -88,12 +89,11 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "is_moe_layer": (True, False), "attn_type_list": (1,),
 }  # fmt: skip
 """Fields with an entry per layer, and the entries that planning can predict."""
-READ = frozenset(
-    ("model_type", "tie_word_embeddings", "mlp_hidden_act", "moe_layers", "mlp_only_layers")
-    + ("attn_output_gate", "use_qk_norm", "sliding_window", "attention_chunk_size", "kv_lora_rank")
-    + tuple(name for names in NAMES.values() for name in names) + LINEAR
-    + ("linear_conv_kernel_dim", *INDEXER, *KINDS, *NESTED)
-)  # fmt: skip
+READ = {
+    "model_type", "tie_word_embeddings", "mlp_hidden_act", "moe_layers", "mlp_only_layers", "attn_output_gate", "use_qk_norm",
+    "sliding_window", "attention_chunk_size", "kv_lora_rank", *LINEAR, "linear_conv_kernel_dim", *INDEXER, *KINDS, *NESTED,
+    *(name for names in NAMES.values() for name in names),
+}  # fmt: skip
 """Fields that are read, besides those of `LOW_RANKS`."""
 HARMLESS = re.compile(
     # what the file is, and how it is stored and loaded
@@ -220,7 +220,9 @@ def _refuse_unread(table: Mapping[str, Any], source: str) -> None:
     """Raise InputError if a field that is not read may change sizes: a whole number, a word, a list, a table or true."""
     kind = table.get("model_type")
     if kind in UNREADABLE:
-        raise InputError(f"{source}: model_type {kind} has {UNREADABLE[kind]}, which planning cannot predict: {YOURSELF}")
+        raise InputError(
+            f"{source}: model_type {kind} has {UNREADABLE[kind]}, which planning cannot predict: {YOURSELF}"
+        )
     read = READ.union(LOW_RANKS) if table.get("kv_lora_rank") else READ
     unread = [
         f"{name}={value if len(str(value)) < 40 else f'{str(value)[:40]}...'}"
@@ -283,7 +285,9 @@ def _kinds(table: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, list
         kinds[name] = table[name][:layers]
         for kind in kinds[name]:
             if kind not in known:
-                raise InputError(f"{name} has {kind!r}, but planning reads only {', '.join(map(str, known))}: {YOURSELF}")
+                raise InputError(
+                    f"{name} has {kind!r}, but planning reads only {', '.join(map(str, known))}: {YOURSELF}"
+                )
         if len(kinds[name]) < layers:
             raise InputError(f"{name} has {len(kinds[name])} entries for {layers} layers: give one for each")
     every = sizes.get("full_every") or sizes.get("window_every") or layers + 1
@@ -293,7 +297,9 @@ def _kinds(table: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, list
     return {"layer_types": derived, **kinds}
 
 
-def _dense_layers(table: Mapping[str, Any], sizes: Mapping[str, int], kinds: Mapping[str, list[Any]]) -> tuple[int, ...]:
+def _dense_layers(
+    table: Mapping[str, Any], sizes: Mapping[str, int], kinds: Mapping[str, list[Any]]
+) -> tuple[int, ...]:
     """Return the numbers of the blocks without an MoE layer.
 
     Raises:

@@ -7,7 +7,7 @@ few other fields here have the names of the trainer's fields, and a test checks 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from moesaic.configfile import override
@@ -111,7 +111,7 @@ class Job:
         Args:
             cluster: any cluster that can train the model; it changes neither.
         """
-        step = self.step_model(cluster, 1)
+        step = replace(self.step_model(cluster, 1), embeddings=1 if self.model.tied else 2)
         layer = step.layer
         around = step.dense_parameters + step.moe_layers * layer.matrices * layer.dim * step.shared_hidden
         experts = step.expert_parameters

@@ -267,6 +267,11 @@ class ModelShape:
         return step_fields if step_fields["attention_parameters"] != 4 * self.dim * self.dim else {}
 
     @property
+    def tied(self) -> bool:
+        """Whether one matrix is both the embedding and the output."""
+        return self.block.tied
+
+    @property
     def head_dim(self) -> int:
         """Width of an attention head."""
         return self.block.heads.head_dim or self.dim // self.num_heads

@@ -369,8 +369,8 @@ class _Search:
         over = (num_bytes - self._usable_bytes) * FRAGMENTED / GIB
         recomputed = ", even with blocks recomputed" * self.job.model.checkpoint_activations
         return TooLargeError(
-            f"the model fits no layout of {self.cluster.world} ranks{recomputed}: the smallest, {name_of(grid)}, needs at least "
-            f"{num_bytes / GIB:.1f} GiB, plus {FRAGMENTED - 1:.0%} for fragments and {reserve:g} in reserve: {over:.1f} more "
+            f"the model fits no layout of {self.cluster.world} ranks{recomputed}: the smallest, {name_of(grid)}, needs at "
+            f"least {num_bytes / GIB:.1f} GiB, plus {FRAGMENTED - 1:.0%} for fragments and {reserve:g} in reserve: {over:.1f} more "
             f"than a device of {self.cluster.name} has ({device:g})",
             self.job,
             grid,
