@@ -242,18 +242,20 @@ def test_sizes_in_lists_of_equal_numbers_and_in_nested_tables_are_read() -> None
 
 HARMLESS: dict[str, Any] = {
     "architectures": ["XForCausalLM"], "auto_map": {"AutoConfig": "x.y"}, "torch_dtype": "bfloat16", "ep_size": 1,
-    "transformers_version": "4.57.0", "quantization_config": {"quant_method": "fp8"}, "bos_token_id": 0, "image_token_index": 9,
-    "eos_token_id": [1, 2], "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 4096,
-    "rope_theta": 10000, "rope_scaling": {"type": "yarn", "factor": 40}, "rms_norm_eps": 1e-6, "use_cache": True, "pretraining_tp": 1,
-    "attention_bias": True, "aux_loss_alpha": 0.001, "seq_aux": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
-    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1, "router_aux_loss_coef": 0.9,
-    "output_router_logits": True, "attn_type_list": [1] * 32, "use_mtp": True, "num_mtp_modules": 3,
-    "mtp_transformer_layers": 1, "qk_norm_type": "per_layer", "rotary_dim": 64, "use_routing_bias": True, "shared_moe_mode": "sigmoid", "swiglu_limit": 7,
+    "transformers_version": "4.57.0", "quantization_config": {"quant_method": "fp8"}, "bos_token_id": 0,
+    "image_token_index": 9, "eos_token_id": [1, 2], "hidden_act": "silu", "initializer_range": 0.02,
+    "max_position_embeddings": 4096, "rope_theta": 10000, "rope_scaling": {"type": "yarn", "factor": 40},
+    "rms_norm_eps": 1e-6, "use_cache": True, "pretraining_tp": 1, "attention_bias": True, "aux_loss_alpha": 0.001,
+    "seq_aux": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1, "router_aux_loss_coef": 0.9, "output_router_logits": True,
+    "attn_type_list": [1] * 32, "use_mtp": True, "num_mtp_modules": 3, "mtp_transformer_layers": 1,
+    "qk_norm_type": "per_layer", "rotary_dim": 64, "use_routing_bias": True, "shared_moe_mode": "sigmoid", "swiglu_limit": 7,
     "initial_context_length": 4096, "moe_router_enable_expert_bias": True, "score_function": "sigmoid", "use_rmsnorm": True,
     "router_dtype": "fp32", "partial_rotary_factor": 0.5, "moe_capacity": [64, 64], "moe_gate": "topk",
-    "no_rope_layers": [1, 0], "attn_temperature_tuning": 4, "cache_implementation": "hybrid", "for_llm_compressor": False, "clip_qkv": 8,
-    "original_max_position_embeddings": 4096, "mamba_ssm_dtype": "float32", "gating": "per-head", "some_new_factor": 2.5,
-    "id2label": {"0": "A"}, "_name_or_path": "x", "max_window_layers": 28, "use_sliding_window": True, "logits_scaling": 6,
+    "no_rope_layers": [1, 0], "attn_temperature_tuning": 4, "cache_implementation": "hybrid", "for_llm_compressor": False,
+    "clip_qkv": 8, "original_max_position_embeddings": 4096, "mamba_ssm_dtype": "float32", "gating": "per-head",
+    "some_new_factor": 2.5, "id2label": {"0": "A"}, "_name_or_path": "x", "max_window_layers": 28, "use_sliding_window": True,
+    "logits_scaling": 6,
 }  # fmt: skip
 """Fields of published files that change no size of a matrix."""
 

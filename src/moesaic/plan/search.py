@@ -370,8 +370,8 @@ class _Search:
         recomputed = ", even with blocks recomputed" * self.job.model.checkpoint_activations
         return TooLargeError(
             f"the model fits no layout of {self.cluster.world} ranks{recomputed}: the smallest, {name_of(grid)}, needs at "
-            f"least {num_bytes / GIB:.1f} GiB, plus {FRAGMENTED - 1:.0%} for fragments and {reserve:g} in reserve: {over:.1f} more "
-            f"than a device of {self.cluster.name} has ({device:g})",
+            f"least {num_bytes / GIB:.1f} GiB, plus {FRAGMENTED - 1:.0%} for fragments and {reserve:g} in reserve: {over:.1f} "
+            f"more than a device of {self.cluster.name} has ({device:g})",
             self.job,
             grid,
         )
