@@ -133,6 +133,7 @@ def test_a_group_limit_keeps_tokens_from_nodes(nodes: int) -> None:
         ),
         ({"num_experts_per_tok": "2"}, "num_experts_per_tok='2': planning reads a whole number"),
         ({"num_experts_per_tok": True}, "num_experts_per_tok=True: planning reads a whole number"),
+        ({"model_type": ["x"], "num_experts_per_tok": 9}, "model.moe.top_k=9 does not fit"),
         ({"model_type": "jetmoe"}, "model_type jetmoe has experts in its attention, which planning cannot predict"),
         ({"v_head_dim": 128}, "planning does not read v_head_dim=128"),
         *(

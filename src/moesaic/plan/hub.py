@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,16 +71,15 @@ UNREADABLE = {
 """Model families with layers that planning cannot predict and that no field tells of."""
 NESTED = ("ffn_config", "attn_config")
 """Fields whose tables hold sizes of the model, as in DBRX."""
-LOW_RANKS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank")
-"""Sizes of low-rank (latent) attention."""
-LINEAR = ("linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim")
-"""Sizes of linear attention (gated delta nets)."""
-INDEXER = ("index_n_heads", "index_head_dim", "index_topk")
-"""Sizes of the indexer that chooses the keys of a query (DeepSeek-V3.2)."""
-EXAMPLES = dict(
-    zip((*LOW_RANKS, *LINEAR, *INDEXER), (128, 64, 128, 512, 1536, 16, 128, 32, 128, 64, 128, 2048), strict=True)
-)
-"""Sizes of DeepSeek-V3, Qwen3-Next and DeepSeek-V3.2, for messages."""
+LOW_RANKS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512}
+QUERY_RANK = {"q_lora_rank": 1536}
+"""Sizes of low-rank (latent) attention, with those of DeepSeek-V3 as examples for messages; queries may have whole rank."""
+LINEAR = {
+    "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+}  # fmt: skip
+"""Sizes of linear attention (gated delta nets), with those of Qwen3-Next."""
+INDEXER = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+"""Sizes of the indexer that chooses the keys of a query, with those of DeepSeek-V3.2."""
 KINDS: dict[str, tuple[Any, ...]] = {
     "layer_types": (
         "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "linear_attention",
@@ -91,7 +90,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
 """Fields with an entry per layer, and the entries that planning can predict."""
 READ = {
     "model_type", "tie_word_embeddings", "mlp_hidden_act", "moe_layers", "mlp_only_layers", "attn_output_gate", "use_qk_norm",
-    "sliding_window", "attention_chunk_size", "kv_lora_rank", *LINEAR, "linear_conv_kernel_dim", *INDEXER, *KINDS, *NESTED,
+    "sliding_window", "attention_chunk_size", "kv_lora_rank", *LINEAR, "linear_conv_kernel_dim", *INDEXER, *KINDS,
     *(name for names in NAMES.values() for name in names),
 }  # fmt: skip
 """Fields that are read, besides those of `LOW_RANKS`."""
@@ -185,7 +184,8 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
     table = next((table[name] for name in ("text_config", "llm_config") if isinstance(table.get(name), dict)), table)
     table = {**IMPLIED.get(str(table.get("model_type")), {}), **table}
     for name in NESTED:
-        table = {**(table.get(name) or {}), **table}
+        if isinstance(table.get(name), dict):
+            table = {**table.pop(name), **table}
     if table.get("layer_types"):
         table = {name: value for name, value in table.items() if not SPELT_OUT.fullmatch(name)}
     _refuse_unread(table, source)
@@ -218,12 +218,12 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
 
 def _refuse_unread(table: Mapping[str, Any], source: str) -> None:
     """Raise InputError if a field that is not read may change sizes: a whole number, a word, a list, a table or true."""
-    kind = table.get("model_type")
+    kind = str(table.get("model_type"))
     if kind in UNREADABLE:
         raise InputError(
             f"{source}: model_type {kind} has {UNREADABLE[kind]}, which planning cannot predict: {YOURSELF}"
         )
-    read = READ.union(LOW_RANKS) if table.get("kv_lora_rank") else READ
+    read = READ.union(LOW_RANKS, QUERY_RANK) if table.get("kv_lora_rank") else READ
     unread = [
         f"{name}={value if len(str(value)) < 40 else f'{str(value)[:40]}...'}"
         for name, value in table.items()
@@ -334,8 +334,8 @@ def _attention(
     dim, heads, layers = sizes["dim"], sizes["num_heads"], sizes["num_layers"]
     up = up_kept = query = 0.0
     if table.get("kv_lora_rank") is not None:
-        nope, rope, value, rank = _needed(table, "low-rank attention", LOW_RANKS[:4])
-        query = _needed(table, "low-rank attention", LOW_RANKS[4:])[0] if table.get("q_lora_rank") else 0
+        nope, rope, value, rank = _needed(table, "low-rank attention", LOW_RANKS)
+        query = _needed(table, "low-rank attention", QUERY_RANK)[0] if table.get("q_lora_rank") else 0
         up = heads * (nope + rope) * query + rank * heads * (nope + value)
         full = up + (dim * query or heads * (nope + rope) * dim) + dim * (rank + rope) + heads * value * dim
         width = float(heads * (nope + rope + value))
@@ -392,12 +392,12 @@ def _visible(window: int, seq_len: int) -> float:
     return (window - window**2 / (2 * seq_len)) / (seq_len / 2)
 
 
-def _needed(table: Mapping[str, Any], what: str, names: Sequence[str]) -> list[int]:
-    """Return sizes of a kind of attention; raises InputError if one is missing or invalid."""
-    for name in names:
+def _needed(table: Mapping[str, Any], what: str, examples: Mapping[str, int]) -> list[int]:
+    """Return the sizes of a kind of attention that `examples` names; raises InputError if one is missing or invalid."""
+    for name, example in examples.items():
         value = table.get(name)
         if not isinstance(value, int) or value < 1:
             raise InputError(
-                f"{name}={value!r}: {what} needs a whole number of at least 1: add it, for example {EXAMPLES[name]}"
+                f"{name}={value!r}: {what} needs a whole number of at least 1: add it, for example {example}"
             )
-    return [table[name] for name in names]
+    return [table[name] for name in examples]
