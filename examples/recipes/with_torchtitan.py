@@ -1,98 +1,151 @@
-"""torchtitan with Moesaic's layer in place of its own: torchrun --nproc-per-node 2 examples/recipes/with_torchtitan.py
+"""torchtitan 0.3 with Moesaic's programs for its experts: torchrun --nproc-per-node 2 examples/recipes/with_torchtitan.py
 
-A run of torchtitan names the override: --override.imports with_torchtitan.moesaic_moe. Here it is applied to a small model.
+A run of torchtitan names the override: --override.imports with_torchtitan.moesaic_experts. It replaces what dispatches tokens,
+runs experts and combines results. Router, shared experts, parameters, their names, initialisation and sharding stay torchtitan's.
+Here it is applied to torchtitan's smallest Qwen3 with experts.
 """
 
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from tiny import DIM, VOCAB, batches
-from torch import Tensor, nn
+import torchtitan.distributed.parallel_dims
+from tiny import batches
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
-from torchtitan.config import OverrideConfig, apply_overrides, derive, override
-from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
-from torchtitan.protocols.module import Module
+from torchtitan.config import (
+    CompileConfig,
+    OverrideConfig,
+    ParallelismConfig,
+    TrainingConfig,
+    apply_overrides,
+    derive,
+    override,
+)
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+from torchtitan.models.qwen3 import parallelize_qwen3, qwen3_configs
+from torchtitan.models.qwen3.model import Qwen3Model
+from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
-import moesaic
-from moesaic.parallel import parallelize_model, parameter_groups
+from moesaic.comm.mesh import Mesh
+from moesaic.errors import InputError
+from moesaic.experts import BorrowedExperts, Clamp
+from moesaic.parallel import parameter_groups
+from moesaic.runtime.chosen import ChosenExperts
+
+KNOWN = {
+    "inner_experts": (GroupedExperts.Config, GptOssGroupedExperts.Config),
+    "token_dispatcher": (LocalTokenDispatcher.Config, AllToAllTokenDispatcher.Config),
+}
 
 
-class MoesaicMoE(Module):
-    """Moesaic's layer, made from the configuration of torchtitan's."""
+class MoesaicExperts(RoutedExperts):
+    """torchtitan's routed experts, which Moesaic runs; they keep their parameters."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(MoE.Config):
+    class Config(RoutedExperts.Config):
         """The same fields."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
-        experts, router = config.routed_experts.inner_experts, config.router
-        sizes = experts.dim, experts.hidden_dim, experts.num_experts, router.top_k
-        self.layer = moesaic.MoE(*sizes, router=router.score_func)
-        self.load_balance_coeff = None  # Moesaic's layer balances by its own loss or router
+        super().__init__(config)
+        inner = config.inner_experts
+        self.hidden, self.with_bias = inner.hidden_dim, isinstance(inner, GptOssGroupedExperts.Config)
+        clamp = Clamp(inner.swiglu_limit, alpha=1.702, offset=1.0) if self.with_bias else None
+        experts = BorrowedExperts(inner.dim, inner.num_experts, read=self.weights, clamp=clamp, bias=self.with_bias)
+        self.run = ChosenExperts(experts, self.hidden, self.parameters)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
+    def weights(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return this rank's part of the parameters in Moesaic's layout: gate and up in one tensor, (experts, 2, hidden, dim)."""
+        parameters = dict(self.inner_experts.named_parameters(recurse=False)).items()
+        of = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in parameters}
+        if not self.with_bias:
+            return (torch.stack((of["w1_EFD"], of["w3_EFD"]), 1), of["w2_EDF"]), ()
+        up, up_bias = (of[name].unflatten(1, (-1, 2)).transpose(1, 2) for name in ("mlp1_weight_EGD", "mlp1_bias_EG"))
+        return (up, of["mlp2_weight_EDF"], up_bias), (of["mlp2_bias_ED"],)
 
     def parallelize(self, parallel_dims) -> None:
-        """Spread the experts; torchtitan calls it with its meshes."""
-        mesh = parallel_dims.get_optional_mesh("ep")
-        if mesh is not None:
-            self.layer.parallelize(mesh, "auto")
+        """Let torchtitan shard the parameters, then spread the calls over its ep mesh."""
+        super().parallelize(parallel_dims)
+        if parallel_dims.ep_enabled:
+            mesh = Mesh.of(parallel_dims.get_mesh("ep"))
+            self.run = ChosenExperts(self.run.experts, self.hidden, self.parameters, mesh)
+        elif self.with_bias and parallel_dims.tp_enabled:
+            raise InputError("experts with biases cannot be cut by tp: give --parallelism.expert_parallel_degree")
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        topk_scores_BLK: Tensor,
+        topk_expert_ids_BLK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,  # not needed: Moesaic counts and exchanges counts itself
+    ) -> Tensor:
+        x_TD, expert_TK, weight_TK = (each.flatten(0, 1) for each in (x_BLD, topk_expert_ids_BLK, topk_scores_BLK))
+        return self.run(x_TD, expert_TK, weight_TK).view_as(x_BLD)
 
 
-@override(target=MoE.Config, exact=True, description="Moesaic's MoE layer")
-def moesaic_moe(config: MoE.Config) -> MoesaicMoE.Config:
-    return derive(config, MoesaicMoE.Config)
+@override(target=RoutedExperts.Config, description="Moesaic's programs for routed experts")
+def moesaic_experts(config: RoutedExperts.Config) -> MoesaicExperts.Config:
+    for field, known in KNOWN.items():
+        kind = type(getattr(config, field))
+        if kind not in known:
+            raise InputError(
+                f"{field}={kind.__qualname__}: Moesaic knows {' and '.join(k.__qualname__ for k in known)}"
+            )
+    return derive(config, MoesaicExperts.Config)
 
 
-class TwoBlocks(Module):
-    """A torchtitan model: MoE layers with residuals, an embedding before and a head behind."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        layers: list[MoE.Config]
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
-        self.layers = nn.ModuleList(layer.build() for layer in config.layers)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens[:, :-1])
-        for layer in self.layers:
-            x = x + layer(nn.functional.layer_norm(x, (DIM,)))
-        return cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
+def small_qwen3() -> Qwen3Model.Config:
+    """Return the configuration of torchtitan's Qwen3 for tests, made smaller."""
+    config = qwen3_configs["debugmodel_moe"]("flex")
+    config.layers = config.layers[:2]
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()  # flex has no backward pass on CPUs
+        layer.moe.routed_experts.inner_experts.hidden_dim = 32
+    return config
 
 
-def titan_layer() -> MoE.Config:
-    """Return the configuration of torchtitan's layer."""
-    experts = GroupedExperts.Config(dim=DIM, hidden_dim=32, num_experts=8)
-    dispatcher = AllToAllTokenDispatcher.Config(num_experts=8, top_k=2)
-    gate = Linear.Config(in_features=DIM, out_features=8)
-    router = TokenChoiceTopKRouter.Config(num_experts=8, gate=gate, top_k=2, score_func="softmax")
-    routed = RoutedExperts.Config(inner_experts=experts, token_dispatcher=dispatcher)
-    return MoE.Config(num_experts=8, routed_experts=routed, router=router)
+def as_torchtitan_does(config: Qwen3Model.Config, world: int) -> Qwen3Model:
+    """Return the model of a configuration, spread and initialised by torchtitan with `ep` and FSDP over all ranks."""
+    torchtitan.distributed.parallel_dims.device_type = "cpu"  # it looks for GPUs alone: leave this line out on them
+    dims = torchtitan.distributed.parallel_dims.ParallelDims(
+        dp_replicate=1, dp_shard=world, cp=1, tp=1, pp=1, ep=world, world_size=world, spmd_backend="partial_dtensor"
+    )
+    given = ParallelismConfig(expert_parallel_degree=world, spmd_backend="partial_dtensor")
+    set_qwen3_sharding_config(config, enable_sp=False, enable_ep=world > 1)
+    apply_overrides(OverrideConfig(imports=["with_torchtitan.moesaic_experts"]), config)
+    with torch.device("meta"):
+        model = config.build()
+    training = TrainingConfig(mixed_precision_param="float32")
+    plain = {"compile_config": CompileConfig(), "ac_config": None, "dump_folder": ""}
+    model = parallelize_qwen3(model, parallel_dims=dims, training=training, parallelism=given, **plain)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # Gloo knows no other reduction
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.init_weights()
+    return model
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    config = TwoBlocks.Config(layers=[titan_layer(), titan_layer()])
-    apply_overrides(OverrideConfig(imports=["with_torchtitan.moesaic_moe"]), config)
-    model = config.build()
-    mesh = parallelize_model(model, dist.group.WORLD, "auto")
-    optimizer = torch.optim.AdamW(parameter_groups(model), lr=0.01)
-    for tokens in batches(mesh.rank, mesh.grid.dp):
-        loss = model(tokens)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = as_torchtitan_does(small_qwen3(), world)
+    optimizer = torch.optim.AdamW(parameter_groups(model), lr=0.003)
+    for tokens in batches(rank, world):
+        logits = model(tokens[:, :-1])
+        loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / (
+            tokens[:, 1:].numel() * world
+        )
         loss.backward()
-        moesaic.average_gradients(model, mesh)
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(loss.detach())
-        if mesh.rank == 0:
-            print(f"loss {loss.item() / mesh.grid.dp:.6f}")
+        if rank == 0:
+            print(f"loss {loss.item():.6f}", flush=True)
     dist.destroy_process_group()

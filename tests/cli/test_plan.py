@@ -16,6 +16,7 @@ from moesaic.cli.plan import plan_in_words, what_was_measured
 from moesaic.cost.cluster import presets, read_cluster
 from moesaic.plan import Plan
 from moesaic.plan.files import read_planned
+from moesaic.plan.others import VERSIONS
 from moesaic.train.auto_plan import with_planned
 from moesaic.train.config import PlannerConfig, TrainConfig
 
@@ -294,9 +295,11 @@ def test_a_layout_is_printed_in_the_words_of_another_system(
     system: str, words: str, hub: list[str], capsys: pytest.CaptureFixture
 ) -> None:
     assert main([*hub, "--ep", "8", "--emit", system]) == 0
-    printed = capsys.readouterr().out
-    assert words in printed
-    assert all(line.startswith("--") for line in printed.splitlines())
+    printed = capsys.readouterr()
+    assert words in printed.out
+    assert all(line.startswith(("--", "activation-checkpoint:")) for line in printed.out.splitlines())
+    if system in VERSIONS:
+        assert f"flags of {VERSIONS[system]}" in printed.err.splitlines()
 
 
 def test_somebodys_layout_is_printed_in_the_words_of_another_system(

@@ -580,6 +580,7 @@ def test_torchtitan_says_a_layout_and_reads_it_back(layout: OthersLayout) -> Non
             "--emit megatron: megatron does not support schedule='dualpipe'",
         ),
         ("torchtitan", OthersLayout(recompute=("moe",)), "torchtitan does not support recompute=('moe',)"),
+        ("torchtitan", OthersLayout(precision="fp8"), "torchtitan does not support precision='fp8': choose 'bf16'"),
         (
             "moesaic",
             OthersLayout(pp=2, schedule="zb-h1"),
@@ -601,6 +602,7 @@ def test_what_a_system_has_not_is_one_line(system: str, layout: OthersLayout, wo
         ("--fp8-recipe int8", "--fp8-recipe='int8': choose one of delayed, tensorwise, blockwise, mxfp8"),
         ("--parallelism.pipeline_parallel_schedule GPipe", "choose one of 1F1B, Interleaved1F1B"),
         ("--activation_checkpoint.mode memory_budget", "choose one of none, full, selective"),
+        ("activation-checkpoint:memory-budget", "choose one of none, full, selective"),
     ],
 )
 def test_values_that_no_flag_takes_are_one_line(flags: str, words: str) -> None:

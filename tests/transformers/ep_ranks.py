@@ -38,7 +38,7 @@ def find_plan(folder: str) -> dict[str, Any]:
     as_launched()
     logging.getLogger("moesaic").setLevel(logging.ERROR)
     model = load(RankCase(folder, ep=dist.get_world_size()))
-    chosen = {module._moesaic.on_mesh.auto for module in model.modules() if hasattr(module, "_moesaic")}
+    chosen = {module._moesaic.run.on_mesh.auto for module in model.modules() if hasattr(module, "_moesaic")}
     (begin,) = chosen  # all layers have one
     auto = begin.__self__
     now = [0.0]
@@ -55,7 +55,7 @@ def find_plan(folder: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         now[0] += 1.0 if auto.table is None else 2.0 - 0.1 * auto.table.running
-    plans = {module._moesaic.on_mesh.compiled.plan for module in model.modules() if hasattr(module, "_moesaic")}
+    plans = {module._moesaic.run.on_mesh.compiled.plan for module in model.modules() if hasattr(module, "_moesaic")}
     return {"plans": plans, "candidates": auto.table.plans, "said": auto.said}
 
 
@@ -76,7 +76,7 @@ def arguments(folder: str, **options: Any) -> dict[str, Any]:
     """Return the arguments of a trainer that runs a few steps on the CPU, without shuffling, and writes nothing."""
     fixed = {"output_dir": folder, "max_steps": 3, "learning_rate": 0.01, "use_cpu": True, "report_to": "none"}
     quiet = {"save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "train_sampling_strategy": "sequential"}
-    return {**fixed, **quiet, "max_grad_norm": 0.0, **options}
+    return {**fixed, **quiet, **options}
 
 
 def losses(trainer: Any) -> list[float]:
@@ -93,3 +93,49 @@ def train(folder: str, out: str) -> list[float]:
     model = load(RankCase(folder, ep=dist.get_world_size()))
     options = TrainingArguments(**arguments(out, per_device_train_batch_size=4 // dist.get_world_size()))
     return losses(Trainer(model=model, args=options, train_dataset=Sequences()))
+
+
+def clipped(folder: str, out: str) -> dict[str, Any]:
+    """Train one step with and without clipping; return the reported norm and both gradients by name, gathered whole."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from moesaic_lab.hf import gradients
+
+    class Keep(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            found.append({name: gradient.clone() for name, gradient in gradients(model).items()})
+
+    as_launched()
+    found: list[dict[str, Tensor]] = []
+    norms = []
+    for limit in (1e9, 0.1):
+        options = arguments(out, per_device_train_batch_size=2, max_steps=1, max_grad_norm=limit)
+        model = load(RankCase(folder, ep=dist.get_world_size()))
+        trainer = Trainer(model=model, args=TrainingArguments(**options), train_dataset=Sequences(), callbacks=[Keep()])
+        trainer.train()
+        norms += [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    return {"norms": norms, "whole": found[0], "clipped": found[1]}
+
+
+def lora(folder: str, on_experts: bool) -> Any:
+    """Return LoRA's gradients on attention, before and after averaging; with `on_experts`, the message that refuses it."""
+    import peft
+
+    from moesaic import average_gradients
+    from moesaic.comm.mesh import Mesh
+    from worlds import refusal
+
+    as_launched()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    base = load(RankCase(folder, ep=world))
+    torch.manual_seed(1)
+    too = {"target_parameters": ["mlp.experts.gate_up_proj"]} if on_experts else {}
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **too)
+    model = peft.get_peft_model(base, config)
+    ids = batch(world)[rank : rank + 1]
+    if on_experts:
+        return refusal(lambda: model(input_ids=ids, labels=ids, use_cache=False))
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    own = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    average_gradients(model, Mesh.create(ep=world))
+    return own, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

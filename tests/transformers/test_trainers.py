@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
 
-from ep_ranks import Sequences, arguments, losses, train
+from ep_ranks import Sequences, arguments, clipped, lora, losses, train
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
 import moesaic.transformers
@@ -54,6 +54,40 @@ def test_the_trainer_learns_alike_on_two_ranks(folder: str, tmp_path: Path) -> N
     expected = losses_of_trainer(folder, "eager", tmp_path)
     for found in on_ranks(2, train, folder, str(tmp_path)):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_trainer_clips_experts_on_two_ranks_like_all_else(folder: str, tmp_path: Path) -> None:
+    model = model_of(folder, "eager")
+    model(input_ids=batch(8)[:4], labels=batch(8)[:4]).loss.backward()
+    norm = math.sqrt(sum(float(p.grad.pow(2).sum()) for p in model.parameters() if p.grad is not None))
+    for found in on_ranks(2, clipped, folder, str(tmp_path)):
+        assert found["norms"] == pytest.approx([norm, norm], rel=1e-4)
+        assert any("experts" in name for name in found["whole"])
+        assert 0.1 / norm < 0.9
+        for name, gradient in found["whole"].items():
+            torch.testing.assert_close(found["clipped"][name], gradient * (0.1 / norm), rtol=1e-4, atol=1e-7)
+
+
+def test_lora_of_attention_beside_experts_on_two_ranks_needs_its_gradients_averaged(folder: str) -> None:
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    alone = peft.get_peft_model(model_of(folder, "eager"), config)
+    alone(input_ids=batch(2), labels=batch(2)).loss.backward()
+    expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    (own, found), (others, also) = on_ranks(2, lora, folder, False)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+        assert torch.equal(found[name], also[name])
+    assert any(not torch.allclose(own[name], others[name], rtol=0.1) for name in own)
+
+
+def test_lora_of_experts_on_two_ranks_is_refused_in_one_line(folder: str) -> None:
+    pytest.importorskip("peft", reason="pip install peft")
+    for message in on_ranks(2, lora, folder, True):
+        assert "LoRA adapts gate_up_proj of experts that are spread over ranks" in message
+        assert "\n" not in message
 
 
 @pytest.mark.parametrize("experts_too", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +35,7 @@ from moesaic.plan.loads import typical_counts
 from moesaic.plan.model import Job
 from moesaic.plan.others import (
     EMITTERS,
+    VERSIONS,
     OthersLayout,
     from_flags,
     layout_of,
@@ -163,8 +165,7 @@ def run(arguments: Sequence[str]) -> int:
         unread_flags(str(options.explain), job)
         predict(job, cluster, yours)
         if options.emit is not None:
-            print("\n".join(EMITTERS[options.emit](job, yours, None)))
-            return 0
+            return _emit(options.emit, EMITTERS[options.emit](job, yours, None))
     console = Console(stderr=True)
     try:
         with _progress_bar(console) as progress:
@@ -176,10 +177,8 @@ def run(arguments: Sequence[str]) -> int:
     if options.emit is not None:
         best = result.best
         if (options.pp or 1) > 1:
-            print("\n".join(_emitted_in_stages(job, cluster, options, best.grid.tp, best.plan.crossing)))
-        else:
-            print("\n".join(EMITTERS[options.emit](job, layout_of(job, best), best)))
-        return 0
+            return _emit(options.emit, _emitted_in_stages(job, cluster, options, best.grid.tp, best.plan.crossing))
+        return _emit(options.emit, EMITTERS[options.emit](job, layout_of(job, best), best))
     lines = [
         _about_parameters(job, cluster),
         *reasons(result, cluster),
@@ -198,6 +197,14 @@ def run(arguments: Sequence[str]) -> int:
         console.print(line, highlight=False, soft_wrap=True)
     if options.write is not None:
         console.print(f"wrote {options.write}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _emit(system: EmitName, lines: list[str]) -> int:
+    """Print flags, and on standard error the version of the system that accepts them; return the exit code."""
+    if system in VERSIONS:
+        print(f"flags of {VERSIONS[system]}", file=sys.stderr)
+    print("\n".join(lines))
     return 0
 
 
@@ -221,8 +228,7 @@ def _print_without_layout(error: TooLargeError, cluster: ClusterSpec, options: P
     """
     job = error.job
     if options.emit is not None and (options.pp or 1) > 1:
-        print("\n".join(_emitted_in_stages(job, cluster, options, error.grid.tp, Crossing.LINK)))
-        return 0
+        return _emit(options.emit, _emitted_in_stages(job, cluster, options, error.grid.tp, Crossing.LINK))
 
     def larger(count: int) -> tuple[Job, ClusterSpec]:
         larger_spec = read_cluster(options.cluster, nodes=-(-count // read_cluster(options.cluster).devices_per_node))

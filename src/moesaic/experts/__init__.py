@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from moesaic.experts.experts import AbstractExperts, GatedExperts, PlainExperts
+from moesaic.experts.experts import AbstractExperts, BorrowedExperts, GatedExperts, PlainExperts
 from moesaic.experts.modules import ModuleExperts
 from moesaic.kernels.activation import Clamp
 
@@ -24,4 +24,13 @@ EXPERTS: dict[str, ExpertsFactory] = {
     "relu2": partial(PlainExperts, activation="relu2"),
 }
 
-__all__ = ["EXPERTS", "AbstractExperts", "Clamp", "ExpertsFactory", "GatedExperts", "ModuleExperts", "PlainExperts"]
+__all__ = [
+    "EXPERTS",
+    "AbstractExperts",
+    "BorrowedExperts",
+    "Clamp",
+    "ExpertsFactory",
+    "GatedExperts",
+    "ModuleExperts",
+    "PlainExperts",
+]

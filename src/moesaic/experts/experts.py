@@ -586,6 +586,43 @@ class GatedExperts(StackedExperts):
         return None if self.b13 is None else self.b13.select(1, 1)
 
 
+class BorrowedExperts(StackedExperts):
+    """Stacked experts whose parameters are another module's, such as another library's, which keeps and initialises them.
+
+    Args:
+        dim: width of a token.
+        num_experts: experts of all ranks together.
+        read: returns this rank's part of the parameters as (split, common), in the order of `names`; differentiable.
+        gated: whether two matrices read the token, as in `GatedExperts`.
+        activation: a key of `ACTIVATIONS`.
+        clamp: as for `GatedExperts`.
+        bias: whether the parameters include biases.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        read: Callable[[], tuple[Weights, Weights]],
+        gated: bool = True,
+        activation: str = "silu",
+        clamp: Clamp | None = None,
+        bias: bool = False,
+    ) -> None:
+        AbstractExperts.__init__(self, dim, num_experts)  # skips StackedExperts, which would create parameters
+        self.ups = ("w1", "w3") if gated else ("w1",)
+        self.activation, self.clamp, self.bias = _known_activation(activation), clamp, bias
+        self.is_spread = True
+        self._read = read
+
+    def weights(self) -> tuple[Weights, Weights]:
+        return self._read()
+
+    def weights_in(self, dtype: torch.dtype) -> tuple[Weights, Weights]:
+        return self._read()
+
+
 def _cast_to(dtype: torch.dtype, call: ExpertCall) -> ExpertCall:
     """Return a call with rows and parameters cast to a dtype."""
     sharded, common = (tuple(weight.to(dtype) for weight in weights) for weights in (call.sharded, call.common))

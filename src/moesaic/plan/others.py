@@ -168,6 +168,8 @@ MEGATRON: dict[str, tuple[str, Any]] = {
 and a function from its word to the value, a table from words to values, or `list` if it takes several words."""
 APART = ("hides_parameters", "hides_gradients", "fused_loss")
 """Fields that are False in Megatron unless a flag sets them."""
+RECOMPUTE = "activation-checkpoint:"
+"""What torchtitan 0.3 writes before the name of a mode. It is a subcommand, after which no more flags may follow."""
 TORCHTITAN: dict[str, tuple[str, Any]] = {
     "parallelism.tensor-parallel-degree": ("tp", int),
     "parallelism.pipeline-parallel-degree": ("pp", int),
@@ -192,7 +194,7 @@ def from_flags(flags: str) -> OthersLayout:
     """
     values: dict[str, Any] = {}
     try:
-        words = [part for word in shlex.split(flags) for part in word.split("=", 1)]
+        words = _words(flags)
     except ValueError as error:
         raise InputError(f"--explain: the flags do not parse ({error}): close what is quoted") from error
     known, yielding = MEGATRON | TORCHTITAN, dict[str, Any]()
@@ -218,6 +220,12 @@ def from_flags(flags: str) -> OthersLayout:
     # By default, Megatron splits experts over tp like attention, keeps the whole optimizer on every rank, does not overlap
     # parameters and gradients, and computes the loss step by step.
     return OthersLayout(**{"etp": values.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False), **values})
+
+
+def _words(flags: str) -> list[str]:
+    """Return the words of flags; `--a=b` is two, and torchtitan's subcommand for recomputation stands as the flag it replaced."""
+    words = shlex.split(flags.replace(RECOMPUTE, "--activation-checkpoint.mode "))
+    return [part for word in words for part in word.split("=", 1)]
 
 
 SIZES: dict[str, Callable[[Job], int]] = {
@@ -246,7 +254,7 @@ def unread_flags(flags: str, job: Job) -> list[str]:
     Raises:
         InputError: if a flag gives a size of the model or a sequence length that is not that of the job.
     """
-    words = [part for word in shlex.split(flags) for part in word.split("=", 1)]
+    words = _words(flags)
     names = {word: word.lstrip("-").replace("_", "-") for word in words if word.startswith("--")}
     for word, value in pairwise(words):
         size = SIZES.get(names.get(word, ""))
@@ -488,8 +496,6 @@ PRECISIONS = {
     "bf16": "", "fp8": "--fp8-format hybrid --fp8-recipe tensorwise", "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
 }  # fmt: skip
 """Flags of precisions in Megatron."""
-CONVERTERS = {"bf16": "", "fp8": "float8", "mxfp8": "mx"}
-"""Names of precisions in the converters of torchtitan."""
 
 
 def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
@@ -534,15 +540,14 @@ def _torchtitan(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> 
         raise InputError(
             f"--emit torchtitan: torchtitan has no expert tensor parallelism, but the layout has etp {layout.etp}: pin --etp 1"
         )
-    _check_supported(
-        "torchtitan", layout, mtp=(0,), recompute=tuple(MODES.values()), schedule=tuple(SCHEDULES.values())
-    )
+    _check_supported("torchtitan", layout, mtp=(0,), recompute=tuple(MODES.values()), schedule=tuple(SCHEDULES.values()),
+          precision=("bf16",))  # fmt: skip
     mode = next(mode for mode, parts in MODES.items() if parts == layout.recompute)
     lines = [
         f"--parallelism.tensor_parallel_degree {layout.tp}", "--parallelism.data_parallel_shard_degree -1",
         f"--parallelism.expert_parallel_degree {layout.ep}",
         f"--training.local_batch_size {max(layout.local_batch, layout.micro_batch)}",
-        f"--training.seq_len {job.model.seq_len}", f"--activation_checkpoint.mode {mode}",
+        f"--training.seq_len {job.model.seq_len}",
     ]  # fmt: skip
     lines += [f"--training.global_batch_size {layout.global_batch}"] * (layout.global_batch > 0)
     lines += [f"--parallelism.context_parallel_degree {layout.cp}"] * (layout.cp > 1)
@@ -553,8 +558,7 @@ def _torchtitan(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> 
             f"--parallelism.pipeline_parallel_schedule {_schedule_name(layout)}",
             f"--parallelism.pipeline_parallel_microbatch_size {layout.micro_batch}",
         ]
-    kind = CONVERTERS[layout.precision]
-    return lines + [f"--model.converters quantize.linear.{kind},quantize.grouped_mm.{kind}"] * bool(kind)
+    return [*lines, f"{RECOMPUTE}{mode}"]
 
 
 def _automodel(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
@@ -607,3 +611,5 @@ EMITTERS: dict[str, Callable[[Job, OthersLayout, PlannedStep | None], list[str]]
 }  # fmt: skip
 """Functions that write a layout as flags, by the name of the training system. The last argument is the plan of ours that the
 layout comes from, or None; flags for its choices are included as far as the system has them."""
+VERSIONS = {"megatron": "Megatron-LM 0.20", "torchtitan": "torchtitan 0.3.0"}
+"""The versions whose flags are written."""

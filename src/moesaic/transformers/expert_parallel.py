@@ -28,10 +28,8 @@ from transformers.distributed.expert_parallel import (
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan
-from moesaic.runtime.auto_plan import AutoPlan
-from moesaic.runtime.balance.calls import calls_under
-from moesaic.runtime.expert_parallel import ExpertParallel
-from moesaic.transformers.experts import FamilyExperts, Matrices, gate_of, refusal, warn
+from moesaic.runtime.chosen import ChosenExperts
+from moesaic.transformers.experts import Matrices, family_experts, gate_of, refusal, warn
 
 
 class MoesaicEP(EPImplementation):
@@ -64,16 +62,9 @@ class MoesaicEP(EPImplementation):
             return
         tp = tp_mesh.size() if ep_mesh.size() % tp_mesh.size() == 0 else 1
         mesh = Mesh.from_device_mesh(ep_mesh, tp=tp)
-        self.experts = FamilyExperts(experts, self.num_local_experts * ep_mesh.size())
-        settings = {name: getattr(self.experts, name) for name in ("num_experts", "dim", "activation", "clamp", "bias")}
-        compared = {f"experts.{name}": value for name, value in settings.items()}
-        compared["whether plan is auto"] = plan is None
-        calls = partial(calls_under, policy=None, num_experts=self.experts.num_experts, dim=self.experts.dim)
-        self.on_mesh = ExpertParallel(
-            mesh.grid, mesh.transport, plan or Plan(), self.experts, False, calls, settings=compared
-        )
-        if plan is None:
-            AutoPlan.of(mesh).join(self.on_mesh, self.experts, Matrices.of(experts).down.shape[2], experts.parameters)
+        hidden = Matrices.of(experts).down.shape[2]
+        spread = family_experts(experts, self.num_local_experts * ep_mesh.size())
+        self.run = ChosenExperts(spread, hidden, experts.parameters, mesh, plan)
         experts._moesaic = self  # where `use_plan` finds it
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -90,8 +81,7 @@ class MoesaicEP(EPImplementation):
         if self.instead is not None:
             rows: Tensor = self.instead(hidden_states, top_k_index, top_k_weights)
             return rows
-        routed = self.on_mesh.route_chosen(hidden_states, top_k_index.long(), top_k_weights)
-        return self.on_mesh.run_experts(self.experts, hidden_states, routed, None)
+        return self.run(hidden_states, top_k_index.long(), top_k_weights)
 
 
 def register_plan(name: str, plan: Plan | Compiled) -> None:
@@ -133,8 +123,7 @@ def use_plan(model: nn.Module, plan: Plan | Compiled) -> None:
             'use_plan: no experts of this model run on Moesaic: load it with ep_implementation="moesaic" and ep_size > 1'
         )
     for implementation in implementations:
-        implementation.on_mesh.use(plan, implementation.experts)
-        implementation.on_mesh.auto = None
+        implementation.run.use_plan(plan)
 
 
 def fill_in_fsdp_size() -> None:

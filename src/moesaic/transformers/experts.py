@@ -10,14 +10,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moesaic.experts.experts import AbstractExperts, StackedExperts, Weights, compute_dtype
+from moesaic.errors import InputError
+from moesaic.experts.experts import BorrowedExperts, Weights, compute_dtype
 from moesaic.kernels.activation import ACTIVATIONS, Clamp, hidden_rows
 from moesaic.kernels.expert_ffn import expert_ffn
 from moesaic.kernels.grouped_matmul import grouped_matmul
@@ -210,7 +211,9 @@ def warn_if_no_experts() -> None:
     @wraps(load)
     def from_pretrained(cls: type, *args: Any, **options: Any) -> Any:
         loaded = load(cls, *args, **options)
-        _warn_if_unused(loaded[0] if isinstance(loaded, tuple) else loaded)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        _warn_if_unused(model)
+        _refuse_adapters_on_ranks(model)
         return loaded
 
     @wraps(choose)
@@ -230,35 +233,48 @@ def _warn_if_unused(model: Any, is_asked: bool = False) -> None:
         warn(f'{name} has no experts with transformers\' interface: experts_implementation="moesaic" changes nothing')
 
 
+def _refuse_adapters_on_ranks(model: nn.Module) -> None:
+    """Hook the parents of experts that are spread over ranks, to refuse a later adapter on the experts' parameters.
+
+    PEFT gives it factors for the experts of all ranks and adds their product to this rank's before the experts are called.
+    """
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if hasattr(child, "_moesaic"):
+                parent.register_forward_pre_hook(partial(_refuse_adapter, name))
+
+
+def _refuse_adapter(name: str, parent: nn.Module, _: Any) -> None:
+    adapter = parent.get_submodule(name)
+    if hasattr(adapter, "parameter_name"):
+        raise InputError(
+            f"{type(parent).__name__}.{name}: LoRA adapts {adapter.parameter_name} of experts that are spread over ranks "
+            "(ep_size > 1): leave target_parameters out and adapt other modules by target_modules, or train with ep_size=1"
+        )
+
+
 def warn(line: str) -> None:
     """Show the user a warning; Python shows the same text once only."""
     warnings.warn(f"moesaic: {line}", stacklevel=3)
 
 
-class FamilyExperts(StackedExperts):
-    """Adapts a transformers experts module to Moesaic's experts interface. The parameters stay in the module.
+def family_experts(module: nn.Module, num_experts: int) -> BorrowedExperts:
+    """Return a transformers experts module with Moesaic's experts interface. The parameters stay in the module.
 
     Args:
         module: this rank's part of the experts; `gate_of` must recognise its gate.
         num_experts: experts of all ranks together.
     """
+    gate, dim = gate_of(module), Matrices.of(module).down.shape[1]
+    assert gate is not None
+    gated, bias = bool(module.has_gate), bool(module.has_bias)
 
-    def __init__(self, module: nn.Module, num_experts: int) -> None:
-        gate, dim = gate_of(module), Matrices.of(module).down.shape[1]
-        assert gate is not None
-        AbstractExperts.__init__(self, dim, num_experts)  # skips StackedExperts, which would create parameters
-        self.ups = ("w1", "w3") if module.has_gate else ("w1",)
-        self.bias = bool(module.has_bias)
-        self.activation, self.clamp = gate.activation, gate.clamp
-        self._module = (module,)  # in a tuple, so that it does not become a submodule
-        self.is_spread = True
-
-    def weights(self) -> tuple[Weights, Weights]:
-        matrices = Matrices.of(self._module[0])
-        common = () if matrices.down_bias is None else (matrices.down_bias,)
+    def read() -> tuple[Weights, Weights]:
+        matrices = Matrices.of(module)
         ups = [parameter for parameter in (matrices.up, matrices.up_bias) if parameter is not None]
-        reading = ups if len(self.ups) > 1 else [parameter.squeeze(1) for parameter in ups]
-        return (reading[0], matrices.down, *reading[1:]), common
+        reading = ups if gated else [parameter.squeeze(1) for parameter in ups]
+        return (reading[0], matrices.down, *reading[1:]), () if matrices.down_bias is None else (matrices.down_bias,)
 
-    def weights_in(self, dtype: torch.dtype) -> tuple[Weights, Weights]:
-        return self.weights()
+    return BorrowedExperts(
+        dim, num_experts, read=read, gated=gated, activation=gate.activation, clamp=gate.clamp, bias=bias
+    )

@@ -1,0 +1,88 @@
+"""Runs experts for tokens whose experts another library's router chose: the part of a layer that such a library hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moesaic.comm.mesh import Mesh
+from moesaic.errors import InputError
+from moesaic.experts.experts import BorrowedExperts
+from moesaic.kernels.permute import sort_by_expert
+from moesaic.plan import Compiled, Plan
+from moesaic.routing.capacity import count
+from moesaic.runtime.auto_plan import AutoPlan
+from moesaic.runtime.balance.calls import calls_under
+from moesaic.runtime.expert_parallel import ExpertParallel, outside_graphs
+
+
+class ChosenExperts:
+    """Runs borrowed experts on the tokens that a router chose for them, on one rank or over a mesh.
+
+    Gradients are those of a plain all-to-all: an expert's is the sum over all tokens that reach the expert; those of a token
+    and of its routing weights are complete.
+
+    Args:
+        experts: the experts of all ranks; on a mesh, each rank reads its part of the parameters.
+        hidden: inner width of one whole expert.
+        mesh: the ranks, all of which construct and call this together; None to run on this rank alone.
+        plan: the plan to run on the mesh; None to choose it during training, as `MoE.parallelize(..., "auto")` does.
+        parameters: returns the parameters, whose optimizer steps end a training step.
+
+    Raises:
+        InputError: the plan does not fit the mesh, or ranks differ in plan or experts. Raised on every rank.
+    """
+
+    def __init__(
+        self,
+        experts: BorrowedExperts,
+        hidden: int,
+        parameters: Callable[[], Iterable[Tensor]],
+        mesh: Mesh | None = None,
+        plan: Plan | Compiled | None = None,
+    ) -> None:
+        self.experts = experts
+        self.on_mesh: ExpertParallel | None = None
+        if mesh is None:
+            return
+        names = ("num_experts", "dim", "activation", "clamp", "bias")
+        settings: dict[str, object] = {f"experts.{name}": getattr(experts, name) for name in names}
+        settings["whether plan is auto"] = plan is None
+        calls = partial(calls_under, policy=None, num_experts=experts.num_experts, dim=experts.dim)
+        self.on_mesh = ExpertParallel(
+            mesh.grid, mesh.transport, plan or Plan(), experts, False, calls, settings=settings
+        )
+        if plan is None:
+            AutoPlan.of(mesh).join(self.on_mesh, experts, hidden, parameters)
+
+    def __call__(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """Return each token's weighted sum of expert outputs, (tokens, dim), in the dtype of `x_TD`.
+
+        Args:
+            x_TD: (tokens, dim), this rank's tokens; any number of them, including none.
+            expert_TK: (tokens, K) int64, the distinct experts of each token, counted over all ranks.
+            weight_TK: (tokens, K) routing weights.
+        """
+        if self.on_mesh is not None:
+            return outside_graphs(self._run_on_mesh, self.on_mesh, x_TD, expert_TK, weight_TK)
+        (num_tokens, top_k), expert = expert_TK.shape, expert_TK.reshape(-1)
+        token = torch.arange(num_tokens, device=expert.device).repeat_interleave(top_k, output_size=len(expert))
+        counts = count(expert, None, self.experts.num_experts)
+        permutation = sort_by_expert(token, expert, counts, num_tokens, top_k)
+        run = partial(self.experts.compute_tokens, permutation=permutation)
+        y: Tensor = self.experts(x_TD, weight_TK.reshape(-1), run=run)
+        return y
+
+    def _run_on_mesh(self, on_mesh: ExpertParallel, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        routed = on_mesh.route_chosen(x_TD, expert_TK, weight_TK)
+        return on_mesh.run_experts(self.experts, x_TD, routed, None)
+
+    def use_plan(self, plan: Plan | Compiled) -> None:
+        """Run under another plan from the next call on; the arguments are those of `MoE.use_plan`."""
+        if self.on_mesh is None:
+            raise InputError("use_plan: the experts are on no mesh: give ChosenExperts a mesh first")
+        self.on_mesh.use(plan, self.experts)
+        self.on_mesh.auto = None
