@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 
 OTHER_TRITONS := 3.7.1 3.9.0
 TRITONS := 3.6.0 $(OTHER_TRITONS)
 
-.PHONY: help setup demo test test-random test-all test-triton lint bench bench-all chaos fuzz soak docs site clean
+.PHONY: help setup demo test test-random test-all test-triton test-peers lint bench bench-all chaos fuzz soak docs site clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
@@ -52,6 +52,21 @@ test-triton: $(STAMP) $(TRITONS:%=build/triton/%/triton/__init__.py)  ## the ker
 
 build/triton/%/triton/__init__.py: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/triton/$* "triton==$*"
+
+# Other training systems whose tests skip in .venv, in an environment of their own: torchtitan asks for an older package of data.
+build/peers/.current: pyproject.toml constraints.txt
+	test -x build/peers/bin/python || $(PYTHON) -m venv build/peers
+	grep -v '^datasets==' constraints.txt > build/peers/constraints.txt
+	build/peers/bin/python -m pip install --quiet --disable-pip-version-check -c build/peers/constraints.txt -e ".[dev]" -e ./lab
+	for peer in torchtitan==0.3.0 deepspeed==0.19.8 "--no-deps megatron-core==0.16.1"; do \
+		build/peers/bin/python -m pip install --quiet --disable-pip-version-check -c build/peers/constraints.txt $$peer \
+			|| echo "$$peer could not be installed: its tests are skipped"; \
+	done
+	touch $@
+
+test-peers: build/peers/.current  ## layers, recipes and checkpoints against torchtitan, DeepSpeed and Megatron-Core themselves
+	OMP_NUM_THREADS=1 build/peers/bin/python -m pytest -q -rs tests/peers tests/weights/test_against_torchtitan.py \
+		tests/weights/test_against_megatron.py tests/test_recipes.py
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from forked import Forked
-from moesaic import balance_on_step, clip_grad_norm_
+from moesaic import LoadBalance, balance_on_step, clip_grad_norm_
 
 FOLDER = Path(__file__).parent.parent / "examples" / "recipes"
 sys.path.append(str(FOLDER))
@@ -29,15 +29,17 @@ OTHERS = {
     "with_torchtitan": (2, ("torchtitan",)),
 }  # fmt: skip
 """Recipes that train something else: processes and packages. In a pipeline, balance losses are per micro-batch."""
+BY_TESTS = {"export", "with_deepspeed"}
+"""Recipes that have a test of their own."""
 
 
-def run(name: str, processes: int, packages: tuple[str, ...]) -> str:
+def run(name: str, processes: int, packages: tuple[str, ...], *words: str) -> str:
     for package in packages:
         pytest.importorskip(package)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    words = [*(launch if processes > 1 else ()), str(FOLDER / f"{name}.py")]
+    words = (*(launch if processes > 1 else ()), str(FOLDER / f"{name}.py"), *words)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as short:  # Ray needs a short path for its sockets
-        command = Forked(words, {"TMPDIR": short}, imports=packages)
+        command = Forked(list(words), {"TMPDIR": short}, imports=packages)
         out, err = command.communicate(timeout=400)
     assert command.returncode == 0, err[-3000:]
     return out
@@ -49,7 +51,12 @@ def losses(text: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[float]:
-    model, found = Tiny(), []
+    return losses_alone(Tiny())
+
+
+def losses_alone(model: Tiny) -> list[float]:
+    """Train in this process; return the loss of each step."""
+    found = []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     balance_on_step(optimizer, model)
     for tokens in batches():
@@ -81,6 +88,16 @@ def test_a_recipe_trains(name, alone):
         assert found == pytest.approx(alone, rel=0.02)
 
 
+@pytest.mark.random
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_trains_as_one_process_does(stage):
+    model = Tiny()
+    for block in model.blocks:
+        block.moe.losses = (LoadBalance(0.01, level="sequence"),)
+    found = losses(run("with_deepspeed", 2, ("deepspeed",), str(stage)))
+    assert found == pytest.approx(losses_alone(model), abs=2e-5)
+
+
 def test_an_exported_layer_computes_what_the_layer_does():
     difference = re.search(r"largest difference (\S+)", run("export", 1, ()))
     assert difference is not None
@@ -90,7 +107,7 @@ def test_an_exported_layer_computes_what_the_layer_does():
 def test_the_page_shows_lines_of_every_recipe():
     parts = (FOLDER.parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8").split("\n## ")[1:]
     shown = {re.search(r"recipes/(\w+)\.py", part)[1]: re.findall(r"^    (\S.*)$", part, re.M) for part in parts}
-    assert set(shown) == {*EQUAL, *OTHERS, "export"}
+    assert set(shown) == {*EQUAL, *OTHERS, *BY_TESTS}
     for name, lines in shown.items():
         written = {line.strip() for line in (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()}
         assert lines
@@ -98,4 +115,4 @@ def test_the_page_shows_lines_of_every_recipe():
 
 
 def test_every_recipe_is_run():
-    assert {path.stem for path in FOLDER.glob("*.py")} == {*EQUAL, *OTHERS, "export", "tiny"}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*EQUAL, *OTHERS, *BY_TESTS, "tiny"}

@@ -30,7 +30,7 @@ ids = [(torch.arange(LENGTH) + first) % VOCAB for first in range(VOCAB)]
 data = [{"input_ids": each, "labels": each} for each in ids]
 given = TrainingArguments(
     name, max_steps=STEPS, learning_rate=0.01, per_device_train_batch_size=4, logging_steps=1, save_strategy="no",
-    use_cpu=True, report_to="none", disable_tqdm=True, max_grad_norm=0.0,
+    use_cpu=True, report_to="none", disable_tqdm=True,
 )  # fmt: skip
 trainer = Trainer(model=model.train(), args=given, train_dataset=data)
 trainer.train()

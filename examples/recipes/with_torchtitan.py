@@ -60,7 +60,7 @@ class MoesaicExperts(RoutedExperts):
         self.run = ChosenExperts(experts, self.hidden, self.parameters)
 
     def weights(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return this rank's part of the parameters in Moesaic's layout: gate and up in one tensor, (experts, 2, hidden, dim)."""
+        """Return this rank's part of the parameters as Moesaic's kernels take them, gate and up in one tensor."""
         parameters = dict(self.inner_experts.named_parameters(recurse=False)).items()
         of = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in parameters}
         if not self.with_bias:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from helpers import Scripted, agree, pairwise
-from moesaic import GatedExperts, ModuleExperts, MoE, PlainExperts
+from moesaic import GatedExperts, Mesh, ModuleExperts, MoE, PlainExperts
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts
 from moesaic.testing.reference import reference_expert
+from worlds import on_ranks, refusal
 
 FACTORIES = {
     **EXPERTS,
@@ -143,3 +146,22 @@ def test_an_unknown_activation_is_refused() -> None:
         InputError, match="activation='tanh' is unknown: choose one of gelu, gelu_tanh, relu, relu2, silu"
     ):
         PlainExperts(4, 4, 2, activation="tanh")
+
+
+def converted_while_held() -> tuple[str, torch.dtype]:
+    """Convert a layer on a mesh while somebody refers to a parameter, as DeepSpeed's engine does, and then without."""
+    layer = MoE(4, 8, 4)
+    layer.parallelize(Mesh.create(ep=2), broadcast=True)
+    held = weakref.ref(layer.experts.get_parameter("w13"))
+    message = refusal(layer.double)
+    del held
+    return message, layer.double().experts.get_parameter("w13").dtype
+
+
+def test_spread_experts_that_another_library_holds_are_refused_in_one_line() -> None:
+    for message, dtype in on_ranks(2, converted_while_held):
+        assert message.startswith(
+            "InputError: GatedExperts is spread over ranks and another library already refers to its"
+        )
+        assert "\n" not in message
+        assert dtype == torch.float64

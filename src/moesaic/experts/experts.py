@@ -67,6 +67,19 @@ class AbstractExperts(nn.Module, ABC):
         self.is_spread = False
         """Whether the parameters are this rank's part of experts that are spread over a mesh."""
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Move or convert the parameters; say what is wrong if another library holds those that are spread over ranks."""
+        try:
+            return super()._apply(fn, recurse)
+        except RuntimeError as error:
+            if not self.is_spread or "Couldn't swap" not in str(error):
+                raise
+            raise InputError(
+                f"{type(self).__name__} is spread over ranks and another library already refers to its parameters, so they "
+                "cannot be moved or converted; DeepSpeed's engine does this: give deepspeed.initialize the model without "
+                "parallelize (ZeRO splits it), or train with another recipe of docs/recipes.md"
+            ) from error
+
     @property
     @abstractmethod
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

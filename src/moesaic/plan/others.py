@@ -223,7 +223,7 @@ def from_flags(flags: str) -> OthersLayout:
 
 
 def _words(flags: str) -> list[str]:
-    """Return the words of flags; `--a=b` is two, and torchtitan's subcommand for recomputation stands as the flag it replaced."""
+    """Return the words of flags; `--a=b` is two, and torchtitan's subcommand for recomputation becomes a flag."""
     words = shlex.split(flags.replace(RECOMPUTE, "--activation-checkpoint.mode "))
     return [part for word in words for part in word.split("=", 1)]
 
