@@ -9,6 +9,7 @@ import torch
 
 from helpers import make_layer, run
 from moesaic import Importance, LoadBalance, MoE, ZLoss, checkpoint
+from moesaic.kernels import grouped_matmul, permute, pick
 
 LOSSES = (LoadBalance(0.3), LoadBalance(0.1, level="sequence"), Importance(0.1), ZLoss(0.05))
 MODES = {
@@ -94,6 +95,20 @@ def test_the_top_k_of_a_call_compiles() -> None:
     layer, x = make_layer(losses=()).eval(), torch.randn(6, 8)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, top_k=1), layer(x, top_k=1))
+
+
+def test_asking_a_device_for_its_kernels_breaks_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def untraceable(name: str) -> None:
+        torch._dynamo.graph_break()
+
+    def kind_of(device: torch.device) -> str:
+        return "triton" if pick._runs_triton(device) else "cpu"  # asks as on a GPU
+
+    monkeypatch.setattr(pick.importlib.util, "find_spec", untraceable)
+    for module in (pick, permute, grouped_matmul):
+        monkeypatch.setattr(module, "kind_of", kind_of)
+    explanation = torch._dynamo.explain(layer_for("softmax", torch.float32))(torch.randn(2, 6, 8))
+    assert (explanation.graph_count, explanation.graph_break_count) == (1, 0), explanation.break_reasons
 
 
 def test_experts_of_odd_width_compile() -> None:

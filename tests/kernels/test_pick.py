@@ -28,9 +28,9 @@ def test_the_kernels_of_a_device(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(pick.importlib.util, "find_spec", lambda name: object() if installed else None)
-    pick._runs_triton.cache_clear()
+    pick._can_run_triton.cache_clear()
     assert pick.kind_of(torch.device(device)) == kind
-    pick._runs_triton.cache_clear()
+    pick._can_run_triton.cache_clear()
 
 
 def test_a_device_without_kernels_of_its_own_runs_torchs_operations() -> None:

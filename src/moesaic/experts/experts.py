@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from moesaic.errors import InputError
 from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.expert_ffn import expert_ffn, expert_gradients, run_experts
 from moesaic.kernels.permute import Permutation, permute, unpermute
-from moesaic.kernels.work import ExpertWork
+from moesaic.kernels.work import Dispatch, ExpertWork
 
 Weights = tuple[Tensor, ...]
 """Parameters of experts, in the order of `AbstractExperts.names`."""
@@ -416,8 +416,8 @@ class StackedExperts(AbstractExperts):
         weight_first: bool = False,
     ) -> Tensor:
         call = ExpertCall(sharded, common, x, weight.index_select(0, permutation.order), permutation.ends)
-        work = self._work(_cast_to(compute_dtype(x.dtype, x.device), call))
-        return expert_ffn(replace(work, dispatch=permutation.dispatch, gates_first=weight_first), x.dtype)
+        cast = _cast_to(compute_dtype(x.dtype, x.device), call)
+        return expert_ffn(self._work(cast, permutation.dispatch, gates_first=weight_first), x.dtype)
 
     def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
         """Run the experts, and keep the pre-activations, which the matrices that read the token produce."""
@@ -439,14 +439,14 @@ class StackedExperts(AbstractExperts):
         up_bias = () if grads.up_bias is None else (grads.up_bias.view(call.sharded[2].shape),)
         return grads.x, grads.gates, (up, grads.down, *up_bias), d_common
 
-    def _work(self, call: ExpertCall) -> ExpertWork:
+    def _work(self, call: ExpertCall, dispatch: Dispatch | None = None, *, gates_first: bool = False) -> ExpertWork:
         """Return one call in the form that the kernels take."""
         up, down, up_bias = self._with_gate_dim(call.sharded)
         return ExpertWork(
             x=call.rows,
-            dispatch=None,
+            dispatch=dispatch,
             gates=call.gates,
-            gates_first=False,
+            gates_first=gates_first,
             ends=call.ends,
             up=up,
             up_bias=up_bias,
@@ -639,7 +639,7 @@ class BorrowedExperts(StackedExperts):
 def _cast_to(dtype: torch.dtype, call: ExpertCall) -> ExpertCall:
     """Return a call with rows and parameters cast to a dtype."""
     sharded, common = (tuple(weight.to(dtype) for weight in weights) for weights in (call.sharded, call.common))
-    return replace(call, sharded=sharded, common=common, rows=call.rows.to(dtype))
+    return ExpertCall(sharded, common, call.rows.to(dtype), call.gates, call.ends, call.shards)
 
 
 def _known_activation(activation: str) -> str:

@@ -39,8 +39,17 @@ def codes_by_triton(rows_on: torch.device, dtype: torch.dtype) -> bool:
     return dtype != torch.float64 and kind_of(rows_on) == "triton"
 
 
-@lru_cache(maxsize=64)
 def _runs_triton(device: torch.device) -> bool:
+    """Return whether a CUDA device runs the Triton kernels: a constant in compiled code, which cannot trace the probe."""
+    return _can_run_triton(device)
+
+
+# What `torch.compiler.assume_constant_result` does, but that imports the compiler, which takes seconds.
+_runs_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=64)
+def _can_run_triton(device: torch.device) -> bool:
     return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= AMPERE
 
 

@@ -140,8 +140,8 @@ def route(
         if sums is not None and peers is not None and record.gathered is not None:
             sums = record.gathered.statistics(sums, peers, record.earlier_counts)
         loss, values = _evaluate(losses, sums)
-    routing = _routing(record, weight_N, len(x), router.num_experts, values)
-    return Routed(replace(routing, logits=scores.logits), record, loss)
+    routing = _routing(record, weight_N, len(x), router.num_experts, values, scores.logits)
+    return Routed(routing, record, loss)
 
 
 def route_chosen(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: Peers | None = None) -> Routed:
@@ -158,7 +158,7 @@ def route_chosen(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: 
     weight_N = weight_TK.reshape(-1).to(torch.promote_types(weight_TK.dtype, torch.float32))
     detached = weight_N.detach()
     record = _decide(choice, detached, None, top_k, Dropless(), num_tokens, num_experts, TokenInfo(), None, peers)
-    return Routed(_routing(record, weight_N, num_tokens, num_experts, {}), record, None)
+    return Routed(_routing(record, weight_N, num_tokens, num_experts, {}, None), record, None)
 
 
 def _router_input(x_TD: Tensor, valid_T: Tensor | None) -> Tensor:
@@ -229,7 +229,12 @@ def _by_rank(gathered: Gathered | None, capacity: AbstractCapacity, top_k: int) 
 
 
 def _routing(
-    record: RoutingRecord, weight_N: Tensor, num_tokens: int, num_experts: int, losses: dict[str, Tensor]
+    record: RoutingRecord,
+    weight_N: Tensor,
+    num_tokens: int,
+    num_experts: int,
+    losses: dict[str, Tensor],
+    logits: Tensor | None,
 ) -> Routing:
     """Return the routing that a record and the routing weights describe: the rows that this rank sends."""
     choice, sent = record.choice, record.sent
@@ -258,6 +263,7 @@ def _routing(
         capacity=record.capacity,
         rows_per_token=choice.per_token if sent is None or has_unsent else None,
         has_unsent=has_unsent,
+        logits=logits,
         losses=losses,
     )
 
