@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.mesh import Mesh
@@ -34,6 +36,9 @@ from moesaic.layer import MoE
 from moesaic.models.split import local_part
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.runtime.data_parallel import expert_parameters
+
+SEES_DATACLASSES = torch.__version__ >= (2, 12)
+"""Whether FSDP2 finds the tensors of an output that is a dataclass."""
 
 
 def parallelize_model(
@@ -132,6 +137,9 @@ def shard_over_data(
         dtype: dtype in which experts are gathered: that of their products under autocast. Then less is sent, and each rank
             casts only its own shard; gradients are summed in the parameters' dtype. None: experts are gathered in the dtype
             in which they are stored, as experts that are modules of the user's own always are.
+
+    The forward pass of a unit, or of the model, raises InputError if FSDP2 finds none of the tensors of its output: it would
+    not gather the parameters again for the backward pass.
     """
     dp, edp = mesh.grid.dp, mesh.grid.edp
     unsharded: set[nn.Parameter] = set()
@@ -147,6 +155,24 @@ def shard_over_data(
         parameter.register_hook(lambda gradient: gradient / dp)
     for unit in (*units, model):
         _shard(unit, mesh.dense["dp"], divide_by=dp, leave_out=unsharded)
+        unit.register_forward_hook(_refuse_hidden_output)
+
+
+def _refuse_hidden_output(module: nn.Module, _: Any, output: Any) -> None:
+    """Refuse an output that has tensors to propagate, but none that FSDP2 finds."""
+    parts = tree_leaves(output)
+    if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
+        return
+    for part in parts:
+        if isinstance(part, Tensor) or (is_dataclass(part) and SEES_DATACLASSES):
+            continue
+        names = [field.name for field in fields(part)] if is_dataclass(part) else getattr(part, "__dict__", ())
+        values = [getattr(part, name) for name in names]
+        if any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves(values)):
+            raise InputError(
+                f"{type(module).__name__.removeprefix('FSDP')} returns a {type(part).__name__}, in which FSDP2 of torch "
+                f"{torch.__version__} finds no tensors: return a tensor, tuple, list, dict or NamedTuple"
+            )
 
 
 def prepare_ddp(model: nn.Module, mesh: Mesh) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,16 +29,15 @@ from moesaic.routing.routing import Routing
 from moesaic.runtime.routing_cache import checkpoint
 
 
-@dataclass(frozen=True)
-class GPTOutput:
-    """The result of a forward pass."""
+class GPTOutput(NamedTuple):
+    """The result of a forward pass: a tuple, since FSDP2 before torch 2.12 finds no tensors in a dataclass."""
 
     logits: Tensor
     """(batch, positions, vocab_size)."""
     loss: Tensor | None
     """(): mean cross-entropy in nats per token over the targets that are not -1; None without targets."""
     routings: list[Routing]
-    """The routing of each MoE layer, in order, detached from autograd."""
+    """The routing of each MoE layer, in order, detached from autograd and without logits."""
 
 
 class Dense(nn.Module):
@@ -149,8 +148,8 @@ class LearnedPositions(nn.Embedding):
 
 
 def detached_routing(routing: Routing) -> Routing:
-    """Detach a routing from autograd: FSDP would start its backward pass at every block output that has a graph."""
-    return replace(routing, weight=routing.weight.detach())
+    """Return a routing without graph or logits: FSDP would start its backward pass at every block output that has a graph."""
+    return replace(routing, weight=routing.weight.detach(), logits=None)
 
 
 class GPT(nn.Module):

@@ -10,7 +10,6 @@ each, and the gradients of both copies are added before each optimizer step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -76,7 +75,7 @@ class Part(nn.Module):
                 recomputes = self.config.checkpoint_activations and torch.is_grad_enabled()
                 run = partial(checkpoint, block) if recomputes else block
                 x, routing = run(x, tokens, None, None)
-                self.routings[-1] += [] if routing is None else [replace(routing, logits=None)]
+                self.routings[-1] += [] if routing is None else [routing]
             if not self.is_last:
                 return x
             return unembed(self.norm(x), (self.unembedding or self.embedding).weight)
