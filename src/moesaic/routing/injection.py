@@ -16,6 +16,8 @@ parameters injects nothing.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +26,24 @@ from torch.autograd import Variable
 
 from moesaic.errors import InputError
 
-try:
-    from torch._library.opaque_object import register_opaque_type
-    from torch._opaque_base import OpaqueBase
-except ImportError:  # pragma: no cover - a torch whose custom operators take no objects
-    TAKES_OBJECTS, Base = False, object
-else:
-    TAKES_OBJECTS, Base = True, OpaqueBase
+
+def _objects_in_graphs() -> tuple[type, Callable[[type], None] | None]:
+    """Return the base class and the registration of objects that custom operators of compiled graphs take; None if none."""
+    try:
+        from torch._custom_class_base import CustomClassBase
+        from torch._library.opaque_object import register_custom_class
+    except ImportError:  # the names before torch 2.14
+        try:
+            from torch._library.opaque_object import register_opaque_type
+            from torch._opaque_base import OpaqueBase
+        except ImportError:
+            return object, None
+        return OpaqueBase, partial(register_opaque_type, typ="reference")
+    return CustomClassBase, partial(register_custom_class, typ="symbolic")
+
+
+Base, _register = _objects_in_graphs()
+TAKES_OBJECTS = _register is not None
 """Whether custom operators of a compiled graph take objects; if not, losses are injected between two graphs."""
 
 
@@ -144,8 +157,8 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         self._had_gradient = any(parameter.grad is not None for parameter in self._watched)
 
 
-if TAKES_OBJECTS:
-    register_opaque_type(BackwardPasses, typ="reference")
+if _register is not None:
+    _register(BackwardPasses)
 
     @torch.library.custom_op("moesaic::injected_weight", mutates_args=())
     def injected_weight(like: Tensor, passes: BackwardPasses, is_half: bool) -> Tensor:

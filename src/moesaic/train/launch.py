@@ -138,7 +138,9 @@ def launch(patience: float = START_PATIENCE) -> Launch:
             f"({_first_line(error)}): see that every rank was started and reaches that port, or raise "
             "the first number of --patience"
         ) from error
-    dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)  # `Watch` ends a hanging run before that
+    newer = getattr(dist, "set_timeout", None)  # torch 2.14 has it
+    set_timeout = newer or dist.distributed_c10d._set_pg_timeout
+    set_timeout(dist.default_pg_timeout)  # `Watch` ends a hanging run before that
     return Launch(roll)
 
 
