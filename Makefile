@@ -15,7 +15,14 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 
 OTHER_TRITONS := 3.7.1 3.9.0
 TRITONS := 3.6.0 $(OTHER_TRITONS)
 
-.PHONY: help setup demo test test-random test-all test-triton test-peers lint bench bench-all chaos fuzz soak docs site clean
+# Each torch that `make test-torch` runs under, and its Python: the lowest supported, one between, the pinned one, the newest.
+TORCHES := 2.10.0-3.10 2.12.1-3.12 2.13.0-3.10 newest-3.12
+# Tests of the parts that torch and transformers carry: the layer with every router against float64, compilation, FSDP2 and the
+# trainer on two ranks, the transformers backend, the codecs.
+SMOKE := tests/test_layer.py tests/routing/test_injection.py tests/kernels/test_codecs.py tests/test_compile.py tests/test_fsdp_outputs.py \
+	tests/test_parallel.py tests/train/test_on_two_ranks.py tests/transformers/test_backend.py
+
+.PHONY: help setup demo test test-random test-all test-triton test-torch test-peers lint bench bench-all chaos fuzz soak docs site clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
@@ -67,6 +74,20 @@ build/peers/.current: pyproject.toml constraints.txt
 test-peers: build/peers/.current  ## layers, recipes and checkpoints against torchtitan, DeepSpeed and Megatron-Core themselves
 	OMP_NUM_THREADS=1 build/peers/bin/python -m pytest -q -rs tests/peers tests/weights/test_against_torchtitan.py \
 		tests/weights/test_against_megatron.py tests/test_recipes.py
+
+test-torch: $(TORCHES:%=build/torch/%/.current)  ## the parts that torch and transformers carry, under every torch of TORCHES, NN minutes each
+	for each in $(TORCHES); do \
+		echo "torch and Python: $$each"; \
+		OMP_NUM_THREADS=1 build/torch/$$each/bin/python -m pytest -m "not slow and not random" $(SMOKE) || exit 1; \
+	done
+
+build/torch/%/.current: pyproject.toml
+	@python$(lastword $(subst -, ,$*)) -c "" 2>/dev/null \
+		|| { echo "python$(lastword $(subst -, ,$*)) does not run: install it, or put it on PATH"; exit 1; }
+	python$(lastword $(subst -, ,$*)) -m venv build/torch/$*
+	build/torch/$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --only-binary zfpy -e ".[train,transformers,zfp]" \
+		pytest pytest-timeout hypothesis $(patsubst newest,torch,$(patsubst 2%,torch==2%,$(firstword $(subst -, ,$*))))
+	touch $@
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
