@@ -47,6 +47,16 @@ def test_the_loss_falls_when_one_batch_is_learnt_by_heart() -> None:
     assert losses[-1] < 0.25 * losses[0]
 
 
+def test_routings_have_no_graph() -> None:
+    batch = tokens(2, 9)
+    output = GPT(config(), VOCAB)(batch[:, :-1], batch[:, 1:])
+    assert len(output.routings) == 2
+    tensors = [
+        value for routing in output.routings for value in vars(routing).values() if isinstance(value, torch.Tensor)
+    ]
+    assert not any(tensor.requires_grad for tensor in tensors)
+
+
 @pytest.mark.parametrize("chunks", [[1] * 8, [3, 1, 4], [8]], ids=str)
 @pytest.mark.parametrize("router", ["softmax", "sigmoid", "hash"])
 def test_decoding_with_a_cache_equals_the_whole_forward(router: str, chunks: list[int]) -> None:
