@@ -388,7 +388,7 @@ def smallest_layout(cost_models: Sequence[StepCostModel]) -> tuple[Grid, float]:
     for cost_model in sorted(sizes.values(), key=lambda each: each.least_bytes):
         if cost_model.least_bytes >= least:
             break
-        compiled = compile_on(Plan(order="fifo"), cost_model.grid, cost_model.simulator, cost_model.model.layer)
+        compiled = compile_plan(Plan(order="fifo"), cost_model.grid)
         num_bytes = cost_model.memory(compiled.forward, compiled.backward, compiled.grid).total
         if num_bytes < least:
             best, least = cost_model.grid, num_bytes
