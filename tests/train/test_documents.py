@@ -62,7 +62,7 @@ def test_another_field_may_hold_the_text(tmp_path):
     with pytest.raises(InputError, match=r"line 1 has no text under 'text' \(it has content, id\).*data\.text_field"):
         read_documents(path, "text")
     assert read_documents(path, "") == [path.read_bytes()]
-    with pytest.raises(InputError, match=r"line 1 has no text under 'id'"):
+    with pytest.raises(InputError, match=r"in line 1 'id' is 1, not text: correct it"):
         read_documents(text(tmp_path / "b.jsonl", LINES), "id")
 
 
@@ -73,7 +73,8 @@ def test_another_field_may_hold_the_text(tmp_path):
         ("plain words", "line 5 is not JSON"),
         ("[1]", "line 5 has no text under 'text' (it has list)"),
         ('{"id": 1}', "line 5 has no text under 'text' (it has id)"),
-        ('{"text": null}', "line 5 has no text under 'text' (it has text)"),
+        ('{"text": null}', "in line 5 'text' is null, not text"),
+        ('{"text": {"words": 1}}', "in line 5 'text' is {\"words\": 1}, not text"),
     ],
 )
 def test_a_line_that_is_no_row_is_named(tmp_path, line, reason):
@@ -81,6 +82,11 @@ def test_a_line_that_is_no_row_is_named(tmp_path, line, reason):
         read_documents(text(tmp_path / "a.jsonl", LINES + line), "text")
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_single_row_whose_text_is_null_is_no_text_of_its_own(tmp_path):
+    with pytest.raises(InputError, match="in line 1 'text' is null, not text"):
+        read_documents(text(tmp_path / "a.jsonl", '{"text": null}'), "text")
 
 
 PLAIN = {

@@ -154,6 +154,11 @@ def _json_lines(data: bytes, path: Path, field: str) -> list[bytes]:
             ) from error
         if isinstance(row, dict) and isinstance(row.get(field), str):
             texts.append(row[field].encode("utf-8", errors="surrogatepass"))
+        elif isinstance(row, dict) and field in row:
+            raise InputError(
+                f"data: {path} holds JSON lines, and in line {number} {field!r} is {json.dumps(row[field]):.40}, not text: "
+                "correct it, or name the field that holds the text with data.text_field"
+            )
         elif len(lines) == 1:
             return [data]
         else:
