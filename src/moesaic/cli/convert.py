@@ -13,6 +13,9 @@ import tyro
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError
 
+LOGITS = {"auto": None, "yes": True, "no": False}
+"""What each value of --logits means to `convert`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
@@ -83,12 +86,13 @@ def run(arguments: Sequence[str]) -> int:
             raise InputError(
                 f"{options.source}: a run can only be exported as a Hugging Face model: --to hf, no --experts"
             )
-        summary = export_run(Path(options.source), Path(options.out))
+        summary = export_run(Path(options.source), Path(options.out), logits=LOGITS[options.logits])
         about_tokenizer = (
             "with tokenizer.json" if summary["tokenizer"] else "without tokenizer.json, since token ids are bytes"
         )
-        line = f"{summary['model']}: {summary['parameters']:,} parameters in {options.out}; {about_tokenizer}"
-        print(json.dumps(summary) if options.json else line)
+        lines = [f"{summary['model']}: {summary['parameters']:,} parameters in {options.out}; {about_tokenizer}"]
+        lines += _logits_lines(summary["logits"])
+        print(json.dumps(summary) if options.json else "\n".join(lines))
         return 0
     receipt = convert(
         options.source,
@@ -97,7 +101,7 @@ def run(arguments: Sequence[str]) -> int:
         source_format=options.source_format,
         config=options.config,
         upcycle=upcycle,
-        logits={"auto": None, "yes": True, "no": False}[options.logits],
+        logits=LOGITS[options.logits],
     )
     print(json.dumps(receipt) if options.json else "\n".join(_receipt_lines(receipt, f"{options.out}/{RECEIPT}")))
     return 0
@@ -116,9 +120,17 @@ def _receipt_lines(receipt: dict[str, Any], path: str) -> list[str]:
     ]
     if receipt["left_behind"]:
         lines.append(f"entries not converted: {len(receipt['left_behind'])}, for example {receipt['left_behind'][0]}")
-    if receipt["logits"] is not None:
-        lines.append(f"largest difference of logits: {receipt['logits']['largest_difference']:.3g}")
-    return [*lines, f"compared with the source; receipt: {path}"]
+    return [*lines, *_logits_lines(receipt["logits"]), f"compared with the source; receipt: {path}"]
+
+
+def _logits_lines(found: dict[str, Any] | None) -> list[str]:
+    """Return the lines about the comparison of logits; none if there was no comparison."""
+    lines = [] if found is None else [f"largest difference of logits: {found['largest_difference']:.3g}"]
+    if found and found["not_finite"]:
+        lines.append(
+            f"{found['not_finite']} logits are not finite, neither before nor after: look for them in the source"
+        )
+    return lines
 
 
 def _verify(arguments: Sequence[str]) -> int:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moesaic.errors import InputError
 from moesaic.weights.hub import Hub, Moesaic
 from moesaic.weights.layout import GatheredTensor, Layout, Readable, first_names, full_region, identity, pieces
@@ -40,7 +42,7 @@ class Checkpoint:
     tensors: dict[str | None, dict[str, Readable]]
     """By optimizer state (None for the weights themselves), then by the layout's stored names."""
     left_behind: list[str] = field(default_factory=list)
-    """Entries of the checkpoint that are not part of the model."""
+    """Entries of the checkpoint that are not part of the model as transformers loads it."""
 
     def into(self, layout: Layout, state: str | None = None) -> dict[str, Readable]:
         """Return the weights, or one optimizer state, in another layout. Each tensor is gathered when it is read.
@@ -114,6 +116,9 @@ def format_of(folder: Path) -> str:
 def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Checkpoint:
     """Open the checkpoint in a folder and check that it holds exactly a model's tensors.
 
+    Like transformers, it does not tie weights of which the checkpoint holds different values: the returned checkpoint's model
+    is then the untied one.
+
     Args:
         folder: the checkpoint's folder.
         format_name: the format, a key of `FORMATS`.
@@ -124,6 +129,8 @@ def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Chec
     """
     format = FORMATS[format_name]
     stored, others = format.read(folder)
+    model, stored, copies = _without_copies(format, model, stored)
+    others += copies
     layout = Layout(format.blocks(model, stored), model.shapes, format.title)
     weights = {str(format.stored_name(name, None)): name for name in layout.shapes}
     missing = weights.keys() - stored.keys()
@@ -137,7 +144,7 @@ def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Chec
     extra -= _states(checkpoint, format, stored)
     unexpected = model.model._keys_to_ignore_on_load_unexpected or ()
     ignored = [re.compile(pattern) for pattern in (*unexpected, r"rotary_emb\.inv_freq$")]
-    ignorable = {name for name in extra if name in model.tied or any(pattern.search(name) for pattern in ignored)}
+    ignorable = {name for name in extra if any(pattern.search(name) for pattern in ignored)}
     if extra - ignorable:
         raise InputError(
             f"{folder}: {len(extra - ignorable)} tensors are unknown to the model: {first_names(extra - ignorable)}"
@@ -145,6 +152,43 @@ def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Chec
     checkpoint.left_behind += sorted(ignorable)
     checkpoint.tensors[None] = {name: format.converted(name, t, to_model=True) for name, t in tensors.items()}
     return checkpoint
+
+
+def _without_copies(
+    format: AbstractFormat, model: Architecture, stored: Mapping[str, Readable]
+) -> tuple[Architecture, Mapping[str, Readable], list[str]]:
+    """Find the tied weights that a checkpoint nevertheless holds, and compare each with the tensor that it is tied to.
+
+    Returns:
+        the model, untied if the two differ; the tensors that it has, by their stored names; and the copies that are left out.
+    """
+    if not model.tied:
+        return model, stored, []
+    untied = model.untied()
+    blocks = format.blocks(untied, stored)
+    places = {block.tensor: str(format.stored_name(block.stored, None)) for block in blocks}
+    pairs = {places[name]: places[twin] for name, twin in model.tied.items()}
+    tensors = dict(stored)
+    for name, twin in pairs.items():  # as transformers does, whichever of the two is there stands for both
+        tensors |= {
+            n: stored[other] for n, other in ((name, twin), (twin, name)) if n not in stored and other in stored
+        }
+    if all(name not in tensors or _equal(tensors[name], tensors[twin]) for name, twin in pairs.items()):
+        copies = [
+            f"{n}: equal to {twin}, to which it is tied" for n, twin in pairs.items() if {n, twin} <= stored.keys()
+        ]
+        return model, {name: tensor for name, tensor in tensors.items() if name not in pairs}, copies
+    return untied, tensors, []
+
+
+def _equal(one: Readable, other: Readable) -> bool:
+    """Whether two tensors have the same dtype, shape and bits."""
+    return one is other or (
+        (one.dtype, one.shape) == (other.dtype, other.shape)
+        and all(
+            np.array_equal(one.read(region), other.read(region)) for region in pieces(one.shape, one.dtype.itemsize)
+        )
+    )
 
 
 def _check_shape(checkpoint: Checkpoint, name: str, place: str) -> None:

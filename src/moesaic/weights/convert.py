@@ -8,24 +8,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from torch import Tensor
-
 from moesaic import __version__
 from moesaic.errors import InputError
 from moesaic.weights.checkpoint import FORMATS, Checkpoint, format_of, open_checkpoint
-from moesaic.weights.files import require_room
-from moesaic.weights.layout import Computed, Layout, Readable, first_names, full_region, identity
+from moesaic.weights.files import filling, require_room
+from moesaic.weights.layout import Layout, Readable, first_names
+from moesaic.weights.logits import Side, compare_logits, compares_logits, require_alike
 from moesaic.weights.model import AbstractFormat, Architecture, read_config
 from moesaic.weights.upcycle import Upcycling, upcycled
 
 RECEIPT = "receipt.json"
 """The file into which a conversion writes its receipt, in the output folder."""
-LOGITS_BYTES = 2**31
-"""By default, the logits of models of at most this many bytes are compared."""
-TOKENS = 16
-"""Length of the text on which logits are compared: token i is 7 i + 1, modulo the vocabulary size."""
 
 
 def convert(
@@ -40,7 +33,8 @@ def convert(
 ) -> dict[str, Any]:
     """Convert a checkpoint into another format, bit by bit, then read source and output again to compare them.
 
-    Memory use is a few buffers of 16 MiB and at most the matrices of one expert, never a whole tensor of all experts.
+    If anything fails, nothing of the output stays. Memory use is a few buffers of 16 MiB and at most the matrices of one
+    expert, never a whole tensor of all experts.
 
     Args:
         source: the folder of the checkpoint, which is not changed.
@@ -55,7 +49,8 @@ def convert(
         the receipt, which is also written to `out / "receipt.json"`; docs/convert.md describes it.
 
     Raises:
-        InputError: the checkpoint is incomplete, mixed with another or of another model, or `to` cannot store the model.
+        InputError: the checkpoint is incomplete, mixed with another or of another model, `to` cannot store the model, or
+            output and source differ.
     """
     folder, target = Path(source), Path(out)
     for name in (to, source_format or to):
@@ -63,29 +58,29 @@ def convert(
             raise InputError(f"{name} is not a format: choose one of {', '.join(FORMATS)}")
     require_room(target)
     came_from = source_format or format_of(folder)
-    model = Architecture(read_config(folder, None if config is None else Path(config)))
-    before = open_checkpoint(folder, came_from, model)
+    source_config = read_config(folder, None if config is None else Path(config))
+    source = before = open_checkpoint(folder, came_from, Architecture(source_config))
     if upcycle is not None:
-        before = upcycled(before, upcycle)
+        before = upcycled(source, upcycle)
     layout = Layout(FORMATS[to].blocks(before.model, ()), before.model.shapes, FORMATS[to].title)
     tensors, unplaced = _named(before, layout, FORMATS[to])
     size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
-    target.mkdir(parents=True, exist_ok=True)
-    before.model.config.save_pretrained(target)
-    FORMATS[to].write(target, tensors)
-    if to == "hf" or came_from == "hf":
-        _copy_others(folder, target)
-    after = open_checkpoint(target, to, before.model)
-    receipt = _receipt(before, after) | {
-        "tensors": len(tensors), "bytes": size,
-        "source": {"folder": folder.name, "format": came_from}, "target": {"format": to},
-        "left_behind": sorted(before.left_behind + unplaced), "upcycled": None if upcycle is None else vars(upcycle),
-    }  # fmt: skip
-    compares_logits = size <= LOGITS_BYTES if logits is None else logits
-    receipt["logits"] = (
-        _compared(folder, before, after, target, upcycle is None, (came_from, to)) if compares_logits else None
-    )
-    (target / RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
+    with filling(target):
+        before.model.config.save_pretrained(target)
+        FORMATS[to].write(target, tensors)
+        if to == "hf" or came_from == "hf":
+            _copy_others(folder, target)
+        after = open_checkpoint(target, to, Architecture(read_config(target, None)))
+        receipt = _receipt(before, after) | {
+            "tensors": len(tensors), "bytes": size,
+            "source": {"folder": folder.name, "format": came_from}, "target": {"format": to},
+            "left_behind": sorted(before.left_behind + unplaced), "upcycled": None if upcycle is None else vars(upcycle),
+            "logits": None,
+        }  # fmt: skip
+        if compares_logits(size, logits):
+            old = Side(source, folder, came_from, source_config)
+            receipt["logits"] = compare_logits(old, Side(after, target, to, after.model.config))
+        (target / RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
     return receipt
 
 
@@ -106,9 +101,8 @@ def _named(before: Checkpoint, layout: Layout, format: AbstractFormat) -> tuple[
 def _copy_others(folder: Path, target: Path) -> None:
     """Copy the files that accompany the weights: tokenizer, chat template, generation settings."""
     for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".txt", ".model", ".jinja") and not path.name.endswith(
-            (".index.json", RECEIPT, "config.json")
-        ):
+        is_ours = path.name in ("config.json", RECEIPT) or path.name.endswith(".index.json") or "quant" in path.name
+        if path.suffix in (".json", ".txt", ".model", ".jinja") and not is_ours:
             shutil.copyfile(path, target / path.name)
 
 
@@ -138,39 +132,6 @@ def _receipt(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _compared(
-    folder: Path, before: Checkpoint, after: Checkpoint, target: Path, same: bool, names: tuple[str, str]
-) -> dict[str, Any]:
-    """Run both models on the fixed text and return the largest difference between their logits."""
-    is_quantized = any(isinstance(tensor, Computed) for tensor in before.tensors[None].values())  # needs a GPU to load
-    old = _logits(folder if same and names[0] == "hf" and not is_quantized else None, before)
-    new = _logits(target if names[1] == "hf" else None, after)
-    return {"tokens": TOKENS, "largest_difference": float((old.double() - new.double()).abs().max())}
-
-
-@torch.no_grad()
-def _logits(hub: Path | None, checkpoint: Checkpoint) -> Tensor:
-    """Return the logits of a checkpoint.
-
-    Args:
-        hub: a folder from which transformers itself loads the model; None to fill in the tensors of `checkpoint`.
-        checkpoint: the checkpoint.
-    """
-    if hub is not None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(hub, dtype="auto")
-    else:
-        tensors = checkpoint.into(identity(checkpoint.model.shapes))
-        values = {name: torch.from_numpy(t.read(full_region(t.shape))).view(t.dtype) for name, t in tensors.items()}
-        model = transformers.AutoModelForCausalLM.from_config(checkpoint.model.config)
-        model.load_state_dict(values, strict=False, assign=True)
-        model.tie_weights()
-    if checkpoint.model.experts:
-        model.set_experts_implementation("eager")  # the default implementation does not support float64
-    tokens = (7 * torch.arange(TOKENS) + 1) % checkpoint.model.config.vocab_size
-    logits: Tensor = model.eval()(input_ids=tokens[None]).logits
-    return logits
-
-
 def verify(out: str | Path) -> dict[str, Any]:
     """Read the output of a conversion and compare it with its receipt.
 
@@ -181,18 +142,26 @@ def verify(out: str | Path) -> dict[str, Any]:
         "tensors" and "experts" (how many were compared) and "states" (the names of those compared).
 
     Raises:
-        InputError: there is no receipt, or an element differs. The message names the tensor or the expert.
+        InputError: there is no receipt, an element differs, or the receipt says that a weight was left behind. The message
+            names the tensor or the expert.
     """
     folder = Path(out)
     if not (folder / RECEIPT).exists():
         raise InputError(f"{folder / RECEIPT} is missing: no conversion finished here, convert again")
-    format, digests = _read_receipt(folder / RECEIPT)
-    checkpoint = open_checkpoint(folder, format, Architecture(read_config(folder, None)))
+    format, digests, left_behind, logits = _read_receipt(folder / RECEIPT)
+    model = Architecture(read_config(folder, None))
+    if lost := left_behind & model.tied.keys():
+        raise InputError(
+            f"{folder}: the conversion left {first_names(lost)} behind, a weight of the model: convert again"
+        )
+    require_alike(logits, str(folder))
+    checkpoint = open_checkpoint(folder, format, model)
     actual = checkpoint.digests()
     experts = 0
-    for state, expected in digests.items():
-        for name, digest in expected.items():
-            actual_digest = actual.get(state, {}).get(name)
+    for state in {**digests, **actual}:
+        expected, found = digests.get(state, {}), actual.get(state, {})
+        for name in {**expected, **found}:
+            digest, actual_digest = expected.get(name), found.get(name)
             if actual_digest == digest:
                 experts += len(digest) if isinstance(digest, list) else 0
                 continue
@@ -206,13 +175,18 @@ def verify(out: str | Path) -> dict[str, Any]:
     return {"tensors": sum(len(each) for each in actual.values()), "experts": experts, "states": list(digests)}
 
 
-def _read_receipt(path: Path) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Return (the format that the conversion wrote, its digests by state and tensor) from a receipt."""
+def _read_receipt(path: Path) -> tuple[str, dict[str, dict[str, Any]], set[str], dict[str, float]]:
+    """Return (the format written, digests by state and tensor, entries left behind, the logits' difference) of a receipt."""
     try:
         receipt = json.loads(path.read_text(encoding="utf-8"))
-        format, digests = receipt["target"]["format"], receipt["sha256"]
-        if format in FORMATS and all(isinstance(each, dict) for each in digests.values()):
-            return format, digests
+        format, digests, left_behind = receipt["target"]["format"], receipt["sha256"], set(receipt["left_behind"])
+        logits = {name: float(value) for name, value in (receipt["logits"] or {"largest_difference": 0}).items()}
+        if (
+            format in FORMATS
+            and all(isinstance(each, dict) for each in digests.values())
+            and "largest_difference" in logits
+        ):
+            return format, digests, left_behind, logits
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     raise InputError(f"{path}: is not a receipt of a conversion, or is damaged: convert again")

@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,8 @@ from moesaic.weights.layout import Readable, Region, first_names, full_region, i
 
 CODES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 """Safetensors' name of a dtype -> the dtype."""
@@ -118,6 +122,32 @@ def require_room(target: Path) -> None:
         raise InputError(f"{target}: is not empty: choose another folder, or delete it")
 
 
+@contextmanager
+def filling(target: Path) -> Iterator[None]:
+    """Create a folder, or take an empty one, to write into. If the block fails, nothing that it wrote stays.
+
+    Raises:
+        InputError: the folder has entries, or another process fills it.
+    """
+    require_room(target)
+    is_new = not target.exists()
+    target.mkdir(parents=True, exist_ok=True)
+    claim = target / "writing"
+    try:
+        claim.touch(exist_ok=False)
+    except FileExistsError:
+        raise InputError(f"{target}: another process writes there: choose another folder") from None
+    try:
+        yield
+    except BaseException:
+        for path in target.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if is_new:
+            target.rmdir()
+        raise
+    claim.unlink()
+
+
 def _num_below(dim: range, place: int) -> int:
     """Return how many of the positions in `dim` are less than `place`."""
     return min(len(dim), max(0, -((dim.start - place) // dim.step)))
@@ -169,13 +199,25 @@ def _header(path: Path) -> dict[str, Stored]:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
         try:
-            header = json.loads(file.read(min(length, size)))
+            header = json.loads(file.read(min(length, size)), object_pairs_hook=_unique)
             header.pop("__metadata__", None)
-            return {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
+            tensors = {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
+            spans = sorted((entry["data_offsets"], name) for name, entry in header.items())
+            if any(end > start for ((_, end), _), ((start, _), _) in pairwise(spans)):
+                raise ValueError("two tensors overlap")
+            return tensors
         except InputError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise InputError(f"{path}: is not a safetensors file, or its header is damaged: fetch it again") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a table of JSON; ValueError if it has a name twice."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return table
 
 
 def _stored(path: Path, name: str, entry: dict[str, Any], begin: int, size: int) -> Stored:

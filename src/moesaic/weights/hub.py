@@ -20,6 +20,9 @@ from moesaic.weights.layout import Readable, Region, StoredBlock, full_region
 from moesaic.weights.model import AbstractFormat, Architecture
 from moesaic.weights.quantized import dequantized
 
+ADAPTER = "adapter_config.json"
+"""PEFT's file, on account of which transformers adds an adapter to the weights as it loads them."""
+
 
 class Hub(AbstractFormat):
     """Safetensors with the hub's names, which `from_pretrained` and inference engines read. Has no optimizer states."""
@@ -30,6 +33,11 @@ class Hub(AbstractFormat):
         return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
 
     def read(self, folder: Path) -> tuple[Mapping[str, Readable], list[str]]:
+        if (folder / ADAPTER).exists():
+            raise InputError(
+                f"{folder / ADAPTER}: an adapter lies beside the weights: merge it with PEFT's merge_and_unload, save the "
+                "model and convert the result, or take the adapter away"
+            )
         return dequantized(read_safetensors(folder), folder), []
 
     def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from abc import ABC, abstractmethod
@@ -14,10 +15,12 @@ import torch
 import transformers
 
 from moesaic.errors import InputError
-from moesaic.weights.layout import Readable, Region, StoredBlock, full_region
-from moesaic.weights.quantized import METHODS
+from moesaic.weights.layout import Readable, Region, StoredBlock, first_names, full_region
+from moesaic.weights.quantized import METHODS, quantization
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+MOST_LAYERS = 10_000
+"""Largest number of layers: Python creates each of them."""
 
 
 @dataclass(frozen=True)
@@ -63,24 +66,52 @@ class Architecture:
         config: configuration of a causal language model.
 
     Raises:
-        InputError: transformers has no such model.
+        InputError: transformers has no such model, or its language model is only a part of it.
     """
 
     def __init__(self, config: Any) -> None:
         self.config = config
+        layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
+        if not 0 < layers <= MOST_LAYERS:
+            raise InputError(f"{config.model_type}: num_hidden_layers={layers}: must be from 1 to {MOST_LAYERS}")
         try:
             with torch.device("meta"):
                 self.model = transformers.AutoModelForCausalLM.from_config(config)
-        except ValueError as error:
-            raise InputError(f"{config.model_type} is not a causal language model of transformers: {error}") from error
-        tied = set(self.model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
-        self.tied = tied
-        """Names of tied weights, which share another name's tensor and are stored under that name only."""
-        self.shapes = {n: tuple(t.shape) for n, t in self.model.state_dict().items() if n not in tied}
+        except Exception as error:  # sizes that do not fit each other may raise anything
+            reason = " ".join(str(error).split())
+            raise InputError(
+                f"{config.model_type}: transformers creates no causal language model of this configuration ({reason:.80}): "
+                "only language models without other parts, such as vision, are converted"
+            ) from error
+        if type(self.model.config) is not type(config):
+            raise InputError(
+                f"{config.model_type} has other parts than its language model, such as vision, which would be lost: "
+                "only language models are converted"
+            )
+        self.tied: dict[str, str] = self.model.all_tied_weights_keys
+        """Name of a tied weight -> the name whose tensor it shares, under which alone it is stored."""
+        self.shapes = {n: tuple(t.shape) for n, t in self.model.state_dict().items() if n not in self.tied}
+        if empty := [name for name, shape in self.shapes.items() if 0 in shape]:
+            raise InputError(f"{config.model_type}: the configuration's sizes make {first_names(empty)} empty")
         self.experts = {
             n: m for n, m in self.model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "has_gate")
         }
         """The modules that hold stacked experts, by name."""
+
+    def untied(self) -> Architecture:
+        """Return the same architecture with `tie_word_embeddings` false.
+
+        Raises:
+            InputError: the model ties its weights whatever the configuration says.
+        """
+        config = copy.deepcopy(self.config)
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+        model = Architecture(config)
+        if model.tied:
+            raise InputError(
+                f"{config.model_type} always ties {', '.join(model.tied)}, and the checkpoint holds others"
+            )
+        return model
 
     def experts_of(self, tensor: str) -> str | None:
         """Return the name of the experts module that a tensor belongs to; None if it belongs to none."""
@@ -129,7 +160,7 @@ def read_config(folder: Path, config_path: Path | None) -> Any:
         raise InputError(f"{path}: no configuration there: name the model's transformers config.json with --config")
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        quantized = table.pop("quantization_config", None)  # weights are dequantized as they are read
+        table.pop("quantization_config", None)  # weights are dequantized as they are read
         config = transformers.AutoConfig.for_model(**table)
     except Exception as error:  # transformers' checks may raise anything
         reason = " ".join(str(error).split())
@@ -137,10 +168,12 @@ def read_config(folder: Path, config_path: Path | None) -> Any:
             f"{path}: is not a configuration that transformers {transformers.__version__} knows ({reason:.80}): update "
             "transformers, or name the model's config.json with --config"
         ) from error
-    method = (quantized or {}).get("quant_method")
+    quantized = quantization(path)
+    method = quantized.get("quant_method")
     if quantized and method not in METHODS:
         raise InputError(
-            f"{path}: the weights are quantized ({method}): load them with dequantize=True, save them and convert the result"
+            f"{path}: the weights are quantized ({method}), and only {' and '.join(METHODS)} are read: convert the "
+            "checkpoint that they were quantized from"
         )
     return config
 

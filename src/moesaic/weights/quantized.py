@@ -1,7 +1,8 @@
 """Dequantizes the hub's quantized weights as they are read: fp8 in blocks (DeepSeek-V3) and mxfp4 (gpt-oss).
 
 The values are those that transformers computes on loading: an element times the scale of its block, in bfloat16. For mxfp4
-that is exact; for fp8 the product is rounded once, from float32. Only the region that is read is computed.
+that is exact; for fp8 the product is rounded once, from float32, whatever the scale's dtype. Only the region that is read is
+computed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ BLOCKS, SCALES = "_blocks", "_scales"
 HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4 = torch.tensor([*HALF, *(-value for value in HALF)])
 """Value of each four-bit code (Open Compute Project, Microscaling Formats, E2M1)."""
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+"""Dtypes that the scales of fp8 blocks may have; e8m0 is a power of two."""
 METHODS = ("fp8", "mxfp4")
 """Values of a configuration's `quant_method` whose weights can be dequantized."""
 
@@ -38,45 +42,58 @@ def dequantized(stored: Mapping[str, Stored], folder: Path) -> dict[str, Readabl
         folder: the checkpoint's folder; its config.json gives the block size of fp8.
 
     Raises:
-        InputError: scales are missing, or do not fit the block size.
+        InputError: scales are missing, or do not fit the block size or the weights.
     """
-    tensors: dict[str, Readable] = {}
+    tensors: dict[str, Readable] = dict(stored)
+    sizes = block_size(folder) if any(tensor.dtype in FP8 for tensor in stored.values()) else (1, 1)
     for name, tensor in stored.items():
         if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in stored:
             weight = name.removesuffix(BLOCKS)
-            experts, rows, groups, _ = tensor.shape
-            shape = (experts, 32 * groups, rows)
-            tensors[weight] = Computed(torch.bfloat16, shape, partial(_from_mxfp4, tensor, stored[weight + SCALES]))
-        elif tensor.dtype == torch.float8_e4m3fn:
-            scales = stored.get(name + FP8_SCALE)
-            sizes = _block_size(folder)
-            fits = scales is not None and scales.shape == tuple(-(-n // size) for n, size in zip(tensor.shape, sizes))
-            if scales is None or not fits or scales.dtype != torch.float32:
+            scales = stored[weight + SCALES]
+            if (tensor.dtype, scales.dtype, tensor.shape) != (torch.uint8, torch.uint8, (*scales.shape[:3], 16)):
+                raise InputError(f"{folder}: {name} and {weight + SCALES} are not mxfp4 of one shape: fetch them again")
+            experts, rows, groups = scales.shape
+            make = partial(_from_mxfp4, tensor, scales)
+            tensors[weight] = Computed(torch.bfloat16, (experts, 32 * groups, rows), make)
+            del tensors[name], tensors[weight + SCALES]
+        elif tensor.dtype in FP8:
+            found = stored.get(name + FP8_SCALE)
+            fits = found is not None and found.shape == tuple(-(-n // size) for n, size in zip(tensor.shape, sizes))
+            if found is None or not fits or len(tensor.shape) != 2 or found.dtype not in FP8_SCALES:
                 raise InputError(
-                    f"{folder}: {name} is fp8 without scales of {list(sizes)} blocks in float32: load the model with "
-                    "transformers and dequantize=True, save it and convert the result"
+                    f"{folder}: {name} is fp8 without scales of {list(sizes)} blocks in {_names(FP8_SCALES)}: "
+                    "correct quantization_config.weight_block_size, or convert the checkpoint that it was quantized from"
                 )
-            tensors[name] = Computed(torch.bfloat16, tensor.shape, partial(_from_fp8, tensor, scales, sizes))
-        elif not _is_scale(name, stored):
-            tensors[name] = tensor
+            tensors[name] = Computed(torch.bfloat16, tensor.shape, partial(_from_fp8, tensor, found, sizes))
+            del tensors[name + FP8_SCALE]
     return tensors
 
 
-def _is_scale(name: str, stored: Mapping[str, Stored]) -> bool:
-    of_fp8 = name.endswith(FP8_SCALE) and name.removesuffix(FP8_SCALE) in stored
-    return of_fp8 or (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in stored)
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _block_size(folder: Path) -> tuple[int, ...]:
+def quantization(path: Path) -> dict[str, Any]:
+    """Return `quantization_config` of a config.json; empty if there is none.
+
+    Raises:
+        InputError: it is no table, or the file is damaged.
+    """
+    try:
+        table = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") if path.exists() else None
+    except (OSError, ValueError, AttributeError, RecursionError):
+        table = "damaged"
+    if table is None or isinstance(table, dict):
+        return table or {}
+    raise InputError(f"{path}: quantization_config is not a table of settings: restore the file")
+
+
+def block_size(folder: Path) -> tuple[int, int]:
     """Return (rows, columns) of the fp8 blocks that share a scale."""
     path = folder / "config.json"
-    try:
-        table: Any = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        sizes = (table.get("quantization_config") or {}).get("weight_block_size") or [128, 128]
-        if isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes):
-            return tuple(sizes)
-    except (OSError, ValueError, AttributeError, RecursionError):
-        pass
+    sizes = quantization(path).get("weight_block_size") or [128, 128]
+    if isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes):
+        return sizes[0], sizes[1]
     raise InputError(
         f"{path}: quantization_config.weight_block_size is not two numbers above 0, such as [128, 128]: restore the file"
     )
@@ -92,8 +109,8 @@ def _sizes(at: Region) -> list[int]:
 
 def _from_fp8(tensor: Stored, scales: Stored, sizes: tuple[int, ...], at: Region) -> Tensor:
     whole = _ranges(at)
-    values = torch.from_numpy(tensor.read(whole)).view(torch.float8_e4m3fn).float()
-    of_blocks = torch.from_numpy(scales.read(full_region(scales.shape))).view(torch.float32)
+    values = torch.from_numpy(tensor.read(whole)).view(tensor.dtype).float()
+    of_blocks = torch.from_numpy(scales.read(full_region(scales.shape))).view(scales.dtype).float()
     rows, columns = (torch.tensor(list(dim)) // size for dim, size in zip(whole, sizes))
     return (values * of_blocks[rows][:, columns]).bfloat16().view(_sizes(at))
 

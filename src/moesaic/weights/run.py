@@ -21,8 +21,11 @@ from moesaic.models.attention import Attention
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT, TransformerBlock
 from moesaic.plan.model_shape import ROPE
+from moesaic.routing.capacity import Dropless
 from moesaic.train.state import Trained, load_trained
-from moesaic.weights.files import require_room
+from moesaic.weights.files import filling, require_room
+from moesaic.weights.layout import first_names
+from moesaic.weights.logits import compare, compares_logits, fixed_text
 
 EPS = torch.finfo(torch.float32).eps
 """Epsilon of our RMSNorm in float32."""
@@ -33,31 +36,49 @@ def is_run(folder: Path) -> bool:
     return (folder / "checkpoints").is_dir() and (folder / "config.json").exists()
 
 
-def export_run(folder: Path, out: Path) -> dict[str, Any]:
+def export_run(folder: Path, out: Path, *, logits: bool | None = None) -> dict[str, Any]:
     """Write a run's newest checkpoint in the format of the hub.
 
     Args:
         folder: the run's folder.
         out: the folder to write; must not exist or be empty.
+        logits: whether to compare the logits of the run's model with those of the written one, as transformers loads it; None
+            to do so for models of at most 2 GiB.
 
     Returns:
-        "model" (its class in transformers), "parameters" (their number), "tokenizer" (whether a tokenizer.json was copied).
+        "model" (its class in transformers), "parameters" (their number), "tokenizer" (whether a tokenizer.json was copied),
+        "logits" (as in a receipt; None if they were not compared).
 
     Raises:
-        InputError: there is no run, or its model has no equivalent in transformers.
+        InputError: there is no run, its model has no equivalent in transformers, or logits differ by more than rounding.
     """
     require_room(out)
     trained = load_trained(folder, "cpu")
     model = to_hub(trained)
-    model.save_pretrained(out)
+    size = sum(parameter.nbytes for parameter in model.parameters())
     tokenizer = folder / "tokenizer.json"
-    if tokenizer.exists():
-        shutil.copy2(tokenizer, out / tokenizer.name)
+    with filling(out):
+        model.save_pretrained(out)
+        if tokenizer.exists():
+            shutil.copy2(tokenizer, out / tokenizer.name)
+        found = _compared(trained, out) if compares_logits(size, logits) else None
     return {
         "model": type(model).__name__,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "tokenizer": tokenizer.exists(),
+        "logits": found,
     }
+
+
+@torch.no_grad()
+def _compared(trained: Trained, out: Path) -> dict[str, Any]:
+    """Compare the logits of a run's model, without capacities, with those of the model that transformers loads."""
+    for module in trained.model.modules():
+        if isinstance(module, MoE):
+            module.eval_capacity = Dropless()
+    tokens = fixed_text(trained.model.vocab_size)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, local_files_only=True)
+    return compare(trained.model.eval()(tokens).logits, theirs.eval()(input_ids=tokens).logits, out)
 
 
 def to_hub(trained: Trained) -> Any:
@@ -69,6 +90,10 @@ def to_hub(trained: Trained) -> Any:
     config = hub_config(trained.config.model, trained.model.vocab_size, str(trained.folder))
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     values = hub_values(trained.model)
+    placed = {value.untyped_storage().data_ptr() for value in values.values()}
+    tensors = trained.model.state_dict().items()
+    if lost := [name for name, tensor in tensors if tensor.untyped_storage().data_ptr() not in placed]:
+        raise InputError(f"{trained.folder}: the hub's model has no place for {first_names(lost)}")
     missing, unknown = model.load_state_dict(values, strict=False)
     not_loaded = [name for name in missing if not (name == "lm_head.weight" and config.tie_word_embeddings)]
     if not_loaded or unknown:

@@ -1,0 +1,138 @@
+"""Runs a model before and after its conversion and compares the logits. transformers loads the hub's files itself.
+
+It says what no hash of our own reading can say: that transformers finds in the source what the output holds.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from moesaic.errors import InputError
+from moesaic.weights.checkpoint import Checkpoint
+from moesaic.weights.layout import Computed, Readable, first_names, full_region, identity
+from moesaic.weights.quantized import block_size, quantization
+
+TOKENS = 16
+"""Length of the text on which logits are compared: token i is 7 i + 1, modulo the vocabulary size."""
+LOGITS_BYTES = 2**31
+"""By default, the logits of models of at most this many bytes are compared."""
+TOLERANCE = 1e-4
+"""The largest difference that is rounding, as a share of the largest logit: that of float32 over a deep model."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A checkpoint and the folder that it lies in."""
+
+    checkpoint: Checkpoint
+    folder: Path
+    format: str
+    config: Any
+    """The configuration as the folder has it; that of `checkpoint` may be untied."""
+
+
+def compare_logits(old: Side, new: Side) -> dict[str, Any]:
+    """Run both models on the fixed text in float32, or in float64 if they are stored so.
+
+    Returns:
+        "tokens", "largest_difference" and "largest" (of the logits of both, in absolute value) over all finite logits, and
+        "not_finite", the number of logits that are equally infinite, or not numbers, on both sides.
+
+    Raises:
+        InputError: they differ by more than rounding, or transformers loads another value than was converted.
+    """
+    return compare(_logits(old), _logits(new), new.folder)
+
+
+def compares_logits(size_bytes: int, wanted: bool | None) -> bool:
+    """Whether to compare the logits of a model; `wanted` is None if its size decides."""
+    return size_bytes <= LOGITS_BYTES if wanted is None else wanted
+
+
+def fixed_text(vocab_size: int) -> Tensor:
+    """Return the token ids on which logits are compared, of shape (1, `TOKENS`)."""
+    return ((7 * torch.arange(TOKENS) + 1) % vocab_size)[None]
+
+
+def compare(old: Tensor, new: Tensor, out: Path) -> dict[str, Any]:
+    """Compare logits, as `compare_logits` says; `out` names the output in messages."""
+    old, new = old.double(), new.double()
+    alike = ~old.isfinite() & ((old == new) | (old.isnan() & new.isnan()))
+    difference = (old - new)[~alike].abs()
+    largest, most = (float(each.max()) if each.numel() else 0.0 for each in (difference, old[old.isfinite()].abs()))
+    found = {"tokens": TOKENS, "largest_difference": largest, "largest": most, "not_finite": int(alike.sum())}
+    require_alike(found, str(out))
+    return found
+
+
+def require_alike(found: dict[str, Any], where: str) -> None:
+    """Raise InputError if logits that were compared differ by more than rounding."""
+    largest, most = found["largest_difference"], found.get("largest", 1.0)
+    if not largest <= TOLERANCE * most:
+        raise InputError(
+            f"{where}: its logits differ from those of the source by {largest:.3g}, of {most:.3g} at most: this program reads "
+            "the source in another way than transformers does, do not use the output"
+        )
+
+
+@torch.no_grad()
+def _logits(side: Side) -> Tensor:
+    try:
+        model = _loaded(side)
+        if side.checkpoint.model.experts:
+            model.set_experts_implementation("eager")  # the default implementation does not support float64
+        tokens = fixed_text(model.config.get_text_config().vocab_size)
+        logits: Tensor = model.eval()(input_ids=tokens).logits
+    except InputError:
+        raise
+    except Exception as error:  # a model may raise anything
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{side.folder}: transformers cannot load or run the model to compare logits ({reason:.200}): "
+            "--logits no converts without"
+        ) from error
+    return logits
+
+
+def _loaded(side: Side) -> Any:
+    """Return the model as transformers loads it from the hub's files; else filled with the tensors of the checkpoint."""
+    model = side.checkpoint.model
+    tensors = side.checkpoint.into(identity(model.shapes))
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors.values()) else torch.float32
+    if side.format != "hf" or not _can_load(side):
+        values = {name: _values(tensor) for name, tensor in tensors.items()}
+        return type(model.model).from_pretrained(None, config=model.config, state_dict=values, dtype=wide)
+    config, quantized = copy.deepcopy(side.config), quantization(side.folder / "config.json")
+    if quantized:
+        config.quantization_config = quantized | {"dequantize": True}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        side.folder, config=config, dtype=torch.bfloat16 if quantized else wide, local_files_only=True
+    ).to(wide)
+    theirs = loaded.state_dict()
+    others = [name for name, tensor in tensors.items() if not _same(_values(tensor), theirs[name])]
+    if others:
+        raise InputError(f"{side.folder}: transformers loads {first_names(others)} with other values than this program")
+    return loaded
+
+
+def _can_load(side: Side) -> bool:
+    """Whether transformers reads the weights right: it takes the blocks of an fp8 matrix for equal ones, the last too."""
+    matrices = [t for t in side.checkpoint.tensors[None].values() if isinstance(t, Computed) and len(t.shape) == 2]
+    return all(n % size == 0 for matrix in matrices for n, size in zip(matrix.shape, block_size(side.folder)))
+
+
+def _values(tensor: Readable) -> Tensor:
+    return torch.from_numpy(tensor.read(full_region(tensor.shape))).view(tensor.dtype)
+
+
+def _same(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two tensors are equal in the dtype of the second; what is not a number equals what is not."""
+    ours = ours.to(theirs.dtype)
+    return ours.shape == theirs.shape and bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all())
