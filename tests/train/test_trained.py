@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from moesaic.train.config import TrainConfig
 from moesaic.train.metrics import Metrics
 from moesaic.train.state import Trained
 from moesaic.train.tokenizer import ByteTokenizer
+from moesaic.weights import run as runs
 from moesaic.weights.run import export_run, to_hub
 
 MIXTRAL = BlockConfig(attention="plain:kv_heads=2", tied=False)
@@ -87,18 +89,34 @@ def test_what_the_hub_has_no_model_for_is_one_line(changes: dict[str, Any], word
     assert "\n" not in str(refusal.value)
 
 
-def test_one_command_makes_a_model_of_the_hub_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_command_makes_a_model_of_the_hub_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     text, run, out = tmp_path / "text.txt", tmp_path / "run", tmp_path / "hub"
     text.write_text("one and two and three. " * 400)
     flags = f"--preset gpt-tiny --out {run} --steps 2 --data.path {text} --model.conv-width 1 --device cpu --trackers"
     assert main(["train", *flags.split()]) == 0
     assert main(["convert", str(run), str(out), "--to", "hf"]) == 0
-    assert "MixtralForCausalLM" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "MixtralForCausalLM" in said
+    assert re.search(r"^largest difference of logits: \d\S*$", said, re.MULTILINE)
     assert json.loads((out / "config.json").read_text())["model_type"] == "mixtral"
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert model(torch.zeros(1, 4, dtype=torch.int64)).logits.isfinite().all()
     with pytest.raises(InputError, match="is not empty"):
         export_run(run, out)
+    right = runs.hub_values
+    monkeypatch.setattr(
+        runs, "hub_values", lambda model: right(model) | {"model.norm.weight": 2 * model.norm.weight.detach()}
+    )
+    with pytest.raises(InputError, match=r"the hub's model has no place for norm\.weight"):
+        export_run(run, tmp_path / "lost")
+    monkeypatch.setattr(runs, "hub_values", right)
+    monkeypatch.setattr(runs, "EPS", 0.1)
+    assert main(["convert", str(run), str(tmp_path / "other"), "--to", "hf"]) == 2
+    assert re.search(r"other: its logits differ from those of the source by .*\n$", capsys.readouterr().err)
+    assert not (tmp_path / "lost").exists()
+    assert not (tmp_path / "other").exists()
 
 
 class FakeWandb:

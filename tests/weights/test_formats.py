@@ -65,7 +65,8 @@ def test_moesaic_has_what_transformers_has_in_memory(family: str, written: Any) 
 def test_logits_stay(family: str, written: Any, tmp_path: Path) -> None:
     for number, (source, to) in enumerate([("hf", "moesaic"), ("moesaic", "hf")]):
         receipt = moesaic.convert(written(family) / source, tmp_path / str(number), to=to)
-        assert receipt["logits"] == {"tokens": 16, "largest_difference": 0.0}
+        assert receipt["logits"]["largest_difference"] == receipt["logits"]["not_finite"] == 0
+        assert receipt["logits"]["largest"] > 0.01
 
 
 @pytest.mark.parametrize(("family", "name"), sorted(WITHOUT))

@@ -16,9 +16,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import moesaic
 from moesaic.errors import InputError
-from moesaic.weights import layout
+from moesaic.weights import layout, quantized
 
 FILE = "model.safetensors"
+FP8 = torch.float8_e4m3fn
 
 
 def quantize(folder: Path, family: str, method: dict[str, object], change) -> dict[str, torch.Tensor]:
@@ -83,8 +84,115 @@ def test_fp8_without_its_scales_is_refused(tmp_path):
         return made and ({name: made[0][name]}, made[1])
 
     quantize(tmp_path / "hub", "DeepseekV3", {"quant_method": "fp8", "weight_block_size": [16, 10]}, without)
-    with pytest.raises(InputError, match=r"is fp8 without scales of .*: load the model with transformers"):
+    with pytest.raises(
+        InputError, match=r"is fp8 without scales of .*: correct quantization_config\.weight_block_size"
+    ):
         moesaic.convert(tmp_path / "hub", tmp_path / "out", to="hf")
+    assert not (tmp_path / "out").exists()
+
+
+SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+
+
+def fp8(scale_dtype, element, rows, columns):
+    """Return a change like `to_fp8`, with scales of a dtype for blocks of any size, and values by a loop over blocks."""
+
+    def change(name, tensor):
+        if ".experts." not in name:
+            return None
+        values = tensor.float().mul(50).to(element)
+        grid = (-(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns))
+        scales = (0.003 + torch.rand(grid) / 50).to(scale_dtype)
+        expected = torch.empty(tensor.shape, dtype=torch.bfloat16)
+        for i in range(grid[0]):
+            for j in range(grid[1]):
+                block = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+                expected[block] = (values[block].double() * scales[i, j].double()).float().bfloat16()
+        return {name: values, f"{name}_scale_inv": scales}, expected
+
+    return change
+
+
+@pytest.mark.parametrize("dtype", SCALES, ids=str)
+@pytest.mark.parametrize(
+    ("element", "blocks"),
+    [
+        (torch.float8_e4m3fn, (8, 8)),
+        (torch.float8_e4m3fn, (16, 10)),
+        (torch.float8_e4m3fn, (7, 33)),
+        (torch.float8_e5m2, (128, 128)),
+    ],
+)
+def test_scales_of_any_dtype_give_products_that_are_rounded_once(tmp_path, monkeypatch, dtype, element, blocks):
+    monkeypatch.setattr(layout, "BUFFER", 1000)
+    torch.manual_seed(0)
+    method = {"quant_method": "fp8", "weight_block_size": list(blocks)}
+    expected = quantize(tmp_path / "hub", "DeepseekV3", method, fp8(dtype, element, *blocks))
+    by_transformers = blocks == (8, 8)
+    receipt = moesaic.convert(tmp_path / "hub", tmp_path / "plain", to="hf", logits=by_transformers)
+    tensors = tensors_of(tmp_path / "plain")
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), name
+    assert not by_transformers or receipt["logits"]["largest_difference"] == 0
+
+
+@pytest.mark.parametrize(("family", "change"), [("DeepseekV3", fp8(torch.bfloat16, FP8, 8, 8)), ("GptOss", to_mxfp4)])
+def test_values_other_than_those_of_transformers_are_an_error(tmp_path, monkeypatch, family, change):
+    method = (
+        {"quant_method": "fp8", "weight_block_size": [8, 8]} if family == "DeepseekV3" else {"quant_method": "mxfp4"}
+    )
+    right = quantized._from_fp8
+    quantize(tmp_path / "hub", family, method, change)
+    monkeypatch.setattr(quantized, "FP4", quantized.FP4 * 2)
+    monkeypatch.setattr(quantized, "_from_fp8", lambda *given: right(*given) * 2)
+    with pytest.raises(InputError, match=r"transformers loads model\.layers\.\d\.mlp\.experts\..* with other values"):
+        moesaic.convert(tmp_path / "hub", tmp_path / "out", to="hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_scales_that_belong_to_nothing_quantized_are_not_dropped(tmp_path):
+    def beside(name, tensor):
+        if ".experts." not in name:
+            return None
+        return {name: tensor, f"{name}_scale_inv": torch.ones(1, 1)}, tensor
+
+    quantize(tmp_path / "hub", "DeepseekV3", {"quant_method": "fp8", "weight_block_size": [128, 128]}, beside)
+    with pytest.raises(InputError, match=r"12 tensors are unknown to the model: .*down_proj\.weight_scale_inv"):
+        moesaic.convert(tmp_path / "hub", tmp_path / "out", to="hf")
+
+
+@pytest.mark.parametrize("part", ["_scales", "_blocks"])
+def test_mxfp4_of_two_shapes_is_refused(tmp_path, part):
+    quantize(tmp_path / "hub", "GptOss", {"quant_method": "mxfp4"}, to_mxfp4)
+    tensors = load_file(tmp_path / "hub" / FILE)
+    name = f"model.layers.0.mlp.experts.down_proj{part}"
+    save_file(tensors | {name: torch.cat([tensors[name]] * 2, 2)}, tmp_path / "hub" / FILE)
+    with pytest.raises(InputError, match="are not mxfp4 of one shape: fetch them again"):
+        moesaic.convert(tmp_path / "hub", tmp_path / "out", to="hf")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "modelopt", "compressed-tensors", None])
+def test_other_quantizations_get_advice_that_works(tmp_path, method):
+    build("Mixtral").save_pretrained(tmp_path / "hub")
+    path = tmp_path / "hub" / "config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": method, "bits": 4}})
+    )
+    with pytest.raises(InputError) as caught:
+        moesaic.convert(tmp_path / "hub", tmp_path / "out", to="hf")
+    line = (
+        f"the weights are quantized ({method}), and only fp8 and mxfp4 are read: convert the checkpoint that they were"
+    )
+    assert str(caught.value) == f"{path}: {line} quantized from"
+
+
+def test_an_empty_quantization_is_none(tmp_path):
+    build("Mixtral").save_pretrained(tmp_path / "hub")
+    path = tmp_path / "hub" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {}}))
+    receipt = moesaic.convert(tmp_path / "hub", tmp_path / "out", to="hf")
+    assert receipt["logits"]["largest_difference"] == 0
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 @pytest.mark.parametrize("size", [[16], [16, 0], "16", {"rows": 16}])
