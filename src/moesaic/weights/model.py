@@ -144,6 +144,11 @@ class Architecture:
         return parts
 
 
+def _number(table: dict[str, Any]) -> Any:
+    """Return the number that a table stands for where transformers saved an infinite one, else the table."""
+    return float(table["__float__"]) if table.keys() == {"__float__"} else table
+
+
 def read_config(folder: Path, config_path: Path | None) -> Any:
     """Return the transformers configuration of a checkpoint.
 
@@ -159,7 +164,7 @@ def read_config(folder: Path, config_path: Path | None) -> Any:
     if not path.exists():
         raise InputError(f"{path}: no configuration there: name the model's transformers config.json with --config")
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
         table.pop("quantization_config", None)  # weights are dequantized as they are read
         config = transformers.AutoConfig.for_model(**table)
     except Exception as error:  # transformers' checks may raise anything
