@@ -59,9 +59,8 @@ def convert(
     require_room(target)
     came_from = source_format or format_of(folder)
     source_config = read_config(folder, None if config is None else Path(config))
-    source = before = open_checkpoint(folder, came_from, Architecture(source_config))
-    if upcycle is not None:
-        before = upcycled(source, upcycle)
+    opened = open_checkpoint(folder, came_from, Architecture(source_config))
+    before = opened if upcycle is None else upcycled(opened, upcycle)
     layout = Layout(FORMATS[to].blocks(before.model, ()), before.model.shapes, FORMATS[to].title)
     tensors, unplaced = _named(before, layout, FORMATS[to])
     size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
@@ -78,7 +77,7 @@ def convert(
             "logits": None,
         }  # fmt: skip
         if compares_logits(size, logits):
-            old = Side(source, folder, came_from, source_config)
+            old = Side(opened, folder, came_from, source_config)
             receipt["logits"] = compare_logits(old, Side(after, target, to, after.model.config))
         (target / RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
     return receipt

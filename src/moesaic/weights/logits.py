@@ -89,7 +89,7 @@ def _logits(side: Side) -> Tensor:
         if side.checkpoint.model.experts:
             model.set_experts_implementation("eager")  # the default implementation does not support float64
         tokens = fixed_text(model.config.get_text_config().vocab_size)
-        logits: Tensor = model.eval()(input_ids=tokens).logits
+        logits: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
     except InputError:
         raise
     except Exception as error:  # a model may raise anything
