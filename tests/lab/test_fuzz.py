@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import zipfile
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -21,6 +22,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 import moesaic
+from helpers import from_file
 from moesaic.errors import InputError
 from moesaic_lab.fuzz import benchmark, run
 from moesaic_lab.fuzz.benchmark import BENCHMARK, FuzzOptions
@@ -148,6 +150,17 @@ def test_an_error_that_escapes_is_told_with_its_input(tmp_path: Path) -> None:
     assert list(target.crashes.values()) == [
         """TypeError("argument should be integer or bytes-like object, not 'str'") on b'x'"""
     ]
+
+
+def test_a_crash_is_named_by_the_line_of_the_library_wherever_the_environment_lies() -> None:
+    numpys = from_file(
+        "/home/me/moesaic/.venv/lib/python3.11/site-packages/numpy/io.py", "lambda data: data.index(b'y')"
+    )
+    for number, place in enumerate(("errors.py", "traces/trace.py")):
+        reader = from_file(str(SOURCE / place), "\n" * number + "lambda function, data: function(data)")
+        target = Target("read it", st.just((True, b"x")), partial(reader, numpys))
+        target.drawn(1, 0)()
+        assert list(target.crashes) == [f"ValueError at moesaic/{place}:{1 + number}"]
 
 
 def test_what_atheris_says_of_a_module_is_no_line_of_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

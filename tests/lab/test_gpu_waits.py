@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 
-from helpers import thinned
+from helpers import from_file, thinned
+from moesaic.comm import loopback
+from moesaic.kernels import pick
+from moesaic_lab.gpu import waits
 from moesaic_lab.gpu.stand_in import DEVICE, StandIn, pretending
 from moesaic_lab.gpu.waits import WaitCase, cases, count_waits
 
@@ -96,6 +102,17 @@ def test_the_stand_in_sees_sums_in_any_order(places: list[int], dtype: torch.dty
         torch.zeros_like(x).index_add_(0, index, x)
         x.scatter_add(0, index[:, None].expand(3, 2), x)
         assert len(stand_in.record.unordered) == 2 * count
+
+
+def test_only_files_of_the_packages_are_named_wherever_the_environment_lies() -> None:
+    torchs = from_file("/home/me/moesaic/.venv/lib/python3.11/site-packages/torch/_ops.py", "lambda x: x.sum().item()")
+    assert seen(torchs) == ["a number brought to the host: nowhere in Moesaic"]
+    for module in (pick, waits):
+        called = from_file(module.__file__, "lambda function, x: function(x)")
+        assert seen(partial(called, torchs)) == [
+            f"a number brought to the host: {Path(module.__file__).name}:1 <lambda>"
+        ]
+    assert seen(partial(from_file(loopback.__file__, "lambda function, x: function(x)"), torchs)) == []
 
 
 def test_the_stand_in_refuses_tensors_of_two_devices() -> None:

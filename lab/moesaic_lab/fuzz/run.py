@@ -26,11 +26,14 @@ from unittest import mock
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+import moesaic
 from moesaic.cli import arguments, main
 from moesaic.errors import InputError, TrainingError
 from moesaic_lab.fuzz.mutate import ODD_WORDS, drawn_from, either
 from moesaic_lab.fuzz.readers import READERS, Reader, make_bases
 
+SOURCE = Path(moesaic.__file__).parents[1]
+"""The folder that the package of the library lies in."""
 MOST_SECONDS = 10
 """Limit of processor time for one input."""
 MOST_BYTES = 2 << 30
@@ -96,9 +99,13 @@ class Target:
         except _ParsedError:
             pass
         except BaseException as error:  # any other exception is a crash
-            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "moesaic/" in frame.filename]
-            at = frames[-1] if frames else None
-            place = f"{type(error).__name__} at {at.filename.rpartition('src/')[2]}:{at.lineno}" if at else repr(error)
+            frames = traceback.extract_tb(error.__traceback__)
+            at = [frame for frame in frames if Path(frame.filename).is_relative_to(SOURCE / "moesaic")][-1:]
+            place = (
+                f"{type(error).__name__} at {os.path.relpath(at[0].filename, SOURCE)}:{at[0].lineno}"
+                if at
+                else repr(error)
+            )
             self.crashes.setdefault(place, f"{error!r:.200} on {value!r:.300}")
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)

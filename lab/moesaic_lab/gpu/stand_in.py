@@ -27,11 +27,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import moesaic
 from moesaic.kernels import pick
 
 DEVICE = torch.device("cuda", 0)
 """The device that the tensors report."""
-_HERE = Path(__file__).name
+_HERE = Path(__file__)
+_PACKAGES = (Path(moesaic.__file__).parent, _HERE.parents[1])
+"""Folders of the library and the laboratory. An environment may lie in a clone whose folder has the library's name."""
 _IGNORED = "loopback.py"
 """File whose waits are not recorded: the loopback transport compares messages, which no GPU transport does."""
 aten = torch.ops.aten
@@ -317,6 +320,7 @@ def _written_into(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _line() -> str:
     """Return the innermost line of Moesaic in the call stack, outside this file."""
     for frame in reversed(traceback.extract_stack()):
-        if "moesaic" in frame.filename and Path(frame.filename).name != _HERE:
-            return f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
+        path = Path(frame.filename)
+        if path != _HERE and any(map(path.is_relative_to, _PACKAGES)):
+            return f"{path.name}:{frame.lineno} {frame.name}"
     return "nowhere in Moesaic"
