@@ -11,7 +11,7 @@ import torch
 import moesaic
 from helpers import TOP_K
 from moesaic import Capacity, LoadBalance, MoE, PlainExperts, ZLoss
-from moesaic.errors import InputError
+from moesaic.errors import InputError, to_install
 from moesaic.routing.routers import ROUTERS
 
 
@@ -103,7 +103,7 @@ def test_a_name_that_needs_torch_says_what_to_install(name: str) -> None:
         [sys.executable, "-c", f"{BLOCKED}from moesaic import {name}"],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    assert done.stderr.splitlines()[-1] == f'ImportError: moesaic.{name} needs torch: pip install "moesaic[train]"'
+    assert done.stderr.splitlines()[-1] == f"ImportError: moesaic.{name} needs torch: {to_install('.[train]')}"
     assert "During handling" not in done.stderr
 
 

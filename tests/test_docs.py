@@ -12,6 +12,7 @@ import pytest
 
 from forked import Forked
 from moesaic.cli.main import COMMANDS, LABORATORY
+from moesaic.configfile import read_table
 from moesaic.routing.routers import ON_MESH, ROUTERS
 from moesaic_lab import performance_page, timeline_picture
 from moesaic_testbed import refusal
@@ -90,6 +91,23 @@ def test_tests_that_pages_name_exist() -> None:
     }
     assert len(named) > 20
     assert {(name, page) for name, page in named if name not in written} == set()
+
+
+def test_advice_to_install_names_folders_and_extras_of_the_repository() -> None:
+    """No registry has the package, so its name after `pip install` would be advice that fails."""
+    offered = {
+        folder: read_table(ROOT / folder / "pyproject.toml")["project"]["optional-dependencies"]
+        for folder in (".", "./lab")
+    }
+    named = {
+        (*extra, text.name)
+        for text in TEXTS
+        for extra in re.findall(r"""["'](\.|\./lab)\[(\w+)\]["']""", text.read_text("utf-8"))
+    }
+    assert len(named) > 20
+    assert {each for each in named if each[1] not in offered[each[0]]} == set()
+    by_name = re.compile(r"""pip install [^`\n]*["' ]moesaic\b""")
+    assert [text.name for text in TEXTS if by_name.search(text.read_text("utf-8"))] == []
 
 
 def test_errata_that_are_cited_are_listed() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from moesaic.errors import to_install
+
 if TYPE_CHECKING:
     from moesaic.comm.mesh import Mesh
     from moesaic.experts import GatedExperts, ModuleExperts, PlainExperts
@@ -89,7 +91,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "torch":
             raise
-        raise ImportError(f'moesaic.{name} needs torch: pip install "moesaic[train]"', name=error.name) from None
+        raise ImportError(f"moesaic.{name} needs torch: {to_install('.[train]')}", name=error.name) from None
 
 
 def __dir__() -> list[str]:

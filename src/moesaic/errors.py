@@ -7,3 +7,8 @@ class InputError(ValueError):
 
 class TrainingError(RuntimeError):
     """Training cannot go on, for example because the loss is not finite. Commands leave with exit code 1."""
+
+
+def to_install(what: str) -> str:
+    """Return how to install `what`: a folder of the repository with extras in brackets, such as ".[train]"."""
+    return f'in a clone of the repository, pip install "{what}"'

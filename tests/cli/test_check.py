@@ -37,7 +37,7 @@ def test_a_table_of_what_was_found(capsys):
 @pytest.fixture
 def without_zfpy(monkeypatch):
     def refuse(self):
-        raise InputError("codec zfp needs zfpy: pip install 'moesaic[zfp]', or choose another codec")
+        raise InputError("codec zfp needs zfpy: install it, or choose another codec")
 
     monkeypatch.setattr(Zfp, "check_available", refuse)
 

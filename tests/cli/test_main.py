@@ -47,7 +47,7 @@ def test_every_command_has_help(capsys, command):
 def test_a_command_of_the_laboratory_says_how_to_get_it(capsys, monkeypatch, command):
     monkeypatch.setattr("moesaic.cli.main.entry_points", lambda **_: ())
     assert main([command]) == 2
-    line = f"moesaic {command}: needs the package moesaic-lab: in a clone of the repository, pip install ./lab\n"
+    line = f'moesaic {command}: needs the package moesaic-lab: in a clone of the repository, pip install "./lab"\n'
     assert capsys.readouterr().err == line
 
 
@@ -81,12 +81,13 @@ def test_a_command_of_another_package_is_found(capsys, monkeypatch, tmp_path):
         (
             ModuleNotFoundError("No module named 'torch'", name="torch"),
             2,
-            'moesaic sample: needs the package torch: pip install "moesaic[train]"',
+            'moesaic sample: needs the package torch: in a clone of the repository, pip install ".[train]"',
         ),
         (
             ModuleNotFoundError("No module named 'plotly.graph_objects'", name="plotly.graph_objects"),
             2,
-            'moesaic sample: needs the package plotly.graph_objects: pip install "moesaic[report]"',
+            "moesaic sample: needs the package plotly.graph_objects: in a clone of the repository, "
+            'pip install ".[report]"',
         ),
     ],
 )

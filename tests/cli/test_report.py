@@ -78,4 +78,4 @@ def test_a_missing_plotly_is_one_line(
         monkeypatch.setitem(sys.modules, name, None)
     line = refusal(capsys, str(sparse_run(tmp_path / "moe")))
     assert line.startswith("moesaic report: needs the package plotly")
-    assert line.endswith('pip install "moesaic[report]"')
+    assert line.endswith('pip install ".[report]"')

@@ -1,4 +1,4 @@
-"""The core alone (`pip install moesaic`): every command that docs/planning.md lists runs with torch out of reach."""
+"""The core alone (`pip install .`): every command that docs/planning.md lists runs with torch out of reach."""
 
 from __future__ import annotations
 
@@ -96,5 +96,5 @@ def test_other_commands_say_what_to_install(words: list[str], tmp_path: Path) ->
     done = core(*words, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert 'pip install "moesaic[train]"' in done.stderr
+    assert 'pip install ".[train]"' in done.stderr
     assert not list(tmp_path.iterdir())

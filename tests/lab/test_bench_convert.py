@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
+pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
 from moesaic.weights.layout import BUFFER
 from moesaic_lab.convert import BENCHMARK, peak_row, save_model, trip

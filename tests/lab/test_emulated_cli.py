@@ -21,4 +21,4 @@ def test_without_torch_the_package_is_named(
     assert main(["bench", benchmark]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "needs the package torch: pip install" in error
+    assert "needs the package torch: in a clone" in error

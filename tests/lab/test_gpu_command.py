@@ -16,7 +16,7 @@ from moesaic_lab.gpu.checks import graph_error, padded_graph_error
 from moesaic_lab.gpu.command import FILES, GpuStep, run
 from moesaic_lab.gpu.shapes import LAYERS
 
-pytest.importorskip("triton", reason="the GPU extra is not installed: pip install 'moesaic[gpu]'")
+pytest.importorskip("triton", reason='the GPU extra is not installed: pip install ".[gpu]"')
 
 
 def step(name: str, code: str, *, seconds: float = 30.0, **options) -> GpuStep:

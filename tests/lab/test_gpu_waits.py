@@ -105,7 +105,7 @@ def test_the_stand_in_sees_sums_in_any_order(places: list[int], dtype: torch.dty
 
 
 def test_only_files_of_the_packages_are_named_wherever_the_environment_lies() -> None:
-    torchs = from_file("/home/me/moesaic/.venv/lib/python3.11/site-packages/torch/_ops.py", "lambda x: x.sum().item()")
+    torchs = from_file("/clones/moesaic/.venv/lib/python3.11/site-packages/torch/_ops.py", "lambda x: x.sum().item()")
     assert seen(torchs) == ["a number brought to the host: nowhere in Moesaic"]
     for module in (pick, waits):
         called = from_file(module.__file__, "lambda function, x: function(x)")

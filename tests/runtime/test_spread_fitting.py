@@ -72,7 +72,7 @@ def test_ranks_with_programs_compiled_otherwise_all_say_so() -> None:
 def test_a_codec_that_one_rank_lacks_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def codec_named(name: str) -> None:
         if name == "zfp" and threading.current_thread().name == "rank 1":
-            raise InputError("codec zfp needs the package zfpy: pip install moesaic[zfp]")
+            raise InputError("codec zfp needs the package zfpy")
 
     monkeypatch.setattr(spread, "codec_named", codec_named)
     lines = refusals(2, lambda transport: on_mesh(make_layer(), Grid(world=2, ep=2), transport, Plan(codec="zfp")))

@@ -227,6 +227,6 @@ def test_without_the_library_tables_are_refused_in_one_line(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a").write_bytes(head + b"rest")
     for given in (tmp_path / "a", tmp_path):
-        with pytest.raises(InputError, match=r'pip install "moesaic\[data\]".*or convert it to JSON lines') as caught:
+        with pytest.raises(InputError, match=r'pip install "\.\[data\]", or convert it to JSON lines') as caught:
             load_corpus(DataConfig(path=(str(given),)))
         assert "\n" not in str(caught.value)

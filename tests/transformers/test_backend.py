@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
+pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.distributed.expert_parallel import MoEParamShard
@@ -193,7 +193,7 @@ def test_a_model_that_was_called_once_compiles_in_one_graph() -> None:
 def test_a_transformers_without_a_seam_is_refused_in_one_line(seam: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, seam, None)
     with pytest.raises(
-        InputError, match=r"needs transformers 5\.23 or later .*: pip install 'moesaic\[transformers\]'"
+        InputError, match=r'needs transformers 5\.23 or later .*, pip install "\.\[transformers\]"$'
     ) as said:
         importlib.reload(moesaic.transformers)
     assert "\n" not in str(said.value)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
+pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 pytest.importorskip("megatron.core", reason="pip install --no-deps megatron-core")
 
 from checkpoints import assert_bitwise, tensors_of

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
+pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 pytest.importorskip("spmd_types", reason="torchtitan needs it")
 pytest.importorskip("torchtitan", reason="pip install --no-deps torchtitan")
 

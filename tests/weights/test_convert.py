@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
+pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
 from checkpoints import assert_bitwise, build, tensors_of
 from safetensors.torch import load_file, save_file

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
+pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
 from checkpoints import assert_bitwise, build, tensors_of
 from mesh_ranks import differing, save_spread

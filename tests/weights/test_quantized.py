@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
+pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
 from checkpoints import build, tensors_of
 from safetensors.torch import load_file, save_file

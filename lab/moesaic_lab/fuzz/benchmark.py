@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from multiprocessing import Pipe
 from typing import Any, Literal
 
-from moesaic.errors import InputError
+from moesaic.errors import InputError, to_install
 from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, keeping, kept, notes_of, words_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.tables import Column
@@ -54,7 +54,7 @@ def measure(options: FuzzOptions, cases: object, told: Told) -> list[dict[str, A
     engines = ("hypothesis", "atheris") if options.engine == "both" else (options.engine,)
     if "atheris" in engines and find_spec("atheris") is None:
         raise InputError(
-            f'--engine {options.engine}: needs the package atheris: pip install "./lab[fuzz]" in a clone of the repository '
+            f"--engine {options.engine}: needs the package atheris: {to_install('./lab[fuzz]')} "
             "(Linux, Python 3.11 or newer), or choose --engine hypothesis"
         )
     sizes = [min(BATCH, options.inputs - begin) for begin in range(0, options.inputs, BATCH)]

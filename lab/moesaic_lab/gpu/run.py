@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from moesaic.errors import InputError
+from moesaic.errors import InputError, to_install
 from moesaic_lab.claims import Measurement, describe_machine, write_whole
 from moesaic_lab.gpu.layers import (
     TOLERANCE,
@@ -304,7 +304,7 @@ def _require(options: GpuOptions) -> None:
     try:
         import triton  # noqa: F401
     except ImportError as error:
-        raise InputError("the GPU benchmark needs Triton: pip install 'moesaic[gpu]'") from error
+        raise InputError(f"the GPU benchmark needs Triton: {to_install('.[gpu]')}") from error
     for stage in options.stages:
         if stage not in (*STAGES, SONIC):
             raise InputError(f"stage {stage!r} is unknown: choose from {', '.join((*STAGES, SONIC))}")

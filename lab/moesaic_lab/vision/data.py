@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.errors import InputError
+from moesaic.errors import InputError, to_install
 
 TURN, SCALE, SHIFT = 15.0, 0.15, 0.125
 """Largest random changes of training images: rotation in degrees, scaling as a share, shift as a share of a side."""
@@ -46,7 +46,7 @@ def load_digits(val_share: float = 0.2, seed: int = 0) -> tuple[Images, Images]:
     """
     package = find_spec("sklearn")
     if package is None or package.origin is None:
-        raise InputError('the digits need scikit-learn: pip install "./lab[vision]"')
+        raise InputError(f"the digits need scikit-learn: {to_install('./lab[vision]')}")
     # scikit-learn's own loader would import the whole package, which takes longer than a short training.
     table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     pixels, labels = table[:, :-1], table[:, -1]
@@ -77,7 +77,7 @@ def load_folder(root: Path, size: int, channels: int = 3, val_share: float = 0.0
         image_of = import_module("PIL.Image")
         fit = import_module("PIL.ImageOps").fit
     except ImportError as error:
-        raise InputError('pictures need Pillow: pip install "./lab[vision]"') from error
+        raise InputError(f"pictures need Pillow: {to_install('./lab[vision]')}") from error
     parts: dict[bool, list[tuple[Tensor, int]]] = {True: [], False: []}
     for label, folder in enumerate(sorted(path for path in root.glob("*") if path.is_dir())):
         for path in sorted(folder.rglob("*")):

@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from moesaic import __version__
-from moesaic.errors import InputError, TrainingError
+from moesaic.errors import InputError, TrainingError, to_install
 
 COMMANDS = {
     "train": "train a language model and write a run folder",
@@ -83,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in _EXTRAS:
             raise
-        extra = _EXTRAS[error.name.split(".")[0]]
-        print(f'moesaic {command}: needs the package {error.name}: pip install "moesaic[{extra}]"', file=sys.stderr)
+        extra = to_install(f".[{_EXTRAS[error.name.split('.')[0]]}]")
+        print(f"moesaic {command}: needs the package {error.name}: {extra}", file=sys.stderr)
         return 2
 
 
@@ -102,7 +102,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         run = offered.load()
         return run
     if name in LABORATORY:
-        raise InputError("needs the package moesaic-lab: in a clone of the repository, pip install ./lab")
+        raise InputError(f"needs the package moesaic-lab: {to_install('./lab')}")
     raise InputError(f"unknown command: choose one of {', '.join([*COMMANDS, *LABORATORY])}")
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moesaic.errors import InputError
+from moesaic.errors import InputError, to_install
 
 HEAD_BYTES = 8192
 """Number of leading bytes that are checked. A zero byte, or too large a share of control characters, means that a file
@@ -188,8 +188,8 @@ def _rows(data: bytes, path: Path, kind: str, field: str) -> list[bytes]:
         from pyarrow import ipc, parquet
     except ImportError as error:
         raise InputError(
-            f'data: {path} is {kind}, as datasets writes it: pip install "moesaic[data]" (pyarrow reads it), or convert it '
-            "to JSON lines with Dataset.to_json"
+            f"data: {path} is {kind}, as datasets writes it, which pyarrow reads: {to_install('.[data]')}, "
+            "or convert it to JSON lines with Dataset.to_json"
         ) from error
     source: Any = pyarrow.BufferReader(data)
     readers = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moesaic.errors import InputError
+from moesaic.errors import InputError, to_install
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import PADDING
 from moesaic.train.config import DataConfig
@@ -135,7 +135,7 @@ def django_catalogues() -> list[Path]:
     package = find_spec("django")
     if package is None or package.origin is None:
         raise InputError(
-            'data.path: without one, pairs are messages of Django: pip install "moesaic[translation]", or name '
+            f"data.path: without one, pairs are messages of Django: {to_install('.[translation]')}, or name "
             "catalogues (.mo) or JSON lines with source and target"
         )
     root = Path(package.origin).parent

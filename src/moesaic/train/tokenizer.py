@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.errors import InputError
+from moesaic.errors import InputError, to_install
 from moesaic.train.config import DataConfig
 
 BYTES, LEAST_BPE = 256, 300
@@ -175,7 +175,5 @@ def _library() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise InputError(
-            'data.vocab_size above 256 needs the package tokenizers: pip install "moesaic[bpe]"'
-        ) from error
+        raise InputError(f"data.vocab_size above 256 needs the package tokenizers: {to_install('.[bpe]')}") from error
     return tokenizers

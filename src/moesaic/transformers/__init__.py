@@ -6,14 +6,14 @@
 
 from __future__ import annotations
 
-from moesaic.errors import InputError
+from moesaic.errors import InputError, to_install
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 except ImportError as error:
     raise InputError(
-        f"moesaic.transformers needs transformers 5.23 or later ({error}): pip install 'moesaic[transformers]'"
+        f"moesaic.transformers needs transformers 5.23 or later ({error}): {to_install('.[transformers]')}"
     ) from None
 
 from moesaic.transformers.expert_parallel import (

@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from moesaic.errors import InputError
+from moesaic.errors import InputError, to_install
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention
 from moesaic.models.config import ModelConfig
@@ -99,7 +99,7 @@ def to_hub(trained: Trained) -> Any:
     if not_loaded or unknown:
         raise InputError(
             f"{trained.folder}: transformers {transformers.__version__} has other names for the tensors, "
-            f"such as {(not_loaded + unknown)[0]}: install the version of moesaic[transformers]"
+            f"such as {(not_loaded + unknown)[0]}: {to_install('.[transformers]')}, which brings the right version"
         )
     return model
 

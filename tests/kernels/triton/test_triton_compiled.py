@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="the GPU extra is not installed: pip install 'moesaic[gpu]'")
+pytest.importorskip("triton", reason='the GPU extra is not installed: pip install ".[gpu]"')
 
 from moesaic.kernels.codecs.codec import split
 from moesaic.kernels.codecs.eight import Fp8, Int8

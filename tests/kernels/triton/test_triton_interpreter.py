@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="the GPU extra is not installed: pip install 'moesaic[gpu]'")
+pytest.importorskip("triton", reason='the GPU extra is not installed: pip install ".[gpu]"')
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from moesaic.errors import InputError
 
-pytest.importorskip("triton", reason="the GPU extra is not installed: pip install 'moesaic[gpu]'")
+pytest.importorskip("triton", reason='the GPU extra is not installed: pip install ".[gpu]"')
 
 from moesaic.kernels.triton.expert_stage import shapes
 from moesaic.kernels.triton.rows.tiles import Shape, Tile, TileDevice, default_tile, shared_bytes

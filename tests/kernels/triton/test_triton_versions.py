@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="the GPU extra is not installed: pip install 'moesaic[gpu]'")
+pytest.importorskip("triton", reason='the GPU extra is not installed: pip install ".[gpu]"')
 
 ROOT = Path(__file__).parents[3]
 FOUND = sorted(path.parents[1] for path in ROOT.glob("build/triton/*/triton/__init__.py"))

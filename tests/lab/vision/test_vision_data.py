@@ -19,7 +19,7 @@ def numbered(count: int) -> Images:
 
 def test_without_scikit_learn_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(InputError, match=r'the digits need scikit-learn: pip install "./lab\[vision\]"'):
+    with pytest.raises(InputError, match=r'the digits need scikit-learn: in a clone .*, pip install "./lab\[vision\]"'):
         load_digits()
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from moesaic.codecs import CodecSpec, codec_spec
-from moesaic.errors import InputError
+from moesaic.errors import InputError, to_install
 from moesaic.kernels.code_formats import compute_dtype, multiply_by_power, saturate, with_cast
 from moesaic.kernels.codecs.codec import AbstractCodec
 
@@ -130,7 +130,7 @@ def _zfpy() -> Any:
     try:
         return import_module("zfpy")
     except ImportError as error:
-        raise InputError("codec zfp needs zfpy: pip install 'moesaic[zfp]'") from error
+        raise InputError(f"codec zfp needs zfpy: {to_install('.[zfp]')}") from error
 
 
 CUT = 9.75
