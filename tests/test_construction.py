@@ -108,4 +108,11 @@ def test_a_name_that_needs_torch_says_what_to_install(name: str) -> None:
 
 
 def test_names_are_listed_before_they_are_imported() -> None:
-    assert set(moesaic.__all__) <= set(dir(moesaic))
+    done = subprocess.run(
+        [sys.executable, "-c", f"{BLOCKED}import moesaic; print(*dir(moesaic))"],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == sorted([*moesaic.__all__, "__version__"])
+    assert {"MoE", "parallelize_model", "prepare_ddp", "parameter_groups", "shard_over_data"} <= set(moesaic.__all__)
+    assert all(hasattr(moesaic, name) for name in moesaic.__all__)
+    assert dir(moesaic) == done.stdout.split(), "the modules that were imported since then are no part of the interface"

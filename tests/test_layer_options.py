@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from helpers import TOP_K, agree
 from moesaic import MoE
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS
+from moesaic.kernels.grouped_matmul import grouped_matmul
 from moesaic.routing.routers import ON_MESH, ROUTERS
 
 X = torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -138,3 +141,37 @@ def test_the_routing_holds_the_routers_logits() -> None:
     gradient = layer.router.get_parameter("weight").grad
     assert gradient is not None
     assert gradient.any()
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda layer, x: torch.vmap(layer)(x),
+        lambda layer, x: torch.func.grad(lambda x: layer(x).sum())(x),
+        lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
+        lambda layer, x: torch.func.grad(lambda values: torch.func.functional_call(layer, values, (x,)).sum())(
+            {name: value.detach() for name, value in layer.named_parameters()}
+        ),
+    ],
+    ids=["vmap", "grad", "jvp", "grad of weights"],
+)
+def test_transforms_of_torch_func_are_refused_in_one_line(transformed: Callable[[MoE, Tensor], object]) -> None:
+    with pytest.raises(
+        InputError, match=r"^MoE was called under vmap or another transform of torch\.func, .*autograd$"
+    ):
+        transformed(MoE(8, 16, 4, 2), torch.randn(3, 5, 8))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: MoE(8, 16, 4, 2)(x),
+        lambda x: grouped_matmul(x, torch.ones(2, 16, 8, requires_grad=True), torch.tensor([2, 5], dtype=torch.int32)),
+    ],
+    ids=["layer", "grouped matmul"],
+)
+def test_second_derivatives_are_refused_in_one_line(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(5, 8, requires_grad=True)
+    (first,) = torch.autograd.grad(function(x).sin().sum(), x, create_graph=True)
+    with pytest.raises(InputError, match=r"^a MoE layer has no second derivatives: .*"):
+        first.sum().backward()

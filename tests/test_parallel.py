@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers import pairwise
 from moesaic import Mesh, ModuleExperts, MoE, Plan, average_gradients, clip_grad_norm_, finish_step
 from moesaic.experts import GatedExperts
-from moesaic.parallel import clip, gradient_norm, num_copies, prepare_ddp, shard_dim, shard_over_data
+from moesaic.parallel import clip, gradient_norm, num_copies, parallelize_model, prepare_ddp, shard_dim, shard_over_data
 from worlds import on_ranks, refusal
 
 DIM, HIDDEN, EXPERTS, TOKENS = 4, 6, 8, 5
@@ -193,6 +193,25 @@ def without_preparation() -> dict[str, str]:
                 module.parallelize(mesh, Plan())
         found[kind] = refusal(lambda model=model: DistributedDataParallel(model)(batch(dist.get_rank())))
     return found
+
+
+def plainly_wrapped() -> dict[str, str]:
+    mesh = Mesh.create(ep=2)
+    model, prepared = make_model("swiglu"), make_model("swiglu")
+    for each in (model, prepared):
+        parallelize_model(each, mesh)
+    prepare_ddp(prepared, mesh)
+    wrapped = {"model": model, "layer": model[0].sparse["ffn"], "prepared": prepared}
+    return {name: refusal(DistributedDataParallel, module) for name, module in wrapped.items()}
+
+
+def test_ddp_says_at_once_what_to_call_before() -> None:
+    said = (
+        "InputError: DDP would give all ranks the first one's experts, which are spread over a mesh: "
+        "call moesaic.prepare_ddp(model, mesh) before DDP wraps the model"
+    )
+    for found in on_ranks(2, plainly_wrapped):
+        assert found == {"model": said, "layer": said, "prepared": ""}
 
 
 def test_ddp_over_experts_that_it_would_overwrite_is_refused():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moesaic.experts import GatedExperts, ModuleExperts, PlainExperts
     from moesaic.kernels.encode import encoding, fast_decode, fast_encode
     from moesaic.layer import MoE, balance_on_step, finish_step
-    from moesaic.parallel import clip_grad_norm_
+    from moesaic.parallel import clip_grad_norm_, parallelize_model, parameter_groups, prepare_ddp, shard_over_data
     from moesaic.plan import Plan
     from moesaic.routing.capacity import Capacity, Dropless
     from moesaic.routing.injection import collect_losses, set_loss_scale
@@ -35,6 +35,10 @@ _HOMES = {
     "Plan": "moesaic.plan",
     "average_gradients": "moesaic.runtime.data_parallel",
     "clip_grad_norm_": "moesaic.parallel",
+    "parallelize_model": "moesaic.parallel",
+    "parameter_groups": "moesaic.parallel",
+    "prepare_ddp": "moesaic.parallel",
+    "shard_over_data": "moesaic.parallel",
     "GatedExperts": "moesaic.experts",
     "ModuleExperts": "moesaic.experts",
     "PlainExperts": "moesaic.experts",
@@ -77,8 +81,12 @@ __all__ = [
     "fast_decode",
     "fast_encode",
     "finish_step",
+    "parallelize_model",
+    "parameter_groups",
+    "prepare_ddp",
     "replay_contexts",
     "set_loss_scale",
+    "shard_over_data",
 ]
 
 
@@ -95,5 +103,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names, including those that are not imported yet."""
-    return sorted({*globals(), *__all__})
+    """List the public names, most of which are not imported yet."""
+    return sorted([*__all__, "__version__"])

@@ -34,7 +34,7 @@ from moesaic.routing.route import Routed, RoutedCall, TokenInfo, route
 from moesaic.routing.router import AbstractRouter, check_top_k, is_whole
 from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, TopologyRouter, options_of
 from moesaic.routing.routing import Routing
-from moesaic.runtime.data_parallel import DataRanks, Group, wrapped_by_ddp
+from moesaic.runtime.data_parallel import DataRanks, Group, UnpreparedForDDP, wrapped_by_ddp
 from moesaic.runtime.routing_cache import RoutingCached, count_in_graph, is_recomputing
 from moesaic.runtime.spread import described, shard_experts, take_first
 
@@ -204,6 +204,7 @@ class MoE(InjectsLosses, RoutingCached):
             self.router.check(self.top_k)
         shard_experts(self.experts, mesh.grid, mesh.rank, mesh.expert_mesh)
         self.on_mesh = on_mesh
+        UnpreparedForDDP.mark(self)
         if is_auto:
             AutoPlan.of(mesh).join(on_mesh, self.experts, self.hidden, self.parameters)
 
@@ -482,6 +483,11 @@ class MoE(InjectsLosses, RoutingCached):
         return result if padding is None else result.masked_fill(padding, 0.0)
 
     def _check_call(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, top_k: int | None) -> None:
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            raise InputError(
+                "MoE was called under vmap or another transform of torch.func, which a layer that sorts its tokens does not "
+                "support: batch by further dimensions of x, differentiate by torch.autograd"
+            )
         if x.dim() < 1 or x.shape[-1] != self.dim:
             raise InputError(
                 f"MoE(dim={self.dim}) was called with x of shape {tuple(x.shape)}: its last size must be dim"

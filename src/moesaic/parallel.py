@@ -35,7 +35,7 @@ from moesaic.experts.modules import copies_of
 from moesaic.layer import MoE
 from moesaic.models.split import local_part
 from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.runtime.data_parallel import expert_parameters
+from moesaic.runtime.data_parallel import DDP_IGNORES, UnpreparedForDDP, expert_parameters
 
 SEES_DATACLASSES = torch.__version__ >= (2, 12)
 """Whether FSDP2 finds the tensors of an output that is a dataclass."""
@@ -69,6 +69,7 @@ def parallelize_model(
     if not any(isinstance(module, MoE) for module in model.modules()):
         raise InputError(f"{type(model).__name__} has no MoE layer: put moesaic.MoE where its feed-forward layers are")
     parallelize_layers(model, mesh, plan or Plan(), broadcast=broadcast)
+    UnpreparedForDDP.mark(model)
     if fsdp is not False and mesh.is_distributed:
         shard_over_data(model, mesh, _blocks(model) if fsdp is True else fsdp)
     return mesh
@@ -188,7 +189,8 @@ def prepare_ddp(model: nn.Module, mesh: Mesh) -> None:
     """
     expert_ids = {id(parameter) for parameter in expert_parameters(model)}
     group = mesh.sparse["edp"].get_group() if mesh.grid.edp > 1 else None
-    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    chosen = getattr(model, DDP_IGNORES, ())
+    ignored = set() if isinstance(chosen, UnpreparedForDDP) else set(chosen)
     for name, parameter in model.named_parameters():
         if id(parameter) in expert_ids:
             ignored.add(name)

@@ -33,8 +33,8 @@ class Options:
             raise InputError(f"count={self.count} in {'a' * 50} {'b' * 50} {'c' * 50}: must be at least 1")
 
 
-def options(*words: str, default: Options | None = None) -> Options:
-    return parse(Options, words, prog="moesaic do", description="Do.", default=default)
+def options(*words: str, default: Options | None = None, taken: tuple[str, ...] = ()) -> Options:
+    return parse(Options, words, prog="moesaic do", description="Do.", default=default, taken=taken)
 
 
 def test_flags_override_the_default():
@@ -59,6 +59,11 @@ def test_refusals_are_one_line(words, message):
     with pytest.raises(InputError) as caught:
         options(*words)
     assert str(caught.value) == message
+
+
+def test_flags_that_the_command_has_read_before_are_suggested_too():
+    with pytest.raises(InputError, match=r"^unknown argument --prset, did you mean --preset\?"):
+        options("--prset", taken=("--preset",))
 
 
 @pytest.mark.parametrize(

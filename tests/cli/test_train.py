@@ -19,6 +19,7 @@ import pytest
 from forked import Forked
 from moesaic.cli import train as command
 from moesaic.cli.main import main
+from moesaic.errors import InputError
 from moesaic.train import loop
 from moesaic.train.checkpoint import list_checkpoints, load_checkpoint
 from moesaic.train.config import PRESETS, TrainConfig
@@ -142,6 +143,11 @@ def test_flags_are_split_off_wherever_they_stand():
     rest, chosen = command._take(words, ("--preset", "--config"))
     assert rest == ["--steps", "3", "--seed=1"]
     assert chosen == {"--preset": "demo", "--config": "a=b.toml"}
+
+
+def test_a_misspelt_preset_is_recognised():
+    with pytest.raises(InputError, match=r"^unknown argument --prset, did you mean --preset\?"):
+        command._configured(["--prset", "demo"])
 
 
 def start(config: TrainConfig, folder: Path) -> Forked:

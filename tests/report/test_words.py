@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moesaic.report import charts
 from moesaic.report.summary import amount, cards, duration, in_words, percent, read_runs
 from report.folders import dense_run, eval_line, layer, sparse_run, train_line, write_run
 
@@ -15,8 +16,31 @@ def test_the_best_run_comes_first(tmp_path: Path) -> None:
     assert in_words(runs) == [
         "moe reaches 2.750 nats/byte after 30 steps, 0.125 below dense (2.875).",
         "dense trained for 15 s at 400 tokens/s (40 % MFU) and moe trained for 15 s at 200 tokens/s (20 % MFU).",
-        "The 2 MoE layers of moe end at a mean MaxVio of 0.70 with 1 dead expert; 4.2 % of all copies were dropped.",
+        "The 2 MoE layers of moe end at a mean MaxVio of 0.70 with 1 dead expert; 4.2 % of all copies were dropped."
+        " In the first 500 steps dead experts and a high MaxVio are normal: routers learn to spread tokens over many steps.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("step", "loads", "is_normal"),
+    [
+        (60, layer([4, 0], 1.0), True),
+        (60, layer([3, 1], 1.5), True),
+        (60, layer([3, 1], 0.5), False),
+        (500, layer([4, 0], 1.0), False),
+    ],
+)
+def test_uneven_loads_are_normal_early_and_later_not(tmp_path: Path, step: int, loads: dict, is_normal: bool) -> None:
+    run = write_run(tmp_path / "young", [train_line(step, 4.0, 9.0, [loads])])
+    assert ("are normal" in in_words(read_runs([run]))[-1]) == is_normal
+
+
+def test_a_run_without_a_measured_peak_has_no_mfu(tmp_path: Path) -> None:
+    line = {name: value for name, value in train_line(5, 4.0, 9.0, [layer([2, 2], 0.0)]).items() if name != "mfu"}
+    runs = read_runs([write_run(tmp_path / "cpu", [line])])
+    assert in_words(runs)[1] == "cpu trained for 2.5 s at 9 tokens/s."
+    assert "MFU" not in {card.title for card in cards(runs)}
+    assert "MFU" not in {picture.title for picture in charts.speed(runs)}
 
 
 def test_different_numbers_of_steps_are_said(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ def test_the_progress_bar_says_loss_speed_mfu_and_balance() -> None:
     layers = [{"max_violation": 0.5}, {"max_violation": 1.5}]
     values = {"loss": 1.25, "tokens_per_second": 6579.0, "mfu": 0.061, "layers": layers}
     assert status(values) == "loss 1.250  6,579 tokens/s  MFU 6.1%  MaxVio 1.00"
+    del values["mfu"]
+    assert status(values) == "loss 1.250  6,579 tokens/s  MaxVio 1.00"
     assert "MaxVio" not in status(values | {"layers": []})
 
 

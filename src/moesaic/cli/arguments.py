@@ -17,7 +17,10 @@ from moesaic.errors import InputError
 T = TypeVar("T")
 
 
-def parse(kind: type[T], arguments: Sequence[str], *, prog: str, description: str, default: T | None = None) -> T:
+def parse(
+    kind: type[T], arguments: Sequence[str], *, prog: str, description: str, default: T | None = None,
+    taken: Sequence[str] = (),
+) -> T:  # fmt: skip
     """Parse flags into a dataclass.
 
     Args:
@@ -26,6 +29,7 @@ def parse(kind: type[T], arguments: Sequence[str], *, prog: str, description: st
         prog: the command as the usage line shows it.
         description: the text above the list of flags in the help.
         default: an instance that gives the values of missing flags; None for the defaults of the dataclass.
+        taken: further flags of the command, which its caller has read: an unknown one may be meant for one of them.
 
     Raises:
         InputError: if a flag is unknown or a value does not parse. The message is one line.
@@ -49,7 +53,9 @@ def parse(kind: type[T], arguments: Sequence[str], *, prog: str, description: st
             raise
         raise _refusal_of(stop) or InputError(_one_line(errors.getvalue())) from stop
     if unknown:
-        raise InputError(f"unknown argument {unknown[0]}{_nearest(unknown[0], kind)}; --help lists all")
+        raise InputError(
+            f"unknown argument {unknown[0]}{_nearest(unknown[0], [*taken, *_flags(kind)])}; --help lists all"
+        )
     result: T = parsed
     return result
 
@@ -82,10 +88,10 @@ def _on_one_line(text: str | Callable[[], str | None] | None) -> Callable[[], st
     return lambda: " ".join(((text() if callable(text) else text) or "").split())
 
 
-def _nearest(word: str, kind: Any) -> str:
+def _nearest(word: str, flags: list[str]) -> str:
     import difflib
 
-    near = difflib.get_close_matches(word.split("=")[0], _flags(kind), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word.split("=")[0], flags, n=1, cutoff=0.6)
     return f", did you mean {near[0]}?" if near else ""
 
 

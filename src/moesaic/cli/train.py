@@ -24,6 +24,9 @@ The file overrides the preset, and flags override both.
 see --planner.
 The defaults shown below are those of the given preset and file."""
 
+TAKEN = ("--preset", "--config", "--plan")
+"""Flags that choose what the others change."""
+
 
 def run(arguments: Sequence[str]) -> int:
     """Train; returns the exit code. Only one of several ranks prints: the first rank, or the first one that fails."""
@@ -81,7 +84,7 @@ def _configured(arguments: Sequence[str]) -> TrainConfig:
     from moesaic.configfile import override, suggestion
     from moesaic.train.config import PRESETS, TrainConfig
 
-    words, chosen = _take(list(arguments), ("--preset", "--config", "--plan"))
+    words, chosen = _take(list(arguments), TAKEN)
     if "--plan" in chosen:
         words = ["--planner.plan", chosen["--plan"], *words]
     config = TrainConfig()
@@ -94,7 +97,7 @@ def _configured(arguments: Sequence[str]) -> TrainConfig:
         path = Path(chosen["--config"])
         config = override(config, _table(path), source=str(path))
     description = DESCRIPTION.replace("PRESETS", ", ".join(PRESETS))
-    return parse(TrainConfig, words, prog="moesaic train", description=description, default=config)
+    return parse(TrainConfig, words, prog="moesaic train", description=description, default=config, taken=TAKEN)
 
 
 def _table(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moesaic.kernels.activation import Clamp
+from moesaic.kernels.once import differentiable_once
 from moesaic.kernels.pick import expert_kernel
 from moesaic.kernels.work import Dispatch, ExpertWork, Gradients, Wanted
 
@@ -157,6 +158,9 @@ def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *others, **__)
     reaches_rows = wants_x or (wants_gates and gates is not None and gates_first)
     products = 1 + wants_weights * (up[1] + 1) + reaches_rows * up[1]
     return int(products * _product_flops(x, token, down))
+
+
+differentiable_once(expert_backward)
 
 
 def _product_flops(x: Sequence[int], token: Sequence[int] | None, down: Sequence[int]) -> int:

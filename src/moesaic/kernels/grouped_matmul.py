@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from moesaic.kernels.once import differentiable_once
 from moesaic.kernels.pick import kind_of, triton_products
 
 
@@ -92,6 +93,9 @@ def _(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 def _(dy, x, ends, **_) -> int:  # type: ignore[no-untyped-def]
     """Return the FLOPs of one product over all rows; the arguments are shapes."""
     return 2 * x[0] * x[1] * dy[1]
+
+
+differentiable_once(rows_times, outer_products)
 
 
 def _is_supported(*operands: Tensor) -> bool:

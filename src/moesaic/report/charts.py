@@ -77,6 +77,7 @@ def speed(runs: Sequence[RunSummary]) -> list[Picture]:
     pictures = [
         Picture(title, caption, _per_run(runs, pick, axis, rangemode="tozero", **options))
         for title, caption, axis, pick, options in OVER_STEPS
+        if any(pick(run) for run in runs)
     ]
     for trace in pictures[-1].figure.data[1:]:  # equal learning rates would hide each other
         trace.line.dash = "dash"

@@ -89,6 +89,8 @@ def _is_sound(ranks: Any) -> bool:
     return len(shapes[0]) == 1 and shapes[1] == shapes[0] and shapes[2] == shapes[0] * 2
 
 
+LEARNT_AFTER = 500
+"""Steps within which uneven loads say nothing about a run."""
 _TRAIN_KEYS = ("kind", "step", "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "seconds")
 
 
@@ -414,8 +416,9 @@ def cards(runs: Sequence[RunSummary]) -> list[Card]:
         _card(runs, "Trained for", lambda run: duration(run.training_seconds), "evaluation not counted"),
         _card(runs, "Tokens", lambda run: amount(run.total_tokens), _steps_note(runs)),
         _card(runs, "Throughput", lambda run: amount(run.tokens_per_second.median), "tokens/s, median"),
-        _card(runs, "MFU", lambda run: percent(run.mfu.median), "of the matmul peak, median"),
     ]
+    if any(run.mfu.values for run in runs):
+        shown.append(_card(runs, "MFU", lambda run: percent(run.mfu.median), "of the matmul peak, median"))
     if any(run.layers for run in runs):
         shown += [
             _card(
@@ -520,7 +523,14 @@ def _balance(run: RunSummary) -> str:
     dead_text = "no dead expert" if not dead else "1 dead expert" if dead == 1 else f"{dead} dead experts"
     dropped_text = "no copy was dropped" if not dropped else f"{percent(dropped)} of all copies were dropped"
     violation = number(run.final_max_violation, "{:.2f}")
-    return f"{who} at a mean MaxVio of {violation} with {dead_text}; {dropped_text}."
+    is_young = run.steps < LEARNT_AFTER and (dead or (run.final_max_violation or 0) > 1)
+    normal = (
+        f" In the first {LEARNT_AFTER} steps dead experts and a high MaxVio are normal: routers learn to spread tokens over "
+        "many steps."
+        if is_young
+        else ""
+    )
+    return f"{who} at a mean MaxVio of {violation} with {dead_text}; {dropped_text}.{normal}"
 
 
 def _listed(parts: Sequence[str]) -> str:

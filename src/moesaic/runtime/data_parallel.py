@@ -26,6 +26,8 @@ from moesaic.experts import AbstractExperts
 from moesaic.experts.experts import is_dtensor
 from moesaic.program.grid import Axis
 
+DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module from which DDP reads the names of parameters that it leaves alone."""
 BUCKET_BYTES = 32 * 2**20
 """Largest size of a bucket of gradients, unless a single gradient is larger. One message per gradient would cost its latency
 each."""
@@ -137,6 +139,27 @@ class DataRanks:
 
     def __reduce__(self) -> tuple[type[DataRanks], tuple[()]]:
         return DataRanks, ()
+
+
+class UnpreparedForDDP:
+    """What a module has in place of the names of parameters that DDP ignores, until `prepare_ddp` sets them.
+
+    DDP reads the names of the module that it wraps first of all. Without them it fails later on, in words about DTensors.
+    """
+
+    REFUSAL = (
+        "DDP would give all ranks the first one's experts, which are spread over a mesh: call "
+        "moesaic.prepare_ddp(model, mesh) before DDP wraps the model"
+    )
+
+    def __iter__(self) -> Iterator[str]:
+        raise InputError(self.REFUSAL)
+
+    @classmethod
+    def mark(cls, module: nn.Module) -> None:
+        """Mark a module some of whose experts are spread, unless somebody chose what DDP ignores in it."""
+        if not hasattr(module, DDP_IGNORES):
+            setattr(module, DDP_IGNORES, cls())
 
 
 def wrapped_by_ddp(model: nn.Module) -> dict[nn.Module, dist.ProcessGroup]:

@@ -34,6 +34,7 @@ from moesaic.routing.peers import Peers
 from moesaic.routing.route import Routed, RoutingRecord, TokenInfo, route, route_chosen
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Routing
+from moesaic.runtime.data_parallel import UnpreparedForDDP
 from moesaic.runtime.deepep import DeepEP, run_by_deepep
 from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.expert_order import ExpertOrder
@@ -459,10 +460,7 @@ class ExpertParallel:
             return
         wrapper = DistributedDataParallel._get_active_ddp_module()
         if wrapper is not None and not all(hasattr(parameter, "_ddp_ignored") for parameter in parameters):
-            raise InputError(
-                "DDP would give all ranks the first one's experts, which are spread over a mesh: call "
-                "moesaic.parallel.prepare_ddp(model, mesh) before DDP wraps the model"
-            )
+            raise InputError(UnpreparedForDDP.REFUSAL)
 
     def _draw(self, router: AbstractRouter, x_TD: Tensor) -> Tensor | None:
         """Draw the router's noise for all tokens of the tensor-parallel group, the same on each rank. Without noise, no seed is

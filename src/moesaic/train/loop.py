@@ -135,7 +135,9 @@ class Trainer:
         self.ranks = run.ranks
         probe_windows = share(run.eval_windows[:PROBE_SEQUENCES], self.ranks.dp_index, self.ranks.dp)
         self.probe = as_batch(run.corpus.val, probe_windows, self.config.model.seq_len, run.corpus.mask)[0]
-        self.peak = self.ranks.world * matmul_flops_per_second(run.device, run.dtype)
+        self.peak = None  # ranks on CPUs share the cores, so that no rate measured on one of them is theirs
+        if run.device.type != "cpu":
+            self.peak = self.ranks.world * matmul_flops_per_second(run.device, run.dtype)
         self.meter = LoadMeter()
         self.clock = Clock(run.seconds)
         self.routing = RoutingObserver(run)
@@ -299,7 +301,7 @@ class Trainer:
         flops = flops_per_token(model, self.model.num_active_parameters(), model.seq_len)
         return {
             "tokens_per_second": speed,
-            "mfu": flops * speed / self.peak,
+            **({"mfu": flops * speed / self.peak} if self.peak else {}),
             "seconds": self.clock.seconds,
             "layers": self._gather_layers(self._balance()),
             **({"skipped": self.state.skipped} if self.state.skipped else {}),
@@ -524,8 +526,8 @@ class Trainer:
         return (
             f"{self.state.folder.name}: {model.num_parameters() / 1e6:.2f} M parameters, "
             f"{model.num_active_parameters() / 1e6:.2f} M active; {corpus.description}, {len(corpus.train):,} training tokens; "
-            f"{self.config.precision} on {self.state.device}{self._ranks_in_words()}, "
-            f"matmul peak {self.peak / 1e9:,.0f} GFLOP/s"
+            f"{self.config.precision} on {self.state.device}{self._ranks_in_words()}"
+            + (f", matmul peak {self.peak / 1e9:,.0f} GFLOP/s" if self.peak else "")
             + (f"; resumed after step {self.state.step}" if self.state.step else "")
         )
 

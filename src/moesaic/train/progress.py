@@ -54,7 +54,9 @@ class TrainingProgress:
 
 def status(values: dict[str, Any]) -> str:
     """Return the progress bar's text for a line of metrics. MaxVio is the mean over the MoE layers."""
-    parts = [f"loss {values['loss']:.3f}", f"{values['tokens_per_second']:,.0f} tokens/s", f"MFU {values['mfu']:.1%}"]
+    parts = [f"loss {values['loss']:.3f}", f"{values['tokens_per_second']:,.0f} tokens/s"]
+    if "mfu" in values:
+        parts.append(f"MFU {values['mfu']:.1%}")
     violations = [layer["max_violation"] for layer in values["layers"]]
     if violations:
         parts.append(f"MaxVio {sum(violations) / len(violations):.2f}")

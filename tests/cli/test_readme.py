@@ -1,0 +1,82 @@
+"""README's commands run with what its install line installs, `torch ".[train]"`, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from moesaic.configfile import read_table
+from plan.hub_configs import MIXTRAL
+from runs import write_text
+
+ROOT = Path(__file__).resolve().parents[2]
+NARROW = [
+    "--schedules", "s1", "--all-to-alls", "linear", "--chunks", "1", "--orders", "fifo", "--page", "plan.html",
+]  # fmt: skip
+SHORT = {
+    "train": [
+        "--steps", "1", "--batch-size", "2", "--data.path", "corpus.bin", "--out", "run", "--model.dim", "16",
+        "--model.num-heads", "2", "--model.seq-len", "16", "--model.moe.hidden", "16",
+    ],
+    "tokenize": [], "plan": NARROW, "show": [], "check": ["--cases", "2", "--no-gloo", "--workers", "1"], "report": [],
+}  # fmt: skip
+"""What makes each command take seconds."""
+MAIN = """import json, sys
+from importlib.machinery import PathFinder
+blocked, commands = map(json.loads, sys.argv[1:])
+class Installed(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *where):
+        return None if name.split('.')[0] in blocked else PathFinder.find_spec(name, *where)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Installed
+from moesaic.cli.main import main
+for words in commands:
+    assert main(words) == 0, words
+"""
+
+
+def installed(extra: str) -> set[str]:
+    """Return the packages that an extra of ours brings, with all that they require in turn."""
+    project = read_table(ROOT / "pyproject.toml")["project"]
+    found, waiting = {"moesaic"}, [*project["dependencies"], *project["optional-dependencies"][extra]]
+    while waiting:
+        needed = Requirement(waiting.pop())
+        name = canonicalize_name(needed.name)
+        if name == "moesaic":
+            waiting += [line for extra in needed.extras for line in project["optional-dependencies"][extra]]
+        elif name not in found and (needed.marker is None or needed.marker.evaluate({"extra": ""})):
+            found.add(name)
+            try:
+                waiting += requires(name) or []
+            except PackageNotFoundError:  # a requirement of another machine
+                continue
+    return found
+
+
+def test_the_commands_run_after_the_install_line(tmp_path: Path) -> None:
+    block = (ROOT / "README.md").read_text("utf-8").split("\n## Commands\n")[1].split("\n## ")[0]
+    commands = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^    (moesaic .*)", block, re.MULTILINE)]
+    commands.sort(key=lambda words: words[0] != "tokenize")  # what the training below reads
+    commands = [[*words, *SHORT[words[0]]] for words in [*commands, ["report", "run"]]]
+    assert {words[0] for words in commands} == set(SHORT)
+    (tmp_path / "corpus").mkdir()
+    write_text(tmp_path / "corpus" / "text.txt")
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    brought = installed("train")
+    blocked = [name for name, of in packages_distributions().items() if not brought & set(map(canonicalize_name, of))]
+    assert {"transformers", "tokenizers", "triton"} <= set(blocked)
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, json.dumps(blocked), json.dumps(commands)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} >= {"gantt.html", "plan.html", "corpus.bin"}
+    assert (tmp_path / "run" / "report.html").exists()
