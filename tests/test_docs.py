@@ -218,6 +218,9 @@ def test_the_performance_page_is_short_and_says_what_is_missed() -> None:
     result = {"claims": [claim], "date": "today", "machine": {"cpu": "a CPU", "cores": 2}}
     question = performance_page.Question(title="Is it?", meaning="It says.", results=("one",))
     assert "Missed: `x`." in performance_page.section(question, {"one": result})
+    assert "Stale" not in performance_page.section(question, {"one": result})
+    stale = performance_page.section(question, {"one": {**result, "stale": "it changed"}})
+    assert "**Stale:** `one.json`, it changed." in stale
 
 
 def test_claims_that_hold_alike_are_one_line_with_the_worst() -> None:

@@ -1,5 +1,7 @@
 """Write docs/performance.md from the results in the repository: no figure is typed by hand.
 
+A result that a change of Moesaic outdated has a field `stale` with the reason until it is measured again; the page says so.
+
 For each question the page has a picture, the claims that have a target, and what they mean. Rows remain in the results.
 
 python -m moesaic_lab.performance_page            # writes docs/performance.md
@@ -162,7 +164,7 @@ def page(results: Mapping[str, dict[str, Any]]) -> str:
     others = sorted(name for name in results if name not in shown)
     parts = [INTRODUCTION, *(section(question, results) for question in QUESTIONS)]
     if others:
-        names = ", ".join(f"`{name}.json`" for name in others)
+        names = ", ".join(f"`{name}.json`{' (stale)' if 'stale' in results[name] else ''}" for name in others)
         parts.append(f"Further figures are in {names}.\n")
     return "\n".join(parts)
 
@@ -178,6 +180,7 @@ def section(question: Question, results: Mapping[str, dict[str, Any]]) -> str:
     dates = sorted({result["date"] for _, result in answers})
     cores = sorted({f"{result['machine']['cpu']}, {result['machine']['cores']} cores" for _, result in answers})
     where = f"Measured {' and '.join(dates)} on {'; '.join(cores)}." if answers else "Not measured."
+    where += "".join(f" **Stale:** `{name}.json`, {result['stale']}." for name, result in answers if "stale" in result)
     picture = [f"![{question.title}](images/{question.picture})"] if question.picture else []
     return (
         "\n\n".join([f"## {question.title}", f"{question.meaning} {verdict} {where}", *picture, markdown_table(lines)])
