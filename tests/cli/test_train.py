@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
@@ -218,3 +219,14 @@ def test_a_killed_process_leaves_only_whole_checkpoints(tmp_path):
     names = [path.name for path in sorted((run / "checkpoints").iterdir())]
     assert names == [f"step-{number:08d}" for number in range(step, step + 3)]
     assert not [name for name in snapshot(run) if ".writing" in name]
+
+
+@pytest.mark.parametrize("rank", ["0", "1", None])
+def test_the_first_line_comes_before_torch_is_imported(monkeypatch, capsys, rank):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    monkeypatch.setitem(sys.modules, "moesaic.train.launch", None)  # the import fails
+    with pytest.raises(ImportError):
+        command.run(["--preset", "demo"])
+    assert capsys.readouterr().out == ("" if rank == "1" else "moesaic train: loading PyTorch\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ def run(arguments: Sequence[str]) -> int:
     """Train; returns the exit code. Only one of several ranks prints: the first rank, or the first one that fails."""
     if {"-h", "--help", "-H"} & set(arguments):
         _configured(arguments)  # prints, without torch, and exits
+    if os.environ.get("RANK", "0") == "0":
+        print("moesaic train: loading PyTorch", flush=True)  # takes seconds
     from moesaic.train.launch import launch
     from moesaic.train.loop import train
 
