@@ -27,9 +27,9 @@ TESTBED = ROOT / "lab" / "moesaic_testbed"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAB_SOURCES = [*sorted(LAB.rglob("*.py")), *sorted(TESTBED.rglob("*.py"))]
 PARTS = (
-    "errors", "configfile", "codecs", "program", "cost", "traces", "balance", "plan", "kernels", "comm", "routing",
-    "experts", "runtime", "layer", "profiling", "models", "parallel", "transformers", "train", "weights", "testing", "report",
-    "cli",
+    "errors", "configfile", "codecs", "program", "cost", "traces", "balance", "plan", "kernels", "comm", "draw",
+    "routing", "experts", "runtime", "layer", "profiling", "models", "parallel", "transformers", "train", "weights",
+    "testing", "report", "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
 TORCH_FREE = ("errors", "configfile", "codecs", "program", "cost", "traces", "balance", "plan", "report")

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.mesh import Mesh
 from moesaic.configfile import suggestion
+from moesaic.draw import Draw, draw_globally
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
 from moesaic.experts.experts import StackedExperts, compute_dtype
@@ -351,19 +352,21 @@ class MoE(InjectsLosses, RoutingCached):
             self.shared_gate.reset_parameters()
         self.step_counts.zero_()
 
-    def init_normal(self, std: float, out_std: float) -> None:
+    def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
         """Draw the weights of router and experts from normal distributions, as a model's initialisation asks for.
 
         Args:
             std: standard deviation of the matrices that read the token.
             out_std: standard deviation of the experts' matrices that write the result.
+            draw: what the numbers come from: torch's global generator, or `SeededDraw`.
         """
-        self.router.init_normal(std)
-        self.experts.init_normal(std, out_std)
+        self.router.init_normal(std, draw)
+        self.experts.init_normal(std, out_std, draw)
         if self.shared is not None:
-            self.shared.init_normal(std, out_std)
+            self.shared.init_normal(std, out_std, draw)
         if self.shared_gate is not None:
-            nn.init.normal_(self.shared_gate.weight, std=std)
+            draw(self.shared_gate.weight, partial(nn.init.normal_, std=std))
+        self.step_counts.zero_()
 
     def extra_repr(self) -> str:
         """Return the sizes, for printing."""

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
-from moesaic.experts.experts import StackedExperts
+from moesaic.experts.experts import AbstractExperts, StackedExperts
 from moesaic.experts.modules import copies_of
 from moesaic.layer import MoE
 from moesaic.models.split import local_part
@@ -143,19 +143,20 @@ def shard_over_data(
     not gather the parameters again for the backward pass.
     """
     dp, edp = mesh.grid.dp, mesh.grid.edp
-    unsharded: set[nn.Parameter] = set()
+    unsharded: list[AbstractExperts] = []
     for module in model.modules():
         if isinstance(module, MoE) and edp > 1:
             gather_dtype = dtype if isinstance(module.experts, StackedExperts) else None
             _shard(module.experts, mesh.sparse["edp"], divide_by=dp, dtype=gather_dtype)
         elif isinstance(module, MoE):
-            unsharded |= set(module.experts.parameters())
+            unsharded.append(module.experts)
     if dp == 1:
         return
-    for parameter in unsharded:
-        parameter.register_hook(lambda gradient: gradient / dp)
+    for experts in unsharded:
+        experts.mark(lambda parameter: parameter.register_hook(lambda gradient: gradient / dp))
+    leave_out = {parameter for experts in unsharded for parameter in experts.parameters()}
     for unit in (*units, model):
-        _shard(unit, mesh.dense["dp"], divide_by=dp, leave_out=unsharded)
+        _shard(unit, mesh.dense["dp"], divide_by=dp, leave_out=leave_out)
         unit.register_forward_hook(_refuse_hidden_output)
 
 
@@ -187,14 +188,14 @@ def prepare_ddp(model: nn.Module, mesh: Mesh) -> None:
         model: the model that you or a trainer will wrap in DDP; its MoE layers are parallelized on `mesh`.
         mesh: the mesh of the MoE layers.
     """
-    expert_ids = {id(parameter) for parameter in expert_parameters(model)}
     group = mesh.sparse["edp"].get_group() if mesh.grid.edp > 1 else None
-    chosen = getattr(model, DDP_IGNORES, ())
+    average = partial(_average_expert_gradient, group=group, dp=mesh.grid.dp)
+    for module in model.modules():
+        if isinstance(module, AbstractExperts) and module.is_spread:
+            module.mark(lambda parameter: parameter.register_hook(average))
+    experts, chosen = set(expert_parameters(model)), getattr(model, DDP_IGNORES, ())
     ignored = set() if isinstance(chosen, UnpreparedForDDP) else set(chosen)
-    for name, parameter in model.named_parameters():
-        if id(parameter) in expert_ids:
-            ignored.add(name)
-            parameter.register_hook(partial(_average_expert_gradient, group=group, dp=mesh.grid.dp))
+    ignored |= {name for name, parameter in model.named_parameters() if parameter in experts}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
 

@@ -74,7 +74,7 @@ def test_routing_noise_and_the_bias_matter_to_the_resume_tests(tmp_path):
     run_quietly(one)
     run_quietly(other)
     assert losses(tmp_path / "run") != losses(tmp_path / "other")
-    run_quietly(tiny(tmp_path, out=str(tmp_path / "biased"), **VARIANTS["sigmoid"]))
+    run_quietly(tiny(tmp_path, out=str(tmp_path / "biased"), steps=3, **VARIANTS["sigmoid"]))
     biases = [value for name, value in parameters(tmp_path / "biased").items() if name.endswith("router.bias")]
     assert len(biases) == 2
     assert all(value.abs().max() > 0 for value in biases)

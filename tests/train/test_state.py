@@ -133,10 +133,10 @@ def test_a_refused_run_leaves_no_folder(tmp_path, what):
     ],
 )
 def test_a_model_that_no_memory_holds_is_refused_in_one_line(tmp_path, monkeypatch, error):
-    def make(*_: object) -> None:
+    def reset(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("moesaic.train.state.make_model", make)
+    monkeypatch.setattr("moesaic.train.state.reset_weights", reset)
     with pytest.raises(
         InputError, match=r"the model does not fit the memory of cpu \(.*\): make model.dim, "
     ) as caught:

@@ -11,12 +11,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.cost.held import ExpertSizes
+from moesaic.draw import Draw, draw_globally, is_dtensor
 from moesaic.errors import InputError
 from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.expert_ffn import expert_ffn, expert_gradients, run_experts
@@ -29,6 +31,10 @@ DeferredWgrad = list[Callable[[], None]]
 """Functions to call before the gradients of split parameters are read."""
 Runner = Callable[[Tensor, Tensor | None, Weights, Weights], Tensor]
 """(rows, routing weights, split parameters, common parameters) -> rows."""
+
+
+_NUM_MARKS = "_num_marks"
+"""The attribute of a parameter that counts its marks. It is lost with them, also if torch swaps a DTensor's contents."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +72,12 @@ class AbstractExperts(nn.Module, ABC):
         self.num_experts = num_experts
         self.is_spread = False
         """Whether the parameters are this rank's part of experts that are spread over a mesh."""
+        self._marks: list[Callable[[nn.Parameter], object]] = []
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Move or convert the parameters; say what is wrong if another library holds those that are spread over ranks."""
         try:
-            return super()._apply(fn, recurse)
+            super()._apply(fn, recurse)
         except RuntimeError as error:
             if not self.is_spread or "Couldn't swap" not in str(error):
                 raise
@@ -79,6 +86,11 @@ class AbstractExperts(nn.Module, ABC):
                 "cannot be moved or converted; DeepSpeed's engine does this: give deepspeed.initialize the model without "
                 "parallelize (ZeRO splits it), or train with another recipe of docs/recipes.md"
             ) from error
+        for parameter in self.parameters() if self._marks else ():
+            if not hasattr(parameter, _NUM_MARKS):
+                parameter._backward_hooks = None  # torch keeps hooks of a swapped DTensor, and no longer calls them
+        self._mark_all()
+        return self
 
     @property
     @abstractmethod
@@ -121,18 +133,38 @@ class AbstractExperts(nn.Module, ABC):
 
     def reset_parameters(self) -> None:
         """Initialise weights and biases as in a new layer; by default with the `reset_parameters` of the modules inside."""
-        for module in self.modules():
-            reset = getattr(module, "reset_parameters", None)
-            if module is not self and callable(reset):
-                reset()
+        for module in self.children():
+            reset_all(module)
+
+    def mark(self, mark: Callable[[nn.Parameter], object]) -> None:
+        """Call `mark` on each parameter, and on each one that takes its place later, in `to_empty` or a copy of the experts.
+
+        Attributes and hooks of a parameter would be lost with it.
+
+        Args:
+            mark: a function or lambda, which copies of the experts share.
+        """
+        self._marks.append(mark)
+        self._mark_all()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_all()
+
+    def _mark_all(self) -> None:
+        for parameter in self.parameters() if self._marks else ():
+            for mark in self._marks[getattr(parameter, _NUM_MARKS, 0) :]:
+                mark(parameter)
+            setattr(parameter, _NUM_MARKS, len(self._marks))
 
     @abstractmethod
-    def init_normal(self, std: float, out_std: float) -> None:
+    def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
         """Draw the weights from normal distributions and set biases to zero. Modules of the user's own stay as they are.
 
         Args:
             std: standard deviation of the matrices that read the token.
             out_std: standard deviation of the matrices that write the result.
+            draw: what the numbers come from.
         """
 
     @abstractmethod
@@ -267,9 +299,12 @@ class AbstractExperts(nn.Module, ABC):
         return grads[0], None if gate is None else grads[-1], grads[1:first_common], grads[first_common : len(leaves)]
 
 
-def _contiguous_like(x: Tensor) -> Tensor:
-    """Return the tensor if it is contiguous, else an empty one of its shape: generators draw other numbers into views."""
-    return x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+def reset_all(tree: nn.Module) -> None:
+    """Call `reset_parameters` of every module of a tree that has it."""
+    for module in tree.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -277,20 +312,6 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
         return torch.get_autocast_dtype(device.type)
     return dtype
-
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-    from typing_extensions import TypeIs
-
-
-def is_dtensor(tensor: object) -> TypeIs[DTensor]:
-    """Return whether a tensor is a `DTensor`. A plain tensor does not trigger the import of torch's DTensor package (1 s)."""
-    if type(tensor) in (Tensor, nn.Parameter):
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
 
 
 class StackedExperts(AbstractExperts):
@@ -385,22 +406,20 @@ class StackedExperts(AbstractExperts):
         """Leave out the casts of this step, since a copy has parameters of its own."""
         return {**self.__dict__, "_casts": {}}
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise every matrix and bias as `nn.Linear` would: uniformly in +-1/sqrt(its input width)."""
-        for name in (*self.ups, "w2"):
+        for name in (self._up, "w2"):
             weight, bias = getattr(self, name), getattr(self, _bias_of(name))
-            bound = 1 / math.sqrt(weight.shape[2])
+            bound = 1 / math.sqrt(weight.shape[-1])
             for parameter in (weight,) if bias is None else (weight, bias):
-                parameter.copy_(_contiguous_like(parameter).uniform_(-bound, bound))
+                draw_globally(parameter, partial(nn.init.uniform_, a=-bound, b=bound), by_expert=True)
 
-    @torch.no_grad()
-    def init_normal(self, std: float, out_std: float) -> None:
-        for name in (*self.ups, "w2"):
+    def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
+        for name in (self._up, "w2"):
             weight, bias = getattr(self, name), getattr(self, _bias_of(name))
-            weight.copy_(_contiguous_like(weight).normal_(std=out_std if name == "w2" else std))
+            draw(weight, partial(nn.init.normal_, std=out_std if name == "w2" else std), by_expert=True)
             if bias is not None:
-                bias.zero_()
+                nn.init.zeros_(bias)
 
     def compute(self, call: ExpertCall) -> Tensor:
         return expert_ffn(self._work(_cast_to(compute_dtype(call.rows.dtype, call.rows.device), call)))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from moesaic.draw import Draw, draw_globally, key_of
 from moesaic.errors import InputError
-from moesaic.experts.experts import AbstractExperts, ExpertCall, Weights
+from moesaic.experts.experts import AbstractExperts, ExpertCall, Weights, reset_all
 
 
 class ModuleExperts(AbstractExperts):
@@ -31,7 +31,6 @@ class ModuleExperts(AbstractExperts):
 
     def __init__(self, factory: Callable[[], nn.Module], dim: int, num_experts: int) -> None:
         super().__init__(dim, num_experts)
-        self._copies: int | None = None
         self.experts: nn.ModuleList | nn.ModuleDict = nn.ModuleList(factory() for _ in range(num_experts))
         first, *others = (_shapes(module) for module in self.experts.children())
         if any(shapes != first for shapes in others):
@@ -43,8 +42,19 @@ class ModuleExperts(AbstractExperts):
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return tuple(name for name, _ in self.named_parameters()), ()
 
-    def init_normal(self, std: float, out_std: float) -> None:
+    def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
         """Keep the initialisation that `factory` chose."""
+
+    def reset_parameters(self) -> None:
+        """Reset the modules. On a mesh each expert has a seed of its own, as in `draw_globally`."""
+        if not self.is_spread:
+            super().reset_parameters()
+            return
+        seed = torch.randint(2**62, (), device="cpu").item()
+        with torch.random.fork_rng({parameter.device for parameter in self.parameters() if parameter.is_cuda}):
+            for number, module in self.experts.named_children():
+                torch.manual_seed(key_of(seed, number))
+                reset_all(module)
 
     def compute(self, call: ExpertCall) -> Tensor:
         ends, modules = call.ends.tolist(), list(self.experts.children())
@@ -75,17 +85,7 @@ class ModuleExperts(AbstractExperts):
         """
         named = dict(self.experts.named_children())
         self.experts = nn.ModuleDict({str(e): named[str(e)] for e in experts})
-        self._copies = copies
-        self._mark()
-
-    def _mark(self) -> None:
-        if self._copies is not None:
-            for parameter in self.parameters():
-                setattr(parameter, _MARK, self._copies)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._mark()  # attributes of parameters are not copied
+        self.mark(lambda parameter: setattr(parameter, _MARK, copies))
 
     def first(self, sharded: Weights, num_experts: int) -> Weights:
         """Return the parameters of the first experts. `sharded` has the parameters of one module after those of another."""

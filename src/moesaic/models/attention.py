@@ -65,9 +65,14 @@ class Attention(nn.Module):
         self.q_norm = Norm(width) if heads.qk_norm else None
         self.k_norm = Norm(width) if heads.qk_norm else None
         self.rotates = block.rope is not None and not cross
-        base, self.scaling = block.rope or ROPE
-        frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-        self.register_buffer("frequencies", frequencies.float(), persistent=False)
+        self.base, self.scaling = block.rope or ROPE
+        self.register_buffer("frequencies", torch.empty((width + 1) // 2, dtype=torch.float32), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the frequencies of the rotation; the modules inside have the parameters."""
+        exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
+        self.frequencies.copy_((self.base**-exponents).float())
 
     def forward(
         self,
@@ -145,8 +150,13 @@ class ShortConv(nn.Module):
 
     def __init__(self, dim: int, width: int, *, causal: bool = True) -> None:
         super().__init__()
-        self.taps = nn.Parameter(torch.zeros(width - 1, dim))
+        self.taps = nn.Parameter(torch.empty(width - 1, dim))
         self.offsets = range(1, width) if causal else [k // 2 if k % 2 == 0 else -(k // 2) for k in range(2, width + 1)]
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make the convolution the identity."""
+        nn.init.zeros_(self.taps)
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None, mask: Tensor | None = None) -> Tensor:
         """Mix each position with its neighbours.

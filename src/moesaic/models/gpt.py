@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from moesaic.draw import Draw, draw_globally
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts
 from moesaic.layer import MoE
@@ -55,9 +56,9 @@ class Dense(nn.Module):
         make: Callable[..., AbstractExperts] = EXPERTS[kind]
         self.expert = make(dim, hidden, 1, bias=bias)
 
-    def init_normal(self, std: float, out_std: float) -> None:
+    def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
         """Draw the weights anew; see `AbstractExperts.init_normal`."""
-        self.expert.init_normal(std, out_std)
+        self.expert.init_normal(std, out_std, draw)
 
     def forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
@@ -172,26 +173,21 @@ class GPT(nn.Module):
         self.vocab_size = vocab_size
         dim, block = config.dim, config.block
         post_norm = block.norm == "post_layer"
-        self.embedding = nn.Embedding(vocab_size, dim)
-        self.positions = LearnedPositions(config.seq_len, dim) if block.rope is None else None
-        self.embedding_norm = LayerNorm(dim) if post_norm else nn.Identity()
-        self.blocks = nn.ModuleList(self.block(config, layer) for layer in range(config.num_layers))
-        self.norm = nn.Identity() if post_norm else NORMS[block.norm](dim)
-        self.unembedding = None if block.tied else nn.Linear(dim, vocab_size, bias=False)
-        self.reset_parameters()
+        device = torch.get_default_device()
+        with torch.device("meta"):  # each weight is drawn once, below
+            self.embedding = nn.Embedding(vocab_size, dim)
+            self.positions = LearnedPositions(config.seq_len, dim) if block.rope is None else None
+            self.embedding_norm = LayerNorm(dim) if post_norm else nn.Identity()
+            self.blocks = nn.ModuleList(self.block(config, layer) for layer in range(config.num_layers))
+            self.norm = nn.Identity() if post_norm else NORMS[block.norm](dim)
+            self.unembedding = None if block.tied else nn.Linear(dim, vocab_size, bias=False)
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.reset_parameters()
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw all weights anew, as described in the class docstring."""
-        std = 0.02
-        into_residual = std / math.sqrt(2 * self.config.num_layers)
-        for module in self.modules():
-            if isinstance(module, nn.Embedding | StackedLinear | RowLinear) or module is self.unembedding:
-                module.weight.normal_(std=into_residual if isinstance(module, RowLinear) else std)
-            if isinstance(module, RowLinear) and module.bias is not None:
-                module.bias.zero_()
-            if isinstance(module, MoE | Dense):
-                module.init_normal(std, into_residual)
+    def reset_parameters(self, draw: Draw = draw_globally) -> None:
+        """Draw all weights anew, as described in the class docstring; see `reset_weights`."""
+        reset_weights(self, self.config.num_layers, draw)
 
     def forward(
         self,
@@ -277,6 +273,30 @@ class GPT(nn.Module):
                 expert = sum(parameter.numel() for parameter in module.experts.parameters())
                 total -= expert * (module.num_experts - module.top_k) // module.num_experts
         return total
+
+
+def reset_weights(model: nn.Module, num_layers: int, draw: Draw = draw_globally) -> None:
+    """Set every parameter and buffer of a `GPT`, or of a part of one, to its first value; see `GPT`.
+
+    Args:
+        model: the model, on its device, perhaps sharded.
+        num_layers: number of layers of the full model.
+        draw: what the numbers come from.
+    """
+    std = 0.02
+    into_residual = std / math.sqrt(2 * num_layers)
+    if isinstance(model, MoE | Dense):
+        model.init_normal(std, into_residual, draw)
+        return
+    if isinstance(model, nn.Embedding | nn.Linear | StackedLinear):
+        draw(model.weight, partial(nn.init.normal_, std=into_residual if isinstance(model, RowLinear) else std))
+        bias: Tensor | None = getattr(model, "bias", None)
+        if bias is not None:
+            nn.init.zeros_(bias)
+    elif isinstance(model, Norm | LayerNorm | ShortConv | Attention):
+        model.reset_parameters()
+    for child in model.children():
+        reset_weights(child, num_layers, draw)
 
 
 def embed(model: Any, tokens: Tensor, start: int = 0) -> Tensor:

@@ -31,9 +31,16 @@ class StackedLinear(nn.Module):
 
     def __init__(self, count: int, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
-        bound = 1 / math.sqrt(in_features)  # the initialisation of nn.Linear
-        self.weight = nn.Parameter(torch.empty(count, out_features, in_features).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.zeros(count, out_features)) if bias else None
+        self.weight = nn.Parameter(torch.empty(count, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(count, out_features)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight as `nn.Linear` does, and set the bias to zero."""
+        bound = 1 / math.sqrt(self.weight.shape[-1])
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in_features) to (..., count, out_features); with a sharded weight, only to this rank's out_features."""

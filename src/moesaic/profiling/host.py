@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
 from moesaic.cost.workload import Workload
+from moesaic.draw import Draw, draw_globally
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, PlainExperts
 from moesaic.experts.experts import DeferredWgrad, ExpertCall, Weights
@@ -70,7 +71,7 @@ class IdleExperts(AbstractExperts):
     def shard_dim(self, name: str) -> int | None:
         return self._plain[0].shard_dim(name)
 
-    def init_normal(self, std: float, out_std: float) -> None:
+    def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
         """Leave the weights at zero, since no product reads them."""
 
     def num_units(self, sharded: Weights) -> int:

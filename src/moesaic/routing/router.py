@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moesaic.draw import Draw, draw_globally
 from moesaic.errors import InputError
 from moesaic.kernels.pick import kind_of
 from moesaic.kernels.products import linear
@@ -111,12 +113,11 @@ class AbstractRouter(KeepsFloat32, ABC):
                 draw_linear(parameter)
         self.reset_state()
 
-    @torch.no_grad()
-    def init_normal(self, std: float) -> None:
+    def init_normal(self, std: float, draw: Draw = draw_globally) -> None:
         """Redraw the router's matrices from N(0, std), and reset all other state to its initial value."""
         for parameter in self.parameters(recurse=False):
             if parameter.dim() > 1:
-                parameter.normal_(std=std)
+                draw(parameter, partial(nn.init.normal_, std=std))
         self.reset_state()
 
     def reset_state(self) -> None:
@@ -236,8 +237,8 @@ class LimitedRouter(AbstractRouter):
     def reset_parameters(self) -> None:
         self.inner.reset_parameters()
 
-    def init_normal(self, std: float) -> None:
-        self.inner.init_normal(std)
+    def init_normal(self, std: float, draw: Draw = draw_globally) -> None:
+        self.inner.init_normal(std, draw)
 
     def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
         return self.inner.draw(num_tokens, device)

@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moesaic.comm.collectives import all_reduce_sum
 from moesaic.comm.mesh import Mesh
+from moesaic.draw import is_dtensor
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts
-from moesaic.experts.experts import is_dtensor
 from moesaic.program.grid import Axis
 
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"

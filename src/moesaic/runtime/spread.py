@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moesaic.comm.collectives import broadcast, check_same
 from moesaic.comm.transport import AbstractTransport, as_bytes
+from moesaic.draw import is_dtensor
 from moesaic.errors import InputError
 from moesaic.experts import ModuleExperts
-from moesaic.experts.experts import AbstractExperts, is_dtensor
+from moesaic.experts.experts import AbstractExperts
 from moesaic.kernels.codecs import codec_named
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.plan.plan import Crossing
@@ -196,9 +197,8 @@ def shard_experts(experts: AbstractExperts, grid: Grid, rank: int, device_mesh: 
             setattr(experts, name, nn.Parameter(value, requires_grad=whole.requires_grad))
     # These attributes tell other trainers that a parameter differs between data-parallel ranks: DeepSpeed and Megatron-Core
     # read `allreduce`, and DeepSpeed reads from `group_name` over how many ranks the parameter is spread.
-    for parameter in experts.parameters():
-        parameter.allreduce = False  # type: ignore[attr-defined]
-        parameter.group_name = f"ep_size_{grid.ep * grid.etp}"  # type: ignore[attr-defined]
+    experts.mark(lambda parameter: setattr(parameter, "allreduce", False))
+    experts.mark(lambda parameter: setattr(parameter, "group_name", f"ep_size_{grid.ep * grid.etp}"))
 
 
 def _check_shards(experts: AbstractExperts, grid: Grid) -> None:

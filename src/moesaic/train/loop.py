@@ -103,7 +103,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     returns: Counter[int] = Counter()
     while True:
         with _watch_start(config):
-            run = open_run(config, say)
+            run = open_run(config, say, say)
             if next_sample_step is not None:  # the step whose samples come next
                 run.left_out = next_sample_step - run.step
                 returns[run.step] += 1

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from moesaic.draw import held
 from moesaic.errors import TrainingError
 from moesaic.experts import AbstractExperts
 from moesaic.models.split import local_part
@@ -156,10 +156,7 @@ def _faulty_weights_in_words(by_rank: Sequence[Sequence[tuple[str, list[int]]]])
 
 def _first_row(parameter: Tensor) -> int:
     """Return the row of the full tensor with which this rank's part begins."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return int(offset[0])
+    return held(parameter)[0].start
 
 
 class _Passes:

@@ -1,8 +1,7 @@
 """Sharding of our models over a mesh: tensor parallelism of the dense part, expert parallelism by the MoE layers, then
 FSDP2.
 
-The full model is drawn from the seed, identically on every rank, so its weights do not depend on the mesh. Each rank
-then keeps its part.
+A model that is on the meta device is split there; each rank then allocates and draws only its part.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def parallelize(
     """Split a model over a mesh, in place.
 
     Args:
-        model: the full model on its device, identical on all ranks; or this pipeline stage's parts of it.
+        model: the full model, identical on all ranks, or this pipeline stage's parts of it; on its device or on meta.
         sequence_parallel: give each rank of a tp group a part of the positions between layers.
         policy_of: decides which copies are replicated, from a compiled plan; None takes the policy that the plan names.
         dtype: as for `shard_over_data`.

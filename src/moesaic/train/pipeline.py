@@ -90,9 +90,12 @@ class PipelinedGPT(nn.Module):
         stages: the ranks as a mesh with the axes ("pp", "stage").
         dp: number of data-parallel groups per stage.
         dtype: autocast dtype.
+        device: the device that the model will be on; `whole` may be on the meta device.
     """
 
-    def __init__(self, whole: GPT, config: TrainConfig, stages: DeviceMesh, dp: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, whole: GPT, config: TrainConfig, stages: DeviceMesh, dp: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         self.config = whole.config
         self.names = frozenset(whole.state_dict())
@@ -117,7 +120,7 @@ class PipelinedGPT(nn.Module):
         """Number of MoE layers of the full model."""
         length = config.model.seq_len // (config.mesh.tp if config.mesh.sequence_parallel else 1)
         self._activation_shape = length, config.model.dim
-        self._zero = torch.zeros_like(next(whole.parameters())[0, 0]).detach()
+        self._zero = torch.zeros((), dtype=whole.embedding.weight.dtype, device=device)
         self._schedule = self._make_schedule(config, [(number, count) for number in numbers], config.batch_size // dp)
 
     def _make_schedule(

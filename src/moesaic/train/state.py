@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moesaic.configfile import as_json, differing_fields, override, read_table
+from moesaic.draw import SeededDraw, draw_nothing
 from moesaic.errors import InputError
 from moesaic.layer import MoE
-from moesaic.models.gpt import GPT, make_language_model
+from moesaic.models.gpt import GPT, make_language_model, reset_weights
 from moesaic.routing.router import AbstractRouter
 from moesaic.train.balance import hold_to_budget, make_arbiter, make_model, place_samples
 from moesaic.train.checkpoint import (
@@ -35,6 +36,7 @@ from moesaic.train.checkpoint import (
 from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.data import Batches, Corpus, even_windows, fingerprint
 from moesaic.train.machine import pick_device, pick_precision
+from moesaic.train.numbers import require_same_weights
 from moesaic.train.objectives import load_for
 from moesaic.train.parallel import parallelize
 from moesaic.train.pipeline import PipelinedGPT
@@ -80,11 +82,17 @@ class RunState:
     """Description of the checkpoint that the run resumed from, if any."""
 
 
-def open_run(config: TrainConfig, say: Callable[[str], None]) -> RunState:
+def open_run(
+    config: TrainConfig, say: Callable[[str], None], announce: Callable[[str], None] = lambda _: None
+) -> RunState:
     """Build a run, or resume it if `config.existing` is "resume".
 
     Files in an existing folder stay untouched until configuration, data and checkpoint have been validated on every
     rank.
+
+    Args:
+        say: receives a line about each thing that is not as expected.
+        announce: receives a line before each part that may take long.
 
     Raises:
         InputError: for a folder that already holds a run, bad data, or a mesh that does not fit; when resuming, also
@@ -92,20 +100,23 @@ def open_run(config: TrainConfig, say: Callable[[str], None]) -> RunState:
     """
     claim = RunFolder(Path(config.out))
     try:
-        return _open(config, claim, say)
+        return _open(config, claim, say, announce)
     except BaseException:
         claim.release()
         raise
 
 
-def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> RunState:
+def _open(
+    config: TrainConfig, claim: RunFolder, say: Callable[[str], None], announce: Callable[[str], None]
+) -> RunState:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = pick_device(config.device if config.threads is None else config.device.partition(":")[0])
     ranks = Ranks.of(config, "cuda" if device.type == "cuda" else "cpu")
     folder = claim.path
-    saved, dtype = ranks.from_first(_find_resume_point(config, device, ranks, claim, say))
+    saved, dtype = ranks.from_first(_find_resume_point(config, device, ranks, claim, say, announce))
     config = override(config, {"precision": str(dtype).removeprefix("torch.")}, source="precision")
+    announce(f"{folder.name}: reading the data")
     with ranks.together():
         corpus = load_for(config.model, config.data, saved.folder / TOKENIZER if saved else None)
         part = (ranks.dp_index, ranks.dp)
@@ -114,7 +125,14 @@ def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> 
         eval_windows = even_windows(corpus.val, config.model.seq_len, config.evaluate[1])
     ranks.require_same("the training data", corpus_hash, "give every rank the same files in data.path")
     with ranks.together():
-        model, optimizer = _build(config, corpus.vocab_size, device, dtype, ranks)
+        model = _build(config, corpus.vocab_size, device, dtype, ranks)
+        if saved is None:
+            announce(f"{folder.name}: drawing {model.num_parameters() / 1e6:,.2f} M parameters on {device}")
+        _materialise(model, config, device, draw=saved is None)
+    if saved is None:  # processors may round differently
+        require_same_weights(model, ranks, 0, "start the run again", align=True)
+    with ranks.together():
+        optimizer = make_optimizer(model, config.optimizer, device)
         if saved is not None:
             if ranks.mesh is None:
                 load_into(model, saved, config.model, corpus.vocab_size)
@@ -141,7 +159,12 @@ def _open(config: TrainConfig, claim: RunFolder, say: Callable[[str], None]) -> 
 
 
 def _find_resume_point(
-    config: TrainConfig, device: torch.device, ranks: Ranks, claim: RunFolder, say: Callable[[str], None]
+    config: TrainConfig,
+    device: torch.device,
+    ranks: Ranks,
+    claim: RunFolder,
+    say: Callable[[str], None],
+    announce: Callable[[str], None],
 ) -> tuple[Checkpoint | None, torch.dtype] | None:
     """Return the checkpoint to resume from, if any, and the forward pass's dtype. Only the first rank decides; others
     return None."""
@@ -159,6 +182,7 @@ def _find_resume_point(
                 claim.claim()
             saved = None
             if occupied and is_resuming and list_checkpoints(folder / CHECKPOINTS):
+                announce(f"{folder.name}: reading the newest checkpoint")
                 # With several ranks, each reads its own part later.
                 saved = load_checkpoint(folder / CHECKPOINTS, say, with_tensors=ranks.mesh is None)
                 _require_resumable(saved)
@@ -170,24 +194,16 @@ def _find_resume_point(
 
 def _build(
     config: TrainConfig, vocab_size: int, device: torch.device, dtype: torch.dtype, ranks: Ranks
-) -> tuple[GPT | PipelinedGPT, torch.optim.AdamW]:
-    """Return the model and its optimizer. The model is drawn in full from the seed and then sharded, so its weights do
-    not depend on the mesh."""
+) -> GPT | PipelinedGPT:
+    """Return this rank's part of the model, on the meta device."""
     seed_everything(config.seed)
-    try:
-        model: GPT | PipelinedGPT = make_model(config, vocab_size).to(device)
-        if dtype == torch.float64:
-            model.double()
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
-            raise
-        raise InputError(
-            f"the model does not fit the memory of {device} ({' '.join(str(error).split()):.200}): make model.dim, "
-            "model.moe.hidden, model.moe.num_experts or model.num_layers smaller"
-        ) from error
+    with torch.device("meta"):
+        model: GPT | PipelinedGPT = make_model(config, vocab_size)
+    if dtype == torch.float64:
+        model.double()
     if ranks.stages is not None:
         assert isinstance(model, GPT)
-        model = PipelinedGPT(model, config, ranks.stages, ranks.dp, dtype)
+        model = PipelinedGPT(model, config, ranks.stages, ranks.dp, dtype, device)
     if ranks.mesh is not None:
         parallelize(
             model,
@@ -206,7 +222,23 @@ def _build(
         )
     if ranks.mesh is None:
         hold_to_budget(model, config.layer_plan, device)
-    return model, make_optimizer(model, config.optimizer, device)
+    return model
+
+
+def _materialise(model: GPT | PipelinedGPT, config: TrainConfig, device: torch.device, *, draw: bool) -> None:
+    """Allocate this rank's part of a model. Draw it from the seed, so that no value depends on the mesh, unless the weights
+    will be read from a file."""
+    try:
+        for part in model.parts if isinstance(model, PipelinedGPT) else [model]:
+            part.to_empty(device=device)
+        reset_weights(model, config.model.num_layers, SeededDraw(config.seed, model) if draw else draw_nothing)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise InputError(
+            f"the model does not fit the memory of {device} ({' '.join(str(error).split()):.200}): make model.dim, "
+            "model.moe.hidden, model.moe.num_experts or model.num_layers smaller"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -255,9 +287,11 @@ def load_trained(folder: Path, device: str = "auto") -> Trained:
     config = override(TrainConfig(), table, source=str(folder / CONFIG))
     saved = load_checkpoint(folder / CHECKPOINTS, say)
     tokenizer = saved_tokenizer(config.data, saved.folder / TOKENIZER) if saved.extra["has_text"] else None
-    model = make_language_model(config.model, saved.vocab_size)
+    with torch.device("meta"):
+        model = make_language_model(config.model, saved.vocab_size)
+    model.to_empty(device=pick_device(device)).eval()
+    model.reset_parameters(draw_nothing)
     load_into(model, saved, config.model, saved.vocab_size)
-    model.to(pick_device(device)).eval()
     return Trained(folder, config, model, tokenizer)
 
 

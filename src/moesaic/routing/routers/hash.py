@@ -45,18 +45,15 @@ class Hash(AbstractRouter):
         if buckets < 1:
             raise InputError(f"a hash router needs at least one bucket, got buckets={buckets}")
         self.buckets, self.seed, self.scale = buckets, seed, scale
-        device = torch.get_default_device() if device is None else torch.device(device)
-        self.register_buffer("table", self._drawn().to(device))
+        self.register_buffer("table", torch.empty(buckets, num_experts, dtype=torch.int32, device=device))
+        self.reset_state()
 
     @torch.no_grad()
     def reset_state(self) -> None:
-        self.table.copy_(self._drawn())
-
-    def _drawn(self) -> Tensor:
-        """Return the table drawn from `seed`, (buckets, num_experts) int32, on the host."""
-        generator = torch.Generator().manual_seed(self.seed)
-        numbers = torch.rand(self.buckets, self.num_experts, generator=generator, device="cpu")
-        return numbers.argsort(dim=1, stable=True).to(torch.int32)
+        if not self.table.is_meta:
+            generator = torch.Generator().manual_seed(self.seed)
+            numbers = torch.rand(self.buckets, self.num_experts, generator=generator, device="cpu")
+            self.table.copy_(numbers.argsort(dim=1, stable=True))
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         if token_ids is None:

@@ -39,12 +39,6 @@ class NoisyTopK(SoftmaxWeights, LinearRouter):
         self.noise_weight = nn.Parameter(torch.zeros(num_experts, dim, device=device, dtype=dtype))
 
     @torch.no_grad()
-    def init_normal(self, std: float) -> None:
-        """Redraw the gate matrix from N(0, std), and reset `W_noise` to zero."""
-        self.weight.normal_(std=std)
-        self.reset_state()
-
-    @torch.no_grad()
     def reset_state(self) -> None:
         super().reset_state()
         self.noise_weight.zero_()

@@ -23,9 +23,9 @@ from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertLoad, 
 from moesaic.comm.collectives import all_reduce_max, all_reduce_sum, broadcast, check_same
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, Transfer
+from moesaic.draw import is_dtensor
 from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, ModuleExperts
-from moesaic.experts.experts import is_dtensor
 from moesaic.program.grid import Grid
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import TopologyRouter

@@ -36,8 +36,8 @@ from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, TwoStage,
 from moesaic.comm.collectives import all_gather, all_gather_rows, gather_rows, share_of, slice_rows
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, Transfer
+from moesaic.draw import is_dtensor
 from moesaic.errors import InputError
-from moesaic.experts.experts import is_dtensor
 from moesaic.plan import Compiled, compile_plan
 from moesaic.plan.compile import moving
 from moesaic.program.sizes import LayoutIndex, Runs

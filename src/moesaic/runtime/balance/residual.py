@@ -23,6 +23,7 @@ from torch.func import functional_call
 
 from moesaic.comm.collectives import share
 from moesaic.comm.transport import AbstractTransport
+from moesaic.draw import Draw, draw_globally
 from moesaic.experts.experts import AbstractExperts, DeferredWgrad, ExpertCall, Weights, compute_dtype
 from moesaic.plan import Plan
 
@@ -113,8 +114,8 @@ class WithResidual(AbstractExperts):
             d_common = (torch.cat([*d_common, d_norm], dim=1),)
         return d_rows, d_gates, inner_grads[2], d_common
 
-    def init_normal(self, std: float, out_std: float) -> None:
-        self.inner.init_normal(std, out_std)
+    def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
+        self.inner.init_normal(std, out_std, draw)
 
     def pack(self, sharded: Weights) -> Tensor:
         return self.inner.pack(sharded)
