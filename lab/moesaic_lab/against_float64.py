@@ -42,6 +42,7 @@ from moesaic.kernels import pick
 from moesaic.kernels.activation import ACTIVATIONS
 from moesaic.kernels.codecs import codec_named
 from moesaic.routing.routers import ROUTERS
+from moesaic.testing.cases import missing_codecs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The dtypes that people train in."""
@@ -237,13 +238,17 @@ def cases() -> Iterator[Case]:
             name = f"experts {kind}{' with biases' if bias else ''}, kernel {pick.KERNELS[kernel]}, {dtype}"
             yield Case(name=name, run=partial(run_layer, dtype, kernel, experts=partial(make, bias=bias)))
         for weight, kernel in itertools.product(("before", "after"), ON_CPU):
-            options = {"apply_weight": weight, "capacity": Capacity.fixed(0.75), "shared_hidden": HIDDEN}
+            options: dict[str, Any] = {
+                "apply_weight": weight,
+                "capacity": Capacity.fixed(0.75),
+                "shared_hidden": HIDDEN,
+            }
             name = f"weights {weight} the experts, kernel {pick.KERNELS[kernel]}, {dtype}"
             yield Case(name=name, run=partial(run_layer, dtype, kernel, **options))
         for router, scale, train in itertools.product(ROUTERS, (1.0, 300.0), (True, False)):
             name = f"router {router}, weights times {scale:g}, {'training' if train else 'evaluation'}, {dtype}"
             yield Case(name=name, run=partial(run_layer, dtype, "cpu", router=router, scale=scale, train=train))
-        for codec in CODECS:
+        for codec in (name for name in CODECS if name not in missing_codecs()):
             yield Case(name=f"codec {codec}, {dtype}", run=partial(run_codec, codec, dtype))
 
 
@@ -285,7 +290,7 @@ def run_codec(name: str, dtype: str) -> None:
     rows = (torch.randn(20, 200) * 10.0 ** torch.linspace(-6, 4, 20)[:, None]).to(DTYPES[dtype])
     rows[3], rows[5, 7], rows[11, 130] = 0.0, torch.nan, torch.inf
     codec = codec_named(name)
-    codec.decode(codec.encode(rows), *rows.shape, rows.dtype)
+    codec.decode(codec.encode(rows), 20, 200, rows.dtype)
 
 
 def compare(case: Case) -> Comparison:
