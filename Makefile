@@ -65,7 +65,7 @@ build/peers/.current: pyproject.toml constraints.txt
 	test -x build/peers/bin/python || $(PYTHON) -m venv build/peers
 	grep -v '^datasets==' constraints.txt > build/peers/constraints.txt
 	build/peers/bin/python -m pip install --quiet --disable-pip-version-check -c build/peers/constraints.txt -e ".[dev]" -e ./lab
-	for peer in torchtitan==0.3.0 deepspeed==0.19.8 "--no-deps megatron-core==0.16.1"; do \
+	for peer in torchtitan==0.3.0 flash-linear-attention deepspeed==0.19.8 "--no-deps megatron-core==0.16.1"; do \
 		build/peers/bin/python -m pip install --quiet --disable-pip-version-check -c build/peers/constraints.txt $$peer \
 			|| echo "$$peer could not be installed: its tests are skipped"; \
 	done

@@ -1,7 +1,7 @@
 """torchtitan 0.3 with Moesaic's programs for its experts: torchrun --nproc-per-node 2 examples/recipes/with_torchtitan.py
 
 A run of torchtitan names the override: --override.imports with_torchtitan.moesaic_experts. It replaces what dispatches tokens,
-runs experts and combines results. Router, shared experts, parameters, their names, initialisation and sharding stay torchtitan's.
+runs experts and combines results. Router, shared experts, parameters, their names and initialisation stay torchtitan's.
 Here it is applied to torchtitan's smallest Qwen3 with experts.
 """
 

@@ -1,4 +1,4 @@
-"""torchtitan with the override of examples/recipes/with_torchtitan.py, against torchtitan as it is. `make test-peers` runs this.
+"""torchtitan with the override of examples/recipes/with_torchtitan.py, against torchtitan as it is (`make test-peers`).
 
 torchtitan's experts round to bfloat16. For these comparisons they keep the dtype, and a loop stands for the grouped product.
 """
@@ -34,7 +34,7 @@ from moesaic.plan.presets import read_job
 DIM, HIDDEN, EXPERTS = 16, 24, 8
 OVERRIDE = "with_torchtitan.moesaic_experts"
 MODELS = {
-    "qwen3": "qwen3_configs", "qwen3_5": "qwen35_configs", "deepseek_v3": "deepseekv3_configs", "gpt_oss": "gptoss_configs",
+    "qwen3": "qwen3_configs", "qwen3_5": "qwen3_5_configs", "deepseek_v3": "deepseekv3_configs", "gpt_oss": "gptoss_configs",
     "kimi_k2_7": "kimi_k2_5_configs",
 }  # fmt: skip
 """torchtitan's models with experts, and the names of their configurations."""
@@ -158,7 +158,12 @@ def configurations() -> list[Any]:
     """Return torchtitan's models with experts: family and flavour."""
     found = []
     for family, name in MODELS.items():
-        for flavour, make in getattr(import_module(f"torchtitan.models.{family}"), name).items():
+        try:
+            flavours = getattr(import_module(f"torchtitan.models.{family}"), name)
+        except ModuleNotFoundError as error:
+            found.append(pytest.param(None, id=family, marks=pytest.mark.skip(reason=f"{family}: {error}")))
+            continue
+        for flavour, make in flavours.items():
             if "moe_comm_backend" in make.__code__.co_varnames:
                 found.append(pytest.param(make, id=f"{family}-{flavour}"))
     return found
@@ -188,7 +193,7 @@ def test_every_model_of_torchtitan_keeps_its_parameters_and_is_initialised(make:
 @pytest.mark.parametrize(
     "layout",
     [
-        *(OthersLayout(pp=2, ep=8, schedule=name, micro_batch=2, global_batch=64) for name in dict.fromkeys(SCHEDULES.values())),
+        *(OthersLayout(pp=2, ep=8, schedule=name, global_batch=64) for name in sorted({*SCHEDULES.values()})),
         OthersLayout(tp=2, ep=4, cp=2, replicas=2),
         *(OthersLayout(ep=2, recompute=parts) for parts in ((), ("block",), ("layernorm", "moe"))),
     ],
