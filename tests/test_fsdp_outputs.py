@@ -35,20 +35,22 @@ RETURNS: dict[str, Callable[[Tensor], Any]] = {
     "dict": lambda y: {"logits": y},
     "dataclass": Output,
     "object": lambda y: SimpleNamespace(logits=y),
+    "object, all in blocks": lambda y: SimpleNamespace(logits=y),
 }
 """Name to the form in which a model returns its result."""
 
 
 class Owned(nn.Module):
-    """A model whose outermost parameter is not read in the backward pass."""
+    """A model with an outermost parameter, or with none."""
 
     def __init__(self, returns: str) -> None:
         super().__init__()
-        self.returns, self.shift = returns, nn.Parameter(torch.zeros(4))
-        self.blocks = nn.ModuleList([MoE(4, 6, 4, 2)])
+        self.returns, self.scale = returns, None if returns == "object, all in blocks" else nn.Parameter(torch.ones(4))
+        self.blocks = nn.ModuleList([nn.Sequential(MoE(4, 6, 4, 2), nn.Tanh())])
 
     def forward(self, x: Tensor) -> Any:
-        return RETURNS[self.returns](self.blocks[0](x) + self.shift)
+        y = self.blocks[0](x)
+        return RETURNS[self.returns](y if self.scale is None else y * self.scale)
 
 
 def gpt() -> GPT:

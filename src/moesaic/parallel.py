@@ -37,7 +37,7 @@ from moesaic.models.split import local_part
 from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.runtime.data_parallel import DDP_IGNORES, UnpreparedForDDP, expert_parameters
 
-SEES_DATACLASSES = torch.__version__ >= (2, 12)
+SEES_DATACLASSES = torch.__version__ >= "2.12"
 """Whether FSDP2 finds the tensors of an output that is a dataclass."""
 
 
@@ -140,24 +140,25 @@ def shard_over_data(
             in which they are stored, as experts that are modules of the user's own always are.
 
     The forward pass of a unit, or of the model, raises InputError if FSDP2 finds none of the tensors of its output: it would
-    not gather the parameters again for the backward pass.
+    not gather the unit's own parameters again for the backward pass.
     """
     dp, edp = mesh.grid.dp, mesh.grid.edp
-    unsharded: list[AbstractExperts] = []
-    for module in model.modules():
-        if isinstance(module, MoE) and edp > 1:
-            gather_dtype = dtype if isinstance(module.experts, StackedExperts) else None
-            _shard(module.experts, mesh.sparse["edp"], divide_by=dp, dtype=gather_dtype)
-        elif isinstance(module, MoE):
-            unsharded.append(module.experts)
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    for layer in layers if edp > 1 else ():
+        gather_dtype = dtype if isinstance(layer.experts, StackedExperts) else None
+        _shard(layer.experts, mesh.sparse["edp"], divide_by=dp, dtype=gather_dtype)
     if dp == 1:
         return
-    for experts in unsharded:
-        experts.mark(lambda parameter: parameter.register_hook(lambda gradient: gradient / dp))
-    leave_out = {parameter for experts in unsharded for parameter in experts.parameters()}
+    for layer in layers if edp == 1 else ():
+        layer.experts.mark(lambda parameter: parameter.register_hook(lambda gradient: gradient / dp))
+    done = {parameter for layer in layers for parameter in layer.experts.parameters()}
+    leave_out = set() if edp > 1 else done.copy()
     for unit in (*units, model):
+        has_own = not done.issuperset(unit.parameters())
         _shard(unit, mesh.dense["dp"], divide_by=dp, leave_out=leave_out)
-        unit.register_forward_hook(_refuse_hidden_output)
+        done |= set(unit.parameters())
+        if has_own:
+            unit.register_forward_hook(_refuse_hidden_output)
 
 
 def _refuse_hidden_output(module: nn.Module, _: Any, output: Any) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
-from torch.library import CustomOpDef
+from typing import TYPE_CHECKING, NoReturn
 
 from moesaic.errors import InputError
+
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
 
 
 def differentiable_once(*operators: CustomOpDef) -> None:

@@ -30,8 +30,8 @@ from moesaic.errors import InputError
 def _objects_in_graphs() -> tuple[type, Callable[[type], None] | None]:
     """Return the base class and the registration of objects that custom operators of compiled graphs take; None if none."""
     try:
-        from torch._custom_class_base import CustomClassBase
-        from torch._library.opaque_object import register_custom_class
+        from torch._custom_class_base import CustomClassBase  # type: ignore[import-not-found]
+        from torch._library.opaque_object import register_custom_class  # type: ignore[attr-defined]
     except ImportError:  # the names before torch 2.14
         try:
             from torch._library.opaque_object import register_opaque_type

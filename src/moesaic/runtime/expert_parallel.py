@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moesaic.comm.collectives import all_gather, broadcast, check_same, share, share_of, slice_rows
 from moesaic.comm.transport import AbstractTransport
+from moesaic.draw import is_dtensor
 from moesaic.errors import InputError
-from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype, is_dtensor
+from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
 from moesaic.plan import Compiled, Plan
 from moesaic.plan.budget import CountedCall
 from moesaic.plan.plan import Crossing
