@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from copy import deepcopy
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,10 @@ def layer(
 
 
 def overridden(config: Any) -> Any:
-    """Return a copy of a configuration, or of one with parts, under the override."""
-
-    holder = deepcopy(config)
-    apply_overrides(OverrideConfig(imports=[OVERRIDE]), holder)
-    return holder
+    """Return a copy of a configuration under the override."""
+    copied = deepcopy(config)
+    apply_overrides(OverrideConfig(imports=[OVERRIDE]), copied)
+    return copied
 
 
 def grouped(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
@@ -139,6 +139,7 @@ def test_a_layer_computes_what_torchtitans_does(options: dict[str, Any], in_floa
 )
 def test_what_moesaic_cannot_run_is_refused_by_name(field: str, words: str) -> None:
     class Quantised(GroupedExperts):
+        @dataclass(kw_only=True, slots=True)
         class Config(GroupedExperts.Config):
             """Another kind of experts."""
 
@@ -171,7 +172,7 @@ def configurations() -> list[Any]:
 
 @pytest.mark.parametrize("make", configurations())
 def test_every_model_of_torchtitan_keeps_its_parameters_and_is_initialised(make: Any) -> None:
-    config = make("flex", "standard")
+    config = make(attn_backend="flex", moe_comm_backend="standard")
     ours = overridden(config)
     with torch.device("meta"):
         theirs, model = config.build(), ours.build()

@@ -558,6 +558,7 @@ def _torchtitan(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> 
             f"--parallelism.pipeline_parallel_schedule {_schedule_name(layout)}",
             f"--parallelism.pipeline_parallel_microbatch_size {layout.micro_batch}",
         ]
+    lines += ["--training.disable_cuda_graphs"] * (layout.ep > 1 or layout.pp > 1)  # refused with either
     return [*lines, f"{RECOMPUTE}{mode}"]
 
 
