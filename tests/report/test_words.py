@@ -24,10 +24,10 @@ def test_the_best_run_comes_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "loads", "is_normal"),
     [
-        (60, layer([4, 0], 1.0), True),
+        (499, layer([4, 0], 1.5), True),
         (60, layer([3, 1], 1.5), True),
         (60, layer([3, 1], 0.5), False),
-        (500, layer([4, 0], 1.0), False),
+        (500, layer([4, 0], 1.5), False),
     ],
 )
 def test_uneven_loads_are_normal_early_and_later_not(tmp_path: Path, step: int, loads: dict, is_normal: bool) -> None:

@@ -79,8 +79,9 @@ def speed(runs: Sequence[RunSummary]) -> list[Picture]:
         for title, caption, axis, pick, options in OVER_STEPS
         if any(pick(run) for run in runs)
     ]
-    for trace in pictures[-1].figure.data[1:]:  # equal learning rates would hide each other
-        trace.line.dash = "dash"
+    for picture in pictures[-1:]:
+        for trace in picture.figure.data[1:]:  # equal learning rates would hide each other
+            trace.line.dash = "dash"
     for name in names:
         words = name.replace("_", " ")
         chart = _per_run(runs, partial(_auxiliary, name), words)
