@@ -75,7 +75,7 @@ def test_the_commands_run_after_the_install_line(tmp_path: Path) -> None:
     assert {"transformers", "tokenizers", "triton"} <= set(blocked)
     done = subprocess.run(
         [sys.executable, "-c", MAIN, json.dumps(blocked), json.dumps(commands)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        cwd=tmp_path, capture_output=True, text=True, timeout=550,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} >= {"gantt.html", "plan.html", "corpus.bin"}
