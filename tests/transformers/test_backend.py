@@ -16,6 +16,7 @@ from torch import nn
 
 pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
+import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.distributed.expert_parallel import MoEParamShard
 
@@ -70,7 +71,11 @@ def described(gate: Gate | None, has_gate: bool) -> str:
 
 
 def test_the_page_names_every_family() -> None:
-    assert set(documented()) == {family.name for family in families()}
+    names = {family.name for family in families()}
+    of_page = re.findall(r"families of transformers (\d+\.\d+)", PAGE.read_text(encoding="utf-8"))
+    assert set(documented()) <= names
+    if transformers.__version__.startswith(f"{of_page[0]}."):  # newer ones have more
+        assert set(documented()) == names
 
 
 def test_the_list_of_families_is_the_packages() -> None:
