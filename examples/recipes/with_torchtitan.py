@@ -32,11 +32,11 @@ from torchtitan.models.qwen3 import parallelize_qwen3, qwen3_configs
 from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
+from moesaic.chosen import ChosenExperts
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts import BorrowedExperts, Clamp
 from moesaic.parallel import parameter_groups
-from moesaic.runtime.chosen import ChosenExperts
 
 KNOWN = {
     "inner_experts": (GroupedExperts.Config, GptOssGroupedExperts.Config),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
+
+from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
 from moesaic.errors import InputError
-
-if TYPE_CHECKING:
-    from torch._library.custom_ops import CustomOpDef
 
 
 def differentiable_once(*operators: CustomOpDef) -> None:

@@ -25,10 +25,10 @@ from transformers.distributed.expert_parallel import (
     MoEParamShard,
 )
 
+from moesaic.chosen import ChosenExperts
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.plan import Compiled, Plan
-from moesaic.runtime.chosen import ChosenExperts
 from moesaic.transformers.experts import Matrices, family_experts, gate_of, refusal, warn
 
 
