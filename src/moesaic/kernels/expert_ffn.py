@@ -160,7 +160,7 @@ def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *others, **__)
     return int(products * _product_flops(x, token, down))
 
 
-differentiable_once(expert_backward)
+differentiable_once("expert_backward")
 
 
 def _product_flops(x: Sequence[int], token: Sequence[int] | None, down: Sequence[int]) -> int:

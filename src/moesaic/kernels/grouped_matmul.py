@@ -95,7 +95,7 @@ def _(dy, x, ends, **_) -> int:  # type: ignore[no-untyped-def]
     return 2 * x[0] * x[1] * dy[1]
 
 
-differentiable_once(rows_times, outer_products)
+differentiable_once("rows_times", "outer_products")
 
 
 def _is_supported(*operands: Tensor) -> bool:

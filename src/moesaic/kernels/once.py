@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from torch.library import CustomOpDef  # type: ignore[attr-defined]
+from torch.library import register_autograd
 
 from moesaic.errors import InputError
 
 
-def differentiable_once(*operators: CustomOpDef) -> None:
-    """Make the gradient of operators that compute gradients an InputError."""
-    for operator in operators:
-        operator.register_autograd(_refuse)
+def differentiable_once(*names: str) -> None:
+    """Make the gradient of operators that compute gradients, named without our namespace, an InputError."""
+    for name in names:
+        register_autograd(f"moesaic::{name}", _refuse)
 
 
 def _refuse(*_: object) -> NoReturn:
