@@ -150,7 +150,7 @@ def shard_over_data(
     if dp == 1:
         return
     for layer in layers if edp == 1 else ():
-        layer.experts.mark(lambda parameter: parameter.register_hook(lambda gradient: gradient / dp))
+        layer.experts.mark(partial(_divide_gradient, dp=dp))
     done = {parameter for layer in layers for parameter in layer.experts.parameters()}
     leave_out = set() if edp > 1 else done.copy()
     for unit in (*units, model):
@@ -159,6 +159,10 @@ def shard_over_data(
         done |= set(unit.parameters())
         if has_own:
             unit.register_forward_hook(_refuse_hidden_output)
+
+
+def _divide_gradient(parameter: nn.Parameter, dp: int) -> None:
+    parameter.register_hook(lambda gradient: gradient / dp)
 
 
 def _refuse_hidden_output(module: nn.Module, _: Any, output: Any) -> None:

@@ -63,7 +63,7 @@ def test_every_replication_policy_is_shown(replication: str, schedule: str, caps
     [
         ("--plan.schedule s3 --plan.chunks 2", "s3, 2 chunks"),
         ("--plan.all-to-all hier2d --plan.codec int8", "s2, hier2d, int8"),
-        ("--plan.all-to-all multicast --plan.order exact", "s2, multicast"),
+        ("--plan.all-to-all multicast --plan.order early", "s2, multicast"),
         ("--plan.gather-weights 0 --plan.schedule s1", "s1, r=0"),
         ("--plan.overlap-gather", "s2, overlapped gather"),
     ],

@@ -81,7 +81,7 @@ def test_every_field_refuses_values_of_another_kind_in_one_line(name: str, value
 
 
 def test_an_unknown_order_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(InputError, match=r"plan\.order='soon' is unknown: choose one of fifo, early, optsche, exact"):
+    with pytest.raises(InputError, match=r"plan\.order='soon' is unknown: choose one of fifo, early, optsche"):
         Plan(order="soon")
 
 

@@ -52,7 +52,7 @@ def test_every_schedule_replicates_both_ways_and_prints(name: str, bias: bool):
         validate(program)
         assert from_text(to_text(program)) == program
         for order in ("fifo", "early", "optsche"):
-            validate(ORDERS[order](program, None))
+            validate(ORDERS[order](program))
     assert sum(task.op is Op.EXPERT for task in forward.tasks) == 3
 
 
@@ -120,7 +120,7 @@ def test_replicated_weights_are_kept_for_the_backward_pass_rather_than_sent_agai
 
 
 def test_gradients_of_replicated_weights_start_home_before_the_experts_that_stayed_run():
-    backward = ORDERS["optsche"](transpose(replicate(SCHEDULES["s1"](), 2)), None)
+    backward = ORDERS["optsche"](transpose(replicate(SCHEDULES["s1"](), 2)))
     names = [task.name for task in backward.tasks]
     assert names.index("out.replicated'") < names.index("w_here'") < names.index("out.0'")
 

@@ -19,6 +19,7 @@ from moesaic.plan import Plan, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import LoadBalance
+from moesaic.runtime.data_parallel import average_gradients
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic_lab.recorder import Recorder
 
@@ -53,6 +54,7 @@ def steps(
         x = tokens_of(grid.coordinate(transport.rank, "dp"), seed=number).requires_grad_()
         y = layer(x, capacity=capacity)
         y.sin().sum().backward()
+        average_gradients(layer, Mesh(grid, transport))
         assert x.grad is not None
         found += [y.detach(), x.grad]
         for parameter in layer.parameters():

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+from moesaic.cost.cluster import read_cluster
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT, make_language_model
 from moesaic.plan.presets import CONFIGS, read_job
@@ -133,9 +134,9 @@ def test_deepseek_v3_is_planned_with_the_parameters_of_transformers():
     }
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(transformers.DeepseekV3Config(**sizes))
-    planned = read_job("deepseek-v3").model
-    assert planned.parameters() == count(theirs) - count(theirs, "norm", "e_score_correction_bias")
-    assert f"{planned.parameters() / 1e9:.0f}" == "671"
+    planned, _ = read_job("deepseek-v3").parameters(read_cluster("dgx-h100"))
+    assert planned == count(theirs) - count(theirs, "norm", "e_score_correction_bias")
+    assert f"{planned / 1e9:.0f}" == "671"
 
 
 def test_the_demo_compares_equal_active_parameters_tokens_and_steps():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.cost.held import ExpertSizes
-from moesaic.draw import Draw, draw_globally, is_dtensor
+from moesaic.draw import Draw, draw_globally
 from moesaic.errors import InputError
 from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.expert_ffn import expert_ffn, expert_gradients, run_experts
@@ -258,10 +258,8 @@ class AbstractExperts(nn.Module, ABC):
     def _local(self, name: str) -> Tensor:
         owner, _, leaf = name.rpartition(".")
         parameter: Tensor = getattr(self.get_submodule(owner), leaf)  # a plain tensor within `functional_call`
-        if is_dtensor(parameter):
-            local: Tensor = parameter.to_local(grad_placements=parameter.placements)
-            return local
-        return parameter
+        placements = getattr(parameter, "placements", None)  # of a DTensor, whose package takes a second to import
+        return parameter if placements is None else parameter.to_local(grad_placements=placements)
 
     @torch.no_grad()
     def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moesaic.comm.collectives import all_gather, broadcast, check_same, share, share_of, slice_rows
 from moesaic.comm.transport import AbstractTransport
-from moesaic.draw import is_dtensor
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
 from moesaic.plan import Compiled, Plan
@@ -298,7 +297,7 @@ class ExpertParallel:
         if replay is None:
             batch = replace(batch, noise=self._draw(router, x_TD))
         named = router.named_parameters("router")
-        self.peers.weights = {name: weight for name, weight in named if not is_dtensor(weight)}
+        self.peers.weights = {name: weight for name, weight in named if not hasattr(weight, "placements")}
         sharing: AbstractContextManager[None] = nullcontext()
         if self.compiled.routes_slices:
             own_slice = share_of(len(x_TD), self._tp_place, self.grid.tp)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -197,8 +198,12 @@ def shard_experts(experts: AbstractExperts, grid: Grid, rank: int, device_mesh: 
             setattr(experts, name, nn.Parameter(value, requires_grad=whole.requires_grad))
     # These attributes tell other trainers that a parameter differs between data-parallel ranks: DeepSpeed and Megatron-Core
     # read `allreduce`, and DeepSpeed reads from `group_name` over how many ranks the parameter is spread.
-    experts.mark(lambda parameter: setattr(parameter, "allreduce", False))
-    experts.mark(lambda parameter: setattr(parameter, "group_name", f"ep_size_{grid.ep * grid.etp}"))
+    experts.mark(partial(_mark_spread, num_ranks=grid.ep * grid.etp))
+
+
+def _mark_spread(parameter: nn.Parameter, num_ranks: int) -> None:
+    parameter.allreduce = False  # type: ignore[attr-defined]
+    parameter.group_name = f"ep_size_{num_ranks}"  # type: ignore[attr-defined]
 
 
 def _check_shards(experts: AbstractExperts, grid: Grid) -> None:

@@ -224,6 +224,7 @@ def test_decides_from_the_load_of_training_since_the_last_decision() -> None:
             y, routing = (checkpoint(layer, x, return_routing=True)) if number % 2 else layer(x, return_routing=True)
             counts += routing.requested
             y.sum().backward()  # a recomputation counts no token twice
+            average_gradients(layer, mesh)
             optimizer.step()
             optimizer.zero_grad()
             layer.eval()
