@@ -18,9 +18,9 @@ TRITONS := 3.6.0 $(OTHER_TRITONS)
 
 # Each torch that `make test-torch` runs under, with its Python: the lowest supported, one between, the pinned one, the newest.
 TORCHES := 2.10.0-3.10 2.12.1-3.12 2.13.0-3.10 newest-3.12
-# The layer with every router against float64, compilation, FSDP2 and the trainer on two ranks, the codecs.
+# The layer with every router against float64, compilation, FSDP2 and the trainer on two ranks, transformers, the codecs.
 SMOKE := tests/test_layer.py tests/routing/test_injection.py tests/kernels/test_codecs.py tests/test_compile.py tests/test_fsdp_outputs.py \
-	tests/test_parallel.py tests/train/test_on_two_ranks.py tests/test_deprecations.py
+	tests/test_parallel.py tests/train/test_on_two_ranks.py tests/test_deprecations.py tests/transformers/test_backend.py
 
 .PHONY: help setup demo test test-random test-all test-triton test-torch test-peers lint bench bench-all chaos fuzz soak docs site clean
 
@@ -77,12 +77,11 @@ test-peers: build/peers/.current  ## layers, recipes and checkpoints against tor
 
 test-torch: $(TORCHES:%=test-torch-%)  ## the parts that torch carries, under every torch of TORCHES in turn
 
-# transformers 5.23 needs Python 3.11.
 test-torch-%: build/torch/%/.current
-	OMP_NUM_THREADS=1 build/torch/$*/bin/python -m pytest -m "not slow and not random" $(SMOKE) \
-		$(if $(filter %-3.10,$*),,tests/transformers/test_backend.py)
+	OMP_NUM_THREADS=1 build/torch/$*/bin/python -m pytest -m "not slow and not random" $(SMOKE)
 
 .PRECIOUS: build/torch/%/.current
+# transformers 5.23 needs Python 3.11.
 build/torch/%/.current: pyproject.toml
 	@python$(lastword $(subst -, ,$*)) -c "" 2>/dev/null \
 		|| { echo "python$(lastword $(subst -, ,$*)) does not run: install it, or put it on PATH"; exit 1; }
