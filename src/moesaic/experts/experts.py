@@ -259,7 +259,10 @@ class AbstractExperts(nn.Module, ABC):
         owner, _, leaf = name.rpartition(".")
         parameter: Tensor = getattr(self.get_submodule(owner), leaf)  # a plain tensor within `functional_call`
         placements = getattr(parameter, "placements", None)  # of a DTensor, whose package takes a second to import
-        return parameter if placements is None else parameter.to_local(grad_placements=placements)
+        if placements is None:
+            return parameter
+        local: Tensor = parameter.to_local(grad_placements=placements)  # type: ignore[attr-defined]
+        return local
 
     @torch.no_grad()
     def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
