@@ -14,10 +14,10 @@ from typing import get_args
 import pytest
 
 from moesaic.codecs import CODECS, NO_CODEC
-from moesaic.plan.plan import AllToAll
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.order import ORDERS
+from moesaic.program.plan import AllToAll
 from moesaic_lab.house import cycles
 
 ROOT = Path(__file__).parent.parent
@@ -27,12 +27,12 @@ TESTBED = ROOT / "lab" / "moesaic_testbed"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAB_SOURCES = [*sorted(LAB.rglob("*.py")), *sorted(TESTBED.rglob("*.py"))]
 PARTS = (
-    "errors", "configfile", "codecs", "program", "cost", "traces", "balance", "plan", "kernels", "comm", "draw",
-    "routing", "experts", "runtime", "chosen", "layer", "profiling", "models", "parallel", "transformers", "train", "weights",
-    "testing", "report", "cli",
+    "errors", "configfile", "codecs", "shapes", "traces", "program", "kernels", "comm", "draw", "routing", "experts", "runtime",
+    "chosen", "layer", "balance", "planner", "measure", "models", "parallel", "transformers", "train", "weights", "testing",
+    "report", "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
-TORCH_FREE = ("errors", "configfile", "codecs", "program", "cost", "traces", "balance", "plan", "report")
+TORCH_FREE = ("errors", "configfile", "codecs", "shapes", "program", "traces", "planner", "report")
 """Parts that neither import torch nor a part that does: planning and reporting work without it."""
 FACES = ("__init__", "__main__")
 """Files of the package itself, which belong to no part."""
@@ -137,7 +137,7 @@ def test_the_library_does_not_know_the_laboratory():
 def test_the_test_bed_stands_alone():
     used = {name for path in sorted(TESTBED.rglob("*.py")) for name in imports_of(path)}
     ours = {name.rpartition(".")[0] for name in used if name.startswith(("moesaic.", "moesaic_lab"))}
-    assert ours == {"moesaic.errors", "moesaic.cli.arguments", "moesaic.profiling.together"}
+    assert ours == {"moesaic.errors", "moesaic.cli.arguments", "moesaic.measure.together"}
 
 
 def test_reports_read_nothing_of_training_but_its_metrics():
@@ -147,7 +147,7 @@ def test_reports_read_nothing_of_training_but_its_metrics():
         for path in SOURCES
         if part_of(path) == "report"
         for name in imports_of(path)
-        if re.match(r"moesaic\.(?!__version__|errors\b|report\b|program\b|cost\b|traces\b|balance\b|plan\b)", name)
+        if re.match(r"moesaic\.(?!__version__|errors\b|report\b|program\b|traces\b|balance\b|planner\b)", name)
     }
     assert {name for name in used if not name.startswith(allowed)} == set()
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.layer import MoE
-from moesaic.plan import Compiled
+from moesaic.program.compile import Compiled
 from moesaic.routing.router import AbstractRouter, token_choice
 from moesaic.routing.routing import Choice, Scores
 from moesaic_lab.bounds import Message

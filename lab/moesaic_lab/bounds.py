@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from moesaic.cost.movement import coded_bytes
+from moesaic.planner.movement import coded_bytes
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.bundles import bundles
 from moesaic.program.sizes import CallSizes

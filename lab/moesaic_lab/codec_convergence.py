@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from moesaic.models.gpt import PADDING, EncoderDecoder, translate
-from moesaic.plan.plan import StaticPlan
+from moesaic.program.plan import StaticPlan
 from moesaic.train.config import MeshConfig, TrainConfig, preset
 from moesaic.train.objectives import load_for
 from moesaic.train.state import Trained, load_trained

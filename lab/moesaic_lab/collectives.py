@@ -16,9 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from moesaic.comm.mesh import open_transport
-from moesaic.cost.fit import Fit
-from moesaic.profiling.links import collectives
-from moesaic.profiling.together import hold_still, latest, start_together
+from moesaic.measure.links import collectives
+from moesaic.measure.together import hold_still, latest, start_together
+from moesaic.planner.fit import Fit
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.model.config import COMMITTED, read_config

@@ -6,8 +6,8 @@ assumptions until `moesaic profile` has measured them.
 
 from __future__ import annotations
 
-from moesaic.cost.cluster import ClusterSpec, Device, Host, Link
-from moesaic.plan.predict import CPU
+from moesaic.planner.cluster import ClusterSpec, Device, Host, Link
+from moesaic.planner.predict import CPU
 from moesaic_testbed.bed import Bed
 
 UNSHAPED_GBPS = 8.0

@@ -23,14 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.cost.call_sizes import sizes_of
-from moesaic.cost.cluster import read_cluster
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.workload import Workload, uniform_counts
 from moesaic.errors import InputError
-from moesaic.plan import Plan, compile_plan
-from moesaic.plan.loads import decided, simulate_even
+from moesaic.planner.call_sizes import sizes_of
+from moesaic.planner.cluster import read_cluster
+from moesaic.planner.loads import decided, simulate_even
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.workload import Workload, uniform_counts
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.tables import Column

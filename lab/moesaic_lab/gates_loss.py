@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.layer import MoE, finish_step
+from moesaic.measure.together import hold_still, latest, start_together
 from moesaic.models.gpt import GPT
-from moesaic.plan import Plan
-from moesaic.profiling.together import hold_still, latest, start_together
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.routing.routers import LinkLevel, TopologyRouter
 from moesaic.train.config import TrainConfig, demo
 from moesaic.train.data import Batches, load_corpus

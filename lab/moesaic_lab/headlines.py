@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from moesaic.balance.samples import TwoStage
-from moesaic.cost.simulate import Simulator
-from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.plan.algorithm1 import choose
+from moesaic.planner.algorithm1 import choose
+from moesaic.planner.simulate import Simulator
+from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic_lab.balance import cells as balance
 from moesaic_lab.balance.config import BalanceBenchConfig, Skewed
 from moesaic_lab.balance.methods import PLAIN, SMART, BalanceMethod, methods

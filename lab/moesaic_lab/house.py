@@ -200,8 +200,8 @@ def trace_path(package: Path) -> PathTrace:
     from moesaic.comm.mesh import Mesh
     from moesaic.comm.transport import AbstractTransport, Handle, Transfer
     from moesaic.layer import MoE
-    from moesaic.plan import Plan
     from moesaic.program.grid import Grid
+    from moesaic.program.plan import Plan
     from moesaic_lab.recorder import AbstractPassing
 
     def is_tokens(value: object) -> bool:

@@ -34,7 +34,7 @@ def in_turn(
     Args:
         methods: the functions to time, by name; the time to free their results does not count.
         repeats: how often each method is timed; repeat r starts with method r, so no method always follows the same one.
-        barrier: called on all ranks before each method; `moesaic.profiling.together.start_together` makes one.
+        barrier: called on all ranks before each method; `moesaic.measure.together.start_together` makes one.
         warmup: untimed repeats at the beginning.
 
     Returns:

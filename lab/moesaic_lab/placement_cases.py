@@ -21,18 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from moesaic.balance.run.moving import MovingMoE
+from moesaic.balance.run.relocate import Following, Relocator, sample_dropout, samples_of
+from moesaic.balance.run.residual import Residual
 from moesaic.balance.samples import Given
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
-from moesaic.plan import Plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.routers import SigmoidTopK, SoftmaxTopK
-from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.relocate import Following, Relocator, sample_dropout, samples_of
-from moesaic.runtime.balance.residual import Residual
 from moesaic.runtime.data_parallel import average_gradients
 from moesaic.testing.equivalence import random_homes
 from moesaic.testing.expected import shard_of

@@ -21,7 +21,7 @@ import numpy as np
 
 from moesaic.balance.experts import Balanced, ExpertLoad, SmartMoE, places_of
 from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, Stay, TwoStage, Weighed, by_flow, by_seats
-from moesaic.cost.cluster import Machine
+from moesaic.planner.cluster import Machine
 from moesaic.program.grid import Grid
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim, claimed, figures

@@ -21,19 +21,19 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.cost.cluster import read_cluster
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.step import StepCostModel
-from moesaic.plan.candidates import Pins
-from moesaic.plan.compile import compile_plan
-from moesaic.plan.loads import fit_counts, simulate_counts
-from moesaic.plan.model import Job
-from moesaic.plan.model_shape import ModelShape, MoEShape
-from moesaic.plan.plan import Plan, plan_in_words
-from moesaic.plan.predict import Predictor
-from moesaic.plan.search import Settings, search
-from moesaic.plan.table import PlanTable, TableSettings
+from moesaic.planner.candidates import Pins
+from moesaic.planner.cluster import read_cluster
+from moesaic.planner.loads import fit_counts, simulate_counts
+from moesaic.planner.model import Job
+from moesaic.planner.predict import Predictor
+from moesaic.planner.search import Settings, search
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.step import StepCostModel
+from moesaic.planner.table import PlanTable, TableSettings
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan, plan_in_words
+from moesaic.shapes import ModelShape, MoEShape
 from moesaic.traces.trace import Trace
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
 from moesaic_lab.claims import Claim

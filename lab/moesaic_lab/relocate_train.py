@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.balance import EXPERT_PLACERS
+from moesaic.balance.run.calls import decisions_of
+from moesaic.balance.run.experts import ExpertPlacement
 from moesaic.balance.samples import AbstractPlacer, TwoStage
 from moesaic.comm.mesh import Mesh
 from moesaic.configfile import override
 from moesaic.layer import MoE, finish_step
+from moesaic.measure.together import hold_still, latest, start_together
 from moesaic.models.moving import MovingGPT
-from moesaic.profiling.together import hold_still, latest, start_together
-from moesaic.runtime.balance.calls import decisions_of
-from moesaic.runtime.balance.experts import ExpertPlacement
 from moesaic.testing.processes import on_ranks
 from moesaic.traces.load import locality
 from moesaic.train.balance import make_arbiter, make_model, place_samples, rates_of

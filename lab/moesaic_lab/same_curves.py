@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from moesaic.plan.plan import StaticPlan
+from moesaic.program.plan import StaticPlan
 from moesaic.train.config import MeshConfig, TrainConfig, demo
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
 from moesaic_lab.claims import Claim

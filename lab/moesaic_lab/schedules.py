@@ -19,14 +19,14 @@ from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
-from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.plan.plan import Crossing
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import NodeMap
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import bundles
+from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Axis, Grid
+from moesaic.program.plan import Crossing, Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES, Kind, Program, Task
 from moesaic.routing.routers.hash import Hash

@@ -21,12 +21,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from moesaic.cli import plan
-from moesaic.cost.cluster import read_cluster
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.workload import Workload, dirichlet_counts
-from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.plan.loads import simulate_counts
+from moesaic.planner.cluster import read_cluster
+from moesaic.planner.loads import simulate_counts
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.workload import Workload, dirichlet_counts
+from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
 from moesaic_lab.claims import Claim
 from moesaic_lab.ledger.records import read_published

@@ -31,7 +31,7 @@ from rich.console import Console
 from moesaic.configfile import override
 from moesaic.errors import InputError, TrainingError
 from moesaic.layer import MoE
-from moesaic.plan import Plan
+from moesaic.program.plan import Plan
 from moesaic.testing.processes import on_ranks
 from moesaic.train.config import TrainConfig, demo
 from moesaic.train.loop import Trainer

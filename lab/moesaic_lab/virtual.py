@@ -19,7 +19,7 @@ from torch import Tensor
 from moesaic.codecs import CodecSpec, is_coded
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import AbstractCodec, codec_named
-from moesaic.profiling.host import IdleExperts
+from moesaic.measure.host import IdleExperts
 from moesaic.runtime.tasks import Codecs
 
 

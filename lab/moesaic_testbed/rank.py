@@ -14,7 +14,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from moesaic.profiling.together import hold_still
+from moesaic.measure.together import hold_still
 from moesaic_testbed.bed import Bed
 from moesaic_testbed.kernel import enter_net
 from moesaic_testbed.messages import Failure

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moesaic.kernels.encode import encoding, fast_decode, fast_encode
     from moesaic.layer import MoE, balance_on_step, finish_step
     from moesaic.parallel import clip_grad_norm_, parallelize_model, parameter_groups, prepare_ddp, shard_over_data
-    from moesaic.plan import Plan
+    from moesaic.program.plan import Plan
     from moesaic.routing.capacity import Capacity, Dropless
     from moesaic.routing.injection import collect_losses, set_loss_scale
     from moesaic.routing.losses import Importance, LoadBalance, ZLoss
@@ -32,7 +32,7 @@ _HOMES = {
     "balance_on_step": "moesaic.layer",
     "finish_step": "moesaic.layer",
     "Mesh": "moesaic.comm.mesh",
-    "Plan": "moesaic.plan",
+    "Plan": "moesaic.program.plan",
     "average_gradients": "moesaic.runtime.data_parallel",
     "clip_grad_norm_": "moesaic.parallel",
     "parallelize_model": "moesaic.parallel",

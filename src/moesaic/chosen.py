@@ -8,14 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moesaic.balance.run.calls import calls_under
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts.experts import BorrowedExperts
 from moesaic.kernels.permute import sort_by_expert
-from moesaic.plan import Compiled, Plan
+from moesaic.program.compile import Compiled
+from moesaic.program.plan import Plan
 from moesaic.routing.capacity import count
 from moesaic.runtime.auto_plan import AutoPlan
-from moesaic.runtime.balance.calls import calls_under
 from moesaic.runtime.expert_parallel import ExpertParallel, outside_graphs
 
 

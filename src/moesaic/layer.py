@@ -27,7 +27,8 @@ from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
 from moesaic.experts.experts import StackedExperts, compute_dtype
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.pick import AUTO, check_tier
-from moesaic.plan import Compiled, Plan
+from moesaic.program.compile import Compiled
+from moesaic.program.plan import Plan
 from moesaic.routing.capacity import AbstractCapacity, Dropless, as_capacity
 from moesaic.routing.injection import InjectsLosses
 from moesaic.routing.losses import AbstractLoss, LoadBalance
@@ -185,8 +186,8 @@ class MoE(InjectsLosses, RoutingCached):
         """
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
+        from moesaic.balance.run.calls import calls_under
         from moesaic.runtime.auto_plan import AutoPlan
-        from moesaic.runtime.balance.calls import calls_under
         from moesaic.runtime.deepep import DeepEP
         from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
 

@@ -34,7 +34,8 @@ from moesaic.experts.experts import AbstractExperts, StackedExperts
 from moesaic.experts.modules import copies_of
 from moesaic.layer import MoE
 from moesaic.models.split import local_part
-from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.program.compile import Compiled, compile_plan
+from moesaic.program.plan import Plan
 from moesaic.runtime.data_parallel import DDP_IGNORES, UnpreparedForDDP, expert_parameters
 
 SEES_DATACLASSES = torch.__version__ >= "2.12"

@@ -11,10 +11,11 @@ import pytest
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision
 from moesaic.balance.selector.options import CallChoice, Recipe, name_of, option_plans, steps_of
-from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
-from moesaic.plan import Plan, compile_plan
+from moesaic.planner.cluster import Machine
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 SHARDED = Grid(world=8, ep=4, etp=2, ranks_per_node=4)

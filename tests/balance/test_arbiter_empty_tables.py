@@ -7,9 +7,9 @@ import numpy as np
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.balance.selector.options import CallChoice, Recipe
-from moesaic.cost.cluster import Machine
-from moesaic.plan.plan import Plan
+from moesaic.planner.cluster import Machine
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 
 PLANS = (Plan(), Plan(replication="spill"), Plan(peer_groups=2), Plan(peer_groups=2, replication="spill"))
 

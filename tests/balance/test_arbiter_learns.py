@@ -12,10 +12,11 @@ import pytest
 
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.selector.arbiter import UNANSWERED, Arbiter, Arbitration, CallDecision
-from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
-from moesaic.plan import Plan, compile_plan
+from moesaic.planner.cluster import Machine
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 PLAN = Plan(replication="arbiter")

@@ -12,7 +12,7 @@ from moesaic.balance.selector import prepared
 from moesaic.balance.selector.arbiter import RIVAL, RIVALS, Arbiter
 from moesaic.balance.selector.options import CallChoice, Recipe, Weigher
 from moesaic.balance.selector.prepared import Prepared
-from moesaic.cost.cluster import Machine
+from moesaic.planner.cluster import Machine
 from moesaic.program.grid import Grid
 
 GRIDS = [Grid(world=8, ep=8, ranks_per_node=4), Grid(world=8, ep=4, ranks_per_node=4), Grid(world=8, tp=2, ep=4, etp=2)]

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.balance.rates import machine_of, simulator_of
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan import Plan, compile_plan
-from moesaic.plan.loads import arbiter_for
+from moesaic.planner.loads import arbiter_for
+from moesaic.planner.rates import machine_of, simulator_of
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.workload import Workload
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 
 CLUSTER = """
 nodes = 2

@@ -19,7 +19,7 @@ from moesaic.balance.replication.tables import (
     spread,
 )
 from moesaic.balance.selector.options import gathered_cost, is_even, replicated_cost, worst
-from moesaic.cost.cluster import Machine
+from moesaic.planner.cluster import Machine
 from moesaic.program.grid import Grid
 
 GRIDS = [

@@ -7,13 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moesaic.cost.call_sizes import sizes_of
-from moesaic.cost.cluster import Machine
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan import Plan, compile_plan
+from moesaic.planner.call_sizes import sizes_of
+from moesaic.planner.cluster import Machine
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.workload import Workload
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
 

@@ -22,8 +22,8 @@ from moesaic.balance.samples import (
     by_flow,
     by_seats,
 )
-from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
+from moesaic.planner.cluster import Machine
 from moesaic.program.grid import Grid
 from moesaic.traces.synthetic import SyntheticRouting, make_trace
 from moesaic_lab.exact_placements import best_samples, sample_gap

@@ -19,8 +19,8 @@ from moesaic.balance.replication.published import Published
 from moesaic.balance.replication.shadow import Shadow
 from moesaic.balance.replication.spill import Spill
 from moesaic.balance.replication.tables import Replications, rows_of
-from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
+from moesaic.planner.cluster import Machine
 from moesaic.program.grid import Grid
 
 FAST_WEIGHTS = ReplicationCosts(machine=Machine(tflops=0.01, inter_gbps=1000, intra_gbps=1000))

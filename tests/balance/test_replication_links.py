@@ -7,8 +7,8 @@ import pytest
 
 from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.shadow import Shadow
-from moesaic.cost.cluster import ClusterSpec, Device, Link, Machine, Tflops
 from moesaic.errors import InputError
+from moesaic.planner.cluster import ClusterSpec, Device, Link, Machine, Tflops
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from helpers import pairwise
+from moesaic.balance.budget import holders_of
 from moesaic.balance.replication.bounded import (
     fitting_tables,
     limits,
@@ -20,11 +21,11 @@ from moesaic.balance.replication.bounded import (
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.spill import MOST_HELPED, overflow
 from moesaic.balance.slices import cut
-from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
-from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.plan.budget import holders_of
+from moesaic.planner.cluster import Machine
+from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
 

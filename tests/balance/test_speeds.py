@@ -11,7 +11,7 @@ from moesaic.balance.replication.spill import Spill
 from moesaic.balance.replication.tables import NOTHING, spills
 from moesaic.balance.selector.arbiter import Arbiter, Arbitration
 from moesaic.balance.selector.options import is_even, replicated_cost
-from moesaic.cost.cluster import Machine
+from moesaic.planner.cluster import Machine
 from moesaic.program.grid import Grid
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)

@@ -13,10 +13,10 @@ import pytest
 
 from moesaic.cli.main import main
 from moesaic.cli.plan import plan_in_words, what_was_measured
-from moesaic.cost.cluster import presets, read_cluster
-from moesaic.plan import Plan
-from moesaic.plan.files import read_planned
-from moesaic.plan.others import VERSIONS
+from moesaic.planner.cluster import presets, read_cluster
+from moesaic.planner.files import read_planned
+from moesaic.planner.others import VERSIONS
+from moesaic.program.plan import Plan
 from moesaic.train.auto_plan import with_planned
 from moesaic.train.config import PlannerConfig, TrainConfig
 

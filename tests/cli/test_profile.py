@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moesaic.cli.profile import failings
-from moesaic.cost.profile import ClusterProfile, Errors
+from moesaic.planner.profile import ClusterProfile, Errors
 
 
 @pytest.mark.parametrize(

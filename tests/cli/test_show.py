@@ -11,16 +11,16 @@ from typing import Any, get_args
 import pytest
 
 from moesaic.cli.main import main
-from moesaic.cost.cluster import read_cluster
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan import Plan, compile_plan
-from moesaic.plan.files import read_plan, write_plan
-from moesaic.plan.plan import Replication
+from moesaic.planner.cluster import read_cluster
+from moesaic.planner.files import read_plan, write_plan
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan, Replication
 from moesaic.program.text import from_text, to_text
 from moesaic.program.validate import validate
 

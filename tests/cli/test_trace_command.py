@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moesaic.cli.main import main
-from moesaic.cost.workload import read_counts
+from moesaic.planner.workload import read_counts
 from moesaic.traces.trace import Trace
 
 MAKE = ("--steps", "4", "--num-layers", "2", "--sequences", "8", "--seq-len", "64", "--groups", "2")

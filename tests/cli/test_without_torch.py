@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.cost.profile import ClusterProfile, HostCosts, LinkCosts, Products
+from moesaic.planner.profile import ClusterProfile, HostCosts, LinkCosts, Products
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = ROOT / "benchmarks" / "traces" / "gpt-tiny-unbalanced"

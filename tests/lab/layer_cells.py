@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moesaic.plan import Plan, compile_plan
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic_lab.bounds import Limit
 from moesaic_lab.layer.benchmark import LayerCell
 from moesaic_lab.layer.cells import LayerJob

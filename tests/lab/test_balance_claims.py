@@ -12,7 +12,7 @@ import pytest
 from balance_cells import cell
 from rich.console import Console
 
-from moesaic.plan.plan import Plan
+from moesaic.program.plan import Plan
 from moesaic_lab.balance import page
 from moesaic_lab.balance.benchmark import panels
 from moesaic_lab.balance.cells import NOTES, all_rows, share_rows, tables

@@ -19,10 +19,10 @@ from moesaic.cli.main import main
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.transport import AbstractTransport
-from moesaic.cost.cluster import read_cluster
 from moesaic.errors import InputError
 from moesaic.experts import PlainExperts
-from moesaic.plan import compile_plan
+from moesaic.planner.cluster import read_cluster
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance import ranks

@@ -46,7 +46,7 @@ ELSEWHERE = {
     ("train/run_folder.py", "_read_owner"): "is handed text, by tests/train/test_run_folder.py of every kind",
     ("train/state.py", "_write_tokenizer"): "compares what it is about to write",
     ("train/metrics.py", "weights_and_biases"): "reads the one word by which a tracker knows the run",
-    ("cost/profile.py", "_processor"): "reads /proc",
+    ("planner/profile.py", "_processor"): "reads /proc",
     ("kernels/products.py", "_is_zen_5"): "reads /proc, and is handed texts by tests/kernels/test_products.py",
     ("train/checkpoint.py", "_write_whole"): "compares what it has just written",
     ("train/run_folder.py", "seal"): "hashes what the run has written",

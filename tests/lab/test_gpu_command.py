@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.cost.cluster import read_cluster
 from moesaic.errors import InputError
+from moesaic.planner.cluster import read_cluster
 from moesaic_lab.gpu import command, profile
 from moesaic_lab.gpu.checks import graph_error, padded_graph_error
 from moesaic_lab.gpu.command import FILES, GpuStep, run

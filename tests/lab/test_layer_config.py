@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic.cost.call_sizes import node_tokens_per_node
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan import Plan, compile_plan
-from moesaic.profiling.host import BalancedRouter, balanced_choice, visits
+from moesaic.measure.host import BalancedRouter, balanced_choice, visits
+from moesaic.planner.call_sizes import node_tokens_per_node
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.workload import Workload
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.program.task import Op
 from moesaic.routing.node_tokens import find_node_tokens
 from moesaic_lab.bounds import program_messages

@@ -13,8 +13,9 @@ import pytest
 from moesaic.cli.main import main
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
-from moesaic.plan import Plan, compile_plan
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic_lab.bounds import program_messages
 from moesaic_lab.layer import ranks
 from moesaic_lab.layer.benchmark import claims, summed_up

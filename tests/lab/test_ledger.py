@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moesaic.cost.cluster import ClusterSpec, presets, read_cluster
-from moesaic.plan.answer import SPREAD
+from moesaic.planner.answer import SPREAD
+from moesaic.planner.cluster import ClusterSpec, presets, read_cluster
 from moesaic_lab.ledger import parts
 from moesaic_lab.ledger.fitting import FITS, fitted
 from moesaic_lab.ledger.page import claims, entries, page, rows

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesaic.profiling import together
-from moesaic.profiling.together import start_together
+from moesaic.measure import together
+from moesaic.measure.together import start_together
 from moesaic_lab import measure
 from moesaic_lab.measure import Timing, in_turn, over_ranks, paired
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.cost.profile import ClusterProfile, HostCosts, LinkCosts, MachineInfo, Versions
 from moesaic.errors import InputError
+from moesaic.planner.profile import ClusterProfile, HostCosts, LinkCosts, MachineInfo, Versions
 from moesaic_lab.model.claims import case_rows, claims, panels, rows_of
 from moesaic_lab.model.config import BedFields, ModelBenchConfig, ModelCase, narrowed, read_config
 from moesaic_lab.model.run import ModelFound, _path, _profile_path, kept, kept_earlier, plans_of, predict

@@ -12,8 +12,9 @@ import torch
 from moesaic.balance.samples import AbstractPlacer, Given, Homes, SampleLoad, Stay, TwoStage
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
-from moesaic.cost.workload import Workload
-from moesaic.plan import Plan, compile_plan
+from moesaic.planner.workload import Workload
+from moesaic.program.compile import compile_plan
+from moesaic.program.plan import Plan
 from moesaic_lab.emulated import emulated
 from moesaic_lab.netmoe.ranks import Stack, TableRouter, TravelJob, check, numbered
 from moesaic_lab.netmoe.setting import Costs, Setting, decision_seconds, paper_cluster, paper_setting, routing, travel

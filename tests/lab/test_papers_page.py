@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from moesaic.cli.main import COMMANDS, LABORATORY, main
-from moesaic.cost.cluster import presets
-from moesaic.plan.presets import CONFIGS
-from moesaic.plan.presets import PRESETS as PLANNED
+from moesaic.planner.cluster import presets
+from moesaic.planner.presets import CONFIGS
+from moesaic.planner.presets import PRESETS as PLANNED
 from moesaic.train.config import PRESETS as TRAINED
 from moesaic_lab.bench import BENCHMARKS
 from moesaic_lab.reproduce.records import PAPERS

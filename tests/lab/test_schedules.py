@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.plan import Plan
+from moesaic.program.plan import Plan
 from moesaic_lab import schedules
 
 PUBLISHED = ("linear", "pipelined", "hier1d", "hier2d", "hier3d", "naive")

@@ -13,9 +13,9 @@ from moesaic.errors import InputError
 from moesaic.experts.experts import ExpertCall
 from moesaic.kernels.codecs import codec_named
 from moesaic.layer import MoE
-from moesaic.plan import Plan, compile_plan
-from moesaic.plan.plan import Codec
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Codec, Plan
 from moesaic.program.task import Op
 from moesaic_lab.recorder import Recorder
 from moesaic_lab.virtual import Accelerator, VirtualCodec, virtual_codecs, virtual_experts

@@ -12,7 +12,7 @@ from moesaic.errors import InputError
 from moesaic.models.attention import KeyValueCache, ShortConv
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT, EncoderDecoder, make_language_model, translate
-from moesaic.plan.model_shape import BlockConfig
+from moesaic.shapes import BlockConfig
 
 VOCAB, LENGTH = 40, 12
 SHAPE: dict[str, Any] = {"dim": 32, "num_layers": 2, "num_heads": 4, "seq_len": LENGTH, "conv_width": 1}

@@ -13,9 +13,9 @@ from moesaic.errors import InputError
 from moesaic.models.attention import KeyValueCache
 from moesaic.models.config import LOSSES, ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT, GPTOutput, make_moe
-from moesaic.plan.model_shape import LIMITED
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.routers import ON_MESH, ROUTERS, GroupLimited, SigmoidTopK
+from moesaic.shapes import LIMITED
 
 VOCAB = 11
 

@@ -29,8 +29,8 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, H
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 from moesaic.errors import InputError
-from moesaic.plan.others import EMITTERS, SCHEDULES, OthersLayout
-from moesaic.plan.presets import read_job
+from moesaic.planner.others import EMITTERS, SCHEDULES, OthersLayout
+from moesaic.planner.presets import read_job
 
 DIM, HIDDEN, EXPERTS = 16, 24, 8
 OVERRIDE = "with_torchtitan.moesaic_experts"

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from moesaic.cost.hops import check_regular
-from moesaic.cost.symmetry import UnlikeError
 from moesaic.errors import InputError
+from moesaic.planner.hops import check_regular
+from moesaic.planner.symmetry import UnlikeError
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.algorithms import Hier2D
 from moesaic.program.all_to_all.all_to_all import PACKED, AbstractAllToAll, Leg, NodeMap, check_link

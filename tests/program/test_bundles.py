@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.plan import Compiled, Plan, compile_plan
 from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import bundles, side_by_side
+from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.order.graph import in_order
+from moesaic.program.plan import Plan
 from moesaic.program.task import Kind, Op, Program, Task
 from moesaic.program.validate import validate
 

@@ -9,11 +9,12 @@ import pytest
 
 from helpers import thinned
 from moesaic.errors import InputError
-from moesaic.plan import Plan, compile_plan
-from moesaic.plan.candidates import SearchSpace
+from moesaic.planner.candidates import SearchSpace
 from moesaic.program.build import SCHEDULES
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.passes.multicast import multicast
+from moesaic.program.plan import Plan
 from moesaic.program.task import Kind, Op, Program, State
 from moesaic.program.text import from_text, to_text
 from moesaic.program.transpose import cotangent, transpose

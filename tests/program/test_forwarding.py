@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
-
 from cost.clusters import DEVICE, flat
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.timing import Simulated
-from moesaic.cost.workload import Workload
-from moesaic.plan import Plan, compile_plan
+
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.timing import Simulated
+from moesaic.planner.workload import Workload
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.passes.multicast import in_pieces
+from moesaic.program.plan import Plan
 from moesaic.program.task import Program
 
 GRID = Grid(world=8, ep=8, ranks_per_node=4)

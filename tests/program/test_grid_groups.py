@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 
-from moesaic.plan import Plan, compile_plan
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import BY_NODE, DENSE, FACTORED, SPARSE, VIEWS, Axis, Grid
 from moesaic.program.passes.split import _stay_inside, groups_inside_nodes
+from moesaic.program.plan import Plan
 from moesaic.program.text import to_text
 
 GRIDS = [

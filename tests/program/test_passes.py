@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from moesaic.plan import Plan, compile_plan
-from moesaic.plan.candidates import SearchSpace
+from moesaic.planner.candidates import SearchSpace
 from moesaic.program.build import SCHEDULES
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.passes.fuse_ep_etp import fuse_ep_etp
 from moesaic.program.passes.gather_weights import gather_weights
@@ -20,6 +20,7 @@ from moesaic.program.passes.multicast import multicast
 from moesaic.program.passes.overlap_gather import overlap_gather
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
 from moesaic.program.passes.split import split_capacity, split_peers
+from moesaic.program.plan import Plan
 from moesaic.program.task import Op, Program
 from moesaic.program.transpose import transpose
 from moesaic.program.validate import collective, validate

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.plan import Plan, compile_plan
 from moesaic.program.build import SCHEDULES
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.passes.gather_weights import gather_weights
 from moesaic.program.passes.multicast import multicast
 from moesaic.program.passes.route_all_to_all import route_all_to_all
 from moesaic.program.passes.split import split_capacity, split_peers
+from moesaic.program.plan import Plan
 
 GRID = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
 

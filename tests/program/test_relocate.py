@@ -7,11 +7,12 @@ import pytest
 
 from moesaic.balance.samples import Homes
 from moesaic.errors import InputError
-from moesaic.plan import Plan, compile_plan
 from moesaic.program.all_to_all.volume import messages_of
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.passes.relocate import INDEX, relocate
 from moesaic.program.placed import Placed, PlacedIndex, placed_sizes
+from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes, LayoutIndex, Move
 from moesaic.program.task import Layout, Op, Program
 from moesaic.program.transpose import transpose

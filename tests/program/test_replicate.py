@@ -5,18 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesaic.cost.cluster import ClusterSpec, Device, Link, Tflops
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan import Plan, compile_plan
+from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.order import ORDERS
 from moesaic.program.passes.gather_weights import gather_weights
 from moesaic.program.passes.multicast import multicast
 from moesaic.program.passes.replicate import relays, replicate
+from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
 from moesaic.program.text import from_text, to_text

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesaic.cost.call_sizes import copies_by_rank, sizes_of
-from moesaic.cost.workload import Workload, dirichlet_counts
-from moesaic.plan import Plan, compile_plan
+from moesaic.planner.call_sizes import copies_by_rank, sizes_of
+from moesaic.planner.workload import Workload, dirichlet_counts
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes, LayoutIndex, Move
 from moesaic.program.task import Layout, Op, Program
 from moesaic.program.validate import reduces

@@ -5,16 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesaic.cost.cluster import ClusterSpec, Device, Link, Tflops
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan import Plan, compile_plan
-from moesaic.plan.candidates import SearchSpace
+from moesaic.planner.candidates import SearchSpace
+from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.passes.split import groups_inside_nodes, split_peers
+from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Lane, Op
 from moesaic.program.timeline import Span

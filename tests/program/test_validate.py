@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from moesaic.plan import Plan, compile_plan
 from moesaic.program.build import SCHEDULES
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.program.task import Program
 from moesaic.program.validate import ProgramError, validate
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import pytest
 
-from moesaic.cost.call_sizes import sizes_of
-from moesaic.cost.workload import Workload
-from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.planner.call_sizes import sizes_of
+from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import NodeMap
 from moesaic.program.all_to_all.volume import Traffic, traffic
 from moesaic.program.build import SCHEDULES
+from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.passes.split import split_capacity
+from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Layout, Op
 from moesaic.program.transpose import transpose

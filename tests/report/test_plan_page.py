@@ -8,15 +8,15 @@ import pytest
 
 pytest.importorskip("plotly")
 
-from moesaic.cost.cluster import read_cluster
-from moesaic.cost.simulate import Simulator
-from moesaic.plan.candidates import Pins
-from moesaic.plan.compile import compile_plan
-from moesaic.plan.model import Job
-from moesaic.plan.model_shape import ModelShape, MoEShape
-from moesaic.plan.search import Settings, search
+from moesaic.planner.candidates import Pins
+from moesaic.planner.cluster import read_cluster
+from moesaic.planner.model import Job
+from moesaic.planner.search import Settings, search
+from moesaic.planner.simulate import Simulator
+from moesaic.program.compile import compile_plan
 from moesaic.report.gantt import COMPUTING, bars_of, step_gantt
 from moesaic.report.plan_page import roofline, stacked
+from moesaic.shapes import ModelShape, MoEShape
 
 H100 = read_cluster("dgx-h100", nodes=2)
 JOB = Job()

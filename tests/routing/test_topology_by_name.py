@@ -11,11 +11,11 @@ import torch
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
-from moesaic.cost.cluster import read_cluster
 from moesaic.errors import InputError
 from moesaic.layer import MoE
-from moesaic.plan import Plan
+from moesaic.planner.cluster import read_cluster
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.routing.routers import (
     ON_MESH,
     ROUTERS,

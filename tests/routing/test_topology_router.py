@@ -15,11 +15,11 @@ from torch import Tensor
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
-from moesaic.cost.cluster import read_cluster
 from moesaic.errors import InputError
 from moesaic.layer import MoE
-from moesaic.plan import Plan
+from moesaic.planner.cluster import read_cluster
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import (
     ROUTERS,

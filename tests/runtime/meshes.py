@@ -14,8 +14,9 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import ModuleExperts, PlainExperts
 from moesaic.layer import MoE
-from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.equivalence import budget_by_rows
 

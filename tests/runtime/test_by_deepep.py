@@ -14,7 +14,7 @@ from moesaic.comm.collectives import all_gather, all_reduce_sum
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
-from moesaic.plan import compile_plan
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.runtime import deepep
 

@@ -19,14 +19,15 @@ from torch import Tensor
 from helpers import thinned
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
-from moesaic.cost.movement import coded_bytes
 from moesaic.errors import InputError
-from moesaic.plan import Compiled, Plan
-from moesaic.plan.candidates import SearchSpace
+from moesaic.planner.candidates import SearchSpace
+from moesaic.planner.movement import coded_bytes
 from moesaic.program.all_to_all.volume import messages_of, traffic
 from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import bundles
+from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
 from moesaic.routing.losses import LoadBalance

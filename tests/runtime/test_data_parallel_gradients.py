@@ -13,8 +13,8 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import GatedExperts
 from moesaic.layer import MoE
-from moesaic.plan import Plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.runtime import data_parallel
 from moesaic.runtime.data_parallel import average_gradients, expert_parameters
 from moesaic.runtime.spread import shard_experts

@@ -11,8 +11,8 @@ from meshes import make_layer, on_mesh, tokens_of
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport, Handle, Transfer
 from moesaic.kernels import by_expert
-from moesaic.plan import Plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 
 TWO_NODES = Grid(world=4, ep=4, ranks_per_node=2)
 

@@ -12,19 +12,20 @@ from meshes import DIM, compiled, every_rank, make_layer, on_mesh, part_of, toke
 from torch import Tensor
 
 from helpers import thinned
+from moesaic.balance.run import slices as slices_module
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
-from moesaic.plan import Plan, compile_plan
-from moesaic.plan.candidates import SearchSpace
+from moesaic.planner.candidates import SearchSpace
 from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import bundles
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op, Program
 from moesaic.runtime import executor as executor_module
-from moesaic.runtime.balance import slices as slices_module
 from moesaic.runtime.data_parallel import average_gradients
 from moesaic.runtime.executor import LayerRun, Script, drive, inputs_of, interpret, run_program, script_of
 from moesaic.runtime.tasks import Call

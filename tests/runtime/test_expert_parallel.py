@@ -14,8 +14,8 @@ from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.experts import ModuleExperts
 from moesaic.layer import MoE
-from moesaic.plan import Plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.routing.capacity import Capacity
 from moesaic.routing.losses import LoadBalance
 from moesaic.runtime.expert_parallel import ExpertParallel, PlainCalls

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from helpers import thinned
-from moesaic.plan import Plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.routing.capacity import Capacity, Dropless
 from moesaic.testing.cases import Case, draw_case, draw_top_k, fitting_top_k, looks_across_tokens
 from moesaic.testing.equivalence import failures, run_case

@@ -11,8 +11,8 @@ from meshes import make_layer, on_mesh, tokens_of
 from helpers import pairwise
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
-from moesaic.plan import Plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.node_tokens import find_node_tokens
 from moesaic.routing.peers import CHUNKS

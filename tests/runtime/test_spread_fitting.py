@@ -15,8 +15,9 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.experts import PlainExperts
-from moesaic.plan import Plan, compile_plan
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.runtime import spread
 from moesaic.runtime.expert_parallel import ExpertParallel, PlainCalls
 

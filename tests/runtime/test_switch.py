@@ -15,8 +15,9 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.layer import MoE
-from moesaic.plan import Plan, compile_plan
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import LoadBalance
 from moesaic.runtime.data_parallel import average_gradients

@@ -16,7 +16,7 @@ from torch import Tensor
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import AbstractExperts
-from moesaic.plan import Compiled
+from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
 from moesaic.program.passes.route_all_to_all import route_all_to_all
 from moesaic.program.task import Kind, Op, Program, Slot, State, Task

@@ -7,12 +7,12 @@ import itertools
 
 import pytest
 
-from moesaic.plan import Plan
+from moesaic.balance.run.calls import BalancedCalls
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.order import ORDERS
+from moesaic.program.plan import Plan
 from moesaic.routing.routers import ROUTERS
-from moesaic.runtime.balance.calls import BalancedCalls
 from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import failures, relative, run_case
 from moesaic.testing.suite import BALANCE, Summary, answers, features, run_seeds

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers import thinned
-from moesaic.plan import Plan
+from moesaic.program.plan import Plan
 from moesaic.program.task import Op
 from moesaic.program.text import from_text, to_text
 from moesaic.program.validate import validate

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.cost.workload import Workload, zipf_counts
 from moesaic.errors import InputError
+from moesaic.planner.workload import Workload, zipf_counts
 from moesaic.traces.load import layer_loads, max_violation
 from moesaic.traces.synthetic import (
     SyntheticRouting,

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.plan import Plan
-from moesaic.plan.plan import StaticPlan
-from moesaic.plan.predict import Predictor
-from moesaic.plan.table import PlanTable, TableSettings
+from moesaic.planner.predict import Predictor
+from moesaic.planner.table import PlanTable, TableSettings
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan, StaticPlan
 from moesaic.train import auto_plan, link_rates
 from moesaic.train.auto_plan import with_planned
 from moesaic.train.checkpoint import PLAN_TABLE, list_checkpoints

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from moesaic.cost.cluster import read_cluster
-from moesaic.cost.simulate import Simulator
-from moesaic.plan.algorithm1 import choose
-from moesaic.plan.model import job_of
+from moesaic.planner.algorithm1 import choose
+from moesaic.planner.cluster import read_cluster
+from moesaic.planner.model import job_of
+from moesaic.planner.simulate import Simulator
 from moesaic.program.grid import Grid
 from moesaic.train.config import TrainConfig
 from runs import lines, run_quietly, skip_measuring, tiny

@@ -24,7 +24,7 @@ from helpers import thinned
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
-from moesaic.plan.model_shape import BlockConfig
+from moesaic.shapes import BlockConfig
 from moesaic.train import checkpoint as checkpoint_module
 from moesaic.train.checkpoint import (
     FORMAT,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moesaic.balance.replication.cost import LinkKind
-from moesaic.cost.cluster import ClusterSpec
+from moesaic.planner.cluster import ClusterSpec
 from moesaic.program.grid import Grid
 from moesaic.train.link_rates import LinkRates, phases
 from moesaic_lab.emulated import emulated

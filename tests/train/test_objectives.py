@@ -16,7 +16,7 @@ import torch
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import PADDING
-from moesaic.plan.model_shape import BlockConfig
+from moesaic.shapes import BlockConfig
 from moesaic.train.config import DataConfig
 from moesaic.train.data import Batches, as_batch
 from moesaic.train.objectives import LANGUAGES, django_catalogues, load_for, load_pairs, read_pairs

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from moesaic.balance.experts import AbstractExpertPlacer, ExpertLoad
-from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
+from moesaic.planner.cluster import Machine
 from moesaic.program.grid import Grid
 from moesaic.train import balance
 from moesaic.train.config import BalanceConfig, PlannerConfig, TrainConfig

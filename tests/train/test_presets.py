@@ -10,10 +10,10 @@ import torch
 import transformers
 from torch import nn
 
-from moesaic.cost.cluster import read_cluster
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT, make_language_model
-from moesaic.plan.presets import CONFIGS, read_job
+from moesaic.planner.cluster import read_cluster
+from moesaic.planner.presets import CONFIGS, read_job
 from moesaic.train.config import PRESETS, demo, demo_dense, preset
 from runs import run_quietly, write_text
 

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch.distributed import FileStore
 from torch.distributed.tensor import DTensor
 
+from moesaic.balance.run.relocate import Relocator
 from moesaic.balance.samples import Given, Homes, TwoStage
 from moesaic.comm.mesh import Mesh
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
 from moesaic.models.moving import MovingGPT
-from moesaic.plan import Plan
-from moesaic.runtime.balance.relocate import Relocator
+from moesaic.program.plan import Plan
 from moesaic.testing.processes import leave
 from moesaic.train.parallel import parallelize
 from worlds import start

@@ -18,7 +18,7 @@ from moesaic.cli.main import main
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
-from moesaic.plan.model_shape import BlockConfig
+from moesaic.shapes import BlockConfig
 from moesaic.train.config import TrainConfig
 from moesaic.train.metrics import Metrics
 from moesaic.train.state import Trained

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from moesaic.cost.held import ExpertSizes
-from moesaic.plan import Plan, compile_plan
-from moesaic.plan.budget import CountedCall, MemoryBudget
+from moesaic.balance.budget import CountedCall, MemoryBudget
+from moesaic.program.compile import compile_plan
+from moesaic.program.held import ExpertSizes
+from moesaic.program.plan import Plan
 from moesaic_lab.balance import ranks as on_ranks
 from moesaic_lab.balance.config import ELEMENT_BYTES, MATRICES, BalanceBenchConfig, BalancePlace, SkewedCase
 from moesaic_lab.balance.loads import max_vio

@@ -11,10 +11,10 @@ import numpy as np
 
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.configfile import suggestion
-from moesaic.cost.cluster import Machine, Tflops
-from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan.predict import CPU
+from moesaic.planner.cluster import Machine, Tflops
+from moesaic.planner.predict import CPU
+from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance.loads import Routes, Skew, by_shares, made_up, recorded_shares
@@ -160,7 +160,7 @@ class SharesOfForced:
     heavy and light expert weights."""
 
     clusters: tuple[str, ...] = ("dgx-h100", "100gbe")
-    """Presets of `moesaic.cost`, or files."""
+    """Presets of `moesaic.planner`, or files."""
     ranks: tuple[int, ...] = (32, 64, 256)
     trace: str = "laer_e16k4.npz"
     """File with counts per rank, relative to the configuration file's folder."""

@@ -17,14 +17,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from moesaic.balance.budget import BudgetUse
+from moesaic.balance.run.calls import BalancedCalls
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, Handle, Transfer
 from moesaic.layer import MoE
-from moesaic.plan.budget import BudgetUse
-from moesaic.plan.plan import Plan
 from moesaic.program.grid import Grid
-from moesaic.runtime.balance.calls import BalancedCalls
+from moesaic.program.plan import Plan
 from moesaic_lab.across_ranks import ToldRouter
 from moesaic_lab.recorder import AbstractPassing
 

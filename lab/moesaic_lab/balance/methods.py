@@ -12,8 +12,8 @@ from moesaic.balance.experts import ExpertLoad, SmartMoE
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.selector.arbiter import Arbiter
-from moesaic.plan.plan import Plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 
 PLAIN, OURS, SMART, NETMOE, PLACED = "plain ep", "ours", "smart schedule", "NetMoE", "expert placement"
 OURS_PLACED = "ours, experts placed"

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from moesaic.balance.replication.cost import CallLoad, LinkTimes
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
+from moesaic.balance.run.calls import decisions_of, hear_links
+from moesaic.balance.run.moving import MovingMoE
+from moesaic.balance.run.relocate import Following, Relocator, SampleTrip
 from moesaic.balance.samples import TwoStage
 from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import ExpertsFactory, PlainExperts
 from moesaic.layer import MoE
-from moesaic.plan import Compiled, compile_plan
-from moesaic.profiling.together import hold_still, latest, start_together
-from moesaic.runtime.balance.calls import decisions_of, hear_links
-from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.relocate import Following, Relocator, SampleTrip
+from moesaic.measure.together import hold_still, latest, start_together
+from moesaic.program.compile import Compiled, compile_plan
 from moesaic.train.link_rates import LinkRates
 from moesaic.train.ranks import Ranks
 from moesaic_lab.across_ranks import ToldRouter, in_turn_and_near

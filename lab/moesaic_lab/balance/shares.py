@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesaic.cost.cluster import read_cluster
+from moesaic.planner.cluster import read_cluster
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance.config import SharesOfForced

@@ -15,15 +15,14 @@ import numpy as np
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.selector.arbiter import Arbiter, Arbitration
-from moesaic.cost.cluster import ClusterSpec, Machine, read_cluster
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.topology import Topology
-from moesaic.cost.workload import Workload
-from moesaic.plan import Compiled, compile_plan
-from moesaic.plan.compile import for_call, moving
-from moesaic.plan.loads import arbiter_for
-from moesaic.plan.plan import Plan
+from moesaic.planner.cluster import ClusterSpec, Machine, read_cluster
+from moesaic.planner.loads import arbiter_for
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.topology import Topology
+from moesaic.planner.workload import Workload
+from moesaic.program.compile import Compiled, compile_plan, for_call, moving
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
 from moesaic_lab.balance.methods import OURS, OURS_PLACED, BalanceMethod, methods, placed_by, policy_of
 

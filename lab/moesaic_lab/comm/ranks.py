@@ -17,7 +17,7 @@ from torch import Tensor
 from moesaic.comm.mesh import open_transport
 from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import PlainExperts
-from moesaic.profiling.together import latest, start_together
+from moesaic.measure.together import latest, start_together
 from moesaic.routing.node_tokens import find_node_tokens
 from moesaic.runtime.executor import drive, interpret
 from moesaic.runtime.tasks import Call, Environment, Value

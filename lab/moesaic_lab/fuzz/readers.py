@@ -26,9 +26,12 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict_saver
 
 from moesaic.configfile import as_json, override, read_table
-from moesaic.cost import cluster
-from moesaic.cost.cluster import read_cluster
-from moesaic.cost.profile import (
+from moesaic.planner import cluster
+from moesaic.planner.cluster import read_cluster
+from moesaic.planner.files import read_planned, write_plan
+from moesaic.planner.others import from_flags
+from moesaic.planner.presets import read_job
+from moesaic.planner.profile import (
     ClusterProfile,
     Errors,
     HostCosts,
@@ -38,13 +41,11 @@ from moesaic.cost.profile import (
     Versions,
     read_profile,
 )
-from moesaic.cost.workload import read_counts
-from moesaic.plan import Plan, compile_plan
-from moesaic.plan.files import read_planned, write_plan
-from moesaic.plan.others import from_flags
-from moesaic.plan.presets import read_job
-from moesaic.plan.table import PlanTable
+from moesaic.planner.table import PlanTable
+from moesaic.planner.workload import read_counts
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.program.text import from_text, to_text
 from moesaic.report.page import write_page
 from moesaic.report.summary import read_runs

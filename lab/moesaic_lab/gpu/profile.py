@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from moesaic.configfile import as_json
-from moesaic.cost.cluster import ClusterSpec, Device, Tflops
-from moesaic.profiling.compute import expert_step
+from moesaic.measure.compute import expert_step
+from moesaic.planner.cluster import ClusterSpec, Device, Tflops
 from moesaic_lab.gpu.timing import GIB, dense_tflops, seconds_of
 
 

@@ -20,12 +20,11 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.layer import MoE
-from moesaic.plan import Plan
-from moesaic.plan.plan import Crossing
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.order import ORDERS
+from moesaic.program.plan import Crossing, Plan
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic_lab.gpu.stand_in import DEVICE, StandIn, pretending, to_device, values
 

@@ -8,12 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moesaic.cost.simulate import Simulator
 from moesaic.errors import InputError
-from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.plan.candidates import SearchSpace, candidates
-from moesaic.plan.plan import Codec
+from moesaic.planner.candidates import SearchSpace, candidates
+from moesaic.planner.simulate import Simulator
+from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Codec, Plan
 from moesaic_lab.layer.config import (
     Ablation,
     AdaptiveR,

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.configfile import suggestion
-from moesaic.cost.cluster import ClusterSpec, Device, Host, Tflops
-from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan.plan import AllToAll, Codec, Order
+from moesaic.planner.cluster import ClusterSpec, Device, Host, Tflops
+from moesaic.planner.workload import Workload
+from moesaic.program.plan import AllToAll, Codec, Order
 from moesaic_lab.benchmark import read_parts, require_positive
 from moesaic_lab.emulated import emulated
 from moesaic_testbed.bed import Bed

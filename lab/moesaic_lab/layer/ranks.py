@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
-from moesaic.profiling.host import BalancedRouter
-from moesaic.profiling.together import latest, start_together
+from moesaic.measure.host import BalancedRouter
+from moesaic.measure.together import latest, start_together
 from moesaic.routing.capacity import Capacity, Dropless
 from moesaic_lab.across_ranks import SteppedLayer, gathered, in_turn_and_near
 from moesaic_lab.bounds import Message

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
-from moesaic.plan import Compiled
+from moesaic.program.compile import Compiled
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import Layout, Op, Program, Task
 from moesaic.program.validate import reduces

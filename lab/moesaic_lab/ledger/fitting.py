@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 from scipy.optimize import least_squares
 
-from moesaic.cost.cluster import ClusterSpec
+from moesaic.planner.cluster import ClusterSpec
 from moesaic_lab.ledger.parts import cluster_of, expert_stages, grouped_products, nccl
 from moesaic_lab.ledger.records import Entry
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from moesaic.cost.cluster import presets, read_cluster
+from moesaic.planner.cluster import presets, read_cluster
 from moesaic_lab.benchmark import Benchmark, PagedOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.ledger import parts
@@ -139,7 +139,7 @@ MISSES = """Known errors and their causes:
 - Steps: each row with an error above 16 % states the likely cause. Layouts are those of recipes published with the
   figures (performance recipes of Megatron-Bridge, benchmark recipes of NeMo Automodel, launch scripts of SimuMax, the
   named threads). The source of each framework shows the parts that it runs in eager PyTorch and its attention kernels
-  (`stepwise` and `score_kernel` of a layout, `cost/step_model.py`). Small kernels that the model omits make most rows 5
+  (`stepwise` and `score_kernel` of a layout, `planner/step_model.py`). Small kernels that the model omits make most rows 5
   to 18 % too fast. LAER's steps are excluded, since they have no published layout. So are Megatron-Bridge's releases
   before 26.04, which ran slower on the same machines than later ones.
 - Float8 products of few rows with a scale per block are several times slower than predicted.

@@ -15,21 +15,22 @@ from typing import Any
 import numpy as np
 
 from moesaic.configfile import override
-from moesaic.cost.call_sizes import node_tokens_per_node
-from moesaic.cost.cluster import ClusterSpec, read_cluster
-from moesaic.cost.compute import rates_of
-from moesaic.cost.memory import GIB
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.step import all_reduce_seconds
-from moesaic.cost.topology import Topology
-from moesaic.cost.workload import Workload
-from moesaic.plan import Plan, compile_plan
-from moesaic.plan.hub import read_shape
-from moesaic.plan.model import DataShape, Job
-from moesaic.plan.others import OthersLayout, predict
-from moesaic.plan.search import PlannedStep
+from moesaic.planner.call_sizes import node_tokens_per_node
+from moesaic.planner.cluster import ClusterSpec, read_cluster
+from moesaic.planner.compute import rates_of
+from moesaic.planner.hub import read_shape
+from moesaic.planner.memory import GIB
+from moesaic.planner.model import DataShape, Job
+from moesaic.planner.others import OthersLayout, predict
+from moesaic.planner.search import PlannedStep
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.step import all_reduce_seconds
+from moesaic.planner.topology import Topology
+from moesaic.planner.workload import Workload
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.passes.multicast import in_pieces
+from moesaic.program.plan import Plan
 from moesaic.program.task import Op, Stage
 from moesaic_lab.ledger.records import Entry, read_figures, read_published
 

@@ -16,14 +16,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.step import StepCostModel
 from moesaic.errors import InputError
-from moesaic.plan import Plan, compile_plan
-from moesaic.plan.hub import read_shape
-from moesaic.plan.model import DataShape, Job
+from moesaic.planner.hub import read_shape
+from moesaic.planner.model import DataShape, Job
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.step import StepCostModel
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.passes.multicast import in_pieces
+from moesaic.program.plan import Plan
 from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Stage, Task
 from moesaic.program.timeline import lay_out
 from moesaic_lab.ledger.parts import cluster_of

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from moesaic.configfile import suggestion
-from moesaic.cost.workload import Workload as Layer
 from moesaic.errors import InputError
+from moesaic.planner.workload import Workload as Layer
 from moesaic.program.grid import Grid
 from moesaic_lab.benchmark import read_parts
 from moesaic_testbed.bed import Bed

@@ -13,9 +13,9 @@ from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import ExpertsFactory
 from moesaic.layer import MoE
-from moesaic.plan import Compiled
-from moesaic.profiling.host import BalancedRouter
-from moesaic.profiling.together import hold_still, latest, start_together
+from moesaic.measure.host import BalancedRouter
+from moesaic.measure.together import hold_still, latest, start_together
+from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
 from moesaic_lab.across_ranks import SteppedLayer, gathered
 from moesaic_lab.measure import in_turn, without_collections

@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from moesaic.cost.profile import ClusterProfile, read_profile
-from moesaic.cost.profile_simulate import profiled_simulator
-from moesaic.cost.workload import Workload
 from moesaic.errors import InputError
-from moesaic.plan import Compiled, Plan
-from moesaic.plan.candidates import SearchSpace, candidates
+from moesaic.planner.candidates import SearchSpace, candidates
+from moesaic.planner.profile import ClusterProfile, read_profile
+from moesaic.planner.profile_simulate import profiled_simulator
+from moesaic.planner.workload import Workload
+from moesaic.program.compile import Compiled
+from moesaic.program.plan import Plan
 from moesaic_lab.benchmark import kept as kept_json
 from moesaic_lab.layer.same import distinct
 from moesaic_lab.model.config import BedFields, ModelBenchConfig, ModelCase
@@ -169,7 +170,7 @@ def predict(case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterProf
 
 def _workload_of(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
     """Return the simulator's description of a case's layer under a plan, including the visits of its routing pattern."""
-    from moesaic.profiling.host import visits
+    from moesaic.measure.host import visits
 
     layer = case.layer(compiled.grid.tp)
     tokens = case.tokens_per_rank if compiled.routes_slices else layer.tokens
@@ -208,8 +209,8 @@ def _measure(
 
 
 def _profile(keep: Path, bed: BedFields, ranks: object, progress: Progress) -> ClusterProfile:
-    from moesaic.profiling import profile as measuring
-    from moesaic.profiling.profile import write_measured
+    from moesaic.measure import profile as measuring
+    from moesaic.measure.profile import write_measured
     from moesaic_testbed.cluster import Cluster
 
     assert isinstance(ranks, Cluster)
@@ -222,7 +223,7 @@ def _profile(keep: Path, bed: BedFields, ranks: object, progress: Progress) -> C
 
 def _kept_profile(keep: Path, bed: BedFields) -> ClusterProfile:
     """Return a bed's profile from the folder; if the profile does not exist yet, fit it to the folder's times first."""
-    from moesaic.profiling.profile import profile_of, read_measured
+    from moesaic.measure.profile import profile_of, read_measured
 
     path = _profile_path(keep, bed)
     if not path.exists():

@@ -24,9 +24,10 @@ import numpy as np
 import torch
 
 from moesaic.balance.samples import Stay, TwoStage, Weighed
-from moesaic.cost.cluster import Device, Machine, Tflops
-from moesaic.cost.workload import Workload
-from moesaic.plan import Plan, compile_plan
+from moesaic.planner.cluster import Device, Machine, Tflops
+from moesaic.planner.workload import Workload
+from moesaic.program.compile import compile_plan
+from moesaic.program.plan import Plan
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, KeptOptions, Shown, Told, each_kept, notes_of
 from moesaic_lab.claims import Claim, claimed, figures
 from moesaic_lab.emulated import UNSHAPED_GBPS, emulated

@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moesaic.balance.run.moving import MovingMoE
+from moesaic.balance.run.relocate import Following, Relocator, SampleTrip
+from moesaic.balance.run.residual import Residual
 from moesaic.balance.samples import AbstractPlacer
 from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
-from moesaic.plan import Compiled
-from moesaic.profiling.together import hold_still, latest, start_together
+from moesaic.measure.together import hold_still, latest, start_together
+from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
 from moesaic.routing.routers import SoftmaxTopK
 from moesaic.routing.routing import Scores
-from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.relocate import Following, Relocator, SampleTrip
-from moesaic.runtime.balance.residual import Residual
 from moesaic_lab.across_ranks import gathered, sent
 from moesaic_lab.bounds import crossing
 from moesaic_lab.measure import in_turn, without_collections

@@ -2,7 +2,7 @@
 layer.
 
 A journey is one forward pass. The samples start at home. Each MoE layer decides from its own and the next layer's
-routing where they go next, and the last layer takes them home. `runtime/balance/relocate.py` does the same with
+routing where they go next, and the last layer takes them home. `balance/run/relocate.py` does the same with
 tensors. Routing of consecutive layers is drawn independently, so a sample's experts in one layer say nothing about the
 next. That is the harder case for placement.
 """
@@ -17,15 +17,15 @@ from itertools import pairwise
 import numpy as np
 
 from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, Volume
-from moesaic.cost.cluster import ClusterSpec, Link, read_cluster
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.timing import Simulated
-from moesaic.cost.workload import Workload
-from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.plan.compile import moving
+from moesaic.planner.cluster import ClusterSpec, Link, read_cluster
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.timing import Simulated
+from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all.volume import traffic
+from moesaic.program.compile import Compiled, compile_plan, moving
 from moesaic.program.grid import Grid
 from moesaic.program.placed import PlacedIndex, placed_sizes
+from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic.program.task import Program, Stage
 from moesaic.traces.synthetic import SyntheticRouting, make_trace

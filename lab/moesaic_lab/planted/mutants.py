@@ -15,8 +15,9 @@ from typing import Literal
 
 import torch
 
-from moesaic.plan import Compiled, Plan
+from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.program.validate import ProgramError, validate
 from moesaic.routing.capacity import Capacity, Dropless
 from moesaic.routing.losses import Importance, LoadBalance, ZLoss

@@ -18,13 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import moesaic.parallel as norm_module
+from moesaic.balance.run import calls
+from moesaic.balance.run import experts as moving_experts
+from moesaic.balance.run.relocate import SampleMove, SampleTrip
 from moesaic.comm.collectives import all_reduce_sum, share
 from moesaic.comm.transport import AbstractTransport, Handle, Transfer
 from moesaic.kernels.codecs import codec_named
 from moesaic.layer import MoE
-from moesaic.plan import Compiled, compile_plan
 from moesaic.program.all_to_all import ALL_TO_ALLS, Hier2D
 from moesaic.program.all_to_all.all_to_all import Leg, NodeMap, legs_of
+from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.sizes import Runs
 from moesaic.program.task import Op, Program, Slot, State, Task
@@ -37,9 +40,6 @@ from moesaic.routing.peers import Gathered
 from moesaic.routing.routers import SigmoidTopK
 from moesaic.routing.routing import Scores
 from moesaic.runtime import data_parallel, executor, expert_parallel, messages, tasks
-from moesaic.runtime.balance import calls
-from moesaic.runtime.balance import experts as moving_experts
-from moesaic.runtime.balance.relocate import SampleMove, SampleTrip
 from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.routing_cache import RoutingCache
 from moesaic.runtime.tasks import Indices

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.step import StepCostModel
-from moesaic.cost.timing import Simulated
-from moesaic.plan.presets import PRESETS
+from moesaic.planner.cluster import ClusterSpec
+from moesaic.planner.presets import PRESETS
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.step import StepCostModel
+from moesaic.planner.timing import Simulated
 from moesaic.program.grid import Grid
 
 
@@ -16,7 +16,7 @@ class WholeStep:
     """Cost model of a training step of a model preset on a mesh, in float32, without activation recomputation.
 
     Args:
-        name: name of the model in `moesaic.plan.presets`.
+        name: name of the model in `moesaic.planner.presets`.
         cluster: the cluster on which the model trains.
         grid: the mesh.
         num_experts: number of experts in each MoE layer.

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.cost.call_sizes import sizes_of
-from moesaic.cost.cluster import read_cluster
-from moesaic.cost.compute import rates_of
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.step import reduce_seconds
-from moesaic.cost.timing import Simulated
-from moesaic.cost.workload import Workload, zipf_counts
-from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.planner.call_sizes import sizes_of
+from moesaic.planner.cluster import read_cluster
+from moesaic.planner.compute import rates_of
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.step import reduce_seconds
+from moesaic.planner.timing import Simulated
+from moesaic.planner.workload import Workload, zipf_counts
+from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic_lab.reproduce.fastermoe_model import FasterMoEMachine, Rule, ideal, semi_ideal, shadows, stay_home
 from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction
 

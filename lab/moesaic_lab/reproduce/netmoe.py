@@ -15,13 +15,14 @@ from functools import cached_property
 import numpy as np
 
 from moesaic.balance.samples import Homes, SampleLoad, TwoStage
-from moesaic.cost.call_sizes import sizes_of
-from moesaic.cost.cluster import ClusterSpec, Tflops
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.workload import Workload, dirichlet_counts
-from moesaic.plan import Plan, compile_plan
+from moesaic.planner.call_sizes import sizes_of
+from moesaic.planner.cluster import ClusterSpec, Tflops
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.workload import Workload, dirichlet_counts
 from moesaic.program.all_to_all.volume import traffic
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.program.task import Kind, Stage
 from moesaic_lab.netmoe.setting import Costs, Setting, paper_cluster, travel
 from moesaic_lab.reproduce.end_to_end import WholeStep

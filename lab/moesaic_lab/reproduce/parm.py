@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moesaic.cost.cluster import ClusterSpec, Tflops, read_cluster
-from moesaic.cost.memory import GIB, layer_memory
-from moesaic.cost.workload import Workload
-from moesaic.plan import Plan
-from moesaic.plan.algorithm1 import RULES, operations
+from moesaic.planner.algorithm1 import RULES, operations
+from moesaic.planner.cluster import ClusterSpec, Tflops, read_cluster
+from moesaic.planner.memory import GIB, layer_memory
+from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic_lab.reproduce.end_to_end import WholeStep
 from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction, Row, paper_bars
 from moesaic_lab.reproduce.sweep import SweptRuns

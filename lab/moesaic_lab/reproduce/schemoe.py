@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from moesaic.cost.cluster import ClusterSpec, Host, Tflops, read_cluster
-from moesaic.cost.memory import GIB
-from moesaic.cost.workload import Workload
-from moesaic.plan import Plan, compile_plan
-from moesaic.plan.plan import AllToAll
+from moesaic.planner.cluster import ClusterSpec, Host, Tflops, read_cluster
+from moesaic.planner.memory import GIB
+from moesaic.planner.workload import Workload
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import AllToAll, Plan
 from moesaic.program.task import Kind, Op, Stage
 from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction
 from moesaic_lab.reproduce.sweep import SweptRuns, sweep_simulator

@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moesaic.cost.call_sizes import chunks_of
-from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.even import AbstractEvenLayers, EvenLayers, PieceRows, piece_rows
-from moesaic.cost.movement import AbstractVolumes, Movement, ends_of, row_bytes
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.timing import Simulated
-from moesaic.cost.topology import Load, Topology
-from moesaic.cost.workload import Workload
-from moesaic.plan import Compiled, Plan, compile_plan
+from moesaic.planner.call_sizes import chunks_of
+from moesaic.planner.cluster import ClusterSpec
+from moesaic.planner.even import AbstractEvenLayers, EvenLayers, PieceRows, piece_rows
+from moesaic.planner.movement import AbstractVolumes, Movement, ends_of, row_bytes
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.timing import Simulated
+from moesaic.planner.topology import Load, Topology
+from moesaic.planner.workload import Workload
+from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic.program.task import Kind, Layout, Op, Program, Slot, Task
 
 _REFERENCE = 1 << 20

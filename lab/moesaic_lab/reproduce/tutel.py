@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moesaic.cost.cluster import ClusterSpec, Tflops, read_cluster
-from moesaic.cost.timing import Simulated
-from moesaic.cost.workload import Workload
-from moesaic.plan import Plan
-from moesaic.plan.plan import AllToAll
+from moesaic.planner.cluster import ClusterSpec, Tflops, read_cluster
+from moesaic.planner.timing import Simulated
+from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
+from moesaic.program.plan import AllToAll, Plan
 from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction
 from moesaic_lab.reproduce.sweep import SweptRuns
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from moesaic.configfile import suggestion
 from moesaic.errors import InputError
-from moesaic.plan.plan import AllToAll, Codec, Order, Plan
+from moesaic.program.plan import AllToAll, Codec, Order, Plan
 from moesaic_lab.benchmark import read_parts
 from moesaic_testbed.bed import Bed
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moesaic.comm.mesh import open_transport
 from moesaic.experts import AbstractExperts
 from moesaic.layer import MoE
-from moesaic.profiling.together import latest, start_together
+from moesaic.measure.together import latest, start_together
 from moesaic_lab.across_ranks import gathered, in_turn_and_near
 from moesaic_lab.bounds import Message
 from moesaic_lab.measure import MANY, Span, in_turn, paired

@@ -19,7 +19,7 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
-from moesaic.plan import compile_plan
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import Dropless
 from moesaic.runtime.data_parallel import expert_parameters

@@ -28,7 +28,7 @@ from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.layer import balance_on_step
 from moesaic.parallel import clip_grad_norm_, parallelize_layers, parameter_groups, shard_over_data
-from moesaic.plan import Plan
+from moesaic.program.plan import Plan
 from moesaic.routing.capacity import Capacity
 from moesaic.train.launch import launch
 from moesaic_lab.vision.config import PRESETS, SwinConfig

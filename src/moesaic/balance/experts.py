@@ -15,8 +15,8 @@ from functools import cached_property
 import numpy as np
 
 from moesaic.balance.replication.cost import nodes_of, ranks_by_place, seconds_per_byte
-from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
+from moesaic.planner.cluster import Machine
 from moesaic.program.grid import Grid
 
 SLACK = 1e-9

@@ -1,7 +1,7 @@
 """Sample placement (NetMoE, Liu et al., ICLR 2025): the homes of samples, their costs, and the policies that choose them.
 
 A sample is one sequence with all its data. Attention never crosses samples, so a whole sample may be on any rank.
-`runtime/balance/relocate.py` moves samples.
+`balance/run/relocate.py` moves samples.
 
 Sections 3 and 4 of the paper: let num[i, e] be the copies of sample i for expert e. Moving sample i after a layer changes the
 gather of that layer and the scatter of the next, each by the copies whose expert is on another rank. The model here counts
@@ -26,8 +26,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from moesaic.balance.replication.cost import nodes_of, ranks_by_place
-from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
+from moesaic.planner.cluster import Machine
 from moesaic.program.grid import Grid
 
 LEAST_GAIN = 0.1

@@ -106,7 +106,7 @@ def cut(holders: np.ndarray, copies: np.ndarray, replicated: np.ndarray | None, 
     """Return a call cut into slices.
 
     Args:
-        holders: the holders of the cells in the program that runs, as computed in `plan/budget.py`.
+        holders: the holders of the cells in the program that runs, as computed in `balance/budget.py`.
         copies: (world, num_experts) int64, copies of each origin for each expert.
         replicated: (world, num_experts, ep) int64, the copies that helpers compute; None if the program replicates nothing.
         budget: the most rows at the experts of a rank, at least 1; one number for all ranks, or (world,) int64.

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from moesaic.cli.arguments import parse
-from moesaic.cost.profile import MachineInfo, Versions
 from moesaic.errors import InputError
+from moesaic.planner.profile import MachineInfo, Versions
 
 if TYPE_CHECKING:
     from moesaic.testing.processes import Evidence

@@ -18,22 +18,26 @@ from rich.progress import Progress
 from rich.table import Table
 
 from moesaic.cli.arguments import parse
-from moesaic.cost.cluster import ClusterSpec, presets, read_cluster
-from moesaic.cost.memory import GIB, usable_bytes
-from moesaic.cost.profile import read_profile
-from moesaic.cost.profile_simulate import profiled_simulator
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.workload import read_counts
 from moesaic.errors import InputError
-from moesaic.plan.algorithm1 import RULES, choose
-from moesaic.plan.answer import Speed, again, changes, cost_of_skew, in_words, longer_by_rank_skew, remedies, speed_of
-from moesaic.plan.candidates import Pins, SearchSpace, name_of
-from moesaic.plan.compile import compile_plan
-from moesaic.plan.files import write_planned
-from moesaic.plan.hub import HubShape
-from moesaic.plan.loads import typical_counts
-from moesaic.plan.model import Job
-from moesaic.plan.others import (
+from moesaic.planner.algorithm1 import RULES, choose
+from moesaic.planner.answer import (
+    Speed,
+    again,
+    changes,
+    cost_of_skew,
+    in_words,
+    longer_by_rank_skew,
+    remedies,
+    speed_of,
+)
+from moesaic.planner.candidates import Pins, SearchSpace, name_of
+from moesaic.planner.cluster import ClusterSpec, presets, read_cluster
+from moesaic.planner.files import write_planned
+from moesaic.planner.hub import HubShape
+from moesaic.planner.loads import typical_counts
+from moesaic.planner.memory import GIB, usable_bytes
+from moesaic.planner.model import Job
+from moesaic.planner.others import (
     EMITTERS,
     VERSIONS,
     OthersLayout,
@@ -43,11 +47,16 @@ from moesaic.plan.others import (
     predict,
     unread_flags,
 )  # fmt: skip
-from moesaic.plan.plan import AllToAll, Codec, Crossing, Order, Schedule, plan_in_words
-from moesaic.plan.predict import APART
-from moesaic.plan.presets import CONFIGS, PRESETS, read_job
-from moesaic.plan.search import LOSSLESS, LOSSY, EpResults, PlannedStep, Result, Settings, TooLargeError, search
-from moesaic.plan.stages import best_in_stages
+from moesaic.planner.predict import APART
+from moesaic.planner.presets import CONFIGS, PRESETS, read_job
+from moesaic.planner.profile import read_profile
+from moesaic.planner.profile_simulate import profiled_simulator
+from moesaic.planner.search import LOSSLESS, LOSSY, EpResults, PlannedStep, Result, Settings, TooLargeError, search
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.stages import best_in_stages
+from moesaic.planner.workload import read_counts
+from moesaic.program.compile import compile_plan
+from moesaic.program.plan import AllToAll, Codec, Crossing, Order, Schedule, plan_in_words
 from moesaic.traces.trace import Trace
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from moesaic.cli.arguments import parse
 from moesaic.errors import InputError
 
 if TYPE_CHECKING:
-    from moesaic.cost.profile import ClusterProfile
+    from moesaic.planner.profile import ClusterProfile
 
 DESCRIPTION = (
     "Measure the links, host costs and matrix products of this machine (CPUs only). Start it like a training run: torchrun "
@@ -60,8 +60,8 @@ def run(arguments: Sequence[str]) -> int:
     import torch.distributed as dist
 
     from moesaic.comm.mesh import Mesh
-    from moesaic.profiling.profile import layer_errors, measure, profile_of
-    from moesaic.profiling.together import hold_still
+    from moesaic.measure.profile import layer_errors, measure, profile_of
+    from moesaic.measure.together import hold_still
     from moesaic.train.launch import launch
 
     torch.set_num_threads(1)

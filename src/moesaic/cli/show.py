@@ -12,22 +12,21 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from moesaic.balance.budget import CountedCall, MemoryBudget
 from moesaic.balance.samples import Homes
 from moesaic.cli.arguments import parse
-from moesaic.cost.call_sizes import copies_by_rank, sizes_of
-from moesaic.cost.cluster import ClusterSpec, Dtype, read_cluster
-from moesaic.cost.held import ExpertSizes
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.workload import Workload, uniform_counts
 from moesaic.errors import InputError
-from moesaic.plan import Compiled, Plan
-from moesaic.plan.budget import CountedCall, MemoryBudget
-from moesaic.plan.compile import compile_plan, moving
-from moesaic.plan.files import read_plan, write_plan
-from moesaic.plan.plan import Crossing
+from moesaic.planner.call_sizes import copies_by_rank, sizes_of
+from moesaic.planner.cluster import ClusterSpec, Dtype, read_cluster
+from moesaic.planner.files import read_plan, write_plan
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.workload import Workload, uniform_counts
 from moesaic.program.all_to_all.volume import traffic
+from moesaic.program.compile import Compiled, compile_plan, moving
 from moesaic.program.grid import Grid
+from moesaic.program.held import ExpertSizes
 from moesaic.program.placed import PlacedIndex, placed_sizes
+from moesaic.program.plan import Crossing, Plan
 from moesaic.program.sizes import CallSizes, LayoutIndex
 from moesaic.program.task import Op, Program
 from moesaic.program.text import to_text

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.cost.held import ExpertSizes
 from moesaic.draw import Draw, draw_globally
 from moesaic.errors import InputError
 from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.expert_ffn import expert_ffn, expert_gradients, run_experts
 from moesaic.kernels.permute import Permutation, permute, unpermute
 from moesaic.kernels.work import Dispatch, ExpertWork
+from moesaic.program.held import ExpertSizes
 
 Weights = tuple[Tensor, ...]
 """Parameters of experts, in the order of `AbstractExperts.names`."""

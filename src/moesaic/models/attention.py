@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.models.split import Norm, RowLinear, StackedLinear
-from moesaic.plan.model_shape import ROPE, BlockConfig
+from moesaic.shapes import ROPE, BlockConfig
 
 
 class KeyValueCache:

@@ -1,6 +1,6 @@
 """The configuration of a language model, from which it is built and with which its checkpoints are compared.
 
-`plan/model_shape.py` has the fields that decide the time and memory of a step; this module adds those of routing. Torch is only
+`shapes.py` has the fields that decide the time and memory of a step; this module adds those of routing. Torch is only
 imported when a capacity or a loss is made, so `moesaic train --help` does not need it.
 """
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from moesaic.configfile import read_number
 from moesaic.errors import InputError
-from moesaic.plan.model_shape import ModelShape, MoEShape, check_at_least
 from moesaic.routing.routers import ON_MESH, ROUTERS
+from moesaic.shapes import ModelShape, MoEShape, check_at_least
 
 if TYPE_CHECKING:
     from moesaic.routing.capacity import AbstractCapacity

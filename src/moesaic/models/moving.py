@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.balance.run.moving import MovingMoE
+from moesaic.balance.run.relocate import Following, Relocator, SampleMove, SampleTrip
+from moesaic.balance.run.residual import Residual
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.models.attention import KeyValueCache
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT, GPTOutput, TransformerBlock, detached_routing
 from moesaic.routing.routing import Routing
-from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.relocate import Following, Relocator, SampleMove, SampleTrip
-from moesaic.runtime.balance.residual import Residual
 
 
 class MovingBlock(TransformerBlock):

@@ -130,7 +130,7 @@ FLOWS: dict[Flow, FlowSpec] = {
     "bias": FlowSpec((), ("ep",), is_per_expert=True, is_cut=False),
 }
 """The one definition of each flow, used for pieces per rank (`program/sizes.py`) and for pieces counted by symmetry
-(`cost/symmetry.py`)."""
+(`planner/symmetry.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

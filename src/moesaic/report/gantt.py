@@ -15,8 +15,8 @@ from typing import NamedTuple
 import plotly.graph_objects as go
 
 from moesaic.errors import InputError
-from moesaic.plan.model import Job
-from moesaic.plan.search import PlannedStep
+from moesaic.planner.model import Job
+from moesaic.planner.search import PlannedStep
 from moesaic.program.task import Lane
 from moesaic.program.timeline import LANES, Span, Timeline
 from moesaic.report.style import Drawn, Picture, figure, page_text, rounded, run_colour, write_text

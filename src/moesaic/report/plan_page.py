@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import plotly.graph_objects as go
 
-from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.compute import rates_of
-from moesaic.cost.memory import GIB
-from moesaic.cost.workload import Workload
-from moesaic.plan.candidates import name_of
-from moesaic.plan.model import Job
-from moesaic.plan.plan import plan_in_words
-from moesaic.plan.search import PlannedStep, Result
+from moesaic.planner.candidates import name_of
+from moesaic.planner.cluster import ClusterSpec
+from moesaic.planner.compute import rates_of
+from moesaic.planner.memory import GIB
+from moesaic.planner.model import Job
+from moesaic.planner.search import PlannedStep, Result
+from moesaic.planner.workload import Workload
+from moesaic.program.plan import plan_in_words
 from moesaic.program.timeline import Timeline
 from moesaic.report.gantt import bars_of, gantt, in_words, step_gantt, unit_of
 from moesaic.report.style import INK, Drawn, Picture, figure, line, page_text, rounded, run_colour, write_text

@@ -2,7 +2,7 @@
 
 `plan="auto"` compares times of whole steps. After two steps, the first rank searches candidate plans for the layers' sizes; the
 links need not be known. Then every candidate runs for a few steps, all layers under the same one, and the ranks agree on the
-slowest rank's time. The plan table (`plan/table.py`) decides when to switch, which moves no weight. Plans are equivalent, so
+slowest rank's time. The plan table (`planner/table.py`) decides when to switch, which moves no weight. Plans are equivalent, so
 times decide only how a layer runs, not what it computes.
 """
 
@@ -27,10 +27,10 @@ from moesaic.comm.mesh import Mesh
 from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts
-from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.plan.plan import plan_in_words
-from moesaic.plan.predict import Predictor, layer_job
-from moesaic.plan.table import PlanTable, TableSettings
+from moesaic.planner.predict import Predictor, layer_job
+from moesaic.planner.table import PlanTable, TableSettings
+from moesaic.program.compile import Compiled, compile_plan
+from moesaic.program.plan import Plan, plan_in_words
 from moesaic.runtime.expert_parallel import ExpertParallel
 from moesaic.runtime.routing_cache import is_recomputing
 

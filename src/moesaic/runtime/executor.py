@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 from moesaic.comm.transport import AbstractTransport, Handle, Transfer
 from moesaic.comm.transport import Lane as TransportLane
 from moesaic.experts.experts import Weights
-from moesaic.plan.compile import Compiled
 from moesaic.program.bundles import bundles
+from moesaic.program.compile import Compiled
 from moesaic.program.sizes import Move
 from moesaic.program.task import Op, Program, Slot, Task
 from moesaic.program.transpose import cotangent, saved

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from moesaic.balance.budget import CountedCall
 from moesaic.comm.collectives import all_gather, broadcast, check_same, share, share_of, slice_rows
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
-from moesaic.plan import Compiled, Plan
-from moesaic.plan.budget import CountedCall
-from moesaic.plan.plan import Crossing
+from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Crossing, Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.routing.capacity import AbstractCapacity, Capacity, count
 from moesaic.routing.losses import AbstractLoss

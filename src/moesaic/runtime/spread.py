@@ -21,9 +21,9 @@ from moesaic.errors import InputError
 from moesaic.experts import ModuleExperts
 from moesaic.experts.experts import AbstractExperts
 from moesaic.kernels.codecs import codec_named
-from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.plan.plan import Crossing
+from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Crossing, Plan
 from moesaic.runtime import deepep
 
 

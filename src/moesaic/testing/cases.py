@@ -16,14 +16,14 @@ from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy, PolicyPlan, Replicated
 from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision
 from moesaic.codecs import CODECS, codec_spec, is_coded
-from moesaic.cost.cluster import Machine
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import codec_named
-from moesaic.plan import Plan, compile_plan
-from moesaic.plan.plan import Crossing, Order, Replication
+from moesaic.planner.cluster import Machine
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Crossing, Order, Plan, Replication
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
 from moesaic.routing.routers import ROUTERS, CosineTopK, Hash, RouterFactory, SigmoidTopK, group_limited_sigmoid

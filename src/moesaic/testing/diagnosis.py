@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.plan import compile_plan
+from moesaic.program.compile import compile_plan
 from moesaic.testing.cases import Case, fitting_top_k, looks_across_tokens
 from moesaic.testing.equivalence import Errors, Pair, Ran, failures, pairs_of, relative
 from moesaic.testing.expected import Parts, expect_parts

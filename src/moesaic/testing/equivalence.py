@@ -24,21 +24,21 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moesaic.balance.budget import CountedCall, MemoryBudget
+from moesaic.balance.run.calls import BalancedCalls
+from moesaic.balance.run.experts import ExpertPlacement
+from moesaic.balance.run.moving import MovingMoE
+from moesaic.balance.run.relocate import Following, Relocator
 from moesaic.balance.samples import AbstractPlacer, Given, Homes, TwoStage, Weighed
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
-from moesaic.plan import Compiled, compile_plan
-from moesaic.plan.budget import CountedCall, MemoryBudget
+from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.routing.injection import set_loss_scale
 from moesaic.routing.routing import Routing
 from moesaic.runtime import data_parallel
-from moesaic.runtime.balance.calls import BalancedCalls
-from moesaic.runtime.balance.experts import ExpertPlacement
-from moesaic.runtime.balance.moving import MovingMoE
-from moesaic.runtime.balance.relocate import Following, Relocator
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case
 from moesaic.testing.expected import Expected, expect, shard_of

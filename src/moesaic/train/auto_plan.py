@@ -17,22 +17,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moesaic.balance.rates import is_measured
 from moesaic.balance.replication.cost import LinkKind
+from moesaic.balance.run.calls import hear_links
 from moesaic.comm.mesh import ranks_of_a_node
 from moesaic.configfile import override
-from moesaic.cost.cluster import ClusterSpec
 from moesaic.errors import InputError
 from moesaic.layer import MoE
-from moesaic.plan import Compiled, Plan, compile_plan
-from moesaic.plan.algorithm1 import choose
-from moesaic.plan.candidates import name_of
-from moesaic.plan.files import MESH, read_planned
-from moesaic.plan.plan import Crossing, plan_in_words
-from moesaic.plan.predict import Predictor, find_layout
-from moesaic.plan.table import PlanTable, TableSettings
+from moesaic.planner.algorithm1 import choose
+from moesaic.planner.candidates import name_of
+from moesaic.planner.cluster import ClusterSpec
+from moesaic.planner.files import MESH, read_planned
+from moesaic.planner.predict import Predictor, find_layout
+from moesaic.planner.rates import is_measured
+from moesaic.planner.table import PlanTable, TableSettings
+from moesaic.program.compile import Compiled, compile_plan
+from moesaic.program.plan import Crossing, Plan, plan_in_words
 from moesaic.runtime.auto_plan import AutoPlan
-from moesaic.runtime.balance.calls import hear_links
 from moesaic.train.balance import DecisionMeter, known_cluster
 from moesaic.train.checkpoint import PLAN_TABLE
 from moesaic.train.config import MeshConfig, TrainConfig

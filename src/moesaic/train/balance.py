@@ -19,25 +19,26 @@ from torch import nn
 
 from moesaic.balance import EXPERT_PLACERS, SAMPLE_PLACERS
 from moesaic.balance.experts import ExpertRates
-from moesaic.balance.rates import machine_of, simulator_of
 from moesaic.balance.replication.cost import ReplicationCosts
+from moesaic.balance.run.calls import BalancedCalls, decisions_of
+from moesaic.balance.run.experts import ExpertPlacement, Moved
+from moesaic.balance.run.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.balance.samples import AbstractPlacer, PlacerOptions
 from moesaic.balance.selector.arbiter import Arbiter, CallDecision
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import NoTransport
-from moesaic.cost.cluster import Machine
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.workload import Workload
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT, make_language_model
 from moesaic.models.moving import MovingGPT
-from moesaic.plan import Compiled, Plan
-from moesaic.plan.loads import arbiter_for
-from moesaic.plan.model import job_of
+from moesaic.planner.cluster import Machine
+from moesaic.planner.loads import arbiter_for
+from moesaic.planner.model import job_of
+from moesaic.planner.rates import machine_of, simulator_of
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.workload import Workload
+from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
-from moesaic.runtime.balance.calls import BalancedCalls, decisions_of
-from moesaic.runtime.balance.experts import ExpertPlacement, Moved
-from moesaic.runtime.balance.relocate import Following, Relocator, SampleMove, SampleTrip
+from moesaic.program.plan import Plan
 from moesaic.train.config import TrainConfig
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}

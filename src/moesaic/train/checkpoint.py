@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
-from moesaic.plan.model_shape import ROTARY
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
+from moesaic.shapes import ROTARY
 from moesaic.train.distributed_checkpoint import (
     SHARDS,
     checksum,

@@ -19,8 +19,8 @@ from moesaic.comm import TransportName
 from moesaic.configfile import override, read_number
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
-from moesaic.plan.plan import Plan, StaticPlan, check_replication
-from moesaic.plan.presets import PRESETS as MODELS
+from moesaic.planner.presets import PRESETS as MODELS
+from moesaic.program.plan import Plan, StaticPlan, check_replication
 
 UNMOVED = "none"
 """The value of `balance.samples` and `balance.experts` with which samples or experts are not moved."""
@@ -253,7 +253,7 @@ class PlannerConfig:
         """The rule that chooses the schedule; empty if none."""
         if not self.plan or self.is_auto or self.searches:
             return ""
-        from moesaic.plan.algorithm1 import RULES  # the simulator with it
+        from moesaic.planner.algorithm1 import RULES  # the simulator with it
 
         return self.plan if self.plan in RULES else ""
 
@@ -609,7 +609,7 @@ PUBLISHED: dict[str, Any] = {
 
 
 def preset(name: str) -> TrainConfig:
-    """Return the configuration that trains a model of `plan/presets.py`."""
+    """Return the configuration that trains a model of `planner/presets.py`."""
     config = override(TrainConfig(out=f"runs/{name}"), asdict(MODELS[name]), source=name)
     if config.model.moe.top_k == 1:  # the weight of one expert of one would be 1, and the router would learn nothing
         config = override(config, {"model": {"moe": {"router": "switch"}}}, source=name)

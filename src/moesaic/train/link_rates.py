@@ -13,8 +13,8 @@ import torch
 
 from moesaic.balance.replication.cost import LinkKind, LinkTimes
 from moesaic.comm.transport import Transfer
-from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.topology import Topology
+from moesaic.planner.cluster import ClusterSpec
+from moesaic.planner.topology import Topology
 from moesaic.program.grid import Grid
 from moesaic.train.ranks import Ranks
 

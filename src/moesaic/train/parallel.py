@@ -31,7 +31,8 @@ from moesaic.models.attention import Attention, ShortConv
 from moesaic.models.gpt import GPT, Dense, LearnedPositions
 from moesaic.models.split import LayerNorm, Norm, RowLinear, StackedLinear
 from moesaic.parallel import parallelize_layers, shard_over_data
-from moesaic.plan import Compiled, Plan
+from moesaic.program.compile import Compiled
+from moesaic.program.plan import Plan
 from moesaic.train.pipeline import PipelinedGPT
 
 

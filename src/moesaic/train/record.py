@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesaic.balance.run.relocate import SampleTrip
 from moesaic.comm.collectives import share_of
 from moesaic.errors import InputError
 from moesaic.layer import MoE
@@ -26,7 +27,6 @@ from moesaic.models.moving import MovingGPT
 from moesaic.routing.capacity import count
 from moesaic.routing.replay import encoded, replayed
 from moesaic.routing.route import RoutingRecord
-from moesaic.runtime.balance.relocate import SampleTrip
 from moesaic.runtime.routing_cache import RoutingCache, RoutingCached
 from moesaic.traces.trace import (
     FOLDER,

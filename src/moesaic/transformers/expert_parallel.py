@@ -28,7 +28,8 @@ from transformers.distributed.expert_parallel import (
 from moesaic.chosen import ChosenExperts
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
-from moesaic.plan import Compiled, Plan
+from moesaic.program.compile import Compiled
+from moesaic.program.plan import Plan
 from moesaic.transformers.experts import Matrices, family_experts, gate_of, refusal, warn
 
 

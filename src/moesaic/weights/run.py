@@ -20,8 +20,8 @@ from moesaic.layer import MoE
 from moesaic.models.attention import Attention
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT, TransformerBlock
-from moesaic.plan.model_shape import ROPE
 from moesaic.routing.capacity import Dropless
+from moesaic.shapes import ROPE
 from moesaic.train.state import Trained, load_trained
 from moesaic.weights.files import filling, require_room
 from moesaic.weights.layout import first_names

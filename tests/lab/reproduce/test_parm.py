@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moesaic.cost.fit import Fit
-from moesaic.cost.workload import Workload
-from moesaic.plan.algorithm1 import RULES, Operations, corrected, operations, published
+from moesaic.planner.algorithm1 import RULES, Operations, corrected, operations, published
+from moesaic.planner.fit import Fit
+from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 from moesaic_lab.reproduce import parm
 from moesaic_lab.reproduce.end_to_end import WholeStep

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from moesaic.cost.cluster import ClusterSpec, presets, read_cluster
+from moesaic.planner.cluster import ClusterSpec, presets, read_cluster
 from moesaic_lab.reproduce import netmoe, parm, schemoe, tutel
 from moesaic_lab.reproduce.papers import REPRODUCTIONS
 from moesaic_lab.reproduce.records import Book, read_book

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from cost.schemoe_forms import in_turn_all_to_all, pipelined_all_to_all
+
 from moesaic_lab.reproduce.records import read_book
 from moesaic_lab.reproduce.schemoe import (
     ABLATION,

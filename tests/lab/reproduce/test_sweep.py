@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from moesaic.cost.cluster import read_cluster
-from moesaic.cost.simulate import Simulator
-from moesaic.cost.workload import Workload
-from moesaic.plan import Plan, compile_plan
+from moesaic.planner.cluster import read_cluster
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.workload import Workload
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
 from moesaic_lab.reproduce.sweep import sweep_simulator
 
 LAYERS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moesaic.plan import Plan
+from moesaic.program.plan import Plan
 from moesaic_lab.reproduce.records import read_book
 from moesaic_lab.reproduce.tutel import (
     FAIRSEQ_GATE,

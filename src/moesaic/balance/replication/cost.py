@@ -15,9 +15,9 @@ from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from moesaic.cost.cluster import ClusterSpec, Machine
-from moesaic.cost.topology import Topology
 from moesaic.errors import InputError
+from moesaic.planner.cluster import ClusterSpec, Machine
+from moesaic.planner.topology import Topology
 from moesaic.program.grid import Grid
 from moesaic.program.passes.replicate import relays
 
@@ -149,7 +149,7 @@ class ReplicationCosts:
     Small if grouped products compute all experts at once. Only the arbiter counts it."""
     speeds: tuple[float, ...] = ()
     """Speed of each rank's products relative to the rates; () for the cluster's speeds or, without any, equal speeds. Measured
-    speeds come from the times of a rank's experts in calls (`runtime/balance/clock.py`)."""
+    speeds come from the times of a rank's experts in calls (`balance/run/clock.py`)."""
     node_links: tuple[float, ...] = ()
     """Rate of each node's link to the other nodes, in both directions, relative to `machine`; () if equal. Not used with a
     cluster, which describes its own links. Measured rates come from probes (`train/link_rates.py`)."""

@@ -45,7 +45,7 @@ class AbstractAllToAll(ABC):
     under these."""
     hops_by_node = False
     """Whether the first hops are one per destination node, in the order of the nodes. Each node then runs these hops in
-    its own order; the simulator uses one order for all, with an error of up to 15 % (tests/cost/test_even.py)."""
+    its own order; the simulator uses one order for all, with an error of up to 15 % (tests/planner/test_even.py)."""
 
     def nodes_per_group(self, nodes: int) -> int:
         """Return the number of neighbouring nodes per group, if paths depend on groups of nodes (`NodeMap.like`)."""

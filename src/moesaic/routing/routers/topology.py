@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesaic.cost.cluster import ClusterSpec
-from moesaic.cost.topology import check_fit
 from moesaic.errors import InputError
+from moesaic.planner.cluster import ClusterSpec
+from moesaic.planner.topology import check_fit
 from moesaic.program.grid import Grid
 from moesaic.routing.router import AbstractRouter, LimitedRouter, top_k_indices
 from moesaic.routing.routers.softmax import SoftmaxTopK

@@ -1,0 +1,325 @@
+"""Keeps each call of a layer within a memory budget, by replication to helper ranks or by running the call in slices.
+
+Under `Plan.memory_budget` a dropless layer holds no more bytes than the budget on any rank, forward and backward, under any
+routing. The bytes of a call follow from its programs and its counts (`program/held.py`), so every rank knows those of all ranks
+before anything is sent. If the plan replicates, copies beyond the budget go to ranks with room. If no rank has room, if the
+plan does not replicate, or if replication costs more, the call runs in slices, each from dispatch to combine. As many slices
+as fit are kept for the backward pass; the others are recomputed in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from moesaic.balance.replication.bounded import fitting_tables, seconds
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
+from moesaic.balance.slices import Cut, cut
+from moesaic.errors import InputError
+from moesaic.program.compile import Compiled
+from moesaic.program.held import ExpertSizes
+from moesaic.program.sizes import CallSizes
+from moesaic.program.task import Op
+
+TRIES = 16
+"""Largest number of slice counts that are tried until a call fits."""
+MORE_SLICES = (1.5, 2.0)
+"""Multiples of the smallest fitting number of slices that are also tried: with smaller slices, more rows can be kept."""
+
+_Option = tuple[Compiled, np.ndarray | None, Cut]
+"""A way to run a call: the compiled plan, the replicated rows, and the slices."""
+
+
+class CountedCall(NamedTuple):
+    """The counts and sizes of a call, which all ranks know before anything is sent."""
+
+    copies: np.ndarray
+    """(world, num_experts) int64, copies that each origin rank has for each expert."""
+    tokens: np.ndarray
+    """(world,) int64, tokens that each rank is the origin of."""
+    units: int
+    """Hidden units of one shard of an expert."""
+    experts: Callable[[], ExpertSizes]
+    """Returns the memory sizes of the experts."""
+
+
+@dataclass
+class BudgetUse:
+    """Statistics about the memory budget of the calls of a layer, over all ranks; the same on every rank."""
+
+    calls: int = 0
+    """Calls of the layer, including recomputations."""
+    bytes_over: int = 0
+    """Bytes beyond the budget, summed over ranks, that the calls would hold without replication for the budget or slices."""
+    rows_spilled: int = 0
+    """Rows that were replicated to another rank because of the budget."""
+    sliced_calls: int = 0
+    """Calls that ran in slices."""
+    slices: int = 0
+    """Slices of these calls."""
+    kept_slices: int = 0
+    """Slices that were kept for the backward pass; the others ran twice."""
+
+
+class MemoryBudget:
+    """Decides how each call of one layer stays within the memory budget of its plan.
+
+    Args:
+        compiled: the compiled plan of the layer, which has the budget.
+        num_experts: number of experts of the layer.
+        costs: cost model that compares slices with replication; None for that of `cost.Machine`.
+    """
+
+    def __init__(self, compiled: Compiled, num_experts: int, costs: ReplicationCosts | None = None) -> None:
+        self.compiled, self.num_experts = compiled, num_experts
+        self.costs = costs or ReplicationCosts()
+        self.use = BudgetUse()
+        self._holders: dict[bytes, np.ndarray] = {}
+
+    def hold(
+        self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall
+    ) -> tuple[Compiled, np.ndarray | None, Cut | None]:
+        """Return how a call runs within the budget: the compiled plan, the replicated rows, and the slices.
+
+        The slices are None if the call runs as a whole.
+
+        Args:
+            compiled: the compiled plan that the call would run without a budget.
+            replicated: (world, num_experts, ep) int64, rows that it would replicate without a budget; None for no rows.
+            call: the call.
+
+        Raises:
+            InputError: on every rank, if the call exceeds the budget even in the smallest slices.
+        """
+        if self.compiled.plan.memory_budget is None:
+            return compiled, replicated, None
+        self.use.calls, budget = self.use.calls + 1, self.budget(call)
+        over = np.maximum(self.peak(compiled, replicated, call) - budget, 0)
+        self.use.bytes_over += int(over.sum())
+        if not over.any():
+            return compiled, replicated, None
+        rows_before = 0 if replicated is None else int(replicated.sum())
+        experts = call.experts()
+        load = CallLoad(self.compiled.grid, call.copies, self.num_experts, call.units, experts.dim)
+        options = list(self._options(compiled, replicated, load, call, budget))
+        if not options:
+            raise InputError(self._too_small(call, budget))
+        compiled, replicated, slices = self._cheapest(options, load)
+        self.use.rows_spilled += max((0 if replicated is None else int(replicated.sum())) - rows_before, 0)
+        if slices.num_slices == 1:
+            return compiled, replicated, None
+        self.use.sliced_calls += 1
+        self.use.slices += slices.num_slices
+        self.use.kept_slices += slices.kept
+        return compiled, replicated, slices
+
+    def budget(self, call: CountedCall) -> int:
+        """Return the bytes that a call may hold on a rank; a subclass may let them depend on the call."""
+        del call
+        assert self.compiled.plan.memory_budget is not None
+        return self.compiled.plan.memory_budget
+
+    def peak(self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall) -> np.ndarray:
+        """Return the peak of the bytes that a call holds on each rank if it runs as a whole, (world,).
+
+        Args:
+            compiled: the compiled plan that the call runs.
+            replicated: (world, num_experts, ep) int64, replicated rows; None for no rows.
+            call: the call.
+        """
+        return compiled.held(self.num_experts, call.experts()).peak(
+            self._sizes(compiled, replicated, call.copies, call)
+        )
+
+    def _sizes(
+        self, compiled: Compiled, replicated: np.ndarray | None, copies: np.ndarray, call: CountedCall
+    ) -> CallSizes:
+        """Return the sizes of a call or a slice; under multicast an upper bound that counts every copy as a separate token."""
+        grid, chunks, node_tokens = compiled.grid, compiled.plan.chunks, None
+        if compiled.is_multicast:
+            copies_by_place = [copies.reshape(len(copies), places, -1).sum(2) for places in grid.cast_levels]
+            visits = np.minimum(np.concatenate(copies_by_place, axis=1), call.tokens[:, None])
+            node_tokens = np.repeat(-(-visits // chunks)[:, :, None], chunks, axis=2)
+        return CallSizes(
+            grid, copies, call.tokens, chunks, node_tokens=node_tokens, units=call.units, replicated=replicated,
+            shapes=compiled.shapes(self.num_experts),
+        )  # fmt: skip
+
+    def _options(
+        self, compiled: Compiled, replicated: np.ndarray | None, load: CallLoad, call: CountedCall, budget: int
+    ) -> Iterator[_Option]:
+        """Yield ways to run a call within the budget: as without a budget, without replication, with other replicated rows."""
+        for slices in self._cuts(compiled, replicated, call, budget):
+            yield compiled, replicated, slices
+        if not self.compiled.replicates:
+            return
+        bare = self._unreplicated
+        # A program that may replicate holds more bytes even in calls that replicate nothing.
+        if replicated is not None or compiled.digest != bare.digest:
+            for slices in self._cuts(bare, None, call, budget):
+                yield bare, None, slices
+        replication = compiled if compiled.replicates else self.compiled
+        nothing_replicated = np.zeros((*call.copies.shape, self.compiled.grid.ep), dtype=np.int64)
+        rows, fewest = self._rows_that_fit(call, budget)
+        for table in fitting_tables(load, nothing_replicated if replicated is None else replicated, rows, fewest):
+            for slices in self._cuts(replication, table, call, budget):
+                yield replication, table, slices
+
+    @property
+    def _unreplicated(self) -> Compiled:
+        """The compiled plan without replication."""
+        return self.compiled.unreplicated or self.compiled
+
+    def _rows_that_fit(self, call: CountedCall, budget: int) -> tuple[int, int]:
+        """Return about how many rows at the experts of a rank fit the budget, and how many times that the busiest rank has.
+
+        Both are without replication.
+        """
+        bare = self._unreplicated
+        busiest = int(self._cut(bare, None, call, None).loads.max())
+        most = float(self.peak(bare, None, call).max())
+        least = float(self.peak(bare, None, _without_copies(call)).max())
+        rows = max(1, int(busiest * max(0.0, budget - least) / max(1.0, most - least)))
+        return rows, -(-busiest // rows)
+
+    def _cut(self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall, limit: int | None) -> Cut:
+        """Return a call cut into slices of at most `limit` rows at the experts of a rank; one slice if `limit` is None."""
+        if compiled.digest not in self._holders:
+            self._holders[compiled.digest] = holders_of(compiled, self.num_experts)
+        most_rows = limit or max(1, int(call.copies.sum()))
+        return cut(self._holders[compiled.digest], call.copies, replicated, most_rows)
+
+    def _cuts(self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall, budget: int) -> Iterator[Cut]:
+        """Yield cuts of a call whose slices fit the budget, that with the fewest slices first; nothing if no cut fits."""
+        whole = self._cut(compiled, replicated, call, None)
+        most = float(self.peak(compiled, replicated, call).max())
+        if most <= budget:
+            yield whole
+            return
+        rows, count = int(whole.loads.max()), 2
+        least = self._slices(compiled, self._cut(compiled, replicated, _without_copies(call), None), call)[0].max()
+        if least >= budget:
+            return
+
+        def cut_into(count: int) -> tuple[Cut, float]:
+            """Return a cut into about `count` slices, with as many kept as fit, and the peak bytes of all slices."""
+            slices = self._cut(compiled, replicated, call, -(-rows // count))
+            peak, kept = self._slices(compiled, slices, call)
+            return replace(slices, kept=_most_kept(peak, kept, budget)), float(peak.max())
+
+        for _ in range(TRIES):
+            found, most = cut_into(count)
+            if most <= budget:
+                break
+            if count >= rows:
+                return
+            count = min(rows, max(count + 1, int(count * (most - least) / (budget - least))))
+        else:
+            return
+        yield found
+        for more in MORE_SLICES:
+            another, most = cut_into(int(more * found.num_slices))
+            if most <= budget:
+                yield another
+
+    def _slices(self, compiled: Compiled, slices: Cut, call: CountedCall) -> tuple[np.ndarray, np.ndarray]:
+        """Return the peak bytes of each slice on each rank, and the bytes that it keeps for backward, (slices, world) each."""
+        held = compiled.held(self.num_experts, call.experts())
+        parts = [
+            held.of_slice(self._sizes(compiled, slices.replicated(number), slices.copies(number), call))
+            for number in range(slices.num_slices)
+        ]
+        peak, kept = (np.stack(values) for values in zip(*parts))
+        return peak, kept
+
+    def _cheapest(self, options: list[_Option], load: CallLoad) -> _Option:
+        """Return the fastest way, by the cost model of the replication policies."""
+        nothing_replicated = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
+
+        def cost(option: _Option) -> float:
+            _, replicated, slices = option
+            share_recomputed = slices.share_again
+            return seconds(
+                load,
+                self.costs,
+                nothing_replicated if replicated is None else replicated,
+                slices.num_slices,
+                share_recomputed,
+            )
+
+        return min(options, key=cost)
+
+    def bytes_of_rows(self, rows: int, call: CountedCall) -> int:
+        """Return the peak bytes of a call in slices of at most `rows` rows at the experts of a rank, without replication."""
+        bare = self._unreplicated
+        return int(np.ceil(self._slices(bare, self._cut(bare, None, call, rows), call)[0].max()))
+
+    def _too_small(self, call: CountedCall, budget: int) -> str:
+        """Return the message about a budget that is too small, with the smallest budget that would fit."""
+        return (
+            f"plan.memory_budget={budget}: a call of {int(call.tokens.max())} tokens on a rank holds "
+            f"{self.bytes_of_rows(1, call)} bytes even in slices of one row (sums, and gradients of the experts): give more, "
+            "or fewer tokens a call"
+        )
+
+    def refuse_padding(self) -> None:
+        """Raise InputError if the plan has a budget: with a padded capacity no rank has the counts that a budget needs."""
+        budget = self.compiled.plan.memory_budget
+        if budget is not None:
+            raise InputError(
+                f"a padded capacity clashes with memory_budget={budget}, which needs token counts that padding does not "
+                "exchange: leave memory_budget unset, since a padded capacity bounds memory by itself, or do not pad"
+            )
+
+    def take(self) -> BudgetUse:
+        """Return the statistics since the last `take`."""
+        use, self.use = self.use, BudgetUse()
+        return use
+
+
+def _without_copies(call: CountedCall) -> CountedCall:
+    return call._replace(copies=np.zeros_like(call.copies))
+
+
+def _most_kept(peak: np.ndarray, kept: np.ndarray, budget: int) -> int:
+    """Return how many of the first slices can be kept at the same time; the last of them runs first and ends last.
+
+    Args:
+        peak: (slices, world) peak bytes of each slice while it runs.
+        kept: (slices, world) bytes that each slice keeps for backward.
+        budget: bytes that each rank may hold.
+    """
+    for count in range(2, len(peak) + 1):
+        later = kept[:count].sum(0) - kept[:count].cumsum(0)
+        if (peak[:count] + later).max() > budget:
+            return count - 1
+    return len(peak)
+
+
+def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:
+    """Return the rank that computes the rows of each origin for each expert, (world, num_experts, 1 or 1 + ep) int64.
+
+    All shards of an expert compute the same rows, so the first of their ranks stands for all. Entries are -1 if there can be
+    no such rows.
+
+    Args:
+        compiled: the compiled plan.
+        num_experts: number of experts of the layer.
+    """
+    grid, shapes = compiled.grid, compiled.shapes(num_experts)
+    layouts = [compiled.logical.slot(task.reads[0]).layout for task in compiled.logical.tasks if task.op is Op.EXPERT]
+    holders = np.full((grid.world, num_experts, 1 + grid.ep * compiled.replicates), -1)
+    for rank in range(grid.world):
+        pieces = [shapes.pieces(layout, rank) for layout in layouts]
+        origin, expert, chunk = (
+            np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("origin", "expert", "chunk")
+        )
+        part = np.maximum(chunk - shapes.num_chunks + 1, 0)
+        present = np.unique(holders[origin, expert, part])
+        joined = rank if present.max(initial=-1) < 0 else int(present[present >= 0].min())
+        holders[np.isin(holders, present[present >= 0])] = joined  # ranks that share rows count as one
+        holders[origin, expert, part] = joined
+    return holders

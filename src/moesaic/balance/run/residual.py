@@ -1,0 +1,185 @@
+"""The residual of an MoE block when samples change home: it is sent with the experts' results, or separately.
+
+In NetMoE (Liu et al., ICLR 2025, appendix A.1) every copy carries its token's residual, so that result and residual arrive as
+one row: y_e = x + E(x). The paper says that this keeps the result, but not under which conditions. Weighted by the router, x
+returns multiplied by the sum of its copies' weights. That sum is 1 for some routers, but not once a copy is dropped. So here
+each copy carries, in addition to its weight, a share of the residual, one over the number of its token's copies:
+
+    sum_k (g_k E_k(norm(x)) + s_k x) = sum_k g_k E_k(norm(x)) + x        since the shares s of a token sum to one,
+
+for every router and capacity. The row of a token without copies is sent separately from the old home to the new one. If there
+is a norm before the layer, tokens are sent without it, and the expert's rank applies the norm. Gradients are linear, so the
+norm's gradient is the sum over copies. If there is any other operation between the layer and the sum, the residual is sent
+separately (`SampleMove.carry`), which costs one more row per token that moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from moesaic.comm.collectives import share
+from moesaic.comm.transport import AbstractTransport
+from moesaic.draw import Draw, draw_globally
+from moesaic.experts.experts import AbstractExperts, DeferredWgrad, ExpertCall, Weights, compute_dtype
+from moesaic.program.plan import Plan
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A residual that is added directly to an MoE layer's result: x + moe(norm(x))."""
+
+    x: Tensor
+    """The residual, of the shape of the layer's input."""
+    norm: nn.Module | None = None
+    """The norm that computed the layer's input from x, token by token, such as RMSNorm; None if the input is x."""
+
+
+def rides_along(residual: Residual | None, plan: Plan, weight_first: bool) -> bool:
+    """Return whether a residual may be sent with the experts' results.
+
+    Routing weights must multiply results, not inputs. Rows must have 32 bits or more, unchanged by codecs or autocast, since
+    otherwise every layer would round the residual stream.
+    """
+    if residual is None or weight_first or not plan.is_lossless:
+        return False
+    dtype = residual.x.dtype
+    return compute_dtype(dtype, residual.x.device) is dtype and dtype.itemsize >= 4
+
+
+def with_shares(gates: Tensor, token: Tensor, num_tokens: int) -> Tensor:
+    """Return each copy's routing weight and its share of its token's residual, (copies, 2).
+
+    Args:
+        gates: (copies,) routing weights.
+        token: (copies,) int64, each copy's token.
+        num_tokens: number of tokens.
+    """
+    copies = torch.bincount(token, minlength=num_tokens)
+    return torch.stack([gates, copies[token].to(gates.dtype).reciprocal()], dim=1)
+
+
+class WithResidual(AbstractExperts):
+    """Experts that apply the norm to tokens themselves, and add a share of the token to each weighted result.
+
+    Their gates are (rows, 2): the routing weight, and the row's share of the residual. The norm's parameters are appended as
+    columns to the parameters that an expert's shards have in common, the same for every expert.
+
+    Args:
+        inner: the experts.
+        norm: the norm before them; None for none.
+    """
+
+    def __init__(self, inner: AbstractExperts, norm: nn.Module | None) -> None:
+        super().__init__(inner.dim, inner.num_experts)
+        self.inner, self.norm = inner, norm
+        self._shapes = {} if norm is None else {name: value.shape for name, value in norm.named_parameters()}
+        self._columns = sum(shape.numel() for shape in self._shapes.values())
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self.inner.names
+
+    def compute(self, call: ExpertCall) -> Tensor:
+        return self.inner.compute(self._inner_call(call)) + self._share(call.rows, call)
+
+    def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
+        with torch.no_grad():
+            out, kept = self.inner.run(self._inner_call(call))
+        return out + self._share(call.rows, call), kept
+
+    def gradients(
+        self, call: ExpertCall, kept: Weights, dy: Tensor, deferred_wgrad: DeferredWgrad | None = None
+    ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
+        norm_row = self._split(call.common)[1]
+        leaves = [call.rows.detach().requires_grad_(), norm_row.detach().requires_grad_()]
+        with torch.enable_grad():
+            normed = self._normed(*leaves)
+        inside = self._inner_call(call, normed.detach())
+        inner_grads = self.inner.gradients(inside, kept, dy, deferred_wgrad)
+        assert inner_grads[1] is not None
+        d_rows, d_norm_row = torch.autograd.grad(
+            normed, leaves, inner_grads[0], allow_unused=True, materialize_grads=True
+        )
+        d_rows = d_rows + self._share(dy, call)
+        # Shares are constants without a gradient.
+        d_gates = torch.stack([inner_grads[1], torch.zeros_like(inner_grads[1])], dim=1)
+        d_common: Weights = inner_grads[3]
+        if self._columns:
+            d_norm = torch.zeros_like(call.common[0][:, -self._columns :])
+            d_norm[:1] = d_norm_row
+            d_common = (torch.cat([*d_common, d_norm], dim=1),)
+        return d_rows, d_gates, inner_grads[2], d_common
+
+    def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
+        self.inner.init_normal(std, out_std, draw)
+
+    def pack(self, sharded: Weights) -> Tensor:
+        return self.inner.pack(sharded)
+
+    def unpack(self, rows: Tensor, num_experts: int) -> Weights:
+        return self.inner.unpack(rows, num_experts)
+
+    def num_units(self, sharded: Weights) -> int:
+        return self.inner.num_units(sharded)
+
+    def first(self, sharded: Weights, num_experts: int) -> Weights:
+        return self.inner.first(sharded, num_experts)
+
+    def joined(
+        self, common: Weights, num_experts: int, shards: int, transport: AbstractTransport, group: tuple[int, ...]
+    ) -> Weights:
+        """Return the parameters that an expert's shards have in common, with the norm's parameters appended; differentiable.
+
+        Every shard of an expert computes the whole gradient of the norm, and all of these gradients are summed over
+        data-parallel ranks. So each is divided by the number of shards. Each rank of a tensor-parallel group applies the norm
+        to its own rows.
+
+        Args:
+            common: the common parameters of the inner experts.
+            num_experts: number of experts on this rank.
+            shards: number of shards of an expert.
+            transport: the transport between the ranks.
+            group: this rank's tensor-parallel group.
+        """
+        if self.norm is None or not self._columns:
+            return common
+        norm_row = torch.cat([value.reshape(-1) for value in self.norm.parameters()])
+        norm_row = norm_row if len(group) == 1 else share(transport, group, norm_row)
+        norm_row = norm_row if shards == 1 else norm_row / shards + (norm_row - norm_row / shards).detach()
+        return (torch.cat([*common, norm_row.expand(num_experts, -1)], dim=1),)
+
+    def _inner_call(self, call: ExpertCall, normed: Tensor | None = None) -> ExpertCall:
+        """Return the call of the inner experts, with rows after the norm."""
+        inner_common, norm_row = self._split(call.common)
+        rows = self._normed(call.rows, norm_row) if normed is None else normed
+        return replace(call, common=inner_common, rows=rows, gates=_gates_and_shares(call)[:, 0].contiguous())
+
+    def _split(self, common: Weights) -> tuple[Weights, Tensor]:
+        """Return the inner experts' common parameters, and the norm's parameters, (columns,)."""
+        if not self._columns:
+            return common, torch.empty(0)
+        width = common[0].shape[1] - self._columns
+        return ((common[0][:, :width],) if width else ()), common[0][0, width:]
+
+    def _normed(self, rows: Tensor, norm_row: Tensor) -> Tensor:
+        if self.norm is None:
+            return rows.view_as(rows)
+        parts = norm_row.split([shape.numel() for shape in self._shapes.values()]) if self._columns else ()
+        parameters = {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts)}
+        out: Tensor = functional_call(self.norm, parameters, (rows,))
+        return out
+
+    @staticmethod
+    def _share(rows: Tensor, call: ExpertCall) -> Tensor:
+        """Return each row times its residual share, divided by the number of shards, since their results are summed."""
+        return rows * (_gates_and_shares(call)[:, 1:] / call.shards).to(rows.dtype)
+
+
+def _gates_and_shares(call: ExpertCall) -> Tensor:
+    """Return each row's routing weight and its share of the residual, (rows, 2)."""
+    assert call.gates is not None, "a residual rides on copies that have weights"
+    return call.gates

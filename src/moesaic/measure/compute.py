@@ -1,0 +1,105 @@
+"""Measures expert products by rows, copies and codecs in processor time while all ranks compute, and a rank's memory."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from moesaic.codecs import CODECS, is_coded
+from moesaic.experts import EXPERTS
+from moesaic.experts.experts import ExpertCall
+from moesaic.kernels.codecs import AbstractCodec, codec_named
+from moesaic.measure.together import gathered
+from moesaic.planner.profile import Products
+
+ROWS = (1, 4, 16, 64, 256, 1024)
+"""Rows per expert that are timed."""
+DIM, HIDDEN, EXPERTS_HELD = 256, 512, 2
+"""Sizes of the timed SwiGLU experts."""
+COPIED_ROWS = 2048
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def products(dtypes: tuple[str, ...], repeats: int, barrier: Callable[[], object]) -> Products:
+    """Time the library's experts, forward and backward, on all ranks at once."""
+    rates = {name: tuple(_rate(rows, _DTYPES[name], repeats, barrier) for rows in ROWS) for name in dtypes}
+    return Products(rows=tuple(map(float, ROWS)), **rates)
+
+
+def copy_bytes_per_second(repeats: int, barrier: Callable[[], object]) -> float:
+    """Return the rate of permuting rows: bytes read plus bytes written per second of processor time."""
+    rows = torch.ones(COPIED_ROWS, DIM)
+    order = torch.randperm(COPIED_ROWS, generator=torch.Generator().manual_seed(0))
+    return 2 * rows.nbytes / median_seconds(lambda: rows.index_select(0, order), repeats, barrier)
+
+
+def codecs(repeats: int, barrier: Callable[[], object]) -> dict[str, float]:
+    """Return, by codec, the bytes of rows that are encoded and decoded per second of processor time."""
+    rows = torch.randn(COPIED_ROWS // 4, DIM, generator=torch.Generator().manual_seed(0))
+    rates = {}
+    for name in CODECS:
+        if is_coded(name):
+            rates[name] = rows.nbytes / median_seconds(partial(_code, codec_named(name), rows), repeats, barrier)
+    return rates
+
+
+def _code(codec: AbstractCodec, rows: torch.Tensor) -> None:
+    codec.decode(codec.encode(rows), len(rows), rows.shape[1], rows.dtype)
+
+
+def memory_gib(ranks_per_node: int) -> float:
+    """Return a rank's share of this machine's memory, in GiB."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / ranks_per_node
+
+
+def median_seconds(function: Callable[[], object], repeats: int, barrier: Callable[[], object]) -> float:
+    """Return the median processor time of a function, mean over ranks. Short functions run several times per repeat."""
+    function()
+    start = time.thread_time()
+    function()
+    calls = max(1, min(50, int(2e-3 / max(time.thread_time() - start, 1e-6))))
+    barrier()
+    own_times = []
+    for _ in range(repeats):
+        start = time.thread_time()
+        for _ in range(calls):
+            function()
+        own_times.append((time.thread_time() - start) / calls)
+    return statistics.fmean(statistics.median(rank_times) for rank_times in gathered(own_times))
+
+
+def _rate(rows: int, dtype: torch.dtype, repeats: int, barrier: Callable[[], object]) -> float:
+    step, operations = expert_step(rows, dtype, (DIM, HIDDEN, EXPERTS_HELD))
+    return operations / median_seconds(step, repeats, barrier)
+
+
+def expert_step(
+    rows: int, dtype: torch.dtype, sizes: tuple[int, int, int], device: str = "cpu"
+) -> tuple[Callable[[], None], int]:
+    """Return a function that runs SwiGLU experts forward and backward, and the operations of its products.
+
+    Args:
+        rows: rows of each expert.
+        dtype: of rows and weights.
+        sizes: dim, hidden, experts.
+        device: device of the experts.
+    """
+    dim, _, num_experts = sizes
+    experts = EXPERTS["swiglu"](*sizes)
+    sharded_names, _ = experts.names
+    sharded = tuple(getattr(experts, name).detach().to(device, dtype) for name in sharded_names)
+    tokens = torch.randn(rows * num_experts, dim, device=device).to(dtype)  # a GPU's clock falls less with constants
+    gates = torch.ones(rows * num_experts, device=device)
+    ends = torch.arange(1, num_experts + 1, dtype=torch.int32, device=device) * rows
+    call = ExpertCall(sharded, (), tokens, gates, ends)
+
+    def step() -> None:
+        out, kept = experts.run(call)
+        experts.gradients(call, kept, out)
+
+    return step, 3 * 2 * rows * sum(weight.numel() for weight in sharded)

@@ -1,0 +1,350 @@
+"""Measures the processor time of whole layers on the real transport, and how much it stretches while all ranks compute.
+
+The layers that calibrate the host have small shapes and every kind of task; they are never the layers of a benchmark.
+Two stand-ins isolate parts of a layer: experts that compute nothing, so that times contain everything but matrix
+products, and a router with forced balance, under which plans differ and loads do not.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.transport import AbstractTransport
+from moesaic.draw import Draw, draw_globally
+from moesaic.errors import InputError
+from moesaic.experts import AbstractExperts, PlainExperts
+from moesaic.experts.experts import DeferredWgrad, ExpertCall, Weights
+from moesaic.layer import MoE
+from moesaic.measure.together import gathered
+from moesaic.planner.workload import Workload
+from moesaic.program.compile import Compiled, compile_plan
+from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
+from moesaic.routing.router import AbstractRouter
+from moesaic.routing.routing import Choice, Scores
+
+
+def _ignore(flops: float) -> None:
+    """Do nothing."""
+
+
+@final
+class IdleExperts(AbstractExperts):
+    """Experts with two real matrices that compute nothing. Plans that gather weights really send these matrices.
+
+    The result is the rows themselves. Gradients of rows are those of the result; all other gradients are zero.
+
+    Args:
+        dim: width of a token.
+        hidden: inner width of one expert.
+        num_experts: number of experts.
+        on_flops: called in every forward and backward pass with the floating-point operations that it skips: 2 per row and
+            matrix element forward, 4 backward.
+    """
+
+    def __init__(
+        self, dim: int, hidden: int, num_experts: int, *, on_flops: Callable[[float], object] = _ignore
+    ) -> None:
+        super().__init__(dim, num_experts)
+        self.w1 = nn.Parameter(torch.zeros(num_experts, hidden, dim))
+        self.w2 = nn.Parameter(torch.zeros(num_experts, dim, hidden))
+        self._on_flops = on_flops
+        with torch.device("meta"):
+            self._plain = (
+                PlainExperts(dim, hidden, num_experts),
+            )  # in a tuple, so that it does not become a submodule
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self._plain[0].names
+
+    def shard_dim(self, name: str) -> int | None:
+        return self._plain[0].shard_dim(name)
+
+    def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
+        """Leave the weights at zero, since no product reads them."""
+
+    def num_units(self, sharded: Weights) -> int:
+        return self._plain[0].num_units(sharded)
+
+    def pack(self, sharded: Weights) -> Tensor:
+        return self._plain[0].pack(sharded)
+
+    def unpack(self, rows: Tensor, num_experts: int) -> Weights:
+        return self._plain[0].unpack(rows, num_experts)
+
+    def compute(self, call: ExpertCall) -> Tensor:
+        self._on_flops(2 * self._products(call))
+        return call.rows
+
+    def run(self, call: ExpertCall) -> tuple[Tensor, Weights]:
+        """Return the rows unchanged, and nothing to keep for backward."""
+        return self.compute(call), ()
+
+    def gradients(
+        self, call: ExpertCall, kept: Weights, dy: Tensor, deferred_wgrad: DeferredWgrad | None = None
+    ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
+        """Return the result's gradients as the rows' gradients. A backward pass counts twice the operations of a
+        forward pass."""
+        self._on_flops(4 * self._products(call))
+        d_gates = None if call.gates is None else torch.zeros_like(call.gates)
+        return dy, d_gates, tuple(map(torch.zeros_like, call.sharded)), ()
+
+    def _products(self, call: ExpertCall) -> float:
+        """Return the number of multiplications for all rows, by every matrix of an expert or of a shard of one."""
+        return len(call.rows) * sum(matrix[0].numel() for matrix in call.sharded)
+
+
+class BalancedRouter(AbstractRouter):
+    """Routes copies by a random pattern that depends only on the number of tokens; all routing weights are `1 / top_k`.
+
+    Tokens form blocks of `num_experts`. Within a block the first choices are a permutation of the experts. The other
+    choices are the same permutation shifted by offsets drawn per block. So every choice is balanced, no token chooses
+    an expert twice, and over many blocks each pair of experts meets equally often.
+
+    Args:
+        dim: width of a token (not read).
+        num_experts: number of experts.
+        seed: seed of the pattern.
+    """
+
+    def __init__(self, dim: int, num_experts: int, *, seed: int = 0) -> None:
+        super().__init__(dim, num_experts)
+        self._seed = seed
+        self._choices: dict[tuple[int, int], Choice] = {}
+
+    def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+        even = x_TD.new_full((len(x_TD), self.num_experts), 1 / self.num_experts)
+        return Scores(even, even, even, even)
+
+    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+        key = (len(scores.logits), top_k)
+        if key not in self._choices:
+            self._choices[key] = balanced_choice(*key, self.num_experts, self._seed)
+        return self._choices[key]
+
+    def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
+        return torch.full_like(choice.expert, 1 / top_k, dtype=scores.gates.dtype)
+
+
+@functools.lru_cache
+def visits(num_tokens: int, top_k: int, num_experts: int, seed: int, chunks: int = 1) -> tuple[tuple[int, float], ...]:
+    """Return the mean number of ep ranks on which a token of the pattern has an expert, as in `Workload.visits`.
+
+    The mean is given for every number of ep ranks that divides the number of experts.
+
+    Args:
+        num_tokens, top_k, num_experts, seed: as in `balanced_choice`.
+        chunks: number of parts into which each expert's copies are cut; a token counts once per part.
+    """
+    expert = balanced_choice(num_tokens, top_k, num_experts, seed).expert.view(num_tokens, top_k)
+    is_chosen = torch.zeros(num_tokens, num_experts, dtype=torch.int64).scatter_(1, expert, 1)
+    chunk = ((is_chosen.cumsum(0).gather(1, expert) - 1) * chunks) // (num_tokens * top_k // num_experts)
+    means = []
+    for places in (each for each in range(1, num_experts + 1) if num_experts % each == 0):
+        is_present = torch.zeros(num_tokens, places * chunks)
+        is_present.scatter_(1, expert // (num_experts // places) * chunks + chunk, 1.0)
+        means.append((places, float(is_present.sum(1).mean())))
+    return tuple(means)
+
+
+def balanced_choice(num_tokens: int, top_k: int, num_experts: int, seed: int) -> Choice:
+    """Return the copies of `num_tokens` tokens in the pattern of `BalancedRouter`, token after token.
+
+    Raises:
+        InputError: if `num_tokens` is not a multiple of `num_experts`.
+    """
+    blocks, remainder = divmod(num_tokens, num_experts)
+    if remainder:
+        raise InputError(
+            f"{num_tokens} tokens do not spread evenly over num_experts={num_experts}: give a multiple of it"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.rand(blocks, num_experts, generator=generator).argsort(1)
+    shifts = torch.rand(blocks, num_experts - 1, generator=generator).argsort(1)[:, : top_k - 1] + 1
+    offsets = torch.cat([torch.zeros(blocks, 1, dtype=torch.int64), shifts], dim=1)
+    expert = (first.unsqueeze(2) + offsets.unsqueeze(1)) % num_experts
+    return Choice(
+        token=torch.arange(num_tokens).repeat_interleave(top_k),
+        expert=expert.reshape(-1),
+        slot=torch.arange(top_k).repeat(num_tokens),
+        per_token=top_k,
+    )
+
+
+SPIN_SECONDS = 0.02
+"""Seconds of processor time per repeat when the sharing of cores is measured: several time slices of a scheduler."""
+
+
+@dataclass(frozen=True)
+class CalibrationStep:
+    """Measured times of one calibration layer, per repeat, over all ranks."""
+
+    processor: tuple[float, ...]
+    """Seconds of processor time of a rank, all threads, mean over ranks."""
+    wall: tuple[float, ...]
+    """Seconds from the first rank's start to the last one's end."""
+
+
+def host_steps(
+    layers: Sequence[Calibration],
+    transport: AbstractTransport,
+    repeats: int,
+    barrier: Callable[[], object],
+    progress: Callable[[float], object],
+) -> list[tuple[Calibration, CalibrationStep]]:
+    """Time layers whose experts compute nothing, in turns. All ranks call it together and get the same result.
+
+    Args:
+        layers: the layers.
+        transport: between the ranks.
+        repeats: timed steps per layer, after a first step that computes the layouts.
+        barrier: releases all ranks at one moment.
+        progress: called with the share that is done.
+    """
+    built: dict[object, _Layer] = {}
+    for calibration in layers:
+        key = (calibration.mesh, calibration.workload)
+        if key not in built:
+            built[key] = _Layer(calibration, transport)
+    spans: list[list[tuple[float, float, float]]] = [[] for _ in layers]
+    gc.collect()
+    for repeat in range(-1, repeats):
+        for number, calibration in enumerate(layers):
+            progress((repeat + 1 + number / len(layers)) / (repeats + 1))
+            barrier()
+            start, before = time.monotonic(), time.process_time()
+            built[calibration.mesh, calibration.workload].step(calibration)
+            if repeat >= 0:
+                spans[number].append((start, time.monotonic(), time.process_time() - before))
+    of_all_ranks = gathered(spans)
+    return [
+        (calibration, _over_ranks([of_rank[number] for of_rank in of_all_ranks]))
+        for number, calibration in enumerate(layers)
+    ]
+
+
+def _over_ranks(spans: list[list[tuple[float, float, float]]]) -> CalibrationStep:
+    """Return the times of a step, from each rank's (start, end, processor seconds) per repeat."""
+    return CalibrationStep(
+        processor=tuple(statistics.fmean(span[2] for span in repeat) for repeat in zip(*spans)),
+        wall=tuple(max(span[1] for span in repeat) - min(span[0] for span in repeat) for repeat in zip(*spans)),
+    )
+
+
+class _Layer:
+    def __init__(self, first: Calibration, transport: AbstractTransport) -> None:
+        workload = first.workload
+        self.layer = MoE(
+            workload.dim,
+            workload.hidden,
+            workload.num_experts,
+            workload.top_k,
+            router=BalancedRouter,
+            experts=IdleExperts,
+            losses=(),
+        )
+        self.layer.parallelize(Mesh(first.mesh, transport), first.compiled)
+        self.x = torch.ones(first.tokens, workload.dim).requires_grad_()
+        self._dy = torch.ones(first.tokens, workload.dim)
+
+    def step(self, calibration: Calibration) -> None:
+        self.layer.use_plan(calibration.compiled)
+        self.layer(self.x).backward(self._dy)
+        self.x.grad = None
+        for parameter in self.layer.parameters():
+            parameter.grad = None
+
+
+def sharing(repeats: int, barrier: Callable[[], object]) -> tuple[float, ...]:
+    """Return wall-clock over processor time of a rank while all ranks compute, per repeat, mean over ranks; at least 1."""
+    own_ratios = []
+    for _ in range(repeats):
+        barrier()
+        start, before, count = time.monotonic(), time.thread_time(), 0
+        while time.thread_time() - before < SPIN_SECONDS:
+            count += sum(range(1000)) > 0
+        own_ratios.append((time.monotonic() - start) / (time.thread_time() - before))
+    return tuple(max(1.0, statistics.fmean(ratios)) for ratios in zip(*gathered(own_ratios)))
+
+
+EXPERTS_PER_RANK = 2
+SHAPES = ((32, 32, 2), (256, 32, 4), (256, 1024, 2))
+"""(dim, hidden, tokens per rank and expert): everything small; wide rows; large weights."""
+PLANS = (
+    Plan(),
+    Plan(chunks=4),
+    Plan(chunks=2, all_to_all="hier2d"),
+    Plan(chunks=4, all_to_all="naive"),
+    Plan(schedule="baseline", all_to_all="pipelined"),
+    Plan(schedule="baseline", chunks=2),
+    Plan(schedule="s2", all_to_all="hier1d"),
+    Plan(schedule="s2", chunks=4, all_to_all="pipelined"),
+    Plan(schedule="s3", chunks=2, all_to_all="hier3d"),
+    Plan(all_to_all="multicast", chunks=2),
+)
+"""Plans with tasks of all kinds in different proportions. Plans that do not fit a mesh are skipped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A calibration layer: one workload under one plan."""
+
+    name: str
+    """Name, for error messages and files."""
+    compiled: Compiled
+    mesh: Grid
+    """Mesh of the layer; the plan's own grid may factor etp."""
+    workload: Workload
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a tensor-parallel group."""
+        return self.workload.tokens
+
+    @property
+    def routed(self) -> Workload:
+        """The workload with the known visits of the balanced router."""
+        tokens = self.tokens // (self.mesh.tp if self.compiled.routes_slices else 1)
+        chunks = self.compiled.plan.chunks
+        return replace(self.workload, visits=visits(tokens, self.workload.top_k, self.workload.num_experts, 0, chunks))
+
+
+def calibrations(world: int, ranks_per_node: int) -> Iterator[Calibration]:
+    """Yield the calibration layers for a number of ranks, shape by shape."""
+    num_experts = EXPERTS_PER_RANK * world
+    for (dim, hidden, per_expert), grid in itertools.product(SHAPES, _grids(world, ranks_per_node)):
+        workload = Workload(
+            tokens=per_expert * num_experts * grid.tp, num_experts=num_experts, top_k=min(2, num_experts), dim=dim,
+            hidden=hidden, matrices=2, dtype="fp32",
+        )  # fmt: skip
+        seen: set[bytes] = set()
+        for plan in PLANS:
+            try:
+                compiled = compile_plan(plan, grid)
+            except InputError:
+                continue
+            if compiled.digest not in seen:
+                seen.add(compiled.digest)
+                name = f"tp {grid.tp}, etp {grid.etp}, dim {dim}, hidden {hidden}, {plan}"
+                yield Calibration(name=name, compiled=compiled, mesh=grid, workload=workload)
+
+
+def _grids(world: int, ranks_per_node: int) -> list[Grid]:
+    if world % 2:
+        return [Grid(world=world, ep=world, ranks_per_node=ranks_per_node)]
+    return [
+        Grid(world=world, tp=2, ep=world, ranks_per_node=ranks_per_node),
+        Grid(world=world, ep=world // 2, etp=2, ranks_per_node=ranks_per_node),
+    ]

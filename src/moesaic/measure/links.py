@@ -1,0 +1,196 @@
+"""Times movements and collectives with the library's own transport, over sizes and spans of ranks.
+
+The spans are the ranks inside nodes, the ranks between nodes, and all ranks. Movements have one sender, or all at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moesaic.comm.collectives import all_gather_rows, all_reduce_sum, all_to_all, reduce_scatter_sum
+from moesaic.comm.transport import AbstractTransport, Transfer
+from moesaic.measure.together import gathered
+from moesaic.planner.fit import Fit, fit
+
+MESSAGE_SIZES = (2048, 8192, 32768, 131072, 524288)
+"""Message sizes in bytes."""
+
+
+@dataclass(frozen=True)
+class TimedMovements:
+    """Timed movements of one kind over sizes."""
+
+    num_bytes: tuple[float, ...]
+    """Bytes that each rank sends in a movement."""
+    seconds: tuple[tuple[float, ...], ...]
+    """By size and repeat, seconds from the first rank's start to the last rank's end."""
+    messages: int
+    """Messages that each rank sends, and receives, in a movement."""
+
+
+def movements(
+    transport: AbstractTransport, to: Sequence[int], source: Sequence[int], repeats: int, barrier: Callable[[], object]
+) -> TimedMovements:
+    """Time movements. All ranks call it together and get the same result.
+
+    Args:
+        transport: this rank's transport.
+        to: ranks that this rank sends to.
+        source: ranks that send to this rank.
+        repeats: timed repeats of each size, after one untimed.
+        barrier: releases all ranks at one moment.
+    """
+    num_messages = max(len(peers[0]) for peers in gathered([tuple(to)]))
+    seconds = []
+    for size in MESSAGE_SIZES:
+        send_buffers = {peer: torch.zeros(size, dtype=torch.uint8) for peer in to}
+        receive_buffers = {peer: torch.empty(size, dtype=torch.uint8) for peer in source}
+        own_spans = []
+        for repeat in range(-1, repeats):
+            tag = transport.take_tags(1)
+            barrier()
+            start = time.monotonic()
+            if to or source:
+                transport.wait(transport.issue(Transfer(transport.rank, tag, send_buffers, receive_buffers)))
+            if repeat >= 0:
+                own_spans.append((start, time.monotonic()))
+        seconds.append(_elapsed(own_spans))
+    return TimedMovements(tuple(float(size * num_messages) for size in MESSAGE_SIZES), tuple(seconds), num_messages)
+
+
+def _elapsed(own_spans: list[tuple[float, float]]) -> tuple[float, ...]:
+    """Return, per repeat, the seconds from the first rank's start to the last rank's end, from this rank's (start, end)."""
+    return tuple(
+        max(end for _, end in of_ranks) - min(start for start, _ in of_ranks) for of_ranks in zip(*gathered(own_spans))
+    )
+
+
+def partners(rank: int, world: int, ranks_per_node: int, *, inside: bool) -> tuple[int, ...]:
+    """Return the other ranks of a rank's node, or those of all other nodes."""
+    node = rank // ranks_per_node
+    return tuple(peer for peer in range(world) if peer != rank and (peer // ranks_per_node == node) is inside)
+
+
+SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 19, 1 << 20, 1 << 21)
+"""Bytes as nccl-tests counts them: of a rank's input tensor, or of its output tensor in an all-gather."""
+Peers = tuple[int, ...]
+
+
+def _all_gather(transport: AbstractTransport, peers: Peers, whole: Tensor) -> object:
+    rows = len(whole) // len(peers)
+    return all_gather_rows(transport, peers, whole[:rows], rows * len(peers))
+
+
+COLLECTIVES: dict[str, Callable[[AbstractTransport, Peers, Tensor], object]] = {
+    "all_to_all": all_to_all,
+    "all_gather": _all_gather,
+    "reduce_scatter": reduce_scatter_sum,
+    "all_reduce": all_reduce_sum,
+}
+"""Collectives that are timed over every span of ranks."""
+
+
+def spans(rank: int, world: int, ranks_per_node: int) -> dict[str, Peers]:
+    """Return a rank's groups by what they span: its node, the ranks with its place on every node, and all ranks.
+
+    Groups of one rank are left out. So is "everywhere" if it equals another group.
+    """
+    node, place = divmod(rank, ranks_per_node)
+    groups = {
+        "inside": tuple(range(node * ranks_per_node, (node + 1) * ranks_per_node)),
+        "outside": tuple(range(place, world, ranks_per_node)),
+        "everywhere": tuple(range(world)),
+    }
+    if ranks_per_node in (1, world):
+        del groups["everywhere"]
+    return {span: peers for span, peers in groups.items() if len(peers) > 1}
+
+
+def all_to_all_gathered(transport: AbstractTransport, inside: Peers, tensor: Tensor) -> Tensor:
+    """Run an all-to-all over all ranks, node by node, overlapped with an all-gather inside this node (SAA).
+
+    While one node's shares arrive, those of the node before are gathered inside this node: the simultaneous all-to-all
+    and all-gather of Shi et al. (Parm, INFOCOM 2024), section IV-C, without the sums and the experts.
+
+    Args:
+        transport: this rank's transport.
+        inside: ranks of this rank's node, over which the all-gather runs; all nodes have equally many.
+        tensor: one-dimensional, of equal length on all ranks, divisible by the number of ranks.
+
+    Returns:
+        (ranks of the node, world, n): the share that each rank (second dim) sent to each rank of this node.
+    """
+    ranks_per_node, rank = len(inside), transport.rank
+    nodes, node = transport.world // ranks_per_node, rank // ranks_per_node
+    tag, shares = transport.take_tags(2 * nodes), tensor.view(transport.world, -1)
+    whole = shares.new_empty(ranks_per_node, *shares.shape)
+    received = whole[rank % ranks_per_node]
+    received[rank] = shares[rank]
+    exchanges, gathers = [], []
+    for phase in range(nodes):
+        first_target, first_source = ((node + direction * phase) % nodes * ranks_per_node for direction in (1, -1))
+        sends = {peer: shares[peer] for peer in range(first_target, first_target + ranks_per_node) if peer != rank}
+        receives = {peer: received[peer] for peer in range(first_source, first_source + ranks_per_node) if peer != rank}
+        exchanges.append((first_source, transport.issue(Transfer(rank, tag + phase, sends, receives))))
+    for phase, (first_source, exchange) in enumerate(exchanges):
+        transport.wait(exchange)
+        arrived = {peer: whole[peer % ranks_per_node, first_source : first_source + ranks_per_node] for peer in inside}
+        others = [peer for peer in inside if peer != rank]
+        transfer = Transfer(
+            rank, tag + nodes + phase, dict.fromkeys(others, arrived[rank]), {peer: arrived[peer] for peer in others},
+            lane="intra",
+        )  # fmt: skip
+        gathers.append(transport.issue(transfer))
+    for gather in gathers:
+        transport.wait(gather)
+    return whole
+
+
+def collectives(
+    transport: AbstractTransport, ranks_per_node: int, repeats: int, barrier: Callable[[], object]
+) -> dict[str, Fit]:
+    """Time every collective over every span and fit a line to its times.
+
+    All ranks call it together and get the same result.
+
+    Args:
+        transport: this rank's transport.
+        ranks_per_node: ranks of each machine.
+        repeats: timed repeats of each size, after one untimed.
+        barrier: releases all ranks at one moment.
+
+    Returns:
+        a line over `SIZES` by collective and span, such as "all_gather inside"; with "saa everywhere" if several nodes
+            have several ranks each.
+    """
+    groups = spans(transport.rank, transport.world, ranks_per_node)
+    timed: dict[str, Callable[[Tensor], object]] = {
+        f"{name} {span}": partial(run, transport, peers)
+        for span, peers in groups.items()
+        for name, run in COLLECTIVES.items()
+    }
+    if "everywhere" in groups:
+        timed["saa everywhere"] = partial(all_to_all_gathered, transport, groups["inside"])
+    lines = {}
+    for name, run in timed.items():
+        seconds = []
+        for size in SIZES:
+            tensor = torch.zeros(size // 4 // transport.world * transport.world, device=transport.device)
+            own_spans = []
+            for repeat in range(-1, repeats):
+                barrier()
+                start = time.monotonic()
+                run(tensor)
+                if tensor.is_cuda:
+                    torch.cuda.synchronize()
+                if repeat >= 0:
+                    own_spans.append((start, time.monotonic()))
+            seconds.append(_elapsed(own_spans))
+        lines[name] = fit(SIZES, seconds, what=name)
+    return lines

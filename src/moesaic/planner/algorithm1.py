@@ -1,0 +1,182 @@
+"""Parm's Algorithm 1, which picks S1 or S2 for a layer: as published, and with its errors corrected.
+
+Source: Yin et al. (INFOCOM 2024), section V. Both variants need the start-up time and rate of three operations. A profile has
+measured ones, for groups that are whole nodes or all ranks. Otherwise they come from the simulated cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from moesaic.planner.cluster import ELEMENT_BYTES
+from moesaic.planner.fit import Fit
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.workload import Workload
+from moesaic.program.compile import compile_plan
+from moesaic.program.grid import Axis, Grid
+from moesaic.program.plan import Plan
+from moesaic.program.task import Kind, Lane, Op, Stage
+
+CHOICES = {"s1": Plan(schedule="s1"), "s2": Plan(schedule="s2", overlap_gather=True)}
+"""The two plans that Algorithm 1 chooses between; S2 overlaps its last all-to-all with the all-gather (SAA)."""
+SMALL, LARGE = 1024, 4096
+"""Numbers of tokens of the two layers from which each line is computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operations:
+    """The input of Algorithm 1 about a cluster: times of operations as lines; `beta` is in seconds per element."""
+
+    all_to_all: Fit
+    """The all-to-all, as a function of the input elements of a rank."""
+    gather: Fit
+    """MP-AllGather, as a function of the output elements."""
+    overlapped: Fit
+    """SAA, the second all-to-all overlapped with the all-gather, as a function of the input elements of a rank."""
+
+
+def published(operations: Operations, layer: Workload, m: int, s: int) -> str:
+    """Return "s1" or "s2" by Algorithm 1 as printed.
+
+    T in line 2 already contains the width M, and line 3, y = E T M N_ESP, multiplies by M again. Line 5 evaluates the
+    overlapped operation at y, not at y / m (errata P1 and P3).
+
+    Args:
+        operations: times of the operations.
+        layer: the workload.
+        m: size of tp.
+        s: size of etp.
+    """
+    per_expert = layer.copies / layer.num_experts * layer.dim
+    y = layer.num_experts * per_expert * layer.dim * s
+    return _faster(operations, layer, y / m, y)
+
+
+def corrected(operations: Operations, layer: Workload, m: int, s: int) -> str:
+    """Return "s1" or "s2" by the closed forms: y = s E C M, with every operation at y / m; arguments as of `published`."""
+    y = s * layer.copies * layer.dim
+    return _faster(operations, layer, y / m, y / m)
+
+
+def _faster(operations: Operations, layer: Workload, entered: float, overlapped: float) -> str:
+    """Return the faster schedule.
+
+    Args:
+        operations: times of the operations.
+        layer: the workload.
+        entered: input elements of a plain all-to-all.
+        overlapped: input elements of the overlapped all-to-all.
+    """
+    first = 2 * operations.all_to_all.seconds(entered) + operations.gather.seconds(layer.tokens * layer.dim)
+    second = operations.all_to_all.seconds(entered) + operations.overlapped.seconds(overlapped)
+    return "s1" if first <= second else "s2"
+
+
+RULES: dict[str, Callable[[Operations, Workload, int, int], str]] = {"parm_printed": published, "parm": corrected}
+"""The two variants, by their names in `planner.plan`."""
+
+
+def choose(rule: str, simulator: Simulator, layer: Workload, grid: Grid) -> Plan:
+    """Return the plan that a rule chooses for a layer.
+
+    Args:
+        rule: a key of `RULES`.
+        simulator: simulator of the cluster.
+        layer: the workload of a rank.
+        grid: the mesh.
+    """
+    known = measured_operations(simulator.timing.collectives, grid, layer.dtype) or operations(
+        simulator, grid, layer.top_k, layer.dtype, layer.capacity_factor
+    )
+    return CHOICES[RULES[rule](known, layer, grid.tp, grid.etp)]
+
+
+def measured_operations(collectives: Mapping[str, Fit], grid: Grid, dtype: str) -> Operations | None:
+    """Return the operations that a profile measured; None if it has none for the groups of this mesh.
+
+    Args:
+        collectives: measured lines by name, as `ClusterProfile.collectives`; there are lines for groups of whole nodes, of
+            one rank per node, and of all ranks.
+        grid: the mesh.
+        dtype: dtype of rows.
+    """
+    exchanged, gathered = (_span(grid, axes) for axes in (("ep", "etp"), ("tp",)))
+    names = (f"all_to_all {exchanged}", f"all_gather {gathered}", f"saa {exchanged}")
+    if gathered != "inside" or any(name not in collectives for name in names):
+        return None
+    lines = (replace(collectives[name], beta=collectives[name].beta * ELEMENT_BYTES[dtype]) for name in names)
+    return Operations(**dict(zip(("all_to_all", "gather", "overlapped"), lines)))
+
+
+def _span(grid: Grid, axes: tuple[Axis, ...]) -> str:
+    """Return the span of the group of rank 0 in the words of a profile; "" if a profile has no word for it."""
+    group, per_node = grid.group(0, axes), grid.ranks_per_node or grid.world
+    known = {
+        tuple(range(per_node)): "inside",
+        tuple(range(0, grid.world, per_node)): "outside",
+        tuple(range(grid.world)): "everywhere",
+    }
+    return known.get(group, "")
+
+
+def operations(
+    simulator: Simulator, grid: Grid, top_k: int, dtype: str = "fp32", capacity_factor: float = 1.2
+) -> Operations:
+    """Return the operations of a simulated cluster: lines through the forward times at two sizes.
+
+    Args:
+        simulator: simulator of the cluster.
+        grid: the mesh.
+        top_k: experts per token.
+        dtype: dtype of rows.
+        capacity_factor: rows per expert over the mean.
+    """
+    layer = Workload(
+        tokens=LARGE, num_experts=grid.ep, top_k=min(top_k, grid.ep), dim=4096, hidden=1024, matrices=2,
+        dtype=dtype, capacity_factor=capacity_factor,  # type: ignore[arg-type]
+    )  # fmt: skip
+    small, large = ((workload, _spans(simulator, grid, workload)) for workload in (replace(layer, tokens=SMALL), layer))
+
+    def line(name: str, elements: Callable[[Workload], float]) -> Fit:
+        (x0, t0), (x1, t1) = ((elements(layer), spans[name]) for layer, spans in (small, large))
+        slope = (t1 - t0) / (x1 - x0)
+        return Fit(alpha=max(t0 - slope * x0, 0.0), beta=slope)
+
+    def entered(layer: Workload) -> float:
+        return grid.etp * layer.copies * layer.dim / grid.tp
+
+    return Operations(
+        all_to_all=line("all_to_all", entered),
+        gather=line("gather", lambda layer: layer.tokens * layer.dim),
+        overlapped=line("overlapped", entered),
+    )
+
+
+def _spans(simulator: Simulator, grid: Grid, layer: Workload) -> dict[str, float]:
+    """Return the seconds of the three operations in the forward pass of one layer."""
+    s1, s2 = (compile_plan(plan, grid) for plan in CHOICES.values())
+    volumes = simulator.volumes(s1.forward, layer, s1.grid)
+    slots = {slot.name: slot for slot in s1.forward.slots}
+    seconds_of = {"all_to_all": 0.0, "gather": 0.0}
+    for task in s1.forward.tasks:
+        if task.op not in (Op.MOVE, Op.HOP):
+            continue
+        kind = slots[(task.of or task.reads)[0]].kind
+        if kind is Kind.LANE or kind is Kind.INDEX:
+            continue
+        seconds = sum(moved.load.alone for moved in volumes.movements(task, slots, ""))
+        if kind is Kind.TOKENS:
+            seconds_of["gather"] += seconds
+        elif task.stage is Stage.COMBINE:
+            seconds_of["all_to_all"] += seconds
+    run = simulator.run(s2.forward, layer, s2.grid)
+    tail = [
+        span
+        for span in run.timeline.spans
+        if span.stage is Stage.COMBINE and span.lane in (Lane.INTER, Lane.INTRA) and span.end > span.start
+    ]
+    seconds_of["overlapped"] = max((span.end for span in tail), default=0.0) - min(
+        (span.start for span in tail), default=0.0
+    )
+    return seconds_of

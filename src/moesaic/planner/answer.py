@@ -1,0 +1,342 @@
+"""Answers to common questions about a planned step, such as its speed and utilization, what to change first, and costs.
+
+Most answers predict the best plan of the search again with one thing changed. If no layout fits the memory, `remedies` finds
+single changes after which one does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from moesaic.errors import InputError
+from moesaic.planner.candidates import Pins, layouts, name_of
+from moesaic.planner.cluster import ClusterSpec
+from moesaic.planner.loads import simulate_counts
+from moesaic.planner.memory import FRAGMENTED, GIB, Memory, usable_bytes
+from moesaic.planner.model import Job
+from moesaic.planner.predict import APART
+from moesaic.planner.search import PlannedStep, Result, Settings, smallest_layout
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.step import StepCostModel
+from moesaic.planner.timing import SpecTiming
+from moesaic.planner.workload import uniform_counts
+from moesaic.program.compile import Compiled, compile_plan
+
+SPREAD = (0.83, 0.93)
+"""Quartiles of measured over predicted speed of the published steps in docs/ledger.md."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """The predicted speed of a step."""
+
+    tokens_per_second: float
+    """Tokens per second and device."""
+    interval: tuple[float, float]
+    """Likely range of `tokens_per_second`, by the errors of the ledger's steps and, if the cluster has any, unequal ranks."""
+    utilization: float
+    """Model FLOPs (6 per active parameter and token, plus scores, without recomputation) over the rate of the data sheet."""
+
+    def price(self, per_hour: float) -> float:
+        """Return the cost of training on a trillion tokens.
+
+        Args:
+            per_hour: price of one device per hour.
+        """
+        return per_hour / 3600 / self.tokens_per_second * 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """The effect of one change on the best plan."""
+
+    what: str
+    """The change, in words."""
+    speedup: float
+    """Step time before the change over step time after it."""
+
+
+DRAWS = (8, 2)
+"""Number of steps that are simulated with random rank speeds, and of passes per step with random delays of the ranks."""
+
+
+def speed_of(
+    job: Job,
+    step: PlannedStep,
+    cluster: ClusterSpec,
+    *,
+    devices: int,
+    sequences: int,
+    longer: tuple[float, float] = (1.0, 1.0),
+) -> Speed:
+    """Return the speed of a step.
+
+    Args:
+        job: the training job.
+        step: the step.
+        cluster: the cluster.
+        devices: number of devices that run the step, those of all pipeline stages included.
+        sequences: number of sequences per optimizer step.
+        longer: range of factors by which the step may take longer, for example from `longer_by_rank_skew`.
+    """
+    tokens = sequences * job.model.seq_len
+    tokens_per_second = tokens / step.seconds / devices
+    peak = cluster.device.peak_tflops * 1e12 or cluster.device.tflops.of(job.dtype(cluster))
+    return Speed(
+        tokens_per_second=tokens_per_second,
+        interval=(tokens_per_second * SPREAD[0] / longer[1], tokens_per_second * SPREAD[1] / longer[0]),
+        utilization=tokens_per_second * operations_per_token(job, cluster) / peak,
+    )
+
+
+def operations_per_token(job: Job, cluster: ClusterSpec) -> float:
+    """Return the floating-point operations of a training step per token, forward and backward."""
+    step = job.step_model(cluster, 1)
+    looked_up = 0 if job.model.tied else step.vocab * step.layer.dim
+    multiplied = job.parameters(cluster)[1] - looked_up
+    return 6 * multiplied + 3 * step.num_layers * step.scores
+
+
+def changes(job: Job, cluster: ClusterSpec, result: Result, *, reserve_gib: float = 1.0) -> list[Change]:
+    """Return the effects of single changes of the machine or of ep on the best plan, largest speedup first.
+
+    Changes of less than half a percent are left out.
+
+    Args:
+        job: the training job.
+        cluster: the cluster.
+        result: result of the search.
+        reserve_gib: device memory set aside for the framework.
+    """
+    best = result.best
+    # Both times are by the cluster's description; those of the ranking may be under counts or by a profile.
+    seconds_before = again(job, cluster, best)[0]
+    effects = [
+        Change(what=what, speedup=seconds_before / again(job, other, best)[0]) for what, other in _machines(cluster)
+    ]
+    memory_changes = []
+    if result.too_large is not None:
+        memory_changes.append((name_of(result.too_large.grid), *again(job, cluster, result.too_large)))
+    if job.model.checkpoint_activations:
+        without_recomputation = replace(job, model=replace(job.model, checkpoint_activations=False))
+        memory_changes.append(("nothing recomputed", *again(without_recomputation, cluster, best)))
+    for what, seconds, memory in memory_changes:
+        gib = math.ceil(memory.total * FRAGMENTED / GIB + reserve_gib)
+        if gib > cluster.device.memory_gib and seconds < seconds_before:
+            effects.append(Change(what=f"devices of {gib} GiB ({what})", speedup=seconds_before / seconds))
+    for ep, results in result.by_ep.items():
+        if results.best is not None and ep != best.grid.ep:
+            effects.append(
+                Change(what=f"ep {ep} ({name_of(results.best.grid)})", speedup=best.seconds / results.best.seconds)
+            )
+    return sorted((effect for effect in effects if abs(effect.speedup - 1) > 0.005), key=lambda effect: -effect.speedup)
+
+
+def again(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, Memory]:
+    """Predict a plan again under even routing, by the description of a cluster; returns the seconds of a step and the memory.
+
+    Args:
+        job: the training job.
+        cluster: the cluster, with as many ranks as the layout.
+        planned: the plan and its layout.
+    """
+    simulator = Simulator(cluster)
+    cost_model = StepCostModel(job.step_model(cluster, planned.grid.dp), planned.grid, simulator)
+    compiled = compile_plan(planned.plan, planned.grid)
+    programs = compiled.forward, compiled.backward
+    memory = cost_model.memory(*programs, compiled.grid, memory_budget=planned.plan.memory_budget)
+    return cost_model.estimate(*simulator.passes(*programs, cost_model.model.layer, compiled.grid)).seconds, memory
+
+
+def cost_of_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> float | None:
+    """Return the factor by which a step takes longer if the experts of one ep rank get twice their share in every layer.
+
+    That is a MaxVio over ranks of 1. One replica of the experts is simulated and stands for all. Returns None if ep is 1, or
+    if one replica has too many ranks to simulate them individually.
+    """
+    grid, simulator = planned.grid, Simulator(cluster)
+    compiled = _replica(job, planned, simulator)
+    if compiled is None or grid.ep == 1:
+        return None
+    cost_model = StepCostModel(job.step_model(cluster, grid.dp), grid, simulator)
+    layer = cost_model.model.layer
+    share = np.ones(layer.num_experts)
+    hot = layer.num_experts // grid.ep
+    share[:hot] = min(2.0, grid.ep)
+    share[hot:] = (layer.num_experts - share[:hot].sum()) / (layer.num_experts - hot)
+    counts = np.tile(np.rint(share * layer.copies / layer.num_experts).astype(np.int64), (compiled.grid.dp, 1))
+    skewed = cost_model.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
+    return skewed / again(job, cluster, planned)[0]
+
+
+def longer_by_rank_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, float] | None:
+    """Return the quartiles of the factor by which a step takes longer because ranks differ in speed and arrive late.
+
+    Each simulated step draws a speed per rank, and takes the mean of several passes of a layer, each of which draws a delay
+    per rank. One replica of the experts stands for all, and work outside MoE layers waits for its slowest rank. Returns None
+    if the cluster has no `rank_skew`, or if one replica has too many ranks to simulate them individually.
+
+    Args:
+        job: the training job.
+        cluster: the cluster; its `rank_skew` gives the distributions.
+        planned: the step with equal ranks.
+    """
+    skew, compiled = cluster.rank_skew, _replica(job, planned, Simulator(cluster))
+    if compiled is None or skew == type(skew)():
+        return None
+    step, ranks = job.step_model(cluster, planned.grid.dp), compiled.grid.world
+    counts, draw = uniform_counts(compiled.grid.dp, step.layer), np.random.default_rng(0)
+
+    def seconds(speeds: np.ndarray, late: np.ndarray) -> float:
+        speed_of_devices = np.resize(cluster.speeds or (1.0,), cluster.world)
+        # Devices outside the replica are as fast as its slowest one.
+        speed_of_devices[ranks:] = speed_of_devices[:ranks].min()
+        drawn_speeds = speed_of_devices * np.append(speeds, np.full(cluster.world - ranks, speeds.min()))
+        uneven = replace(cluster, speeds=tuple(drawn_speeds.tolist()))
+        simulator = Simulator(uneven, timing=SpecTiming(uneven, late=late))
+        runs = simulate_counts(simulator, compiled, step.layer, counts)
+        return StepCostModel(step, planned.grid, simulator).estimate(*runs).seconds
+
+    equal, (steps, passes) = seconds(np.ones(ranks), np.zeros(ranks)), DRAWS
+    step_seconds = []
+    for _ in range(steps):
+        speeds = np.exp(skew.speed * draw.standard_normal(ranks))
+        step_seconds.append(
+            np.mean([seconds(speeds, skew.start_us * 1e-6 * draw.exponential(size=ranks)) for _ in range(passes)])
+        )
+    low, high = np.quantile(step_seconds, (0.25, 0.75)) / equal
+    return float(low), float(high)
+
+
+def _replica(job: Job, planned: PlannedStep, simulator: Simulator) -> Compiled | None:
+    """Return a plan compiled for one replica of the experts, on whole nodes; None if it has more than `APART` ranks."""
+    grid, cluster = planned.grid, simulator.cluster
+    small = compile_plan(planned.plan, grid)
+    unit = max(grid.ep * grid.etp, cluster.devices_per_node, grid.tp)
+    if unit > APART:
+        return None
+    one = replace(grid, world=min(unit, grid.world))
+    return replace(small, grid=replace(one, etp_inner=small.grid.etp_inner))
+
+
+def _machines(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
+    """Yield clusters with one property twice as good, each after a description of the change."""
+    kinds: tuple[tuple[Literal["inside", "outside"], str], ...] = (
+        ("outside", "links between nodes"), ("inside", "links inside nodes"),
+    )  # fmt: skip
+    for kind, words in kinds:
+        names = [link.name for link in cluster.links if link.carries in (kind, "all")]
+        if names and (kind == "inside" or cluster.nodes > 1):
+            yield f"{words} twice as fast ({', '.join(names)})", cluster.with_links(kind, 2.0)
+    device = cluster.device
+    rates = {name: 2 * rate for name, rate in vars(device.tflops).items()}
+    yield "products twice as fast", replace(cluster, device=replace(device, tflops=replace(device.tflops, **rates)))
+    faster = replace(device, memory_gigabytes_per_second=2 * device.memory_gigabytes_per_second)
+    yield "memory twice as fast", replace(cluster, device=faster)
+
+
+MOST_TIMES = 64
+"""Largest factor by which the number of devices is increased."""
+Larger = Callable[[int], tuple[Job, ClusterSpec]]
+"""Function of a number of devices that returns the job and a cluster of at least so many devices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """One change that may make a layout fit the memory."""
+
+    what: str
+    """The change, in words."""
+    num_bytes: float
+    """Bytes per rank of the smallest layout after the change."""
+    fits: bool
+    """Whether these bytes fit the memory of a device."""
+
+
+def remedies(job: Job, cluster: ClusterSpec, settings: Settings, larger: Larger | None = None) -> list[Remedy]:
+    """Return changes that were tried, first those after which a layout fits the memory.
+
+    Args:
+        job: a job that fits no layout.
+        cluster: the cluster.
+        settings: settings of the search.
+        larger: returns the job and a cluster for a larger number of devices; None if there is no larger cluster.
+    """
+    changes_tried = []
+    for what, changed, changed_cluster, changed_settings in _changes(job, cluster, settings):
+        num_bytes = _smallest_bytes(changed, changed_cluster, changed_settings)
+        if num_bytes is not None:
+            changes_tried.append(
+                Remedy(
+                    what=what,
+                    num_bytes=num_bytes,
+                    fits=num_bytes <= usable_bytes(changed_cluster, changed_settings.reserve_gib),
+                )
+            )
+    changes_tried += _more_devices(cluster, settings, larger) if larger is not None else []
+    num_bytes = _smallest_bytes(_recomputed(job), cluster, settings)
+    if num_bytes is not None:
+        gib = math.ceil(num_bytes * FRAGMENTED / GIB + settings.reserve_gib)
+        changes_tried.append(Remedy(what=f"devices of {gib} GiB, blocks recomputed", num_bytes=num_bytes, fits=True))
+    return sorted(changes_tried, key=lambda each: not each.fits)
+
+
+def in_words(tried: list[Remedy]) -> str:
+    """Return remedies as a clause of a sentence."""
+    fitting = [f"{each.what} ({each.num_bytes / GIB:.1f} GiB)" for each in tried if each.fits]
+    too_large = [f"{each.what} ({each.num_bytes / GIB:.1f})" for each in tried if not each.fits]
+    words = f"what fits: {'; '.join(fitting)}" if fitting else "no single change that was tried makes it fit"
+    return words + f"; not enough alone: {'; '.join(too_large)}" * bool(too_large)
+
+
+def _changes(job: Job, cluster: ClusterSpec, settings: Settings) -> Iterator[tuple[str, Job, ClusterSpec, Settings]]:
+    """Yield changes: a description of each, and the job, the cluster and the settings after it."""
+    model = job.model
+    if settings.pins != Pins():
+        yield "sizes of axes left free", job, cluster, replace(settings, pins=Pins())
+    if not model.checkpoint_activations:
+        yield "blocks recomputed (model.checkpoint_activations)", _recomputed(job), cluster, settings
+    if job.batch_size % 2 == 0:
+        half = job.batch_size // 2
+        yield f"half the micro-batch (--batch-size {half})", replace(job, batch_size=half), cluster, settings
+    if model.seq_len > 1024:
+        short = replace(job, model=replace(model, seq_len=model.seq_len // 2))
+        yield f"sequences of {model.seq_len // 2} tokens (--seq-len)", short, cluster, settings
+
+
+def _more_devices(cluster: ClusterSpec, settings: Settings, larger: Larger) -> list[Remedy]:
+    """Return the smallest number of devices, by doubling, on which a layout fits, or the largest number tried; [] if none."""
+    times = 2
+    tried: list[Remedy] = []
+    while times <= MOST_TIMES and not (tried and tried[-1].fits):
+        try:
+            job, larger_cluster = larger(times * cluster.world)
+        except InputError:  # the description of the cluster is valid for its number of nodes only
+            break
+        num_bytes = _smallest_bytes(_recomputed(job), larger_cluster, settings)
+        if num_bytes is not None:
+            fits = num_bytes <= usable_bytes(larger_cluster, settings.reserve_gib)
+            tried.append(
+                Remedy(what=f"{larger_cluster.world} devices, blocks recomputed", num_bytes=num_bytes, fits=fits)
+            )
+        times *= 2
+    return tried[-1:]
+
+
+def _recomputed(job: Job) -> Job:
+    return replace(job, model=replace(job.model, checkpoint_activations=True))
+
+
+def _smallest_bytes(job: Job, cluster: ClusterSpec, settings: Settings) -> float | None:
+    """Return the bytes per rank of the smallest layout; None if the job fits no mesh."""
+    simulator = Simulator(cluster)
+    try:
+        grids = layouts(job, cluster, settings.pins)
+        return smallest_layout([StepCostModel(job.step_model(cluster, grid.dp), grid, simulator) for grid in grids])[1]
+    except InputError:
+        return None

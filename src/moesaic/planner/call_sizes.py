@@ -1,0 +1,196 @@
+"""Computes the `CallSizes` of a call of any program from counts per data-parallel group."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import comb, erf, sqrt
+
+import numpy as np
+
+from moesaic.errors import InputError
+from moesaic.planner.workload import Workload, uniform_counts
+from moesaic.program.grid import Grid
+from moesaic.program.sizes import CallSizes, LayoutIndex
+from moesaic.program.task import ONCE, Program
+
+
+def chunks_of(program: Program) -> int:
+    """Return the number of chunks into which a program cuts each run of copies."""
+    return 1 + max((slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)), default=0)
+
+
+def copies_by_rank(program: Program, grid: Grid, counts: np.ndarray) -> np.ndarray:
+    """Return the copies that each rank sends to each expert, (world, num_experts) int64.
+
+    Args:
+        program: decides whether the ranks of a tensor-parallel group share its copies evenly or each send all of them.
+        grid: the mesh.
+        counts: (dp, num_experts) int64, copies that each data-parallel group sends to each expert.
+    """
+    ranks = np.arange(grid.world)
+    group_copies, place = counts[ranks // grid.tp], (ranks % grid.tp)[:, None]
+    if program.is_redundant:
+        return group_copies
+    return group_copies * (place + 1) // grid.tp - group_copies * place // grid.tp
+
+
+def sizes_of(
+    program: Program,
+    workload: Workload,
+    grid: Grid,
+    counts: np.ndarray | None = None,
+    *,
+    replicated: np.ndarray | None = None,
+    shapes: LayoutIndex | None = None,
+) -> CallSizes:
+    """Return the sizes of a call.
+
+    Ranks of a tensor-parallel group share each run of copies evenly, in contiguous parts. Multicast sends the distinct
+    tokens among the copies for a node or a rank. Their number is estimated, assuming that a token's experts are drawn
+    one after the other.
+
+    Args:
+        program: forward or backward.
+        workload: the layer and its tokens.
+        grid: the mesh, with etp factored as the plan requires.
+        counts: (dp, num_experts) copies that each data-parallel group sends to each expert; None: even counts.
+        replicated: as in `CallSizes`, for programs with replication; None: no copies are replicated.
+        shapes: of the same grid, experts and chunks (`Compiled.shapes`), to share between calls, since they are most of
+            the cost.
+
+    Raises:
+        InputError: if the counts do not fit the mesh.
+    """
+    if counts is None:
+        counts = uniform_counts(grid.dp, workload)
+    if counts.shape != (grid.dp, workload.num_experts):
+        raise InputError(
+            f"counts of shape {counts.shape} do not fit {grid.dp} data-parallel groups and {workload.num_experts} experts: "
+            f"give ({grid.dp}, {workload.num_experts})"
+        )
+    place = np.arange(grid.world) % grid.tp
+    copies = copies_by_rank(program, grid, counts)
+    tokens = np.full(grid.world, workload.tokens)
+    num_sharers = 1
+    if not program.is_redundant:
+        num_sharers = grid.tp
+        tokens = tokens * (place + 1) // grid.tp - tokens * place // grid.tp
+    node_tokens = None
+    if any(slot.layout.flow in ONCE for slot in program.slots):
+        by_level = [
+            _node_tokens(copies, workload, num_sharers, level, chunks_of(program)) for level in grid.cast_levels
+        ]
+        node_tokens = np.concatenate(by_level, axis=1)
+    if replicated is None and any(isinstance(slot.layout.chunk, str) for slot in program.slots):
+        replicated = np.zeros((grid.world, workload.num_experts, grid.ep), dtype=np.int64)
+    units = max(1, workload.hidden // grid.etp)
+    return CallSizes(
+        grid,
+        copies,
+        tokens,
+        chunks_of(program),
+        node_tokens=node_tokens,
+        units=units,
+        replicated=replicated,
+        shapes=shapes,
+    )
+
+
+def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
+    """Return how many of a group's tokens have an expert on a node under even routing, summed over chunks.
+
+    With ep ranks in place of nodes, return how many have an expert on an ep rank. A token with k of E experts has one
+    among E / n of them with probability 1 - C(E - E / n, k) / C(E, k). If a token uses only some groups of experts, E
+    counts the experts of these groups, and all choices of groups are equally likely. A chunk has the same share of each
+    expert's copies, in the order of tokens. So the copies of a token are mostly in one chunk, and only around a cut are
+    they on both sides of it.
+    """
+    node_copies, known_visits = workload.copies / nodes, dict(workload.visits).get(nodes)
+    if known_visits is not None:
+        return min(workload.tokens * known_visits / nodes, node_copies)
+    group_size, experts_per_node = workload.num_experts // workload.groups, workload.num_experts // nodes
+    groups, missed_share = _groups_met(workload, group_size, experts_per_node), 0.0
+    for probability, on_node in groups:
+        missed_probability = probability
+        for drawn in range(workload.top_k):
+            missed_probability *= max(workload.reachable - on_node - drawn, 0) / (workload.reachable - drawn)
+        missed_share += missed_probability
+    extra_share = _copies_apart(workload, groups) * _width_of_cuts(workload, chunks) if chunks > 1 else 0.0
+    return min(
+        workload.tokens * (1 - missed_share + extra_share), node_copies, workload.tokens * (1 - missed_share) * chunks
+    )
+
+
+def _copies_apart(workload: Workload, groups: list[tuple[float, int]]) -> float:
+    """Return the expected distance between the copies of a token on a node, in standard deviations of one copy's place.
+
+    This is the mean, over all tokens, of the expected range of as many normal variables as a token has copies on the
+    node. Tokens with fewer than two copies there count as 0.
+
+    Args:
+        workload: the layer and its tokens.
+        groups: as returned by `_groups_met`.
+    """
+    experts, distance = workload.reachable, 0.0
+    for probability, on_node in groups:
+        for copies in range(2, min(workload.top_k, on_node) + 1):
+            weight = comb(on_node, copies) * comb(experts - on_node, workload.top_k - copies)
+            distance += probability * weight / comb(experts, workload.top_k) * _normal_range(copies)
+    return distance
+
+
+def _width_of_cuts(workload: Workload, chunks: int) -> float:
+    """Return the standard deviation of a copy's place in its expert's run, as a share of the run, summed over the cuts.
+
+    Of an expert's n copies, x n belong to the first share x of the tokens, with standard deviation sqrt(x (1 - x) n).
+    """
+    run = max(workload.copies / workload.num_experts, 1.0)
+    return sum(sqrt(cut / chunks * (1 - cut / chunks) / run) for cut in range(1, chunks))
+
+
+@cache
+def _normal_range(count: int) -> float:
+    """Return the expected range of `count` independent standard normal variables (Tippett, Biometrika 1925)."""
+    x = np.linspace(-8.0, 8.0, 4001)
+    below = 0.5 * (1 + np.array([erf(each / sqrt(2)) for each in x.tolist()]))
+    return float(np.trapezoid(1 - below**count - (1 - below) ** count, x))
+
+
+def _groups_met(workload: Workload, group_size: int, experts_per_node: int) -> list[tuple[float, int]]:
+    """Return the distribution of the number of experts on a node that a token may choose, as (probability, experts).
+
+    Args:
+        workload: the layer and its tokens.
+        group_size: experts of a group.
+        experts_per_node: experts of a node: whole groups or a part of one.
+    """
+    if workload.groups == 1:
+        return [(1.0, experts_per_node)]
+    if experts_per_node < group_size:
+        probability = workload.top_groups / workload.groups
+        return [(probability, experts_per_node), (1 - probability, 0)]
+    groups_per_node, other_groups = experts_per_node // group_size, workload.groups - experts_per_node // group_size
+    ways = comb(workload.groups, workload.top_groups)
+    return [
+        (
+            comb(groups_per_node, num_met) * comb(other_groups, workload.top_groups - num_met) / ways,
+            num_met * group_size,
+        )
+        for num_met in range(min(groups_per_node, workload.top_groups) + 1)
+    ]
+
+
+def _node_tokens(copies: np.ndarray, workload: Workload, num_sharers: int, nodes: int, chunks: int) -> np.ndarray:
+    """Return the expected visits, (world, nodes, chunks) int64; with ep ranks in place of nodes, the expected stops."""
+    node_copies = copies.reshape(len(copies), nodes, -1).sum(axis=2)
+    even_copies = workload.copies / num_sharers / nodes
+    unchunked, chunked = (node_tokens_per_node(workload, nodes, num_chunks) / num_sharers for num_chunks in (1, chunks))
+    tokens = workload.tokens / num_sharers
+    chunk_copies = node_copies / chunks
+    expected = (
+        tokens * (1 - (1 - min(unchunked / tokens, 1.0)) ** (node_copies / even_copies)) / chunks * chunked / unchunked
+        if even_copies
+        else chunk_copies
+    )
+    visits = np.minimum(np.maximum(expected, chunk_copies / workload.top_k), chunk_copies)
+    return np.repeat(np.rint(visits).astype(np.int64)[:, :, None], chunks, axis=2)

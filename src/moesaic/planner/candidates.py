@@ -1,0 +1,175 @@
+"""The search space: the meshes that a job fits, and the plans of a space of choices that a mesh can run.
+
+The planner ranks these plans, and benchmarks try them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moesaic.errors import InputError
+from moesaic.planner.cluster import ClusterSpec
+from moesaic.planner.model import Job
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.build import SCHEDULES
+from moesaic.program.compile import Compiled, compile_plan
+from moesaic.program.grid import Grid
+from moesaic.program.passes.split import groups_inside_nodes
+from moesaic.program.plan import AllToAll, Codec, Order, Plan, Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pins:
+    """Sizes of mesh axes that a search must use; None leaves an axis free."""
+
+    tp: int | None = None
+    """Tensor parallelism; if free, only sizes inside a node are tried."""
+    ep: int | None = None
+    """Expert parallelism."""
+    etp: int | None = None
+    """Expert tensor parallelism."""
+    innermost: Literal["etp", "ep"] | None = None
+    """Which of etp and ep has consecutive ranks."""
+
+
+def layouts(job: Job, cluster: ClusterSpec, pins: Pins = Pins()) -> list[Grid]:
+    """Return the meshes of all devices of a cluster that split a job evenly, without pipeline stages.
+
+    Raises:
+        InputError: if there are none; the message says why the mesh with the smallest sizes does not fit.
+    """
+    refusals = {grid: _refusal(job, grid) for grid in _grids(cluster, pins)}
+    grids = [grid for grid, refusal in refusals.items() if not refusal]
+    if not grids:
+        first, refusal = next(iter(refusals.items()), (None, ""))
+        why = (
+            _which_do_not_divide(cluster.world, pins)
+            if first is None
+            else f": the first one, {name_of(first)}: {refusal}"
+        )
+        raise InputError(f"the search space holds no layout of {cluster.world} ranks{why}")
+    return grids
+
+
+def _which_do_not_divide(world: int, pins: Pins) -> str:
+    """Return the end of a message: the pinned sizes that do not divide the ranks."""
+    pinned = {name: size for name in ("tp", "ep", "etp") if (size := getattr(pins, name)) is not None}
+    alone = [name for name, size in pinned.items() if world % size]
+    wrong = alone or [name for name in pinned if name != "tp"]
+    sizes = " x ".join(f"{name} {pinned[name]}" for name in wrong)
+    flags = " and ".join(f"--{name}" for name in wrong)
+    return f": {sizes} does not divide them: choose a divisor, or leave {flags} out and every size is tried"
+
+
+def name_of(grid: Grid) -> str:
+    """Return a layout in words, for example "tp 2, ep 8, etp 1"."""
+    inner = ", ep innermost" if grid.innermost == "ep" else ""
+    return f"tp {grid.tp}, ep {grid.ep}, etp {grid.etp}{inner}"
+
+
+def _grids(cluster: ClusterSpec, pins: Pins) -> Iterator[Grid]:
+    world = cluster.world
+    sizes = [size for size in range(1, world + 1) if world % size == 0]
+    for tp in [size for size in sizes if size <= cluster.devices_per_node] if pins.tp is None else [pins.tp]:
+        for ep in sizes if pins.ep is None else [pins.ep]:
+            for etp in sizes if pins.etp is None else [pins.etp]:
+                if world % tp or world % (ep * etp):
+                    continue
+                orders: tuple[Literal["etp", "ep"], ...] = ("etp", "ep") if ep > 1 and etp > 1 else ("etp",)
+                for innermost in orders if pins.innermost is None else (pins.innermost,):
+                    per_node = cluster.devices_per_node
+                    yield Grid(world=world, tp=tp, ep=ep, etp=etp, innermost=innermost, ranks_per_node=per_node)
+
+
+def _refusal(job: Job, grid: Grid) -> str:
+    """Return the reason why a job does not fit a mesh; "" if it fits."""
+    model = job.model
+    divisions = [
+        ("mesh.tp", grid.tp, "model.num_heads", model.num_heads),
+        ("mesh.ep", grid.ep, "model.moe.num_experts", model.moe.num_experts),
+        ("mesh.etp", grid.etp, "model.moe.hidden", model.moe.hidden),
+        ("the data-parallel groups, ", grid.dp, "batch_size", job.batch_size),
+    ]
+    if job.dense_layers:
+        divisions.append(("mesh.tp", grid.tp, "the dense layers' inner width", model.active_hidden))
+    for axis, ranks, name, size in divisions:
+        if size % ranks:
+            return f"{axis}={ranks} does not divide {name}={size}".replace(", =", ", ")
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """The values of each choice of a plan that a search combines. The default has lossless plans only."""
+
+    schedules: tuple[Schedule, ...] = tuple(SCHEDULES)
+    fuse: tuple[bool, ...] = (False,)
+    """With True, also plans that fuse the movements over ep and etp (baseline and s3)."""
+    gather_weights: tuple[int, ...] | None = None
+    """Values of Tutel's r besides etp (no weights move); None for 0 and every divisor of etp below etp."""
+    chunks: tuple[int, ...] = (1, 2, 4)
+    peer_groups: tuple[int, ...] = (1,)
+    node_groups: bool = False
+    """Whether to also try one peer group per node, or the fewest peer groups that stay inside nodes."""
+    overlap_gather: tuple[bool, ...] = (False, True)
+    all_to_alls: tuple[AllToAll, ...] = (*ALL_TO_ALLS, "multicast")
+    orders: tuple[Order, ...] = ("optsche",)
+    codecs: tuple[Codec, ...] = ("none",)
+    """Codecs of the forward pass. A lossy codec is tried only if it is listed."""
+    backward_codecs: tuple[Codec, ...] = ("none",)
+    """Codecs of the backward pass."""
+
+    def __post_init__(self) -> None:
+        for name, values in vars(self).items():
+            if values is not None and values is not False and not values and name != "gather_weights":
+                raise InputError(f"search.{name} is empty: name at least one value")
+
+    def values(self, grid: Grid) -> dict[str, tuple[Any, ...]]:
+        """Return the values of every choice on a mesh, by the names of the fields of `Plan`.
+
+        Args:
+            grid: the mesh; the values of r and of peer groups per node depend on it.
+        """
+        shards = self.gather_weights
+        if shards is None:
+            shards = tuple(r for r in range(grid.etp) if r == 0 or grid.etp % r == 0)
+        by_node = (groups_inside_nodes(grid),) if self.node_groups else ()
+        return {
+            "schedule": self.schedules, "fuse": self.fuse, "gather_weights": (None, *shards), "chunks": self.chunks,
+            "peer_groups": tuple(dict.fromkeys((*self.peer_groups, *by_node))), "overlap_gather": self.overlap_gather,
+            "all_to_all": self.all_to_alls, "codec": self.codecs, "backward_codec": self.backward_codecs,
+            "order": self.orders,
+        }  # fmt: skip
+
+    def plans(self, grid: Grid) -> Iterator[Plan]:
+        """Yield every combination of choices on a mesh, including combinations that do not fit it."""
+        values = self.values(grid)
+        for choice in itertools.product(*values.values()):
+            yield Plan(**dict(zip(values, choice)))
+
+
+def candidates(grid: Grid, space: SearchSpace | None = None) -> Iterator[Compiled]:
+    """Yield the compiled plans that fit a mesh; of plans with equal programs, only the first.
+
+    Args:
+        grid: the mesh.
+        space: the choices to combine; None for the default, lossless space.
+
+    Raises:
+        InputError: if no plan of the space fits; the message says why the last one does not.
+    """
+    seen, refusal = set[bytes](), ""
+    for plan in (space or SearchSpace()).plans(grid):
+        try:
+            compiled = compile_plan(plan, grid)
+        except InputError as error:
+            refusal = str(error)
+            continue
+        if compiled.digest not in seen:
+            seen.add(compiled.digest)
+            yield compiled
+    if not seen:
+        raise InputError(f"no plan of the search space fits the mesh; the last one: {refusal}")

@@ -1,0 +1,553 @@
+"""`ClusterSpec`: a cluster's devices, links and hosts, as far as they decide how long a layer takes. Read from TOML.
+
+Links form a tree of levels: those of a device, of its socket, of its node, of its leaf switch. Each link is one
+directed link up and one down. Pairs of devices may have direct links in addition. A message climbs from its source to
+the first switch above both ends and descends to its target. `topology.py` builds the graph. Every error names the field
+and a value that would be right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal, get_args
+
+from moesaic.configfile import SUCH_AS, build, read_table, suggestion
+from moesaic.errors import InputError
+from moesaic.program.grid import Grid
+
+Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
+ELEMENT_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "mxfp8": 1}
+"""Bytes per element, by dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A level of the tree. Every run of `devices` consecutive devices has one link up and one link down, out of the run."""
+
+    name: str
+    """Shown if the link is the bottleneck: nvlink, pcie, nic, leaf."""
+    devices: int = field(metadata={SUCH_AS: "1 for a link of each device"})
+    """Consecutive devices behind each of these links: 1 if every device has its own link, all of a node's devices if
+    the node has a single NIC."""
+    gbps: tuple[float, ...] = field(
+        metadata={SUCH_AS: "2484 for NVLink of H100, 120 for PCIe 4, 92 for Ethernet of 100 Gb/s"}
+    )
+    """Rate per direction in gigabits per second: one value for all links, one per link of a node, or one per link of
+    the cluster."""
+    latency_us: float = 0.0
+    """Latency in microseconds, added once to each movement that uses the link, whatever its number of messages."""
+    message_us: float = 0.0
+    """Microseconds for which each message occupies the link besides the time of its bytes: a start-up cost that
+    messages pay one after the other."""
+    connection_us: float = 0.0
+    """Further microseconds for which each message occupies the link, per connection open on that link. One thread
+    drives all connections of a device and visits each in turn (NCCL, src/proxy.cc, progressOps)."""
+    connection_gbps: float = 0.0
+    """Highest rate of one connection between two devices, gigabits per second; 0 if a single connection fills the link."""
+    fabric: float = 0.0
+    """Exponent with which a fabric slows down as more messages meet: the rate is multiplied by (nodes in use / 2) **
+    -fabric."""
+    carries: Literal["all", "inside", "outside"] = "all"
+    """Which messages use the link: those between devices of one node, those between nodes, or both. NVLink and one NIC
+    per device are two levels of one device each, the first "inside" and the second "outside"."""
+    shared: bool = False
+    """The devices of a run share one medium for messages among themselves, both directions together: a bus, a host's
+    loopback interface. The level then has no links out of the run."""
+    sizes: tuple[float, ...] = ()
+    """Bytes that a movement sends over one link, ascending, at which `size_share` is given; () if every size reaches
+    the rate."""
+    size_share: tuple[float, ...] = ()
+    """Share of `gbps` that a movement of that size reaches, interpolated over the logarithm of the size."""
+    users: tuple[float, ...] = ()
+    """Numbers of devices that use a shared medium at once, ascending, at which `users_share` is given; () if the
+    devices only divide the rate."""
+    users_share: tuple[float, ...] = ()
+    """Share of `gbps` that this many devices reach together."""
+    adds: bool = False
+    """Whether the switch behind the link sums, as NVLink SHARP does. An all-reduce of more than two devices of a node
+    then sends each value up once and receives each sum once."""
+    units: tuple[int, ...] = ()
+    """Number of the link that each node is attached to, if links do not serve equal runs of nodes; () if they do."""
+
+    def __post_init__(self) -> None:
+        where = f"cluster link {self.name!r}"
+        if self.devices < 1:
+            raise InputError(f"{where}: devices={self.devices}: must be at least 1")
+        if not self.gbps:
+            raise InputError(f"{where}: gbps is missing: give gigabits per second, each direction")
+        for rate in self.gbps:
+            check_above_zero(f"{where}: gbps", rate)
+        for name in ("latency_us", "message_us", "connection_us", "connection_gbps", "fabric"):
+            check_not_negative(f"{where}: {name}", getattr(self, name))
+        for name in ("size", "users"):
+            check_curve(f"{where}: ", name + "s" * (name == "size"), f"{name}_share", self)
+
+    def rate(self, unit: int) -> float:
+        """Return the rate of link `unit` of this level, bytes per second in each direction."""
+        return self.gbps[unit % len(self.gbps)] * 1e9 / 8
+
+    def slowest(self, nodes: int) -> float:
+        """Return the rate of the slowest link of this level while `nodes` nodes are in use, bytes per second."""
+        return min(self.gbps) * 1e9 / 8 * self.fabric_share(nodes)
+
+    def fabric_share(self, nodes: int) -> float:
+        """Return the share of the rate that remains while `nodes` nodes are in use."""
+        return float((max(nodes, 2) / 2) ** -self.fabric)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A direct link between two devices of every node, such as an NVLink bridge. Messages between the two use it in
+    place of the tree."""
+
+    devices: tuple[int, int]
+    """The two devices, counted from 0 within the node."""
+    gbps: float
+    """Rate per direction, gigabits per second."""
+    latency_us: float = 0.0
+    """As in `Link`."""
+    message_us: float = 0.0
+    """As in `Link`."""
+
+    def __post_init__(self) -> None:
+        if len(self.devices) != 2 or self.devices[0] == self.devices[1] or min(self.devices) < 0:
+            raise InputError(f"cluster peers: devices={list(self.devices)}: give two different devices of a node")
+        check_above_zero(f"cluster peers {list(self.devices)}: gbps", self.gbps)
+        for name in ("latency_us", "message_us"):
+            check_not_negative(f"cluster peers {list(self.devices)}: {name}", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tflops:
+    """Rates of large dense matrix products, 10^12 operations per second; 0 if unknown."""
+
+    fp64: float = 0.0
+    fp32: float = 0.0
+    tf32: float = 0.0
+    bf16: float = 0.0
+    fp16: float = 0.0
+    fp8: float = 0.0
+    mxfp8: float = 0.0
+    """With one scale per 32 numbers."""
+
+    def __post_init__(self) -> None:
+        for dtype in fields(self):
+            check_not_negative(f"cluster.device.tflops.{dtype.name}", getattr(self, dtype.name))
+        if not any(getattr(self, dtype.name) for dtype in fields(self)):
+            raise InputError("cluster.device.tflops is missing: give the rate of at least one dtype, bf16 = 300 say")
+
+    def of(self, dtype: str) -> float:
+        """Return the operations per second of products in `dtype`.
+
+        Raises:
+            InputError: if the rate of this dtype is not known.
+        """
+        rate = getattr(self, dtype, 0.0)
+        if not rate:
+            known = ", ".join(other.name for other in fields(self) if getattr(self, other.name))
+            raise InputError(f"cluster.device.tflops.{dtype} is not given: add it, or choose one of {known}")
+        return float(rate) * 1e12
+
+
+ScoreKernel = Literal["best", "flash2", "flex"]
+"""Kernel that computes attention scores: the device's fastest, FlashAttention-2, or FlexAttention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreShares:
+    """Share of `tflops` that attention scores reach, forward and backward together. Only the causal half of each square
+    counts as operations."""
+
+    heads: tuple[float, ...] = (128.0,)
+    """Head widths at which shares are given, ascending."""
+    best: tuple[float, ...] = (1.0,)
+    """Shares of the fastest kernels."""
+    flash2: tuple[float, ...] = ()
+    """Shares of FlashAttention-2, which PyTorch's attention chooses first; () if equal to `best`."""
+    flex: tuple[float, ...] = ()
+    """Shares of FlexAttention; () if equal to `best`."""
+
+    def __post_init__(self) -> None:
+        if not self.heads or list(self.heads) != sorted({*self.heads}) or self.heads[0] <= 0:
+            raise InputError(
+                f"cluster.device.scores.heads={list(self.heads)}: give widths above 0 in ascending order, 64 and 128 say"
+            )
+        for kernel in get_args(ScoreKernel):
+            shares = getattr(self, kernel)
+            if (shares or kernel == "best") and (len(shares) != len(self.heads) or min(shares) <= 0):
+                raise InputError(
+                    f"cluster.device.scores.{kernel}={list(shares)}: give a share above 0 for each of heads={list(self.heads)}"
+                )
+
+    def of(self, kernel: ScoreKernel, head_dim: float) -> float:
+        """Return the share for heads of width `head_dim`, interpolated. A width outside `heads` gets the nearest
+        width's share, and 0 the widest's."""
+        shares = [*zip(self.heads, getattr(self, kernel) or self.best)]
+        for (low, low_share), (high, high_share) in pairwise(shares):
+            if 0 < head_dim < high:
+                return float(low_share + (high_share - low_share) * max(head_dim - low, 0) / (high - low))
+        return float(shares[-1][1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator, or one process on a CPU."""
+
+    tflops: Tflops = field(metadata={SUCH_AS: "{ bf16 = 677 } for H100, { bf16 = 213 } for A100"})
+    """Rates of large matrix products, by dtype."""
+    memory_gib: float = field(metadata={SUCH_AS: "80 for H100, 24 for RTX 4090"})
+    """Memory in GiB."""
+    memory_gigabytes_per_second: float = field(metadata={SUCH_AS: "2850 for H100, 850 for RTX 4090"})
+    """Rate of copies, counted as bytes read plus bytes written."""
+    gemm_rows: tuple[float, ...] = (1, 16, 64, 256, 1024, 4096)
+    """Rows per expert at which `gemm_share` is given, ascending."""
+    gemm_share: tuple[float, ...] = (0.006, 0.09, 0.3, 0.6, 0.85, 1.0)
+    """Share of `tflops` that a product of that many rows reaches. The default is assumed, not measured: about rows /
+    (rows + 170). `moesaic profile` measures the real curve."""
+    scores: ScoreShares = field(default_factory=ScoreShares)
+    """Speed of attention scores."""
+    activation_traffic: float = 0.0
+    """Share of the memory traffic of experts' activations, between one product and the next, that costs extra time: 0
+    if products hide or fuse all of it, 1 if every product and the activation run as separate kernels."""
+    contention: float = 0.0
+    """Share of the time lost while messages and computation overlap, since both use the same processors and memory."""
+    narrow_between: tuple[float, ...] = ()
+    """Lowest and highest factor on the rates of fp8 and mxfp8 products in training, if not measured in training; () if
+    measured."""
+    peak_tflops: float = 0.0
+    """Data-sheet rate of dense bfloat16 products, the reference for utilization; 0 for the rate in `tflops`."""
+    codec_gigabytes_per_second: float | None = None
+    """Rate of encoding or decoding, in bytes of rows; None: a copy that reads rows and writes messages."""
+
+    def __post_init__(self) -> None:
+        for name in ("peak_tflops", "activation_traffic", "contention"):
+            check_not_negative(f"cluster.device.{name}", getattr(self, name))
+        for name in ("memory_gib", "memory_gigabytes_per_second"):
+            check_above_zero(f"cluster.device.{name}", getattr(self, name))
+        if self.codec_gigabytes_per_second is not None:
+            check_above_zero("cluster.device.codec_gigabytes_per_second", self.codec_gigabytes_per_second)
+        if len(self.narrow_between) not in (0, 2) or any(factor <= 0 for factor in self.narrow_between):
+            raise InputError(
+                f"cluster.device.narrow_between={list(self.narrow_between)}: give two numbers above 0, or none"
+            )
+        if not self.gemm_rows:
+            raise InputError("cluster.device.gemm_rows is empty: give the rows at which gemm_share is known")
+        check_curve("cluster.device.", "gemm_rows", "gemm_share", self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The thread of a rank that issues tasks, and its costs."""
+
+    runs_compute: bool = False
+    """True on a CPU: the thread that issues movements also computes, and waits for the slots that a task reads."""
+    task_us: float = 0.0
+    """Time of the issuing thread per task, in microseconds: a kernel launch, a Python call."""
+    message_us: float = 0.0
+    """Time of the issuing thread per message that a rank sends or receives, in microseconds."""
+    messages: Literal["together", "in_turn"] = "together"
+    """together: all messages of a movement share the links at once. in_turn: a rank sends its messages one after the
+    other, and receives one after the other, as ScheMoE (eq. 17) assumes of NCCL. With in_turn, a movement inside nodes
+    has its own communicator and runs concurrently with a movement between nodes (eq. 16: Pipe-A2A)."""
+
+    def __post_init__(self) -> None:
+        for name in ("task_us", "message_us"):
+            check_not_negative(f"cluster.host.{name}", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSkew:
+    """Random differences between ranks that should be equal. All are zero unless the cluster file gives them."""
+
+    start_us: float = 0.0
+    """Mean delay in microseconds with which a rank starts a pass of a layer. Delays are exponentially distributed,
+    drawn anew for every pass."""
+    speed: float = 0.0
+    """Standard deviation of the logarithm of a rank's compute speed, which is constant over a step."""
+
+    def __post_init__(self) -> None:
+        for name in ("start_us", "speed"):
+            check_not_negative(f"cluster.rank_skew.{name}", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec:
+    """A cluster of equal nodes."""
+
+    nodes: int = field(metadata={SUCH_AS: "2"})
+    """Number of machines."""
+    devices_per_node: int = field(metadata={SUCH_AS: "8"})
+    """Devices per machine, one rank each."""
+    device: Device = field(metadata={SUCH_AS: "[device] with tflops = { bf16 = 677 } and memory_gib = 80 for H100"})
+    """Description of a device."""
+    links: tuple[Link, ...] = ()
+    """Link levels, innermost first."""
+    peers: tuple[Peer, ...] = ()
+    """Direct links between devices of a node."""
+    host: Host = field(default_factory=Host)
+    """Costs of the issuing thread."""
+    speeds: tuple[float, ...] = ()
+    """Compute speeds relative to `device`, one for each device of a node or of the cluster; () if all are equal. If one
+    rank stands for all, the slowest speed counts."""
+    rank_skew: RankSkew = field(default_factory=RankSkew)
+    """Random differences between ranks besides `speeds`; used for prediction intervals only."""
+    name: str = "cluster"
+    """Shown in tables."""
+    description: str = ""
+    """What the cluster stands for."""
+    source: str = ""
+    """Source of the numbers."""
+    measured: tuple[str, ...] = ()
+    """Which numbers were measured rather than read off a data sheet or assumed. Each entry says where, and how far the
+    model is off the data it was fitted to."""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "devices_per_node"):
+            if getattr(self, name) < 1:
+                raise InputError(f"cluster.{name}={getattr(self, name)}: must be at least 1")
+        if len(self.speeds) not in (0, self.devices_per_node, self.world):
+            raise InputError(
+                f"cluster.speeds has {len(self.speeds)} values: give one for each of a node's {self.devices_per_node} devices, "
+                f"or of all {self.world}"
+            )
+        for speed in self.speeds:
+            check_above_zero("cluster.speeds", speed)
+        for peer in self.peers:
+            if max(peer.devices) >= self.devices_per_node:
+                raise InputError(
+                    f"cluster peers: devices={list(peer.devices)}: a node has devices 0 to {self.devices_per_node - 1}"
+                )
+        for link in self.links:
+            self._check_link(link)
+        if self.devices_per_node > 1 and not self._has_link("inside"):
+            raise InputError(
+                f"cluster {self.name}: no link carries messages inside a node of {self.devices_per_node} devices: add one "
+                'with carries = "inside" or "all", devices = 1 and gbps = 2484 for NVLink of H100, 200 for PCIe 4 say'
+            )
+        if self.nodes > 1 and not self._has_link("outside"):
+            raise InputError(
+                f"cluster {self.name}: no link carries messages between its {self.nodes} nodes: add one with devices = "
+                f'{self.devices_per_node}, carries = "outside" or "all", and gbps = 92 for Ethernet of 100 Gb/s say'
+            )
+
+    @property
+    def world(self) -> int:
+        """Total number of devices."""
+        return self.nodes * self.devices_per_node
+
+    def of_devices(self, count: int) -> ClusterSpec:
+        """Return a cluster of `count` devices: whole nodes, or part of one node.
+
+        Raises:
+            InputError: if `count` is neither.
+        """
+        per_node = self.devices_per_node
+        if count < 1 or (count > per_node and count % per_node):
+            near = max(count // per_node, 1) * per_node
+            raise InputError(f"{count} devices are not whole nodes of {self.name}, which have {per_node}: try {near}")
+        speeds = self.speeds[: count if len(self.speeds) > per_node or count < per_node else per_node]
+        # In part of a node, fewer devices are behind a link, and some direct links lose an end.
+        links = tuple(
+            replace(link, devices=min(link.devices, count), gbps=link.gbps[: max(count // link.devices, 1)])
+            for link in self.links
+        )
+        return replace(
+            self,
+            nodes=max(count // per_node, 1),
+            devices_per_node=min(count, per_node),
+            links=links if count < per_node else self.links,
+            peers=tuple(peer for peer in self.peers if max(peer.devices) < count),
+            speeds=speeds,
+        )
+
+    def with_links(self, carries: Literal["inside", "outside"], times: float | Sequence[float]) -> ClusterSpec:
+        """Return a cluster whose links inside or between nodes are `times` as fast.
+
+        Links that carry both kinds of messages change too.
+
+        Args:
+            carries: which links to change.
+            times: one factor for all links, or one per node. A link that several nodes share gets the largest factor of
+                its nodes. Direct links between pairs are equal in all nodes and get the smallest factor.
+
+        Raises:
+            InputError: if the number of factors is neither 1 nor the number of nodes.
+        """
+        factors = (times,) if isinstance(times, int | float) else tuple(times)
+        if len(factors) not in (1, self.nodes):
+            raise InputError(
+                f"{len(factors)} links' times for {self.nodes} nodes of {self.name}: give one, or one per node"
+            )
+
+        def faster(link: Link) -> Link:
+            if link.carries not in (carries, "all"):
+                return link
+            if len(set(factors)) == 1:
+                return replace(link, gbps=tuple(factors[0] * rate for rate in link.gbps))
+            of_nodes = [[factors[node] for node in nodes] for nodes in self._nodes_of(link)]
+            rates = (link.gbps[unit % len(link.gbps)] for unit in range(len(of_nodes)))
+            return replace(
+                link, gbps=tuple(max(factors_of_nodes) * rate for factors_of_nodes, rate in zip(of_nodes, rates))
+            )
+
+        peers = tuple(
+            replace(peer, gbps=min(factors) * peer.gbps) if carries == "inside" else peer for peer in self.peers
+        )
+        return replace(self, links=tuple(map(faster, self.links)), peers=peers)
+
+    def _nodes_of(self, link: Link) -> list[list[int]]:
+        """Return the nodes behind each link of a level."""
+        if link.units:
+            return [
+                [node for node, unit in enumerate(link.units) if unit == number]
+                for number in range(1 + max(link.units))
+            ]
+        starts = [unit * link.devices for unit in range(math.ceil(self.world / link.devices))]
+        return [
+            sorted({device // self.devices_per_node for device in range(start, min(start + link.devices, self.world))})
+            for start in starts
+        ]
+
+    def _check_link(self, link: Link) -> None:
+        where, per_node = f"cluster link {link.name!r}", self.devices_per_node
+        fits = per_node % link.devices == 0 if link.devices < per_node else link.devices % per_node == 0
+        if not fits:
+            raise InputError(
+                f"{where}: devices={link.devices} does not fit nodes of {per_node} devices: choose a divisor or a multiple"
+            )
+        if link.units and len(link.units) != self.nodes:
+            raise InputError(f"{where}: units has {len(link.units)} values: give one per node, {self.nodes}")
+        count = 1 + max(link.units) if link.units else math.ceil(self.world / link.devices)
+        per_node_count = per_node // link.devices if link.devices < per_node else 1
+        if len(link.gbps) not in (1, count, per_node_count):
+            raise InputError(
+                f"{where}: gbps has {len(link.gbps)} values: give one, or one for each of the {count} links"
+            )
+
+    def _has_link(self, kind: Literal["inside", "outside"]) -> bool:
+        """Return whether every message of a kind has a link to use."""
+        for link in self.links:
+            if link.carries not in ("all", kind):
+                continue
+            if link.devices == 1 or (kind == "outside" and link.devices <= self.devices_per_node and not link.shared):
+                return True
+            if link.shared and link.devices >= self.devices_per_node and kind == "inside":
+                return True
+        size = self.devices_per_node
+        return kind == "inside" and len({tuple(sorted(peer.devices)) for peer in self.peers}) == size * (size - 1) // 2
+
+
+def presets() -> list[str]:
+    """Return the names of the clusters that the package ships."""
+    folder = resources.files("moesaic.planner").joinpath("clusters")
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
+    """Read a cluster.
+
+    Args:
+        name: a preset, or the path of a TOML or JSON file.
+        nodes: number of nodes, fewer or more than in the file; None for the file's number.
+
+    Raises:
+        InputError: for an unknown preset, a file that does not parse, an unknown field, or an invalid value.
+    """
+    if name.endswith((".toml", ".json")):
+        table = read_table(Path(name))
+    elif name in presets():
+        with resources.as_file(resources.files("moesaic.planner").joinpath("clusters", f"{name}.toml")) as path:
+            table = {"name": name, **read_table(path)}
+    else:
+        raise InputError(f"cluster {name!r} is unknown{suggestion(name, presets())}; or give a path that ends in .toml")
+    return build(ClusterSpec, table if nodes is None else table | {"nodes": nodes}, source=f"cluster {name}")
+
+
+def check_above_zero(where: str, value: float) -> None:
+    """Raise InputError unless a number is finite and above 0."""
+    if not (value > 0 and math.isfinite(value)):
+        raise InputError(f"{where}={value}: must be a finite number above 0")
+
+
+def check_curve(where: str, at: str, share: str, holder: object) -> None:
+    """Raise InputError unless two fields form a curve: ascending positions above 0, and as many shares above 0."""
+    positions, shares = getattr(holder, at), getattr(holder, share)
+    if len(positions) != len(shares):
+        raise InputError(f"{where}{at} has {len(positions)} values and {share} {len(shares)}: give one share for each")
+    if any(a >= b for a, b in pairwise(positions)) or (positions and positions[0] <= 0):
+        raise InputError(f"{where}{at}={list(positions)}: must be above 0 and ascending")
+    for value in shares:
+        check_above_zero(f"{where}{share}", value)
+
+
+def check_not_negative(where: str, value: float) -> None:
+    """Raise InputError unless a number is finite and at least 0."""
+    if not (value >= 0 and math.isfinite(value)):
+        raise InputError(f"{where}={value}: must be a finite number of at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine described by latencies and rates of one rank, for policies that decide at every call."""
+
+    intra_gbps: float = 100.0
+    """Rate of the link inside a node, gigabits per second."""
+    inter_gbps: float = 25.0
+    """Rate of the link between nodes, gigabits per second."""
+    intra_latency_us: float = 10.0
+    """Start-up cost of a message inside a node, microseconds."""
+    inter_latency_us: float = 30.0
+    """Start-up cost of a message between nodes, microseconds."""
+    tflops: float = 50.0
+    """Rate of the experts' products, 10^12 operations per second."""
+    memory_gbps: float = 4000.0
+    """Rate of copies, gigabits per second."""
+
+    def __post_init__(self) -> None:
+        for name in ("intra_gbps", "inter_gbps", "tflops", "memory_gbps"):
+            check_above_zero(f"machine.{name}", getattr(self, name))
+        for name in ("intra_latency_us", "inter_latency_us"):
+            check_not_negative(f"machine.{name}", getattr(self, name))
+
+    def to_cluster(self, grid: Grid) -> ClusterSpec:
+        """Return a cluster of such ranks, with bf16 products.
+
+        Each rank has one port inside its node and one between nodes.
+
+        Args:
+            grid: the mesh, whose ranks become the cluster's devices.
+        """
+        per_node = grid.ranks_per_node or grid.world
+        return ClusterSpec(
+            name="nominal",
+            nodes=grid.world // per_node,
+            devices_per_node=per_node,
+            device=Device(
+                tflops=Tflops(bf16=self.tflops),
+                memory_gib=80.0,
+                memory_gigabytes_per_second=self.memory_gbps / 8,
+                gemm_rows=(1,),
+                gemm_share=(1.0,),
+            ),
+            links=(
+                Link(
+                    name="inside",
+                    devices=1,
+                    gbps=(self.intra_gbps,),
+                    message_us=self.intra_latency_us,
+                    carries="inside",
+                ),
+                Link(
+                    name="outside",
+                    devices=1,
+                    gbps=(self.inter_gbps,),
+                    message_us=self.inter_latency_us,
+                    carries="outside",
+                ),
+            ),
+        )

@@ -1,0 +1,160 @@
+"""Compute time of a rank: experts by their rows, copies and codecs by their bytes.
+
+Small matrix products run far below a device's peak. So an expert's time comes from a curve of the share of the peak by
+rows, and is never below the time to read its weights. All other tasks take the time of their bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.planner.cluster import ELEMENT_BYTES, ClusterSpec
+from moesaic.planner.movement import AbstractVolumes, row_bytes
+from moesaic.program.task import Kind, Op, Slot, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """A device's rates for one dtype."""
+
+    flops: float
+    """Operations per second of large products."""
+    rows: tuple[float, ...]
+    """Row counts at which `share` is known."""
+    share: tuple[float, ...]
+    """Share of `flops` that a product of that many rows reaches."""
+    memory: float
+    """Bytes per second of copies."""
+    codec: float | None
+    """Bytes of rows encoded or decoded per second; None: as copies."""
+    activation_traffic: float = 0.0
+    """As in `Device`."""
+    cast_bytes: float = 0.0
+    """Bytes read and written per value that a product reads, if its numbers are narrower than those in memory. Two
+    bytes are read, and one is written by rows and one by columns, for the products of the gradients."""
+
+    def product_seconds(self, rows: np.ndarray, flops_per_row: float, weight_bytes: float) -> np.ndarray:
+        """Return the seconds of products, one expert each, (n,).
+
+        The share is interpolated over the logarithm of the rows. Below the first point a product takes as long as at
+        that point; above the last point the share is constant. No product is faster than reading its weights.
+
+        Args:
+            rows: (n,) rows of each expert.
+            flops_per_row: 2 * columns in * columns out, summed over the matrices.
+            weight_bytes: bytes of one expert's weights.
+        """
+        seconds = np.zeros(len(rows))
+        used = rows > 0
+        clamped_rows = np.maximum(rows[used], self.rows[0])
+        share = np.interp(np.log(clamped_rows), np.log(self.rows), self.share)
+        seconds[used] = np.maximum(clamped_rows * flops_per_row / (self.flops * share), weight_bytes / self.memory)
+        return seconds
+
+    def traffic_seconds(
+        self, rows: np.ndarray, dim: int, units: float, matrices: int, element_bytes: int
+    ) -> np.ndarray:
+        """Return the seconds in which experts' activations are read and written between products, (n,).
+
+        A row is read, each product's result is written, read by the next step and written again, and the last result is
+        written.
+
+        Args:
+            rows: (n,) rows of each expert.
+            dim: width of a row.
+            units: units of the hidden width.
+            matrices: matrices per expert.
+            element_bytes: bytes of an activation.
+        """
+        per_row = (2 * dim + 2 * matrices * units) * element_bytes
+        return rows * ((self.activation_traffic * per_row + self.cast_bytes * (dim + units)) / self.memory)
+
+
+def rates_of(spec: ClusterSpec, dtype: str) -> Rates:
+    """Return the rates of a cluster's devices; if they differ, those of the slowest.
+
+    Raises:
+        InputError: if the rate of this dtype is unknown.
+    """
+    device, slowest = spec.device, min(spec.speeds, default=1.0)
+    codec = device.codec_gigabytes_per_second
+    return Rates(
+        flops=device.tflops.of(dtype) * slowest,
+        rows=device.gemm_rows,
+        share=device.gemm_share,
+        memory=device.memory_gigabytes_per_second * 1e9 * slowest,
+        codec=None if codec is None else codec * 1e9 * slowest,
+        activation_traffic=device.activation_traffic,
+        cast_bytes=4.0 if ELEMENT_BYTES[dtype] < 2 else 0.0,
+    )
+
+
+def compute_seconds(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates) -> np.ndarray:
+    """Return the seconds that each actor computes on a task, (actors,); for a movement, the copies before and after it.
+
+    Args:
+        task: any task.
+        slots: slots of its program, by name.
+        volumes: the rows.
+        rates: rates of the devices.
+    """
+    if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
+        return _experts(task, slots, volumes, rates)
+    read, written = (_bytes(names, slots, volumes) for names in (task.reads, task.writes))
+    needs_no_copies = task.op is Op.MOVE and task.of is not None
+    if task.op is Op.HOP or needs_no_copies or (task.op is Op.SCALE and task.power == 0):
+        return np.zeros(volumes.num_actors)
+    if task.op in (Op.PACK, Op.UNPACK):
+        return _coding(task, slots, volumes, rates)
+    if task.op is Op.PERMUTE:
+        return 2 * written / rates.memory
+    return (read + written) / rates.memory
+
+
+def _experts(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates) -> np.ndarray:
+    layer = volumes.layer
+    rows = next(slots[name] for name in task.reads if slots[name].kind is Kind.ROWS)
+    weights = next(slots[name] for name in task.reads if slots[name].layout.flow == "weights")
+    units = layer.hidden * volumes.shards(weights.layout)
+    per_row = 2.0 * layer.dim * units * layer.matrices
+    weight_bytes = layer.dim * units * layer.matrices * layer.element_bytes
+    passes = 2 if task.op is Op.EXPERT_GRAD else 1
+    rows_by_expert = volumes.rows_per_expert(rows.layout)
+    seconds_by_expert = rates.product_seconds(rows_by_expert.reshape(-1), per_row, weight_bytes).reshape(
+        rows_by_expert.shape
+    )
+    if rates.activation_traffic or rates.cast_bytes:
+        seconds_by_expert += rates.traffic_seconds(
+            rows_by_expert, layer.dim, units, layer.matrices, layer.element_bytes
+        )
+    seconds: np.ndarray = seconds_by_expert.sum(axis=1) * passes
+    return seconds
+
+
+def _coding(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates) -> np.ndarray:
+    """Return the seconds of encoding rows into messages, or of decoding messages into rows, (actors,)."""
+    assert task.of is not None
+    slot = slots[task.of[0] if task.op is Op.PACK else task.of[1]]
+    rows = volumes.rows(slot.layout)
+    plain_bytes = rows * row_bytes(slot, "", 1.0, volumes.layer)
+    codec = task.codec if slot.kind is Kind.ROWS else ""
+    row_counts, inverse = np.unique(rows, return_inverse=True)
+    coded_bytes = np.array([row_bytes(slot, codec, row_count, volumes.layer) for row_count in row_counts.tolist()])[
+        inverse
+    ]
+    if codec and rates.codec is not None:
+        return plain_bytes / rates.codec
+    return (plain_bytes + coded_bytes) / rates.memory
+
+
+def _bytes(names: tuple[str, ...], slots: Mapping[str, Slot], volumes: AbstractVolumes) -> np.ndarray:
+    """Return the bytes of rows, tokens and routing weights in some slots, (actors,)."""
+    total = np.zeros(volumes.num_actors)
+    for name in names:
+        slot = slots[name]
+        if slot.kind is not Kind.PACKETS:
+            total += volumes.rows(slot.layout) * row_bytes(slot, "", 1.0, volumes.layer)
+    return total

@@ -1,0 +1,317 @@
+"""`Even`: rows and messages of a workload in which every rank does the same.
+
+One actor stands for all ranks, or for the ranks with the same place in every block. The rows that go from one rank to
+another are counted by digits (`symmetry.py`). The all-to-all algorithms' own paths say which ranks their packets pass.
+The cost does not grow with the number of ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import numpy as np
+
+from moesaic.planner.call_sizes import chunks_of, node_tokens_per_node
+from moesaic.planner.cluster import ClusterSpec
+from moesaic.planner.hops import HopPaths, check_regular, hop_paths
+from moesaic.planner.movement import AbstractVolumes, Movement, connected, ends_of, row_bytes
+from moesaic.planner.symmetry import Digits, Pairs, UnlikeError, box_of, pieces_of_step, steps_of
+from moesaic.planner.topology import Topology, check_fit
+from moesaic.planner.workload import Workload
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.grid import Grid
+from moesaic.program.sizes import Move
+from moesaic.program.task import FLOWS, Flow, Layout, Op, Program, Slot, Task
+
+MAX_RANKS_APART = 4096
+"""Largest number of ranks that are simulated separately if one cannot stand for the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceRows:
+    """Rows of one piece of every flow: the rows that one rank contributes for one expert, before they are cut into
+    chunks."""
+
+    copies: float
+    tokens: float
+    node_tokens: float
+    rank_tokens: float
+    units: float
+    """Hidden units of one shard of an expert."""
+    chunks: int
+
+    def of(self, layout: Layout) -> float:
+        """Return the rows of one piece of a layout: all chunks of a run together, unless the layout holds one chunk
+        only."""
+        if isinstance(layout.chunk, str):
+            return 0.0  # nothing is replicated if all experts have equal loads
+        rows: dict[Flow, float] = {
+            "copies": self.copies, "tokens": self.tokens, "node_tokens": self.node_tokens,
+            "rank_tokens": self.rank_tokens, "weights": self.units, "bias": 1.0,
+        }  # fmt: skip
+        return rows[layout.flow] / (1 if layout.chunk is None else self.chunks)
+
+
+class Even(AbstractVolumes):
+    """Rows and messages if all ranks do the same.
+
+    Args:
+        grid: the mesh, with etp factored as the plan requires.
+        topology: of the cluster, folded.
+        layer: the layer of all ranks.
+        piece: rows of a piece.
+        paths: cache of the messages of hops, shared with other meshes and layers; new ones are added.
+        apart: distinguish the ranks of a block, since in a step of a peer schedule only some of them send to other
+            nodes.
+
+    Raises:
+        UnlikeError: if the axes, nodes and switches do not nest. `movements` raises it for an all-to-all whose nodes do
+            not all do the same.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        topology: Topology,
+        layer: Workload,
+        piece: PieceRows,
+        paths: dict[tuple[object, ...], HopPaths],
+        *,
+        apart: bool = False,
+    ) -> None:
+        self._apart, self._paths = apart, paths
+        self.grid, self.topology, self.layer, self.piece = grid, topology, layer, piece
+        if any(link.units for link in topology.spec.links):
+            raise UnlikeError("nodes are attached to switches in unequal runs")
+        per_node = topology.spec.devices_per_node
+        switch_ranks = (link.devices // per_node * topology.ranks_per_node for link in topology.spec.links)
+        self._cuts = frozenset(run for run in switch_ranks if topology.ranks_per_node < run < grid.world)
+        self._digits: dict[frozenset[int], Digits] = {}
+        self._rows: dict[Layout, np.ndarray] = {}
+        self._movements: dict[tuple[object, ...], list[Movement]] = {}
+        self._checked: set[tuple[str, int, int, bool]] = set()
+
+    @property
+    def num_actors(self) -> int:
+        return self.topology.block if self._apart else 1
+
+    def rows(self, layout: Layout) -> np.ndarray:
+        if layout not in self._rows:
+            self._rows[layout] = self._count_rows(layout)
+        return self._rows[layout]
+
+    def _count_rows(self, layout: Layout) -> np.ndarray:
+        digits = self._radix(layout)
+        box, step_digits = box_of(digits, layout), steps_of(digits, layout)
+        pieces_per_expert = digits.product(box.free_origin - step_digits) * digits.product(
+            box.free_expert - step_digits
+        )
+        pieces = np.full(self.num_actors, pieces_per_expert * self._experts_per_place(layout) * self.piece.of(layout))
+        if layout.step is not None:
+            ranks = digits.of(np.arange(self.num_actors))
+            pieces *= pieces_of_step(digits, step_digits, layout.step, box, box, ranks, ranks)
+        return pieces
+
+    def rows_per_expert(self, layout: Layout) -> np.ndarray:
+        digits = self._radix(layout)
+        num_experts = digits.product(box_of(digits, layout).free_expert) * self._experts_per_place(layout)
+        return np.repeat(self.rows(layout)[:, None] / num_experts, num_experts, axis=1)
+
+    def shards(self, weights: Layout) -> float:
+        digits = self._radix(weights)
+        return digits.product(box_of(digits, weights).free_origin) / self.grid.etp
+
+    def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
+        """Return the movement of a move or hop, as a list; an empty list if nothing moves."""
+        source, move = ends_of(task, slots)
+        key = (source.kind, _any_chunk(move), codec, task.link if task.op is Op.HOP else "", task.hop)
+        if key not in self._movements:
+
+            def num_bytes(rows: float) -> float:
+                return row_bytes(source, codec, rows, self.layer)
+
+            self._movements[key] = self._compute_movements(task, move, num_bytes)
+        return self._movements[key]
+
+    def sent(self, move: Move) -> list[tuple[int, int, float, float]]:
+        """Return (source, target, rows, number of targets that the target stands for) of a movement before it is
+        lowered."""
+        pairs, rows = self._pair_rows(self._radix(move.source), move)
+        return list(zip(pairs.source.tolist(), pairs.target.tolist(), rows.tolist(), pairs.count.tolist()))
+
+    def _pair_rows(self, digits: Digits, move: Move) -> tuple[Pairs, np.ndarray]:
+        """Return the classes of pairs that exchange rows, and the rows of one pair of each class."""
+        pairs = digits.pairs(digits.axes(move.group), steps_of(digits, move.source))
+        rows = self._rows_of_pairs(digits, move, pairs)
+        sent = rows > 0
+        return Pairs(pairs.source[sent], pairs.target[sent], pairs.count[sent]), rows[sent]
+
+    def _compute_movements(self, task: Task, move: Move, num_bytes: Callable[[float], float]) -> list[Movement]:
+        digits = self._radix(move.source)
+        if task.op is Op.HOP:
+            digits = self._link_digits(task.link, move, digits)
+        group, step_digits = digits.axes(move.group), steps_of(digits, move.source)
+        pairs, rows = self._pair_rows(digits, move)
+        if not len(rows):
+            return []
+        bytes_of_rows = {value: num_bytes(float(value)) for value in np.unique(rows).tolist()}
+        class_bytes = np.array([bytes_of_rows[value] for value in rows.tolist()]) * pairs.count
+        messages = (pairs.source, pairs.target, class_bytes, pairs.count)
+        if task.op is Op.HOP:
+            paths = self._paths_of(task, digits, group, pairs, group - digits.within(1, digits.block) - step_digits)
+            messages = (paths.ends[:, 0], paths.ends[:, 1], paths.num_bytes(class_bytes), paths.count)
+        return self._group_messages(*messages)
+
+    def _paths_of(
+        self, task: Task, digits: Digits, group: frozenset[int], pairs: Pairs, classed: frozenset[int]
+    ) -> HopPaths:
+        """Return the messages of a hop, computed once for all meshes whose ranks have the same digits."""
+        ranks = (digits.strides, digits.sizes, pairs.source, pairs.target)
+        key = (task.link, task.hop, digits.per_node, group, classed, *(each.tobytes() for each in ranks))
+        if key not in self._paths:
+            self._paths[key] = hop_paths(task, digits, group, pairs, classed)
+        return self._paths[key]
+
+    def _link_digits(self, name: str, move: Move, digits: Digits) -> Digits:
+        """Return the digits that distinguish the packets of a movement that an all-to-all treats differently."""
+        link, group, in_steps = ALL_TO_ALLS[name], digits.axes(move.group), move.source.step is not None
+        upper = group - digits.local
+        nodes, per_node = digits.product(upper), digits.product(group & digits.local)
+        if (name, nodes, per_node, in_steps) not in self._checked:
+            check_regular(link, name, nodes, per_node, in_steps=in_steps)
+            self._checked.add((name, nodes, per_node, in_steps))
+        size = link.nodes_per_group(nodes)
+        return self._radix(move.source, [int(digits.strides[min(upper)]) * size]) if size > 1 else digits
+
+    def _group_messages(
+        self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
+    ) -> list[Movement]:
+        """Group messages into movements: one, or, if ranks of a node are distinguished, one per connected set."""
+        block = self.topology.block
+        source_places, target_places = source % block, target % block
+        posts = np.bincount(source_places, messages, block) + np.bincount(target_places, messages, block)
+        if self.num_actors == 1:
+            load = self.topology.loads(source, target, num_bytes, messages)
+            return [Movement((0,), load, np.array([posts.max()]))]
+        movements = []
+        for indices in connected(source_places, target_places, block):
+            actors = np.unique([source_places[indices], target_places[indices]])
+            load = self.topology.loads(source[indices], target[indices], num_bytes[indices], messages[indices])
+            movements.append(Movement(tuple(actors.tolist()), load, posts[actors]))
+        return movements
+
+    def _rows_of_pairs(self, digits: Digits, move: Move, pairs: Pairs) -> np.ndarray:
+        """Return the rows that each source sends to one target of its class."""
+        before, after = box_of(digits, move.source), box_of(digits, move.target)
+        source_digits, target_digits = digits.of(pairs.source), digits.of(pairs.target)
+        equal = source_digits == target_digits
+        step_digits = steps_of(digits, move.source)
+        rows_per_piece = min(self.piece.of(move.source), self.piece.of(move.target))
+        pieces = np.full(len(source_digits), float(self._experts_per_place(move.source) * rows_per_piece))
+        for digit_set, free_before, free_after in (
+            (before.origin, before.free_origin, after.free_origin),
+            (before.expert, before.free_expert, after.free_expert),
+        ):
+            for digit in digit_set - step_digits:
+                if digit in free_before and digit in free_after:
+                    pieces *= digits.sizes[digit]
+                elif digit not in free_before and digit not in free_after:
+                    pieces *= equal[:, digit]
+        if move.source.step is not None:
+            pieces *= pieces_of_step(digits, step_digits, move.source.step, before, after, source_digits, target_digits)
+        if move.reduce:
+            return pieces
+        pieces *= ~equal[:, sorted(before.fixed)].all(axis=1)
+        unfixed = digits.axes(move.group) - before.fixed
+        pieces *= (source_digits[:, sorted(unfixed)] == 0).all(axis=1)
+        if unfixed - digits.within(1, digits.block) and pieces.any():
+            raise UnlikeError("only the first of several nodes that hold the same rows sends them")
+        return pieces
+
+    def _experts_per_place(self, layout: Layout) -> int:
+        return self.layer.num_experts // self.grid.ep if FLOWS[layout.flow].is_per_expert else 1
+
+    def _radix(self, layout: Layout, cuts: list[int] | None = None) -> Digits:
+        extra = set(self._cuts) | set(cuts or ())
+        if layout.step is not None:
+            stride = self.grid.etp if self.grid.innermost == "etp" else 1
+            extra.add(stride * (self.grid.ep // layout.step[1]))
+        key = frozenset(extra)
+        if key not in self._digits:
+            self._digits[key] = Digits(self.grid, key, self.topology.block)
+        return self._digits[key]
+
+
+def _any_chunk(move: Move) -> Move:
+    """Return a movement with its chunk number set to 0, since even chunks are equal."""
+    source, target = (
+        replace(layout, chunk=0) if isinstance(layout.chunk, int) else layout for layout in (move.source, move.target)
+    )
+    return Move(source, target, move.group, move.reduce)
+
+
+class AbstractEvenLayers(ABC):
+    """Source of the rows and messages of even layers for a simulator."""
+
+    @abstractmethod
+    def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
+        """Return the rows and messages of a program under even routing.
+
+        Args:
+            program: forward or backward.
+            workload: the layer and its tokens.
+            grid: the mesh, with etp factored as the plan requires.
+
+        Raises:
+            UnlikeError: if one rank cannot stand for the others.
+            InputError: if the mesh does not fit the cluster.
+        """
+
+
+class EvenLayers(AbstractEvenLayers):
+    """Computes every layer by itself, and caches what does not depend on the plan.
+
+    Args:
+        cluster: the cluster.
+    """
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self._cluster = cluster
+        self._topology = cache(partial(Topology, cluster))
+        self._volumes: dict[tuple[Grid, Workload, int, bool, bool], AbstractVolumes] = {}
+        self._paths: dict[tuple[object, ...], HopPaths] = {}
+
+    def volumes(self, program: Program, workload: Workload, grid: Grid) -> AbstractVolumes:
+        apart = any(slot.layout.step is not None for slot in program.slots)
+        chunks, redundant = chunks_of(program), program.is_redundant
+        key = (grid, workload, chunks, redundant, apart)
+        if key not in self._volumes:
+            piece = piece_rows(workload, grid, chunks, redundant)
+            topology = self._topology(grid.world, grid.ranks_per_node, block=self._block_size(grid, apart))
+            self._volumes[key] = Even(grid, topology, workload, piece, self._paths, apart=apart)
+        return self._volumes[key]
+
+    def _block_size(self, grid: Grid, apart: bool) -> int:
+        """Return the size of the block of ranks that stands for all: a node, or, if ranks are distinguished, the ranks
+        behind the largest switch."""
+        per_node = check_fit(self._cluster, grid.world, grid.ranks_per_node)
+        switch_ranks = [link.devices // self._cluster.devices_per_node * per_node for link in self._cluster.links]
+        fitting = [run for run in switch_ranks if per_node < run <= min(grid.world, MAX_RANKS_APART)]
+        return max([per_node, *fitting]) if apart else per_node
+
+
+def piece_rows(workload: Workload, grid: Grid, chunks: int, redundant: bool) -> PieceRows:
+    """Return the rows of a piece under even routing."""
+    share = 1 if redundant else grid.tp
+    nodes = max(1, grid.ep * grid.etp // (grid.ranks_per_node or grid.world))
+    return PieceRows(
+        copies=workload.copies / workload.num_experts / share,
+        tokens=workload.tokens / share,
+        node_tokens=node_tokens_per_node(workload, nodes, chunks) / share,
+        rank_tokens=node_tokens_per_node(workload, grid.ep, chunks) / share,
+        units=workload.hidden / grid.etp,
+        chunks=chunks,
+    )

@@ -1,0 +1,515 @@
+"""Discrete-event simulation of a program: when each task runs on each actor.
+
+The rules of issue are those of `lay_out` in `program/timeline.py`. One thread issues tasks in list order, a lane runs
+its tasks one after the other, and a task waits for the slots that it reads. In addition, a movement starts when all its
+members have reached it, and takes longer while other movements use its links. If no two movements share a link, every
+actor's spans equal those of `lay_out`.
+
+A separate message (`Movement.sender`) starts when its sender reaches it, and only its receiver waits for it. If ranks
+share cores, a core issues for one rank until that rank has nothing to issue, and then for the rank that has waited
+longest.
+
+Movements that share links run max-min fair among their messages, and no link idles that a movement could use. A
+movement is one fluid: its messages advance in proportion, and alone it runs at speed 1, with its slowest link full. If
+a link is oversubscribed, each of its messages gets an equal part, as the connections of one TCP link do, unless its
+movement needs less (progressive filling: Bertsekas and Gallager, Data Networks, section 6.5.2). Messages are counted,
+not movements, so the shares do not depend on how messages are grouped into movements.
+
+Alternatively, links are queues. Each link serves messages in order of arrival and forwards a message while it is still
+coming in. So does the shaped link of a machine whose senders hand whole messages to the kernel.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from moesaic.planner.movement import Movement
+from moesaic.program.task import Lane, Program
+
+_END, _FLOW, _ARRIVED, _FREE = 0, 1, 2, 3
+"""Kinds of events: a node ends; a movement's first byte reaches a link; its last byte has arrived; a core has moved
+bytes."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Dependencies of a program, equal on all ranks. Node k issues task k; node tasks + k runs it."""
+
+    after: tuple[tuple[int, ...], ...]
+    """By node, the nodes that wait for it."""
+    waits: tuple[int, ...]
+    """By node, the number of nodes that it waits for."""
+
+
+def graph_of(program: Program, *, host_runs_compute: bool, has_lanes: bool = True) -> Graph:
+    """Return the dependency graph of a program.
+
+    Args:
+        program: in the order of issue.
+        host_runs_compute: as in `lay_out`.
+        has_lanes: whether a lane runs its movements one after the other.
+    """
+    tasks = program.tasks
+    count = len(tasks)
+    before: list[set[int]] = [set() for _ in range(2 * count)]
+    writer: dict[str, int] = {}
+    last: dict[Lane, int] = {}
+    released: int | None = None
+    for number, task in enumerate(tasks):
+        run = count + number
+        ready = {count + writer[name] for name in task.reads if name in writer}
+        on_thread = task.lane is Lane.HOST or (host_runs_compute and task.lane is Lane.COMPUTE)
+        if released is not None:
+            before[number].add(released)
+        if host_runs_compute or task.lane is Lane.HOST:
+            before[number] |= ready
+        before[run] |= ready | {number}
+        if not on_thread:
+            if task.lane in last and (has_lanes or task.lane is Lane.COMPUTE):
+                before[run].add(last[task.lane])
+            last[task.lane] = run
+        released = run if on_thread else number
+        writer.update(dict.fromkeys(task.writes, number))
+    after: list[list[int]] = [[] for _ in range(2 * count)]
+    for node, required in enumerate(before):
+        for required_node in required:
+            after[required_node].append(node)
+    return Graph(tuple(map(tuple, after)), tuple(map(len, before)))
+
+
+@dataclass
+class _Flow:
+    """A movement in progress."""
+
+    task: int
+    waiting: tuple[int, ...]
+    """As in `Movement`."""
+    use: Mapping[int, Use]
+    """By link, the part of it that the movement uses at speed 1."""
+    left: float
+    """Remaining seconds at speed 1."""
+    since: float = 0.0
+    speed: float = 0.0
+    version: int = 0
+    through: float = 0.0
+    """Time at which the last byte has passed the links so far, if links are queues."""
+
+
+@dataclass
+class _Links:
+    """The movements on each link, and the demand for it."""
+
+    on: dict[int, set[int]] = field(default_factory=dict)
+    demand: dict[int, float] = field(default_factory=dict)
+
+    def enter(self, number: int, use: Mapping[int, Use]) -> None:
+        """Add a movement to its links."""
+        for link, want in use.items():
+            self.on.setdefault(link, set()).add(number)
+            self.demand[link] = self.demand.get(link, 0.0) + want.part
+
+    def leave(self, number: int, use: Mapping[int, Use]) -> None:
+        """Remove a movement from its links."""
+        for link, want in use.items():
+            self.on[link].discard(number)
+            self.demand[link] = self.demand[link] - want.part if self.on[link] else 0.0
+
+    def neighbours(self, changed: set[int], flows: Mapping[int, _Flow]) -> tuple[set[int], set[int]]:
+        """Return the movements on the `changed` links, and those whose speeds depend on theirs.
+
+        Speeds depend on each other through oversubscribed links. A movement without such a link runs at speed 1.
+        """
+        touched = {number for link in changed for number in self.on.get(link, ())}
+        links = [link for number in touched for link in flows[number].use if self.demand[link] > FULL]
+        seen = set(links)
+        contending: set[int] = set()
+        while links:
+            for number in self.on[links.pop()] - contending:
+                contending.add(number)
+                more = [link for link in flows[number].use if link not in seen and self.demand[link] > FULL]
+                seen.update(more)
+                links += more
+        return touched, contending
+
+
+class Events:
+    """One simulated run of a program.
+
+    Args:
+        graph: of the program.
+        issue: (tasks, actors) seconds of the issuing thread per task.
+        compute: (tasks, actors) seconds of computation; for movements, of the copies around them.
+        movements: of each task; () for tasks that move nothing.
+        cores: (actors,) the core on which each actor issues; None: one core per actor.
+        moving: (tasks, actors) seconds for which a core stays busy with a task's bytes after issuing the task. Ignored
+            without cores.
+        bursts: (links,) seconds' worth of bytes that pass at once over a link that has been idle for as long. If given,
+            links are queues; None: messages share links.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        issue: np.ndarray,
+        compute: np.ndarray,
+        movements: Sequence[Sequence[Movement]],
+        *,
+        cores: Sequence[int] | None = None,
+        moving: np.ndarray | None = None,
+        bursts: np.ndarray | None = None,
+    ) -> None:
+        self._graph, self._movements = graph, movements
+        self._tasks, self._actors = compute.shape
+        self._issue, self._compute = issue.tolist(), compute.tolist()
+        self._cores = None if cores is None else _Cores(cores)
+        self._moving = np.zeros_like(issue).tolist() if moving is None else moving.tolist()
+        self._queues = None if bursts is None else _Queues(bursts.tolist())
+        self._parts_started: list[dict[int, list[int]]] = [{} for _ in movements]
+        self._awaited: list[dict[int, int]] = [{} for _ in movements]
+        for parts_started, awaited, parts in zip(self._parts_started, self._awaited, movements):
+            for number, movement in enumerate(parts):
+                for actor in movement.starters:
+                    parts_started.setdefault(actor, []).append(number)
+                for actor in movement.waiting:
+                    awaited[actor] = awaited.get(actor, 1) + 1
+        self._missing_starters = [[len(movement.starters) for movement in parts] for parts in movements]
+        self._unmet = [list(graph.waits) for _ in range(self._actors)]
+        self._heap: list[tuple[float, int, int, int]] = []
+        self._flows: dict[int, _Flow] = {}
+        self._links = _Links()
+        self._num_flows = 0
+        self.starts = np.zeros((self._tasks, self._actors))
+        """(tasks, actors) time at which each task starts to run on each actor."""
+        self.ends = np.zeros((self._tasks, self._actors))
+        """(tasks, actors) time at which each task has ended on each actor."""
+
+    def run(self, late: np.ndarray | None = None) -> None:
+        """Run all events.
+
+        Args:
+            late: (actors,) time before which each actor starts nothing; None: all start at 0.
+        """
+        begin = [0.0] * self._actors if late is None else late.tolist()
+        assert len(begin) == self._actors, "`late` needs one entry per actor"
+        for actor, now in enumerate(begin):
+            for node, waits in enumerate(self._graph.waits):
+                if not waits:
+                    self._start(now, actor, node)
+        while self._heap:
+            now = self._heap[0][0]
+            changed: set[int] = set()
+            while self._heap and self._heap[0][0] == now:
+                _, kind, number, detail = heapq.heappop(self._heap)
+                if kind == _END:
+                    self._end(now, number, detail)
+                    if self._cores is not None and detail < self._tasks:
+                        if self._moving[detail][number]:
+                            heapq.heappush(self._heap, (now + self._moving[detail][number], _FREE, number, detail))
+                        else:
+                            self._issue_next(now, self._cores.release(number))
+                elif kind == _FREE:
+                    assert self._cores is not None, "only a core moves bytes"
+                    self._issue_next(now, self._cores.release(number))
+                elif kind == _FLOW:
+                    changed |= self._enter(now, number, detail)
+                elif number in self._flows and self._flows[number].version == detail:
+                    changed |= self._arrive(now, number)
+            self._rate(now, changed)
+
+    def shared_part(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        """Return the share of its time in which each actor runs tasks of both kinds at once, (actors,), 0 to 1.
+
+        Args:
+            first: (tasks,) whether a task is of the first kind.
+            second: (tasks,) whether a task is of the second kind.
+        """
+        shared = np.zeros(self._actors)
+        for actor in range(self._actors):
+            edges = np.unique(np.concatenate([self.starts[:, actor], self.ends[:, actor]]))
+            if len(edges) < 2 or edges[-1] <= 0:
+                continue
+            middles = (edges[1:] + edges[:-1]) / 2
+            runs = (self.starts[:, actor] < middles[:, None]) & (middles[:, None] < self.ends[:, actor])
+            both = runs[:, first].any(axis=1) & runs[:, second].any(axis=1)
+            shared[actor] = np.diff(edges)[both].sum() / edges[-1]
+        return shared
+
+    def stretch(self, factors: np.ndarray) -> None:
+        """Scale all times of each actor by a factor, (actors,)."""
+        self.starts *= factors
+        self.ends *= factors
+
+    def _start(self, now: float, actor: int, node: int) -> None:
+        task = node - self._tasks
+        if task < 0:
+            if self._cores is None or self._cores.take(actor, node):
+                heapq.heappush(self._heap, (now + self._issue[node][actor], _END, actor, node))
+            return
+        self.starts[task, actor] = now
+        parts, awaited = self._parts_started[task].get(actor, ()), self._awaited[task].get(actor, 0)
+        for part in parts:
+            self._missing_starters[task][part] -= 1
+            if not self._missing_starters[task][part]:
+                self._launch(now, task, self._movements[task][part])
+        if awaited:
+            self._end_wait(now, actor, task)
+        elif parts or (self._cores is not None and not self._compute[task][actor]):
+            self._end(now, actor, node)  # at once, so the core stays with this rank
+        else:
+            heapq.heappush(self._heap, (now + self._compute[task][actor], _END, actor, node))
+
+    def _end_wait(self, now: float, actor: int, task: int) -> None:
+        """Record that an actor has reached a movement, or that a message for the actor has arrived. The last of these
+        ends the task."""
+        self._awaited[task][actor] -= 1
+        if not self._awaited[task][actor]:
+            self._end(now, actor, self._tasks + task)
+
+    def _issue_next(self, now: float, waiting: tuple[int, int] | None) -> None:
+        if waiting is not None:
+            actor, node = waiting
+            heapq.heappush(self._heap, (now + self._issue[node][actor], _END, actor, node))
+
+    def _launch(self, now: float, task: int, movement: Movement) -> None:
+        load = movement.load
+        longest = float(load.seconds.max()) if len(load.seconds) else 0.0
+        uses = map(Use, (load.seconds / (longest or 1.0)).tolist(), load.messages.tolist())
+        use = dict(zip(load.links.tolist(), uses))
+        number, self._num_flows = self._num_flows, self._num_flows + 1
+        self._flows[number] = _Flow(task, movement.waiting, use, longest)
+        copies = max(self._compute[task][member] for member in movement.starters)
+        heapq.heappush(self._heap, (now + load.latency + copies, _FLOW, number, 0))
+
+    def _end(self, now: float, actor: int, node: int) -> None:
+        if node >= self._tasks:
+            self.ends[node - self._tasks, actor] = now
+        unmet = self._unmet[actor]
+        for waiting_node in self._graph.after[node]:
+            unmet[waiting_node] -= 1
+            if not unmet[waiting_node]:
+                self._start(now, actor, waiting_node)
+
+    def _enter(self, now: float, number: int, place: int) -> set[int]:
+        """Start a movement on its links, and return the links whose load changed. If links are queues, start it on link
+        number `place` only: its first byte reaches the next link later, and other messages may reach that link before."""
+        flow = self._flows[number]
+        if self._queues is not None:
+            if place == len(flow.use):
+                heapq.heappush(self._heap, (max(now, flow.through), _ARRIVED, number, flow.version))
+                return set()
+            link, use = list(flow.use.items())[place]
+            begin, end = self._queues.serve(now, link, use.part * flow.left)
+            flow.through = max(flow.through, end)
+            heapq.heappush(self._heap, (begin, _FLOW, number, place + 1))
+            return set()
+        flow.since, flow.speed = now, 1.0
+        self._links.enter(number, flow.use)
+        self._push(now, number, flow)
+        return set(flow.use)
+
+    def _arrive(self, now: float, number: int) -> set[int]:
+        flow = self._flows.pop(number)
+        if self._queues is None:
+            self._links.leave(number, flow.use)
+        for actor in flow.waiting:
+            self._end_wait(now, actor, flow.task)
+        return set(flow.use) if self._queues is None else set()
+
+    def _rate(self, now: float, changed: set[int]) -> None:
+        """Update the speeds of the movements that a change on some links affects."""
+        touched, contending = self._links.neighbours(changed, self._flows)
+        new_speeds = dict.fromkeys(touched, 1.0)
+        if contending:
+            numbers = sorted(contending)
+            new_speeds |= dict(zip(numbers, speeds([self._flows[number].use for number in numbers])))
+        for number in sorted(new_speeds):
+            flow = self._flows[number]
+            if abs(flow.speed - new_speeds[number]) > 1e-12:
+                flow.left -= (now - flow.since) * flow.speed
+                flow.since, flow.speed = now, new_speeds[number]
+                self._push(now, number, flow)
+
+    def _push(self, now: float, number: int, flow: _Flow) -> None:
+        flow.version += 1
+        heapq.heappush(self._heap, (now + max(flow.left, 0.0) / max(flow.speed, 1e-12), _ARRIVED, number, flow.version))
+
+
+class _Cores:
+    """The actor for which each core issues.
+
+    Args:
+        core_of: (actors,) the core of each actor.
+    """
+
+    def __init__(self, core_of: Sequence[int]) -> None:
+        self._core_of = core_of
+        self._holder: dict[int, int] = {}
+        self._waiting: dict[int, deque[tuple[int, int]]] = {core: deque() for core in core_of}
+
+    def take(self, actor: int, node: int) -> bool:
+        """Take an actor's core and return True if the core is free to issue now. Otherwise queue the node, ahead of
+        others if the core already issues for this actor."""
+        core = self._core_of[actor]
+        if core not in self._holder:
+            self._holder[core] = actor
+            return True
+        if self._holder[core] == actor:
+            self._waiting[core].appendleft((actor, node))
+        else:
+            self._waiting[core].append((actor, node))
+        return False
+
+    def release(self, actor: int) -> tuple[int, int] | None:
+        """Release an actor's core, and give it to the next (actor, node) in its queue, which is returned; None if the
+        queue is empty."""
+        core = self._core_of[actor]
+        del self._holder[core]
+        if not self._waiting[core]:
+            return None
+        next_issue = self._waiting[core].popleft()
+        self._holder[core] = next_issue[0]
+        return next_issue
+
+
+class _Queues:
+    """Links as queues.
+
+    Args:
+        bursts: (links,) as in `Events`.
+    """
+
+    def __init__(self, bursts: Sequence[float]) -> None:
+        self._bursts = bursts
+        self._free: dict[int, float] = {}
+
+    def serve(self, now: float, link: int, seconds: float) -> tuple[float, float]:
+        """Return the times at which the first and the last byte of a message pass a link.
+
+        Args:
+            now: time at which the message reaches the link.
+            link: number of the link.
+            seconds: for which the message occupies the link.
+        """
+        free = self._free.get(link, -float("inf"))
+        rested = min(max(now - free, 0.0), self._bursts[link])
+        begin = max(now, free)
+        self._free[link] = begin + max(seconds - rested, 0.0)
+        return begin, self._free[link]
+
+
+FULL = 1.0 + 1e-9
+"""Demand above which a link is oversubscribed; sums in another order differ by less than the margin."""
+
+
+class Use(NamedTuple):
+    """A movement's demand for a link."""
+
+    part: float
+    """Part of the link that the movement uses at speed 1."""
+    messages: float
+    """Messages that share that part."""
+
+
+def speeds(uses: Sequence[Mapping[int, Use]]) -> list[float]:
+    """Return the speed of each of several movements, 0 to 1.
+
+    Args:
+        uses: demand of each movement, by link; the part of its slowest link is 1.
+    """
+    users: dict[int, list[int]] = {}
+    demand: dict[int, float] = {}
+    for number, use in enumerate(uses):
+        for link, want in use.items():
+            users.setdefault(link, []).append(number)
+            demand[link] = demand.get(link, 0.0) + want.part
+    oversubscribed = {
+        link: _Contested({number: uses[number][link] for number in numbers})
+        for link, numbers in users.items()
+        if demand[link] > FULL
+    }
+    contested_links = [[link for link in use if link in oversubscribed] for use in uses]
+    settled = [1.0] * len(uses)
+    queue = [
+        (oversubscribed[link].speed(number), link, number, 0)
+        for number, links_used in enumerate(contested_links)
+        for link in links_used
+    ]
+    heapq.heapify(queue)
+    fixed: set[int] = set()
+    while queue:
+        speed, link, number, version = heapq.heappop(queue)
+        if speed >= 1.0:
+            break
+        if number in fixed:
+            continue
+        contested = oversubscribed[link]
+        if version != contested.version:
+            heapq.heappush(queue, (contested.speed(number), link, number, contested.version))
+            continue
+        settled[number] = speed
+        fixed.add(number)
+        for other_link in contested_links[number]:
+            oversubscribed[other_link].take(number, speed)
+    return _fill_up(uses, contested_links, settled)
+
+
+class _Contested:
+    """An oversubscribed link, while speeds are fixed one movement after the other, slowest first.
+
+    Args:
+        wants: demand of each movement for the link.
+    """
+
+    def __init__(self, wants: dict[int, Use]) -> None:
+        self._wants = wants
+        self._spare = 1.0
+        self._level: float | None = None
+        self.version = 0
+        """Incremented when a movement's speed is fixed, after which the others may run faster on this link."""
+
+    def speed(self, number: int) -> float:
+        """Return the speed that this link allows a movement, given the speeds fixed so far."""
+        if self._level is None:
+            self._level = _level(list(self._wants.values()), self._spare)
+        want = self._wants[number]
+        return min(1.0, self._level * want.messages / want.part)
+
+    def take(self, number: int, speed: float) -> None:
+        """Fix a movement's speed."""
+        self._spare -= speed * self._wants.pop(number).part
+        self._level = None
+        self.version += 1
+
+
+def _level(wants: list[Use], spare: float) -> float:
+    """Return the largest part of a link that any message gets, if each movement gets its demand up to that limit."""
+    unused, messages = max(spare, 0.0), sum(use.messages for use in wants)
+    for use in sorted(wants, key=lambda use: use.part / use.messages):
+        equal = unused / messages
+        if use.part > equal * use.messages:
+            return equal
+        unused -= use.part
+        messages -= use.messages
+    return float("inf")
+
+
+def _fill_up(uses: Sequence[Mapping[int, Use]], contested_links: list[list[int]], settled: list[float]) -> list[float]:
+    """Distribute what is left on every oversubscribed link to the movements that can use it, slowest first."""
+    spare: dict[int, float] = {}
+    for number, links_used in enumerate(contested_links):
+        for link in links_used:
+            spare[link] = spare.get(link, 1.0) - settled[number] * uses[number][link].part
+    for number in sorted(range(len(uses)), key=lambda number: (settled[number], number)):
+        room = min((spare[link] / uses[number][link].part for link in contested_links[number]), default=1.0)
+        more = min(1.0 - settled[number], room)
+        if more > 0:
+            settled[number] += more
+            for link in contested_links[number]:
+                spare[link] -= more * uses[number][link].part
+    return settled

@@ -1,0 +1,248 @@
+"""The messages of one hop of an all-to-all, and their number, derived from classes of packets.
+
+The paths come from the algorithms themselves (`program/all_to_all/`), which are asked for one packet of each class.
+Whether other packets of the class take the same leg is checked, not assumed.
+
+Whether all nodes play the same role in an all-to-all is checked too. For this check, the paths are computed with ranks
+and nodes that can only be compared for equality. They have no number, no order, no index. If a path is computed without
+any of these, it is the same for every two nodes, so a few nodes stand for all of them. If the algorithm uses one of
+them, an error is raised, and every rank is then simulated separately.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+
+from moesaic.planner.symmetry import Digits, GroupPlaces, Pairs, UnlikeError
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.all_to_all.all_to_all import PACKED, AbstractAllToAll, Hop, Leg, NodeMap
+from moesaic.program.task import Lane, Task
+
+
+@dataclass(frozen=True, eq=False)
+class HopPaths:
+    """The messages of a hop, independent of their bytes."""
+
+    message: np.ndarray
+    """(pairs,) int64, number of the message that carries the packets of each class of pairs; -1 if none does."""
+    ends: np.ndarray
+    """(n, 2) int64, source and target of each message."""
+    count: np.ndarray
+    """(n,) float64, multiplicity of each message."""
+
+    def num_bytes(self, of_pairs: np.ndarray) -> np.ndarray:
+        """Return the bytes of each message, (n,), from the bytes of each class of pairs."""
+        sent = self.message >= 0
+        return np.bincount(self.message[sent], of_pairs[sent], len(self.ends))
+
+
+def hop_paths(task: Task, digits: Digits, group: frozenset[int], pairs: Pairs, classed: frozenset[int]) -> HopPaths:
+    """Return the messages of a hop. Packets that take the same leg form one message.
+
+    Args:
+        task: the hop.
+        digits: of the mesh.
+        group: digits in which the ranks that exchange packets differ.
+        pairs: the classes of pairs that exchange packets.
+        classed: digits of the group of which a class only says whether they are equal.
+    """
+    places, link = GroupPlaces(digits, group), ALL_TO_ALLS[task.link]
+    upper = sorted(classed)
+
+    def leg_of(source: int, target: int) -> Leg | None:
+        path = link.path(places.switch_to_group_of(source), source, target) if source != target else ()
+        return next((leg for leg in path if leg.hop == task.hop), None)
+
+    message_numbers: dict[tuple[int, int], int] = {}
+    count: list[float] = []
+    message = np.full(len(pairs.source), -1, dtype=np.int64)
+    for pair, (source, target) in enumerate(zip(pairs.source.tolist(), pairs.target.tolist())):
+        leg = leg_of(source, target)
+        if leg is None:
+            continue
+        distinct = _num_messages(digits, upper, source, target, leg, partial(leg_of, source))
+        messages = distinct / _num_sharers(digits, upper, source, target, leg, partial(leg_of, target=target))
+        index = message[pair] = message_numbers.setdefault((leg.source, leg.target), len(message_numbers))
+        if index == len(count):
+            count.append(0.0)
+        count[index] = max(count[index], messages)
+    return HopPaths(message, np.array(list(message_numbers), dtype=np.int64).reshape(-1, 2), np.array(count))
+
+
+def _num_messages(
+    digits: Digits, upper: list[int], source: int, target: int, leg: Leg, leg_to: Callable[[int], Leg | None]
+) -> int:
+    """Return the number of messages for the targets of a class: the product over the digits that change the leg."""
+    count = 1
+    for digit in upper:
+        stride, base = int(digits.strides[digit]), int(digits.sizes[digit])
+        mine, theirs = source // stride % base, target // stride % base
+        if mine != theirs and base > 2:
+            third = next(value for value in range(base) if value not in (mine, theirs))
+            if leg_to(target + (third - theirs) * stride) != leg:
+                count *= base - 1
+    return count
+
+
+def _num_sharers(
+    digits: Digits, upper: list[int], source: int, target: int, leg: Leg, leg_from: Callable[[int], Leg | None]
+) -> int:
+    """Return the number of nodes whose packets for a target share a leg."""
+    offsets = [(0, 1)]
+    for digit in upper:
+        stride, base = int(digits.strides[digit]), int(digits.sizes[digit])
+        mine, theirs = source // stride % base, target // stride % base
+        values = {mine: 1, theirs: 1}
+        third = next((value for value in range(base) if value not in values), None)
+        if third is not None:
+            values[third] = base - len(values)
+        offsets = [
+            (offset + (value - mine) * stride, multiplicity * count)
+            for offset, multiplicity in offsets
+            for value, count in values.items()
+        ]
+    return sum(count for offset, count in offsets if leg_from(source + offset) == leg)
+
+
+class _Comparable:
+    """Can be compared for equality with others of its type, and used for nothing else."""
+
+    def __init__(self, *key: object) -> None:
+        self._key = key
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, type(self)):
+            raise TypeError("compared with something else")
+        return self._key == other._key
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        raise TypeError("taken as a number")
+
+    def __str__(self) -> str:
+        raise TypeError("taken as text")
+
+    __repr__ = __str__
+
+
+class _Node(_Comparable):
+    """A node: its group of nodes, and its index in the group."""
+
+    def __init__(self, group: int, place: int) -> None:
+        super().__init__(group, place)
+        self.group, self.place = group, place
+
+
+class _Rank(_Comparable):
+    """A rank: its node, and its index on the node."""
+
+    def __init__(self, node: _Node, local: int) -> None:
+        super().__init__(node.group, node.place, local)
+        self.node, self.local = node, local
+
+
+class _Number:
+    """A list of nodes of which only the length is known."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+
+class _AnyPlaces(NodeMap):
+    """The places of ranks in any group in which all nodes look identical.
+
+    Args:
+        nodes: number of nodes.
+        size: nodes in a group of neighbouring nodes.
+    """
+
+    def __init__(self, nodes: int, size: int) -> None:
+        self.nodes = cast(Any, _Number(nodes))
+        self._group_size = size
+
+    @property
+    def is_even(self) -> bool:
+        return True
+
+    def node(self, rank: Any) -> Any:
+        return _known(rank, _Rank).node
+
+    def local(self, rank: Any) -> int:
+        return int(_known(rank, _Rank).local)
+
+    def rank(self, node: Any, local: int) -> Any:
+        return _Rank(_known(node, _Node), local)
+
+    def like(self, node: Any, other: Any, size: int) -> Any:
+        if size != self._group_size:
+            raise TypeError("groups of another size than the link's")
+        return _Node(_known(node, _Node).group, _known(other, _Node).place)
+
+
+def check_regular(link: AbstractAllToAll, name: str, nodes: int, per_node: int, *, in_steps: bool = False) -> None:
+    """Raise UnlikeError unless a packet's path depends only on which nodes, and groups of nodes, are equal.
+
+    Args:
+        link: the all-to-all.
+        name: its name, for the error.
+        nodes: nodes on which a group of ranks lies.
+        per_node: ranks of the group on each node.
+        in_steps: only some pairs of ranks exchange packets in each movement. All nodes must then also play the same
+            role, so no message may hold packets that have crossed nodes before.
+    """
+    size = link.nodes_per_group(nodes)
+    places = _AnyPlaces(nodes, size)
+    try:
+        hops = link.hops(places)
+        for target_node in _target_nodes(nodes, size):
+            for source_local, target_local in itertools.product(range(per_node), repeat=2):
+                source, target = _Rank(_Node(0, 0), source_local), _Rank(target_node, target_local)
+                if source != target:
+                    _check_legs(link, hops, nodes, link.path(places, cast(Any, source), cast(Any, target)))
+    except Exception as error:  # A link that is truly broken raises again where every rank is simulated apart.
+        raise _unlike_error(name) from error
+    hops_read = [hops[read] for hop in hops for read in hop.reads if read != PACKED]
+    if in_steps and (link.hops_by_node or any(hop.lane is Lane.INTER for hop in hops_read)):
+        raise _unlike_error(f"{name}, step by step,")
+
+
+def _target_nodes(nodes: int, size: int) -> list[_Node]:
+    """Return one node of each class that a target's node can belong to, seen from the source's node."""
+    place_choices, group_choices = ([0, 1] if count > 1 else [0] for count in (size, nodes // size))
+    return [_Node(group, place) for group, place in itertools.product(group_choices, place_choices)]
+
+
+def _check_legs(link: AbstractAllToAll, hops: tuple[Hop, ...], nodes: int, path: tuple[Leg, ...]) -> None:
+    for leg in path:
+        _known(leg.source, _Rank)
+        _known(leg.target, _Rank)
+        if link.hops_by_node and isinstance(leg.hop, _Node):
+            same = len(set(hops[:nodes])) == 1
+            all_or_none = all(set(range(nodes)) <= set(hop.reads) for hop in hops[nodes:])
+            if not (same and all_or_none):
+                raise TypeError("hops of nodes that differ")
+        elif type(leg.hop) is not int:
+            raise TypeError("a hop that depends on a node")
+
+
+def _known(value: Any, kind: type[Any]) -> Any:
+    """Return a rank or node that was made by these classes; raise TypeError for any other value."""
+    if type(value) is not kind:
+        raise TypeError(f"no {kind.__name__}")
+    return value
+
+
+def _unlike_error(name: str) -> UnlikeError:
+    return UnlikeError(
+        f"{name} sends packets along paths that differ between nodes", "an all-to-all in which all nodes do the same"
+    )

@@ -1,0 +1,204 @@
+"""Plans under uneven loads: fits counts to a layout, simulates plans under counts, and calibrates arbiters.
+
+The cost model of an arbiter is calibrated by simulation. A call cannot wait for a simulation, so each program that the arbiter
+may run is simulated in advance under a few skewed loads. The result is a factor on its predicted time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from moesaic.balance import REPLICATION_POLICIES
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
+from moesaic.balance.selector.arbiter import Arbiter
+from moesaic.balance.selector.options import ALONE
+from moesaic.errors import InputError
+from moesaic.planner.call_sizes import copies_by_rank, sizes_of
+from moesaic.planner.even import MAX_RANKS_APART
+from moesaic.planner.rates import machine_of
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.timing import Simulated
+from moesaic.planner.workload import Workload, imbalance, uniform_counts, zipf_counts
+from moesaic.program.compile import Compiled, for_call
+from moesaic.traces.trace import Trace
+
+
+def simulate_counts(
+    simulator: Simulator, compiled: Compiled, layer: Workload, counts: np.ndarray
+) -> tuple[Simulated, Simulated]:
+    """Simulate a plan under counts, with every rank individually; returns the forward and the backward pass.
+
+    Args:
+        simulator: simulator of the cluster.
+        compiled: the compiled plan. If it replicates, its policy decides from the counts, as in a call.
+        layer: the workload.
+        counts: (dp, num_experts), as `fit_counts` returns them.
+
+    Raises:
+        InputError: if the cluster lacks the rates that the policy of the plan needs.
+    """
+    runs, replicated = decided(simulator, compiled, layer, counts)
+    shapes = runs.shapes(layer.num_experts)
+    forward_sizes, backward_sizes = (
+        sizes_of(program, layer, runs.grid, counts, replicated=replicated, shapes=shapes)
+        for program in (runs.forward, runs.backward)
+    )
+    return simulator.passes(runs.forward, runs.backward, layer, runs.grid, sizes=(forward_sizes, backward_sizes))
+
+
+def simulate_even(simulator: Simulator, compiled: Compiled, layer: Workload) -> tuple[Simulated, Simulated]:
+    """Simulate a plan under even routing; returns the forward and the backward pass.
+
+    One rank stands for all ranks that do the same work. If the policy of the plan replicates anything, every rank is simulated
+    individually.
+
+    Args:
+        simulator: simulator of the cluster.
+        compiled: the compiled plan. If it replicates, its policy decides.
+        layer: the workload.
+
+    Raises:
+        InputError: as `simulate_counts`, and if the policy replicates anything on more than `MAX_RANKS_APART` ranks.
+    """
+    counts = uniform_counts(compiled.grid.dp, layer) if compiled.replicates else None
+    runs, replicated = (compiled, None) if counts is None else decided(simulator, compiled, layer, counts)
+    if replicated is None or counts is None:
+        return simulator.passes(runs.forward, runs.backward, layer, runs.grid)
+    if compiled.grid.world > MAX_RANKS_APART:
+        raise InputError(
+            f"replication={compiled.plan.replication} is decided under even routing too, so every rank is simulated, on at "
+            f"most {MAX_RANKS_APART} ranks, but the mesh has {compiled.grid.world}: choose another policy, or none"
+        )
+    return simulate_counts(simulator, compiled, layer, counts)
+
+
+def decided(
+    simulator: Simulator, compiled: Compiled, layer: Workload, counts: np.ndarray
+) -> tuple[Compiled, np.ndarray | None]:
+    """Return the decision of the policy of a plan for a call; the arguments are those of `simulate_counts`.
+
+    Returns:
+        the compiled plan that runs, and the replicated rows, (world, num_experts, ep) int64, or None if there are none.
+    """
+    if not compiled.replicates:
+        return compiled, None
+    costs, load = _policy_costs(simulator, compiled, layer), _call_load(compiled, layer, counts)
+    if compiled.options:
+        arbitration = Arbiter(costs=costs).start(compiled.plan, [option.plan for option in compiled.options])
+        decision = arbitration.choose(load)
+        return compiled.options[decision.program], decision.replicated
+    replicated = REPLICATION_POLICIES[compiled.plan.replication](costs).decide(load)
+    runs = for_call(compiled, replicated)
+    return runs, replicated if runs.replicates else None
+
+
+def _policy_costs(simulator: Simulator, compiled: Compiled, layer: Workload) -> ReplicationCosts:
+    """Return the cost model by which policies decide."""
+    machine = machine_of(simulator.cluster, compiled.grid, layer)
+    return ReplicationCosts(machine=machine, element_bytes=layer.element_bytes, matrices=layer.matrices)
+
+
+def _call_load(compiled: Compiled, layer: Workload, counts: np.ndarray) -> CallLoad:
+    """Return the load of a call, the input of a policy."""
+    grid, copies = compiled.grid, copies_by_rank(compiled.forward, compiled.grid, counts)
+    return CallLoad(grid, copies, layer.num_experts, max(1, layer.hidden // grid.etp), layer.dim)
+
+
+def fit_counts(counts: np.ndarray, groups: int, layer: Workload) -> np.ndarray:
+    """Return counts for another number of data-parallel groups and tokens, with the same shares of the experts.
+
+    Args:
+        counts: (old number of groups, num_experts).
+        groups: new number of groups. A divisor or multiple of the old number keeps the shares of each group; with other
+            numbers every group gets the mean shares.
+        layer: the workload, which has the number of copies that a group sends.
+
+    Raises:
+        InputError: if the counts have another number of experts, or no copies.
+    """
+    if counts.ndim != 2 or counts.shape[1] != layer.num_experts or not counts.sum() > 0:
+        raise InputError(
+            f"counts of shape {counts.shape} with {int(counts.sum())} copies do not fit {layer.num_experts} experts: give "
+            f"a row per group and a column for each expert"
+        )
+    num_groups = len(counts)
+    if num_groups % groups == 0:
+        merged = counts.reshape(groups, num_groups // groups, -1).sum(axis=1)
+    elif groups % num_groups == 0:
+        merged = np.repeat(counts, groups // num_groups, axis=0)
+    else:
+        merged = np.tile(counts.sum(axis=0), (groups, 1))
+    empty = merged.sum(axis=1) == 0
+    merged[empty] = counts.sum(axis=0)
+    total = round(layer.copies)
+    cumulated = np.rint(merged.cumsum(axis=1) * (total / merged.sum(axis=1, keepdims=True))).astype(np.int64)
+    return np.diff(cumulated, axis=1, prepend=0)
+
+
+def typical_counts(trace: Trace, count: int) -> list[np.ndarray]:
+    """Return the counts of calls of a trace at even quantiles of the imbalance, (groups, num_experts) each.
+
+    Counts of several layers or steps are never summed, since their busiest experts differ and the sum would be more even.
+
+    Args:
+        trace: the trace.
+        count: largest number of calls.
+    """
+    calls = [(layer, step) for step in trace.steps for layer in range(trace.shape.num_layers)]
+    tables = sorted((imbalance(trace.counts(*call)), call) for call in calls)
+    chosen = dict.fromkeys(int((number + 0.5) * len(tables) / count) for number in range(count))
+    return [trace.counts(*tables[place][1]) for place in chosen]
+
+
+PROBES = ((0.5, 0), (0.5, 1), (0.8, 0), (0.8, 1))
+"""Zipf exponents and seeds of the loads under which programs are simulated, mild and heavy ones. Several are needed: the error
+of the model depends on the cost of moving weights, and even more on which rank is the busiest."""
+BOUNDS = (0.8, 1.25)
+"""Range to which factors are clipped, since a few simulated loads give no more certainty than that."""
+
+
+def arbiter_for(simulator: Simulator, compiled: Compiled, layer: Workload, **settings: float) -> Arbiter:
+    """Return an arbiter with the rates of a cluster, link by link, and a cost model that simulations calibrate.
+
+    Args:
+        simulator: simulator of the cluster.
+        compiled: a compiled plan with `replication="arbiter"`.
+        layer: the workload.
+        settings: fields of `Arbiter`, such as `margin`.
+
+    Raises:
+        InputError: as `machine_of` does.
+    """
+    costs = replace(_policy_costs(simulator, compiled, layer), cluster=simulator.cluster)
+    arbiter = Arbiter(costs=costs, part_us=0.0, learn=False)
+    ratios_by_option: dict[str, list[float]] = {}
+    for skew, seed in PROBES:
+        ratios = _simulated_over_modelled(simulator, compiled, layer, arbiter, skew, seed)
+        for name, ratio in ratios.items():
+            ratios_by_option.setdefault(name, []).append(ratio / ratios[ALONE])
+    factors = {
+        name: float(np.clip(np.exp(np.mean(np.log(of_loads))), *BOUNDS)) for name, of_loads in ratios_by_option.items()
+    }
+    # The simulations already contain the host's costs of parts.
+    known: dict[str, Any] = {"part_us": 0.0, **settings}
+    return Arbiter(costs=costs, factors=factors, **known)
+
+
+def _simulated_over_modelled(
+    simulator: Simulator, compiled: Compiled, layer: Workload, arbiter: Arbiter, skew: float, seed: int
+) -> dict[str, float]:
+    """Return the ratio of simulated to modelled seconds of each option under one load, by name."""
+    counts = zipf_counts(compiled.grid.dp, layer, exponent=skew, seed=seed)
+    arbitration = arbiter.start(compiled.plan, [each.plan for each in compiled.options])
+    ratios = {}
+    for option, replicated in arbitration.offers(_call_load(compiled, layer, counts)):
+        program = compiled.options[option.choice.program]
+        shapes, seconds = program.shapes(layer.num_experts), 0.0
+        for direction in (program.forward, program.backward):
+            sizes = sizes_of(direction, layer, program.grid, counts, replicated=replicated, shapes=shapes)
+            seconds += simulator.run(direction, layer, program.grid, sizes=sizes).seconds
+        ratios[option.name] = seconds / option.seconds
+    return ratios

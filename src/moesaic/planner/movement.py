@@ -1,0 +1,248 @@
+"""A program's tasks as the simulator sees them: movements with loads on links, and rows to compute on.
+
+`AbstractVolumes` has two subclasses. `Even` (`even.py`) serves workloads in which all ranks do the same, with one actor
+for all. `Counted` serves a matrix of counts, with one actor per rank, and matches what the interpreter would send to
+the row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moesaic.codecs import codec_spec, is_coded
+from moesaic.errors import InputError
+from moesaic.planner.topology import Load, Topology
+from moesaic.planner.workload import Workload
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.all_to_all.all_to_all import AbstractAllToAll
+from moesaic.program.grid import Axis, Grid
+from moesaic.program.sizes import CallSizes, Move, MovedRows
+from moesaic.program.task import INDEX_BYTES, Kind, Layout, Op, Program, Slot, Task
+from moesaic.program.validate import reduces
+
+DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32", 8: "float64"}
+"""Dtype of the rows that a codec encodes, by bytes per element, since planning knows no more."""
+
+
+@dataclass(frozen=True)
+class Movement:
+    """Messages that start and end together: a connected part of a task's messages, or one message by itself."""
+
+    actors: tuple[int, ...]
+    """Actors that send or receive any of the messages, ascending."""
+    load: Load
+    posts: np.ndarray
+    """(actors,) number of sends and receives that each actor posts."""
+    sender: int | None = None
+    """Sender of a message that leaves when the sender reaches the task, and for which only its receiver waits; the
+    links of `load` are then in path order. None: all actors start the movement together and wait for its end."""
+
+    @property
+    def starters(self) -> tuple[int, ...]:
+        """Actors that must reach the movement before it starts."""
+        return self.actors if self.sender is None else (self.sender,)
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Actors whose task ends only when the movement has arrived."""
+        return tuple(actor for actor in self.actors if actor != self.sender)
+
+
+class AbstractVolumes(ABC):
+    """Rows and messages of a program's tasks, by actor."""
+
+    topology: Topology
+    layer: Workload
+
+    @property
+    @abstractmethod
+    def num_actors(self) -> int:
+        """Number of actors: ranks that are simulated separately."""
+
+    @abstractmethod
+    def rows(self, layout: Layout) -> np.ndarray:
+        """Return the rows of a slot of this layout, (actors,) float64."""
+
+    @abstractmethod
+    def rows_per_expert(self, layout: Layout) -> np.ndarray:
+        """Return the rows of each expert that each actor runs, zeros included, (actors, experts) float64."""
+
+    @abstractmethod
+    def shards(self, weights: Layout) -> float:
+        """Return the share of an expert's hidden width that a rank computes with weights of this layout, 0 to 1."""
+
+    @abstractmethod
+    def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
+        """Return the movements of a move or hop.
+
+        Args:
+            task: the move or hop.
+            slots: slots of its program, by name.
+            codec: codec of the rows; "" for none.
+        """
+
+
+def row_bytes(slot: Slot, codec: str, rows: float, layer: Workload) -> float:
+    """Return the bytes of a message.
+
+    Args:
+        slot: slot that the rows come from.
+        codec: codec of token rows; "" for none.
+        rows: rows of the message; fractions are expected values.
+        layer: gives the sizes of rows, weights and products.
+    """
+    if slot.kind is Kind.LANE:
+        return rows * 4
+    if slot.kind is Kind.INDEX:
+        return rows * INDEX_BYTES
+    if slot.kind is Kind.WEIGHT:
+        return rows * layer.element_bytes * layer.dim * (layer.matrices if slot.layout.flow == "weights" else 1)
+    return coded_bytes(codec, rows, layer.dim, layer.element_bytes)
+
+
+def coded_bytes(codec: str, rows: float, dim: int, element_bytes: int) -> float:
+    """Return the bytes of a message of token rows.
+
+    Args:
+        codec: a codec's name; "" or "none" for none.
+        rows: rows of the message.
+        dim: columns.
+        element_bytes: bytes of a row's elements; 2 stands for bfloat16 (float16 rows under fp16 would need no scale).
+
+    Raises:
+        InputError: if there is no such codec, or it does not support such elements.
+    """
+    spec = codec_spec(codec)
+    if not is_coded(codec):
+        return rows * dim * element_bytes
+    if element_bytes not in DTYPES:
+        raise InputError(f"codec {codec} does not support elements of {element_bytes} bytes: use codec none for them")
+    return spec.num_bytes(rows, dim, DTYPES[element_bytes])
+
+
+def ends_of(task: Task, slots: Mapping[str, Slot]) -> tuple[Slot, Move]:
+    """Return the source slot of a move or hop, and the whole movement to which the task belongs."""
+    source, target = (slots[name] for name in (task.of or (task.reads[0], task.writes[0])))
+    return source, Move(source.layout, target.layout, task.group, reduces(source, target))
+
+
+def movements_of(program: Program, volumes: AbstractVolumes) -> list[list[Movement]]:
+    """Return the movements of each task of a program; an empty list for a task that moves nothing."""
+    slots = {slot.name: slot for slot in program.slots}
+    codec_of = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
+    return [
+        volumes.movements(task, slots, codec_of.get(task.of, task.codec)) if task.op in (Op.MOVE, Op.HOP) else []
+        for task in program.tasks
+    ]
+
+
+def connected(source: np.ndarray, target: np.ndarray, num_actors: int) -> list[np.ndarray]:
+    """Return the messages of each connected set of actors, as indices into the arguments.
+
+    Args:
+        source: (n,) actors.
+        target: (n,) actors.
+        num_actors: total number of actors.
+    """
+    if not len(source):
+        return []
+    from scipy.sparse import coo_matrix
+    from scipy.sparse.csgraph import connected_components
+
+    edges = coo_matrix((np.ones(len(source)), (source, target)), shape=(num_actors, num_actors))
+    labels = connected_components(edges, directed=False)[1][source]
+    order = np.argsort(labels, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+
+
+class Counted(AbstractVolumes):
+    """Rows and messages with one actor per rank.
+
+    Args:
+        sizes: sizes of the call, on the grid that the plan requires.
+        topology: of the cluster, not folded.
+        layer: the layer whose rows move.
+        legs: `legs_by_hop`, possibly cached across calls.
+        is_eager: every message is a movement by itself, which waits for its sender only.
+    """
+
+    def __init__(
+        self,
+        sizes: CallSizes,
+        topology: Topology,
+        layer: Workload,
+        legs: Callable[[AbstractAllToAll, Grid, tuple[Axis, ...]], dict[int, np.ndarray]],
+        *,
+        is_eager: bool = False,
+    ) -> None:
+        self.sizes, self.topology, self.layer, self._legs = sizes, topology, layer, legs
+        self._is_eager = is_eager
+        self._rows: dict[Layout, np.ndarray] = {}
+        self._movements: dict[tuple[object, ...], list[Movement]] = {}
+
+    @property
+    def num_actors(self) -> int:
+        return self.sizes.grid.world
+
+    def rows(self, layout: Layout) -> np.ndarray:
+        if layout not in self._rows:
+            self._rows[layout] = self.sizes.rows_of_ranks(layout).astype(np.float64)
+        return self._rows[layout]
+
+    def rows_per_expert(self, layout: Layout) -> np.ndarray:
+        return self.sizes.rows_per_expert_of_ranks(layout).astype(np.float64)
+
+    def shards(self, weights: Layout) -> float:
+        pieces = len(self.sizes.shapes.pieces(weights, 0).number)
+        return pieces / len(self.sizes.shapes.experts(weights, 0)) / self.sizes.grid.etp
+
+    def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
+        """Return the movements of a move or hop: one per connected set of ranks, or one per message."""
+        source, move = ends_of(task, slots)
+        key = (source.kind, move, codec, task.link if task.op is Op.HOP else "", task.hop)
+        if key not in self._movements:
+            moved = self.sizes.moved(move)
+            self._movements[key] = self._split(
+                moved.on_legs(self._paths(task)) if task.op is Op.HOP else moved, source, codec
+            )
+        return self._movements[key]
+
+    def _split(self, moved: MovedRows, slot: Slot, codec: str) -> list[Movement]:
+        """Split rows that go from rank to rank into movements."""
+        source, target = moved.source, moved.target
+        if not len(source):
+            return []
+        amounts, inverse = np.unique(moved.rows, return_inverse=True)
+        num_bytes = np.array([row_bytes(slot, codec, row_count, self.layer) for row_count in amounts.tolist()])[inverse]
+        if self._is_eager:
+            return self._messages(source, target, num_bytes)
+        ones = np.ones(len(source))
+        posts = np.bincount(source, minlength=self.num_actors) + np.bincount(target, minlength=self.num_actors)
+        movements = []
+        for indices in connected(source, target, self.num_actors):
+            actors = np.unique([source[indices], target[indices]])
+            load = self.topology.loads(source[indices], target[indices], num_bytes[indices], ones[indices])
+            movements.append(Movement(tuple(actors.tolist()), load, posts[actors].astype(np.float64)))
+        return movements
+
+    def _messages(self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray) -> list[Movement]:
+        """Return one movement per pair of ranks. All rows of a task from one rank to another form one message."""
+        bytes_between: dict[tuple[int, int], float] = {}
+        for pair, size in zip(zip(source.tolist(), target.tolist()), num_bytes.tolist()):
+            bytes_between[pair] = bytes_between.get(pair, 0.0) + size
+        movements = []
+        for (sender, receiver), size in bytes_between.items():
+            load = self.topology.loads(np.array([sender]), np.array([receiver]), np.array([size]), np.ones(1))
+            arrives = self.topology.arrives[load.links]
+            path_order = np.concatenate([np.flatnonzero(~arrives), np.flatnonzero(arrives)])
+            load = replace(load, links=load.links[path_order], seconds=load.seconds[path_order])
+            movements.append(Movement((min(sender, receiver), max(sender, receiver)), load, np.ones(2), sender))
+        return movements
+
+    def _paths(self, task: Task) -> np.ndarray:
+        legs = self._legs(ALL_TO_ALLS[task.link], self.sizes.grid, task.group)
+        return legs.get(task.hop, np.zeros((4, 0), dtype=np.int64))

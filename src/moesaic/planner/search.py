@@ -1,0 +1,439 @@
+"""The search for the layout and the plan with the shortest simulated step that fits the memory of a device.
+
+The floor of a layout is a cheap lower bound on the step time of all plans on it. Layouts with a floor above the best step so
+far are left out. On the others a few plans of every schedule are simulated. On the most promising layouts, single choices of
+the best plan of each schedule are changed as long as the step gets shorter. On the best of these, two choices are changed at
+once, since many choices help only together. Trying every combination (`exhaustive`) takes minutes instead of seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from moesaic.codecs import CODECS, is_coded
+from moesaic.errors import InputError
+from moesaic.planner.candidates import Pins, SearchSpace, layouts, name_of
+from moesaic.planner.cluster import ClusterSpec
+from moesaic.planner.even import MAX_RANKS_APART
+from moesaic.planner.loads import fit_counts, simulate_counts
+from moesaic.planner.memory import FRAGMENTED, GIB, Memory, usable_bytes
+from moesaic.planner.model import Job
+from moesaic.planner.movement import DTYPES, coded_bytes
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.step import Estimate, StepCostModel, mean_of
+from moesaic.planner.timing import Simulated
+from moesaic.program.all_to_all import ALL_TO_ALLS
+from moesaic.program.compile import Compiled, compile_plan
+from moesaic.program.grid import Grid
+from moesaic.program.plan import AllToAll, Codec, Plan, Schedule
+
+LOSSLESS = SearchSpace(fuse=(False, True), chunks=(1, 2, 4, 8), orders=("optsche", "early", "fifo"))
+"""The default search space."""
+LOSSY: tuple[Codec, ...] = tuple(CODECS)
+"""Codecs that are searched, forward and backward, if losses are allowed."""
+_MANY = 1 << 20
+COMPRESSION = float(
+    max(math.ceil(_MANY**2 * size / coded_bytes(codec, _MANY, _MANY, size)) for codec in CODECS for size in DTYPES)
+)
+"""Upper bound on the compression ratio of all codecs; only floors use it."""
+PAIRED = 2
+"""Number of layouts on which two choices are changed at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """A plan on a layout, with its predicted step time and memory."""
+
+    plan: Plan
+    grid: Grid
+    """The mesh, with etp not factored."""
+    estimate: Estimate
+    memory: Memory
+    bound_seconds: float
+    """Step time of a perfect plan on this layout: the time of its computing or of its busiest link, whichever is longer."""
+
+    @property
+    def seconds(self) -> float:
+        """The predicted step time."""
+        return self.estimate.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpResults:
+    """Results of a search for the layouts with one size of ep."""
+
+    floor_seconds: float
+    """Lower bound on the step time of all plans on these layouts."""
+    best: PlannedStep | None
+    """The best simulated plan that fits the memory; None if there is none."""
+    is_too_large: bool
+    """Whether plans were simulated and none of them fits the memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The result of a search."""
+
+    ranking: tuple[PlannedStep, ...]
+    """The best plans that fit the memory, best first."""
+    by_ep: dict[int, EpResults]
+    """Results by size of ep."""
+    bound_seconds: float
+    """The smallest bound of all layouts that fit the memory."""
+    num_layouts: int
+    """Number of layouts that split the model, the batch and the ranks evenly."""
+    num_left_out: int
+    """Number of these layouts on which no plan was simulated, because of their floor or memory."""
+    num_simulated: int
+    """Number of simulated plans."""
+    too_large: PlannedStep | None = None
+    """The fastest simulated plan if it does not fit the memory, else None."""
+
+    @property
+    def best(self) -> PlannedStep:
+        """The plan to use."""
+        return self.ranking[0]
+
+
+class TooLargeError(InputError):
+    """Raised if no layout fits the memory of a device.
+
+    Args:
+        message: the message; says by how much the smallest layout exceeds the memory.
+        job: the job, with blocks recomputed if that was tried.
+        grid: the smallest layout.
+    """
+
+    def __init__(self, message: str, job: Job, grid: Grid) -> None:
+        super().__init__(message)
+        self.job, self.grid = job, grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a search."""
+
+    space: SearchSpace = LOSSLESS
+    """The choices that are combined."""
+    pins: Pins = field(default_factory=Pins)
+    """Fixed sizes of mesh axes."""
+    keep: int = 10
+    """Number of plans in the ranking."""
+    refine: int = 6
+    """Number of layouts on which choices are changed."""
+    exhaustive: bool = False
+    """Try every combination on these layouts instead."""
+    give_up: float = math.inf
+    """Ratio of step times above which a plan is hopeless. A layout gets no further start after one that is this many times
+    slower than the best step so far. Choices are changed only from schedules within this ratio of the best one on the layout.
+    Smaller values search faster and may miss a plan."""
+    reserve_gib: float = 1.0
+    """Memory set aside for the framework, in addition to allocator fragmentation (`planner/memory.py`)."""
+
+    @property
+    def compression(self) -> float:
+        """Compression ratio of codecs that a floor must allow for."""
+        return 1.0 if not any(map(is_coded, (*self.space.codecs, *self.space.backward_codecs))) else COMPRESSION
+
+
+def search(
+    job: Job,
+    cluster: ClusterSpec,
+    settings: Settings | None = None,
+    *,
+    counts: Sequence[np.ndarray] = (),
+    simulator: Simulator | None = None,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> Result:
+    """Search layouts and plans.
+
+    Args:
+        job: the training job.
+        cluster: the cluster; the job uses all of its devices.
+        settings: settings of the search; None for the defaults.
+        counts: tables of copies, (groups, num_experts) each: a row per data-parallel group, a column per expert. The best
+            plans are ranked again by their mean time under the tables. Empty for even routing.
+        simulator: a simulator of this cluster, such as one of a profile, which ranks plans by measured times; None for one
+            by the description of the cluster.
+        progress: called from time to time with (current activity, number of items done, number of items).
+
+    Raises:
+        InputError: if no layout splits the job, or if no plan of the space fits a layout.
+        TooLargeError: if no layout fits the memory; the message says by how much.
+    """
+    return _Search(job, simulator or Simulator(cluster), settings or Settings(), progress).run(counts)
+
+
+class _Search:
+    """The state of a running search."""
+
+    def __init__(
+        self, job: Job, simulator: Simulator, settings: Settings, progress: Callable[[str, int, int], None]
+    ) -> None:
+        self.job, self.simulator, self.settings, self.progress = job, simulator, settings, progress
+        self.cluster = simulator.cluster
+        self.tried: dict[tuple[Grid, Plan], PlannedStep | None] = {}
+        self.times: dict[tuple[Grid, bytes], tuple[Simulated, Simulated]] = {}
+        self.refusal = ""
+
+    def run(self, counts: Sequence[np.ndarray]) -> Result:
+        """Run the search; returns its result. `counts` is that of `search`."""
+        grids = layouts(self.job, self.cluster, self.settings.pins)
+        cost_models = []
+        for number, grid in enumerate(grids):
+            self.progress("bounding layouts", number, len(grids))
+            cost_models.append(StepCostModel(self.job.step_model(self.cluster, grid.dp), grid, self.simulator))
+        fitting = [each for each in cost_models if each.least_bytes <= self._usable_bytes]
+        if not fitting:
+            raise self._too_large(*smallest_layout(cost_models))
+        started = self._promising_layouts(fitting)
+        if not started:
+            raise InputError(f"no plan of the search space fits any layout; the last one: {self.refusal}")
+        self._refine(started[: self.settings.refine])
+        ranking = self._ranking(counts)
+        if not ranking:
+            smallest = min(filter(None, self.tried.values()), key=lambda each: each.memory.total)
+            raise self._too_large(smallest.grid, smallest.memory.total)
+        return Result(
+            ranking=tuple(ranking[: self.settings.keep]),
+            by_ep=self._by_ep(fitting, ranking),
+            bound_seconds=min(max(each.compute_bound, each.link_bound) for each in fitting),
+            num_layouts=len(grids),
+            num_left_out=len(grids) - len({grid for grid, _ in self.tried}),
+            num_simulated=sum(found is not None for found in self.tried.values()),
+            too_large=self._too_large_and_faster(),
+        )
+
+    def _by_ep(self, fitting: list[StepCostModel], ranking: list[PlannedStep]) -> dict[int, EpResults]:
+        results = {}
+        for ep in sorted({each.grid.ep for each in fitting}):
+            floors = [each.floor(compression=self.settings.compression) for each in fitting if each.grid.ep == ep]
+            best = min((plan for plan in ranking if plan.grid.ep == ep), key=lambda plan: plan.seconds, default=None)
+            tried = any(grid.ep == ep and plan is not None for (grid, _), plan in self.tried.items())
+            results[ep] = EpResults(floor_seconds=min(floors), best=best, is_too_large=tried and best is None)
+        return results
+
+    def _too_large_and_faster(self) -> PlannedStep | None:
+        """Return the fastest simulated plan if it does not fit the memory, else None."""
+        best = min(filter(None, self.tried.values()), key=lambda planned: planned.seconds)
+        return best if self._cost(best)[0] else None
+
+    @property
+    def _usable_bytes(self) -> float:
+        return usable_bytes(self.cluster, self.settings.reserve_gib)
+
+    def _promising_layouts(self, cost_models: list[StepCostModel]) -> list[StepCostModel]:
+        """Simulate a few plans on every layout with a floor below the best step so far; returns these layouts, best first."""
+        compression = self.settings.compression
+        best = math.inf
+        judged: list[tuple[tuple[bool, float], int, StepCostModel]] = []
+        for number, cost_model in enumerate(
+            sorted(cost_models, key=lambda cost_model: cost_model.floor(compression=compression))
+        ):
+            self.progress("judging layouts", number, len(cost_models))
+            # Layouts with whole experts on every rank are always simulated, since users ask when those pay off.
+            if cost_model.floor(compression=compression) > best and cost_model.grid.ep * cost_model.grid.etp > 1:
+                continue
+            plans = list(self._simulate_starts(cost_model, best))
+            if plans:
+                judged.append((min(map(self._cost, plans)), len(judged), cost_model))
+                best = min([best, *(one.seconds for one in plans if one.memory.total <= self._usable_bytes)])
+        return [cost_model for _, _, cost_model in sorted(judged, key=lambda item: item[:2])]
+
+    def _simulate_starts(self, cost_model: StepCostModel, best: float) -> Iterator[PlannedStep]:
+        """Simulate the starting plans of a layout; stops after a plan that is hopeless compared with the best step so far."""
+        for plan in self._starting_plans(cost_model.grid):
+            planned = self._simulate(cost_model, plan)
+            if planned is not None:
+                yield planned
+                if planned.seconds > self.settings.give_up * best:
+                    return
+
+    def _starting_plans(self, grid: Grid) -> Iterator[Plan]:
+        space = self.settings.space
+        first = {name: values[0] for name, values in space.values(grid).items()}
+        links = list(filter(_judges_layouts, space.all_to_alls)) or [space.all_to_alls[0]]
+        for schedule in _schedules(space, grid):
+            for link in links:
+                yield Plan(**first | {"schedule": schedule, "all_to_all": link})
+
+    def _refine(self, layouts: list[StepCostModel]) -> None:
+        """Simulate more plans on the most promising layouts, by changed choices or exhaustively."""
+        best: list[tuple[PlannedStep, StepCostModel]] = []
+        for number, cost_model in enumerate(layouts):
+            if self.settings.exhaustive:
+                plans = list(self.settings.space.plans(cost_model.grid))
+                for tried, plan in enumerate(plans):
+                    self.progress(f"trying every plan on {name_of(cost_model.grid)}", tried, len(plans))
+                    self._simulate(cost_model, plan)
+                continue
+            self.progress("changing choices", number, len(layouts))
+            starts: dict[str, PlannedStep] = {}
+            for planned in sorted(self._simulated_on(cost_model.grid), key=self._cost):
+                if not starts or planned.seconds <= self.settings.give_up * next(iter(starts.values())).seconds:
+                    starts.setdefault(planned.plan.schedule, planned)
+            best.append(
+                (min((self._climb(cost_model, start) for start in starts.values()), key=self._cost), cost_model)
+            )
+        best.sort(key=lambda item: self._cost(item[0]))
+        near = [item for item in best[:PAIRED] if item[0].seconds <= self.settings.give_up * best[0][0].seconds]
+        for number, (planned, cost_model) in enumerate(near):
+            self.progress("changing pairs of choices", number, PAIRED)
+            self._climb(cost_model, planned, choices=2)
+
+    def _climb(self, cost_model: StepCostModel, best: PlannedStep, *, choices: int = 1) -> PlannedStep:
+        """Return the plan that steepest descent reaches from `best`; each step changes at most `choices` choices."""
+        changed = 1
+        while changed <= choices:
+            neighbourhood = neighbours(best.plan, self.settings.space, cost_model.grid, changed)
+            step = min(
+                [best, *filter(None, (self._simulate(cost_model, plan) for plan in neighbourhood))], key=self._cost
+            )
+            changed = 1 if self._cost(step) < self._cost(best) else changed + 1
+            best = step
+        return best
+
+    def _simulated_on(self, grid: Grid) -> list[PlannedStep]:
+        """Return the simulated plans of a layout."""
+        return [planned for (tried, _), planned in self.tried.items() if tried == grid and planned is not None]
+
+    def _cost(self, planned: PlannedStep) -> tuple[bool, float]:
+        return planned.memory.total > self._usable_bytes, planned.seconds
+
+    def _simulate(self, cost_model: StepCostModel, plan: Plan) -> PlannedStep | None:
+        """Simulate a plan on a layout, or return the earlier result; None if the plan does not fit the layout."""
+        key = (cost_model.grid, plan)
+        if key not in self.tried:
+            try:
+                compiled = compile_plan(plan, cost_model.grid)
+                forward, backward = self._run(cost_model, compiled)
+            except InputError as error:
+                self.refusal = str(error)
+                self.tried[key] = None
+                return None
+            self.tried[key] = PlannedStep(
+                plan=plan,
+                grid=cost_model.grid,
+                estimate=cost_model.estimate(forward, backward),
+                memory=cost_model.memory(
+                    compiled.forward, compiled.backward, compiled.grid, memory_budget=plan.memory_budget
+                ),
+                bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
+            )
+        return self.tried[key]
+
+    def _run(self, cost_model: StepCostModel, compiled: Compiled) -> tuple[Simulated, Simulated]:
+        """Simulate the programs of a plan; plans with equal programs are simulated once."""
+        key = (cost_model.grid, compiled.digest)
+        if key not in self.times:
+            programs = compiled.forward, compiled.backward
+            self.times[key] = self.simulator.passes(*programs, cost_model.model.layer, compiled.grid)
+        return self.times[key]
+
+    def _ranking(self, counts: Sequence[np.ndarray]) -> list[PlannedStep]:
+        """Return all plans that fit the memory, best first; with counts, only the best under even routing, ranked again."""
+        fitting = [
+            planned for planned in self.tried.values() if planned is not None and self._cost(planned)[0] is False
+        ]
+        fitting.sort(key=lambda planned: planned.seconds)
+        if not counts:
+            return _without_duplicates(fitting)
+        if self.cluster.world > MAX_RANKS_APART:
+            raise InputError(
+                f"counts: {self.cluster.world} ranks cannot be simulated one by one: plan without them, or use at most "
+                f"{MAX_RANKS_APART} ranks"
+            )
+        best = _without_duplicates(fitting)[: 3 * self.settings.keep]
+        reranked = []
+        for number, planned in enumerate(best):
+            self.progress("simulating under counts", number, len(best))
+            cost_model = StepCostModel(self.job.step_model(self.cluster, planned.grid.dp), planned.grid, self.simulator)
+            layer = cost_model.model.layer
+            compiled = compile_plan(planned.plan, planned.grid)
+            tables = [fit_counts(table, planned.grid.dp, layer) for table in counts]
+            runs = [simulate_counts(self.simulator, compiled, layer, table) for table in tables]
+            reranked.append(
+                replace(
+                    planned, estimate=mean_of([cost_model.estimate(forward, backward) for forward, backward in runs])
+                )
+            )
+        return sorted(reranked, key=lambda planned: planned.seconds)
+
+    def _too_large(self, grid: Grid, num_bytes: float) -> TooLargeError:
+        device, reserve = self.cluster.device.memory_gib, self.settings.reserve_gib
+        over = (num_bytes - self._usable_bytes) * FRAGMENTED / GIB
+        recomputed = ", even with blocks recomputed" * self.job.model.checkpoint_activations
+        return TooLargeError(
+            f"the model fits no layout of {self.cluster.world} ranks{recomputed}: the smallest, {name_of(grid)}, needs at "
+            f"least {num_bytes / GIB:.1f} GiB, plus {FRAGMENTED - 1:.0%} for fragments and {reserve:g} in reserve: {over:.1f} "
+            f"more than a device of {self.cluster.name} has ({device:g})",
+            self.job,
+            grid,
+        )
+
+
+def smallest_layout(cost_models: Sequence[StepCostModel]) -> tuple[Grid, float]:
+    """Return the layout that needs the fewest bytes per rank, and these bytes.
+
+    The layouts have the simplest plan, since others need more: they cut into chunks or gather weights.
+    """
+    best, least = cost_models[0].grid, math.inf
+    # Which axis is innermost changes no size, so one layout stands for both.
+    sizes = {(each.grid.tp, each.grid.ep, each.grid.etp): each for each in reversed(cost_models)}
+    for cost_model in sorted(sizes.values(), key=lambda each: each.least_bytes):
+        if cost_model.least_bytes >= least:
+            break
+        compiled = compile_plan(Plan(order="fifo"), cost_model.grid)
+        num_bytes = cost_model.memory(compiled.forward, compiled.backward, compiled.grid).total
+        if num_bytes < least:
+            best, least = cost_model.grid, num_bytes
+    return best, least
+
+
+def neighbours(plan: Plan, space: SearchSpace, grid: Grid, changed: int = 1) -> Iterator[Plan]:
+    """Yield the plans of a space that differ from a plan in some choices.
+
+    Args:
+        plan: the plan.
+        space: the search space.
+        grid: the mesh.
+        changed: number of choices in which the plans differ from `plan`.
+    """
+    values = space.values(grid) | {"schedule": _schedules(space, grid)}
+    others = {name: [each for each in choices if each != getattr(plan, name)] for name, choices in values.items()}
+    for names in itertools.combinations(values, changed):
+        for choice in itertools.product(*(others[name] for name in names)):
+            yield replace(plan, **dict(zip(names, choice)))
+
+
+def _schedules(space: SearchSpace, grid: Grid) -> tuple[Schedule, ...]:
+    """Return the schedules of a space; only one if tp and etp are 1, under which all schedules are equal."""
+    if grid.tp == grid.etp == 1:
+        default = Plan().schedule
+        return (default,) if default in space.schedules else space.schedules[:1]
+    return space.schedules
+
+
+def _judges_layouts(all_to_all: AllToAll) -> bool:
+    """Return whether an all-to-all is tried on every layout: those that are best on some links, and multicast."""
+    return all_to_all not in ALL_TO_ALLS or ALL_TO_ALLS[all_to_all].judges_layouts
+
+
+def _without_duplicates(ranking: list[PlannedStep]) -> list[PlannedStep]:
+    """Return the ranking with one plan per layout and step time: the plan with the fewest choices that are not the default."""
+    plainest: dict[tuple[Grid, str], PlannedStep] = {}
+    for planned in ranking:
+        key = (planned.grid, f"{planned.seconds:.6g}")
+        if key not in plainest or _num_choices(planned.plan) < _num_choices(plainest[key].plan):
+            plainest[key] = planned
+    return sorted(plainest.values(), key=lambda planned: planned.seconds)
+
+
+def _num_choices(plan: Plan) -> int:
+    """Return the number of choices of a plan that are not the default."""
+    return sum(value != getattr(Plan(), name) for name, value in vars(plan).items())

@@ -1,0 +1,256 @@
+"""`Topology`: a cluster's links as a graph, and the load that messages put on them.
+
+Every directed link has a number. `loads` routes messages and adds up, per link, the seconds for which the link is busy:
+bytes over its rate, plus its start-up cost per message. A movement alone takes the seconds of its slowest link
+(FasterMoE, PPoPP 2022, eq. 2: the largest traffic over bandwidth), plus the latency of its longest path.
+
+A folded topology has only the links of one block of ranks: a node, or all nodes behind a switch. It serves workloads in
+which all blocks do the same. A message then counts at the places of its two ranks within their blocks, and a link above
+the block carries the messages of all blocks below it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.errors import InputError
+from moesaic.planner.cluster import ClusterSpec, Link
+
+
+@dataclass(frozen=True)
+class Load:
+    """The load of a set of messages on the links."""
+
+    links: np.ndarray
+    """(n,) numbers of the links in use, ascending."""
+    seconds: np.ndarray
+    """(n,) seconds for which each link is busy at its full rate."""
+    messages: np.ndarray
+    """(n,) messages on each link."""
+    latency: float
+    """Seconds of latency on the longest path, paid once."""
+
+    @property
+    def alone(self) -> float:
+        """Seconds that the messages take if nothing else uses the links."""
+        return self.latency + (float(self.seconds.max()) if len(self.seconds) else 0.0)
+
+
+class Topology:
+    """The links of a cluster, and the device of each rank.
+
+    Args:
+        spec: the cluster.
+        world: number of ranks in use.
+        ranks_per_node: ranks on each node, which use its first devices; None: all ranks are on one node.
+        block: keep only the links of one block of this many consecutive ranks (whole nodes); None keeps all links.
+
+    Raises:
+        InputError: if the ranks do not fit the cluster.
+    """
+
+    def __init__(self, spec: ClusterSpec, world: int, ranks_per_node: int | None, *, block: int | None = None) -> None:
+        self.spec, self.world = spec, world
+        self.ranks_per_node = check_fit(spec, world, ranks_per_node)
+        self.block = world if block is None else block
+        assert self.block % self.ranks_per_node == 0, "a block is whole nodes"
+        self._folded = block is not None
+        self._nodes = self.block // self.ranks_per_node
+        self._devices = self._nodes * spec.devices_per_node
+        self.names: list[str] = []
+        """Name of each link, by number."""
+        seconds_per_byte: list[float] = []
+        inbound: set[int] = set()
+        self._levels: list[tuple[Link, int]] = []
+        for link in spec.links:
+            self._levels.append((link, len(self.names)))
+            for unit in range(self._num_units(link)):
+                rate = self._rate(link, unit)
+                inbound |= set() if link.shared else {len(self.names) + 1}
+                for name in (link.name,) if link.shared else (f"{link.name} out", f"{link.name} in"):
+                    self.names.append(f"{name} {unit}" if self._num_units(link) > 1 else name)
+                    seconds_per_byte.append(1 / rate)
+        self._peers = len(self.names)
+        for _ in range(self._nodes):
+            for peer in spec.peers:
+                self.names += [f"peer {a}-{b}" for a, b in (peer.devices, peer.devices[::-1])]
+                seconds_per_byte += [8 / (peer.gbps * 1e9)] * 2
+        self._ports = len(self.names)
+        if spec.host.messages == "in_turn":
+            for rank in range(self.block):
+                for suffix in ("", " inside its node"):
+                    self.names += [f"sends of rank {rank}{suffix}", f"receives of rank {rank}{suffix}"]
+                    seconds_per_byte += [0.0, 0.0]
+        self.seconds_per_byte = np.array(seconds_per_byte)
+        self.arrives = np.isin(np.arange(len(self.names)), list(inbound))
+        """(links,) bool: whether messages arrive over the link, after leaving over others."""
+
+    @property
+    def num_links(self) -> int:
+        """Number of directed links, including the ports of ranks if a rank sends its messages one after the other."""
+        return len(self.names)
+
+    def loads(self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray) -> Load:
+        """Return the load of messages on the links.
+
+        Args:
+            source: (n,) ranks.
+            target: (n,) ranks, each different from its source.
+            num_bytes: (n,) bytes of all messages of an entry together.
+            messages: (n,) number of messages that an entry stands for; may be fractional.
+        """
+        if not len(source):
+            return Load(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), 0.0)
+        (seconds, on_link), latency, slowest = self._route(source, target, num_bytes, messages)
+        if self._ports < len(self.names):
+            # Movements that stay inside nodes use separate ports.
+            source_nodes, target_nodes = (
+                self.devices_of(ends) // self.spec.devices_per_node for ends in (source, target)
+            )
+            first_port = self._ports + (0 if (source_nodes != target_nodes).any() else 2)
+            for side, ends in ((0, source), (1, target)):
+                ports = first_port + 4 * (ends % self.block) + side
+                seconds += np.bincount(ports, weights=slowest, minlength=len(seconds))
+                on_link += np.bincount(ports, weights=messages, minlength=len(seconds))
+        links = np.flatnonzero(seconds)
+        return Load(links, seconds[links], on_link[links], float(latency.max()))
+
+    def _route(
+        self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (2, links) seconds and messages, the latency of each entry's path, and the seconds of its slowest link."""
+        total = np.zeros((2, len(self.names)))
+        latency, slowest = np.zeros(len(source)), np.zeros(len(source))
+        source_devices, target_devices = self.devices_of(source), self.devices_of(target)
+        nodes = source_devices // self.spec.devices_per_node, target_devices // self.spec.devices_per_node
+        inside = nodes[0] == nodes[1]
+        on_tree = np.ones(len(source), dtype=bool)
+        for number, peer in enumerate(self.spec.peers):
+            for direction, (first_end, second_end) in enumerate((peer.devices, peer.devices[::-1])):
+                on_peer = (
+                    inside
+                    & (source_devices % self.spec.devices_per_node == first_end)
+                    & (target_devices % self.spec.devices_per_node == second_end)
+                )
+                first = self._peers + nodes[0][on_peer] % self._nodes * 2 * len(self.spec.peers)
+                seconds = num_bytes[on_peer] * 8e-9 / peer.gbps + messages[on_peer] * peer.message_us * 1e-6
+                at = first + 2 * number + direction + np.zeros(int(on_peer.sum()), dtype=np.int64)
+                np.add.at(total[0], at, seconds)
+                np.add.at(total[1], at, messages[on_peer])
+                latency[on_peer] += peer.latency_us * 1e-6
+                slowest[on_peer] = np.maximum(slowest[on_peer], seconds)
+                on_tree &= ~on_peer
+        for link, first in self._levels:
+            used = on_tree & self._uses(link, source_devices, target_devices, inside)
+            if not used.any():
+                continue
+            num_blocks = self._num_blocks(link)
+            for side, devices in enumerate(
+                (source_devices[used],) if link.shared else (source_devices[used], target_devices[used])
+            ):
+                at = first + self._unit_of(link, devices) * (1 if link.shared else 2) + side
+                byte_seconds = self.seconds_per_byte[at]
+                if link.sizes:
+                    link_bytes = np.bincount(at, weights=num_bytes[used] * num_blocks)
+                    byte_seconds = byte_seconds / np.interp(np.log(link_bytes[at]), np.log(link.sizes), link.size_share)
+                if link.users:
+                    units, inverse = np.unique(at, return_inverse=True)
+                    num_users = np.array(
+                        [
+                            len({*source_devices[used][at == one_link], *target_devices[used][at == one_link]})
+                            for one_link in units
+                        ]
+                    )[inverse]
+                    byte_seconds = byte_seconds / np.interp(num_users, link.users, link.users_share)
+                byte_seconds, message_seconds = _by_connections(link, at, byte_seconds, messages[used] * num_blocks)
+                seconds = num_bytes[used] * byte_seconds + messages[used] * message_seconds
+                np.add.at(total[0], at, seconds * num_blocks)
+                np.add.at(total[1], at, messages[used] * num_blocks)
+                slowest[used] = np.maximum(slowest[used], seconds)
+            latency[used] += link.latency_us * 1e-6
+        return total, latency, slowest
+
+    def devices_of(self, ranks: np.ndarray) -> np.ndarray:
+        """Return the device of the cluster that each rank uses."""
+        return ranks // self.ranks_per_node * self.spec.devices_per_node + ranks % self.ranks_per_node
+
+    def _uses(
+        self, link: Link, source_devices: np.ndarray, target_devices: np.ndarray, inside: np.ndarray
+    ) -> np.ndarray:
+        if link.units:
+            of_node, per_node = np.array(link.units), self.spec.devices_per_node
+            differ = of_node[source_devices // per_node] != of_node[target_devices // per_node]
+        else:
+            differ = source_devices // link.devices != target_devices // link.devices
+        used = ~differ if link.shared else differ
+        if link.carries == "inside":
+            return used & inside
+        return used & ~inside if link.carries == "outside" else used
+
+    def _unit_of(self, link: Link, devices: np.ndarray) -> np.ndarray:
+        """Return the number of the level's link that each device is behind."""
+        per_node = self.spec.devices_per_node
+        if link.units:
+            return np.array(link.units)[devices // per_node]
+        units: np.ndarray = devices % self._devices // link.devices if self._folded else devices // link.devices
+        return units
+
+    def _num_units(self, link: Link) -> int:
+        if link.units:
+            return 1 + max(link.units)
+        return -(-(self._devices if self._folded else self.spec.world) // link.devices)
+
+    def _num_blocks(self, link: Link) -> int:
+        """Return the number of blocks whose messages one of these links carries."""
+        if not self._folded:
+            return 1
+        return max(1, min(link.devices // self._devices, self.world // self.block))
+
+    def _rate(self, link: Link, unit: int) -> float:
+        share = link.fabric_share(-(-self.world // self.ranks_per_node))
+        if not self._folded or len(link.gbps) == 1:
+            return link.rate(unit) * share
+        return min(link.gbps[unit :: self._num_units(link)]) * 1e9 / 8 * share
+
+
+def _by_connections(
+    link: Link, at: np.ndarray, byte_seconds: np.ndarray, messages: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the seconds per byte and per message, (n,) both, given the connections that are open on each link.
+
+    Args:
+        link: the level.
+        at: (n,) numbers of the links in use.
+        byte_seconds: (n,) seconds per byte at the link's rate.
+        messages: (n,) messages on each link, each on a connection of its own.
+    """
+    message_seconds = np.full(len(at), link.message_us * 1e-6)
+    if not link.connection_us and not link.connection_gbps:
+        return byte_seconds, message_seconds
+    _, inverse = np.unique(at, return_inverse=True)
+    count = np.maximum(np.bincount(inverse, weights=messages), 1)[inverse]
+    if link.connection_gbps:
+        byte_seconds = np.maximum(byte_seconds, 8e-9 / (count * link.connection_gbps))
+    return byte_seconds, message_seconds + count * link.connection_us * 1e-6
+
+
+def check_fit(spec: ClusterSpec, world: int, ranks_per_node: int | None) -> int:
+    """Return the number of ranks per node, after checking that a mesh fits a cluster.
+
+    Raises:
+        InputError: if it does not fit.
+    """
+    per_node = world if ranks_per_node is None else ranks_per_node
+    if per_node > spec.devices_per_node:
+        raise InputError(
+            f"mesh.ranks_per_node={per_node} does not fit cluster {spec.name}, whose nodes have {spec.devices_per_node} "
+            f"devices: set ranks_per_node to at most {spec.devices_per_node}"
+        )
+    if world // per_node > spec.nodes:
+        raise InputError(
+            f"a mesh of {world} ranks, {per_node} per node, does not fit the {spec.nodes} nodes of cluster {spec.name}: use "
+            f"at most {spec.nodes * per_node} ranks, or a cluster of {world // per_node} nodes"
+        )
+    return per_node

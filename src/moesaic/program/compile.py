@@ -1,0 +1,253 @@
+"""Compiles a plan into a forward and a backward program: build, passes, transpose, lowering, order."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+
+import numpy as np
+
+from moesaic.balance import REPLICATION_POLICIES
+from moesaic.balance.replication import NO_REPLICATION
+from moesaic.balance.replication.cost import ReplicationCosts
+from moesaic.codecs import codec_spec
+from moesaic.errors import InputError
+from moesaic.program.build import SCHEDULES
+from moesaic.program.bundles import side_by_side
+from moesaic.program.grid import Grid
+from moesaic.program.held import ExpertSizes, HeldBytes
+from moesaic.program.order import ORDERS
+from moesaic.program.passes.fuse_ep_etp import fuse_ep_etp
+from moesaic.program.passes.gather_weights import gather_weights
+from moesaic.program.passes.halve_reduce import halve_reduce
+from moesaic.program.passes.multicast import multicast
+from moesaic.program.passes.overlap_gather import overlap_gather
+from moesaic.program.passes.relocate import relocate
+from moesaic.program.passes.replicate import replicate
+from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
+from moesaic.program.passes.split import split_capacity, split_peers
+from moesaic.program.plan import Crossing, Plan
+from moesaic.program.sizes import LayoutIndex
+from moesaic.program.task import Kind, Program, State
+from moesaic.program.text import to_text
+from moesaic.program.transpose import saved, transpose, up_to_experts
+from moesaic.program.validate import validate
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A plan compiled for a mesh."""
+
+    plan: Plan
+    grid: Grid
+    """The mesh, with etp factored into the visited and the gathered part if the plan gathers weights."""
+    logical: Program
+    """The forward program before lowering, from which the backward program is derived."""
+    forward: Program
+    backward: Program
+    unreplicated: Compiled | None = None
+    """The same plan without replication, for calls that replicate nothing; None if the plan does not replicate."""
+    options: tuple[Compiled, ...] = ()
+    """The compiled plans among which the replication policy chooses in each call, the one without replication first; () for
+    policies without a choice."""
+    again: Program | None = None
+    """The part of the forward program that recomputes a slice before its backward program; None without a memory budget."""
+
+    @cached_property
+    def is_multicast(self) -> bool:
+        """Whether the plan sends tokens by multicast, so that the program needs the visits of tokens to nodes."""
+        return self.plan.crossing is Crossing.MULTICAST
+
+    @cached_property
+    def routes_slices(self) -> bool:
+        """Whether each of several ranks of a tensor-parallel group routes a slice of the tokens of the group."""
+        return self.logical.routes_slices and self.grid.tp > 1
+
+    @cached_property
+    def is_redundant(self) -> bool:
+        """Whether every rank of a tensor-parallel group sends all tokens of the group."""
+        return self.logical.is_redundant
+
+    @property
+    def replicates(self) -> bool:
+        """Whether copies may be computed on other ranks than the homes of their experts."""
+        return self.plan.replicates
+
+    @property
+    def capacity_multiple(self) -> int:
+        """The multiple to which a padded capacity is rounded up, so that its rows split evenly over tp, shards and chunks."""
+        blocks = max(codec_spec(codec).rows_per_block for codec in (self.plan.codec, self.plan.backward_codec))
+        chunks = self.plan.chunks
+        return math.lcm(self.grid.tp, self.grid.etp * chunks, blocks * chunks)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Hash of 16 bytes that is equal on two ranks if and only if they run the same programs on the same mesh."""
+        text = f"{self.grid}\n{to_text(self.forward)}\n{to_text(self.backward)}"
+        text += f"{self.plan.replication} {self.plan.memory_budget}"  # each call decides by these which rows run where
+        text += "".join(option.digest.hex() for option in self.options)
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+    def shapes(self, num_experts: int) -> LayoutIndex:
+        """Return the pieces of every slot for a number of experts; the result is cached."""
+        return self._index(num_experts)
+
+    def held(self, num_experts: int, experts: ExpertSizes) -> HeldBytes:
+        """Return the model of the bytes that calls of a layer hold; the result is cached."""
+        return self._held(self.shapes(num_experts), experts)
+
+    @cached_property
+    def _index(self) -> Callable[[int], LayoutIndex]:
+        return cache(partial(LayoutIndex, self.grid, num_chunks=self.plan.chunks, replicates=self.replicates))
+
+    @cached_property
+    def _held(self) -> Callable[[LayoutIndex, ExpertSizes], HeldBytes]:
+        return cache(partial(HeldBytes, (self.forward, self.backward)))
+
+
+def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
+    """Compile a plan for a mesh.
+
+    Args:
+        plan: the plan.
+        grid: the mesh.
+        bias: whether the experts also have parameters that all of their shards share.
+
+    Raises:
+        InputError: if the plan does not fit the mesh, or if two of its choices clash; the message names both.
+    """
+    unreplicated = None
+    if plan.replicates:
+        options = tuple(REPLICATION_POLICIES[plan.replication](ReplicationCosts()).option_plans(plan, grid))
+        if options:
+            return _with_options(plan, grid, options, bias)
+        unreplicated = compile_plan(replace(plan, replication=NO_REPLICATION), grid, bias=bias)
+    logical, grid = _logical(plan, grid, bias)
+    programs = []
+    for program, codec in ((logical, plan.codec), (transpose(logical), plan.backward_codec)):
+        is_forward = program is logical
+        program = halve_reduce(program)
+        if plan.overlap_gather:
+            program = overlap_gather(program, grid, required=is_forward)
+        program = route_all_to_all(program, plan.link, grid)
+        program = compress(program, codec, grid)
+        program = ORDERS[plan.order](program)
+        program = side_by_side(program)
+        validate(program)
+        programs.append(program)
+    again = None if plan.memory_budget is None else up_to_experts(programs[0], saved(logical))
+    if again is not None:
+        validate(again)
+    return Compiled(plan, grid, logical, programs[0], programs[1], unreplicated, again=again)
+
+
+def moving(compiled: Compiled) -> Compiled:
+    """Return the same programs with every result delivered to the next home of its sample (`passes/relocate`).
+
+    Args:
+        compiled: a compiled plan without sample placement.
+
+    Raises:
+        InputError: if samples cannot move under the plan.
+    """
+    plan = compiled.plan
+    if plan.crossing is Crossing.DEEPEP:
+        raise InputError(
+            "sample placement clashes with plan.all_to_all=deepep, whose kernels return results to the senders: choose linear"
+        )
+    if plan.memory_budget is not None:
+        raise InputError(
+            f"sample placement clashes with memory_budget={plan.memory_budget}, whose slices cut samples: leave "
+            "memory_budget unset"
+        )
+    logical, forward, backward = map(relocate, (compiled.logical, compiled.forward, compiled.backward))
+    validate(forward)
+    validate(backward)
+    return replace(compiled, logical=logical, forward=forward, backward=backward)
+
+
+def _with_options(plan: Plan, grid: Grid, choices: Sequence[Plan], bias: bool) -> Compiled:
+    """Compile a plan with all plans that its replication policy may choose; options that do not fit are left out.
+
+    Args:
+        plan: the plan.
+        grid: the mesh.
+        choices: plans of the policy; the first has no replication, the second replicates.
+        bias: see `compile_plan`.
+
+    Raises:
+        InputError: if one of the first two choices does not fit.
+    """
+    options: list[Compiled] = []
+    for number, option in enumerate(choices):
+        try:
+            options.append(compile_plan(option, grid, bias=bias))
+        except InputError:
+            if number < 2:
+                raise
+    alone, replicates = options[:2]
+    return replace(replicates, plan=plan, unreplicated=alone, options=tuple(options))
+
+
+def for_call(compiled: Compiled, replicated: np.ndarray | None) -> Compiled:
+    """Return the compiled plan that a call runs: the one without replication if the call replicates nothing.
+
+    An empty replication table thus costs nothing. All ranks choose identically, since all have the table.
+
+    Args:
+        compiled: the compiled plan of the layer.
+        replicated: (world, num_experts, ep) int64, rows that the policy replicates; None if the plan does not replicate.
+    """
+    if compiled.unreplicated is None or replicated is None or replicated.any():
+        return compiled
+    return compiled.unreplicated
+
+
+def _check_deepep(plan: Plan, grid: Grid) -> None:
+    """Raise InputError if a plan with DeepEP has another choice or a mesh that DeepEP does not support."""
+    if plan.crossing is not Crossing.DEEPEP:
+        return
+    for name, usual in vars(Plan(all_to_all=plan.all_to_all, order=plan.order)).items():
+        if getattr(plan, name) != usual:
+            raise InputError(
+                f"plan.{name}={getattr(plan, name)} clashes with plan.all_to_all=deepep, which moves whole tokens by its own "
+                f"kernels: leave it at {usual}, or choose multicast"
+            )
+    if grid.tp > 1 or grid.etp > 1:
+        raise InputError(
+            f"plan.all_to_all=deepep needs mesh.tp=1 and mesh.etp=1, got {grid.tp} and {grid.etp}: choose multicast"
+        )
+
+
+def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
+    """Return the forward program after the passes that come before the transpose, and its grid."""
+    program = SCHEDULES[plan.schedule](bias)
+    if program.slot("x").on("etp") is State.IDENTICAL and not grid.shares_tp_and_etp:
+        raise InputError(
+            f"plan.schedule={plan.schedule} needs mesh.tp and mesh.etp over the same ranks, got {grid.tp} and {grid.etp} with "
+            f"{grid.innermost} innermost: choose equal ones with etp innermost, or the schedule s3"
+        )
+    fused = fuse_ep_etp(program) if plan.fuse else program
+    if grid.tp > 1 and not plan.is_lossless and _rounds_apart(fused):
+        raise InputError(
+            f"a codec clashes with plan.schedule={plan.schedule}: each rank of a tensor group sends its own copy of a row, and "
+            "only those that cross are rounded, so the copies would differ: choose s1, s2 or s3, or codec none"
+        )
+    _check_deepep(plan, grid)
+    program = multicast(program, grid) if plan.crossing is Crossing.MULTICAST else fused
+    if plan.gather_weights is not None:
+        program, grid = gather_weights(program, plan.gather_weights, grid)
+    program = replicate(program, plan.chunks, grid) if plan.replicates else split_capacity(program, plan.chunks)
+    return split_peers(program, plan.peer_groups, grid), grid
+
+
+def _rounds_apart(program: Program) -> bool:
+    """Return whether ranks that must agree on a row receive it in separate messages, only some of which a codec rounds."""
+    ends = [(task, program.slot(task.writes[0])) for task in program.moves() if "ep" in task.group]
+    agreeing = [
+        any(slot.on(axis) is State.IDENTICAL for axis in task.group) for task, slot in ends if slot.kind is Kind.ROWS
+    ]
+    return program.is_redundant or any(agreeing)

@@ -1,0 +1,200 @@
+"""Layers under the arbiter: the same results whatever it chooses, its own programs, and recomputations without a new choice."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from meshes import make_layer, step, tokens_of
+from torch import Tensor
+
+from helpers import pairwise
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
+from moesaic.balance.replication.policy import AbstractReplicationPolicy
+from moesaic.balance.replication.shadow import Shadow
+from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision
+from moesaic.balance.selector.options import name_of
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.transport import AbstractTransport
+from moesaic.errors import InputError
+from moesaic.layer import MoE
+from moesaic.planner.cluster import Machine
+from moesaic.program.compile import compile_plan
+from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
+from moesaic.runtime import expert_parallel as runtime
+from moesaic.runtime.routing_cache import checkpoint
+from moesaic.testing.cases import AnyOption
+
+GRIDS = {
+    "ep": Grid(world=4, ep=4, ranks_per_node=2),
+    "tp": Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2),
+    "copies": Grid(world=4, ep=2, ranks_per_node=2),
+}
+DEAR = ReplicationCosts(machine=Machine(tflops=1e-6, inter_gbps=1e-3, intra_gbps=1e-3, inter_latency_us=0))
+"""Costs by which replication pays even for the tiny sizes of tests."""
+
+
+def spread_over(
+    layer: MoE, grid: Grid, transport: AbstractTransport, plan: Plan, policy: AbstractReplicationPolicy | None
+) -> MoE:
+    layer = copy.deepcopy(layer)
+    layer.parallelize(Mesh(grid, transport), plan, policy)
+    return layer
+
+
+def lean(layer: MoE, by: float) -> None:
+    """Make a router prefer the first experts."""
+    with torch.no_grad():
+        weight = next(layer.router.parameters())
+        weight[0] += by
+
+
+@pytest.mark.parametrize(("grid", "schedule", "recompute"), pairwise(GRIDS, ("s1", "s2"), (False, True)))
+def test_any_sequence_of_choices_equals_leaving_alone(grid: str, schedule: str, recompute: bool) -> None:
+    mesh, whole = GRIDS[grid], make_layer()
+
+    def rank(transport: AbstractTransport) -> tuple[list[tuple[Tensor, Tensor]], set[int]]:
+        plain = spread_over(whole, mesh, transport, Plan(schedule=schedule), None)  # type: ignore[arg-type]
+        plan = Plan(schedule=schedule, replication="arbiter")  # type: ignore[arg-type]
+        changing = spread_over(whole, mesh, transport, plan, AnyOption(seed=3))
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for number in range(6):
+            x = tokens_of(mesh.coordinate(transport.rank, "dp"), seed=number)
+            pairs += zip(step(changing, x, recompute), step(plain, x), strict=True)
+        assert changing.on_mesh is not None
+        return pairs, {verdict.program for verdict in changing.on_mesh.calls.take()}
+
+    for pairs, programs in run_ranks(4, rank):
+        assert len(programs) > 2
+        for number, (one, other) in enumerate(pairs):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10, msg=lambda m, n=number: f"{n}: {m}")
+
+
+def test_the_true_arbiter_replicates_under_skew_and_nothing_under_even_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, whole = GRIDS["ep"], make_layer()
+    ran: list[Any] = []
+    run_program = runtime.run_program
+
+    def watched(work: Any, *tensors: Any) -> Tensor:
+        ran.append(work.compiled)
+        return run_program(work, *tensors)
+
+    monkeypatch.setattr(runtime, "run_program", watched)
+    compiled = compile_plan(Plan(replication="arbiter"), mesh)
+    even = copy.deepcopy(whole)
+    even.top_k = even.num_experts
+
+    def rank(transport: AbstractTransport) -> tuple[list[str], list[int], bool]:
+        names: list[str] = []
+        rows: list[int] = []
+        same = True
+        for layer in (even, whole):
+            layer = copy.deepcopy(layer)
+            lean(layer, 9.0 * (layer.top_k == 2))
+            plain, x = copy.deepcopy(layer), tokens_of(transport.rank, 12).abs()
+            layer.parallelize(Mesh(mesh, transport), compiled, Arbiter(costs=DEAR))
+            plain.parallelize(Mesh(mesh, transport), Plan())
+            same = same and all(torch.allclose(a, b, atol=1e-10) for a, b in zip(step(layer, x), step(plain, x)))
+            assert layer.on_mesh is not None
+            (verdict,) = layer.on_mesh.calls.take()
+            names.append(verdict.option)
+            rows += [max(each) for each in verdict.rows]
+            assert layer.on_mesh.calls.take() == []
+        return names, rows, same
+
+    results = run_ranks(4, rank)
+    names, rows, _ = results[0]
+    assert all(result == results[0] for result in results)
+    assert results[0][2]
+    assert names[0] in ("alone", "steps")
+    assert rows[0] == rows[1] == 48
+    assert "shadow" in names[1] or "spill" in names[1]
+    assert rows[3] < rows[2]
+    (first,) = (option for option in compiled.options if name_of(option.plan, compiled.plan) == names[0])
+    assert sum(each is first for each in ran) == 4, "the very program of a plan without replication"
+    replicates = [option for option in compiled.options if option.replicates]
+    assert sum(any(each is option for option in replicates) for each in ran) == 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counting(AnyOption):
+    """Counts how often it is asked."""
+
+    asked: list[int]
+
+    def start(self, plan: Plan, plans: Sequence[Plan]) -> Arbitration:
+        arbitration, asked = super().start(plan, plans), self.asked
+        choose = arbitration.choose
+
+        def counted(load: CallLoad) -> CallDecision:
+            asked.append(int(load.copies.sum()))
+            return choose(load)
+
+        arbitration.choose = counted  # type: ignore[method-assign]
+        return arbitration
+
+
+def test_a_recomputation_runs_what_its_forward_pass_chose() -> None:
+    mesh, whole = GRIDS["ep"], make_layer()
+
+    def rank(transport: AbstractTransport) -> tuple[int, list[tuple[Tensor, Tensor]]]:
+        asked: list[int] = []
+        layer = spread_over(whole, mesh, transport, Plan(replication="arbiter"), Counting(seed=5, asked=asked))
+        plain = spread_over(whole, mesh, transport, Plan(), None)
+        inputs = [tokens_of(transport.rank, seed=number).requires_grad_() for number in range(4)]
+        outputs = [checkpoint(layer, x) for x in inputs]
+        torch.stack(outputs).sin().sum().backward()
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for x in inputs:
+            other = x.detach().clone().requires_grad_()
+            plain(other).sin().sum().backward()
+            assert x.grad is not None
+            assert other.grad is not None
+            pairs.append((x.grad, other.grad))
+        return len(asked), pairs
+
+    for asked, pairs in run_ranks(4, rank):
+        assert asked == 4, "not asked again by the recomputation"
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+def test_arbiters_of_two_layers_remember_apart() -> None:
+    mesh, settings = GRIDS["ep"], Arbiter(costs=DEAR)
+    plans = [option.plan for option in compile_plan(Plan(replication="arbiter"), mesh).options]
+    one, other = (settings.start(Plan(replication="arbiter"), plans) for _ in range(2))
+    copies = np.zeros((4, 4), dtype=np.int64)
+    copies[:, 0] = 50
+    assert one.choose(CallLoad(mesh, copies, 4, 8, 4)).option != "alone"
+    assert (one.last.name, other.last.name) == (one.last.name, "alone")
+
+
+def test_another_policy_under_the_arbiter_is_refused() -> None:
+    def rank(transport: AbstractTransport) -> None:
+        spread_over(make_layer(), GRIDS["ep"], transport, Plan(replication="arbiter"), Shadow())
+
+    with pytest.raises(
+        InputError,
+        match=r"replication=arbiter was given the policy Shadow: give an Arbiter, or choose",
+    ):
+        run_ranks(4, rank)
+
+
+def test_an_arbiter_replicates_under_other_plans_too() -> None:
+    mesh, whole = GRIDS["ep"], make_layer()
+    lean(whole, 9.0)
+
+    def rank(transport: AbstractTransport) -> bool:
+        replicates = spread_over(whole, mesh, transport, Plan(replication="spill"), Arbiter(costs=DEAR))
+        plain, x = spread_over(whole, mesh, transport, Plan(), None), tokens_of(transport.rank, 12).abs()
+        assert replicates.on_mesh is not None
+        return all(torch.allclose(a, b, atol=1e-10) for a, b in zip(step(replicates, x), step(plain, x)))
+
+    assert run_ranks(4, rank) == [True] * 4

@@ -1,0 +1,107 @@
+"""Whether samples move is decided by what moving saved last, compared with what the arbiter's other options save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from moesaic.balance.replication.cost import ReplicationCosts
+from moesaic.balance.run.calls import MoveArbiter, saved_seconds
+from moesaic.balance.samples import Homes, Volume
+from moesaic.balance.selector.arbiter import Arbiter, CallDecision
+from moesaic.planner.cluster import Machine
+
+COSTS = ReplicationCosts(machine=Machine(intra_gbps=8, inter_gbps=1), element_bytes=2)
+
+
+@dataclass
+class FakeMove:
+    stay: Volume
+    moved: Volume
+    goal: Any = None
+    before: Homes = field(default_factory=lambda: Homes.start(4, 2))
+
+    def volumes(self) -> tuple[Volume, Volume]:
+        return self.stay, self.moved
+
+
+def saving(rows: int) -> Any:
+    return FakeMove(Volume(0, 10_000), Volume(0, 10_000 - rows))
+
+
+def verdict(alone: float, best: float) -> CallDecision:
+    name = "alone" if best == alone else "spill"
+    return CallDecision(name, 1, None, {"alone": alone, name: best}, ((5, 3), (4, 4)), (900, 500), 70, 0.001)
+
+
+def test_what_a_move_saves_by_hand() -> None:
+    move: Any = FakeMove(Volume(1000, 5000), Volume(3000, 1000))
+    bits = 8 * 16 * 2 * 2  # forward and backward
+    assert saved_seconds(move, COSTS, dim=16) == pytest.approx(bits * (4000 / 1e9 - 2000 / 8e9) / 4)
+    forward = ReplicationCosts(machine=COSTS.machine, element_bytes=2, backward=False)
+    assert saved_seconds(move, forward, dim=16) == pytest.approx(saved_seconds(move, COSTS, dim=16) / 2)
+
+
+def made(**options: Any) -> MoveArbiter:
+    return MoveArbiter(Arbiter(costs=COSTS, margin=0.1, memory=0.0, weigh_every=5, **options))
+
+
+def test_samples_move_first_and_go_on_while_that_gains_more() -> None:
+    arbiter = made()
+    each = saved_seconds(saving(1000), COSTS, 16)
+    for _ in range(4):
+        assert arbiter.prefers_moving()
+        arbiter.note_move(saving(1000), verdict(2 * each, 1.5 * each), 16)  # half against three quarters
+
+
+def test_they_stay_where_replication_gains_more_and_try_again_now_and_then() -> None:
+    arbiter = made()
+    each = saved_seconds(saving(1000), COSTS, 16)
+    assert arbiter.prefers_moving()
+    arbiter.note_move(saving(1000), verdict(10 * each, 5 * each), 16)
+    answers = []
+    for _ in range(8):
+        answers.append(arbiter.prefers_moving())
+        if answers[-1]:
+            arbiter.note_move(saving(1000), verdict(10 * each, 5 * each), 16)
+        else:
+            arbiter.note_others(verdict(10 * each, 5 * each))
+    assert answers == [False] * 4 + [True] + [False] * 3
+
+
+def test_the_margin_keeps_either_choice() -> None:
+    each = saved_seconds(saving(1000), COSTS, 16)
+    arbiter = made()
+    arbiter.prefers_moving()
+    arbiter.note_move(saving(1000), verdict(2 * each, 0.96 * each), 16)  # 0.5 moving, 0.48 replication
+    assert arbiter.prefers_moving()
+    arbiter.note_move(saving(1000), verdict(2 * each, 0.8 * each), 16)
+    assert not arbiter.prefers_moving()
+    arbiter.note_others(verdict(2 * each, 1.05 * each))
+    assert not arbiter.prefers_moving(), "0.5 against 0.525 is not better by a tenth"
+    arbiter.note_others(verdict(2 * each, 1.2 * each))
+    assert arbiter.prefers_moving()
+
+
+def test_a_move_that_saves_nothing_is_left() -> None:
+    arbiter = made()
+    arbiter.prefers_moving()
+    arbiter.note_move(saving(0), verdict(1.0, 1.0), 16)
+    assert not arbiter.prefers_moving()
+
+
+def test_the_decision_that_is_kept_says_what_ran() -> None:
+    found = made().note_move(saving(1000), verdict(1.0, 0.5), 16)
+    assert (found.option, found.program, found.replicated, found.weight_bytes) == ("relocate", 0, None, 0)
+    assert found.rows == ((5, 3), (5, 3))
+    assert found.token_bytes == (900, 900)
+
+
+def test_going_home_is_no_choice_and_teaches_nothing() -> None:
+    arbiter, home = made(), saving(0)
+    home.goal = object()
+    arbiter.prefers_moving()
+    arbiter.note_move(home, verdict(1.0, 0.5), 16)
+    assert arbiter.prefers_moving(), "still unknown what moving gains"

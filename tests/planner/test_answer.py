@@ -1,0 +1,135 @@
+"""What people ask of a plan: speed and utilization by hand, what to change first, what skew costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cost.clusters import DEVICE, flat
+
+from moesaic.planner.answer import (
+    DRAWS,
+    SPREAD,
+    changes,
+    cost_of_skew,
+    longer_by_rank_skew,
+    operations_per_token,
+    speed_of,
+)  # fmt: skip
+from moesaic.planner.candidates import Pins
+from moesaic.planner.cluster import RankSkew, Tflops
+from moesaic.planner.model import Job
+from moesaic.planner.search import LOSSLESS, Result, Settings, search
+from moesaic.shapes import ModelShape, MoEShape
+
+JOB = Job(
+    batch_size=16,
+    accumulation=2,
+    model=ModelShape(
+        dim=512, num_layers=2, num_heads=8, seq_len=256, moe=MoEShape(num_experts=8, top_k=2, hidden=1024)
+    ),
+)
+SLOW_PORTS = flat(2, 4, intra=800, inter=2, device=DEVICE)
+
+
+def found(pins: Pins, cluster=SLOW_PORTS) -> Result:
+    return search(JOB, cluster, Settings(pins=pins))
+
+
+def test_speed_is_tokens_over_seconds_and_utilization_what_a_model_needs_of_the_peak() -> None:
+    best = found(Pins(ep=8)).best
+    speed = speed_of(JOB, best, SLOW_PORTS, devices=8, sequences=32)
+    assert speed.tokens_per_second == pytest.approx(32 * 256 / best.seconds / 8)
+    assert speed.interval == pytest.approx([share * speed.tokens_per_second for share in SPREAD])
+    active = 2 * (4 * 512**2 + 512 * 8 + 2 * 3 * 512 * 1024) + 256 * 512
+    assert operations_per_token(JOB, SLOW_PORTS) == 6 * active + 3 * 2 * (2 * 2 * 256 * 512 / 2)
+    assert speed.utilization == pytest.approx(speed.tokens_per_second * operations_per_token(JOB, SLOW_PORTS) / 100e12)
+    assert speed.price(3.6) == pytest.approx(1e12 / speed.tokens_per_second * 1e-3)
+    doubled = replace(SLOW_PORTS, device=replace(DEVICE, peak_tflops=200.0))
+    halved = speed_of(JOB, best, doubled, devices=8, sequences=32)
+    assert halved.utilization == pytest.approx(speed.utilization / 2)
+
+
+def test_what_to_change_first_is_what_limits() -> None:
+    slow_net = changes(JOB, SLOW_PORTS, found(Pins(ep=8)))
+    assert slow_net[0].what == "links between nodes twice as fast (port)"
+    assert 1.5 < slow_net[0].speedup <= 2.0
+    assert [each.speedup for each in slow_net] == sorted((each.speedup for each in slow_net), reverse=True)
+    weak = flat(1, 8, intra=80000, device=replace(DEVICE, tflops=Tflops(fp32=0.5)))
+    first = changes(JOB, weak, found(Pins(ep=8), weak))[0]
+    assert first.what == "products twice as fast"
+    assert first.speedup > 1.8
+
+
+def test_another_ep_is_among_the_changes() -> None:
+    words = [each.what for each in changes(JOB, SLOW_PORTS, found(Pins(tp=1, etp=1)))]
+    assert any(word.startswith("ep ") for word in words)
+
+
+def test_more_memory_is_among_the_changes_where_it_would_help() -> None:
+    """As much as keeps activations, or as the fastest plan needs that does not fit."""
+    again = replace(JOB, model=replace(JOB.model, checkpoint_activations=True))
+    tight = replace(SLOW_PORTS, device=replace(DEVICE, memory_gib=0.5))
+    settings = Settings(pins=Pins(tp=1, ep=8, etp=1), reserve_gib=0.1)
+    result = search(again, tight, settings)
+    kept = search(JOB, SLOW_PORTS, settings)
+    (more,) = (each for each in changes(again, tight, result, reserve_gib=0.1) if each.what.startswith("devices of "))
+    assert more.what == "devices of 1 GiB (nothing recomputed)"
+    assert more.speedup == pytest.approx(result.best.seconds / kept.best.seconds, rel=0.05)
+    assert more.speedup > 1.1
+    plenty = replace(tight, device=replace(DEVICE, memory_gib=80))
+    assert not any("devices of" in each.what for each in changes(again, plenty, search(again, plenty, settings)))
+
+
+def test_the_fastest_plan_that_does_not_fit_is_kept() -> None:
+    few = replace(LOSSLESS, chunks=(1, 4), orders=("fifo",), fuse=(False,))
+    settings = Settings(reserve_gib=0, space=few, pins=Pins(tp=1, etp=1), keep=50)
+    free = search(JOB, SLOW_PORTS, settings)
+    assert free.too_large is None
+    size = free.best.memory.total
+    assert min(each.memory.total for each in free.ranking) < size, "the best plan is not the smallest"
+    tight = replace(SLOW_PORTS, device=replace(DEVICE, memory_gib=1.05 * (size - 1) / 2**30))
+    found = search(JOB, tight, settings)
+    assert found.too_large is not None
+    assert found.too_large.seconds < found.best.seconds
+    assert found.too_large.memory.total >= size > found.best.memory.total
+
+
+def test_skew_costs_where_experts_are_spread_and_nothing_where_every_rank_has_them_all() -> None:
+    weak = flat(1, 8, intra=80000, device=replace(DEVICE, tflops=Tflops(fp32=0.5)))
+    spread = found(Pins(tp=1, ep=8, etp=1), weak).best
+    cost = cost_of_skew(JOB, weak, spread)
+    # Experts are most of a step, and one rank computes twice as much of them.
+    moe = sum(seconds for part, seconds in spread.estimate.parts.items() if part.startswith("moe"))
+    assert cost == pytest.approx(1 + moe / spread.seconds, rel=0.1)
+    assert cost_of_skew(JOB, weak, found(Pins(tp=1, ep=1, etp=1), weak).best) is None
+
+
+def test_a_ranking_by_other_seconds_changes_neither_what_helps_nor_what_skew_costs() -> None:
+    """Under recorded counts, or by a profile, steps take longer than the description of the cluster says."""
+    result = found(Pins(tp=1, ep=8, etp=1))
+    slower = replace(result.best, estimate=replace(result.best.estimate, seconds=3 * result.best.seconds))
+    changed = replace(result, ranking=(slower,), by_ep={})
+    assert changes(JOB, SLOW_PORTS, changed) == changes(JOB, SLOW_PORTS, replace(result, by_ep={}))
+    assert cost_of_skew(JOB, SLOW_PORTS, slower) == cost_of_skew(JOB, SLOW_PORTS, result.best)
+
+
+@pytest.mark.parametrize("skew", [RankSkew(speed=0.1), RankSkew(start_us=2000)])
+def test_the_interval_of_unlike_ranks_is_that_of_its_draws(skew: RankSkew) -> None:
+    """With links that take no time a step waits for its slowest rank in everything, and for the last one in every pass."""
+    free = replace(flat(1, 8, intra=1e9, device=DEVICE), rank_skew=skew)
+    best = found(Pins(tp=1, ep=8, etp=1), free).best
+    draw, (steps, passes), expected = np.random.default_rng(0), DRAWS, []
+    for _ in range(steps):
+        speeds = np.exp(skew.speed * draw.standard_normal(8))
+        last = np.mean([draw.exponential(size=8).max() for _ in range(passes)]) * skew.start_us * 1e-6
+        # Two layers, forward and backward, in two micro-batches.
+        expected.append((best.seconds / speeds.min() + 2 * 2 * 2 * last) / best.seconds)
+    longer = longer_by_rank_skew(JOB, free, best)
+    assert longer == pytest.approx(np.quantile(expected, (0.25, 0.75)), rel=1e-3)
+    assert longer is not None
+    plain, wide = (speed_of(JOB, best, free, devices=8, sequences=32, **more) for more in ({}, {"longer": longer}))
+    assert wide.tokens_per_second == plain.tokens_per_second
+    assert wide.interval == pytest.approx((plain.interval[0] / longer[1], plain.interval[1] / longer[0]))
+    assert longer_by_rank_skew(JOB, replace(free, rank_skew=RankSkew()), best) is None

@@ -1,0 +1,146 @@
+"""Jobs: the training configuration's own names and defaults, misspelt ones refused, and what the simulator is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cost.clusters import DEVICE, flat
+
+from moesaic.errors import InputError
+from moesaic.models.gpt import make_language_model
+from moesaic.planner.cluster import Tflops
+from moesaic.planner.model import Job, job_of
+from moesaic.planner.presets import PRESETS, read_job
+from moesaic.shapes import BlockConfig, ModelShape, MoEShape
+from moesaic.train.config import PRESETS as TRAIN_PRESETS
+from moesaic.train.config import TrainConfig
+
+CLUSTER = flat(2, 4, device=DEVICE)
+
+
+def pairs(one: Any, other: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield dotted names of a job's fields, its values and the training configuration's."""
+    for each in fields(one):
+        mine, theirs = getattr(one, each.name), getattr(other, each.name)
+        if is_dataclass(mine):
+            yield from pairs(mine, theirs, f"{prefix}{each.name}.")
+        else:
+            yield prefix + each.name, mine, theirs
+
+
+def test_a_job_has_the_names_and_defaults_of_training() -> None:
+    for name, mine, theirs in pairs(Job(), TrainConfig()):
+        assert mine == theirs, name
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_those_of_training(name: str) -> None:
+    for field, mine, theirs in pairs(PRESETS[name], TRAIN_PRESETS[name]()):
+        assert mine == theirs, field
+    assert job_of(asdict(TRAIN_PRESETS[name]()), "preset") == PRESETS[name]
+
+
+def test_every_sparse_preset_of_training_can_be_planned() -> None:
+    assert set(PRESETS) == {name for name, make in TRAIN_PRESETS.items() if make().model.ffn == "moe"}
+
+
+def test_a_file_is_read_and_what_does_not_matter_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "gpt.toml"
+    path.write_text(
+        "batch_size = 8\nsteps = 9\n[optimizer]\nlr = 1e-3\n[model]\ndim = 64\nconv_width = 2\n"
+        '[model.moe]\nnum_experts = 8\nrouter = "sigmoid"\n'
+    )
+    assert read_job(str(path)) == Job(batch_size=8, model=ModelShape(dim=64, moe=MoEShape(num_experts=8)))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[model]\nnum_layer = 3\n", "unknown field model.num_layer: did you mean num_layers?"),
+        ("[model.moe]\nnum_expert = 3\n", "unknown field model.moe.num_expert: did you mean num_experts?"),
+        ('[model]\nffn = "dense"\n', "a model without MoE layers has no plan to choose"),
+        ("[model]\ndim = 1.5\n", "model.dim must be a whole number, got 1.5"),
+        ("model = 3\n", "model must be a table, got 3"),
+        ("batch_size = 0\n", "batch_size=0: must be at least 1"),
+        ("[model]\nffn = 'moe:0'\n", "model.ffn='moe:0': write moe or moe:2, for an MoE layer"),
+        ("", "planning reads the fields batch_size, accumulation, precision, model, data"),
+        (
+            'model_type = "mixtral"\nhidden_size = 4096\n',
+            "has none of num_hidden_layers, n_layers, num_layers, so the model is of an unknown architecture",
+        ),
+    ],
+)
+def test_bad_files_are_one_line(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "gpt.toml"
+    path.write_text(text)
+    with pytest.raises(InputError) as refusal:
+        read_job(str(path))
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_no_field_that_only_training_reads_is_taken_for_a_misspelt_one() -> None:
+    job_of(asdict(TrainConfig()), "defaults")
+
+
+def test_unknown_names_are_told_the_nearest() -> None:
+    with pytest.raises(InputError, match="model 'gpt-smal' is unknown: did you mean gpt-small\\?"):
+        read_job("gpt-smal")
+
+
+def test_the_simulator_is_told_a_micro_batch_of_one_group() -> None:
+    job = Job(
+        batch_size=16, accumulation=3, model=ModelShape(ffn="moe:3", moe=MoEShape(shared_hidden=7, experts="gelu"))
+    )
+    found = job.step_model(CLUSTER, 4)
+    assert (found.layer.tokens, found.layer.matrices, found.moe_layers, found.micro_batches) == (4 * 256, 2, 2, 3)
+    assert found.inner == 2 * 256 + 7
+    assert job.dense_layers == 2
+    padded = replace(job, model=replace(job.model, moe=MoEShape(capacity="padded:1.5")))
+    assert padded.step_model(CLUSTER, 4).layer.copies == 1.5 * 4 * 256 * 2
+    with pytest.raises(InputError, match="batch_size=16 does not split over 3"):
+        job.step_model(CLUSTER, 3)
+
+
+@pytest.mark.parametrize(
+    ("precision", "rates", "dtype"),
+    [
+        ("auto", {"bf16": 100, "fp32": 50}, "bf16"),
+        ("auto", {"bf16": 10, "fp32": 50}, "fp32"),
+        ("auto", {"bf16": 10}, "bf16"),
+        ("auto", {"fp32": 10}, "fp32"),
+        ("float32", {"bf16": 100, "fp32": 50}, "fp32"),
+        ("float64", {"fp64": 1}, "fp64"),
+    ],
+)
+def test_precision_becomes_a_dtype_that_the_cluster_knows(precision: Any, rates: dict, dtype: str) -> None:
+    cluster = replace(CLUSTER, device=replace(DEVICE, tflops=Tflops(**rates)))
+    assert Job(precision=precision).dtype(cluster) == dtype
+
+
+def test_a_rate_that_is_not_known_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"cluster.device.tflops.fp64 is not given: add it, or choose one of fp32, bf16"
+    ):
+        Job(precision="float64").step_model(CLUSTER, 1)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameters_are_those_of_the_model_that_trains(name: str) -> None:
+    config = TRAIN_PRESETS[name]()
+    with torch.device("meta"):
+        model = make_language_model(config.model, config.data.vocab_size)
+    total, active = PRESETS[name].parameters(CLUSTER)
+    # Norms, biases and learned positions are not counted.
+    assert total == pytest.approx(model.num_parameters(), rel=0.01)
+    assert active == pytest.approx(model.num_active_parameters(), rel=0.02)
+
+
+def test_an_output_of_its_own_is_one_more_matrix() -> None:
+    tied, untied = (Job(model=ModelShape(block=BlockConfig(tied=tied))) for tied in (True, False))
+    assert untied.parameters(CLUSTER)[0] - tied.parameters(CLUSTER)[0] == untied.data.vocab_size * untied.model.dim

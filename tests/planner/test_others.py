@@ -1,0 +1,637 @@
+"""Layouts of other systems: Megatron's flags, what they are predicted to reach, and ours in the words of others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan.hub_configs import DEEPSEEK_V3, MIXTRAL, QWEN3_30B
+
+from moesaic.errors import InputError
+from moesaic.planner.candidates import Pins
+from moesaic.planner.cluster import read_cluster
+from moesaic.planner.hub import read_shape
+from moesaic.planner.model import DataShape, Job
+from moesaic.planner.others import (
+    EMITTERS,
+    OthersLayout,
+    from_flags,
+    layout_of,
+    longer_by_narrow_rate,
+    predict,
+    unread_flags,
+)  # fmt: skip
+from moesaic.planner.search import PlannedStep, Settings, search
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.step import StepCostModel, reduce_seconds
+from moesaic.program.grid import Grid
+
+H100 = read_cluster("dgx-h100", nodes=4)
+
+
+def job(table: dict[str, Any], **fields: Any) -> Job:
+    shape = read_shape(table, "config.json", seq_len=2048)
+    return Job(
+        **{"batch_size": 32, "accumulation": 4, "model": shape, "data": DataShape(vocab_size=shape.vocab), **fields}
+    )
+
+
+QWEN = job(QWEN3_30B)
+
+
+def seconds(layout: OthersLayout, of: Job = QWEN) -> float:
+    return predict(of, H100, layout).seconds
+
+
+def test_megatrons_flags_say_how_a_model_is_split() -> None:
+    flags = (
+        "--num-layers 48 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size=4 "
+        "--expert-model-parallel-size 8 --moe-token-dispatcher-type flex --moe-enable-deepep --micro-batch-size 1 "
+        "--global-batch-size 512 --recompute-granularity full --overlap-moe-expert-parallel-comm --bf16 "
+        "--use-distributed-optimizer"
+    )
+    assert from_flags(flags) == OthersLayout(
+        tp=2,
+        etp=2,
+        pp=4,
+        ep=8,
+        all_to_all="deepep",
+        micro_batch=1,
+        global_batch=512,
+        recompute=("block",),
+        overlapped=True,
+        hides_parameters=False,
+        hides_gradients=False,
+        fused_loss=False,
+    )
+    assert from_flags("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1").etp == 1
+    told = "--overlap-param-gather --overlap-grad-reduce --cross-entropy-loss-fusion"
+    assert from_flags(f"--expert-model-parallel-size 8 {told}") == OthersLayout(ep=8, sharded="none")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sharded"),
+    [
+        ("", "none"),
+        ("--use-distributed-optimizer", "optimizer"),
+        ("--data-parallel-sharding-strategy optim_grads --use-distributed-optimizer", "gradients"),
+        ("--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params", "parameters"),
+        ("--use-distributed-optimizer --data-parallel-sharding-strategy=no_shard", "none"),
+    ],
+)
+def test_megatrons_flags_say_what_lies_in_parts(flags: str, sharded: str) -> None:
+    assert from_flags(f"--expert-model-parallel-size 8 {flags}").sharded == sharded
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--expert-model-parallel-size many", "needs a whole number, got 'many'"),
+        ("--expert-model-parallel-size", "needs a whole number, got ''"),
+        ("--expert-model-paralel-size 8", "did you mean expert-model-parallel-size?"),
+        ("", "found no flag of Megatron or torchtitan that splits a model, only nothing"),
+        (
+            "--data-parallel-sharding-strategy half",
+            "'half': choose one of no_shard, optim, optim_grads, optim_grads_params",
+        ),
+        ("--expert-model-parallel-size 0", "ep=0: must be at least 1"),
+    ],
+)
+def test_flags_that_say_nothing_are_one_line(flags: str, words: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        from_flags(flags)
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_flags_that_may_matter_and_are_not_read_are_named() -> None:
+    flags = (
+        "--num-layers 48 --seq-length=2048 --hidden-size 2048 --num-experts 128 --moe-router-topk 8 --swiglu --bf16 "
+        "--expert-model-parallel-size 8 --sequence-parallel --decoder-last-pipeline-num-layers 10 --optimizer-cpu-offload "
+        "--moe-expert-capacity-factor 1.0 --training.local_batch_size 4 --lr 1e-4"
+    )
+    assert unread_flags(flags, QWEN) == [
+        "--decoder-last-pipeline-num-layers", "--optimizer-cpu-offload", "--moe-expert-capacity-factor"
+    ]  # fmt: skip
+    for system in ("megatron", "torchtitan"):
+        assert (
+            unread_flags(" ".join(EMITTERS[system](QWEN, OthersLayout(ep=8, recompute=("block",)), None)), QWEN) == []
+        )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--seq-length 8192", "--seq-length 8192, but the planned model has 2048: make them agree (--seq-len)"),
+        ("--training.seq_len=4096", "--training.seq_len 4096, but the planned model has 2048"),
+        ("--num-layers 32", "--num-layers 32, but the planned model has 48: make them agree"),
+    ],
+)
+def test_flags_of_another_model_or_other_sequences_are_one_line(flags: str, words: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        unread_flags(f"{flags} --expert-model-parallel-size 8", QWEN)
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (OthersLayout(tp=3), "32 ranks do not split into tp 3"),
+        (OthersLayout(ep=8, global_batch=33), "a global batch of 33 does not split over 32 data-parallel groups"),
+        (OthersLayout(ep=32, etp=1, pp=1, cp=2, global_batch=5), "does not split over 16 data-parallel groups"),
+    ],
+)
+def test_layouts_that_cannot_be_are_one_line(layout: OthersLayout, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        predict(QWEN, H100, layout)
+
+
+def test_a_pipeline_waits_for_its_ends_and_less_with_more_micro_batches_or_virtual_stages() -> None:
+    alike = job({**QWEN3_30B, "vocab_size": 8})
+    few = predict(alike, H100, OthersLayout(pp=4, ep=8, global_batch=32))
+    parts = few.estimate.parts
+    busy = few.seconds - parts["pipeline"] - parts.get("parameters", 0.0) - parts["optimizer"]
+    hops = parts["pipeline"] - busy * 3 / 4
+    assert 0 < hops < 0.05 * busy
+    virtual = predict(alike, H100, OthersLayout(pp=4, virtual_pp=3, ep=8, global_batch=32)).estimate.parts
+    assert virtual["pipeline"] == pytest.approx(parts["pipeline"] / 3, rel=0.15)
+    many = predict(alike, H100, OthersLayout(pp=4, ep=8, global_batch=320)).estimate.parts
+    assert parts["pipeline"] < many["pipeline"] < 1.2 * parts["pipeline"]
+
+
+def test_the_stage_with_the_output_keeps_a_pipeline_waiting() -> None:
+    """All micro-batches pass the slowest stage one after the other, and the first one the others once (1F1B)."""
+    layout = OthersLayout(pp=4, ep=8, global_batch=320)
+    found, bare = predict(QWEN, H100, layout), predict(job({**QWEN3_30B, "vocab_size": 8}), H100, layout)
+    busy = sum(bare.estimate.parts[part] for part in ("attention", "moe forward", "moe backward"))
+    output = 4 * found.estimate.parts["unembed"]
+    assert found.seconds - bare.seconds == pytest.approx(output, rel=0.1)
+    assert busy + output < found.seconds < (busy + output) * (1 + 3 / 40) * 1.1
+
+
+def test_stages_of_unlike_length_take_their_own_time() -> None:
+    """Nine layers on four stages are three, two, two and two: the first sets the pace, the others pass on sooner."""
+
+    def found(layers: int, batch: int) -> PlannedStep:
+        of = job({**QWEN3_30B, "vocab_size": 8, "num_hidden_layers": layers})
+        return predict(of, H100, OthersLayout(pp=4, ep=8, global_batch=batch))
+
+    many = found(9, 3200).estimate.parts
+    assert 0 < many["pipeline"] < 0.01 * sum(many.values())
+    assert found(8, 32).seconds < found(9, 32).seconds < 0.93 * found(12, 32).seconds
+
+
+def test_keys_and_values_of_a_shared_sequence_hide_behind_its_scores_as_far_as_these_last() -> None:
+    long = replace(QWEN, model=replace(QWEN.model, seq_len=65536))
+    slow = H100.with_links("outside", 1e-3).with_links("inside", 1e-3)
+    layout = OthersLayout(cp=8, ep=1, global_batch=128)
+    for of, cluster, hidden in ((long, H100, True), (QWEN, slow, False)):
+        step = replace(of.step_model(cluster, 32), sharded="optimizer")
+        step = replace(step, layer=replace(step.layer, tokens=step.layer.tokens // 8), seq_len=step.seq_len // 8)
+        grid = Grid(world=32, ranks_per_node=8)
+        alone, shared = (
+            StepCostModel(replace(step, shares_sequence=ranks), grid, Simulator(cluster)).forward.scores
+            for ranks in (1, 8)
+        )
+        values = 2 * 4 * 128 * step.layer.tokens * 2
+        passing = reduce_seconds(cluster, grid, 8 * values, 1, 8) / 2
+        assert shared == pytest.approx(max(alone, passing))
+        assert (shared == alone) == hidden
+    assert predict(QWEN, slow, layout).seconds > predict(QWEN, slow, replace(layout, cp=1)).seconds / 8
+
+
+def test_overlap_recomputation_and_context_parallelism_do_what_they_are_for() -> None:
+    plain = OthersLayout(ep=32, global_batch=128)
+    assert seconds(replace(plain, overlapped=True)) < seconds(plain) < seconds(replace(plain, recompute=("block",)))
+    long = job(QWEN3_30B | {}, batch_size=32)
+    whole = predict(long, H100, OthersLayout(ep=8, global_batch=128))
+    split = predict(long, H100, OthersLayout(ep=8, cp=4, global_batch=128))
+    assert split.memory.activations < 0.5 * whole.memory.activations
+    assert split.seconds == pytest.approx(whole.seconds, rel=0.5)
+
+
+def test_a_distributed_optimizer_keeps_whole_parameters_and_moves_them_once_per_step() -> None:
+    once = predict(QWEN, H100, OthersLayout(ep=8, global_batch=320))
+    each = predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, sharded="parameters"))
+    shape = QWEN.model
+    experts = shape.num_layers * 3 * shape.dim * shape.moe.hidden * shape.moe.num_experts
+    around = QWEN.parameters(H100)[0] - experts
+    assert once.memory.weights == pytest.approx(2 * (around + experts / 8))
+    assert once.memory.gradients == 2 * once.memory.weights
+    assert once.memory.optimizer == pytest.approx(12 * (around / 32 + experts / 32))
+    assert each.memory.weights < once.memory.weights
+    assert once.estimate.limits["gathering parameters"] < 0.1 * each.estimate.limits["gathering parameters"]
+
+
+def test_parameters_in_parts_are_gathered_as_wide_as_products_read_them() -> None:
+    step = QWEN.step_model(H100, 32)
+    wide, narrow = (
+        StepCostModel(
+            replace(step, gathered_bytes=size), Grid(world=32, ep=8, ranks_per_node=8), Simulator(H100)
+        ).sharding
+        for size in (0, 2)
+    )
+    assert narrow == {name: pytest.approx(seconds * 2 / 3) for name, seconds in wide.items()}
+
+
+def test_runs_of_a_stage_are_given_by_number_or_by_layers() -> None:
+    flags = "--pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage"
+    by_layers = replace(from_flags(f"{flags} 4"), global_batch=32)
+    assert seconds(by_layers) == seconds(replace(by_layers, virtual_layers=0, virtual_pp=3))
+    with pytest.raises(InputError, match="a stage of 12 layers does not split into runs of 5: choose a divisor"):
+        seconds(replace(by_layers, virtual_layers=5))
+
+
+def test_a_further_token_costs_a_block_a_projection_and_an_output() -> None:
+    one, two = (predict(QWEN, H100, from_flags(f"--expert-model-parallel-size 8{more}"))
+                for more in ("", " --mtp-num-layers 1"))  # fmt: skip
+    shape = QWEN.model
+    block = shape.attention["attention_parameters"] + 2 * shape.dim**2 + shape.dim * shape.moe.num_experts
+    block += shape.moe.num_experts / 8 * 3 * shape.dim * shape.moe.hidden
+    assert two.memory.weights - one.memory.weights == pytest.approx(2 * block)
+    assert two.estimate.parts["unembed"] == pytest.approx(2 * one.estimate.parts["unembed"])
+    for part in ("moe forward", "moe backward"):
+        assert two.estimate.parts[part] == pytest.approx(49 / 48 * one.estimate.parts[part])
+
+
+def test_what_lies_in_parts_decides_memory_and_what_moves_in_a_step() -> None:
+    """Whole parameters of a rank: all but the experts, and an eighth of these. Ten micro-batches."""
+    of = {
+        name: predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, sharded=name))
+        for name in ("none", "optimizer", "gradients")
+    }
+    shape = QWEN.model
+    experts = shape.num_layers * 3 * shape.dim * shape.moe.hidden * shape.moe.num_experts
+    around = QWEN.parameters(H100)[0] - experts
+    block = (around - 2 * shape.vocab * shape.dim + experts / 8) / shape.num_layers
+    whole, part = around + experts / 8, (around + experts) / 32
+    for name, gradients, stepped in (
+        ("none", whole, whole),
+        ("optimizer", whole, part),
+        ("gradients", part + block, part),
+    ):
+        memory = of[name].memory
+        assert memory.weights == pytest.approx(2 * whole)
+        assert memory.gradients == pytest.approx(4 * gradients)
+        assert memory.optimizer == pytest.approx(12 * stepped)
+        # Ten times four bytes and a copy from four bytes to two of what is stepped; four times four of whole gradients.
+        passes = stepped * (10 * 4 + 6) + whole * 4 * 4
+        assert of[name].estimate.parts["optimizer"] == pytest.approx(passes / 2850e9)
+    # Reduced once and gathered once at half the width; both at full width; reduced ten times and gathered once.
+    moved = {name: found.estimate.limits["gathering parameters"] for name, found in of.items()}
+    assert moved["none"] / moved["optimizer"] == pytest.approx(2 / 1.5)
+    assert moved["gradients"] / moved["optimizer"] == pytest.approx(10.5 / 1.5)
+
+
+def test_what_hides_behind_computing_takes_no_time_of_its_own() -> None:
+    """On one node both hide; gradients of four bytes take twice as long as parameters of two."""
+    layout, node = OthersLayout(ep=8, global_batch=320), read_cluster("dgx-h100", nodes=1)
+    hidden = predict(QWEN, node, layout).estimate
+    apart = [
+        predict(QWEN, node, replace(layout, **{name: False})).estimate
+        for name in ("hides_parameters", "hides_gradients")
+    ]
+    assert "parameters" not in hidden.parts
+    gathered, reduced = (found.parts["parameters"] for found in apart)
+    assert reduced == pytest.approx(2 * gathered)
+    assert gathered + reduced == pytest.approx(hidden.limits["gathering parameters"])
+    assert [found.seconds - hidden.seconds for found in apart] == pytest.approx([gathered, reduced])
+
+
+def test_a_loss_that_is_not_fused_goes_over_float32_copies_of_the_logits() -> None:
+    layout = OthersLayout(ep=8, global_batch=320)
+    fused, apart = (predict(QWEN, H100, replace(layout, fused_loss=each)).estimate.parts for each in (True, False))
+    logits = 10 * 2048 * QWEN.model.vocab
+    assert apart["unembed"] - fused["unembed"] == pytest.approx(logits * (52 - 10) / 2850e9)
+
+
+def test_a_loss_in_eager_pytorch_goes_over_a_float32_copy_of_the_logits() -> None:
+    fused, apart = (
+        predict(QWEN, H100, replace(OthersLayout(ep=8), stepwise=each)).estimate.parts for each in ((), ("loss",))
+    )
+    assert apart["unembed"] - fused["unembed"] == pytest.approx(2048 * QWEN.model.vocab * (36 - 10) / 2850e9)
+
+
+def test_kernels_of_attention_and_what_runs_step_by_step_are_part_of_a_layout() -> None:
+    """Qwen3 rotates 36 heads of 128, in float32: 44 bytes more per value forward and as many back."""
+    usual, other = OthersLayout(ep=8), OthersLayout(ep=8, stepwise=("float32_rotation",), score_kernel="flash2")
+    fast, slow = (predict(QWEN, H100, each).estimate.parts for each in (usual, other))
+    assert slow["small kernels"] == pytest.approx(48 * 2048 * 36 * 128 * 88 / 2850e9)
+    scores = 3 * 48 * 2048 * 2 * 2 * 32 * 128 * 1024 / 677e12
+    assert slow["attention"] - fast["attention"] == pytest.approx(scores * (1 / 0.356 - 1 / 0.61))
+    with pytest.raises(InputError, match="layout: stepwise='dropout': choose from norms"):
+        OthersLayout(stepwise=("dropout",))  # type: ignore[arg-type]
+
+
+def test_norms_and_rotations_of_queries_and_keys_read_and_write_them() -> None:
+    """Qwen3 norms and rotates 32 + 4 heads of 128; without norms half of that is left."""
+    plain = job(QWEN3_30B | {"use_qk_norm": False})
+    normed, less = (predict(of, H100, OthersLayout(ep=8)).estimate.parts["attention"] for of in (QWEN, plain))
+    moved = 3 * 48 * 2048 * 2 * (32 + 4) * 128 * 2
+    assert normed - less == pytest.approx(moved / 2850e9)
+
+
+def test_narrow_products_keep_two_copies_of_weights_and_less_of_what_they_read() -> None:
+    """Beside bfloat16 weights a byte by rows and one by columns; of normed inputs, experts' rows and results of activations one
+    byte in place of two."""
+    layout = OthersLayout(ep=8, micro_batch=2, global_batch=320)
+    b200 = read_cluster("dgx-b200", nodes=4)
+    wide, fp8, mxfp8 = (
+        predict(QWEN, b200, replace(layout, precision=each)).memory for each in ("bf16", "fp8", "mxfp8")
+    )
+    shape = QWEN.model
+    router = shape.num_layers * shape.dim * shape.moe.num_experts
+    experts = shape.num_layers * 3 * shape.dim * shape.moe.hidden * shape.moe.num_experts
+    multiplied = QWEN.parameters(H100)[0] - experts * 7 / 8 - 2 * shape.vocab * shape.dim - router
+    assert fp8.weights - wide.weights == pytest.approx(2 * multiplied)
+    assert mxfp8.weights - wide.weights == pytest.approx(2 * multiplied * (1 + 1 / 32))
+    tokens, copies = 2 * 2048, 2 * 2048 * shape.moe.top_k
+    read = shape.num_layers * (tokens * shape.dim + copies * (shape.dim + shape.moe.hidden))
+    assert wide.activations - fp8.activations == pytest.approx(read)
+    assert (fp8.gradients, fp8.optimizer) == (wide.gradients, wide.optimizer)
+
+
+def test_sums_of_sequence_parallelism_go_by_rings_whatever_the_switch_adds_up() -> None:
+    rings = replace(H100, links=tuple(replace(link, adds=False) for link in H100.links))
+    layout = OthersLayout(tp=8, ep=8, global_batch=128)
+    split, of_rings = (predict(QWEN, spec, layout).estimate.parts["attention"] for spec in (H100, rings))
+    assert split == of_rings
+    grid = Grid(world=32, tp=8, ep=8, ranks_per_node=8)
+    ours, by_rings = (
+        StepCostModel(QWEN.step_model(spec, 4), grid, Simulator(spec)).attention for spec in (H100, rings)
+    )
+    assert ours < by_rings
+
+
+def test_every_emitter_says_what_was_found() -> None:
+    small = job(MIXTRAL | {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2048})
+    found = search(small, H100, Settings(pins=Pins(tp=2, ep=8, etp=1)), progress=lambda *_: None).best
+    megatron = " ".join(EMITTERS["megatron"](small, layout_of(small, found), found))
+    read = from_flags(megatron)
+    assert (read.tp, read.ep, read.etp, read.pp, read.micro_batch, read.global_batch) == (2, 8, 1, 1, 2, 128)
+    assert "--num-experts 8 --moe-router-topk 2" in megatron
+    titan = " ".join(EMITTERS["torchtitan"](small, layout_of(small, found), found))
+    assert "tensor_parallel_degree 2" in titan
+    assert "expert_parallel_degree 8" in titan
+    assert "--mesh.tp 2 --mesh.ep 8 --mesh.etp 1" in " ".join(
+        EMITTERS["moesaic"](small, layout_of(small, found), found)
+    )
+    limited = job(DEEPSEEK_V3 | {"num_hidden_layers": 4, "first_k_dense_replace": 1, "hidden_size": 512})
+    assert "--moe-router-num-groups 8 --moe-router-group-topk 4" in EMITTERS["megatron"](
+        limited, layout_of(limited, found), found
+    )
+    with pytest.raises(
+        InputError, match="torchtitan has no expert tensor parallelism, but the layout has etp 2: pin --etp 1"
+    ):
+        EMITTERS["torchtitan"](small, OthersLayout(ep=4, etp=2), None)
+
+
+@pytest.mark.parametrize("sharded", ["gradients", "parameters"])
+def test_a_stage_of_dense_blocks_alone_needs_less_than_one_with_experts(sharded: Any) -> None:
+    """DeepSeek-V3's first three blocks are dense: of 32 stages the first has none with experts."""
+    found = predict(job(DEEPSEEK_V3), H100, OthersLayout(pp=32, sharded=sharded, global_batch=64))
+    experts = 2 * 256 * 3 * 7168 * 2048 * (2 if sharded == "gradients" else 4)
+    assert experts < found.memory.weights < 1.2 * experts
+
+
+@pytest.mark.parametrize(("schedule", "runs"), [("zb-v", 1), ("1f1b", 4)])
+def test_parts_add_up_where_next_to_nothing_waits_and_stages_are_unlike(schedule: str, runs: int) -> None:
+    """61 blocks on 16 stages: no rank has four blocks and a part of the output, which is what the parts begin with."""
+    layout = OthersLayout(pp=16, ep=2, schedule=schedule, virtual_pp=runs, global_batch=8192)
+    found = predict(job(DEEPSEEK_V3), H100, layout)
+    assert sum(found.estimate.parts.values()) == pytest.approx(found.seconds, rel=1e-9)
+    assert min(found.estimate.parts.values()) > 0
+    assert max(found.estimate.limits.values()) <= found.seconds
+
+
+def test_schedules_of_a_pipeline_wait_as_their_papers_say() -> None:
+    """Backward passes in two halves wait less, and so do pairs; two copies of a stage cost twice its memory."""
+    of = {
+        name: predict(QWEN, H100, OthersLayout(pp=4, ep=8, global_batch=128, overlapped=True, schedule=name))
+        for name in ("1f1b", "zb-h1", "zb-v", "dualpipev", "dualpipe")
+    }
+    waiting = {name: found.estimate.parts["pipeline"] for name, found in of.items()}
+    assert waiting["zb-v"] < waiting["zb-h1"] < waiting["1f1b"]
+    apart = predict(QWEN, H100, OthersLayout(pp=4, ep=8, global_batch=128)).seconds
+    assert max(of["dualpipe"].seconds, of["dualpipev"].seconds) < apart
+    # Each rank has a run near the embedding and one near the output, so that of both there is one on all ranks, or halves.
+    shape, whole = QWEN.model, of["1f1b"].memory.weights
+    assert of["dualpipe"].memory.weights == pytest.approx(2 * whole, rel=0.1)
+    assert of["zb-v"].memory.weights == pytest.approx(whole + 2 * shape.vocab * shape.dim, rel=1e-6)
+    # The last rank keeps as much as the first, and has the output besides.
+    logits = 2048 * shape.vocab * 4
+    assert of["zb-h1"].memory == replace(of["1f1b"].memory, buffers=of["1f1b"].memory.buffers + logits)
+
+
+def test_the_rank_that_needs_most_decides_memory() -> None:
+    """Of two stages of 24 blocks the first keeps two micro-batches, the last one and the output."""
+    found = predict(QWEN, H100, OthersLayout(pp=2, ep=8, global_batch=128)).memory
+    one = predict(QWEN, H100, OthersLayout(ep=8, global_batch=128)).memory
+    shape = QWEN.model
+    assert found.activations == pytest.approx(one.activations)  # half the blocks, twice
+    assert found.weights == pytest.approx(one.weights / 2)
+    assert one.buffers - found.buffers == pytest.approx(2048 * shape.vocab * 4)
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "table"),
+    [
+        ("layernorm", lambda shape: 2 * shape.dim * shape.num_layers, QWEN3_30B),
+        ("moe_act", lambda shape: shape.moe.top_k * shape.moe.hidden * shape.num_layers, QWEN3_30B),
+        ("core_attn", lambda shape: 0, QWEN3_30B),
+        ("mla_up_proj", lambda shape: 128 * (192 + 192 + 128) * shape.num_layers, DEEPSEEK_V3),
+        ("mlp", lambda shape: 3 * 18432 * 3, DEEPSEEK_V3),
+        ("shared_experts", lambda shape: 3 * 2048 * (shape.num_layers - 3), DEEPSEEK_V3),
+    ],
+)
+def test_what_is_computed_again_is_not_kept_and_takes_time(part: Any, values: Any, table: dict[str, Any]) -> None:
+    """2,048 tokens of a rank, two bytes a value."""
+    of = job(table)
+    plain, again = (predict(of, H100, OthersLayout(ep=8, recompute=parts)) for parts in ((), (part,)))
+    assert plain.memory.activations - again.memory.activations == pytest.approx(2048 * 2 * values(of.model))
+    assert plain.seconds < again.seconds < predict(of, H100, OthersLayout(ep=8, recompute=("block",))).seconds
+
+
+def test_an_moe_layer_that_is_computed_again_keeps_its_input_and_sends_everything_twice() -> None:
+    plain, again = (predict(QWEN, H100, OthersLayout(ep=32, recompute=parts)) for parts in ((), ("moe",)))
+    assert again.estimate.parts["moe forward"] == pytest.approx(2 * plain.estimate.parts["moe forward"])
+    assert again.estimate.parts["attention"] == plain.estimate.parts["attention"]
+    assert again.memory.activations < 0.5 * plain.memory.activations
+
+
+def test_low_rank_attention_keeps_what_its_tensors_add_up_to() -> None:
+    """Bytes per token of MLA beside its norms' inputs, with fused scores, tensor by tensor: 2 h of input, 4 (d_cq + d_c) of low
+    ranks before and after their norms, 2 d_R of the shared key, 8 n d + 4 n d_R of queries, keys, values and the result."""
+    shape = read_shape(DEEPSEEK_V3, "config.json", seq_len=4096)
+    by_hand = 2 * 7168 + 4 * (1536 + 512) + 2 * 64 + 8 * 128 * 128 + 4 * 128 * 64
+    assert 2 * shape.attention["attention_kept"] == pytest.approx(by_hand)
+    plain = predict(job(DEEPSEEK_V3), H100, OthersLayout(ep=8)).memory.activations
+    narrow = {**shape.attention, "attention_kept": shape.attention["attention_kept"] - 1000}
+    less = replace(job(DEEPSEEK_V3), model=replace(job(DEEPSEEK_V3).model, attention=narrow))
+    assert plain - predict(less, H100, OthersLayout(ep=8)).memory.activations == pytest.approx(2048 * 2 * 1000 * 61)
+
+
+def test_copies_of_what_lies_in_parts_need_more_memory_and_reduce_once_more() -> None:
+    """HSDP: parts of a quarter as many ranks; what is gathered stays in fewer ranks, gradients meet once more."""
+    plain = OthersLayout(ep=8, global_batch=320, sharded="parameters")
+    one, four = (predict(QWEN, H100, replace(plain, replicas=replicas)) for replicas in (1, 4))
+    for part in ("weights", "gradients", "optimizer"):
+        assert getattr(four.memory, part) == pytest.approx(4 * getattr(one.memory, part))
+    assert four.memory.activations == pytest.approx(one.memory.activations)
+    optimizers = [predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, replicas=each)) for each in (1, 4)]
+    assert optimizers[1].memory.optimizer == pytest.approx(4 * optimizers[0].memory.optimizer)
+    assert optimizers[1].memory.weights == optimizers[0].memory.weights
+    with pytest.raises(InputError, match="3 replicas of the shards do not divide 32 data-parallel groups"):
+        predict(QWEN, H100, replace(plain, replicas=3))
+
+
+def test_copies_gather_over_fewer_ranks_and_add_up_over_the_others() -> None:
+    """Eight ranks of a node have the parts, four nodes the copies: parameters stay inside nodes, parts of gradients leave."""
+    model = replace(QWEN.step_model(H100, 32), sharded="parameters")
+    grid, size = Grid(world=32, ranks_per_node=8), 1e9
+    inside = reduce_seconds(H100, grid, size, 1, 8)
+    assert inside < reduce_seconds(H100, grid, size, 1, 32)
+    around = StepCostModel(replace(model, replicas=4), grid, Simulator(H100))
+    dense, experts = (count * 4 for count in around._block_parameters)
+    copied = reduce_seconds(H100, grid, dense / 8, 8, 4) + reduce_seconds(H100, grid, experts / 8, 8, 4)
+    gathered = reduce_seconds(H100, grid, dense, 1, 8) / 2 + reduce_seconds(H100, grid, experts, 1, 8) / 2
+    ends = around.sharding["ends"]
+    assert sum(around.sharding.values()) - ends == pytest.approx(48 * (3 * gathered + copied))
+
+
+def test_narrow_products_are_faster_but_not_by_all_of_their_rate() -> None:
+    """Only products with parameters are narrow, and their inputs are cast: scores, norms and messages take as long."""
+    wide, narrow = (
+        predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, precision=each)) for each in ("bf16", "fp8")
+    )
+    rates = H100.device.tflops
+    assert wide.seconds / narrow.seconds < rates.fp8 / rates.bf16
+    sent = {name: seconds for name, seconds in wide.estimate.limits.items() if "inside" in name or "nvlink" in name}
+    assert sent
+    assert sent.items() <= narrow.estimate.limits.items()
+    assert narrow.estimate.parts["attention"] < wide.estimate.parts["attention"]
+    with pytest.raises(InputError, match=r"cluster\.device\.tflops\.mxfp8 is not given"):
+        predict(QWEN, H100, OthersLayout(ep=8, precision="mxfp8"))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_no_step_is_shorter_than_its_bound_where_products_are_narrow(precision: Any) -> None:
+    of, b200 = job(MIXTRAL), read_cluster("dgx-b200", nodes=2)
+    wide, narrow = (
+        predict(of, b200, OthersLayout(ep=8, global_batch=512, precision=each)) for each in ("bf16", precision)
+    )
+    assert narrow.bound_seconds <= narrow.seconds
+    assert narrow.bound_seconds < wide.bound_seconds
+
+
+def test_what_nobody_measured_of_narrow_products_is_an_interval() -> None:
+    """A preset's rate times 0.78 to 1.2; steps are not off by all of it, since not all of a step is products."""
+    narrow = OthersLayout(ep=8, global_batch=320, precision="fp8")
+    fast, slow = longer_by_narrow_rate(QWEN, H100, narrow)
+    assert 1 / 1.2 < fast < 1 < slow < 1 / 0.78
+    assert longer_by_narrow_rate(QWEN, H100, replace(narrow, precision="bf16")) == (1.0, 1.0)
+    known = replace(H100, device=replace(H100.device, narrow_between=()))
+    assert longer_by_narrow_rate(QWEN, known, narrow) == (1.0, 1.0)
+    with pytest.raises(InputError, match=r"narrow_between=\[1\.0\]: give two numbers above 0, or none"):
+        replace(H100.device, narrow_between=(1.0,))
+    b200 = read_cluster("dgx-b200", nodes=4)
+    assert (
+        predict(QWEN, b200, replace(narrow, precision="mxfp8")).seconds
+        < predict(QWEN, b200, OthersLayout(ep=8, global_batch=320)).seconds
+    )
+
+
+LAYOUTS = [
+    OthersLayout(ep=8, pp=4, schedule="zb-h1", micro_batch=2, global_batch=512),
+    OthersLayout(ep=8, pp=4, schedule="zb-v", cp=2, recompute=("core_attn", "moe_act", "layernorm")),
+    OthersLayout(ep=8, etp=2, tp=4, replicas=2, precision="fp8", mtp=1, recompute=("block",)),
+    OthersLayout(ep=16, pp=2, virtual_pp=4, sharded="gradients", overlapped=True, all_to_all="deepep"),
+    OthersLayout(ep=16, precision="mxfp8", schedule="dualpipev", pp=2, sharded="none"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.schedule}-{layout.precision}-{layout.sharded}")
+def test_megatron_says_a_layout_and_reads_it_back(layout: OthersLayout) -> None:
+    assert from_flags(" ".join(EMITTERS["megatron"](QWEN, layout, None))) == layout
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        OthersLayout(ep=8, sharded="parameters", local_batch=4, micro_batch=4, replicas=2, recompute=("block",)),
+        OthersLayout(ep=8, pp=2, schedule="zb-v", sharded="gradients", local_batch=8, micro_batch=1, tp=2, cp=2),
+        OthersLayout(
+            ep=8, pp=2, schedule="dualpipev", sharded="gradients", local_batch=8, micro_batch=2, global_batch=64
+        ),
+    ],
+    ids=lambda layout: f"{layout.schedule}-{layout.sharded}",
+)
+def test_torchtitan_says_a_layout_and_reads_it_back(layout: OthersLayout) -> None:
+    assert from_flags(" ".join(EMITTERS["torchtitan"](QWEN, layout, None))) == layout
+
+
+@pytest.mark.parametrize(
+    ("system", "layout", "words"),
+    [
+        (
+            "megatron",
+            OthersLayout(pp=2, schedule="dualpipe"),
+            "--emit megatron: megatron does not support schedule='dualpipe'",
+        ),
+        ("torchtitan", OthersLayout(recompute=("moe",)), "torchtitan does not support recompute=('moe',)"),
+        ("torchtitan", OthersLayout(precision="fp8"), "torchtitan does not support precision='fp8': choose 'bf16'"),
+        (
+            "moesaic",
+            OthersLayout(pp=2, schedule="zb-h1"),
+            "does not support schedule='zb-h1': choose '1f1b', or another system",
+        ),
+    ],
+)
+def test_what_a_system_has_not_is_one_line(system: str, layout: OthersLayout, words: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        EMITTERS[system](QWEN, layout, None)
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--recompute-modules --bf16", "--recompute-modules is empty: name at least one of block, core_attn"),
+        ("--recompute-modules attention", "recompute='attention': choose from block, core_attn"),
+        ("--fp8-recipe int8", "--fp8-recipe='int8': choose one of delayed, tensorwise, blockwise, mxfp8"),
+        ("--parallelism.pipeline_parallel_schedule GPipe", "choose one of 1F1B, Interleaved1F1B"),
+        ("--activation_checkpoint.mode memory_budget", "choose one of none, full, selective"),
+        ("activation-checkpoint:memory-budget", "choose one of none, full, selective"),
+    ],
+)
+def test_values_that_no_flag_takes_are_one_line(flags: str, words: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        from_flags(flags)
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_automodel_is_told_what_its_recipes_have() -> None:
+    layout = OthersLayout(
+        pp=4, virtual_pp=2, ep=8, cp=2, replicas=2, global_batch=512, recompute=("block",), all_to_all="multicast"
+    )
+    assert EMITTERS["automodel"](QWEN, layout, None) == [
+        "--distributed.strategy fsdp2",
+        "--distributed.tp_size 1",
+        "--distributed.cp_size 2",
+        "--distributed.pp_size 4",
+        "--distributed.ep_size 8",
+        "--distributed.dp_replicate_size 2",
+        "--step_scheduler.local_batch_size 4",
+        "--dataset.seq_length 2048",
+        "--step_scheduler.global_batch_size 512",
+        "--distributed.activation_checkpointing true",
+        "--model.backend.dispatcher deepep",
+        "--distributed.pipeline.pp_schedule interleaved1f1b",
+        "--distributed.pipeline.pp_microbatch_size 1",
+    ]
+    with pytest.raises(
+        InputError, match="--emit automodel: automodel does not support etp=2: choose 1, or another system"
+    ):
+        EMITTERS["automodel"](QWEN, OthersLayout(ep=4, etp=2), None)

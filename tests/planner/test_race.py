@@ -1,0 +1,133 @@
+"""The plan table that knows nothing beforehand: it times all plans, and again when times drift. Times are made up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from moesaic.errors import InputError
+from moesaic.planner.table import PlanTable, Race, TableSettings
+from moesaic.program.plan import Plan
+
+PLANS = tuple(Plan(chunks=chunks) for chunks in range(1, 9))
+SETTINGS = TableSettings(race=True)
+LIMIT = 60
+"""Steps within which the best plan must be found."""
+
+
+def drive(made: PlanTable, seconds: Callable[[int, int], float], steps: int) -> list[int]:
+    """Take steps in which a plan takes seconds(step, plan); returns the plans that ran."""
+    ran = []
+    for step in range(steps):
+        ran.append(made.choose(0.0))
+        made.record(seconds(step, ran[-1]), load=float(step))
+    return ran
+
+
+def table(plans: tuple[Plan, ...] = PLANS, settings: TableSettings = SETTINGS) -> PlanTable:
+    return PlanTable(plans, lambda _: [1.0] * len(plans), settings)
+
+
+@pytest.mark.parametrize("best", range(8))
+def test_it_ends_on_the_best_plan_whichever_that_is(best):
+    made = table()
+    ran = drive(made, lambda _, plan: 1.0 + 0.04 * ((plan - best) % 8), 300)
+    assert set(ran[LIMIT:]) == {best}
+    assert set(ran[:LIMIT]) == set(range(8)), "all were timed"
+    assert not made.is_racing
+    assert made.races == 1
+    assert made.decisions[-1].why == "fastest"
+
+
+def test_only_a_few_steps_are_spent_on_slow_plans():
+    made = table()
+    ran = drive(made, lambda _, plan: 1.0 + plan, 200)
+    assert [ran.count(plan) for plan in range(4, 8)] == [3] * 4
+    assert made.explored <= 52
+    assert ran.index(0, 40) < LIMIT
+
+
+def noisy(seed: int) -> Callable[[float], float]:
+    """Return what turns a time into a measured one: 4 % of noise, and one step in twenty that takes twice as long."""
+    draw = random.Random(seed)
+    return lambda seconds: seconds * draw.lognormvariate(0.0, 0.04) * (2.0 if draw.random() < 0.05 else 1.0)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_under_noise_it_ends_within_three_percent_of_the_best(changes):
+    runs = 200
+    over = [end_under_noise(seed, changes) for seed in range(runs)]
+    assert sum(each <= 1.03 for each in over) >= 0.95 * runs, sorted(over)[::10]
+
+
+def end_under_noise(seed: int, changes: bool) -> float:
+    """Return the time of the plan that runs in the end over that of the best one."""
+    draw, moment = random.Random(1000 + seed), LIMIT + 30
+    before, after = ([draw.uniform(1.0, 1.6) for _ in PLANS] for _ in range(2))
+    after = [2.0 * each for each in after] if changes else before
+    noise = noisy(seed)
+    ran = drive(table(), lambda step, plan: noise((before if step < moment else after)[plan]), moment + LIMIT + 1)
+    return after[ran[-1]] / min(after)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.3, 3.0])
+def test_when_the_link_changes_it_tries_again_and_ends_on_the_new_best(factor):
+    made, moment = table(), 100
+    before, after = [1.0 + 0.05 * plan for plan in range(8)], [factor * (1.5 - 0.05 * plan) for plan in range(8)]
+    ran = drive(made, lambda step, plan: (before if step < moment else after)[plan], moment + 300)
+    assert ran[moment - 1] == 0
+    assert set(ran[moment + LIMIT :]) == {7}
+    assert made.races == 2
+
+
+def test_a_change_while_plans_are_timed_starts_the_race_anew():
+    def seconds(moment: int, step: int, plan: int) -> float:
+        return 1.0 + 0.05 * plan if step < moment else 3.0 - 0.05 * plan
+
+    for moment in range(26, 50):
+        assert drive(table(), partial(seconds, moment), 200)[-1] == 7, moment
+
+
+def test_steps_that_only_vary_start_no_race():
+    made, noise = table(), noisy(7)
+    drive(made, lambda _, plan: noise(1.0 + 0.1 * plan), 2000)
+    assert made.races == 1
+
+
+def test_ranks_that_are_told_the_same_choose_the_same():
+    seconds = [noisy(3)(1.0 + 0.03 * (step % 5)) for step in range(400)]
+    runs = [drive(table(), lambda step, plan: seconds[step] * (1 + 0.1 * plan), 400) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_fewer_plans_take_fewer_steps(count):
+    made = table(PLANS[:count])
+    ran = drive(made, lambda _, plan: 2.0 - 0.1 * plan, 100)
+    assert ran[-1] == count - 1
+    assert made.explored <= 52
+    assert (made.explored == 0) == (count == 1)
+
+
+def test_what_it_measured_is_kept_with_the_run():
+    made = table()
+    drive(made, lambda _, plan: 1.0 + plan, 80)
+    assert made.estimates(0)[0] == pytest.approx(1.0, rel=0.6)
+    again = table()
+    again.restore(made.state())
+    assert again.is_racing, "the machine may be another one"
+    assert again.steps == made.steps
+
+
+def test_a_race_of_one_is_over():
+    race = Race([4], 0.1)
+    assert race.next() is None
+    assert race.left == [4]
+
+
+def test_a_drift_that_is_no_share_is_refused():
+    with pytest.raises(InputError, match=r"drift=1.5: choose a share of at least 0 and below 1"):
+        TableSettings(drift=1.5)

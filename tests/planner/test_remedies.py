@@ -1,0 +1,105 @@
+"""What would make a model fit: changes that do say so, and a search under them finds a layout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from plan.hub_configs import QWEN3_30B
+
+from moesaic.planner.answer import in_words, remedies
+from moesaic.planner.candidates import Pins, layouts
+from moesaic.planner.cluster import ClusterSpec, read_cluster
+from moesaic.planner.hub import read_shape
+from moesaic.planner.memory import FRAGMENTED, GIB, usable_bytes
+from moesaic.planner.model import DataShape, Job
+from moesaic.planner.search import LOSSLESS, Settings, TooLargeError, search, smallest_layout
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.step import StepCostModel
+
+SHAPE = read_shape({**QWEN3_30B, "num_hidden_layers": 6}, "config.json", seq_len=8192)
+SPACE = replace(
+    LOSSLESS, all_to_alls=("linear",), chunks=(1,), orders=("fifo",), overlap_gather=(False,), gather_weights=(0,)
+)
+FEW = Settings(space=SPACE, pins=Pins(tp=1, etp=1), keep=1, refine=1, give_up=1.0)
+MEMORY = 12.0
+"""GiB of a device."""
+
+
+def job(world: int) -> Job:
+    return Job(batch_size=world, accumulation=4, model=SHAPE, data=DataShape(vocab_size=SHAPE.vocab))
+
+
+def on(memory_gib: float, nodes: int = 1) -> ClusterSpec:
+    cluster = read_cluster("dgx-h100", nodes=nodes)
+    return replace(cluster, device=replace(cluster.device, memory_gib=memory_gib))
+
+
+def test_a_change_that_is_said_to_fit_does() -> None:
+    cluster = on(MEMORY)
+    with pytest.raises(TooLargeError):
+        search(job(8), cluster, FEW)
+
+    def larger(count: int) -> tuple[Job, ClusterSpec]:
+        return job(count), on(MEMORY, count // 8)
+
+    found = remedies(job(8), cluster, FEW, larger)
+    by_name = {each.what: each for each in found}
+    assert [each.fits for each in found] == sorted((each.fits for each in found), reverse=True)
+    more = next(each for name, each in by_name.items() if "devices, blocks recomputed" in name)
+    world = int(more.what.split()[0])
+    assert more.fits
+    again = replace(job(world), model=replace(SHAPE, checkpoint_activations=True))
+    best = search(again, on(MEMORY, world // 8), FEW).best
+    assert best.memory.total <= usable_bytes(on(MEMORY), 1.0)
+    assert best.memory.total >= more.num_bytes * 0.999, "what is told is the least"
+    if world > 16:
+        half = replace(job(world // 2), model=again.model)
+        with pytest.raises(TooLargeError):
+            search(half, on(MEMORY, world // 16), FEW)
+    gib = next(each for name, each in by_name.items() if name.startswith("devices of "))
+    enough = float(gib.what.split()[2])
+    assert search(replace(job(8), model=again.model), on(enough), FEW).best.memory.total <= usable_bytes(
+        on(enough), 1.0
+    )
+
+
+def test_what_the_smallest_layout_needs_is_what_the_advice_says() -> None:
+    """On devices that no lower bound fits, and on those that bounds fit and plans do not."""
+    recomputed = replace(job(8), model=replace(SHAPE, checkpoint_activations=True))
+    needed = smallest_layout(
+        [
+            StepCostModel(recomputed.step_model(on(MEMORY), grid.dp), grid, Simulator(on(MEMORY)))
+            for grid in layouts(recomputed, on(MEMORY), FEW.pins)
+        ]
+    )[1]
+    enough = needed * FRAGMENTED / GIB + FEW.reserve_gib
+    for memory_gib in (MEMORY, enough - 0.01):
+        with pytest.raises(TooLargeError) as refusal:
+            search(recomputed, on(memory_gib), FEW)
+        said = str(refusal.value)
+        assert (
+            f"ranks, even with blocks recomputed: the smallest, tp 1, ep 8, etp 1, needs at least {needed / GIB:.1f} GiB,"
+            in said
+        )
+        assert f" in reserve: {enough - memory_gib:.1f} more than" in said
+        assert refusal.value.job == recomputed
+        advice = in_words(remedies(refusal.value.job, on(memory_gib), FEW))
+        assert f"devices of {math.ceil(enough)} GiB, blocks recomputed ({needed / GIB:.1f} GiB)" in advice
+    assert search(recomputed, on(enough + 0.01), FEW).best.memory.total == pytest.approx(needed)
+
+
+def test_changes_are_told_with_what_a_rank_then_needs() -> None:
+    found = remedies(job(8), on(MEMORY), FEW)
+    words = in_words(found)
+    assert words.startswith("what fits: ")
+    assert "; not enough alone: " in words
+    for each in found:
+        assert f"{each.what} ({each.num_bytes / GIB:.1f}" in words
+
+
+def test_pins_that_are_in_the_way_are_named() -> None:
+    assert any(each.what == "sizes of axes left free" for each in remedies(job(8), on(MEMORY), FEW))
+    free = replace(FEW, pins=Pins())
+    assert not any(each.what == "sizes of axes left free" for each in remedies(job(8), on(MEMORY), free))

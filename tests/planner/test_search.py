@@ -1,0 +1,267 @@
+"""The search: layouts that fit, floors that hold, memory that counts, the best plan near the best of all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cost.clusters import DEVICE, flat, tree
+
+from moesaic.errors import InputError
+from moesaic.planner.candidates import Pins, SearchSpace, layouts
+from moesaic.planner.memory import GIB
+from moesaic.planner.model import DataShape, Job
+from moesaic.planner.search import LOSSLESS, LOSSY, Result, Settings, TooLargeError, neighbours, search
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.step import StepCostModel
+from moesaic.program.compile import compile_plan
+from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
+from moesaic.program.text import to_text
+from moesaic.shapes import ModelShape, MoEShape
+
+JOB = Job(
+    batch_size=16,
+    model=ModelShape(
+        dim=256,
+        num_layers=4,
+        num_heads=4,
+        seq_len=256,
+        ffn="moe:2",
+        moe=MoEShape(num_experts=8, hidden=512, shared_hidden=64),
+    ),
+    data=DataShape(vocab_size=1000),
+)
+CLUSTER = flat(2, 4, intra=400, inter=40, intra_us=2, inter_us=5, device=DEVICE)
+SMALL = SearchSpace(
+    schedules=("s1", "s2"), gather_weights=(), chunks=(1, 2), overlap_gather=(False,),
+    all_to_alls=("linear", "hier2d", "multicast"),
+)  # fmt: skip
+
+
+def found(job: Job = JOB, cluster=CLUSTER, **settings: object) -> Result:
+    return search(job, cluster, Settings(**{"space": SMALL, "keep": 1000, "refine": 2, **settings}))  # type: ignore[arg-type]
+
+
+def test_layouts_are_the_meshes_that_divide_everything() -> None:
+    grids = layouts(JOB, CLUSTER)
+    assert len(grids) == len(set(grids))
+    sizes = {(grid.tp, grid.ep, grid.etp, grid.innermost) for grid in grids}
+    expected = {
+        (tp, ep, etp, inner)
+        for tp in (1, 2, 4) for ep in (1, 2, 4, 8) for etp in (1, 2, 4, 8)
+        for inner in (("etp", "ep") if ep > 1 and etp > 1 else ("etp",)) if ep * etp <= 8
+    }  # fmt: skip
+    assert sizes == expected
+    assert all(grid.ranks_per_node == 4 for grid in grids)
+    fewer = {(grid.tp, grid.ep) for grid in layouts(replace(JOB, batch_size=4), CLUSTER)}
+    assert {tp for tp, _ in fewer} == {2, 4}, "eight groups want eight sequences"
+    odd = replace(JOB, model=replace(JOB.model, ffn="moe", moe=MoEShape(num_experts=6, hidden=512)))
+    assert {grid.ep for grid in layouts(odd, CLUSTER)} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("pins", "words"),
+    [
+        (Pins(ep=16), "no layout of 8 ranks: ep 16 does not divide them"),
+        (Pins(tp=8), r"tp 8, .*: mesh.tp=8 does not divide model.num_heads=4"),
+    ],
+)
+def test_an_empty_space_of_layouts_is_one_line(pins: Pins, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        layouts(JOB, CLUSTER, pins)
+    with pytest.raises(
+        InputError, match=r"the data-parallel groups, 2 does not divide batch_size=3|8 does not divide batch"
+    ):
+        layouts(replace(JOB, batch_size=3), CLUSTER, Pins(tp=4))
+
+
+@pytest.mark.parametrize("cluster", [CLUSTER, tree(4, 2), tree(2, 4, leaf=False)], ids=lambda spec: spec.name)
+def test_no_plan_goes_below_the_floor_of_its_layout(cluster) -> None:
+    simulator = Simulator(cluster)
+    tried = 0
+    for grid in layouts(JOB, cluster):
+        around = StepCostModel(JOB.step_model(cluster, grid.dp), grid, simulator)
+        for plan in (Plan(), Plan(schedule="s2"), Plan(chunks=2), Plan(gather_weights=0), Plan(all_to_all="multicast")):
+            try:
+                compiled = compile_plan(plan, grid)
+            except InputError:
+                continue
+            programs = (compiled.forward, compiled.backward)
+            there, back = (simulator.run(each, around.model.layer, compiled.grid) for each in programs)
+            estimate = around.estimate(there, back)
+            assert estimate.seconds >= around.floor() * (1 - 1e-9), (grid, plan)
+            assert estimate.seconds >= around.compute_bound * (1 - 1e-9), (grid, plan)
+            assert sum(estimate.parts.values()) == pytest.approx(estimate.seconds)
+            assert around.floor(compression=8.0) <= around.floor()
+            tried += 1
+    assert tried > 60
+
+
+def test_the_best_is_near_the_best_of_all_combinations() -> None:
+    pins = Pins(innermost="etp", tp=2)
+    for cluster in (CLUSTER, tree(2, 4, leaf=False)):
+        quick, full = found(cluster=cluster, pins=pins), found(cluster=cluster, pins=pins, exhaustive=True, refine=1000)
+        assert quick.best.seconds <= 1.01 * full.best.seconds
+        assert full.best.seconds <= quick.best.seconds
+        assert quick.num_simulated < full.num_simulated
+
+
+@pytest.mark.parametrize(("ep", "etp", "top_k"), [(2, 4, 2), (4, 2, 4)])
+def test_choices_that_go_only_together_are_found(ep: int, etp: int, top_k: int) -> None:
+    """Multicast is best with S1 and S2 and does not go with S3, so no single choice leads from there to S3, the best."""
+    moe = MoEShape(num_experts=8, hidden=1024, top_k=top_k)
+    job = replace(JOB, model=replace(JOB.model, ffn="moe", moe=moe))
+    cluster = flat(2, 4, intra=1000, inter=200, intra_us=2, inter_us=5, device=DEVICE)
+    space = replace(SMALL, schedules=("s1", "s2", "s3"), chunks=(1, 2, 4))
+    how = {"space": space, "cluster": cluster, "pins": Pins(tp=1, ep=ep, etp=etp, innermost="etp")}
+    quick, full = found(job, **how), found(job, exhaustive=True, **how)
+    assert quick.best.plan.schedule == "s3"
+    assert quick.best.seconds == full.best.seconds
+
+
+def test_leaving_layouts_out_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = found(refine=1)
+    monkeypatch.setattr(StepCostModel, "floor", lambda *_, **__: 0.0)
+    slow = found(refine=1)
+    assert (slow.num_left_out, quick.num_left_out > 0) == (0, True)
+    assert quick.best.seconds == slow.best.seconds
+
+
+def test_a_ranking_is_in_order_and_says_each_time_once() -> None:
+    result = found()
+    seconds = [each.seconds for each in result.ranking]
+    assert seconds == sorted(seconds)
+    keys = [(each.grid, f"{each.seconds:.6g}") for each in result.ranking]
+    assert len(keys) == len(set(keys))
+    assert all(each.seconds >= each.bound_seconds * (1 - 1e-9) for each in result.ranking)
+    assert result.bound_seconds <= min(each.bound_seconds for each in result.ranking)
+
+
+def test_memory_decides_and_the_refusal_says_by_how_much() -> None:
+    everything = found()
+    needs = sorted(each.memory.total for each in everything.ranking)
+    limit = needs[len(needs) // 4]
+    some = found(cluster=with_memory(limit / GIB + 1))
+    assert some.ranking
+    assert all(each.memory.total <= limit * (1 + 1e-9) for each in some.ranking)
+    with pytest.raises(TooLargeError) as refusal:
+        found(cluster=with_memory(1.01))
+    assert refusal.value.grid.world == 8
+    text = str(refusal.value)
+    assert "the model fits no layout of 8 ranks: the smallest, tp" in text
+    assert "more than a device of flat has (1.01)" in text
+    assert "\n" not in text
+    over = float(text.split(" in reserve: ")[1].split(" more")[0])
+    needed = float(text.split(" needs at least ")[1].split(" GiB")[0])
+    assert over == pytest.approx(needed + 1 - 1.01, abs=0.11)
+
+
+def with_memory(gib: float):
+    return replace(CLUSTER, device=replace(DEVICE, memory_gib=gib))
+
+
+def test_parameters_lie_in_parts_on_all_ranks() -> None:
+    simulator = Simulator(CLUSTER)
+    model = JOB.step_model(CLUSTER, 8)
+    shared = 2 * 64 * 3 * 256
+    for ep, etp in ((1, 1), (4, 1), (4, 2)):
+        grid = Grid(world=8, ep=ep, etp=etp, ranks_per_node=4)
+        made = compile_plan(Plan(), grid)
+        memory = StepCostModel(model, grid, simulator).memory(made.forward, made.backward, grid)
+        held = (model.dense_parameters + shared + model.expert_parameters) / 8
+        assert memory.weights == pytest.approx(4 * held)
+        assert memory.optimizer == pytest.approx(8 * held)
+
+
+def test_whole_experts_win_where_links_are_slow_and_tokens_many() -> None:
+    few = replace(JOB, model=replace(JOB.model, ffn="moe", moe=MoEShape(num_experts=2, hidden=32)))
+    many = replace(few, batch_size=256)
+    slow = flat(2, 4, intra=40, inter=1, device=DEVICE)
+    result = found(many, slow)
+    assert result.best.grid.ep == 1
+    assert result.by_ep[1].best == result.best
+    large = replace(JOB, model=replace(JOB.model, ffn="moe", moe=MoEShape(num_experts=8, hidden=4096)), batch_size=8)
+    result = found(large, slow)
+    assert result.best.grid.ep > 1
+    one = result.by_ep[1].best
+    assert one is not None, "whole experts are always judged"
+    assert one.seconds > result.best.seconds
+    assert one.seconds >= result.by_ep[1].floor_seconds
+
+
+def test_lossy_codecs_are_found_only_where_they_are_listed() -> None:
+    pins, slow = Pins(tp=1, ep=8), flat(2, 4, inter=1, device=DEVICE)
+    lossless = found(space=LOSSLESS, cluster=slow, pins=pins)
+    assert all(each.plan.is_lossless for each in lossless.ranking)
+    lossy = found(space=replace(SMALL, codecs=LOSSY, backward_codecs=LOSSY), cluster=slow, pins=pins)
+    assert "none" not in (lossy.best.plan.codec, lossy.best.plan.backward_codec)
+    assert lossy.best.seconds < 0.95 * lossless.best.seconds
+
+
+def test_a_space_that_fits_no_layout_is_one_line() -> None:
+    space = replace(SMALL, schedules=("ted",))
+    with pytest.raises(InputError, match=r"no plan of the search space fits any layout; the last one: .*ted"):
+        found(space=space, pins=Pins(tp=2, ep=8, etp=1))
+
+
+def test_counts_rank_anew() -> None:
+    how = Settings(space=SMALL, keep=3, refine=1, pins=Pins(tp=1, etp=1))
+    even, counts = search(JOB, CLUSTER, how), np.zeros((8, 8), dtype=np.int64)
+    counts[:, 0] = 9
+    counts[:, 1:] = 1
+    skewed = search(JOB, CLUSTER, how, counts=[counts])
+    assert skewed.best.seconds > even.best.seconds
+    both = search(JOB, CLUSTER, how, counts=[counts, np.ones((8, 8), dtype=np.int64)])
+    assert even.best.seconds < both.best.seconds < skewed.best.seconds
+    with pytest.raises(InputError, match=r"counts of shape \(8, 3\) .* do not fit 8 experts"):
+        search(JOB, CLUSTER, how, counts=[np.ones((8, 3), dtype=np.int64)])
+
+
+def test_neighbours_differ_in_one_choice() -> None:
+    grid = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
+    plan = Plan(schedule="s2")
+    near = list(neighbours(plan, LOSSLESS, grid))
+    assert len(near) == len(set(near))
+    for other in near:
+        assert sum(getattr(plan, name) != getattr(other, name) for name in vars(plan)) == 1
+    assert {other.gather_weights for other in near} == {None, 0, 1}
+    assert {other.chunks for other in near} == {1, 2, 4, 8}
+    pairs = list(neighbours(plan, LOSSLESS, grid, 2))
+    assert len(pairs) == len(set(pairs))
+    for other in pairs:
+        assert sum(getattr(plan, name) != getattr(other, name) for name in vars(plan)) == 2
+    assert Plan(schedule="s3", all_to_all="hier2d") in pairs
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(schedule="s2", all_to_all="hier2d"), Plan(all_to_all="multicast"), Plan(schedule="baseline", chunks=2),
+        Plan(gather_weights=1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_programs_are_the_same_on_one_copy_of_the_experts(plan: Plan) -> None:
+    for tp, ep, etp in ((1, 4, 2), (2, 2, 4), (4, 8, 2)):
+        grid = Grid(world=64, tp=tp, ep=ep, etp=etp, ranks_per_node=8)
+        small = replace(grid, world=grid.period)
+        assert small.world == max(8, math.lcm(tp, ep * etp))
+        one, other = compile_plan(plan, grid), compile_plan(plan, small)
+        assert to_text(one.forward) == to_text(other.forward)
+        assert to_text(one.backward) == to_text(other.backward)
+        assert replace(one.grid, world=small.world) == other.grid
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[str, int, int]] = []
+    search(JOB, CLUSTER, Settings(space=SMALL, refine=1), progress=lambda *each: told.append(each))
+    assert {what for what, _, _ in told} == {
+        "bounding layouts",
+        "judging layouts",
+        "changing choices",
+        "changing pairs of choices",
+    }
+    assert all(0 <= done < total for _, done, total in told)

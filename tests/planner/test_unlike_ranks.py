@@ -1,0 +1,81 @@
+"""Ranks that start late or compute slowly, checked by hand. Equal ranks give bit-identical results with and without
+skew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cost.clusters import FREE, flat
+
+from moesaic.configfile import as_json
+from moesaic.errors import InputError
+from moesaic.planner.call_sizes import sizes_of
+from moesaic.planner.cluster import ClusterSpec, Device, RankSkew, Tflops, read_cluster
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.timing import Simulated, SpecTiming
+from moesaic.planner.workload import Workload
+from moesaic.program.compile import compile_plan
+from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
+
+GRID = Grid(world=4, ep=4, ranks_per_node=4)
+LAYER = Workload(tokens=64, num_experts=4, top_k=2, dim=16, hidden=32)
+PRODUCTS = replace(FREE, tflops=Tflops(bf16=1e-3))
+"""A device with 10^9 operations per second and instant copies."""
+
+
+def run(device: Device = FREE, late: tuple[float, ...] | None = None, speeds: tuple[float, ...] = ()) -> Simulated:
+    """Return a layer's forward pass on one node, with every rank simulated separately."""
+    spec = replace(flat(1, 4, device=device), speeds=speeds)
+    program = compile_plan(Plan(order="fifo"), GRID).forward
+    timing = SpecTiming(spec, late=None if late is None else np.array(late))
+    sizes = sizes_of(program, LAYER, GRID)
+    return Simulator(spec, timing=timing).run(program, LAYER, GRID, sizes=sizes)
+
+
+def test_all_wait_for_the_rank_that_comes_last() -> None:
+    assert run(late=(0.0, 5e-3, 0.0, 1e-3)).ends == pytest.approx(run().ends + 5e-3, rel=1e-9)
+
+
+def test_a_slow_device_makes_all_wait_as_much_longer_as_it_computes() -> None:
+    """128 rows of a rank's expert are 2 * 3 * 16 * 32 operations each: 393 us at speed 1, 786 at 1/2."""
+    once = 128 * 6 * 16 * 32 / 1e9
+    plain, slow = run(PRODUCTS), run(PRODUCTS, speeds=(1.0, 1.0, 0.5, 2.0))
+    assert plain.compute_seconds == pytest.approx(once, rel=1e-3)
+    assert slow.ends == pytest.approx(plain.ends + once, rel=1e-3)
+    assert slow.compute_seconds == pytest.approx(2 * once, rel=1e-3)
+    spec = replace(flat(1, 4, device=PRODUCTS), speeds=(1.0, 1.0, 0.5, 2.0))
+    one_for_all = Simulator(spec).run(compile_plan(Plan(order="fifo"), GRID).forward, LAYER, GRID)
+    assert one_for_all.seconds == pytest.approx(slow.seconds, rel=1e-6)
+
+
+def test_equal_ranks_give_bit_identical_times() -> None:
+    plain = run(PRODUCTS)
+    for same in (run(PRODUCTS, late=(0.0,) * 4), run(PRODUCTS, speeds=(1.0,) * 4)):
+        assert same.timeline == plain.timeline
+        assert (same.ends == plain.ends).all()
+
+
+def test_speeds_and_skew_are_read_checked_and_cut_with_the_cluster(tmp_path) -> None:
+    spec = replace(flat(2, 4), speeds=(1.0,) * 7 + (0.8,), rank_skew=RankSkew(start_us=50, speed=0.02))
+    path = tmp_path / "cluster.json"
+    path.write_text(as_json(spec), encoding="utf-8")
+    assert read_cluster(str(path)) == spec
+    assert spec.of_devices(4).speeds == (1.0,) * 4
+    per_node = replace(spec, speeds=(1.0, 1.0, 1.0, 0.8))
+    assert per_node.of_devices(8).speeds == per_node.speeds
+    for wrong, words in (
+        ({"speeds": (1.0, 2.0)}, "cluster.speeds has 2 values: give one for each of a node's 4 devices, or of all 8"),
+        ({"speeds": (1.0, 1.0, 1.0, 0.0)}, "cluster.speeds=0.0: must be a finite number above 0"),
+    ):
+        with pytest.raises(InputError, match=words):
+            replace(spec, **wrong)
+    with pytest.raises(InputError, match=r"cluster.rank_skew.speed=-1: must be a finite number of at least 0"):
+        RankSkew(speed=-1)
+
+
+def test_clusters_have_no_rank_skew_by_default() -> None:
+    spec: ClusterSpec = flat(1, 4)
+    assert (spec.speeds, spec.rank_skew) == ((), RankSkew())
