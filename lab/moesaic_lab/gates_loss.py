@@ -32,9 +32,9 @@ from moesaic.errors import InputError
 from moesaic.layer import MoE, finish_step
 from moesaic.measure.together import hold_still, latest, start_together
 from moesaic.models.gpt import GPT
-from moesaic.program.grid import Grid
+from moesaic.program.grid import Grid, LinkLevel
 from moesaic.program.plan import Plan
-from moesaic.routing.routers import LinkLevel, TopologyRouter
+from moesaic.routing.routers import TopologyRouter
 from moesaic.train.config import TrainConfig, demo
 from moesaic.train.data import Batches, load_corpus
 from moesaic.train.loop import Trainer

@@ -17,7 +17,8 @@ from moesaic.program.compile import Compiled
 from moesaic.program.plan import Plan
 from moesaic.routing.capacity import count
 from moesaic.runtime.auto_plan import AutoPlan
-from moesaic.runtime.expert_parallel import ExpertParallel, outside_graphs
+from moesaic.runtime.expert_parallel import ExpertParallel
+from moesaic.runtime.graphs import outside_graphs
 
 
 class ChosenExperts:

@@ -19,6 +19,8 @@ ELEMENT_BYTES = {
     "float32": 4, "int64": 8, "float64": 8,
 }  # fmt: skip
 """Bytes of an element, by torch's name of its dtype."""
+DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32", 8: "float64"}
+"""Dtype of the rows that a codec encodes, by bytes per element, since planning knows no more."""
 
 
 class Part(NamedTuple):

@@ -18,8 +18,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.comm.mesh import Mesh
 from moesaic.configfile import suggestion
 from moesaic.draw import Draw, draw_globally
 from moesaic.errors import InputError
@@ -27,20 +25,21 @@ from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
 from moesaic.experts.experts import StackedExperts, compute_dtype
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.pick import AUTO, check_tier
-from moesaic.program.compile import Compiled
-from moesaic.program.plan import Plan
 from moesaic.routing.capacity import AbstractCapacity, Dropless, as_capacity
 from moesaic.routing.injection import InjectsLosses
 from moesaic.routing.losses import AbstractLoss, LoadBalance
-from moesaic.routing.route import Routed, RoutedCall, TokenInfo, route
+from moesaic.routing.route import Routed, RoutedCall, RoutingRecord, TokenInfo, route
 from moesaic.routing.router import AbstractRouter, check_top_k, is_whole
-from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, TopologyRouter, options_of
+from moesaic.routing.routers import ON_MESH, ROUTERS, RouterFactory, options_of
 from moesaic.routing.routing import Routing
 from moesaic.runtime.data_parallel import DataRanks, Group, UnpreparedForDDP, wrapped_by_ddp
 from moesaic.runtime.routing_cache import RoutingCached, count_in_graph, is_recomputing
-from moesaic.runtime.spread import described, shard_experts, take_first
 
 if TYPE_CHECKING:
+    from moesaic.balance.replication.policy import AbstractReplicationPolicy
+    from moesaic.comm.mesh import Mesh
+    from moesaic.program.compile import Compiled
+    from moesaic.program.plan import Plan
     from moesaic.runtime.expert_parallel import ExpertParallel
 
 DEFAULT_LOSSES: tuple[AbstractLoss, ...] = (LoadBalance(0.01),)
@@ -187,12 +186,15 @@ class MoE(InjectsLosses, RoutingCached):
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
         from moesaic.balance.run.calls import calls_under
+        from moesaic.comm.mesh import Mesh
+        from moesaic.program.plan import Plan
         from moesaic.runtime.auto_plan import AutoPlan
         from moesaic.runtime.deepep import DeepEP
         from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
+        from moesaic.runtime.spread import described, shard_experts, take_first
 
         mesh = Mesh.of(mesh)
-        is_auto, first_plan = self._is_auto(plan, mesh), plan if isinstance(plan, Plan | Compiled) else Plan()
+        is_auto, first_plan = self._is_auto(plan, mesh), Plan() if plan is None or isinstance(plan, str) else plan
         weights = described(self, values=not broadcast)
         settings = {**self._settings(), "broadcast": broadcast, "whether plan is auto": is_auto}
         weight_first = self.apply_weight == "before"
@@ -201,9 +203,8 @@ class MoE(InjectsLosses, RoutingCached):
         on_mesh = ExpertParallel(mesh.grid, mesh.transport, *layer_arguments, deepep=partial(DeepEP.of, mesh))
         if broadcast:
             take_first(self, mesh.transport)
-        if isinstance(self.router, TopologyRouter) and not self.router.is_placed:
-            self.router.place(mesh.grid, mesh.grid.coordinate(mesh.rank, "dp"))
-            self.router.check(self.top_k)
+        self.router.join_mesh(mesh.grid, mesh.grid.coordinate(mesh.rank, "dp"))
+        self.router.check(self.top_k)
         shard_experts(self.experts, mesh.grid, mesh.rank, mesh.expert_mesh)
         self.on_mesh = on_mesh
         UnpreparedForDDP.mark(self)
@@ -232,14 +233,15 @@ class MoE(InjectsLosses, RoutingCached):
         self.on_mesh.use(plan, self.experts)
         self.on_mesh.auto = None
 
-    @overload
-    def __call__(self, x: Tensor, *, return_routing: Literal[True], **options: object) -> tuple[Tensor, Routing]: ...
-    @overload
-    def __call__(self, x: Tensor, *, return_routing: Literal[False] = False, **options: object) -> Tensor: ...
-    def __call__(self, x: Tensor, **options: object) -> Tensor | tuple[Tensor, Routing]:
-        """Run the layer; see `forward`."""
-        result: Tensor | tuple[Tensor, Routing] = super().__call__(x, **options)
-        return result
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self, x: Tensor, *, return_routing: Literal[True], **options: object
+        ) -> tuple[Tensor, Routing]: ...
+        @overload
+        def __call__(self, x: Tensor, *, return_routing: Literal[False] = False, **options: object) -> Tensor: ...
+        def __call__(self, x: Tensor, **options: object) -> Tensor | tuple[Tensor, Routing]: ...
 
     def forward(
         self,
@@ -266,7 +268,14 @@ class MoE(InjectsLosses, RoutingCached):
             y, of x's shape and dtype (under autocast too, where `nn.Linear` returns the low-precision dtype); with
             `return_routing` the pair (y, routing).
         """
-        y, routing = self.call_with(self._compute, x, mask=mask, token_ids=token_ids, top_k=top_k, capacity=capacity)
+        self._check_call(x, mask, token_ids, top_k)
+        arguments = (None, x, mask, token_ids, top_k, capacity)
+        if self.on_mesh is None:
+            y, routing = self._run(*arguments)
+        else:
+            from moesaic.runtime.graphs import outside_graphs
+
+            y, routing = outside_graphs(self._run, *arguments)
         return (y, routing) if return_routing else y
 
     def call_with(
@@ -294,36 +303,38 @@ class MoE(InjectsLosses, RoutingCached):
         self._check_call(x, mask, token_ids, top_k)
         if self.on_mesh is None:
             return self._run(compute, x, mask, token_ids, top_k, capacity)
-        from moesaic.runtime.expert_parallel import outside_graphs
+        from moesaic.runtime.graphs import outside_graphs
 
         return outside_graphs(self._run, compute, x, mask, token_ids, top_k, capacity)
 
     def _run(
         self,
-        compute: Callable[[RoutedCall], Tensor],
+        compute: Callable[[RoutedCall], Tensor] | None,
         x: Tensor,
         mask: Tensor | None,
         token_ids: Tensor | None,
         top_k: int | None,
         capacity: AbstractCapacity | float | None,
     ) -> tuple[Tensor, Routing]:
-        """Run a call after its arguments were checked; see `call_with`."""
+        """Run a call after its arguments were checked; see `call_with`. Without `compute`, run the layer's own experts."""
         x_TD = x.reshape(-1, self.dim)
         top_k, capacity = self._top_k_and_capacity(top_k, capacity)
         padded_rows = None if self.on_mesh is None else self.on_mesh.padded_rows(capacity, len(x_TD), top_k)
         routed = self._route(x_TD, x, mask, token_ids, top_k, capacity)
         routing = routed.routing if padded_rows is None else replace(routed.routing, padded_capacity=padded_rows)
-        y = compute(RoutedCall(x, x_TD, mask, token_ids, routed, padded_rows))
+        if compute is not None:
+            y = compute(RoutedCall(x, x_TD, mask, token_ids, routed, padded_rows))
+        else:
+            if self.on_mesh is None:
+                y_TD = self._run_experts(x_TD, routed.routing)
+            else:
+                y_TD = self.on_mesh.run_experts(self.experts, x_TD, routed, padded_rows)
+            shared_TD = self.run_shared(x_TD, mask)
+            y = (y_TD if shared_TD is None else y_TD + shared_TD).view(x.shape)
         if routed.loss is not None and torch.is_grad_enabled() and self.training:
             share = 1 if self.on_mesh is None else self.on_mesh.loss_share
             y = self.inject_loss(y, routed.loss, share, compute_dtype(x.dtype, x.device) is torch.float16)
         return y, routing
-
-    def _compute(self, call: RoutedCall) -> Tensor:
-        """Return y, of x's shape: dispatch, experts and combine, plus the shared expert's result."""
-        y_TD = self._run_experts(call.x_TD, call.routed, call.padded_rows)
-        shared_TD = self.run_shared(call.x_TD, call.mask)
-        return (y_TD if shared_TD is None else y_TD + shared_TD).view(call.x.shape)
 
     def finish_step(self, group: Group = "auto") -> None:
         """Let the router adapt to the load of this optimizer step, and reset the counts; see `balance_on_step`.
@@ -425,43 +436,53 @@ class MoE(InjectsLosses, RoutingCached):
     ) -> Routed:
         """Run the route stage, or replay it from the routing cache, and add its load to `step_counts` once."""
         replay = None if self.routing_cache is None else self.routing_cache.read(self)
-        trains = replay is None and self.training and (torch.is_grad_enabled() or self.routing_cache is not None)
-        trains = trains and (torch.compiler.is_compiling() or not is_recomputing())
-        step_loss = next((loss for loss in self.losses if loss.needs_step), None)
-        step_total = None
+        counts = replay is None and self._is_training_call()
         if self.on_mesh is not None:
             self.on_mesh.refuse_ddp(self.experts.parameters())
-        elif trains:
+        elif counts:
             self.data_ranks.note_wrapper()
-            if step_loss is not None:
-                step_total = partial(self.data_ranks.total, purpose=f"the loss {step_loss.name}")
-        batch = TokenInfo(
+        batch = self._token_info(x, mask, token_ids, counts)
+        run = route if self.on_mesh is None else self.on_mesh.route
+        routed = run(self.router, x_TD, top_k=top_k, capacity=capacity, losses=self.losses, batch=batch, replay=replay)
+        if self.routing_cache is not None and not self.routing_cache.is_replaying:
+            self.routing_cache.write(self, routed.record)
+        if counts:
+            self._count(routed.record)
+        return routed
+
+    def _is_training_call(self) -> bool:
+        """Return whether this call's load belongs to the optimizer step: it trains, and does not recompute a call that did."""
+        trains = self.training and (torch.is_grad_enabled() or self.routing_cache is not None)
+        return trains and (torch.compiler.is_compiling() or not is_recomputing())
+
+    def _token_info(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, counts: bool) -> TokenInfo:
+        """Return what routing reads besides the activations; `counts` says whether the call's load will be counted."""
+        step_loss = next((loss for loss in self.losses if loss.needs_step), None)
+        step_total = None
+        if step_loss is not None and counts and self.on_mesh is None:
+            step_total = partial(self.data_ranks.total, purpose=f"the loss {step_loss.name}")
+        return TokenInfo(
             valid_T=None if mask is None else mask.reshape(-1),
             token_ids=None if token_ids is None else token_ids.reshape(-1),
             num_sequences=math.prod(x.shape[:-2]) or 1,
             earlier_counts=None if step_loss is None else self.step_counts.to(x.device),
             step_total=step_total,
         )
-        run = route if self.on_mesh is None else self.on_mesh.route
-        routed = run(self.router, x_TD, top_k=top_k, capacity=capacity, losses=self.losses, batch=batch, replay=replay)
-        if self.routing_cache is not None and not self.routing_cache.is_replaying:
-            self.routing_cache.write(self, routed.record)
-        if trains:
-            if self.step_counts.device != x.device:
-                self.step_counts = self.step_counts.to(x.device)
-            if torch.compiler.is_compiling():
-                count_in_graph(self.step_counts, routed.routing.requested)
-            else:
-                self.step_counts += routed.routing.requested
-            if self.on_mesh is not None:
-                self.on_mesh.note(routed.record)
-        return routed
 
-    def _run_experts(self, x_TD: Tensor, routed: Routed, padded_rows: int | None) -> Tensor:
-        """Run dispatch, experts and combine: (tokens, dim) -> (tokens, dim)."""
+    def _count(self, record: RoutingRecord) -> None:
+        """Add a call's copies to `step_counts`."""
+        requested = record.requested
+        if self.step_counts.device != requested.device:
+            self.step_counts = self.step_counts.to(requested.device)
+        if torch.compiler.is_compiling():
+            count_in_graph(self.step_counts, requested)
+        else:
+            self.step_counts += requested
         if self.on_mesh is not None:
-            return self.on_mesh.run_experts(self.experts, x_TD, routed, padded_rows)
-        routing = routed.routing
+            self.on_mesh.note(record)
+
+    def _run_experts(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """Run dispatch, experts and combine on one rank: (tokens, dim) -> (tokens, dim)."""
         permutation = sort_by_expert(
             routing.token, routing.expert, routing.counts, routing.num_tokens, routing.rows_per_token,
             has_unsent=routing.has_unsent,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from plan.hub_configs import MIXTRAL
 
 from moesaic.configfile import read_table
+from planner.hub_configs import MIXTRAL
 from runs import write_text
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from cost.clusters import DEVICE, flat
 
 from moesaic.errors import InputError
 from moesaic.planner.algorithm1 import RULES, choose, corrected, operations
@@ -11,6 +10,7 @@ from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 from moesaic.train.config import PlannerConfig
+from planner.clusters import DEVICE, flat
 
 GRID = Grid(world=8, tp=4, ep=2, etp=4, ranks_per_node=4)
 LAYER = Workload(tokens=2048, num_experts=8, top_k=2, dim=512, hidden=512, matrices=2, dtype="fp32")

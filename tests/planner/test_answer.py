@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cost.clusters import DEVICE, flat
 
 from moesaic.planner.answer import (
     DRAWS,
@@ -22,6 +21,7 @@ from moesaic.planner.cluster import RankSkew, Tflops
 from moesaic.planner.model import Job
 from moesaic.planner.search import LOSSLESS, Result, Settings, search
 from moesaic.shapes import ModelShape, MoEShape
+from planner.clusters import DEVICE, flat
 
 JOB = Job(
     batch_size=16,

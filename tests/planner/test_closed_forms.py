@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cost.clusters import flat
-from cost.schemoe_forms import in_turn_all_to_all, pipelined_all_to_all
 
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.cluster import ClusterSpec, Host, read_cluster
@@ -21,6 +19,8 @@ from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.program.task import Kind, Lane, Op
+from planner.clusters import flat
+from planner.schemoe_forms import in_turn_all_to_all, pipelined_all_to_all
 
 W, S, DIM, EXPERTS, TOP_K = 8, 1024, 32, 16, 2
 """Ranks of one node, tokens of a tensor-parallel group, width, experts, experts per token."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cost.clusters import DEVICE, tree
 
 from moesaic.configfile import as_json, build
 from moesaic.errors import InputError
@@ -21,6 +20,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic_lab.emulated import emulated
 from moesaic_testbed.bed import Bed
+from planner.clusters import DEVICE, tree
 
 PLAIN = {
     "nodes": 2,

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cost.clusters import DEVICE, tree
 
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.compute import compute_seconds, rates_of
@@ -20,6 +19,7 @@ from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.program.task import Op
+from planner.clusters import DEVICE, tree
 
 WORKLOAD = Workload(tokens=1024, num_experts=8, top_k=2, dim=256, hidden=512)
 GRID = Grid(world=4, ep=4)

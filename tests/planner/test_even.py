@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cost.clusters import tree
 
 from documented import block
 from helpers import thinned
@@ -29,10 +28,11 @@ from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Axis, Grid
+from moesaic.program.layouts import Move
 from moesaic.program.plan import Plan
-from moesaic.program.sizes import Move
 from moesaic.program.task import Lane, Layout, Op
 from moesaic_lab.reproduce.sweep import sweep_simulator
+from planner.clusters import tree
 
 GRIDS = [
     Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4),

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cost.clusters import DEVICE, flat, tree
 
 from moesaic.planner.cluster import ClusterSpec, Host, Link
 from moesaic.planner.events import Events, Use, graph_of, speeds
@@ -22,6 +21,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Stage, Task
 from moesaic.program.timeline import lay_out
+from planner.clusters import DEVICE, flat, tree
 
 GRID = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
 WORKLOAD = Workload(tokens=512, num_experts=8, top_k=2, dim=64, hidden=128)

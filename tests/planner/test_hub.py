@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan.hub_configs import DEEPSEEK_V3, GPT_OSS_120B, MIXTRAL, PUBLISHED, QWEN3_30B
 
 from moesaic.errors import InputError
 from moesaic.planner.call_sizes import node_tokens_per_node
@@ -17,6 +16,7 @@ from moesaic.planner.cluster import read_cluster
 from moesaic.planner.hub import HubShape, read_shape
 from moesaic.planner.presets import read_job
 from moesaic.planner.workload import Workload
+from planner.hub_configs import DEEPSEEK_V3, GPT_OSS_120B, MIXTRAL, PUBLISHED, QWEN3_30B
 
 
 def shape(table: dict[str, Any], seq_len: int = 4096) -> HubShape:

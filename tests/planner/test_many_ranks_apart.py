@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cost.clusters import tree
 
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import Workload, dirichlet_counts
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.layouts import LayoutIndex, Pieces
 from moesaic.program.plan import Plan
-from moesaic.program.sizes import LayoutIndex, Pieces
 from moesaic.program.task import Layout
+from planner.clusters import tree
 
 LAYER = Workload(tokens=256, num_experts=16, top_k=2, dim=64, hidden=64)
 PLANS = [

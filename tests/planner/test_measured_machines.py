@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cost.clusters import DEVICE, flat
 
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Link, presets, read_cluster
@@ -19,6 +18,7 @@ from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from planner.clusters import DEVICE, flat
 
 
 def bus(**fields: Any) -> ClusterSpec:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from cost.clusters import tree
 
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.memory import layer_memory
@@ -12,6 +11,7 @@ from moesaic.planner.workload import Workload, zipf_counts
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from planner.clusters import tree
 
 WORKLOAD = Workload(tokens=1024, num_experts=8, top_k=2, dim=256, hidden=512)
 GRID, SPEC = Grid(world=4, ep=4), tree(1, 4)

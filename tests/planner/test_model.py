@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cost.clusters import DEVICE, flat
 
 from moesaic.errors import InputError
 from moesaic.models.gpt import make_language_model
@@ -19,6 +18,7 @@ from moesaic.planner.presets import PRESETS, read_job
 from moesaic.shapes import BlockConfig, ModelShape, MoEShape
 from moesaic.train.config import PRESETS as TRAIN_PRESETS
 from moesaic.train.config import TrainConfig
+from planner.clusters import DEVICE, flat
 
 CLUSTER = flat(2, 4, device=DEVICE)
 

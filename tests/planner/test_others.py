@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan.hub_configs import DEEPSEEK_V3, MIXTRAL, QWEN3_30B
 
 from moesaic.errors import InputError
 from moesaic.planner.candidates import Pins
@@ -26,6 +25,7 @@ from moesaic.planner.search import PlannedStep, Settings, search
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.step import StepCostModel, reduce_seconds
 from moesaic.program.grid import Grid
+from planner.hub_configs import DEEPSEEK_V3, MIXTRAL, QWEN3_30B
 
 H100 = read_cluster("dgx-h100", nodes=4)
 

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 import pytest
-from plan.hub_configs import QWEN3_30B
 
 from moesaic.planner.answer import in_words, remedies
 from moesaic.planner.candidates import Pins, layouts
@@ -17,6 +16,7 @@ from moesaic.planner.model import DataShape, Job
 from moesaic.planner.search import LOSSLESS, Settings, TooLargeError, search, smallest_layout
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.step import StepCostModel
+from planner.hub_configs import QWEN3_30B
 
 SHAPE = read_shape({**QWEN3_30B, "num_hidden_layers": 6}, "config.json", seq_len=8192)
 SPACE = replace(

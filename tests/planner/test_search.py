@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cost.clusters import DEVICE, flat, tree
 
 from moesaic.errors import InputError
 from moesaic.planner.candidates import Pins, SearchSpace, layouts
@@ -21,6 +20,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.program.text import to_text
 from moesaic.shapes import ModelShape, MoEShape
+from planner.clusters import DEVICE, flat, tree
 
 JOB = Job(
     batch_size=16,

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan.hub_configs import QWEN3_30B
 
 from moesaic.errors import InputError
 from moesaic.planner.candidates import Pins
@@ -18,6 +17,7 @@ from moesaic.planner.model import DataShape, Job
 from moesaic.planner.others import OthersLayout, predict
 from moesaic.planner.search import PlannedStep, Settings, search
 from moesaic.planner.stages import best_in_stages
+from planner.hub_configs import QWEN3_30B
 
 H100 = read_cluster("dgx-h100", nodes=2)
 SHAPE = read_shape({**QWEN3_30B, "num_hidden_layers": 8}, "config.json", seq_len=4096)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cost.clusters import DEVICE, flat
 
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Host
@@ -20,6 +19,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.shapes import ModelShape
 from moesaic_lab.reproduce.fastermoe_model import ideal
+from planner.clusters import DEVICE, flat
 
 LAYER = Workload(tokens=1024, num_experts=8, top_k=2, dim=256, hidden=512)
 MODEL = StepModel(num_layers=4, layer=LAYER, seq_len=256, moe_every=2, vocab=1000)

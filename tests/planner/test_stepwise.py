@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cost.clusters import DEVICE, flat
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,6 +18,7 @@ from moesaic.planner.step import StepCostModel
 from moesaic.planner.step_model import COSTS, StepModel, Steps
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
+from planner.clusters import DEVICE, flat
 
 ROWS, WIDTH, EXPERTS = 64, 256, 4
 

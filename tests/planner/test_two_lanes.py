@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cost.clusters import flat
-from cost.schemoe_forms import in_turn_all_to_all, pipelined_all_to_all
 
 from moesaic.planner.cluster import Host
 from moesaic.planner.simulate import Simulator
@@ -17,6 +15,8 @@ from moesaic.planner.workload import Workload
 from moesaic_lab.comm.programs import all_ep, exchange
 from moesaic_lab.emulated import emulated
 from moesaic_testbed.bed import Bed
+from planner.clusters import flat
+from planner.schemoe_forms import in_turn_all_to_all, pipelined_all_to_all
 
 COMM = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "comm.json"
 RATES = [(80.0, 8.0), (8.0, 8.0), (4.0, 40.0)]

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cost.clusters import FREE, flat
 
 from moesaic.configfile import as_json
 from moesaic.errors import InputError
@@ -19,6 +18,7 @@ from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from planner.clusters import FREE, flat
 
 GRID = Grid(world=4, ep=4, ranks_per_node=4)
 LAYER = Workload(tokens=64, num_experts=4, top_k=2, dim=16, hidden=32)

@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import CallSizes, LayoutIndex
+from moesaic.program.layouts import LayoutIndex
+from moesaic.program.sizes import CallSizes
 
 
 def even_sizes(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from cost.clusters import DEVICE, flat
 
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.timing import Simulated
@@ -13,6 +12,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.passes.multicast import in_pieces
 from moesaic.program.plan import Plan
 from moesaic.program.task import Program
+from planner.clusters import DEVICE, flat
 
 GRID = Grid(world=8, ep=8, ranks_per_node=4)
 LAYER = Workload(tokens=4096, num_experts=16, top_k=4, dim=1024, hidden=256)

@@ -10,10 +10,11 @@ from moesaic.errors import InputError
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.layouts import LayoutIndex, Move
 from moesaic.program.passes.relocate import INDEX, relocate
 from moesaic.program.placed import Placed, PlacedIndex, placed_sizes
 from moesaic.program.plan import Plan
-from moesaic.program.sizes import CallSizes, LayoutIndex, Move
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Layout, Op, Program
 from moesaic.program.transpose import transpose
 from moesaic.program.validate import reduces, validate

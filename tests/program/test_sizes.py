@@ -18,8 +18,9 @@ from moesaic.errors import InputError
 from moesaic.program.build import SCHEDULES
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.layouts import LayoutIndex, Move
 from moesaic.program.plan import Plan
-from moesaic.program.sizes import CallSizes, LayoutIndex, Move
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Layout, Op, Program, Slot, Task
 from moesaic.program.validate import reduces
 

@@ -9,8 +9,9 @@ from moesaic.planner.call_sizes import copies_by_rank, sizes_of
 from moesaic.planner.workload import Workload, dirichlet_counts
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.layouts import LayoutIndex, Move
 from moesaic.program.plan import Plan
-from moesaic.program.sizes import CallSizes, LayoutIndex, Move
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Layout, Op, Program
 from moesaic.program.validate import reduces
 

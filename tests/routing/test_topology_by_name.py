@@ -14,16 +14,15 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.planner.cluster import read_cluster
-from moesaic.program.grid import Grid
+from moesaic.planner.rates import levels_of
+from moesaic.program.grid import Grid, LinkLevel
 from moesaic.program.plan import Plan
 from moesaic.routing.routers import (
     ON_MESH,
     ROUTERS,
-    LinkLevel,
     SigmoidTopK,
     SoftmaxTopK,
     TopologyRouter,
-    levels_of,
     node_level,
     topology_gate,
 )
@@ -100,7 +99,7 @@ def test_a_factory_takes_share_router_and_cluster() -> None:
     half = on_mesh(make(partial(topology_gate, share=0.3, inner=SigmoidTopK)), GRID)
     assert [leaving(experts, rank) for rank, experts in enumerate(half)] == [30] * 4
     cluster, grid = read_cluster("fastermoe-johnny"), Grid(world=16, ep=16, ranks_per_node=8)
-    gate = topology_gate(DIM, 64, cluster=cluster)
+    gate = topology_gate(DIM, 64, levels=partial(levels_of, cluster))
     gate.place(grid, 3)
     assert gate.levels == levels_of(cluster, grid)
     assert len(gate.levels) == 2

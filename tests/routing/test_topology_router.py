@@ -18,18 +18,17 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.planner.cluster import read_cluster
-from moesaic.program.grid import Grid
+from moesaic.planner.rates import levels_of
+from moesaic.program.grid import Grid, LinkLevel
 from moesaic.program.plan import Plan
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import (
     ROUTERS,
     BalancedAssignment,
-    LinkLevel,
     NoisyTopK,
     SigmoidTopK,
     SoftmaxTopK,
     TopologyRouter,
-    levels_of,
 )
 from moesaic.routing.routers.topology import experts_inside
 from moesaic.routing.routing import Scores

@@ -129,10 +129,10 @@ def test_without_gradients_nothing_is_kept_for_a_backward_pass(
 ) -> None:
     kept: list[set[str]] = []
     for module in (executor_module, slices_module):
-        run_forward = module.run_forward
+        interpret = module.interpret
         monkeypatch.setattr(
-            module, "run_forward", lambda run, program, inputs, wanted, then=run_forward: (
-                kept.append(set(wanted)), then(run, program, inputs, wanted)
+            module, "interpret", lambda program, inputs, call, wanted, then=interpret: (
+                kept.append(set(wanted)), then(program, inputs, call, wanted)
             )[1]
         )  # fmt: skip
     layer = on_mesh(make_layer(), ONE, NoTransport(), Plan(memory_budget=budget))
@@ -150,7 +150,9 @@ def test_rows_that_stay_on_a_rank_are_not_copied() -> None:
     sharded, common = experts.weights()
     work = compile_plan(Plan(), ONE)
     sizes = CallSizes(ONE, np.array([[2, 1]]), np.array([3]), 1, units=experts.num_units(sharded))
-    call = LayerRun(work, NoTransport(), Call(0, sizes, experts), {"index": torch.tensor([[1], [0], [1]])})
+    call = LayerRun(
+        work, NoTransport(), Call(rank=0, sizes=sizes, experts=experts), {"index": torch.tensor([[1], [0], [1]])}
+    )
     x, gates = torch.randn(3, DIM, dtype=torch.float64), torch.rand(3, 1, dtype=torch.float64)
     with torch.no_grad():
         found = drive(interpret(work.forward, inputs_of(call, x, gates, sharded, common), call.call), call.transport)
@@ -171,7 +173,7 @@ def test_gradients_of_every_input_by_finite_differences(kind: str, chunks: int) 
     gates = torch.rand(3, 1, dtype=torch.float64, requires_grad=True)
 
     def function(x: Tensor, gates: Tensor, *weights: Tensor) -> Tensor:
-        call = LayerRun(work, NoTransport(), Call(0, sizes, experts), {"index": index})
+        call = LayerRun(work, NoTransport(), Call(rank=0, sizes=sizes, experts=experts), {"index": index})
         return run_program(call, x, gates, weights[: len(sharded)], weights[len(sharded) :])
 
     assert torch.autograd.gradcheck(function, (x, gates, *sharded, *common))

@@ -44,7 +44,7 @@ def bases_of(rows: list[int]) -> Runs:
 def call_of(counts: list[int], tokens: int, chunks: int = 1, grid: Grid = ONE, **options: bool) -> Call:
     copies = np.array([counts] * grid.world)
     sizes = CallSizes(grid, copies, np.array([tokens] * grid.world), chunks)
-    return Call(0, sizes, GatedExperts(DIM, 6, len(counts)).double(), **options)
+    return Call(rank=0, sizes=sizes, experts=GatedExperts(DIM, 6, len(counts)).double(), **options)
 
 
 def run(program: Program, name: str, environment: Environment, call: Call) -> Environment:

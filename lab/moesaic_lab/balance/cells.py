@@ -12,7 +12,7 @@ from rich.table import Table
 
 from moesaic.balance.budget import CountedCall, MemoryBudget
 from moesaic.program.compile import compile_plan
-from moesaic.program.held import ExpertSizes
+from moesaic.program.expert_sizes import ExpertSizes
 from moesaic.program.plan import Plan
 from moesaic_lab.balance import ranks as on_ranks
 from moesaic_lab.balance.config import ELEMENT_BYTES, MATRICES, BalanceBenchConfig, BalancePlace, SkewedCase

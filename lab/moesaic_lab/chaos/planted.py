@@ -62,10 +62,9 @@ def die() -> None:
 
 def _plant(fault: Fault, strikes_at: int, step: Callable[[], int]) -> None:
     instant = 1 + int(fault.chance * INSTANTS.get(fault.kind, 1))
-    if fault.kind in ("forward", "backward"):
-        _kill_between_messages(f"run_{fault.kind}", lambda: step() == strikes_at, instant)
-    elif fault.kind == "restart":
-        _kill_between_messages("run_forward", lambda: step() == strikes_at, instant)
+    if fault.kind in ("forward", "backward", "restart"):
+        name = "backward" if fault.kind == "backward" else "forward"
+        _kill_between_messages(name, lambda: step() == strikes_at, instant)
     elif fault.kind == "optimizer":
         _kill_in_update(lambda: step() == strikes_at, fault.way)
     elif fault.kind == "save":
@@ -97,7 +96,7 @@ def _follow_steps(tells: Path, pace: float) -> Callable[[], int]:
 
 
 def _kill_between_messages(name: str, is_time: Callable[[], bool], instant: int) -> None:
-    plain, start, remaining = getattr(executor, name), vars(executor)["start"], [0]
+    plain, start, remaining = getattr(executor.RunProgram, name), vars(executor)["start"], [0]
 
     def counted(*arguments: Any, **options: Any) -> Any:
         remaining[0] -= 1
@@ -113,7 +112,7 @@ def _kill_between_messages(name: str, is_time: Callable[[], bool], instant: int)
         return result
 
     setattr(executor, "start", counted)  # noqa: B010 - imported there
-    setattr(executor, name, armed)
+    setattr(executor.RunProgram, name, staticmethod(armed))
 
 
 def _kill_in_update(is_time: Callable[[], bool], way: str) -> None:

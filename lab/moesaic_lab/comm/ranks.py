@@ -175,7 +175,7 @@ def _measure(
 
 def _runner(method: CommMethod, transport: AbstractTransport) -> Callable[[], Environment]:
     """Return a function that runs a method once."""
-    work, call = method.work, Call(transport.rank, method.work.sizes, PlainExperts(1, 1, 1))
+    work, call = method.work, Call(rank=transport.rank, sizes=method.work.sizes, experts=PlainExperts(1, 1, 1))
 
     def run() -> Environment:
         call.first_tag = transport.take_tags(len(work.program.tasks))

@@ -24,9 +24,10 @@ from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.compile import Compiled, compile_plan, moving
 from moesaic.program.grid import Grid
+from moesaic.program.layouts import LayoutIndex
 from moesaic.program.placed import PlacedIndex, placed_sizes
 from moesaic.program.plan import Plan
-from moesaic.program.sizes import CallSizes, LayoutIndex
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program, Stage
 from moesaic.traces.synthetic import SyntheticRouting, make_trace
 from moesaic.traces.trace import Trace

@@ -15,13 +15,14 @@ import numpy as np
 from moesaic.planner.call_sizes import chunks_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.even import AbstractEvenLayers, EvenLayers, PieceRows, piece_rows
-from moesaic.planner.movement import AbstractVolumes, Movement, ends_of, row_bytes
+from moesaic.planner.movement import AbstractVolumes, Movement, row_bytes
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.timing import Simulated
 from moesaic.planner.topology import Load, Topology
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
+from moesaic.program.layouts import ends_of
 from moesaic.program.plan import Plan
 from moesaic.program.task import Kind, Layout, Op, Program, Slot, Task
 

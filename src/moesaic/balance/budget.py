@@ -20,7 +20,7 @@ from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.slices import Cut, cut
 from moesaic.errors import InputError
 from moesaic.program.compile import Compiled
-from moesaic.program.held import ExpertSizes
+from moesaic.program.expert_sizes import ExpertSizes
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
 

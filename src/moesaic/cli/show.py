@@ -23,11 +23,12 @@ from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import Workload, uniform_counts
 from moesaic.program.all_to_all.volume import traffic
 from moesaic.program.compile import Compiled, compile_plan, moving
+from moesaic.program.expert_sizes import ExpertSizes
 from moesaic.program.grid import Grid
-from moesaic.program.held import ExpertSizes
+from moesaic.program.layouts import LayoutIndex
 from moesaic.program.placed import PlacedIndex, placed_sizes
 from moesaic.program.plan import Crossing, Plan
-from moesaic.program.sizes import CallSizes, LayoutIndex
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op, Program
 from moesaic.program.text import to_text
 from moesaic.program.timeline import Timeline, to_trace

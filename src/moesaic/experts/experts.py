@@ -23,7 +23,7 @@ from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.expert_ffn import expert_ffn, expert_gradients, run_experts
 from moesaic.kernels.permute import Permutation, permute, unpermute
 from moesaic.kernels.work import Dispatch, ExpertWork
-from moesaic.program.held import ExpertSizes
+from moesaic.program.expert_sizes import ExpertSizes
 
 Weights = tuple[Tensor, ...]
 """Parameters of experts, in the order of `AbstractExperts.names`."""

@@ -10,7 +10,8 @@ import numpy as np
 from moesaic.errors import InputError
 from moesaic.planner.workload import Workload, uniform_counts
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import CallSizes, LayoutIndex
+from moesaic.program.layouts import LayoutIndex
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import ONCE, Program
 
 

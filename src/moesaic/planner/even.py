@@ -17,13 +17,13 @@ import numpy as np
 from moesaic.planner.call_sizes import chunks_of, node_tokens_per_node
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.hops import HopPaths, check_regular, hop_paths
-from moesaic.planner.movement import AbstractVolumes, Movement, connected, ends_of, row_bytes
+from moesaic.planner.movement import AbstractVolumes, Movement, connected, row_bytes
 from moesaic.planner.symmetry import Digits, Pairs, UnlikeError, box_of, pieces_of_step, steps_of
 from moesaic.planner.topology import Topology, check_fit
 from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import Move
+from moesaic.program.layouts import Move, ends_of
 from moesaic.program.task import FLOWS, Flow, Layout, Op, Program, Slot, Task
 
 MAX_RANKS_APART = 4096

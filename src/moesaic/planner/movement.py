@@ -13,19 +13,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moesaic.codecs import codec_spec, is_coded
+from moesaic.codecs import DTYPES, codec_spec, is_coded
 from moesaic.errors import InputError
 from moesaic.planner.topology import Load, Topology
 from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import AbstractAllToAll
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.sizes import CallSizes, Move, MovedRows
+from moesaic.program.layouts import ends_of
+from moesaic.program.sizes import CallSizes, MovedRows
 from moesaic.program.task import INDEX_BYTES, Kind, Layout, Op, Program, Slot, Task
-from moesaic.program.validate import reduces
-
-DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32", 8: "float64"}
-"""Dtype of the rows that a codec encodes, by bytes per element, since planning knows no more."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +119,6 @@ def coded_bytes(codec: str, rows: float, dim: int, element_bytes: int) -> float:
     if element_bytes not in DTYPES:
         raise InputError(f"codec {codec} does not support elements of {element_bytes} bytes: use codec none for them")
     return spec.num_bytes(rows, dim, DTYPES[element_bytes])
-
-
-def ends_of(task: Task, slots: Mapping[str, Slot]) -> tuple[Slot, Move]:
-    """Return the source slot of a move or hop, and the whole movement to which the task belongs."""
-    source, target = (slots[name] for name in (task.of or (task.reads[0], task.writes[0])))
-    return source, Move(source.layout, target.layout, task.group, reduces(source, target))
 
 
 def movements_of(program: Program, volumes: AbstractVolumes) -> list[list[Movement]]:

@@ -12,9 +12,9 @@ from moesaic.planner.compute import rates_of
 from moesaic.planner.profile import read_profile
 from moesaic.planner.profile_simulate import profiled_simulator
 from moesaic.planner.simulate import Simulator
-from moesaic.planner.topology import Topology
+from moesaic.planner.topology import Topology, check_fit
 from moesaic.planner.workload import Workload
-from moesaic.program.grid import Grid
+from moesaic.program.grid import Grid, LinkLevel
 
 PROBE_BYTES = 1 << 20
 """Size of the simulated messages from which the rates of links are derived."""
@@ -81,6 +81,40 @@ def machine_of(spec: ClusterSpec, grid: Grid, layer: Workload) -> Machine:
         tflops=float(rows[0]) * flops / seconds / 1e12,
         memory_gbps=rates.memory * 8 / 1e9,
     )
+
+
+def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:
+    """Return the levels that follow from a cluster's links, outermost first, without levels that limit nothing.
+
+    By FasterMoE's rule a share L = Wn / (M * Wl) of a rank's copies may leave, which keeps the shared link busy as long as
+    the rank's own link. Wn is the rate of a link that M ranks share, Wl the rate of a rank's own link.
+
+    Args:
+        cluster: the cluster that the mesh runs on, with one rank per device.
+        grid: the mesh.
+
+    Raises:
+        InputError: if mesh and cluster do not fit, or the cluster has no link that belongs to one device.
+    """
+    per_node = check_fit(cluster, grid.world, grid.ranks_per_node)
+    own_rates = [
+        link.slowest(cluster.nodes) for link in cluster.links if link.devices == 1 and link.carries != "outside"
+    ]
+    if not own_rates or per_node != cluster.devices_per_node:
+        raise InputError(
+            f"topology gate: cluster {cluster.name} on nodes of {per_node} ranks does not give the rate of a rank's own link: "
+            "use a rank per device and a link with devices = 1, or give the levels yourself"
+        )
+    sized_levels = []
+    for link in cluster.links:
+        leaves_node = link.carries == "outside" or link.devices >= per_node
+        size = max(link.devices, per_node) if leaves_node else link.devices
+        share = link.slowest(cluster.nodes) / (link.devices * min(own_rates))
+        if link.carries == "inside" or link.shared or size >= grid.world or size == 1 or share >= 1:
+            continue
+        units = [rank // size if not link.units else link.units[rank // per_node] for rank in range(grid.world)]
+        sized_levels.append((size, LinkLevel(name=link.name, group=tuple(units), share=share)))
+    return tuple(level for _, level in sorted(sized_levels, key=lambda pair: -pair[0]))
 
 
 def _rate(topology: Topology, source: np.ndarray, target: np.ndarray) -> tuple[float, float] | None:

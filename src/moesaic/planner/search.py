@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from moesaic.codecs import CODECS, is_coded
+from moesaic.codecs import CODECS, DTYPES, is_coded
 from moesaic.errors import InputError
 from moesaic.planner.candidates import Pins, SearchSpace, layouts, name_of
 from moesaic.planner.cluster import ClusterSpec
@@ -23,7 +23,7 @@ from moesaic.planner.even import MAX_RANKS_APART
 from moesaic.planner.loads import fit_counts, simulate_counts
 from moesaic.planner.memory import FRAGMENTED, GIB, Memory, usable_bytes
 from moesaic.planner.model import Job
-from moesaic.planner.movement import DTYPES, coded_bytes
+from moesaic.planner.movement import coded_bytes
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.step import Estimate, StepCostModel, mean_of
 from moesaic.planner.timing import Simulated

@@ -22,7 +22,8 @@ from moesaic.planner.topology import Topology
 from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all.all_to_all import legs_by_hop
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import CallSizes, LayoutIndex
+from moesaic.program.layouts import LayoutIndex
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
 
 

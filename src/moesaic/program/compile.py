@@ -17,8 +17,10 @@ from moesaic.codecs import codec_spec
 from moesaic.errors import InputError
 from moesaic.program.build import SCHEDULES
 from moesaic.program.bundles import side_by_side
+from moesaic.program.expert_sizes import ExpertSizes
 from moesaic.program.grid import Grid
-from moesaic.program.held import ExpertSizes, HeldBytes
+from moesaic.program.held import HeldBytes
+from moesaic.program.layouts import LayoutIndex
 from moesaic.program.order import ORDERS
 from moesaic.program.passes.fuse_ep_etp import fuse_ep_etp
 from moesaic.program.passes.gather_weights import gather_weights
@@ -30,7 +32,6 @@ from moesaic.program.passes.replicate import replicate
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
 from moesaic.program.passes.split import split_capacity, split_peers
 from moesaic.program.plan import Crossing, Plan
-from moesaic.program.sizes import LayoutIndex
 from moesaic.program.task import Kind, Program, State
 from moesaic.program.text import to_text
 from moesaic.program.transpose import saved, transpose, up_to_experts

@@ -199,3 +199,19 @@ class Grid:
         for start, end in (self.spans[axis] for axis in axes):
             members = [member + step for member in members for step in range(0, end, start)]
         return tuple(sorted(members))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkLevel:
+    """A level of links: the groups of ranks that share a link, and the limit on the copies that leave a group."""
+
+    name: str
+    """Name in messages, such as node or leaf."""
+    group: tuple[int, ...]
+    """The number of each rank's group."""
+    share: float
+    """Share of a rank's copies, 0 to 1, that may leave its group; the number of copies is rounded down."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise InputError(f"topology level {self.name}: share={self.share}: choose 0 to 1")

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from moesaic.codecs import codec_spec, is_coded
-from moesaic.planner.movement import DTYPES, ends_of
+from moesaic.codecs import DTYPES, codec_spec, is_coded
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import legs_by_hop
 from moesaic.program.bundles import bundles
+from moesaic.program.expert_sizes import ExpertSizes
 from moesaic.program.grid import Axis
-from moesaic.program.sizes import AbstractLayoutIndex, CallSizes, Move
+from moesaic.program.layouts import AbstractLayoutIndex, Move, ends_of
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Task
 
 INDEX = 16
@@ -33,42 +33,6 @@ WIDE = 4
 """Smallest number of bytes of the elements in which sums are accumulated."""
 CODED_ROWS = 4096
 """Number of rows over which the bytes of an encoded row are averaged."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertSizes:
-    """Memory of experts, in numbers of the layer's dtype."""
-
-    dim: int
-    """Width of a token."""
-    units: int
-    """Rows into which one shard of an expert is packed when weights are sent: its hidden units."""
-    unit_numbers: int
-    """Numbers per packed row."""
-    kept: int
-    """Numbers per row that experts keep from forward to backward besides the row."""
-    forward: int
-    """Temporary numbers per row in the forward pass, besides input, result and what is kept."""
-    backward: int
-    """Temporary numbers per row in the backward pass, besides the input, its gradient, the result's gradient and what
-    was kept."""
-    element_bytes: int
-
-    @classmethod
-    def stacked(cls, dim: int, units: int, matrices: int, element_bytes: int, *, bias: bool = False) -> ExpertSizes:
-        """Return the sizes of built-in experts, which keep the results of all matrices that read the token.
-
-        Args:
-            dim: width of a token.
-            units: hidden units of one shard of an expert.
-            matrices: matrices per expert: 3 for SwiGLU, 2 for plain experts.
-            element_bytes: bytes of a number.
-            bias: whether experts have biases.
-        """
-        return cls(
-            dim=dim, units=units, unit_numbers=matrices * dim + (matrices - 1) * bias, kept=(matrices - 1) * units,
-            forward=units + dim, backward=matrices * units + 2 * dim, element_bytes=element_bytes,
-        )  # fmt: skip
 
 
 class _Hop(NamedTuple):

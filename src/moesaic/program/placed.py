@@ -13,17 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moesaic.program.grid import Grid
-from moesaic.program.sizes import (
-    AbstractLayoutIndex,
-    CallSizes,
-    Held,
-    LayoutIndex,
-    Matched,
-    Move,
-    Pieces,
-    find,
-    matched,
-)
+from moesaic.program.layouts import AbstractLayoutIndex, Held, LayoutIndex, Matched, Move, Pieces, find, matched
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Layout
 
 Targets = Callable[[], tuple[np.ndarray, np.ndarray]]

@@ -19,6 +19,8 @@ ONCE: tuple[Flow, ...] = ("node_tokens", "rank_tokens")
 Which = Literal["all", "rank", "node"]
 WHICH: tuple[Which, ...] = ("all", "rank", "node")
 NamedChunk = Literal["replicated", "here", "near"]
+HELPERS: tuple[NamedChunk, ...] = ("near", "here")
+"""Chunks that only ranks hold which help with replicated experts, or which pass on what helpers need."""
 Chunk = int | NamedChunk
 
 INDEX_BYTES = 4
@@ -165,6 +167,11 @@ class Layout:
     step: tuple[int, int] | None = None
     """(j, n): the ep ranks form n groups, and only runs are included whose expert lives j groups after their origin.
     None: all runs."""
+
+    @property
+    def is_on_demand(self) -> bool:
+        """Whether the rows are parameters of those experts only that helpers need in a call."""
+        return self.chunk in HELPERS and self.flow in ("weights", "bias")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

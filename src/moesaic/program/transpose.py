@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
-from moesaic.program.task import Kind, Op, Program, Slot, Stage, Task
+from moesaic.program.task import HELPERS, Kind, Op, Program, Slot, Stage, Task
 
 SUFFIX = "'"
 """Added to a slot's name to form the name of its cotangent."""
@@ -122,7 +122,7 @@ def _fetches(program: Program) -> list[Task]:
     The weights of replicated copies are fetched once and kept for the backward pass.
     """
     written = [(task, program.slot(task.writes[0])) for task in program.tasks]
-    return [task for task, slot in written if slot.kind is Kind.WEIGHT and slot.layout.chunk not in ("near", "here")]
+    return [task for task, slot in written if slot.kind is Kind.WEIGHT and slot.layout.chunk not in HELPERS]
 
 
 def cotangent(name: str) -> str:

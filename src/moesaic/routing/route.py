@@ -133,9 +133,8 @@ def route(
         sums = _sums(losses, scores, choice, weight_N, alive_N, batch, earlier)
         record = replay
         if record is None:
-            record = _decide(
-                choice, weight_N.detach(), alive_N, top_k, capacity, len(x), router.num_experts, batch, sums, peers
-            )
+            rules = _Rules(top_k, capacity, len(x), router.num_experts, batch.valid_T, peers)
+            record = _decide(rules, choice, weight_N.detach(), alive_N, sums)
             record = record._replace(noise=noise, earlier_counts=None if earlier is None else earlier.clone())
         if sums is not None and peers is not None and record.gathered is not None:
             sums = record.gathered.statistics(sums, peers, record.earlier_counts)
@@ -157,7 +156,8 @@ def route_chosen(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: 
     choice = Choice(index // max(top_k, 1), expert_TK.reshape(-1), index % max(top_k, 1), per_token=top_k)
     weight_N = weight_TK.reshape(-1).to(torch.promote_types(weight_TK.dtype, torch.float32))
     detached = weight_N.detach()
-    record = _decide(choice, detached, None, top_k, Dropless(), num_tokens, num_experts, TokenInfo(), None, peers)
+    rules = _Rules(top_k, Dropless(), num_tokens, num_experts, None, peers)
+    record = _decide(rules, choice, detached, None, None)
     return Routed(_routing(record, weight_N, num_tokens, num_experts, {}, None), record, None)
 
 
@@ -167,20 +167,22 @@ def _router_input(x_TD: Tensor, valid_T: Tensor | None) -> Tensor:
     return x if valid_T is None else x.masked_fill(~valid_T.unsqueeze(1), 0.0)
 
 
+class _Rules(NamedTuple):
+    """What decides, besides choices and weights, which copies of a call are sent; the fields are those of `route`."""
+
+    top_k: int
+    capacity: AbstractCapacity
+    num_tokens: int
+    num_experts: int
+    valid_T: Tensor | None
+    peers: Peers | None
+
+
 def _decide(
-    choice: Choice,
-    weight_N: Tensor,
-    alive_N: Tensor | None,
-    top_k: int,
-    capacity: AbstractCapacity,
-    num_tokens: int,
-    num_experts: int,
-    batch: TokenInfo,
-    sums: RouterStatistics | None,
-    peers: Peers | None,
+    rules: _Rules, choice: Choice, weight_N: Tensor, alive_N: Tensor | None, sums: RouterStatistics | None
 ) -> RoutingRecord:
     """Count the copies, exchange the counts with the other ranks and admit copies. The record is not differentiable."""
-    valid = batch.valid_T
+    top_k, capacity, num_tokens, num_experts, valid, peers = rules
     nonfinite = _nonfinite(weight_N, alive_N)
     gathered = before_KE = rows = None
     if peers is None:

@@ -21,6 +21,7 @@ from moesaic.draw import Draw, draw_globally
 from moesaic.errors import InputError
 from moesaic.kernels.pick import kind_of
 from moesaic.kernels.products import linear
+from moesaic.program.grid import Grid
 from moesaic.routing.routing import Choice, Scores
 
 MOST_COLUMNS, MOST_CHOICES = 2048, 32
@@ -130,6 +131,14 @@ class AbstractRouter(KeepsFloat32, ABC):
     def check(self, top_k: int) -> None:
         """Raise an InputError with a one-line message if this router cannot train with `top_k` experts per token."""
         self.check_fits(top_k)
+
+    def join_mesh(self, grid: Grid, origin: int) -> None:
+        """Learn on which mesh the experts are; by default a router does not care.
+
+        Args:
+            grid: the mesh.
+            origin: the data-parallel group of this process.
+        """
 
     @property
     def adapts(self) -> bool:
@@ -255,6 +264,14 @@ class LimitedRouter(AbstractRouter):
 
     def check_fits(self, top_k: int) -> None:
         self.inner.check_fits(top_k)
+
+    def join_mesh(self, grid: Grid, origin: int) -> None:
+        """Learn on which mesh the experts are; by default a router does not care.
+
+        Args:
+            grid: the mesh.
+            origin: the data-parallel group of this process.
+        """
 
     @property
     def adapts(self) -> bool:

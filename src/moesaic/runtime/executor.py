@@ -27,7 +27,7 @@ from moesaic.comm.transport import Lane as TransportLane
 from moesaic.experts.experts import Weights
 from moesaic.program.bundles import bundles
 from moesaic.program.compile import Compiled
-from moesaic.program.sizes import Move
+from moesaic.program.layouts import Move, move_of
 from moesaic.program.task import Op, Program, Slot, Task
 from moesaic.program.transpose import cotangent, saved
 from moesaic.runtime.messages import Packets, pack, start, start_hop, unpack
@@ -37,7 +37,6 @@ from moesaic.runtime.tasks import (
     Value,
     compute,
     kept,
-    move_of,
     parameters,
     rows,
     tables,
@@ -295,7 +294,8 @@ class RunProgram(torch.autograd.Function):
         names = kept_names(run.compiled.logical) if has_grad and any(ctx.needs_input_grad) else ()
         inputs = inputs_of(run, x, gates, weights[:num_sharded], weights[num_sharded:])
         upload_tables(run, x.device)
-        environment = run_forward(run, run.compiled.forward, inputs, {*names, "y"})
+        environment = drive(interpret(run.compiled.forward, inputs, run.call, {*names, "y"}), run.transport)
+        del inputs
         flat, ctx.layout = flattened(environment, names)
         ctx.save_for_backward(*flat)
         ctx.run, ctx.was_run = run, False
@@ -339,11 +339,6 @@ def kept_names(logical: Program) -> tuple[str, ...]:
     """Return what a plan's backward program reads: slots, and the expert tasks' activations."""
     experts = [task.name for task in logical.tasks if task.op is Op.EXPERT]
     return *saved(logical), *map(kept, experts)
-
-
-def run_forward(run: LayerRun, program: Program, inputs: Environment, outputs: Collection[str]) -> Environment:
-    """Run a call's forward program, or a part of it, and return the slots and activations in `outputs`."""
-    return drive(interpret(program, inputs, run.call, outputs), run.transport)
 
 
 def run_backward(run: LayerRun, values: Environment, dy: Tensor) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +40,6 @@ from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.spread import compiled_for, description, fitting
 from moesaic.runtime.tasks import Call, Codecs, Indices, Meter, known_codec
-
-T = TypeVar("T")
 
 NUMBERS = 6
 """How many numbers a call policy sends to the other ranks together with a call's counts. It is the same under every plan, so
@@ -103,25 +101,12 @@ class AbstractCallPolicy(ABC):
             call: the counts of the call, which all ranks have.
         """
 
-    @abstractmethod
-    def timed(self, record: RoutingRecord, chosen: Chosen, program: Callable[[], Tensor]) -> Tensor:
-        """Run a call's program and return its result. Policies that learn from times measure it here.
-
-        Args:
-            record: the record of the call's routing, after `choose`.
-            chosen: the result of `choose`.
-            program: runs the program. A recomputation may abort it once it has produced all that the backward pass needs.
-        """
-
 
 class PlainCalls(AbstractCallPolicy):
     """Runs the plan's programs in every call, whatever the call's counts."""
 
     def choose(self, record: RoutingRecord, call: CountedCall) -> Chosen:
         return Chosen(self.compiled)
-
-    def timed(self, record: RoutingRecord, chosen: Chosen, program: Callable[[], Tensor]) -> Tensor:
-        return program()
 
 
 @dataclass(frozen=True)
@@ -140,6 +125,33 @@ class UncutCall:
     """Finds the node tokens of this rank's own rows from their tokens and experts, under multicast; None under other plans."""
     sizes: Callable[[np.ndarray | None, np.ndarray, NodeTokens | None], CallSizes]
     """Returns the call's sizes, given replicated copies, copies and node tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallInputs:
+    """What one rank brings into one call of a layer, after routing. Experts are given by their slots."""
+
+    experts: AbstractExperts
+    record: RoutingRecord
+    """The record of the call's routing."""
+    token: Tensor
+    """(rows,) int64: the token of each of this rank's copies, sorted by expert; -1 for a padding row."""
+    expert: Tensor
+    """(copies,) int64: the expert of each of this rank's copies, ascending."""
+    gates: Tensor
+    """(rows,) routing weights; differentiable."""
+    node_tokens: NodeTokens | None
+    """The node tokens of this rank's copies under multicast; None under other plans."""
+    copies: np.ndarray
+    """(world, num_experts) int64: copies that each rank sends to each expert."""
+    tokens: np.ndarray
+    """(world,) int64: tokens of each rank."""
+    num_tokens: int
+    """Tokens that this rank routed."""
+    dtype: torch.dtype
+    """Dtype of the products."""
+    padded_rows: int | None = None
+    """Rows that each expert is sent under a padded capacity; None under other capacities."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +263,7 @@ class ExpertParallel:
         self.compiled, self.grid = state.compiled, state.compiled.grid
         self.peers, self.calls, self._deepep = state.peers, state.calls, state.deepep
         self._digests_checked, self._unchecked_calls = False, 0
-        self._padded_tables: dict[tuple[int, int, int] | None, tuple[CallSizes, Indices]] = {}
+        self._padded_tables: dict[tuple[int | None, int, int], tuple[CallSizes, Indices]] = {}
 
     @property
     def order(self) -> ExpertOrder:
@@ -355,67 +367,84 @@ class ExpertParallel:
             by_slot = routed if self._order is None else self._order.routed(routed)
             return run_by_deepep(self._deepep, experts, x_TD, by_slot)
         routing = routed.routing if self._order is None else self._order.in_slots(routed.routing)
-        token, expert, gates, node_tokens = self._copies(routed, routing, padded_rows)
-        always = padded_rows is None or x_TD.device.type == "cpu"
-        if always or not self._digests_checked or self._is_due():
-            self._check_digests(routed, together=always)
-        self.peers.skips_digests = not always
-        if padded_rows is None:
-            copies, tokens = counts_of(routed.record, self.compiled)
-        else:
-            copies, tokens = even_counts(self.compiled, self.num_experts, routing.num_tokens, padded_rows)
-        if node_tokens is None and self.compiled.is_multicast:
-            node_tokens = self._node_tokens(token, expert, routing.num_tokens, int(copies[self.rank].sum()))
-        copies = copies if self._order is None else self._order.columns(copies)
-        dtype = compute_dtype(x_TD.dtype, x_TD.device)
-
-        def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
-            assert gate is not None
-            x, units = x.to(dtype), experts.num_units(sharded)
-            counted = CountedCall(copies, tokens, units, partial(experts.sizes, sharded, dtype))
-            chosen = self.calls.choose(routed.record, counted)
-            compiled, replicated, run_slices = chosen
-            key = None if padded_rows is None else (padded_rows, routing.num_tokens, units)
-            call_node_tokens = None if node_tokens is None or run_slices else self._with_all_counts(node_tokens)
-            sizes_and_indices = self._padded_tables.get(key) or (
-                self._sizes(compiled, replicated, copies, tokens, call_node_tokens, units),
-                Indices(),
-            )
-            if key is not None:
-                self._padded_tables[key] = sizes_and_indices
-            call = Call(
-                self.rank, sizes_and_indices[0], experts, 0, self._weight_first, key is not None, True, self.codecs,
-                self.calls.meter, sizes_and_indices[1],
-            )  # fmt: skip
-            indices = {"index": token.unsqueeze(1)} if call_node_tokens is None else dict(call_node_tokens.indices)
-            layer_run = LayerRun(compiled, self.transport, call, indices)
-            cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
-            if run_slices is not None:
-                uncut = self._uncut_call(layer_run, tokens, (token, expert), routing.num_tokens, units)
-                return run_slices(uncut, x, gate, *cast)
-            layer_run.take_tags()
-            return self.calls.timed(routed.record, chosen, lambda: run_program(layer_run, x, gate, *cast))
-
-        y: Tensor = experts(x_TD, gates.unsqueeze(1), run=run)
+        take = self._counted if padded_rows is None else partial(self._padded, rows=padded_rows)
+        inputs = take(experts, routed, routing, compute_dtype(x_TD.dtype, x_TD.device))
+        y: Tensor = experts(x_TD, inputs.gates.unsqueeze(1), run=partial(self._run, inputs))
         return y.to(x_TD.dtype)
 
-    def _copies(
-        self, routed: Routed, routing: Routing, padded_rows: int | None
-    ) -> tuple[Tensor, Tensor, Tensor, NodeTokens | None]:
-        """Return token, slot and weight of each of this rank's copies, sorted by slot, and the node tokens if their counts were
-        exchanged already. `routing` is the routing of `routed`, with slots for experts."""
+    def _counted(self, experts: AbstractExperts, routed: Routed, routing: Routing, dtype: torch.dtype) -> CallInputs:
+        """Return the inputs of a call whose counts all ranks have on the host. `routing` has slots for experts."""
+        self._check_digests(routed)
+        self.peers.skips_digests = False
         order, node_tokens = self.peers.order(routing.expert), None
-        if routing.has_unsent and padded_rows is None:  # unsent copies come last
+        if routing.has_unsent:  # unsent copies come last
             assert routed.record.gathered is not None
             order = order[: int(routed.record.gathered.sent_on_host[self.peers.place].sum())]
         token, expert, gates = (t.index_select(0, order) for t in (routing.token, routing.expert, routing.weight))
-        if padded_rows is not None:
-            gates, token = pad_copies(gates, token, expert, self.num_experts, padded_rows)
-        elif self.compiled.is_multicast:
+        copies, tokens = counts_of(routed.record, self.compiled)
+        if self.compiled.is_multicast:
             node_tokens = self.peers.node_tokens(routed.record.choice, routed.record.gathered)
-            if node_tokens is not None and len(node_tokens.copy_index) != len(order):
+            if node_tokens is None:
+                node_tokens = self._node_tokens(token, expert, routing.num_tokens, int(copies[self.rank].sum()))
+            elif len(node_tokens.copy_index) != len(order):
                 node_tokens = replace(node_tokens, copy_index=node_tokens.copy_index[: len(order)])
-        return token, expert, gates, node_tokens
+        copies = copies if self._order is None else self._order.columns(copies)
+        return CallInputs(
+            experts=experts, record=routed.record, token=token, expert=expert, gates=gates, node_tokens=node_tokens,
+            copies=copies, tokens=tokens, num_tokens=routing.num_tokens, dtype=dtype,
+        )  # fmt: skip
+
+    def _padded(
+        self, experts: AbstractExperts, routed: Routed, routing: Routing, dtype: torch.dtype, *, rows: int
+    ) -> CallInputs:
+        """Return the inputs of a call under a padded capacity, which needs no counts. `routing` has slots for experts."""
+        always = routing.token.device.type == "cpu"
+        if always or not self._digests_checked or self._is_due():
+            self._check_digests(routed, together=always)
+        self.peers.skips_digests = not always
+        order = self.peers.order(routing.expert)
+        token, expert, gates = (t.index_select(0, order) for t in (routing.token, routing.expert, routing.weight))
+        gates, token = pad_copies(gates, token, expert, self.num_experts, rows)
+        copies, tokens = even_counts(self.compiled, self.num_experts, routing.num_tokens, rows)
+        return CallInputs(
+            experts=experts, record=routed.record, token=token, expert=expert, gates=gates, node_tokens=None,
+            copies=copies, tokens=tokens, num_tokens=routing.num_tokens, dtype=dtype, padded_rows=rows,
+        )  # fmt: skip
+
+    def _run(self, inputs: CallInputs, x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
+        """Run a call with the parameters that `AbstractExperts.forward` passes."""
+        assert gate is not None
+        experts, x, units = inputs.experts, x.to(inputs.dtype), inputs.experts.num_units(sharded)
+        counted = CountedCall(inputs.copies, inputs.tokens, units, partial(experts.sizes, sharded, inputs.dtype))
+        chosen = self.calls.choose(inputs.record, counted)
+        node_tokens = inputs.node_tokens
+        if node_tokens is not None:
+            node_tokens = None if chosen.run_slices else self._with_all_counts(node_tokens)
+        sizes, indices = self._tables(inputs, chosen, node_tokens, units)
+        call = Call(
+            rank=self.rank, sizes=sizes, experts=experts, weight_first=self._weight_first, codecs=self.codecs,
+            has_empty_rows=inputs.padded_rows is not None, meter=self.calls.meter, indices=indices,
+        )  # fmt: skip
+        own = {"index": inputs.token.unsqueeze(1)} if node_tokens is None else dict(node_tokens.indices)
+        run = LayerRun(chosen.compiled, self.transport, call, own)
+        cast = [tuple(weight.to(inputs.dtype) for weight in weights) for weights in (sharded, common)]
+        if chosen.run_slices is not None:
+            return chosen.run_slices(self._uncut_call(run, inputs, units), x, gate, *cast)
+        run.take_tags()
+        return run_program(run, x, gate, *cast)
+
+    def _tables(
+        self, inputs: CallInputs, chosen: Chosen, node_tokens: NodeTokens | None, units: int
+    ) -> tuple[CallSizes, Indices]:
+        """Return the sizes of a call and its index tensors; under a padded capacity, those of the first such call."""
+        key = (inputs.padded_rows, inputs.num_tokens, units)
+        if inputs.padded_rows is not None and key in self._padded_tables:
+            return self._padded_tables[key]
+        sizes = self._sizes(chosen.compiled, chosen.replicated, inputs.copies, inputs.tokens, node_tokens, units)
+        tables = sizes, Indices()
+        if inputs.padded_rows is not None:
+            self._padded_tables[key] = tables
+        return tables
 
     def padded_rows(self, capacity: AbstractCapacity, num_tokens: int, top_k: int) -> int | None:
         """Return how many rows this rank's routing sends to each expert under a padded capacity; None under other capacities.
@@ -521,20 +550,19 @@ class ExpertParallel:
         counts = all_gather(self.transport, tuple(range(self.grid.world)), node_tokens.counts)
         return node_tokens.with_counts(torch.stack(counts).cpu().numpy(), self.rank)
 
-    def _uncut_call(
-        self, layer_run: LayerRun, tokens: np.ndarray, routing: tuple[Tensor, Tensor], num_tokens: int, units: int
-    ) -> UncutCall:
-        """Return the data of a call that runs slice by slice; `routing` is token and expert of this rank's rows."""
-        compiled = layer_run.compiled
+    def _uncut_call(self, run: LayerRun, inputs: CallInputs, units: int) -> UncutCall:
+        """Return the data of a call that runs slice by slice."""
+        compiled = run.compiled
         is_alone = compiled.routes_slices or compiled.is_redundant
-        find = (
-            partial(_find_nodes, self.num_experts, compiled, num_tokens=num_tokens) if compiled.is_multicast else None
-        )
+        find = None
+        if compiled.is_multicast:
+            find = partial(_find_nodes, self.num_experts, compiled, num_tokens=inputs.num_tokens)
 
         def sizes_of(replicated: np.ndarray | None, copies: np.ndarray, node_tokens: NodeTokens | None) -> CallSizes:
-            return self._sizes(compiled, replicated, copies, tokens, node_tokens, units)
+            return self._sizes(compiled, replicated, copies, inputs.tokens, node_tokens, units)
 
-        return UncutCall(layer_run, (self.rank,) if is_alone else self._tensor_group, *routing, find, sizes_of)
+        origins = (self.rank,) if is_alone else self._tensor_group
+        return UncutCall(run, origins, inputs.token, inputs.expert, find, sizes_of)
 
     def _node_tokens(self, token: Tensor, expert: Tensor, num_tokens: int, num_copies: int) -> NodeTokens:
         """Find the node tokens of the `num_copies` copies that this rank sends."""
@@ -620,9 +648,3 @@ def shared_parameters(module: nn.Module, transport: AbstractTransport, group: tu
     finally:
         for part, name, value in parameters:
             part._parameters[name] = value
-
-
-@torch.compiler.disable(reason="a MoE layer on a mesh runs programs over connections: compile without fullgraph")
-def outside_graphs(function: Callable[..., T], *args: object) -> T:
-    """Call a function and return its result, outside of the graphs of `torch.compile`."""
-    return function(*args)

@@ -20,9 +20,10 @@ from moesaic.comm.transport import Transfer
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import Leg, NodeMap
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.sizes import Move, Splits
+from moesaic.program.layouts import Move, move_of
+from moesaic.program.sizes import Splits
 from moesaic.program.task import Kind, Slot, Task
-from moesaic.runtime.tasks import Call, Environment, Indices, Value, move_of, placed, take, transport_lane
+from moesaic.runtime.tasks import Call, Environment, Indices, Value, placed, take, transport_lane
 
 
 @dataclass(frozen=True)

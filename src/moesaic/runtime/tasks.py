@@ -26,9 +26,9 @@ from moesaic.kernels.codecs import AbstractCodec, codec_named
 from moesaic.kernels.memory import uploaded
 from moesaic.kernels.permute import sum_rows
 from moesaic.kernels.work import Dispatch
-from moesaic.program.sizes import CallSizes, Move, Runs
+from moesaic.program.layouts import move_of
+from moesaic.program.sizes import CallSizes, Runs
 from moesaic.program.task import Kind, Lane, Op, Slot, State, Task
-from moesaic.program.validate import reduces
 from moesaic.routing.capacity import count
 from moesaic.routing.peers import stable_order
 
@@ -111,7 +111,7 @@ def _as_numbers(table: Runs | np.ndarray) -> np.ndarray:
     return np.concatenate([table.offsets, table.sizes]) if isinstance(table, Runs) else table
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Call:
     """The inputs of one rank for one run of a program."""
 
@@ -148,12 +148,6 @@ class Call:
         for name in list(self.deferred_wgrad) if names is None else names:
             for work in self.deferred_wgrad.pop(name, ()):
                 work()
-
-
-def move_of(task: Task, slots: Slots) -> Move:
-    """Return the movement that a task performs, wholly or in part."""
-    source, target = (slots[name] for name in task.of or (task.reads[0], task.writes[0]))
-    return Move(source.layout, target.layout, task.group, reduces(source, target))
 
 
 def tables(task: Task, slots: Slots, call: Call) -> Iterator[Runs | np.ndarray]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from moesaic.balance import REPLICATION_POLICIES
 from moesaic.comm.transport import Handle, Transfer
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.task import Kind, Program, Slot, State
+from moesaic.program.task import HELPERS, Kind, Program, Slot, State
 from moesaic.runtime import executor
 from moesaic.runtime.executor import interpret
 from moesaic.runtime.tasks import Call, Environment, Value
@@ -68,7 +68,7 @@ def disagreements(runs: list[Observed]) -> list[str]:
     for together in zip(*(by_rank[rank] for rank in sorted(by_rank))):
         grid, program = together[0].call.sizes.grid, together[0].program
         for slot in program.slots:
-            if slot.kind is Kind.WEIGHT and slot.layout.chunk in ("near", "here"):
+            if slot.kind is Kind.WEIGHT and slot.layout.chunk in HELPERS:
                 continue
             for rank, other in _replicas(slot, grid):
                 first, second = (together[r].values.get(slot.name) for r in (rank, other))

@@ -16,9 +16,9 @@ from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.experts import ModuleExperts
-from moesaic.program.grid import Grid
+from moesaic.program.grid import Grid, LinkLevel
 from moesaic.program.plan import Plan
-from moesaic.routing.routers import LinkLevel, SoftmaxTopK, TopologyRouter
+from moesaic.routing.routers import SoftmaxTopK, TopologyRouter
 
 
 def test_refusals_are_one_line_and_move_nothing() -> None:

@@ -24,9 +24,9 @@ from moesaic.models.attention import KeyValueCache
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
 from moesaic.models.moving import MovingGPT
-from moesaic.program.grid import Grid
+from moesaic.program.grid import Grid, LinkLevel
 from moesaic.program.plan import Plan
-from moesaic.routing.routers import LinkLevel, SoftmaxTopK, TopologyRouter
+from moesaic.routing.routers import SoftmaxTopK, TopologyRouter
 from moesaic.runtime.data_parallel import average_gradients
 from moesaic_lab.recorder import Recorder
 

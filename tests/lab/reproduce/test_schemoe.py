@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from cost.schemoe_forms import in_turn_all_to_all, pipelined_all_to_all
 
 from moesaic_lab.reproduce.records import read_book
 from moesaic_lab.reproduce.schemoe import (
@@ -16,6 +15,7 @@ from moesaic_lab.reproduce.schemoe import (
     layers,
     sized,
 )
+from planner.schemoe_forms import in_turn_all_to_all, pipelined_all_to_all
 
 BOOK = read_book()
 

@@ -228,7 +228,9 @@ def _run(
         assert compiled is not None
         placed_index = PlacedIndex(shapes, move.targets, move.length)
         sizes = placed_sizes(plain.grid, copies, placed_index, storing.num_units(sharded))
-        call = Call(on_mesh.rank, sizes, computing, 0, on_mesh._weight_first, False, codecs=on_mesh.codecs)
+        call = Call(
+            rank=on_mesh.rank, sizes=sizes, experts=computing, weight_first=on_mesh._weight_first, codecs=on_mesh.codecs
+        )
         layer_run = LayerRun(compiled, transport, call, {"index": token.unsqueeze(1)})
         layer_run.take_tags()
         cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))

@@ -39,7 +39,8 @@ from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.draw import is_dtensor
 from moesaic.errors import InputError
 from moesaic.program.compile import Compiled, compile_plan, moving
-from moesaic.program.sizes import LayoutIndex, Runs
+from moesaic.program.layouts import LayoutIndex
+from moesaic.program.sizes import Runs
 from moesaic.routing.replay import own_choice
 from moesaic.routing.router import AbstractRouter
 from moesaic.runtime.expert_order import ExpertOrder

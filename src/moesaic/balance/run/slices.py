@@ -23,7 +23,16 @@ from moesaic.comm.collectives import all_gather
 from moesaic.experts.experts import Weights
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
-from moesaic.runtime.executor import LayerRun, by_name, flattened, inputs_of, kept_names, run_backward, run_forward
+from moesaic.runtime.executor import (
+    LayerRun,
+    by_name,
+    drive,
+    flattened,
+    inputs_of,
+    interpret,
+    kept_names,
+    run_backward,
+)
 from moesaic.runtime.expert_parallel import UncutCall
 from moesaic.runtime.tasks import Environment, Indices
 
@@ -138,7 +147,7 @@ class RunSlices(torch.autograd.Function):
             keeps = names if number < sliced_run.kept else ()
             run = sliced_run.run(number, tags[number])
             inputs = inputs_of(run, x, gates[sliced_run.slices[number].rows], *_split(weights, num_sharded))
-            values = run_forward(run, run.compiled.forward, inputs, {*keeps, "y"})
+            values = drive(interpret(run.compiled.forward, inputs, run.call, {*keeps, "y"}), run.transport)
             y = values["y"]
             assert isinstance(y, Tensor)
             total += y
@@ -167,7 +176,7 @@ class RunSlices(torch.autograd.Function):
             if not kept:
                 inputs = inputs_of(run, x, gates[part.rows], *_split(weights, ctx.num_sharded))
                 with ctx.states[number].again():
-                    kept = [run_forward(run, sliced_run.again, inputs, set(sliced_run.names))]
+                    kept = [drive(interpret(sliced_run.again, inputs, run.call, set(sliced_run.names)), run.transport)]
                 del inputs
             d_x, d_own, *d_parameters = run_backward(run, kept.pop(), dy)
             d_gates[part.rows] = d_own

@@ -9,7 +9,8 @@ import numpy as np
 
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import legs_by_hop
-from moesaic.program.sizes import CallSizes, Move
+from moesaic.program.layouts import Move
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES, Flow, Kind, Op, Program, Slot, Task
 from moesaic.program.validate import collective, reduces
 

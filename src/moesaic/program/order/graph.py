@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from moesaic.program.task import Kind, Lane, Layout, Op, Program, Stage, Task
+from moesaic.program.task import HELPERS, Kind, Lane, Layout, Op, Program, Stage, Task
 
 
 def predecessors(program: Program) -> list[tuple[int, ...]]:
@@ -59,9 +59,7 @@ def moves_replicated_weights(program: Program) -> Callable[[Task], bool]:
     dispatches. A movement that forwards them inside a node waits for the first movement, so it is issued just before
     the task that reads it.
     """
-    replicated = {
-        slot.name for slot in program.slots if slot.kind is Kind.WEIGHT and slot.layout.chunk in ("near", "here")
-    }
+    replicated = {slot.name for slot in program.slots if slot.kind is Kind.WEIGHT and slot.layout.chunk in HELPERS}
     return lambda task: task.op is Op.MOVE and task.stage is Stage.DISPATCH and task.writes[0] in replicated
 
 

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from moesaic.routing.routers.noisy import NoisyTopK as NoisyTopK
     from moesaic.routing.routers.sigmoid import SigmoidTopK as SigmoidTopK
     from moesaic.routing.routers.softmax import SoftmaxTopK as SoftmaxTopK
-    from moesaic.routing.routers.topology import LinkLevel as LinkLevel
     from moesaic.routing.routers.topology import TopologyRouter as TopologyRouter
-    from moesaic.routing.routers.topology import levels_of as levels_of
     from moesaic.routing.routers.topology import node_level as node_level
     from moesaic.routing.routers.topology import topology_gate as topology_gate
 
@@ -80,13 +78,11 @@ _FILES = {
     "GShardTop2": "gshard",
     "GroupLimited": "group_limited",
     "Hash": "hash",
-    "LinkLevel": "topology",
     "NoisyTopK": "noisy",
     "SigmoidTopK": "sigmoid",
     "SoftmaxTopK": "softmax",
     "TopologyRouter": "topology",
     "group_limited_sigmoid": "group_limited",
-    "levels_of": "topology",
     "node_level": "topology",
     "topology_gate": "topology",
 }

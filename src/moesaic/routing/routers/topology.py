@@ -16,7 +16,6 @@ and always off in evaluation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Literal
@@ -26,29 +25,10 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.planner.cluster import ClusterSpec
-from moesaic.planner.topology import check_fit
-from moesaic.program.grid import Grid
+from moesaic.program.grid import Grid, LinkLevel
 from moesaic.routing.router import AbstractRouter, LimitedRouter, top_k_indices
 from moesaic.routing.routers.softmax import SoftmaxTopK
 from moesaic.routing.routing import Choice, Scores
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkLevel:
-    """A level of links: the groups of ranks that share a link, and the limit on the copies that leave a group."""
-
-    name: str
-    """Name in messages, such as node or leaf."""
-    group: tuple[int, ...]
-    """The number of each rank's group."""
-    share: float
-    """Share of a rank's copies, 0 to 1, that may leave its group; the number of copies is rounded down."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise InputError(f"topology level {self.name}: share={self.share}: choose 0 to 1")
-
 
 NODE_SHARE = 0.14
 """Share of a rank's copies that may leave its node if the rates of the links are unknown; the value of FasterMoE's code."""
@@ -65,8 +45,8 @@ class TopologyRouter(LimitedRouter):
     Args:
         inner: the router that scores, chooses among the eligible experts and weighs.
         grid: the mesh of the experts; None if `place` will be called with it.
-        levels: the levels, outermost first, each group inside a group of the level before; `levels_of` derives them from a
-            cluster. Alternatively a function from the mesh to the levels.
+        levels: the levels, outermost first, each group inside a group of the level before; `planner.rates.levels_of` derives
+            them from a cluster. Alternatively a function from the mesh to the levels.
         origin: the data-parallel group of this process, which sees the tokens of that group only. None if the process sees
             the tokens of all groups in their order and routes each as its group would (one process that stands for a cluster).
     """
@@ -94,6 +74,11 @@ class TopologyRouter(LimitedRouter):
         self.is_placed = False
         """Whether the gate knows the mesh."""
         if grid is not None:
+            self.place(grid, origin)
+
+    def join_mesh(self, grid: Grid, origin: int) -> None:
+        """Call `place`, unless the constructor did."""
+        if not self.is_placed:
             self.place(grid, origin)
 
     def place(self, grid: Grid, origin: int | None) -> None:
@@ -211,28 +196,25 @@ def topology_gate(
     num_experts: int,
     *,
     inner: Callable[[int, int], AbstractRouter] | None = None,
-    cluster: ClusterSpec | None = None,
+    levels: Sequence[LinkLevel] | Levels | None = None,
     share: float = NODE_SHARE,
     normalize: Literal["before", "after"] = "after",
     bias: bool = False,
     scale: float = 1.0,
 ) -> TopologyRouter:
-    """Build the gate of `router="topology"`; use `partial(topology_gate, cluster=...)` for limits from real link rates.
+    """Build the gate of `router="topology"`; use `partial(topology_gate, levels=...)` for limits from real link rates.
 
     Args:
         dim: width of a token.
         num_experts: number of experts.
         inner: builds the wrapped router from (dim, num_experts); None for `SoftmaxTopK` with the options below.
-        cluster: the cluster that sets the limits by its link rates (`levels_of`); None limits only the copies that leave a
-            node.
-        share: share of a rank's copies that may leave its node, if no cluster is given.
+        levels: as for `TopologyRouter`; `moesaic.planner.rates.levels_of` derives them from a cluster. None limits only the
+            copies that leave a node.
+        share: share of a rank's copies that may leave its node, if no levels are given.
         normalize, bias, scale: as for `SoftmaxTopK`.
     """
     inner = inner or partial(SoftmaxTopK, normalize=normalize, bias=bias, scale=scale)
-
-    def levels(grid: Grid) -> Sequence[LinkLevel]:
-        return node_level(grid, share) if cluster is None else levels_of(cluster, grid)
-
+    levels = partial(node_level, share=share) if levels is None else levels
     return TopologyRouter(inner(dim, num_experts), levels=levels)
 
 
@@ -246,40 +228,6 @@ def node_level(grid: Grid, share: float = NODE_SHARE) -> tuple[LinkLevel, ...]:
     nodes = tuple(grid.node_of(rank) for rank in range(grid.world))
     level = LinkLevel(name="node", group=nodes, share=share)
     return (level,) if len(set(nodes)) > 1 else ()
-
-
-def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:
-    """Return the levels that follow from a cluster's links, outermost first, without levels that limit nothing.
-
-    By FasterMoE's rule a share L = Wn / (M * Wl) of a rank's copies may leave, which keeps the shared link busy as long as
-    the rank's own link. Wn is the rate of a link that M ranks share, Wl the rate of a rank's own link.
-
-    Args:
-        cluster: the cluster that the mesh runs on, with one rank per device.
-        grid: the mesh.
-
-    Raises:
-        InputError: if mesh and cluster do not fit, or the cluster has no link that belongs to one device.
-    """
-    per_node = check_fit(cluster, grid.world, grid.ranks_per_node)
-    own_rates = [
-        link.slowest(cluster.nodes) for link in cluster.links if link.devices == 1 and link.carries != "outside"
-    ]
-    if not own_rates or per_node != cluster.devices_per_node:
-        raise InputError(
-            f"topology gate: cluster {cluster.name} on nodes of {per_node} ranks does not give the rate of a rank's own link: "
-            "use a rank per device and a link with devices = 1, or give the levels yourself"
-        )
-    sized_levels = []
-    for link in cluster.links:
-        leaves_node = link.carries == "outside" or link.devices >= per_node
-        size = max(link.devices, per_node) if leaves_node else link.devices
-        share = link.slowest(cluster.nodes) / (link.devices * min(own_rates))
-        if link.carries == "inside" or link.shared or size >= grid.world or size == 1 or share >= 1:
-            continue
-        units = [rank // size if not link.units else link.units[rank // per_node] for rank in range(grid.world)]
-        sized_levels.append((size, LinkLevel(name=link.name, group=tuple(units), share=share)))
-    return tuple(level for _, level in sorted(sized_levels, key=lambda pair: -pair[0]))
 
 
 def _is_inside(grid: Grid, level: LinkLevel, sender: int, place: int) -> bool:
