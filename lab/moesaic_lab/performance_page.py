@@ -31,7 +31,7 @@ INTRODUCTION = """# Performance
 measurement is. `make bench` and `make bench-all` measure anew. A speed is a ratio against a named alternative that
 ran in turn in the same process or session; absolute times are of two shared CPU cores and mean little elsewhere.
 Emulated clusters are real processes and real bytes over links of a given rate ([the test bed](testbed.md)); no figure
-is from a GPU. [The log](log.md) has what disturbed a measurement and what was tried.
+is from a GPU. `docs/log.md` of the repository has what disturbed a measurement and what was tried.
 """
 
 
