@@ -174,7 +174,7 @@ def test_every_python_block_of_a_page_runs_as_a_file_of_its_own(
     monkeypatch.chdir(tmp_path)
     for ranks, name, code in BLOCKS[page]:
         if "import cluster" in code and refusal() is not None:
-            continue
+            break  # the files that follow use this one
         if page.name == "index.md" and ranks:  # is on the README, see below
             continue
         (tmp_path / name).write_text(code, encoding="utf-8")
