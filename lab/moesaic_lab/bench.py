@@ -52,24 +52,31 @@ BENCHMARKS = {
     "vision_sweeps": ("vision.sweeps", "balance loss, inference capacity and admission of a vision model"),
 }
 """By name: the module with the `BENCHMARK`, and a summary for --help."""
-GPU = "all figures of one GPU in nine minutes, one process per step; --dry to run without a GPU"
+OTHERS = {
+    "gpu": (
+        "gpu.command:main",
+        "all figures of one GPU in nine minutes, one process per step; --dry to run without a GPU",
+    ),
+    "trace": ("traces.command:run", "synthetic routing traces, and readers of LAER-MoE's and SmartMoE's recordings"),
+}
+"""By name: the module and its function from arguments to an exit code, and a summary for --help."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one benchmark and return its exit code."""
     words = list(arguments)
     if not words or words[0] in ("-h", "--help"):
-        summaries = {name: summary for name, (_, summary) in BENCHMARKS.items()} | {"gpu": GPU}
+        summaries = {name: summary for name, (_, summary) in (BENCHMARKS | OTHERS).items()}
         lines = [f"  {name:<18} {summary}" for name, summary in sorted(summaries.items())]
         usage = ["usage: moesaic bench WHAT ...", "", *lines, "", "moesaic bench WHAT --help lists its options."]
         print("\n".join(usage))
         return 0
-    if words[0] == "gpu":  # this command needs only torch
-        from moesaic_lab.gpu.command import main
-
-        return main(words[1:])
+    if words[0] in OTHERS:
+        module, _, function = OTHERS[words[0]][0].partition(":")
+        code: int = getattr(import_module(f"moesaic_lab.{module}"), function)(words[1:])
+        return code
     if words[0] not in BENCHMARKS:
-        raise InputError(f"unknown benchmark {words[0]}{suggestion(words[0], list(BENCHMARKS))}")
+        raise InputError(f"unknown benchmark {words[0]}{suggestion(words[0], [*BENCHMARKS, *OTHERS])}")
     return benchmark_named(words[0]).run(words[1:])
 
 

@@ -25,8 +25,8 @@ from moesaic.balance.samples import (
 from moesaic.errors import InputError
 from moesaic.planner.cluster import Machine
 from moesaic.program.grid import Grid
-from moesaic.traces.synthetic import SyntheticRouting, make_trace
 from moesaic_lab.exact_placements import best_samples, sample_gap
+from moesaic_lab.traces.synthetic import SyntheticRouting, make_trace
 
 GRIDS = [
     Grid(world=4, ep=4, ranks_per_node=2),

@@ -1,4 +1,4 @@
-"""`moesaic trace`: shows, makes, takes counts, and refuses in one line."""
+"""`moesaic trace`: shows, takes counts, checks, converts, and refuses in one line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ import pytest
 
 from moesaic.cli.main import main
 from moesaic.planner.workload import read_counts
-from moesaic.traces.trace import Trace
+from moesaic.traces.trace import Trace, write_segment
+from moesaic_lab.traces.synthetic import SyntheticRouting, make_segment
 
-MAKE = ("--steps", "4", "--num-layers", "2", "--sequences", "8", "--seq-len", "64", "--groups", "2")
+
+def made(path: Path, **changes: Any) -> Path:
+    """Write a synthetic trace of four steps and two layers."""
+    sizes = {"steps": 4, "num_layers": 2, "sequences": 8, "seq_len": 64, "groups": 2}
+    write_segment(make_segment(SyntheticRouting(**sizes | changes)), path)
+    return path
 
 
 def shown(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
@@ -24,10 +30,8 @@ def shown(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
     return found
 
 
-def test_what_is_made_is_shown(tmp_path, capsys):
-    path, picture = tmp_path / "a.npz", tmp_path / "a.html"
-    assert main(["trace", "make", str(path), "--max-vio", "1.5", "--locality", "0.4", "--drift", "0.2", *MAKE]) == 0
-    assert "steps 0 to 3" in capsys.readouterr().err
+def test_a_trace_is_shown(tmp_path, capsys):
+    path, picture = made(tmp_path / "a.npz", max_vio=1.5, locality=0.4, drift=0.2), tmp_path / "a.html"
     found = shown(capsys, path)
     assert (found["holds"], found["steps"], found["bytes_per_step"]) == ("counts", [0, 1, 2, 3], 2 * 8 * 16)
     assert found["shape"] == {
@@ -51,8 +55,7 @@ def test_what_is_made_is_shown(tmp_path, capsys):
 
 @pytest.mark.parametrize("suffix", ["csv", "npy"])
 def test_counts_are_what_the_simulator_reads(tmp_path, capsys, suffix):
-    path, out = tmp_path / "a.npz", tmp_path / f"a.{suffix}"
-    assert main(["trace", "make", str(path), "--skew", "1", "--tokens", *MAKE]) == 0
+    path, out = made(tmp_path / "a.npz", skew=1.0, tokens=True), tmp_path / f"a.{suffix}"
     assert main(["trace", "counts", str(path), "--out", str(out), "--layer", "1", "--step", "2", "--groups", "4"]) == 0
     assert capsys.readouterr().out == f"{out}: layer 1, step 2, 4 ranks x 16 experts\n"
     assert (read_counts(out) == Trace.open(path).counts(1, 2, groups=4)).all()
@@ -64,15 +67,10 @@ def test_counts_are_what_the_simulator_reads(tmp_path, capsys, suffix):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["draw"], "unknown word draw: write show, make, counts, check, convert"),
+        (["draw"], "unknown word draw: write show, counts, check, convert"),
         (["show"], "Missing from moesaic trace show"),
         (["show", "nowhere"], "trace nowhere: no such file: name a trace"),
-        (["make", "a.txt"], "trace a.txt: choose a name that ends in .npz"),
-        (
-            ["make", "a.npz", "--max-vio", "8"],
-            "max_vio=8.0: these numbers of experts and experts per token allow 0 to 7",
-        ),
-        (["make", "a.npz", "--skw", "1"], "unknown argument --skw; --help lists all"),
+        (["show", "a.npz", "--pictur", "1"], "unknown argument --pictur; --help lists all"),
         (["counts", "nowhere", "--out", "a.txt"], "--out a.txt: choose a name that ends in .csv or .npy"),
     ],
 )
@@ -86,10 +84,8 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, words, 
 
 
 def test_a_truncated_trace_is_one_line(tmp_path, capsys):
-    path = tmp_path / "a.npz"
-    assert main(["trace", "make", str(path), *MAKE]) == 0
+    path = made(tmp_path / "a.npz")
     path.write_bytes(path.read_bytes()[:-200])
-    capsys.readouterr()
     assert main(["trace", "show", str(path)]) == 2
     said = capsys.readouterr().err
     assert said == (
@@ -105,27 +101,23 @@ def test_help_needs_no_torch(capsys):
 
 
 def test_zero_drift_keeps_the_busiest_expert(tmp_path, capsys):
-    path = tmp_path / "a.npz"
-    assert main(["trace", "make", str(path), "--skew", "1", "--seed", "3", *MAKE]) == 0
-    capsys.readouterr()
-    found = shown(capsys, path)
+    found = shown(capsys, made(tmp_path / "a.npz", skew=1.0, seed=3))
     assert [len(set(layer["busiest"])) for layer in found["layers"]] == [1, 1]
     assert np.argmax(found["layers"][0]["shares"]) == found["layers"][0]["busiest"][0]
 
 
 def test_check_and_convert(tmp_path, capsys):
-    path, folder, back = tmp_path / "a.npz", tmp_path / "megatron", tmp_path / "b.npz"
-    assert main(["trace", "make", str(path), "--skew", "1", "--tokens", *MAKE]) == 0
+    path, folder, back = made(tmp_path / "a.npz", skew=1.0, tokens=True), tmp_path / "megatron", tmp_path / "b.npz"
     assert main(["trace", "convert", str(path), "--to", "megatron", "--out", str(folder)]) == 0
     assert main(["trace", "convert", str(folder), "--from", "megatron", "--num-experts", "16", "--out", str(back)]) == 0
     assert (Trace.open(back).experts(1, 3) == Trace.open(path).experts(1, 3)).all()
     capsys.readouterr()
     assert main(["trace", "check", str(back)]) == 0
     assert "no faults; tokens, steps 0 to 3, 2 layers, 16 experts, top 2" in capsys.readouterr().out
-    laer = tmp_path / "l.csv"
-    laer.write_text("rank,method,model_name,layer,iter,token_num\n0,A,m,0,0,3\n1,A,m,0,0,1\n0,A,m,0,1,2\n1,A,m,0,1,1\n")
-    assert main(["trace", "check", str(laer), "--from", "laer"]) == 1
-    assert "sums: layer 0: 1 sequences do not have 4 copies" in capsys.readouterr().out
-    for wrong in (["--from", "lear"], ["--from", "laer"], []):
-        assert main(["trace", "convert", str(laer), "--out", str(tmp_path / "x.csv"), *wrong]) == 2
+    twice = tmp_path / "r.json"
+    twice.write_text('{"routed_experts": [[[1, 1]], [[0, 1]]]}')
+    assert main(["trace", "check", str(twice), "--from", "vllm"]) == 1
+    assert "top-k: layer 0: 1 tokens chose an expert twice" in capsys.readouterr().out
+    for wrong in (["--from", "vlm"], ["--from", "vllm"], []):
+        assert main(["trace", "convert", str(twice), "--out", str(tmp_path / "x.csv"), *wrong]) == 2
         assert len(capsys.readouterr().err.strip().splitlines()) == 1

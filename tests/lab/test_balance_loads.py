@@ -11,7 +11,6 @@ import torch
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.traces.load import locality
-from moesaic.traces.synthetic import SyntheticRouting, make_trace
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance.config import COMMITTED
 from moesaic_lab.balance.loads import (
@@ -28,6 +27,7 @@ from moesaic_lab.balance.loads import (
 )
 from moesaic_lab.balance.memory import peak_bytes
 from moesaic_lab.balance.methods import placed_by
+from moesaic_lab.traces.synthetic import SyntheticRouting, make_trace
 
 SKEW = Skew(ranks=8, num_experts=32, top_k=2, samples=32, sample_tokens=32, max_vio=1.0)
 

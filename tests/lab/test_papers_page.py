@@ -14,7 +14,7 @@ from moesaic.planner.cluster import presets
 from moesaic.planner.presets import CONFIGS
 from moesaic.planner.presets import PRESETS as PLANNED
 from moesaic.train.config import PRESETS as TRAINED
-from moesaic_lab.bench import BENCHMARKS
+from moesaic_lab.bench import BENCHMARKS, OTHERS
 from moesaic_lab.reproduce.records import PAPERS
 from moesaic_lab.vision.config import PRESETS as VISION
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 SYSTEMS = ("Parm", "ScheMoE", "Tutel", "FasterMoE", "NetMoE")
 NAMES = {
-    "bench": (*BENCHMARKS, "gpu"), "reproduce": (*PAPERS, "all"), "trace": ("show",),
+    "bench": (*BENCHMARKS, *OTHERS), "reproduce": (*PAPERS, "all"), "trace": ("show",),
 }  # fmt: skip
 """What the first word behind a command may be."""
 VALUES = {

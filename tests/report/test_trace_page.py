@@ -9,8 +9,8 @@ from moesaic.errors import InputError
 from moesaic.report.charts import expert_loads
 from moesaic.report.page import drawn_layers, trace_in_words, violations, write_trace_page
 from moesaic.traces.load import layer_loads
-from moesaic.traces.synthetic import SyntheticRouting, make_segment
 from moesaic.traces.trace import Trace, write_segment
+from moesaic_lab.traces.synthetic import SyntheticRouting, make_segment
 
 
 def made(name: str = "a trace", **changes: object) -> Trace:

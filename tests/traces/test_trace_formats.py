@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
-import gzip
 import io
 import json
 from pathlib import Path
@@ -15,27 +13,15 @@ import pytest
 from moesaic.errors import InputError
 from moesaic.traces.formats import FORMATS, ReadOptions
 from moesaic.traces.load import faults
-from moesaic.traces.synthetic import SyntheticRouting, make_trace
 from moesaic.traces.trace import Trace, TraceSegment, TraceShape
+from moesaic_lab.traces.synthetic import SyntheticRouting, make_trace
 
-FIXTURES = Path(__file__).parent / "fixtures"
 EXPERTS = [[[0, 3], [1, 2]], [[2, 0], [3, 1]], [[1, 0], [0, 2]]]
 """The experts of three tokens in two layers, top 2 of 4, in the layout of vLLM and SGLang."""
 
 
 def opened(name: str, path: Path, **options: object) -> Trace:
     return Trace.of(FORMATS[name].read(path, ReadOptions(**options)), "it")  # type: ignore[arg-type]
-
-
-def test_laer_has_the_rows_of_its_file():
-    trace = opened("laer", FIXTURES / "laer.csv", method="FSDP")
-    assert (trace.steps, trace.shape.num_layers, trace.shape.num_experts) == ([0, 1, 2], 2, 32)
-    with (FIXTURES / "laer.csv").open(encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["method"] == "FSDP"]
-    for row in rows:
-        layer = {"0": 0, "31": 1}[row["layer"]]
-        assert trace.samples(layer, int(row["iter"]))[0, int(row["rank"])] == int(row["token_num"])
-    assert faults(trace) == []
 
 
 def test_megatron_ranks_micro_batches_and_pipeline_stages(tmp_path):
@@ -83,34 +69,15 @@ def test_requests_of_vllm_and_sglang(tmp_path):
         opened("sglang", bare, top_k=2)
 
 
-def test_llama_cpp_last_layer_has_fewer_tokens(tmp_path):
-    path = tmp_path / "moe_trace.csv"
-    path.write_text("layer,expert\n0,3\n0,1\n0,2\n0,0\n1,1\n1,2\n")
-    with pytest.raises(InputError, match="give --top-k"):
-        opened("llama.cpp", path)
-    trace = opened("llama.cpp", path, top_k=2, num_experts=8)
-    assert (trace.holds, trace.samples(0, 0).tolist()) == ("counts", [[1, 1, 1, 1, 0, 0, 0, 0]])
-    assert faults(trace) == ["sums: layer 1: 1 sequences do not have 4 copies, first in step 0, sequence 0: 2"]
-
-
-def test_smartmoe_lines_are_layers(tmp_path):
-    (tmp_path / "gpt_iter11_rank0.log").write_text("0:[[3, 1], [2, 2]]\n1:[[4, 0], [0, 4]]\n")
-    (tmp_path / "gpt_iter11_rank1.log").write_text("0:[[1, 3], [0, 4]]\n1:[[2, 2], [1, 3]]\n")
-    trace = opened("smartmoe", tmp_path, top_k=1)
-    assert (trace.steps, trace.shape.accumulation, trace.shape.sequences, trace.shape.seq_len) == ([11], 2, 2, 4)
-    assert trace.samples(0, 11, 1).tolist() == [[2, 2], [0, 4]]
-    assert trace.counts(1, 11, 0).tolist() == [[4, 0], [2, 2]]
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_written_is_read_again(tmp_path, name):
     made = make_trace(
         SyntheticRouting(steps=2, num_layers=2, num_experts=8, sequences=4, seq_len=16, groups=2, skew=0.7, tokens=True)
     )
     FORMATS[name].write(made, tmp_path / "out")
-    read = opened(name, tmp_path / "out", top_k=2, num_experts=8 if name != "laer" else None)
+    read = opened(name, tmp_path / "out", top_k=2, num_experts=8)
     loads = made.loads()
-    if name in ("vllm", "sglang", "llama.cpp"):  # these formats have no steps
+    if name in ("vllm", "sglang"):  # these formats have no steps
         loads = loads.sum(0, keepdims=True)
     assert (read.loads() == loads).all()
     assert faults(read) == []
@@ -141,10 +108,6 @@ RECORD = {"step": 0, "layer": 1, "rank": 0, "num_tokens": 1, "topk": 1, "top_ind
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("laer", "rank,layer\n1,2\n", "is not a LAER file"),
-        ("laer", "rank,method,model_name,layer,iter,token_num\n0,A,m,0,x,3\n", "line 2: is not a row of numbers"),
-        ("laer", "rank,method,model_name,layer,iter,token_num\n" + "0" * 200_000, "is damaged, or not from LAER-MoE"),
-        ("laer", "rank,method,model_name,layer,iter,token_num\n0,A,m,0,0,1" + "0" * 30, "is damaged, or not from"),
         ("megatron", "", "has no records"),
         ("megatron", json.dumps({**RECORD, "num_tokens": float("inf")}), "is not a record of Megatron's router trace"),
         ("megatron", json.dumps({**RECORD, "step": 10**30}), "is damaged, or not from"),
@@ -153,35 +116,17 @@ RECORD = {"step": 0, "layer": 1, "rank": 0, "num_tokens": 1, "topk": 1, "top_ind
         ("vllm", '{"routed_experts": 3}', "holds no routed experts"),
         ("sglang", '{"routed_experts": "AAAA", "shape": [[2]]}', "holds no routed experts"),
         ("vllm", "[" * 100_000, "holds no routed experts"),
-        ("llama.cpp", "layer,expert\n0,1" + "0" * 30, "is damaged, or not from"),
-        ("llama.cpp", f"layer,expert\n0,{2**40}", "1,099,511,627,777 experts in a layer are not possible"),
-        ("llama.cpp", f"layer,expert\n0,{2**40}\n1,0\n1,0", "1,099,511,627,777 experts in a layer are not possible"),
-        ("laer", "rank,method,model_name,layer,iter,token_num\n0,A,m,0,0,1\n1,A,m,1,0,1", "some ranks of a layer"),
-        ("smartmoe", "0:" + "[" * 100_000, "line 1: is not a gate table"),
-        ("smartmoe", '0:{"a": 1}', "line 1: is not a gate table"),
         ("megatron", "{}\n", "is not a record of Megatron's router trace"),
         ("vllm", "{}", "holds no routed experts"),
-        ("llama.cpp", "layer,expert\n0\n", "line 2: is not a row layer,expert"),
-        ("smartmoe", "0 [[1]]\n", "line 1: is not a gate table"),
+        ("vllm", f'{{"routed_experts": [[[{2**40}]]]}}', "1,099,511,627,777 experts in a layer are not possible"),
     ],
 )
 def test_damaged_files_are_refused_in_one_line(tmp_path, name, text, says):
-    names = {"megatron": "router_trace_rank0.jsonl", "smartmoe": "a_iter0_rank0.log", "vllm": "a.json"}
-    path = tmp_path / names.get(name, "a.csv")
+    path = tmp_path / {"megatron": "router_trace_rank0.jsonl"}.get(name, "a.json")
     path.write_text(text)
     with pytest.raises(InputError, match=says) as refused:
         FORMATS[name].read(path, ReadOptions(top_k=1))
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "data", [b"\x1f\x8b", gzip.compress(b"layer,expert\n" + b"0,1\n" * 99, mtime=0)[:-4], b"\x1f\x8b\x08" + b"\0" * 30]
-)
-def test_a_damaged_archive_is_refused(tmp_path, data):
-    path = tmp_path / "a.csv.gz"
-    path.write_bytes(data)
-    with pytest.raises(InputError, match="cannot be read"):
-        FORMATS["llama.cpp"].read(path, ReadOptions(top_k=1))
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\3\4"])

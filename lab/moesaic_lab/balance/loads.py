@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.errors import InputError
-from moesaic.traces.synthetic import capped, concentration, draw_sequence_shares, popularity
 from moesaic.traces.trace import Trace
+from moesaic_lab.traces.synthetic import capped, concentration, draw_sequence_shares, popularity
 
 STEEPEST = 60.0
 """Largest exponent of popularity that the search tries."""
@@ -110,7 +110,7 @@ def recorded_shares(trace: Trace, layer: int, step: int, ranks: int, experts_per
     used. How a rank's load splits over its experts is not recorded, so it is split evenly.
 
     Args:
-        trace: counts per rank, stored as one expert per rank (`moesaic.traces.formats.laer`).
+        trace: counts per rank, stored as one expert per rank (`moesaic_lab.traces.published`).
         layer: MoE layer, counted from 0.
         step: step of the trace.
         ranks: number of ranks that hold experts.

@@ -51,7 +51,6 @@ from moesaic.report.page import write_page
 from moesaic.report.summary import read_runs
 from moesaic.traces.formats import FORMATS, ReadOptions
 from moesaic.traces.load import faults
-from moesaic.traces.synthetic import SyntheticRouting, make_segment, make_trace
 from moesaic.traces.trace import Trace, read_header, write_segment
 from moesaic.traces.trace import read_table as read_trace_table
 from moesaic.train.auto_plan import read_plan_table
@@ -75,6 +74,8 @@ from moesaic.weights.files import read_dcp, read_safetensors
 from moesaic.weights.hub import Hub
 from moesaic.weights.layout import Readable, full_region
 from moesaic.weights.model import Architecture, read_config
+from moesaic_lab.traces.published import read_laer, read_smartmoe
+from moesaic_lab.traces.synthetic import SyntheticRouting, make_segment, make_trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +156,8 @@ def _make_traces(folder: Path, one: Path) -> None:
     answer = json.loads(next((folder / "sglang").rglob("*.json")).read_text())
     asked = {"routed_experts": answer["meta_info"]["routed_experts"], "prompt_tokens": 6, "completion_tokens": 3}
     (one / "answer.json").write_text(json.dumps([{"meta_info": asked}]))
-    (one / "trace.csv.gz").write_bytes(gzip.compress((folder / "llama.cpp" / "trace").read_bytes()))
+    (one / "laer.csv").write_text("rank,method,model_name,layer,iter,token_num\n0,A,m,0,0,3\n1,A,m,0,0,1\n")
+    (one / "gpt_iter0_rank0.log").write_text("0:[[3, 1], [2, 2]]\n1:[[4, 0], [0, 4]]\n")
 
 
 def _make_weights(folder: Path) -> None:
@@ -322,7 +324,10 @@ READERS = {
         f"trace of {name}": Reader(base=name, file="*", read=lambda folder, name=name: _foreign(name, folder / "trace"))  # type: ignore[misc]
         for name in FORMATS
     },
-    "trace in gzip": _table("trace.csv.gz", partial(_foreign, "llama.cpp")),
+    "trace of laer": _table("laer.csv", lambda path: faults(Trace.of(read_laer(path), "laer"))),
+    "trace of smartmoe": _table(
+        "gpt_iter0_rank0.log", lambda path: faults(Trace.of(read_smartmoe(path, top_k=2), "smartmoe"))
+    ),
     "response of vLLM": _table("routed.json", partial(_foreign, "vllm")),
     "response of SGLang": _table("answer.json", partial(_foreign, "sglang")),
     "documents": _table("documents.jsonl", _documents),

@@ -29,8 +29,8 @@ from moesaic.program.placed import PlacedIndex, placed_sizes
 from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program, Stage
-from moesaic.traces.synthetic import SyntheticRouting, make_trace
 from moesaic.traces.trace import Trace
+from moesaic_lab.traces.synthetic import SyntheticRouting, make_trace
 
 PAPER = Workload(tokens=1024, num_experts=2, top_k=2, dim=768, hidden=3072, matrices=2, dtype="fp32")
 """NetMoE's small model; `tokens` are those of a sample, `num_experts` those of a device."""

@@ -27,7 +27,7 @@ COMMANDS = {
     "plan": "search the layout and the plan with the shortest simulated step on a cluster",
     "convert": "convert a checkpoint into another format, or a dense model into a sparse one",
     "check": "test on this machine that every plan computes what the plain layer computes",
-    "trace": "show, generate, check and convert routing traces",
+    "trace": "show, check and convert routing traces",
     "demo": "train a sparse and a dense model, compare them, sample, and write a report",
 }
 """Summary of each subcommand; `moesaic.cli.<name>` (hyphens as underscores) has its `run(arguments) -> exit code`."""

@@ -1,11 +1,11 @@
-"""`moesaic trace`: shows, generates, checks and converts routing traces, and extracts counts. Runs without torch."""
+"""`moesaic trace`: shows, checks and converts routing traces, and extracts counts. Runs without torch."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,20 +19,17 @@ from moesaic.configfile import suggestion
 from moesaic.errors import InputError
 from moesaic.traces.formats import FORMATS, ReadOptions, TraceFormat
 from moesaic.traces.load import LayerLoad, faults, layer_loads
-from moesaic.traces.synthetic import SyntheticRouting, make_segment
 from moesaic.traces.trace import Trace, TraceSegment, steps_in_words, write_segment
 
 USAGE = """usage: moesaic trace show FILE [--picture FILE.html] [--json]
-       moesaic trace make FILE.npz [options]
        moesaic trace counts FILE --out FILE.csv [options]
        moesaic trace check FILE [--from FORMAT] [options]
        moesaic trace convert FILE --out FILE (--from FORMAT | --to FORMAT) [options]
 
   show    print the imbalance of a trace, its drift over steps and its locality in sequences
-  make    generate a trace with a given skew or MaxVio, drift and locality
   counts  write the copies per rank and expert of one call, a row per rank, for the simulator
   check   print the faults of a trace (sums, top-k, layers, gaps); the exit code is 1 if there are any
-  convert convert a trace from or to the format of Megatron-Core, vLLM, SGLang, llama.cpp, SmartMoE or LAER-MoE
+  convert convert a trace from or to the format of Megatron-Core, vLLM or SGLang
 
 FILE is a trace, or the folder of a run of moesaic train --routing record:counts (or record:tokens).
 moesaic trace show --help lists the options of show, and so on."""
@@ -48,14 +45,6 @@ class TraceShowOptions:
     """Plot load and MaxVio over the steps into this HTML file."""
     json: bool = False
     """Print the figures of every step as JSON."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MakeOptions(SyntheticRouting):
-    """Options of `moesaic trace make`."""
-
-    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """The .npz file to write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +72,7 @@ class TraceCheckOptions(ReadOptions):
     file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """A trace, the folder of a run that recorded one, or, with --from, a recording of other software."""
     from_format: Annotated[str | None, tyro.conf.arg(name="from")] = None
-    """Format of the file: laer, megatron, vllm, sglang, llama.cpp or smartmoe; None for a trace of Moesaic."""
+    """Format of the file: megatron, vllm or sglang; None for a trace of Moesaic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +82,7 @@ class TraceConvertOptions(TraceCheckOptions):
     out: str
     """Path to write: an .npz file, or, with --to, a file or folder of that format."""
     to: str | None = None
-    """Format to write: laer, megatron, vllm, sglang, llama.cpp or smartmoe; None for a trace of Moesaic."""
+    """Format to write: megatron, vllm or sglang; None for a trace of Moesaic."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -101,7 +90,7 @@ def run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0
-    words = {"show": _show, "make": _make, "counts": _counts, "check": _check, "convert": _convert}
+    words = {"show": _show, "counts": _counts, "check": _check, "convert": _convert}
     if arguments[0] not in words:
         raise InputError(f"unknown word {arguments[0]}: write {', '.join(words)}")
     return words[arguments[0]](arguments[1:])
@@ -119,24 +108,9 @@ def _show(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(as_data(trace, loads), indent=2))
         return 0
-    _print(trace, loads)
+    print_loads(trace, loads)
     if options.picture is not None:
         print(options.picture)
-    return 0
-
-
-def _make(arguments: Sequence[str]) -> int:
-    options = parse(
-        MakeOptions, arguments, prog="moesaic trace make", description="Generate a synthetic routing trace."
-    )
-    path = Path(options.file)
-    if path.suffix != ".npz":
-        raise InputError(f"trace {path}: choose a name that ends in .npz")
-    config = SyntheticRouting(**{each.name: getattr(options, each.name) for each in fields(SyntheticRouting)})
-    segment = make_segment(config)
-    write_segment(segment, path)
-    trace = Trace.of(segment, str(path))
-    _print(trace, layer_loads(trace))
     return 0
 
 
@@ -238,7 +212,8 @@ def as_data(trace: Trace, loads: Sequence[LayerLoad]) -> dict[str, Any]:
     }
 
 
-def _print(trace: Trace, loads: Sequence[LayerLoad]) -> None:
+def print_loads(trace: Trace, loads: Sequence[LayerLoad]) -> None:
+    """Print the figures of a trace as a table, on standard error."""
     shape = trace.shape
     content = "every token's experts" if trace.holds == "tokens" else "counts"
     table = Table(

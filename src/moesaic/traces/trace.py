@@ -1,6 +1,6 @@
 """Routing traces: the experts that the tokens of a run chose, per layer and step. Uses numpy only, so planning needs no torch.
 
-A trace is recorded by `moesaic train --routing record:counts`, or made by `synthetic.py`. It is a folder of `.npz` segments.
+A trace is recorded by `moesaic train --routing record:counts`. It is a folder of `.npz` segments.
 Each segment is complete by itself, so a run that is killed loses the last one at most. A segment holds some steps of a run: a
 header (JSON: format, version, sizes, source), the numbers of the steps, and one table in the smallest integer dtype that fits:
 

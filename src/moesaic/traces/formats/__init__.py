@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from moesaic.traces.formats import laer, llama_cpp, megatron, routed_experts, smartmoe
+from moesaic.traces.formats import megatron, routed_experts
 from moesaic.traces.formats.base import ReadOptions, TraceFormat
 
 FORMATS: dict[str, TraceFormat] = {
-    "laer": laer.FORMAT,
     "megatron": megatron.FORMAT,
     "vllm": routed_experts.VLLM,
     "sglang": routed_experts.SGLANG,
-    "llama.cpp": llama_cpp.FORMAT,
-    "smartmoe": smartmoe.FORMAT,
 }
 """The formats by their names in `moesaic trace convert`."""
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +17,9 @@ from moesaic.traces.trace import Trace, TraceSegment, TraceShape
 
 DAMAGED = (
     OSError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError,
-    TokenError, BadZipFile, csv.Error, zlib.error,
+    TokenError, BadZipFile,
 )  # fmt: skip
-"""The exceptions of json, csv, numpy and gzip for files that are damaged or have unexpected contents."""
+"""The exceptions of json and numpy for files that are damaged or have unexpected contents."""
 
 
 MOST_EXPERTS = 1 << 20
@@ -31,24 +28,20 @@ MOST_EXPERTS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """Facts that a foreign file does not contain, and which of its recordings to read."""
+    """Facts that a foreign file does not contain."""
 
     num_experts: int | None = None
     """Experts per layer; None for the largest number in the file, plus one."""
     top_k: int | None = None
-    """Experts per token, for files that do not tell tokens apart."""
-    method: str | None = None
-    """The recorded system to read, if a LAER file has several."""
-    model: str | None = None
-    """The recorded model to read, if a LAER file has several."""
+    """Experts per token, for responses of SGLang that do not contain their shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceFormat:
     """A trace format of other software."""
 
-    about: str
-    """One line of help: the software, a colon, and the contents of a file or folder."""
+    software: str
+    """The name of the software."""
     reader: Callable[[Path, ReadOptions], TraceSegment]
     """Reads a file or folder. Exceptions in `DAMAGED` are turned into an `InputError` by `read`."""
     write: Callable[[Trace, Path], None]
@@ -65,37 +58,9 @@ class TraceFormat:
         except InputError:
             raise
         except DAMAGED as error:
-            software = self.about.partition(":")[0]
             raise InputError(
-                f"trace {path}: is damaged, or not from {software} ({error!r:.200}): name a file that it wrote"
+                f"trace {path}: is damaged, or not from {self.software} ({error!r:.200}): name a file that it wrote"
             ) from error
-
-
-def counts_segment(table: np.ndarray, *, steps: Sequence[int], top_k: int, source: Mapping[str, Any]) -> TraceSegment:
-    """Make a segment of counts.
-
-    Args:
-        table: (steps, accumulation, layers, sequences, num_experts) copies; all copies of a rank count as one sequence.
-        steps: the numbers of the steps.
-        top_k: experts per token.
-        source: origin of the trace.
-
-    Raises:
-        InputError: the copies of the longest sequence are not a multiple of `top_k`, or an expert has more copies than tokens.
-    """
-    _, accumulation, layers, sequences, num_experts = table.shape
-    longest = int(table.sum(-1).max(initial=0))
-    if longest % top_k:
-        raise InputError(f"trace: {longest} copies are not a multiple of top_k={top_k}: give the right --top-k")
-    shape = TraceShape(
-        num_layers=layers, num_experts=num_experts, top_k=top_k, sequences=sequences, seq_len=max(longest // top_k, 1),
-        accumulation=accumulation,
-    )  # fmt: skip
-    if table.max(initial=0) > shape.seq_len:
-        raise InputError(
-            f"trace: an expert has more copies than there are tokens with top_k={top_k}: give a smaller --top-k"
-        )
-    return TraceSegment(shape, "counts", np.array(steps, dtype=np.int64), table, sequences, source)
 
 
 def tokens_segment(
@@ -116,7 +81,10 @@ def tokens_segment(
     _, accumulation, layers, tokens, top_k = table.shape
     least_experts = int(table.max(initial=0)) + 1
     experts = max(least_experts, top_k) if num_experts is None else num_experts
-    check_experts(experts)
+    if experts > MOST_EXPERTS:
+        raise InputError(
+            f"trace: {experts:,} experts in a layer are not possible, at most {MOST_EXPERTS:,} are: correct the file"
+        )
     if experts < least_experts or table.min(initial=0) < 0:
         raise InputError(
             f"trace: its experts are numbered {table.min()} to {least_experts - 1}: give --num-experts {least_experts} or more"
@@ -128,22 +96,14 @@ def tokens_segment(
     return TraceSegment(shape, "tokens", np.array(steps, dtype=np.int64), table, sequences, source)
 
 
-def check_experts(number: int) -> None:
-    """Raise InputError for an implausible number of experts, before tables of that size are allocated."""
-    if number > MOST_EXPERTS:
-        raise InputError(
-            f"trace: {number:,} experts in a layer are not possible, at most {MOST_EXPERTS:,} are: correct the file"
-        )
-
-
 def lines_of(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file, plain or .gz, without line ends.
+    """Yield the lines of a text file, without line ends.
 
     Raises:
         InputError: the file cannot be read.
     """
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8") as file:
             yield from (line.rstrip("\n") for line in file)
     except DAMAGED as error:
         raise InputError(f"trace {path}: cannot be read ({error}): name the file that was recorded") from error
@@ -178,7 +138,7 @@ def require_tokens(trace: Trace, name: str) -> None:
     """
     if trace.holds != "tokens":
         raise InputError(
-            f"trace {trace.name}: holds counts only, and {name} holds tokens' experts: convert to laer or smartmoe"
+            f"trace {trace.name}: holds counts only, and {name} holds tokens' experts: record it with --routing record:tokens"
         )
 
 

@@ -110,6 +110,4 @@ def _record(line: str, where: str) -> tuple[int, Layer, int, np.ndarray]:
         ) from error
 
 
-FORMAT = TraceFormat(
-    about="Megatron-Core: a folder of router_trace_rank*.jsonl, every token's experts", reader=read, write=write
-)
+FORMAT = TraceFormat(software="Megatron-Core", reader=read, write=write)

@@ -119,7 +119,5 @@ def _array(value: Any, answer: Any, options: ReadOptions) -> np.ndarray:
     return flat.reshape(sum(num_tokens) - 1, -1, options.top_k)  # the last generated token is not routed
 
 
-VLLM = TraceFormat(
-    about="vLLM: .npy or JSON of the routed experts of requests, (tokens, layers, top_k)", reader=read, write=write_vllm
-)
-SGLANG = TraceFormat(about="SGLang: JSON responses with base64 int32 routed experts", reader=read, write=write_sglang)
+VLLM = TraceFormat(software="vLLM", reader=read, write=write_vllm)
+SGLANG = TraceFormat(software="SGLang", reader=read, write=write_sglang)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from moesaic.errors import InputError
 from moesaic.planner.workload import Workload, zipf_counts
 from moesaic.traces.load import layer_loads, max_violation
-from moesaic.traces.synthetic import (
+from moesaic.traces.trace import Trace, write_segment
+from moesaic_lab.traces.synthetic import (
     SyntheticRouting,
     capped,
     dirichlet_capped,
@@ -19,7 +20,6 @@ from moesaic.traces.synthetic import (
     make_trace,
     popularity,
 )
-from moesaic.traces.trace import Trace, write_segment
 
 
 def workload(tokens: int = 1000, experts: int = 16, top_k: int = 2) -> Workload:

@@ -1,0 +1,1 @@
+"""Routing traces of the laboratory: synthetic ones, and readers of what published systems recorded."""
