@@ -261,6 +261,48 @@ def hub(tmp_path: Path) -> list[str]:
     ]
 
 
+def test_skew_costs_time_and_memory_beside_the_even_step(files: list[str], capsys: pytest.CaptureFixture) -> None:
+    spread = [*files, "--tp", "1", "--ep", "4", "--etp", "1", "--top", "2", *FEW]
+    found = {}
+    for max_vio in ("0", "1", "3"):
+        assert main([*spread, "--max-vio", max_vio, "--json"]) == 0
+        found[max_vio] = json.loads(capsys.readouterr().out)
+        best = found[max_vio]["ranking"][0]
+        under = best["under_max_vio"]
+        assert (under["seconds"] == pytest.approx(best["seconds"], rel=1e-6)) == (max_vio == "0")
+        assert (under["memory_bytes"] == pytest.approx(best["memory_bytes"], rel=1e-6)) == (max_vio == "0")
+        assert any(
+            line.startswith(f"a MaxVio of {max_vio} (one rank's experts get") for line in found[max_vio]["reasons"]
+        )
+    one, three = (found[max_vio]["ranking"][0]["under_max_vio"] for max_vio in ("1", "3"))
+    assert one["seconds"] < three["seconds"]
+    assert one["memory_bytes"]["total"] < three["memory_bytes"]["total"]
+    assert main([*spread, "--max-vio", "1"]) == 0
+    text = capsys.readouterr().err
+    assert "ms under skew" in text
+    assert f"{one['seconds'] * 1e3:,.2f}" in text
+    assert main([*files, "--ep", "1", *FEW, "--max-vio", "1"]) == 0
+    assert "a MaxVio of 1: costs nothing, since every rank has all experts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--max-vio", "-1"], "--max-vio -1.0: must be a finite number of at least 0"),
+        (["--max-vio", "nan"], "--max-vio nan: must be a finite number of at least 0"),
+        (["--max-vio", "1", "--trace", "a.csv"], "--trace and --max-vio both say how skewed the routing is"),
+        (["--max-vio", "2", "--ep", "2", *FEW], "the best layout, tp"),
+    ],
+)
+def test_a_skew_that_cannot_be_is_refused_in_one_line(
+    words: list[str], says: str, files: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert main([*files, *words]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.strip().count("\n") == 0
+
+
 def test_a_model_of_the_hub_is_answered_in_what_people_ask(hub: list[str], capsys: pytest.CaptureFixture) -> None:
     flags = (
         "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 --global-batch-size 64 --enable-zero-bubble"
@@ -270,7 +312,7 @@ def test_a_model_of_the_hub_is_answered_in_what_people_ask(hub: list[str], capsy
     text = capsys.readouterr().err
     for words in (
         "tokens/s and device (", "by published steps), a step of 4,194,304 tokens in", "MFU", "change first: ",
-        "a MaxVio of 1 (one rank's experts get twice their share in every layer) makes a step",
+        "a MaxVio of 1 (one rank's experts get 2 times their share in every layer) makes a step",
         "for a trillion tokens at 2 an hour", "yours: ", "the layout above reaches",
         "your parts: attention", "pipeline", "; memory: weights",
         "as Megatron shards (parameters whole, the optimizer in parts): ",

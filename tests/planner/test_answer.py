@@ -10,11 +10,12 @@ import pytest
 from moesaic.planner.answer import (
     DRAWS,
     SPREAD,
+    SkewedStep,
     changes,
-    cost_of_skew,
     longer_by_rank_skew,
     operations_per_token,
     speed_of,
+    under_skew,
 )  # fmt: skip
 from moesaic.planner.candidates import Pins
 from moesaic.planner.cluster import RankSkew, Tflops
@@ -99,11 +100,18 @@ def test_the_fastest_plan_that_does_not_fit_is_kept() -> None:
 def test_skew_costs_where_experts_are_spread_and_nothing_where_every_rank_has_them_all() -> None:
     weak = flat(1, 8, intra=80000, device=replace(DEVICE, tflops=Tflops(fp32=0.5)))
     spread = found(Pins(tp=1, ep=8, etp=1), weak).best
-    cost = cost_of_skew(JOB, weak, spread)
+    skewed = under_skew(JOB, weak, spread, 1.0)
+    assert skewed is not None
     # Experts are most of a step, and one rank computes twice as much of them.
     moe = sum(seconds for part, seconds in spread.estimate.parts.items() if part.startswith("moe"))
-    assert cost == pytest.approx(1 + moe / spread.seconds, rel=0.1)
-    assert cost_of_skew(JOB, weak, found(Pins(tp=1, ep=1, etp=1), weak).best) is None
+    assert skewed.longer == pytest.approx(1 + moe / spread.seconds, rel=0.1)
+    assert skewed.memory.activations > spread.memory.activations
+    even = under_skew(JOB, weak, spread, 0.0)
+    assert even is not None
+    assert (even.longer, even.memory.total) == pytest.approx((1.0, spread.memory.total))
+    whole = found(Pins(tp=1, ep=1, etp=1), weak).best
+    assert under_skew(JOB, weak, whole, 1.0) == SkewedStep(longer=1.0, memory=whole.memory)
+    assert under_skew(JOB, weak, spread, 8.0) is None, "no rank of eight gets nine times the mean"
 
 
 def test_a_ranking_by_other_seconds_changes_neither_what_helps_nor_what_skew_costs() -> None:
@@ -112,7 +120,7 @@ def test_a_ranking_by_other_seconds_changes_neither_what_helps_nor_what_skew_cos
     slower = replace(result.best, estimate=replace(result.best.estimate, seconds=3 * result.best.seconds))
     changed = replace(result, ranking=(slower,), by_ep={})
     assert changes(JOB, SLOW_PORTS, changed) == changes(JOB, SLOW_PORTS, replace(result, by_ep={}))
-    assert cost_of_skew(JOB, SLOW_PORTS, slower) == cost_of_skew(JOB, SLOW_PORTS, result.best)
+    assert under_skew(JOB, SLOW_PORTS, slower, 1.0) == under_skew(JOB, SLOW_PORTS, result.best, 1.0)
 
 
 @pytest.mark.parametrize("skew", [RankSkew(speed=0.1), RankSkew(start_us=2000)])

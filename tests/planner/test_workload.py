@@ -13,7 +13,9 @@ from moesaic.planner.workload import (
     Workload,
     dirichlet_counts,
     imbalance,
+    largest_max_vio,
     read_counts,
+    skewed_counts,
     uniform_counts,
     zipf_counts,
 )
@@ -34,6 +36,19 @@ def test_every_generator_sends_every_copy() -> None:
         assert counts.dtype == np.int64
         assert counts.min() >= 0
         assert counts.sum(axis=1).tolist() == [200, 200, 200]
+
+
+@pytest.mark.parametrize(("ep", "max_vio"), [(4, 0.0), (4, 1.5), (4, 3.0), (8, 7.0), (16, 7.0)])
+def test_one_rank_gets_the_max_vio_that_was_asked_for(ep: int, max_vio: float) -> None:
+    counts = skewed_counts(2, WORKLOAD, ep=ep, max_vio=max_vio)
+    loads = counts.sum(axis=0).reshape(ep, -1).sum(axis=1)
+    assert counts.sum(axis=1).tolist() == [200, 200]
+    assert loads.argmax() == 0
+    assert loads[0] / loads.mean() - 1 == pytest.approx(max_vio, abs=0.1)
+    assert loads[1:].max() - loads[1:].min() <= 2 * 16 / ep
+    assert counts.max() <= WORKLOAD.tokens, "a token goes to an expert once"
+    assert (skewed_counts(2, WORKLOAD, ep=ep, max_vio=max_vio) == counts).all()
+    assert max_vio <= largest_max_vio(ep, WORKLOAD) == min(ep, 8) - 1
 
 
 def test_skew_is_as_asked() -> None:

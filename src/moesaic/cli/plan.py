@@ -21,14 +21,15 @@ from moesaic.cli.arguments import parse
 from moesaic.errors import InputError
 from moesaic.planner.algorithm1 import RULES, choose
 from moesaic.planner.answer import (
+    SkewedStep,
     Speed,
     again,
     changes,
-    cost_of_skew,
     in_words,
     longer_by_rank_skew,
     remedies,
     speed_of,
+    under_skew,
 )
 from moesaic.planner.candidates import Pins, SearchSpace, name_of
 from moesaic.planner.cluster import ClusterSpec, presets, read_cluster
@@ -54,7 +55,7 @@ from moesaic.planner.profile_simulate import profiled_simulator
 from moesaic.planner.search import LOSSLESS, LOSSY, EpResults, PlannedStep, Result, Settings, TooLargeError, search
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.stages import best_in_stages
-from moesaic.planner.workload import read_counts
+from moesaic.planner.workload import largest_max_vio, read_counts
 from moesaic.program.compile import compile_plan
 from moesaic.program.plan import AllToAll, Codec, Crossing, Order, Schedule, plan_in_words
 from moesaic.traces.trace import Trace
@@ -90,6 +91,9 @@ class PlanOptions:
     trace: str | None = None
     """Rank the best plans again under recorded routing: a trace (docs/traces.md), or one table of copies with a row per
     data-parallel group and a column per expert (.npy, .csv). Bounds still assume even routing."""
+    max_vio: float | None = None
+    """Also print the time and memory of each step under this MaxVio over ranks: in every layer the experts of one ep rank get
+    1 + MAX_VIO times their share of the copies."""
     batch_size: int | None = None
     """Sequences per micro-batch over all ranks; None for that of the model (one per rank for a Hugging Face model)."""
     accumulation: int | None = None
@@ -144,6 +148,10 @@ class PlanOptions:
                 raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
         if self.price_per_hour is not None and not 0 < self.price_per_hour < math.inf:
             raise InputError(f"--price-per-hour {self.price_per_hour}: must be a finite number above 0")
+        if self.max_vio is not None and not 0 <= self.max_vio < math.inf:
+            raise InputError(f"--max-vio {self.max_vio}: must be a finite number of at least 0")
+        if self.max_vio is not None and self.trace is not None:
+            raise InputError("--trace and --max-vio both say how skewed the routing is: give one of them")
         if self.nodes is not None and self.gpus is not None:
             raise InputError("--nodes and --gpus both say how large the cluster is: give one of them")
         if self.profile is not None and self.gpus is not None:
@@ -188,6 +196,7 @@ def run(arguments: Sequence[str]) -> int:
         if (options.pp or 1) > 1:
             return _emit(options.emit, _emitted_in_stages(job, cluster, options, best.grid.tp, best.plan.crossing))
         return _emit(options.emit, EMITTERS[options.emit](job, layout_of(job, best), best))
+    skewed = [] if options.max_vio is None else _under_skew(job, cluster, result, options.max_vio)
     lines = [
         _about_parameters(job, cluster),
         *reasons(result, cluster),
@@ -199,9 +208,9 @@ def run(arguments: Sequence[str]) -> int:
         _write_page(options, lines, job, result, simulator)
     if options.json:
         parameters = dict(zip(("total", "active"), job.parameters(cluster)))
-        print(json.dumps({**as_data(result, cluster), "parameters": parameters, "reasons": lines}, indent=2))
+        print(json.dumps({**as_data(result, cluster, skewed), "parameters": parameters, "reasons": lines}, indent=2))
         return 0
-    console.print(_table(result, cluster, options.model))
+    console.print(_table(result, cluster, options.model, skewed))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     if options.write is not None:
@@ -370,8 +379,34 @@ def _progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
-def as_data(result: Result, cluster: ClusterSpec) -> dict[str, Any]:
-    """Return the result of a search as plain data."""
+def _under_skew(job: Job, cluster: ClusterSpec, result: Result, max_vio: float) -> list[SkewedStep | None]:
+    """Return each plan of the ranking under a MaxVio; None for those that it cannot be predicted for.
+
+    Raises:
+        InputError: if the layout of the best plan allows no such MaxVio.
+    """
+    grid = result.best.grid
+    most = largest_max_vio(grid.ep, job.step_model(cluster, grid.dp).layer)
+    if grid.ep > 1 and max_vio > most:
+        raise InputError(
+            f"--max-vio {max_vio:g}: the best layout, {name_of(grid)}, allows at most {most:g}, since a token goes to an "
+            "expert once: give a smaller one, or another layout with --ep"
+        )
+    return [under_skew(job, cluster, planned, max_vio) for planned in result.ranking]
+
+
+def as_data(result: Result, cluster: ClusterSpec, skewed: Sequence[SkewedStep | None] = ()) -> dict[str, Any]:
+    """Return the result of a search as plain data; `skewed` has each plan of the ranking under a MaxVio, if one is given."""
+    ranking = [_step_as_data(planned) for planned in result.ranking]
+    for data, planned, step in zip(ranking, result.ranking, skewed):
+        data["under_max_vio"] = (
+            None
+            if step is None
+            else {
+                "seconds": step.longer * planned.seconds,
+                "memory_bytes": {**asdict(step.memory), "total": step.memory.total},
+            }
+        )
     return {
         "cluster": cluster.name,
         "ranks": cluster.world,
@@ -379,7 +414,7 @@ def as_data(result: Result, cluster: ClusterSpec) -> dict[str, Any]:
         "layouts": result.num_layouts,
         "layouts_left_out": result.num_left_out,
         "plans_simulated": result.num_simulated,
-        "ranking": [_step_as_data(planned) for planned in result.ranking],
+        "ranking": ranking,
         "by_ep": {
             str(ep): {
                 "floor_seconds": results.floor_seconds,
@@ -412,16 +447,25 @@ def _step_as_data(planned: PlannedStep) -> dict[str, Any]:
     }
 
 
-def _table(result: Result, cluster: ClusterSpec, model: str) -> Table:
+def _table(result: Result, cluster: ClusterSpec, model: str, skewed: Sequence[SkewedStep | None] = ()) -> Table:
     table = Table(
         title=f"{model} on {cluster.name}, {cluster.nodes} nodes of {cluster.devices_per_node}: simulated steps"
     )
     for name in ("", "ms", "over bound", "layout", "plan", "limited by", "GiB"):
         table.add_column(name, justify="right" if name in ("", "ms", "over bound", "GiB") else "left")
+    for name in ("ms under skew", "GiB under skew") if skewed else ():
+        table.add_column(name, justify="right")
     for number, planned in enumerate(result.ranking, start=1):
+        step = skewed[number - 1] if skewed else None
+        under_max_vio = (
+            ["-", "-"]
+            if step is None
+            else [f"{step.longer * planned.seconds * 1e3:,.2f}", f"{step.memory.total / GIB:.1f}"]
+        )
         table.add_row(
             str(number), f"{planned.seconds * 1e3:,.2f}", f"{planned.seconds / planned.bound_seconds:.2f}",
             name_of(planned.grid), plan_in_words(planned.plan), _limit(planned), f"{planned.memory.total / GIB:.1f}",
+            *(under_max_vio if skewed else []),
         )  # fmt: skip
     return table
 
@@ -508,13 +552,7 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
         f"change first: {'; '.join(gains[:5]) or 'no change that was tried helps by more than half a percent'}"
     )
     lines += [f"slower: {'; '.join(losses[:3])}"] * bool(losses)
-    skew = cost_of_skew(job, cluster, best)
-    if skew is not None:
-        lines.append(
-            f"a MaxVio of 1 (one rank's experts get twice their share in every layer) makes a step {skew:.2f} times as long"
-        )
-    elif best.grid.ep > 1:
-        lines.append(f"a MaxVio of 1: not predicted, since more than {APART} ranks share a copy of the experts")
+    lines += _about_skew(job, cluster, best, options.max_vio)
     if longer is not None:
         lines.append(
             f"ranks of different speed make steps {longer[0]:.2f} to {longer[1]:.2f} times as long (middle half of the steps)"
@@ -535,6 +573,23 @@ def answers(job: Job, cluster: ClusterSpec, result: Result, options: PlanOptions
     if options.explain is not None:
         lines += _explained(job, cluster, speed, options.explain)
     return lines
+
+
+def _about_skew(job: Job, cluster: ClusterSpec, best: PlannedStep, max_vio: float | None) -> list[str]:
+    """Return a line about the cost of skew, by default of a MaxVio of 1; [] if none is given and none is possible."""
+    if best.grid.ep == 1:
+        return [] if max_vio is None else [f"a MaxVio of {max_vio:g}: costs nothing, since every rank has all experts"]
+    most = largest_max_vio(best.grid.ep, job.step_model(cluster, best.grid.dp).layer)
+    asked = min(1.0, most) if max_vio is None else max_vio
+    step = under_skew(job, cluster, best, asked)
+    if step is None:
+        return [f"a MaxVio of {asked:g}: not predicted, since more than {APART} ranks share a copy of the experts"]
+    lacks = f", which a device of {cluster.device.memory_gib:g} does not have"
+    return [
+        f"a MaxVio of {asked:g} (one rank's experts get {1 + asked:g} times their share in every layer) makes a step "
+        f"{step.longer:.2f} times as long and takes {step.memory.total / GIB:.1f} GiB instead of "
+        f"{best.memory.total / GIB:.1f}" + lacks * (step.memory.total > usable_bytes(cluster, 0))
+    ]
 
 
 def _in_stages(

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from moesaic.errors import InputError
+from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.candidates import Pins, layouts, name_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.loads import simulate_counts
@@ -24,7 +25,7 @@ from moesaic.planner.search import PlannedStep, Result, Settings, smallest_layou
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.step import StepCostModel
 from moesaic.planner.timing import SpecTiming
-from moesaic.planner.workload import uniform_counts
+from moesaic.planner.workload import largest_max_vio, skewed_counts, uniform_counts
 from moesaic.program.compile import Compiled, compile_plan
 
 SPREAD = (0.83, 0.93)
@@ -153,25 +154,42 @@ def again(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, 
     return cost_model.estimate(*simulator.passes(*programs, cost_model.model.layer, compiled.grid)).seconds, memory
 
 
-def cost_of_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> float | None:
-    """Return the factor by which a step takes longer if the experts of one ep rank get twice their share in every layer.
+@dataclass(frozen=True, kw_only=True)
+class SkewedStep:
+    """A step in which the experts of one ep rank get more copies than the others in every layer."""
 
-    That is a MaxVio over ranks of 1. One replica of the experts is simulated and stands for all. Returns None if ep is 1, or
-    if one replica has too many ranks to simulate them individually.
+    longer: float
+    """Factor by which it takes longer than under even routing."""
+    memory: Memory
+    """Memory of the rank that needs most."""
+
+
+def under_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep, max_vio: float) -> SkewedStep | None:
+    """Predict a plan under a MaxVio over ranks: the busiest ep rank's load over the mean load, minus 1.
+
+    One replica of the experts is simulated and stands for all. With ep = 1 every rank has all experts, and skew costs nothing.
+
+    Returns:
+        the step; None if one replica has too many ranks to simulate them individually, or allows no such MaxVio.
     """
     grid, simulator = planned.grid, Simulator(cluster)
+    if grid.ep == 1:
+        return SkewedStep(longer=1.0, memory=planned.memory)
     compiled = _replica(job, planned, simulator)
-    if compiled is None or grid.ep == 1:
-        return None
     cost_model = StepCostModel(job.step_model(cluster, grid.dp), grid, simulator)
     layer = cost_model.model.layer
-    share = np.ones(layer.num_experts)
-    hot = layer.num_experts // grid.ep
-    share[:hot] = min(2.0, grid.ep)
-    share[hot:] = (layer.num_experts - share[:hot].sum()) / (layer.num_experts - hot)
-    counts = np.tile(np.rint(share * layer.copies / layer.num_experts).astype(np.int64), (compiled.grid.dp, 1))
-    skewed = cost_model.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
-    return skewed / again(job, cluster, planned)[0]
+    if compiled is None or max_vio > largest_max_vio(grid.ep, layer):
+        return None
+    counts = skewed_counts(compiled.grid.dp, layer, ep=grid.ep, max_vio=max_vio)
+    seconds = cost_model.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
+    memory = cost_model.memory(
+        compiled.forward,
+        compiled.backward,
+        compiled.grid,
+        memory_budget=planned.plan.memory_budget,
+        sizes=sizes_of(compiled.forward, layer, compiled.grid, counts),
+    )
+    return SkewedStep(longer=seconds / again(job, cluster, planned)[0], memory=memory)
 
 
 def longer_by_rank_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, float] | None:

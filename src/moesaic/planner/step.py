@@ -29,6 +29,7 @@ from moesaic.planner.timing import Simulated
 from moesaic.planner.topology import Topology, check_fit
 from moesaic.program.grid import Grid
 from moesaic.program.order.graph import predecessors
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Op, Program, Slot, Stage, Task
 from moesaic.program.timeline import IDLE, Free, durations, place
 
@@ -354,7 +355,15 @@ class StepCostModel:
         )
         return max(seconds, default=0.0)
 
-    def memory(self, forward: Program, backward: Program, grid: Grid, *, memory_budget: int | None = None) -> Memory:
+    def memory(
+        self,
+        forward: Program,
+        backward: Program,
+        grid: Grid,
+        *,
+        memory_budget: int | None = None,
+        sizes: CallSizes | None = None,
+    ) -> Memory:
         """Return the memory of a rank.
 
         Besides its feed-forward layer, a block keeps what attention keeps and the inputs of two norms (Korthikanti et
@@ -368,11 +377,11 @@ class StepCostModel:
             backward: the lowered program of its gradients.
             grid: the layout, with etp factored as the plan requires.
             memory_budget: most bytes that a layer may hold.
+            sizes: of a call of the forward program; the rank with the most rows counts. None: even routing.
         """
         model, layer = self.model, self.model.layer
-        kept_bytes, buffers = layer_memory(
-            forward, backward, self.simulator.volumes(forward, layer, grid), memory_budget
-        )
+        volumes = self.simulator.volumes(forward, layer, grid, sizes=sizes)
+        kept_bytes, buffers = layer_memory(forward, backward, volumes, memory_budget)
         activations = self._kept_bytes(kept_bytes)
         narrow = 2 * self._narrow_bytes
         logits = layer.tokens * model.vocab * 4 / grid.tp if model.outputs else 0.0

@@ -86,6 +86,24 @@ def uniform_counts(groups: int, workload: Workload) -> np.ndarray:
     return _rounded(np.full((groups, workload.num_experts), 1 / workload.num_experts), workload)
 
 
+def largest_max_vio(ep: int, workload: Workload) -> float:
+    """Return the largest MaxVio over ranks: all copies go to one ep rank, or one copy of each token to each of its experts."""
+    return min(ep, workload.num_experts / workload.top_k) - 1
+
+
+def skewed_counts(groups: int, workload: Workload, *, ep: int, max_vio: float) -> np.ndarray:
+    """Return counts in which the experts of the first ep rank get 1 + `max_vio` times their share, evenly, and the others the
+    rest, evenly; equal in all groups.
+
+    Args:
+        max_vio: at most `largest_max_vio`.
+    """
+    shares = np.full(workload.num_experts, 1 + max_vio) / workload.num_experts
+    hot = workload.num_experts // ep
+    shares[hot:] = (1 - shares[:hot].sum()) / max(workload.num_experts - hot, 1)
+    return _rounded(np.tile(shares, (groups, 1)), workload)
+
+
 def zipf_counts(groups: int, workload: Workload, *, exponent: float, seed: int) -> np.ndarray:
     """Return counts in which the i-th busiest expert's share is proportional to 1 / i^exponent, equal in all groups.
 
