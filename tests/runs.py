@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from rich.console import Console
 
@@ -50,6 +51,25 @@ def write_text(path: Path, size: int = 6000, seed: int = 0) -> Path:
     text = " ".join(draw.choice(words) for _ in range(size))
     path.write_text(text[:size], encoding="utf-8")
     return path
+
+
+def train_tokenizer(text: str, vocab_size: int) -> tokenizers.Tokenizer:
+    """Return a byte-level BPE that was trained on a text."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    return tokenizer
+
+
+def write_tokenizer(path: Path, vocab_size: int = 300) -> str:
+    """Write a tokenizer.json for the texts of `write_text`, and return its path."""
+    train_tokenizer("abc bcd cdef defg efgh " * 100, vocab_size).save(str(path))
+    return str(path)
 
 
 def tiny(folder: Path, **changes: Any) -> TrainConfig:

@@ -10,7 +10,7 @@ import pytest
 
 from moesaic.cli.main import main
 from moesaic.cli.sample import SampleOptions
-from runs import run_quietly, snapshot, tiny
+from runs import run_quietly, snapshot, tiny, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train two tiny models, on bytes and on a BPE."""
     folder = tmp_path_factory.mktemp("sample")
     run_quietly(tiny(folder, steps=3, save="2", out=str(folder / "bytes")))
-    run_quietly(tiny(folder, steps=3, out=str(folder / "bpe"), data={"vocab_size": 300}))
+    tokenizer = write_tokenizer(folder / "tokenizer.json")
+    run_quietly(tiny(folder, steps=3, out=str(folder / "bpe"), data={"tokenizer": tokenizer}))
     return folder
 
 

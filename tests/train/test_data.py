@@ -20,8 +20,8 @@ from moesaic.train.data import (
     spread_blocks,
     standard_library,
 )
-from moesaic.train.tokenizer import BPETokenizer, ByteTokenizer
-from runs import write_text
+from moesaic.train.tokenizer import ByteTokenizer, HubTokenizer
+from runs import write_text, write_tokenizer
 
 
 def data(*paths: Path | str, **options: object) -> DataConfig:
@@ -178,23 +178,13 @@ def test_kinds_do_not_mix(tmp_path):
             load_corpus(data(path, val=(str(val_path),)))
 
 
-def test_a_folder_gives_its_text_files_only(tmp_path):
-    write_text(tmp_path / "a.txt")
-    (tmp_path / "late.txt").write_bytes(b"x" * 8192 + b"\0")
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0")
-    (tmp_path / "early.txt").write_bytes(b"x" * 8191 + b"\0")
-    assert find_files((str(tmp_path),), "data.path") == [tmp_path / "a.txt", tmp_path / "late.txt"]
-    with pytest.raises(InputError, match=r"picture.png is not text but a picture: leave it out"):
-        load_corpus(data(tmp_path / "picture.png"))
-
-
-@pytest.mark.parametrize("vocab_size", [255, 257, 299])
-def test_text_has_256_tokens_as_bytes_or_300_and_more(tmp_path, vocab_size):
-    path = write_text(tmp_path / "a.txt")
-    with pytest.raises(
-        InputError, match=f"data.vocab_size={vocab_size}: text has 256 tokens as bytes, a byte-level BPE at least 300"
-    ):
-        load_corpus(data(path, vocab_size=vocab_size))
+@pytest.mark.parametrize("vocab_size", [256, 257, 50_257])
+def test_text_as_bytes_leaves_the_rest_of_a_larger_vocabulary_unused(tmp_path, vocab_size):
+    corpus = load_corpus(data(write_text(tmp_path / "a.txt"), vocab_size=vocab_size))
+    assert corpus.vocab_size == vocab_size
+    assert corpus.train.max() < 256
+    with pytest.raises(InputError, match=r"data\.vocab_size=255: text has 256 tokens as bytes: set it to that or more"):
+        load_corpus(data(tmp_path / "a.txt", vocab_size=255))
 
 
 # Tokens
@@ -290,21 +280,18 @@ def test_a_bin_file_of_odd_size_is_an_error(tmp_path, size):
         load_corpus(data(path))
 
 
-def test_a_bpe_is_trained_on_the_training_text_and_counts_bytes(tmp_path):
+def test_a_tokenizer_is_applied_and_bytes_are_counted(tmp_path):
     path = write_text(tmp_path / "a.txt")
-    config = data(path, vocab_size=300)
-    corpus = load_corpus(config)
+    corpus = load_corpus(data(path, tokenizer=write_tokenizer(tmp_path / "tokenizer.json")))
     text = path.read_bytes()
     cut = int(len(text) * 0.95)
-    assert isinstance(corpus.tokenizer, BPETokenizer)
+    assert isinstance(corpus.tokenizer, HubTokenizer)
     assert corpus.tokenizer.decode(corpus.train).encode() == text[:cut]
     assert corpus.tokenizer.decode(corpus.val).encode() == text[cut:]
-    assert corpus.vocab_size == 300
+    assert corpus.vocab_size == corpus.tokenizer.vocab_size
     assert corpus.val_bytes == len(text) - cut > len(corpus.val)
-    corpus.tokenizer.save(tmp_path / "tokenizer.json")
-    (tmp_path / "b.txt").write_text("other text " * 50)
-    again = load_corpus(data(tmp_path / "b.txt", vocab_size=400), tmp_path / "tokenizer.json")
-    assert again.vocab_size == 300
+    again = load_corpus(data(path, tokenizer=str(tmp_path / "gone.json")), tmp_path / "tokenizer.json")
+    assert again.train.tolist() == corpus.train.tolist()
 
 
 def test_documents_are_separated(tmp_path):
@@ -314,6 +301,6 @@ def test_documents_are_separated(tmp_path):
     corpus = load_corpus(data(tmp_path / "a.txt", val=val))
     assert bytes(corpus.val) == b"one two one two\0three"
     assert corpus.val_bytes == 21
-    corpus = load_corpus(data(tmp_path / "a.txt", val=val, vocab_size=300))
+    corpus = load_corpus(data(tmp_path / "a.txt", val=val, tokenizer=write_tokenizer(tmp_path / "tokenizer.json")))
     assert corpus.val.tolist().count(0) == 1
     assert corpus.val_bytes == 21

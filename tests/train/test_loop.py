@@ -30,13 +30,14 @@ from runs import (
     skip_measuring,
     snapshot,
     tiny,
+    write_tokenizer,
 )
 
 VARIANTS = {
     "noisy": {"model": {"moe": {"router": "noisy"}}},
     "sigmoid": {"model": {"moe": {"router": "sigmoid:bias_rate=0.01"}}},
     "global batch": {"model": {"moe": {"losses": ["load_balance_global_batch:0.01"]}}},
-    "bpe": {"data": {"vocab_size": 300}, "model": {"moe": {"router": "noisy"}}},
+    "tokenizer": {"data": {"tokenizer": "given.json"}, "model": {"moe": {"router": "noisy"}}},
     "recomputed": {"model": {"checkpoint_activations": True, "moe": {"router": "noisy"}}},
 }
 
@@ -49,6 +50,8 @@ def continuing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("variant", "stopped_after"), thinned(itertools.product(VARIANTS, (1, 3)), every=2))
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path, monkeypatch, variant, stopped_after):
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(tmp_path / "given.json")
     config = tiny(tmp_path, steps=6, accumulation=2, **VARIANTS[variant])
     run_quietly(replace(config, out=str(tmp_path / "whole")))
     signal_after(monkeypatch, stopped_after)

@@ -16,8 +16,7 @@ from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
 from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.state import make_optimizer, open_run, seed_everything
-from moesaic.train.tokenizer import BPETokenizer
-from runs import assert_same, parameters, run_quietly, seal, snapshot, tiny, write_text
+from runs import assert_same, parameters, run_quietly, seal, snapshot, tiny, write_text, write_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -73,6 +72,11 @@ def test_a_seed_decides_the_initial_parameters(tmp_path):
     seed_everything(2**62)
 
 
+def with_tokenizer(folder: Path) -> dict[str, str]:
+    """Return data options with a tokenizer of the tokenizers library."""
+    return {"tokenizer": write_tokenizer(folder / "given.json")}
+
+
 def test_an_existing_run_is_refused_unless_asked(tmp_path):
     config = tiny(tmp_path, steps=1)
     run_quietly(config)
@@ -83,7 +87,7 @@ def test_an_existing_run_is_refused_unless_asked(tmp_path):
 
 
 def test_replacing_leaves_nothing_of_the_old_run(tmp_path):
-    run_quietly(tiny(tmp_path, steps=3, save="1", trackers=["tensorboard"], data={"vocab_size": 300}))
+    run_quietly(tiny(tmp_path, steps=3, save="1", trackers=["tensorboard"], data=with_tokenizer(tmp_path)))
     run_quietly(tiny(tmp_path, steps=1, existing="replace"))
     assert sorted(snapshot(tmp_path / "run")) == [
         "checkpoints/step-00000001/SHA256SUMS",
@@ -103,7 +107,7 @@ BAD = {
     "device": {"device": "gpu"},
     "router": {"model": {"moe": {"router": "noisy", "top_k": 1}}},
     "groups": {"model": {"moe": {"router": "group_limited:num_groups=3"}}},
-    "tokenizer": {"data": {"vocab_size": 300}, "model": {"moe": {"router": "noisy", "top_k": 1}}},
+    "tokenizer": {"data": {"tokenizer": "absent.json"}},
 }
 
 
@@ -145,18 +149,18 @@ def test_a_model_that_no_memory_holds_is_refused_in_one_line(tmp_path, monkeypat
     assert not (tmp_path / "run").exists()
 
 
-def test_resuming_uses_the_tokenizer_of_the_run(tmp_path, monkeypatch):
-    config = tiny(tmp_path, steps=1, data={"vocab_size": 300})
+def test_resuming_uses_the_tokenizer_of_the_run(tmp_path):
+    config = tiny(tmp_path, steps=1, data=with_tokenizer(tmp_path))
     run_quietly(config)
     before = (tmp_path / "run" / "tokenizer.json").read_bytes()
-    monkeypatch.setattr(BPETokenizer, "train", lambda *_: pytest.fail("trained anew"))
+    Path(config.data.tokenizer).unlink()
     run_quietly(replace(config, steps=2, existing="resume"))
     assert (tmp_path / "run" / "tokenizer.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_bytes(path.read_bytes().replace(b"a", b"b"))])
 def test_a_tokenizer_that_was_damaged_is_taken_from_the_checkpoint(tmp_path, harm):
-    config = tiny(tmp_path, steps=1, data={"vocab_size": 300})
+    config = tiny(tmp_path, steps=1, data=with_tokenizer(tmp_path))
     run_quietly(config)
     own = tmp_path / "run" / "tokenizer.json"
     before = own.read_bytes()

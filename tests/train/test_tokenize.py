@@ -16,7 +16,8 @@ from moesaic.train.config import DataConfig
 from moesaic.train.data import load_corpus
 from moesaic.train.documents import read_documents
 from moesaic.train.tokenize import pack
-from runs import run_quietly, tiny, write_text
+from moesaic.train.tokenizer import HubTokenizer
+from runs import run_quietly, tiny, write_text, write_tokenizer
 
 
 def write_documents(path: Path, letter: str, count: int) -> str:
@@ -32,13 +33,15 @@ def test_what_is_packed_trains_as_the_text_does_and_its_text_is_known(tmp_path: 
     table = pyarrow.table({"text": ["one document", "another one"]})
     pyarrow.parquet.write_table(table, texts / "rows.parquet")
     out = tmp_path / "tokens.bin"
-    assert main(["tokenize", str(texts), "--out", str(out), "--vocab-size", "300"]) == 0
+    tokenizer = write_tokenizer(tmp_path / "given.json")
+    assert main(["tokenize", str(texts), "--out", str(out), "--tokenizer", tokenizer]) == 0
     said = capsys.readouterr().out
     assert f"{texts}: " in said
     assert "of 5 documents" in said
     beside = tmp_path / "tokens.tokenizer.json"
-    assert f"--data.vocab-size 300 --data.tokenizer {beside}" in said
-    data = {"path": (str(out),), "vocab_size": 300, "tokenizer": str(beside)}
+    vocab_size = HubTokenizer.load(beside).vocab_size
+    assert f"--data.vocab-size {vocab_size} --data.tokenizer {beside}" in said
+    data = {"path": (str(out),), "vocab_size": vocab_size, "tokenizer": str(beside)}
     packed = load_corpus(DataConfig(**data))
     documents = [document for path in sorted(texts.iterdir()) for document in read_documents(path, "text")]
     whole = np.concatenate([packed.train, packed.val])

@@ -7,15 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moesaic.errors import InputError
 from moesaic.train.config import DataConfig
-from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, ByteTokenizer, _byte_letters, saved_tokenizer
+from moesaic.train.tokenizer import AbstractTokenizer, ByteTokenizer, HubTokenizer, make_tokenizer
+from runs import train_tokenizer
 
 TEXT = "the quick brown fox — naïve 狐 🦊\n\tdef f(x): return x\n" * 20
-BPE = BPETokenizer.train([TEXT.encode()], 290)
+BPE = HubTokenizer(train_tokenizer(TEXT, 290))
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["bytes", "bpe"])
@@ -41,53 +42,30 @@ def test_any_bytes_are_their_own_ids(data: bytes):
     assert ByteTokenizer().decode(ids) == data.decode("utf-8", errors="replace")
 
 
-def bytes_of(ids: np.ndarray) -> bytes:
-    """Return the bytes that ids of the BPE stand for, read off the vocabulary."""
-    values = {letter: byte for byte, letter in enumerate(_byte_letters())}
-    return bytes(values[letter] for i in ids for letter in BPE._tokenizer.id_to_token(int(i)))
-
-
-@given(st.binary())
-@example(b"caf\xe9 \xed\xa0\x80 \xff\xfe\0 \xe2\x82")
-def test_any_bytes_are_kept_by_the_bpe(data: bytes):
-    ids = BPE.encode(data)
-    assert bytes_of(ids) == data
-    assert BPE.separator not in ids
-
-
 def test_the_name_of_the_separator_in_a_text_is_text(tmp_path):
-    BPE.save(tmp_path / "tokenizer.json")
-    for tokenizer in (BPE, BPETokenizer.load(tmp_path / "tokenizer.json")):
-        ids = tokenizer.encode(b"the<|end|>quick <|end|>")
+    (tmp_path / "tokenizer.json").write_text(BPE.text, encoding="utf-8")
+    for tokenizer in (BPE, HubTokenizer.load(tmp_path / "tokenizer.json")):
+        assert tokenizer.separator == tokenizer._tokenizer.token_to_id("<|endoftext|>")
+        ids = tokenizer.encode(b"the<|endoftext|>quick <|endoftext|>")
         assert tokenizer.separator not in ids
-        assert tokenizer.decode(ids) == "the<|end|>quick <|end|>"
-    trained = BPETokenizer.train([b"<|end|> the <|end|>" * 50], 300)
-    assert trained.separator not in trained.encode(b"<|end|>")
+        assert tokenizer.decode(ids) == "the<|endoftext|>quick <|endoftext|>"
 
 
-def test_training_a_bpe_is_deterministic_and_shortens(tmp_path):
-    again = BPETokenizer.train([TEXT.encode()], 290)
-    one, two = BPE.encode(TEXT.encode()), again.encode(TEXT.encode())
-    assert np.array_equal(one, two)
-    assert len(one) < len(TEXT.encode()) / 1.5
-    assert BPE.vocab_size == 290
-
-
-def test_a_saved_bpe_comes_back(tmp_path):
-    BPE.save(tmp_path / "tokenizer.json")
-    loaded = BPETokenizer.load(tmp_path / "tokenizer.json")
-    assert loaded.vocab_size == BPE.vocab_size
+def test_a_tokenizer_comes_back_as_it_was(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(BPE.text, encoding="utf-8")
+    loaded = HubTokenizer.load(tmp_path / "tokenizer.json")
+    assert loaded.vocab_size == BPE.vocab_size == 290
     assert np.array_equal(loaded.encode(TEXT.encode()), BPE.encode(TEXT.encode()))
 
 
-def test_a_missing_or_damaged_bpe_is_an_error(tmp_path):
+def test_a_missing_or_damaged_tokenizer_is_an_error(tmp_path):
     path = tmp_path / "tokenizer.json"
     with pytest.raises(InputError, match=r"tokenizer.json: the tokenizer is missing: restore it"):
-        BPETokenizer.load(path)
+        HubTokenizer.load(path)
     for content in (b'{"version": ', b"", b"\xff\xfe"):
         path.write_bytes(content)
         with pytest.raises(InputError, match=r"tokenizer.json: the tokenizer is damaged"):
-            BPETokenizer.load(path)
+            HubTokenizer.load(path)
 
 
 def test_somebody_elses_tokenizer_is_taken_as_it_is(tmp_path: Path):
@@ -100,8 +78,7 @@ def test_somebody_elses_tokenizer_is_taken_as_it_is(tmp_path: Path):
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
     theirs.save(str(tmp_path / "tokenizer.json"))
-    ours = saved_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json")), None)
-    assert ours is not None
+    ours = make_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer.json")), None)
     assert (ours.separator, ours.vocab_size) == (2, theirs.get_vocab_size())
     expected = theirs.encode("the quick fox", add_special_tokens=False).ids
     assert ours.encode(b"the quick fox").tolist() == expected
@@ -111,4 +88,4 @@ def test_somebody_elses_tokenizer_is_taken_as_it_is(tmp_path: Path):
 
 def test_a_tokenizer_that_is_missing_is_named(tmp_path: Path):
     with pytest.raises(InputError, match=r"no\.json: the tokenizer is missing"):
-        saved_tokenizer(DataConfig(tokenizer=str(tmp_path / "no.json")), None)
+        make_tokenizer(DataConfig(tokenizer=str(tmp_path / "no.json")), None)

@@ -18,7 +18,7 @@ from moesaic.errors import InputError, TrainingError, to_install
 
 COMMANDS = {
     "train": "train a language model and write a run folder",
-    "tokenize": "turn text into a packed file of tokens, from one source or a mixture",
+    "tokenize": "turn text into a packed file of tokens",
     "sample": "continue a prompt with a trained model",
     "why-hung": "print where every rank stood when a run was ended because a rank was stuck",
     "report": "write one HTML page about one or more runs",

@@ -20,13 +20,12 @@ class TokenizeOptions:
     path: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH ...", help_behavior_hint="(required)")
     ]
-    """Files, globs or folders of text, JSON lines, Arrow or Parquet tables; each argument is one source."""
+    """Files, globs or folders of text, JSON lines (.jsonl) or tables (.parquet, .arrow, .json, .csv); each argument is one
+    source."""
     out: str = "tokens.bin"
     """The .bin file to write."""
     tokenizer: str = ""
-    """A tokenizer.json of the tokenizers library. Empty: --vocab-size decides."""
-    vocab_size: int = 256
-    """256: one token per byte. 300 or more: train a byte-level BPE of this size on all sources."""
+    """A tokenizer.json of the tokenizers library. Empty: one token per byte."""
     text_field: str = "text"
     """The field of JSON lines and tables that holds the text."""
 
@@ -45,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
     from moesaic.train.config import DataConfig
     from moesaic.train.tokenize import pack
 
-    data = DataConfig(tokenizer=options.tokenizer, vocab_size=options.vocab_size, text_field=options.text_field)
+    data = DataConfig(tokenizer=options.tokenizer, text_field=options.text_field)
     packed = pack(Path(options.out), options.path, data)
     for source, tokens, documents in zip(options.path, packed.tokens, packed.documents):
         print(f"{source}: {tokens:,} tokens of {documents:,} documents")

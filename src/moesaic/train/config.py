@@ -54,22 +54,21 @@ class DataConfig:
     """The data to train on, and how it is turned into tokens."""
 
     path: tuple[str, ...] = ()
-    """Files, globs or folders. A file holds text, JSON lines, an Arrow or Parquet table (which need pyarrow), or tokens
-    (`.bin`: raw little-endian integers, memory mapped). Formats other than `.bin` are told apart by their content, and
-    files may be compressed. Empty: the source text of this Python's standard library, without its tests."""
+    """Files, globs or folders. By its suffix a file holds tokens (.bin: raw little-endian integers, memory mapped), JSON
+    lines (.jsonl), a table that the package datasets reads (.parquet, .arrow, .json, .csv), or text. Empty: the source
+    text of this Python's standard library, without its tests."""
     text_field: str = "text"
-    """The field of JSON lines, JSON arrays and tables that holds the text. Empty: JSON files are read as plain text."""
+    """The field of JSON lines and tables that holds the text."""
     val: tuple[str, ...] = (f"{SHARE}0.05",)
     """Validation data: files as for path, or share:0.05 to set aside that share of the data. Files are set aside by a
     hash of their names. With fewer than 20 files, and with `.bin` files, the last tokens are set aside."""
     vocab_size: int = 256
-    """Size of the vocabulary. 256: one token per byte of text. 300 and more: a byte-level BPE, trained on the training
-    files and kept in the run folder. For `.bin` files: the largest id plus one. Their integer type is taken from the
-    .json file of the same name, which moesaic tokenize writes. Without that file they have 16 bits, or 32 if vocab_size
-    is above 65,536."""
+    """Size of the vocabulary. For text without a tokenizer, whose tokens are bytes, 256; in a larger one the other ids are
+    unused. For `.bin` files: the largest id plus one. Their integer type is taken from the .json file of the same name,
+    which moesaic tokenize writes. Without that file they have 16 bits, or 32 if vocab_size is above 65,536."""
     tokenizer: str = ""
     """A tokenizer.json of the tokenizers library, as models on the Hugging Face hub have it; its vocabulary then
-    overrides vocab_size. Empty: the tokenizer follows from vocab_size."""
+    overrides vocab_size. Empty: one token per byte of text."""
 
     def __post_init__(self) -> None:
         if not self.val_path and not 0 < self.val_share < 1:

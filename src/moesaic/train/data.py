@@ -20,13 +20,11 @@ from torch import Tensor
 from moesaic.configfile import read_table
 from moesaic.errors import InputError
 from moesaic.train.config import DataConfig
-from moesaic.train.documents import holds_table, is_left_out, read_documents
-from moesaic.train.tokenizer import BYTES, LEAST_BPE, AbstractTokenizer, BPETokenizer, saved_tokenizer
+from moesaic.train.documents import SAVED, SPLITS, read_documents
+from moesaic.train.tokenizer import AbstractTokenizer, ByteTokenizer, make_tokenizer
 
 FEW_FILES = 20
 """With fewer files than this, the validation data is the end of the text instead of whole files."""
-SIDECARS = ("dataset_info.json", "state.json", "dataset_dict.json")
-"""Files that `datasets.save_to_disk` writes next to its tables; they are not training data."""
 FINGERPRINT_BLOCKS, FINGERPRINT_BLOCK_BYTES = 64, 64 * 1024
 """Most blocks of the training data that are hashed, and their size."""
 HIDDEN_SHARE = 0.15
@@ -63,7 +61,7 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
 
     Args:
         config: names the data and its tokenizer.
-        tokenizer_file: a saved BPE to use; None trains one if the configuration needs one.
+        tokenizer_file: the tokenizer of the run that is resumed, if it exists.
 
     Raises:
         InputError: if data is missing, empty or unreadable, or has ids outside the vocabulary.
@@ -74,10 +72,11 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
         raise InputError("data.path and data.val: .bin files and text files are mixed: give one kind in both")
     if files[0].suffix == ".bin":
         return _load_bin(config, files, val_files, tokenizer_file)
-    if not config.tokenizer and config.vocab_size != BYTES and config.vocab_size < LEAST_BPE:
+    tokenizer = make_tokenizer(config, tokenizer_file)
+    if isinstance(tokenizer, ByteTokenizer) and config.vocab_size < tokenizer.vocab_size:
         raise InputError(
-            f"data.vocab_size={config.vocab_size}: text has {BYTES} tokens as bytes, a byte-level BPE at least {LEAST_BPE}: "
-            "choose one of these"
+            f"data.vocab_size={config.vocab_size}: text has {tokenizer.vocab_size} tokens as bytes: set it to that or more, "
+            "or name a tokenizer.json with data.tokenizer"
         )
     files = [path for path in files if path.stat().st_size] or files[:1]
     if not val_files and len(files) >= FEW_FILES:
@@ -87,12 +86,11 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
         whole = b"\0".join(train_documents)
         cut = int(len(whole) * (1 - config.val_share))
         train_documents, val_documents = [whole[:cut]], [whole[cut:]]
-    tokenizer = make_tokenizer(config, train_documents, tokenizer_file)
     return Corpus(
         train=_join(tokenizer, train_documents),
         val=_join(tokenizer, val_documents),
         tokenizer=tokenizer,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=config.vocab_size if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size,
         val_bytes=sum(map(len, val_documents)) + len(val_documents) - 1,
         description=f"{len(files) + len(val_files)} files" + (f" of {root}" if root else ""),
     )
@@ -111,7 +109,7 @@ def standard_library() -> tuple[list[Path], Path]:
 def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
     """Return the files that paths, folders and globs name, sorted.
 
-    From a folder, hidden files and files that are neither `.bin` nor readable by `read_documents` are left out.
+    From a folder, hidden files are left out. A folder that `datasets.save_to_disk` wrote counts as a file.
 
     Raises:
         InputError: if there are none, or text files and `.bin` files are mixed.
@@ -136,22 +134,20 @@ def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
 
 
 def _data_files(folder: Path, where: str) -> list[Path]:
-    """Return the data files of a folder. From a folder of `datasets.save_to_disk`, return only the tables."""
-    inside = [
-        p for p in folder.rglob("*") if p.is_file() and not any(n.startswith(".") for n in p.relative_to(folder).parts)
+    """Return the data files of a folder: the folder itself if `datasets.save_to_disk` wrote it."""
+    if (folder / SPLITS).exists():
+        splits = sorted(path.parent for path in folder.glob(f"*/{SAVED}"))
+        raise InputError(
+            f"{where}: {folder} holds a dataset of several splits ({', '.join(split.name for split in splits)}): "
+            f"name one, as {folder / 'train'}"
+        )
+    if (folder / SAVED).exists():
+        return [folder]
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and not any(name.startswith(".") for name in path.relative_to(folder).parts)
     ]
-    for path in inside:
-        splits = sorted(p.parent for p in path.parent.glob("*/dataset_info.json"))
-        if path.name == "dataset_dict.json" and len(splits) > 1:
-            raise InputError(
-                f"{where}: {path.parent} holds a dataset of several splits ({', '.join(split.name for split in splits)}): "
-                f"name one, as {splits[0]}"
-            )
-    saved = {
-        p.parent for p in inside if p.name == "dataset_info.json" and any(map(holds_table, p.parent.glob("*.arrow")))
-    }
-    inside = [p for p in inside if not (p.parent in saved and p.name in SIDECARS)]
-    return [p for p in inside if p.suffix == ".bin" or not is_left_out(p)]
 
 
 def split_by_name(files: list[Path], share: float, root: Path | None) -> tuple[list[Path], list[Path]]:
@@ -315,11 +311,6 @@ def _read(files: list[Path], field: str) -> list[bytes]:
     return documents
 
 
-def make_tokenizer(config: DataConfig, documents: list[bytes], file: Path | None) -> AbstractTokenizer:
-    """Return the tokenizer of a run: a saved or named one, one token per byte, or a BPE trained on `documents`."""
-    return saved_tokenizer(config, file) or BPETokenizer.train(documents, config.vocab_size)
-
-
 def _join(tokenizer: AbstractTokenizer, documents: list[bytes]) -> np.ndarray:
     parts: list[np.ndarray] = []
     for data in documents:
@@ -336,7 +327,7 @@ def _load_bin(config: DataConfig, files: list[Path], val_files: list[Path], toke
     else:
         cut = int(len(whole) * (1 - config.val_share))
         train, val = whole[:cut], whole[cut:]
-    tokenizer = saved_tokenizer(config, tokenizer_file) if config.tokenizer else None
+    tokenizer = make_tokenizer(config, tokenizer_file) if config.tokenizer else None
     return Corpus(train, val, tokenizer, config.vocab_size, max(len(val), 1), f"{len(files)} token files")
 
 

@@ -42,7 +42,7 @@ from moesaic.train.parallel import parallelize
 from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
 from moesaic.train.run_folder import CHECKPOINTS, HANG, HANG_SUMS, RunFolder, is_marked, read_config, unwritable
-from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, saved_tokenizer
+from moesaic.train.tokenizer import AbstractTokenizer, HubTokenizer, make_tokenizer
 
 
 @dataclass
@@ -286,7 +286,7 @@ def load_trained(folder: Path, device: str = "auto") -> Trained:
         raise InputError(f"{error}: name the folder that moesaic train wrote") from error
     config = override(TrainConfig(), table, source=str(folder / CONFIG))
     saved = load_checkpoint(folder / CHECKPOINTS, say)
-    tokenizer = saved_tokenizer(config.data, saved.folder / TOKENIZER) if saved.extra["has_text"] else None
+    tokenizer = make_tokenizer(config.data, saved.folder / TOKENIZER) if saved.extra["has_text"] else None
     with torch.device("meta"):
         model = make_language_model(config.model, saved.vocab_size)
     model.to_empty(device=pick_device(device)).eval()
@@ -424,7 +424,7 @@ def _write_folder(
         # The file is used to resume the run; "replace" in it would erase the run that it describes.
         files = {CONFIG: as_json(replace(config, existing="resume"))}
         claim.write(CONFIG, files[CONFIG])
-        if isinstance(tokenizer, BPETokenizer):
+        if isinstance(tokenizer, HubTokenizer):
             files[TOKENIZER] = _write_tokenizer(claim, tokenizer, saved, say)
     except OSError as error:
         raise unwritable(claim.path, error) from error
@@ -432,7 +432,7 @@ def _write_folder(
 
 
 def _write_tokenizer(
-    claim: RunFolder, tokenizer: BPETokenizer, saved: Checkpoint | None, say: Callable[[str], None]
+    claim: RunFolder, tokenizer: HubTokenizer, saved: Checkpoint | None, say: Callable[[str], None]
 ) -> str:
     """Write the run's tokenizer into its folder unless it is there already. A resumed run takes it from the checkpoint.
     Return its text."""

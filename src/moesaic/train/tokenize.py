@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from moesaic.errors import InputError
 from moesaic.train.config import DataConfig
 from moesaic.train.data import find_files
 from moesaic.train.documents import read_documents
-from moesaic.train.tokenizer import AbstractTokenizer, BPETokenizer, saved_tokenizer
+from moesaic.train.tokenizer import AbstractTokenizer, HubTokenizer, make_tokenizer
 
 
 @dataclass(frozen=True)
@@ -38,38 +38,31 @@ def pack(out: Path, paths: Sequence[str], data: DataConfig) -> Packed:
     Args:
         out: path of the `.bin` file; the `.json` and `.tokenizer.json` files next to it share its name.
         paths: files, folders or globs, one per source; sources are read in order.
-        data: only `tokenizer`, `vocab_size` and `text_field` are used.
+        data: only `tokenizer` and `text_field` are used.
 
     Raises:
         InputError: for sources without text.
     """
     sources = [find_files((path,), "path") for path in paths]
-    tokenizer = saved_tokenizer(data, None) or BPETokenizer.train(
-        (document for files in sources for document in _documents(files, data.text_field)), data.vocab_size
-    )
+    tokenizer = make_tokenizer(data, None)
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     counts = np.zeros((len(sources), 2), dtype=np.int64)
     with out.open("wb") as file:
         for index, files in enumerate(sources):
-            for document in _documents(files, data.text_field):
+            for document in (document for path in files for document in read_documents(path, data.text_field)):
                 ids = np.append(tokenizer.encode(document), tokenizer.separator).astype(dtype.newbyteorder("<"))
                 ids.tofile(file)
                 counts[index] += (len(ids), 1)
     return _describe(out, dtype.name, tokenizer, counts)
 
 
-def _documents(files: Sequence[Path], field: str) -> Iterator[bytes]:
-    for path in files:
-        yield from read_documents(path, field)
-
-
 def _describe(out: Path, dtype: str, tokenizer: AbstractTokenizer, counts: np.ndarray) -> Packed:
     if not counts[:, 0].sum():
         raise InputError(f"path: no text in it, {out} is empty: name files with text")
     tokenizer_path = None
-    if isinstance(tokenizer, BPETokenizer):
+    if isinstance(tokenizer, HubTokenizer):
         tokenizer_path = out.with_suffix(".tokenizer.json")
-        tokenizer.save(tokenizer_path)
+        tokenizer_path.write_text(tokenizer.text, encoding="utf-8", newline="\n")
     packed = Packed(
         out, dtype, tokenizer.vocab_size, tuple(counts[:, 0].tolist()), tuple(counts[:, 1].tolist()), tokenizer_path
     )
