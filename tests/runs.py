@@ -22,6 +22,7 @@ from moesaic.train.config import TrainConfig
 from moesaic.train.distributed_checkpoint import checksum
 from moesaic.train.loop import Trainer, TrainResult, train
 from moesaic.train.metrics import read_metrics
+from moesaic_lab.paper_train.command import task_of
 
 TINY: dict[str, Any] = {
     "steps": 4,
@@ -91,7 +92,7 @@ def write_config(config: TrainConfig, path: Path) -> Path:
 def run_quietly(config: TrainConfig) -> tuple[TrainResult, str]:
     """Train; return the result and the text that a terminal would have shown."""
     screen = io.StringIO()
-    result = train(config, console=Console(file=screen, width=200))
+    result = train(config, console=Console(file=screen, width=200), task=task_of(config))
     return result, screen.getvalue()
 
 

@@ -57,6 +57,11 @@ OTHERS = {
         "gpu.command:main",
         "all figures of one GPU in nine minutes, one process per step; --dry to run without a GPU",
     ),
+    "paper-train": (
+        "paper_train.command:run",
+        "training of the papers' encoders and encoder-decoders; see moesaic train",
+    ),
+    "paper-sample": ("paper_train.command:sample", "a translation by an encoder-decoder that paper-train trained"),
     "trace": ("traces.command:run", "synthetic routing traces, and readers of LAER-MoE's and SmartMoE's recordings"),
 }
 """By name: the module and its function from arguments to an exit code, and a summary for --help."""

@@ -23,13 +23,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from moesaic.models.gpt import PADDING, EncoderDecoder, translate
 from moesaic.program.plan import StaticPlan
-from moesaic.train.config import MeshConfig, TrainConfig, preset
-from moesaic.train.objectives import load_for
+from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.state import Trained, load_trained
 from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept, notes_of
 from moesaic_lab.claims import Claim
+from moesaic_lab.paper_train.command import paper_preset, task_of
+from moesaic_lab.paper_train.data import load_pairs
+from moesaic_lab.paper_train.models import PADDING, EncoderDecoder, translate
 from moesaic_lab.tables import Column
 from moesaic_lab.training import trained_on
 
@@ -80,7 +81,7 @@ def configuration(name: str, out: Path, steps: int, seed: int, codecs: str, devi
         codecs: one of `CodecConvergenceOptions.codecs`, or `DENSE`.
         device: cpu or cuda.
     """
-    base, (forward, backward) = preset(name), pair(codecs)
+    base, (forward, backward) = paper_preset(name), pair(codecs)
     config = replace(
         base, out=str(out), existing="replace", steps=steps, seed=seed, precision="float32", trackers=(), log_every=steps,
         evaluate=(steps, base.evaluate[1]), save=str(steps), device="cpu:1" if device == "cpu" else device,
@@ -104,7 +105,7 @@ def one_run(task: Task, config: TrainConfig, most_sentences: int) -> dict[str, f
         return {"val_loss": loss, "score": math.exp(loss)}
     return {
         "val_loss": loss,
-        "score": bleu(load_trained(Path(config.out), config.device.partition(":")[0]), most_sentences),
+        "score": bleu(load_trained(Path(config.out), config.device.partition(":")[0], task_of(config)), most_sentences),
     }
 
 
@@ -131,7 +132,7 @@ def held_back(trained: Trained) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the token ids of held-back messages and their translations, with the same split as in the model's training
     run."""
     length = trained.config.model.seq_len
-    tokens = load_for(trained.config.model, trained.config.data, trained.folder / "tokenizer.json").val
+    tokens = load_pairs(trained.config.data, length, trained.folder / "tokenizer.json").val
     for row in tokens[: len(tokens) // length * length].reshape(-1, length).tolist():
         half = length // 2
         source, target = ([token for token in part if token != PADDING] for part in (row[:half], row[half + 1 :]))

@@ -34,12 +34,13 @@ from moesaic.measure.together import hold_still, latest, start_together
 from moesaic.models.moving import MovingGPT
 from moesaic.testing.processes import on_ranks
 from moesaic.traces.load import locality
-from moesaic.train.balance import make_arbiter, make_model, place_samples, rates_of
+from moesaic.train.balance import make_arbiter, place_samples, rates_of
 from moesaic.train.config import MeshConfig, TrainConfig, demo
 from moesaic.train.data import Batches, load_corpus
 from moesaic.train.metrics import read_metrics
 from moesaic.train.parallel import parallelize
 from moesaic.train.state import make_optimizer, open_run
+from moesaic.train.task import make_decoder
 from moesaic_lab.across_ranks import gathered, sent
 from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept, keeping, notes_of
 from moesaic_lab.bounds import crossing
@@ -227,7 +228,7 @@ class Training:
         method = job.methods[name]
         config, element_bytes = method.config, 4
         torch.manual_seed(config.seed)
-        self.mesh, self.model = mesh, make_model(config, job.vocab)
+        self.mesh, self.model = mesh, make_decoder(config, job.vocab)
         if job.weights is not None:
             self.model.load_state_dict(torch.load(job.weights))
         parallelize(self.model, mesh, config.layer_plan, policy_of=partial(make_arbiter, config))

@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 from moesaic.configfile import override
-from moesaic.train.config import preset
 from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept
 from moesaic_lab.claims import Claim, figures
+from moesaic_lab.paper_train.command import paper_preset
 from moesaic_lab.tables import spread
 from moesaic_lab.training import train_quietly
 from moesaic_lab.vision.train import VisionOptions
@@ -49,7 +49,7 @@ def one_run(model: str, ffn: str, seed: int, steps: int | None) -> dict[str, Any
             results = train_images(options, say=lambda _: None)
             metrics = {"loss": results["val_loss"], "accuracy": results["accuracy"]}
         else:
-            config = override(preset(model), {"model": {"ffn": ffn}, "precision": "float32"}, source=model)
+            config = override(paper_preset(model), {"model": {"ffn": ffn}, "precision": "float32"}, source=model)
             config = replace(
                 config, out=folder, existing="replace", seed=seed, trackers=(), steps=steps or config.steps,
                 evaluate=(10**9, config.evaluate[1]), save=f"{10**9}",

@@ -11,11 +11,12 @@ from moesaic.testing.processes import on_ranks
 from moesaic.train.config import TrainConfig
 from moesaic.train.loop import TrainResult, train
 from moesaic.train.metrics import read_metrics
+from moesaic_lab.paper_train.command import task_of
 
 
 def train_quietly(config: TrainConfig) -> TrainResult:
     """Train without printing anything."""
-    return train(config, console=Console(quiet=True))
+    return train(config, console=Console(quiet=True), task=task_of(config))
 
 
 def train_all(configs: list[TrainConfig]) -> None:

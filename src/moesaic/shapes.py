@@ -143,8 +143,9 @@ class BlockConfig:
     """The transformer blocks of a model."""
 
     kind: Literal["decoder", "encoder", "encoder_decoder"] = "decoder"
-    """decoder: predicts the next token (GPT). encoder: predicts masked tokens (BERT). encoder_decoder: the first half of the
-    blocks encodes the first half of a sequence, the other blocks predict the second half (translation)."""
+    """decoder: predicts the next token (GPT), the only kind that moesaic train trains. encoder: predicts masked tokens (BERT).
+    encoder_decoder: the first half of the blocks encodes the first half of a sequence, the other blocks predict the second
+    half (translation)."""
     attention: str = PLAIN
     """Attention heads. plain: as many heads of keys and values as of queries, together as wide as the model. Append
     :kv_heads=4 for four heads of keys and values, each shared by equally many query heads (grouped-query attention),

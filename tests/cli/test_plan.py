@@ -261,7 +261,10 @@ def hub(tmp_path: Path) -> list[str]:
     ]
 
 
-def test_skew_costs_time_and_memory_beside_the_even_step(files: list[str], capsys: pytest.CaptureFixture) -> None:
+def test_skew_costs_time_and_memory_beside_the_even_step(
+    files: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "240")
     spread = [*files, "--tp", "1", "--ep", "4", "--etp", "1", "--top", "2", *FEW]
     found = {}
     for max_vio in ("0", "1", "3"):

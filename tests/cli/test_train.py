@@ -34,7 +34,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """Collect configurations instead of training them."""
     found: list[TrainConfig] = []
 
-    def note(config: TrainConfig) -> TrainResult:
+    def note(config: TrainConfig, **_: object) -> TrainResult:
         found.append(config)
         return TrainResult(Path(config.out), config.steps, 1.0, 1.0, False)
 
@@ -148,7 +148,22 @@ def test_flags_are_split_off_wherever_they_stand():
 
 def test_a_misspelt_preset_is_recognised():
     with pytest.raises(InputError, match=r"^unknown argument --prset, did you mean --preset\?"):
-        command._configured(["--prset", "demo"])
+        command._configured(["--prset", "demo"], PRESETS, "moesaic train")
+
+
+def test_what_is_no_decoder_is_the_laboratorys(tmp_path, capsys):
+    assert main(["train", "--preset", "bert-tiny"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said
+        == "moesaic train: preset bert-tiny is of kind encoder: train it with moesaic bench paper-train bert-tiny\n"
+    )
+    config = tiny(tmp_path, model={"block": {"kind": "encoder_decoder"}})
+    with pytest.raises(
+        InputError, match=r"model\.block\.kind=encoder_decoder: is no decoder: train it with moesaic bench"
+    ):
+        loop.train(config)
+    assert not (tmp_path / "run").exists()
 
 
 def start(config: TrainConfig, folder: Path) -> Forked:

@@ -11,13 +11,16 @@ import pytest
 import torch
 
 from moesaic.errors import InputError
-from moesaic.models.gpt import make_language_model
+from moesaic.models.gpt import GPT
 from moesaic.planner.cluster import Tflops
 from moesaic.planner.model import Job, job_of
 from moesaic.planner.presets import PRESETS, read_job
 from moesaic.shapes import BlockConfig, ModelShape, MoEShape
 from moesaic.train.config import PRESETS as TRAIN_PRESETS
 from moesaic.train.config import TrainConfig
+from moesaic_lab.paper_train.command import PRESETS as PAPER_PRESETS
+from moesaic_lab.paper_train.command import paper_preset
+from moesaic_lab.paper_train.models import Encoder, EncoderDecoder
 from planner.clusters import DEVICE, flat
 
 CLUSTER = flat(2, 4, device=DEVICE)
@@ -40,13 +43,13 @@ def test_a_job_has_the_names_and_defaults_of_training() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_those_of_training(name: str) -> None:
-    for field, mine, theirs in pairs(PRESETS[name], TRAIN_PRESETS[name]()):
+    for field, mine, theirs in pairs(PRESETS[name], paper_preset(name)):
         assert mine == theirs, field
-    assert job_of(asdict(TRAIN_PRESETS[name]()), "preset") == PRESETS[name]
+    assert job_of(asdict(paper_preset(name)), "preset") == PRESETS[name]
 
 
 def test_every_sparse_preset_of_training_can_be_planned() -> None:
-    assert set(PRESETS) == {name for name, make in TRAIN_PRESETS.items() if make().model.ffn == "moe"}
+    assert set(PRESETS) == {name for name, make in (TRAIN_PRESETS | PAPER_PRESETS).items() if make().model.ffn == "moe"}
 
 
 def test_a_file_is_read_and_what_does_not_matter_is_passed_over(tmp_path: Path) -> None:
@@ -132,9 +135,9 @@ def test_a_rate_that_is_not_known_is_refused() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_are_those_of_the_model_that_trains(name: str) -> None:
-    config = TRAIN_PRESETS[name]()
+    config, kinds = paper_preset(name), {"encoder": Encoder, "encoder_decoder": EncoderDecoder}
     with torch.device("meta"):
-        model = make_language_model(config.model, config.data.vocab_size)
+        model = kinds.get(config.model.block.kind, GPT)(config.model, config.data.vocab_size)
     total, active = PRESETS[name].parameters(CLUSTER)
     # Norms, biases and learned positions are not counted.
     assert total == pytest.approx(model.num_parameters(), rel=0.01)

@@ -13,11 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from moesaic import draw
 from moesaic.models.config import ModelConfig
-from moesaic.models.gpt import make_language_model
+from moesaic.models.gpt import GPT
 from moesaic.routing.routers import ROUTERS
 from moesaic.train.config import PRESETS, TrainConfig
-from moesaic.train.objectives import load_for as real_load
 from moesaic.train.state import load_trained, open_run
+from moesaic.train.task import DECODER
+from moesaic_lab.paper_train.command import PRESETS as PAPER_PRESETS
+from moesaic_lab.paper_train.command import task_of
+from moesaic_lab.paper_train.models import Encoder, EncoderDecoder
 from runs import run_quietly, tiny
 from worlds import on_ranks
 
@@ -66,7 +69,7 @@ CASES += [("translation", mesh) for mesh in ("ep 2, etp 2", "tp 2, ep 2")]
 
 def first_values(config: TrainConfig) -> dict[str, Tensor]:
     """Return the whole tensors of a new run, of those that this rank has a part of."""
-    run = open_run(config, pytest.fail)
+    run = open_run(config, pytest.fail, task=task_of(config))
     run.claim.release()
     state = run.model.state_dict() | {name: value for name, value in run.model.named_buffers() if "frequencies" in name}
     return {name: (each.full_tensor() if isinstance(each, DTensor) else each).clone() for name, each in state.items()}
@@ -166,8 +169,9 @@ def filled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_like", dirty)
 
 
-KINDS = {name: shrunk(make().model) for name, make in PRESETS.items()}
+KINDS = {name: shrunk(make().model) for name, make in (PRESETS | PAPER_PRESETS).items()}
 DEMO = KINDS["demo"]
+MODEL_OF = {"decoder": GPT, "encoder": Encoder, "encoder_decoder": EncoderDecoder}
 KINDS |= {
     f"router {name}": replace(DEMO, moe=replace(DEMO.moe, router=name, top_k=1 if name == "base" else 2))
     for name in ROUTERS
@@ -177,7 +181,7 @@ KINDS |= {
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_stays_undefined_after_to_empty(monkeypatch, kind):
     with torch.device("meta"):
-        model = make_language_model(KINDS[kind], 50)
+        model = MODEL_OF[KINDS[kind].block.kind](KINDS[kind], 50)
     assert all(each.is_meta for each in (*model.parameters(), *model.buffers()))
     filled(monkeypatch)
     model.to_empty(device="cpu")
@@ -211,9 +215,9 @@ def test_a_trained_model_is_read_without_drawing(tmp_path, monkeypatch):
 def test_a_run_says_what_it_does_before_it_takes_long(tmp_path, monkeypatch):
     said: list[str] = []
     config = tiny(tmp_path)
-    monkeypatch.setattr("moesaic.train.state.load_for", lambda *_: (said.append("data"), real_load(*_))[1])
+    task = replace(DECODER, load_corpus=lambda *_: (said.append("data"), DECODER.load_corpus(*_))[1])
     monkeypatch.setattr("moesaic.train.state.reset_weights", lambda *_: said.append("weights"))
-    run = open_run(config, pytest.fail, said.append)
+    run = open_run(config, pytest.fail, said.append, task)
     run.claim.release()
     millions = run.model.num_parameters() / 1e6
     assert said == [
@@ -232,7 +236,7 @@ def test_a_model_is_drawn_once(monkeypatch):
             return original(tensor, *arguments, **options)
 
         monkeypatch.setattr(Tensor, name, counting)
-    model = make_language_model(KINDS["demo"], 50)
+    model = GPT(KINDS["demo"], 50)
     matrices = {p.data_ptr() for p in model.parameters() if p.dim() > 1 and not (p == 0).all()}
     assert set(drawn) == matrices
     assert set(drawn.values()) == {1}

@@ -11,16 +11,24 @@ import transformers
 from torch import nn
 
 from moesaic.models.config import ModelConfig
-from moesaic.models.gpt import GPT, make_language_model
+from moesaic.models.gpt import GPT
 from moesaic.planner.cluster import read_cluster
 from moesaic.planner.presets import CONFIGS, read_job
-from moesaic.train.config import PRESETS, demo, demo_dense, preset
+from moesaic.planner.presets import PRESETS as MODELS
+from moesaic.train.config import PRESETS, demo, demo_dense
+from moesaic_lab.paper_train.command import PRESETS as PAPER_PRESETS
+from moesaic_lab.paper_train.command import paper_preset
+from moesaic_lab.paper_train.models import Encoder, EncoderDecoder
 from runs import run_quietly, write_text
+
+ALL = PRESETS | PAPER_PRESETS
 
 
 def built(config: ModelConfig, vocab_size: int) -> GPT:
     with torch.device("meta"):
-        return make_language_model(config, vocab_size)
+        return {"decoder": GPT, "encoder": Encoder, "encoder_decoder": EncoderDecoder}[config.block.kind](
+            config, vocab_size
+        )
 
 
 def count(model: nn.Module, *parts: str) -> int:
@@ -34,20 +42,22 @@ def outside(model: nn.Module) -> int:
 
 
 def of_preset(name: str) -> GPT:
-    config = PRESETS[name]()
+    config = ALL[name]()
     return built(config.model, config.data.vocab_size)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ALL)
 def test_every_preset_builds_a_model(name):
-    config = PRESETS[name]()
+    config = ALL[name]()
     model = of_preset(name)
     assert model.num_active_parameters() <= model.num_parameters()
-    assert PRESETS[name]() == config
+    assert ALL[name]() == config
+    assert (config.model.block.kind == "decoder") == (name in PRESETS)
 
 
-def test_runs_of_presets_do_not_share_a_folder():
-    assert len({make().out for make in PRESETS.values()}) == len(PRESETS)
+def test_every_model_that_is_planned_is_trained_and_runs_do_not_share_a_folder():
+    assert {*MODELS, "demo-dense"} == {*ALL}
+    assert len({make().out for make in ALL.values()}) == len(ALL)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +107,7 @@ def test_the_dense_twin_of_a_gpt2_is_gpt2(name, parameters):
 
 
 def test_the_dense_twin_of_parms_bert_is_bert_base_without_segments_and_pooler():
-    config = PRESETS["parm-bert-base"]()
+    config = ALL["parm-bert-base"]()
     dense = built(replace(config.model, ffn="dense:3072"), config.data.vocab_size)
     with torch.device("meta"):
         bert = transformers.BertModel(transformers.BertConfig(), add_pooling_layer=False)
@@ -154,7 +164,9 @@ def test_gpt_small_has_the_size_it_says():
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "seq2seq-tiny"])
 def test_the_tiny_ones_train(tmp_path, name):
-    config = replace(preset(name), out=str(tmp_path / "run"), steps=2, device="cpu:1", trackers=(), precision="float32")
+    config = replace(
+        paper_preset(name), out=str(tmp_path / "run"), steps=2, device="cpu:1", trackers=(), precision="float32"
+    )
     config = replace(config, device="cpu", evaluate=(100, 8))
     if name != "seq2seq-tiny":  # whose data are Django's
         config = replace(config, data=replace(config.data, path=(str(write_text(tmp_path / "a.txt")),)))

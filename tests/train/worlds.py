@@ -24,6 +24,7 @@ from moesaic.train import balance, loop, machine
 from moesaic.train.checkpoint import load_checkpoint
 from moesaic.train.config import TrainConfig
 from moesaic.train.loop import train
+from moesaic_lab.paper_train.command import task_of
 from runs import lines, parameters
 from worlds import start
 
@@ -100,7 +101,7 @@ def _process(rank: int, world: int, runs: list[list[TrainConfig]], folder: str, 
     for run in runs:
         screen = io.StringIO()
         try:
-            result = train(run[rank], console=Console(file=screen, width=200))
+            result = train(run[rank], console=Console(file=screen, width=200), task=task_of(run[rank]))
             outcomes.append(Outcome("", screen.getvalue(), result.val_nats_per_byte))
         except (InputError, TrainingError) as error:
             outcomes.append(Outcome(f"{type(error).__name__}: {error}", screen.getvalue(), None))

@@ -54,7 +54,6 @@ from moesaic.traces.load import faults
 from moesaic.traces.trace import Trace, read_header, write_segment
 from moesaic.traces.trace import read_table as read_trace_table
 from moesaic.train.auto_plan import read_plan_table
-from moesaic.train.balance import make_model
 from moesaic.train.checkpoint import SUMS, load_checkpoint, load_sharded, require_architecture
 from moesaic.train.config import DataConfig, TrainConfig
 from moesaic.train.data import load_corpus
@@ -62,10 +61,10 @@ from moesaic.train.distributed_checkpoint import checksum
 from moesaic.train.documents import read_documents
 from moesaic.train.loop import train
 from moesaic.train.metrics import METRICS, read_metrics
-from moesaic.train.objectives import CATALOGUE, read_pairs
 from moesaic.train.run_folder import HANG, HANG_SUMS, RunFolder
 from moesaic.train.shard_metadata import read_list
 from moesaic.train.state import make_optimizer, open_run
+from moesaic.train.task import make_decoder
 from moesaic.train.tokenizer import HubTokenizer
 from moesaic.train.watch import read_hang
 from moesaic.weights.checkpoint import open_checkpoint
@@ -74,6 +73,7 @@ from moesaic.weights.files import read_dcp, read_safetensors
 from moesaic.weights.hub import Hub
 from moesaic.weights.layout import Readable, full_region
 from moesaic.weights.model import Architecture, read_config
+from moesaic_lab.paper_train.data import CATALOGUE, read_pairs
 from moesaic_lab.traces.published import read_laer, read_smartmoe
 from moesaic_lab.traces.synthetic import SyntheticRouting, make_segment, make_trace
 
@@ -278,7 +278,7 @@ def _restored(folder: Path) -> None:
     config = _train_config(folder / "config.json")
     vocab_size = load_corpus(config.data).vocab_size
     require_architecture(checkpoint, config.model, vocab_size)
-    model = make_model(config, vocab_size)
+    model = make_decoder(config, vocab_size)
     load_sharded(model, make_optimizer(model, config.optimizer, torch.device("cpu")), checkpoint)
 
 

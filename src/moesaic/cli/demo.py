@@ -13,28 +13,28 @@ from rich.table import Table
 from moesaic.cli.arguments import parse
 from moesaic.cli.sample import SampleOptions, continuations
 from moesaic.configfile import override
+from moesaic.errors import InputError
 
 if TYPE_CHECKING:
     from moesaic.train.loop import TrainResult
-
-
-PRESETS = {"gpt": "demo", "bert": "bert-tiny", "seq2seq": "seq2seq-tiny"}
-"""The training preset of each value of --model, except vision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
     """Options of `moesaic demo`."""
 
-    model: Literal["gpt", "bert", "seq2seq", "vision"] = "gpt"
-    """gpt continues Python source; bert predicts masked bytes of Python source; seq2seq translates messages of Django
-    ("fr: Yes" into French); vision classifies digits and needs the package moesaic-lab."""
+    model: Literal["gpt", "vision"] = "gpt"
+    """gpt continues Python source; vision classifies digits and needs the package moesaic-lab."""
     out: str = "runs/demo"
     """Folder for the two runs and the report; replaces an earlier demo in the same folder."""
     steps: int | None = None
     """Optimizer steps of each model; None for the number in the preset."""
-    prompt: str = ""
-    """Text that the trained sparse model continues or translates; empty for an example."""
+    prompt: str = "def read_file(path):\n"
+    """Text that the trained sparse model continues."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise InputError("prompt: give at least one character")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> int:
 
     console = Console()
     results: dict[str, TrainResult] = {}
-    start = preset(PRESETS[options.model])
+    start = preset("demo")
     for name, ffn in (("moe", "moe"), ("dense", "dense")):
         config = replace(
             start, out=str(Path(options.out) / name), existing="replace", steps=options.steps or start.steps,
@@ -62,21 +62,13 @@ def run(arguments: Sequence[str]) -> int:
         if results[name].was_stopped:
             return 0
     console.print(_comparison(results["moe"], results["dense"]))
-    folder = results["moe"].folder
-    if options.model != "bert":
-        prompt = options.prompt or EXAMPLES[options.model]
-        console.rule("a sample of the sparse model")
-        sample = SampleOptions(run=str(folder), prompt=(prompt,))
-        separator = "" if options.model == "gpt" else " -> "
-        console.print(prompt + separator + continuations(sample)[0], markup=False, highlight=False)
-        console.rule()
+    console.rule("a sample of the sparse model")
+    sample = SampleOptions(run=str(results["moe"].folder), prompt=(options.prompt,))
+    console.print(options.prompt + continuations(sample)[0], markup=False, highlight=False)
+    console.rule()
     page = write_report([results["moe"].folder, results["dense"].folder], Path(options.out) / "report.html")
     console.print(f"the report: {page}", soft_wrap=True, highlight=False)
     return 0
-
-
-EXAMPLES = {"gpt": "def read_file(path):\n", "seq2seq": "fr: Enter a valid date."}
-"""The prompt of each value of --model if --prompt is empty."""
 
 
 def _vision(options: DemoOptions) -> int:

@@ -54,23 +54,17 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def continuations(options: SampleOptions) -> list[str]:
-    """Return the continuation of each prompt, or its likeliest translation if the model is an encoder-decoder.
+    """Return the continuation of each prompt.
 
     Raises:
-        InputError: if the run has no checkpoint, is of an encoder, or was trained on `.bin` tokens, which have no text.
+        InputError: if the run has no checkpoint, is of no decoder, or was trained on `.bin` tokens, which have no text.
     """
-    from moesaic.models.gpt import EncoderDecoder, generate, translate
+    from moesaic.models.gpt import generate
     from moesaic.train.state import load_trained
 
     trained = load_trained(Path(options.run), options.device)
-    if trained.config.model.block.kind == "encoder":
-        raise InputError(
-            f"{options.run}: an encoder continues no prompt: name a run of a decoder or an encoder_decoder"
-        )
     model, tokenizer = trained.model, trained.tokenizer
     prompts = [tokenizer.encode(prompt.encode()).tolist() for prompt in options.prompt]
-    if isinstance(model, EncoderDecoder):
-        return list(map(tokenizer.decode, translate(model, prompts)))
     ids = generate(
         model,
         prompts,

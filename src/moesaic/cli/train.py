@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from moesaic.errors import InputError, TrainingError
 if TYPE_CHECKING:
     from moesaic.train.config import TrainConfig
     from moesaic.train.launch import Launch
+    from moesaic.train.task import Task
 
 DESCRIPTION = """Train a language model with MoE layers, in one process or on ranks that torchrun (or another launcher) starts:
 torchrun --nproc-per-node 4 -m moesaic train --mesh.ep 2 --mesh.etp 2 ...
@@ -30,17 +31,39 @@ TAKEN = ("--preset", "--config", "--plan")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Train; returns the exit code. Only one of several ranks prints: the first rank, or the first one that fails."""
+    """Train a decoder; returns the exit code."""
+    from moesaic.train.config import PRESETS
+
+    return train_from(arguments, PRESETS)
+
+
+def train_from(
+    arguments: Sequence[str],
+    presets: Mapping[str, Callable[[], TrainConfig]],
+    *,
+    command: str = "moesaic train",
+    task_of: Callable[[TrainConfig], Task] | None = None,
+) -> int:
+    """Train as a command line says; returns the exit code.
+
+    Only one of several ranks prints: the first rank, or the first one that fails.
+
+    Args:
+        presets: values of --preset.
+        task_of: returns what a configuration trains; None for a decoder.
+    """
     if {"-h", "--help", "-H"} & set(arguments):
-        _configured(arguments)  # prints, without torch, and exits
+        _configured(arguments, presets, command)  # prints, without torch, and exits
     if os.environ.get("RANK", "0") == "0":
-        print("moesaic train: loading PyTorch", flush=True)  # takes seconds
+        print(f"{command}: loading PyTorch", flush=True)  # takes seconds
     from moesaic.train.launch import launch
     from moesaic.train.loop import train
+    from moesaic.train.task import DECODER
 
     place = launch(_start_patience(arguments))
     try:
-        result = train(_configured(arguments))
+        config = _configured(arguments, presets, command)
+        result = train(config, task=DECODER if task_of is None else task_of(config))
     except Exception as error:
         if _should_say(place, error):
             raise
@@ -82,10 +105,13 @@ def _start_patience(arguments: Sequence[str]) -> float:
         return START_PATIENCE
 
 
-def _configured(arguments: Sequence[str]) -> TrainConfig:
+def _configured(
+    arguments: Sequence[str], presets: Mapping[str, Callable[[], TrainConfig]], command: str
+) -> TrainConfig:
     """Return the configuration that a command line gives."""
     from moesaic.configfile import override, suggestion
-    from moesaic.train.config import PRESETS, TrainConfig
+    from moesaic.planner.presets import PRESETS as MODELS
+    from moesaic.train.config import TrainConfig
 
     words, chosen = _take(list(arguments), TAKEN)
     if "--plan" in chosen:
@@ -93,14 +119,18 @@ def _configured(arguments: Sequence[str]) -> TrainConfig:
     config = TrainConfig()
     if "--preset" in chosen:
         name = chosen["--preset"]
-        if name not in PRESETS:
-            raise InputError(f"unknown preset {name}{suggestion(name, list(PRESETS))}")
-        config = PRESETS[name]()
+        if name in MODELS and name not in presets:
+            kind = MODELS[name].model.block.kind
+            trains = "moesaic train --preset" if kind == "decoder" else "moesaic bench paper-train"
+            raise InputError(f"preset {name} is of kind {kind}: train it with {trains} {name}")
+        if name not in presets:
+            raise InputError(f"unknown preset {name}{suggestion(name, list(presets))}")
+        config = presets[name]()
     if "--config" in chosen:
         path = Path(chosen["--config"])
         config = override(config, _table(path), source=str(path))
-    description = DESCRIPTION.replace("PRESETS", ", ".join(PRESETS))
-    return parse(TrainConfig, words, prog="moesaic train", description=description, default=config, taken=TAKEN)
+    description = DESCRIPTION.replace("PRESETS", ", ".join(presets))
+    return parse(TrainConfig, words, prog=command, description=description, default=config, taken=TAKEN)
 
 
 def _table(path: Path) -> dict[str, Any]:

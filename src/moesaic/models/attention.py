@@ -1,4 +1,4 @@
-"""The layers that mix positions: attention for every kind of block, and a short convolution in front of it."""
+"""The layers that mix positions: attention, and a short convolution in front of it."""
 
 from __future__ import annotations
 
@@ -33,30 +33,28 @@ class KeyValueCache:
 
 
 class Attention(nn.Module):
-    """Multi-head attention. Under tensor parallelism a rank computes the heads in its shards of the projections.
+    """Multi-head attention of each position to itself and to earlier ones.
+
+    Under tensor parallelism a rank computes the heads in its shards of the projections.
 
     Args:
         dim: width of the hidden states.
         num_heads: number of query heads.
         block: options of the block: key-value heads, head widths, positions, norms, biases, dropout.
-        causal: let each position attend only to itself and to earlier positions.
-        cross: compute keys and values from another sequence than the queries.
     """
 
     frequencies: Tensor
 
-    def __init__(
-        self, dim: int, num_heads: int, block: BlockConfig | None = None, *, causal: bool = True, cross: bool = False
-    ) -> None:
+    def __init__(self, dim: int, num_heads: int, block: BlockConfig | None = None) -> None:
         super().__init__()
         block = block or BlockConfig()
         heads = block.heads
         self.width = width = heads.head_dim or dim // num_heads
-        self.causal, self.cross, self.dropout = causal, cross, block.dropout
+        self.dropout = block.dropout
         kv_heads = heads.kv_heads or num_heads
         self.shares = kv_heads != num_heads
         self.qkv = self.q = self.kv = None
-        if cross or self.shares:
+        if self.shares:
             self.q = StackedLinear(1, dim, num_heads * width, block.bias)
             self.kv = StackedLinear(2, dim, kv_heads * width, block.bias)
         else:
@@ -64,7 +62,7 @@ class Attention(nn.Module):
         self.out = RowLinear(num_heads * width, dim, block.bias)
         self.q_norm = Norm(width) if heads.qk_norm else None
         self.k_norm = Norm(width) if heads.qk_norm else None
-        self.rotates = block.rope is not None and not cross
+        self.rotates = block.rope is not None
         self.base, self.scaling = block.rope or ROPE
         self.register_buffer("frequencies", torch.empty((width + 1) // 2, dtype=torch.float32), persistent=False)
         self.reset_parameters()
@@ -74,58 +72,52 @@ class Attention(nn.Module):
         exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
         self.frequencies.copy_((self.base**-exponents).float())
 
-    def forward(
-        self,
-        x: Tensor,
-        cache: KeyValueCache | None = None,
-        *,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Return the attention output, (batch, positions, dim).
 
         Args:
             x: (batch, positions, dim).
             cache: keys and values of earlier positions, which x continues; extended by those of x.
-            memory: (batch, keys, dim), the sequence that cross attention attends to.
-            mask: (batch, keys) bool, False for keys that no position attends to; ignored by causal attention.
         """
-        q, k, v = self._project(x, x if memory is None else memory)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         start = 0 if cache is None else cache.length
-        if self.rotates:
-            q, k = self._rotate(q, start), self._rotate(k, start)
+        q, k, v = self.project(x, x, start)
         if cache is not None:
             k, v = cache.extend(k, v)
         visible = None
-        if self.causal and start:
+        if start:
             length = q.shape[2]
             visible = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(start)
-        elif mask is not None and not self.causal:
-            visible = mask[:, None, None, :]
+        return self.attend(q, k, v, visible, is_causal=not start)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, is_causal: bool) -> Tensor:
+        """Return the output, (batch, positions, dim), from what `project` returns; `visible` says which keys a query sees."""
         attended = F.scaled_dot_product_attention(
             q, k, v,
             attn_mask=visible,
-            is_causal=self.causal and not start,
+            is_causal=is_causal,
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=self.shares,
         )  # fmt: skip
         return self.out(attended.transpose(1, 2).flatten(2))
 
-    def _project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, (batch, heads, positions, width) each."""
+    def project(self, x: Tensor, memory: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries of x, and keys and values of `memory`, (batch, heads, positions, width) each, normed and rotated.
+
+        With as many heads of keys as of queries, both arguments must be the same. `start` is the number of the first position.
+        """
 
         def heads(projected: Tensor) -> Tensor:
             return projected.unflatten(-1, (-1, self.width)).permute(2, 0, 3, 1, 4)
 
         if self.qkv is not None:
             q, k, v = heads(self.qkv(x))
-            return q, k, v
-        assert self.q is not None
-        assert self.kv is not None
-        k, v = heads(self.kv(memory))
-        return heads(self.q(x))[0], k, v
+        else:
+            assert self.q is not None
+            assert self.kv is not None
+            q, (k, v) = heads(self.q(x))[0], heads(self.kv(memory))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return (self._rotate(q, start), self._rotate(k, start), v) if self.rotates else (q, k, v)
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:
         """Rotate (batch, heads, positions, width) by position, in float32."""
@@ -137,44 +129,37 @@ class Attention(nn.Module):
 
 
 class ShortConv(nn.Module):
-    """A short convolution over positions, initialised to the identity.
-
-    It computes `y_t = x_t + sum_k w_k * x_{t-k}`. k runs from 1 to `width - 1` if causal; otherwise through 1, -1, 2, -2 and so
-    on, `width - 1` numbers.
+    """A short convolution over positions, initialised to the identity: `y_t = x_t + sum_k w_k * x_{t-k}`, k from 1.
 
     Args:
         dim: width of the hidden states.
         width: number of positions that an output depends on, including its own.
-        causal: use only the output's own position and earlier ones.
     """
 
-    def __init__(self, dim: int, width: int, *, causal: bool = True) -> None:
+    def __init__(self, dim: int, width: int) -> None:
         super().__init__()
         self.taps = nn.Parameter(torch.empty(width - 1, dim))
-        self.offsets = range(1, width) if causal else [k // 2 if k % 2 == 0 else -(k // 2) for k in range(2, width + 1)]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Make the convolution the identity."""
         nn.init.zeros_(self.taps)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None = None, mask: Tensor | None = None) -> Tensor:
-        """Mix each position with its neighbours.
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Mix each position with those before it.
 
         Args:
             x: (batch, positions, dim).
-            cache: holds the inputs of the last positions before x, for a causal convolution; updated. Without earlier inputs
-                x is padded with zeros.
-            mask: (batch, positions) bool, False for positions that other positions read as zeros.
+            cache: holds the inputs of the last positions before x; updated. Without earlier inputs x is padded with zeros.
         """
-        reach, after, length = max(self.offsets), -min(*self.offsets, 0), x.shape[1]
+        reach, length = len(self.taps), x.shape[1]
         if cache is not None and cache.recent is not None:
             padded = torch.cat([cache.recent, x], dim=1)
         else:
-            padded = F.pad(x if mask is None else x * mask[..., None], (0, 0, reach, after))
+            padded = F.pad(x, (0, 0, reach, 0))
         if cache is not None:
             cache.recent = padded[:, length:]
         y = x
-        for k, tap in zip(self.offsets, self.taps):
+        for k, tap in enumerate(self.taps, start=1):
             y = y + padded[:, reach - k : reach - k + length] * tap.to(x.dtype)
         return y

@@ -117,8 +117,7 @@ class ModelConfig(ModelShape):
     """A transformer; `ModelShape` has its sizes."""
 
     conv_width: int = 4
-    """Width of the short convolution in front of each block, in positions: those up to the current one in a decoder, those
-    around it in an encoder; 1 for no convolution."""
+    """Width of the short convolution in front of each block, in positions up to the current one; 1 for no convolution."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """The MoE layers."""
 

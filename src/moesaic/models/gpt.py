@@ -1,8 +1,6 @@
-"""Language models built from one configurable block with a dense or MoE feed-forward layer.
+"""A decoder, `GPT`, built from one configurable block with a dense or MoE feed-forward layer.
 
-`GPT` is one stack of blocks. `EncoderDecoder` has two: it maps the first half of each sequence, the source, to the second half,
-the target. Token id 0 pads both halves, starts the target and ends it, so one array of ids holds a pair. `generate` samples
-from a trained decoder, token by token, with a key-value cache.
+`generate` samples from a trained one, token by token, with a key-value cache.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from moesaic.draw import Draw, draw_globally
-from moesaic.errors import InputError
 from moesaic.experts import EXPERTS, AbstractExperts
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention, KeyValueCache, ShortConv
@@ -79,22 +76,16 @@ NORMS: dict[str, type[Norm] | type[LayerNorm]] = {"rms": Norm, "layer": LayerNor
 
 
 class TransformerBlock(nn.Module):
-    """A short convolution, attention, cross attention and a dense or MoE feed-forward layer.
-
-    The convolution and cross attention are optional.
-    """
+    """A short convolution, which is optional, attention and a dense or MoE feed-forward layer."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        dim, block, decodes = config.dim, config.block, config.is_decoder(layer)
+        dim, block = config.dim, config.block
         norm = NORMS[block.norm]
         self.post_norm, self.dropout = block.norm == "post_layer", block.dropout
-        self.conv = ShortConv(dim, config.conv_width, causal=decodes) if config.conv_width > 1 else None
+        self.conv = ShortConv(dim, config.conv_width) if config.conv_width > 1 else None
         self.attention_norm = norm(dim)
-        self.attention = Attention(dim, config.num_heads, block, causal=decodes)
-        crosses = decodes and block.kind == "encoder_decoder"
-        self.cross_norm = norm(dim) if crosses else None
-        self.cross = Attention(dim, config.num_heads, block, cross=True, causal=False) if crosses else None
+        self.attention = Attention(dim, config.num_heads, block)
         self.ffn_norm = norm(dim)
         self.ffn: MoE | Dense
         if config.is_sparse(layer):
@@ -103,17 +94,12 @@ class TransformerBlock(nn.Module):
             self.ffn = Dense(dim, config.active_hidden, config.moe.experts, block.bias)
 
     def forward(
-        self,
-        x: Tensor,
-        tokens: Tensor | None,
-        mask: Tensor | None,
-        cache: KeyValueCache | None,
-        memory: Tensor | None = None,
-        memory_mask: Tensor | None = None,
+        self, x: Tensor, tokens: Tensor | None, mask: Tensor | None, cache: KeyValueCache | None
     ) -> tuple[Tensor, Routing | None]:
-        x = self.attend(x, cache, mask)
-        if self.cross is not None and self.cross_norm is not None:
-            x = self.add(x, self.cross_norm, partial(self.cross, memory=memory, mask=memory_mask))
+        return self.feed_forward(self.attend(x, cache), tokens, mask)
+
+    def feed_forward(self, x: Tensor, tokens: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Routing | None]:
+        """Apply the feed-forward layer: (batch, positions, dim) -> the same shape; an MoE layer also returns its routing."""
         if not isinstance(self.ffn, MoE):
             return self.add(x, self.ffn_norm, self.ffn), None
         routings: list[Routing] = []
@@ -125,11 +111,11 @@ class TransformerBlock(nn.Module):
 
         return self.add(x, self.ffn_norm, moe), routings[0]
 
-    def attend(self, x: Tensor, cache: KeyValueCache | None, mask: Tensor | None = None) -> Tensor:
+    def attend(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
         """Apply the convolution and self-attention: (batch, positions, dim) -> the same shape."""
         if self.conv is not None:
-            x = self.conv(x, cache, None if self.attention.causal else mask)
-        return self.add(x, self.attention_norm, partial(self.attention, cache=cache, mask=mask))
+            x = self.conv(x, cache)
+        return self.add(x, self.attention_norm, partial(self.attention, cache=cache))
 
     def add(self, x: Tensor, norm: nn.Module, layer: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply a layer with its norm and add its output to the residual stream `x`."""
@@ -154,7 +140,7 @@ def detached_routing(routing: Routing) -> Routing:
 
 
 class GPT(nn.Module):
-    """A language model with one stack of blocks: a decoder (GPT), or an encoder that predicts masked tokens (BERT).
+    """A language model that predicts the next token.
 
     Weights are drawn from N(0, 0.02), and matrices that write to the residual stream from N(0, 0.02 / sqrt(2 * num_layers)), as
     in GPT-2. Routers and experts draw their own weights with these deviations (`init_normal`).
@@ -166,6 +152,8 @@ class GPT(nn.Module):
 
     block: ClassVar[type[TransformerBlock]] = TransformerBlock
     """The class of the model's blocks."""
+    last_norms: ClassVar[tuple[str, ...]] = ("norm",)
+    """The norms behind the last block of each stack."""
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
@@ -197,12 +185,12 @@ class GPT(nn.Module):
         mask: Tensor | None = None,
         caches: list[KeyValueCache] | None = None,
     ) -> GPTOutput:
-        """Predict the next token at every position (decoder) or the masked tokens (encoder).
+        """Predict the next token at every position.
 
         Args:
             tokens: (batch, positions) int64.
             targets: (batch, positions) int64, -1 where there is nothing to predict.
-            mask: (batch, positions) bool, False for padding, which is excluded from routing and, in an encoder, from attention.
+            mask: (batch, positions) bool, False for padding, which is excluded from routing.
             caches: a cache per block for decoding; `tokens` continue the cached positions. Activations are then not
                 recomputed.
         """
@@ -401,94 +389,3 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float, g
         sorted_probabilities, order = probabilities.sort(descending=True, stable=True)
         probabilities[order[sorted_probabilities.cumsum(0) - sorted_probabilities >= top_p]] = 0
     return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
-PADDING = 0
-"""The token id that pads sequences, and starts and ends targets."""
-
-
-class EncoderDecoder(GPT):
-    """A transformer that maps one sequence to another. The first half of its blocks is the encoder.
-
-    Args:
-        config: the configuration of the model.
-        vocab_size: rows of the embedding, which encoder and decoder share.
-    """
-
-    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
-        super().__init__(config, vocab_size)
-        block = config.block
-        self.memory_norm = nn.Identity() if block.norm == "post_layer" else NORMS[block.norm](config.dim)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
-        *,
-        mask: Tensor | None = None,
-        caches: list[KeyValueCache] | None = None,
-    ) -> GPTOutput:
-        """Predict the second half of each sequence, the target, from the first half, the source.
-
-        Args:
-            tokens: (batch, positions) int64, padded with 0; at most `seq_len` positions. The first `seq_len / 2` are the
-            source. targets: (batch, positions) int64, the next token at each position; the source and padding do not count.
-            mask: must be None; it is derived from the padding. caches: must be None; decoding runs all tokens again.
-
-        Returns:
-            The logits have the positions of the second half.
-        """
-        if mask is not None or caches is not None:
-            raise InputError("an encoder_decoder takes neither mask nor caches: pad with id 0, pass all tokens")
-        split = self.config.seq_len // 2
-        source, target = tokens[:, :split], tokens[:, split:]
-        source_mask, target_mask = source != PADDING, _has_next_token(target)
-        middle = len(self.blocks) // 2
-        memory, encoder_routings = self.run_blocks(range(middle), embed(self, source), source, source_mask)
-        x, decoder_routings = self.run_blocks(
-            range(middle, len(self.blocks)), embed(self, target), target, target_mask,
-            memory=self.memory_norm(memory), memory_mask=source_mask,
-        )  # fmt: skip
-        logits = self.unembed(self.norm(x))
-        loss = None if targets is None else self.loss(logits, targets[:, split:].masked_fill(~target_mask, -1))
-        return GPTOutput(logits, loss, encoder_routings + decoder_routings)
-
-    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean over sequences of each one's mean loss over targets that are not -1; the same on every mesh."""
-        precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.cross_entropy(precise, targets.flatten(), ignore_index=-1, reduction="none").view(targets.shape)
-        return (losses.sum(1) / (targets != -1).sum(1).clamp_min(1)).mean()
-
-
-def _has_next_token(target: Tensor) -> Tensor:
-    """Return which positions of the target half have a next token: the first position, and those that are not padding."""
-    has_next = target != PADDING
-    has_next[:, :1] = True
-    return has_next
-
-
-@torch.inference_mode()
-def translate(model: EncoderDecoder, sources: list[list[int]]) -> list[list[int]]:
-    """Translate each source greedily, until the model predicts id 0 or the target half is full.
-
-    Args:
-        model: a model in evaluation mode.
-        sources: token ids, each truncated to half of `seq_len`.
-    """
-    half = model.config.seq_len // 2
-    rows = [[*source[:half], *[PADDING] * (half - len(source[:half])), PADDING] for source in sources]
-    tokens = torch.tensor(rows, device=model.embedding.weight.device)
-    for _ in range(half - 1):
-        following = model(tokens).logits[:, -1:].argmax(-1)
-        # Targets that have ended get padding.
-        following[(tokens[:, half + 1 :] == PADDING).any(1)] = PADDING
-        tokens = torch.cat([tokens, following], 1)
-        if bool((tokens[:, half + 1 :] == PADDING).any(1).all()):
-            break
-    targets = tokens[:, half + 1 :].tolist()
-    return [row[: row.index(PADDING)] if PADDING in row else row for row in targets]
-
-
-def make_language_model(config: ModelConfig, vocab_size: int) -> GPT:
-    """Build the model for a configuration."""
-    return (EncoderDecoder if config.block.kind == "encoder_decoder" else GPT)(config, vocab_size)

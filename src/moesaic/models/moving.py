@@ -31,8 +31,6 @@ class MovingBlock(TransformerBlock):
         tokens: Tensor | None,
         mask: Tensor | None,
         cache: KeyValueCache | None,
-        memory: Tensor | None = None,
-        memory_mask: Tensor | None = None,
         move: SampleMove | None = None,
     ) -> tuple[Tensor, Routing | None]:
         if move is None:

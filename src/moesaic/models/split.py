@@ -29,6 +29,9 @@ class StackedLinear(nn.Module):
         bias: add biases, initialised to zero.
     """
 
+    input_is_whole = False
+    """Whether the input has all positions even if ranks share them out between layers."""
+
     def __init__(self, count: int, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(count, out_features, in_features))

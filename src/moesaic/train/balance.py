@@ -28,7 +28,7 @@ from moesaic.balance.selector.arbiter import Arbiter, CallDecision
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import NoTransport
 from moesaic.layer import MoE
-from moesaic.models.gpt import GPT, make_language_model
+from moesaic.models.gpt import GPT
 from moesaic.models.moving import MovingGPT
 from moesaic.planner.cluster import Machine
 from moesaic.planner.loads import arbiter_for
@@ -89,13 +89,6 @@ def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
     if not any(calls.compiled.plan.memory_budget is not None for calls in balanced):
         return {}
     return {"memory_budget": [asdict(calls.budget.take()) for calls in balanced]}
-
-
-def make_model(config: TrainConfig, vocab_size: int) -> GPT:
-    """Return the newly initialised model of a run. If `balance.samples` is set, its samples can move."""
-    if config.balance.moves_samples:
-        return MovingGPT(config.model, vocab_size)
-    return make_language_model(config.model, vocab_size)
 
 
 def place_samples(model: GPT, mesh: Mesh, config: TrainConfig) -> None:

@@ -468,8 +468,8 @@ class TrainConfig:
         if not all(sparse):
             divisions.append(("mesh.tp", mesh.tp, "the dense layers' inner width", model.active_hidden))
         if mesh.sequence_parallel:
-            length = model.seq_len // (2 if model.block.kind == "encoder_decoder" else 1)
-            divisions.append(("mesh.tp", mesh.tp, "the positions of a sequence (for mesh.sequence_parallel)", length))
+            positions = "the positions of a sequence (for mesh.sequence_parallel)"
+            divisions.append(("mesh.tp", mesh.tp, positions, model.seq_len))
         for axis, ranks, name, size in divisions:
             if size % ranks:
                 raise InputError(f"{axis}={ranks} does not divide {name}={size}: choose sizes that divide")
@@ -487,13 +487,12 @@ class TrainConfig:
                 f"{option}: {stages} stages do not divide accumulation={self.accumulation}, the micro-batches of a step that "
                 f"flow through them: choose a multiple of {stages}"
             )
-        balance, kind = self.balance, self.model.block.kind
+        balance = self.balance
         for name, value, off in (
             ("balance.samples", balance.samples, UNMOVED), ("balance.experts", balance.expert_policy, UNMOVED),
             ("balance.replication", balance.policy, NO_REPLICATION),
             ("balance.memory_budget", balance.memory_budget, None),
             ("planner.plan", "" if self.planner.file else self.planner.plan, ""),
-            ("model.block.kind", "encoder_decoder" if kind == "encoder_decoder" else "", ""),
             ("routing", " ".join(self.routing), ""),
         ):  # fmt: skip
             if value != off:
@@ -519,10 +518,8 @@ class TrainConfig:
         reasons = (
             (self.model.is_dense, 'model.ffn="dense", which has no MoE layers'),
             (
-                self.model.block.kind != "decoder"
-                or self.model.block.norm == "post_layer"
-                or self.model.block.dropout > 0,
-                "model.block: only decoders without norms after the residual and without dropout can move samples",
+                self.model.block.norm == "post_layer" or self.model.block.dropout > 0,
+                "model.block: only models without norms after the residual and without dropout can move samples",
             ),
             (
                 self.mesh.sequence_parallel,
@@ -594,8 +591,6 @@ WARM = {"lr": 6e-4, "schedule": "cosine:0.1:warmup=500"}
 RUNS: dict[str, dict[str, Any]] = {
     "demo": {"out": "runs/demo/moe", "steps": 600, "save": "300"},
     "gpt-tiny": {"steps": 50, "evaluate": [25, 8], "optimizer": {"lr": 1e-2, "schedule": "cosine:0.1:warmup=10"}},
-    "bert-tiny": {"steps": 250, "evaluate": [100, 4096], "model": {"conv_width": 8}, "optimizer": {"lr": 1e-2}},
-    "seq2seq-tiny": {"steps": 1000, "evaluate": [100, 512], "optimizer": {"lr": 1e-2}},
     "gpt-small": {
         "steps": 20_000, "evaluate": [500, 128], "save": "1000", "optimizer": WARM,
         "model": {"moe": {"losses": ["load_balance:0.01", "z_loss:0.001"]}},
@@ -607,12 +602,12 @@ PUBLISHED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def preset(name: str) -> TrainConfig:
-    """Return the configuration that trains a model of `planner/presets.py`."""
+def preset(name: str, settings: dict[str, Any] | None = None) -> TrainConfig:
+    """Return the configuration that trains a model of `planner/presets.py`; None: with the settings that `RUNS` has for it."""
     config = override(TrainConfig(out=f"runs/{name}"), asdict(MODELS[name]), source=name)
     if config.model.moe.top_k == 1:  # the weight of one expert of one would be 1, and the router would learn nothing
         config = override(config, {"model": {"moe": {"router": "switch"}}}, source=name)
-    return override(config, RUNS.get(name, PUBLISHED), source=name)
+    return override(config, settings or RUNS.get(name, PUBLISHED), source=name)
 
 
 def demo() -> TrainConfig:
@@ -630,5 +625,6 @@ def demo_dense() -> TrainConfig:
 
 
 PRESETS: dict[str, Callable[[], TrainConfig]] = {
-    "demo": demo, "demo-dense": demo_dense, **{name: partial(preset, name) for name in MODELS if name != "demo"}
+    "demo": demo, "demo-dense": demo_dense,
+    **{name: partial(preset, name) for name, job in MODELS.items() if job.model.block.kind == "decoder" and name != "demo"},
 }  # fmt: skip

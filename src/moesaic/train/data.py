@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,6 @@ FEW_FILES = 20
 """With fewer files than this, the validation data is the end of the text instead of whole files."""
 FINGERPRINT_BLOCKS, FINGERPRINT_BLOCK_BYTES = 64, 64 * 1024
 """Most blocks of the training data that are hashed, and their size."""
-HIDDEN_SHARE = 0.15
-"""Share of the tokens that an encoder must predict (BERT)."""
 BIN_DTYPES = ("uint8", "uint16", "uint32")
 """Integer types of `.bin` files."""
 ID_CHECK_BLOCKS, ID_CHECK_BLOCK_BYTES = 256, 1024 * 1024
@@ -36,9 +34,19 @@ ID_CHECK_BLOCKS, ID_CHECK_BLOCK_BYTES = 256, 1024 * 1024
 MiB."""
 
 
+Objective = Callable[[np.ndarray, Sequence[int]], tuple[np.ndarray, np.ndarray]]
+"""Maps windows, (rows, seq_len + 1) int64, with a seed for each to a model's inputs and targets, (rows, seq_len) int64 each; a
+target of -1 does not count."""
+
+
+def next_token(windows: np.ndarray, seeds: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens, and the next token at each position as targets."""
+    return windows[:, :-1], windows[:, 1:]
+
+
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens for training and validation."""
+    """Tokens for training and validation, and what a model is to predict of them."""
 
     train: np.ndarray
     """(tokens,) unsigned integers, memory mapped for `.bin` files."""
@@ -49,11 +57,11 @@ class Corpus:
     vocab_size: int
     """Size of the vocabulary; all ids are below it."""
     val_bytes: int
-    """Bytes of the text behind `val`, for losses per byte. For `.bin` files, hidden tokens and pairs it counts tokens."""
+    """Bytes of the text behind `val`, for losses per byte. For `.bin` files it counts tokens."""
     description: str
     """One line that describes the data, to be printed."""
-    mask: int | None = None
-    """The id that replaces hidden tokens, which the model must predict; None if the model predicts the next token."""
+    objective: Objective = next_token
+    """What the model is to predict."""
 
 
 def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpus:
@@ -202,7 +210,7 @@ class Batches:
         tokens: (tokens,) the data.
         seed: seed of the order.
         part: (index, count): return only the index-th of count equal parts of each micro-batch.
-        mask: as for `as_batch`; each epoch hides other tokens.
+        objective: what the model is to predict; its seeds differ between epochs.
 
     Raises:
         InputError: if the data is shorter than one sequence plus its last target, or `batch_size` is not divisible by
@@ -216,14 +224,14 @@ class Batches:
         batch_size: int,
         seed: int,
         part: tuple[int, int] = (0, 1),
-        mask: int | None = None,
+        objective: Objective = next_token,
     ) -> None:
         if batch_size % part[1]:
             raise InputError(
                 f"batch_size={batch_size} does not split over {part[1]} data parallel groups: "
                 f"choose a multiple of {part[1]}"
             )
-        self.part, self.mask = part, mask
+        self.part, self.objective = part, objective
         self.tokens, self.seq_len, self.batch_size, self.seed = tokens, seq_len, batch_size, seed
         self.num_windows = (len(tokens) - 1) // seq_len
         if self.num_windows < 1:
@@ -239,7 +247,7 @@ class Batches:
         size = self.batch_size // self.part[1]
         first = index * self.batch_size + self.part[0] * size
         places = range(first, first + size)
-        return as_batch(self.tokens, [self._window(place) for place in places], self.seq_len, self.mask, places)
+        return as_batch(self.tokens, [self._window(place) for place in places], self.seq_len, self.objective, places)
 
     def _window(self, place: int) -> int:
         epoch, within = divmod(place, self.num_windows)
@@ -267,39 +275,21 @@ def share(windows: list[int], index: int, count: int) -> list[int]:
 
 
 def as_batch(
-    tokens: np.ndarray, windows: list[int], seq_len: int, mask: int | None = None, seeds: Sequence[int] | None = None
+    tokens: np.ndarray,
+    windows: list[int],
+    seq_len: int,
+    objective: Objective = next_token,
+    seeds: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return windows of the data as tokens and targets, (len(windows), seq_len) int64 each.
 
     Args:
-        mask: None for next-token targets. Otherwise the id that replaces hidden tokens: those are the targets, and all
-            other targets are -1.
-        seeds: seeds that choose each window's hidden tokens; None takes the windows' numbers.
+        objective: what the model is to predict.
+        seeds: a seed for each window; None takes the windows' numbers.
     """
     rows = [tokens[w * seq_len : (w + 1) * seq_len + 1].astype(np.int64) for w in windows]
-    if mask is not None:
-        hidden = [_hide(row[:-1], mask, seed) for row, seed in zip(rows, windows if seeds is None else seeds)]
-        both = np.array(hidden, dtype=np.int64).reshape(-1, 2, seq_len)
-        return torch.from_numpy(both[:, 0].copy()), torch.from_numpy(both[:, 1].copy())
-    batch = torch.from_numpy(np.concatenate(rows) if rows else np.empty(0, np.int64)).view(-1, seq_len + 1)
-    return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
-
-
-def _hide(row: np.ndarray, mask: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a sequence in which `HIDDEN_SHARE` of the tokens are hidden, and the targets: the hidden tokens, -1
-    elsewhere.
-
-    BERT's rule: of the hidden tokens, 80 % become the mask, 10 % another token, and 10 % stay. The number of hidden
-    tokens is constant, so means over sequences equal means over tokens on any mesh.
-    """
-    draw = np.random.default_rng(seed)
-    chosen = draw.permutation(len(row))[: max(1, round(HIDDEN_SHARE * len(row)))]
-    kinds, replacements = draw.random(len(chosen)), draw.integers(mask, size=len(chosen))
-    targets = np.full_like(row, -1)
-    targets[chosen] = row[chosen]
-    seen = row.copy()
-    seen[chosen] = np.where(kinds < 0.8, mask, np.where(kinds < 0.9, replacements, row[chosen]))
-    return seen, targets
+    inputs, targets = objective(np.array(rows, dtype=np.int64).reshape(-1, seq_len + 1), seeds or windows)
+    return torch.from_numpy(np.ascontiguousarray(inputs)), torch.from_numpy(np.ascontiguousarray(targets))
 
 
 def _read(files: list[Path], field: str) -> list[bytes]:

@@ -49,6 +49,7 @@ from moesaic.train.ranks import Ranks
 from moesaic.train.record import RoutingObserver, check_routing
 from moesaic.train.run_folder import CHECKPOINTS
 from moesaic.train.state import RunState, open_run, rng_state
+from moesaic.train.task import DECODER, Task
 from moesaic.train.watch import Watch
 
 DECAY_SHARE = 0.2
@@ -77,11 +78,12 @@ class TrainResult:
     """True if a signal ended the run early; it can be resumed."""
 
 
-def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult:
+def train(config: TrainConfig, *, console: Console | None = None, task: Task = DECODER) -> TrainResult:
     """Train a model as configured. If a process group is initialised, all its ranks train together.
 
     Args:
         console: receives the first rank's progress; None for standard output.
+        task: what is trained.
 
     Raises:
         InputError: for bad input; no half-written files are left behind.
@@ -103,7 +105,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     returns: Counter[int] = Counter()
     while True:
         with _watch_start(config):
-            run = open_run(config, say, say)
+            run = open_run(config, say, say, task)
             if next_sample_step is not None:  # the step whose samples come next
                 run.left_out = next_sample_step - run.step
                 returns[run.step] += 1
@@ -134,7 +136,7 @@ class Trainer:
         self.console = console
         self.ranks = run.ranks
         probe_windows = share(run.eval_windows[:PROBE_SEQUENCES], self.ranks.dp_index, self.ranks.dp)
-        self.probe = as_batch(run.corpus.val, probe_windows, self.config.model.seq_len, run.corpus.mask)[0]
+        self.probe = as_batch(run.corpus.val, probe_windows, self.config.model.seq_len, run.corpus.objective)[0]
         self.peak = None  # ranks on CPUs share the cores, so that no rate measured on one of them is theirs
         if run.device.type != "cpu":
             self.peak = self.ranks.world * matmul_flops_per_second(run.device, run.dtype)
@@ -518,8 +520,10 @@ class Trainer:
 
     def _resume(self) -> str:
         config_file = shlex.quote(str(self.state.folder / "config.json"))
-        command = "moesaic" if self.ranks.mesh is None else f"torchrun --nproc-per-node {self.ranks.world} -m moesaic"
-        return f"{command} train --config {config_file} --existing resume"
+        command = self.state.task.command
+        if self.ranks.mesh is not None:
+            command = f"torchrun --nproc-per-node {self.ranks.world} -m {command}"
+        return f"{command} --config {config_file} --existing resume"
 
     def _describe(self) -> str:
         model, corpus = self.model, self.state.corpus
@@ -578,7 +582,7 @@ def evaluate(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for first in range(0, len(windows), batch_size):
         chosen = share(windows[first : first + batch_size], ranks.dp_index, ranks.dp)
-        tokens, targets = as_batch(corpus.val, chosen, model.config.seq_len, corpus.mask)
+        tokens, targets = as_batch(corpus.val, chosen, model.config.seq_len, corpus.objective)
         with autocast(device, dtype):
             output = model(tokens.to(device), targets.to(device))
         if chosen:

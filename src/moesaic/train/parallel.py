@@ -84,11 +84,8 @@ def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool)
         styles["unembedding"] = SplitParameters({"weight": 0}, input_layout=None, output_layout=None)
     for name, module in model.named_modules():
         if isinstance(module, StackedLinear):
-            # Cross attention reads the encoder's output, which is not split by position.
-            whole = name.endswith(".cross.kv")
-            styles[name] = SplitParameters(
-                {"weight": 1, "bias": 1}, input_layout=Replicate() if whole else outside, output_layout=None
-            )
+            inputs = Replicate() if module.input_is_whole else outside
+            styles[name] = SplitParameters({"weight": 1, "bias": 1}, input_layout=inputs, output_layout=None)
         elif isinstance(module, RowLinear):
             styles[name] = SplitParameters({"weight": 1}, input_layout=None, output_layout=outside)
         elif isinstance(module, Dense):
@@ -105,7 +102,7 @@ def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool)
             if isinstance(module, MoE | ShortConv | LearnedPositions):
                 module.register_forward_pre_hook(partial(_gather_positions, tp))
                 module.register_forward_hook(partial(_split_positions, tp))
-        for name in ("norm", "memory_norm"):
+        for name in getattr(model, "last_norms", GPT.last_norms):
             if hasattr(model, name):
                 getattr(model, name).register_forward_hook(lambda _, __, y: move(y, tp, Shard(1), Replicate()))
 

@@ -19,9 +19,9 @@ from moesaic.configfile import as_json, differing_fields, override, read_table
 from moesaic.draw import SeededDraw, draw_nothing
 from moesaic.errors import InputError
 from moesaic.layer import MoE
-from moesaic.models.gpt import GPT, make_language_model, reset_weights
+from moesaic.models.gpt import GPT, reset_weights
 from moesaic.routing.router import AbstractRouter
-from moesaic.train.balance import hold_to_budget, make_arbiter, make_model, place_samples
+from moesaic.train.balance import hold_to_budget, make_arbiter, place_samples
 from moesaic.train.checkpoint import (
     CONFIG,
     TOKENIZER,
@@ -37,11 +37,11 @@ from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.data import Batches, Corpus, even_windows, fingerprint
 from moesaic.train.machine import pick_device, pick_precision
 from moesaic.train.numbers import require_same_weights
-from moesaic.train.objectives import load_for
 from moesaic.train.parallel import parallelize
 from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
 from moesaic.train.run_folder import CHECKPOINTS, HANG, HANG_SUMS, RunFolder, is_marked, read_config, unwritable
+from moesaic.train.task import DECODER, Task
 from moesaic.train.tokenizer import AbstractTokenizer, HubTokenizer, make_tokenizer
 
 
@@ -51,6 +51,7 @@ class RunState:
 
     config: TrainConfig
     """The resolved configuration: `precision` is no longer "auto"."""
+    task: Task
     folder: Path
     corpus: Corpus
     batches: Batches
@@ -83,7 +84,10 @@ class RunState:
 
 
 def open_run(
-    config: TrainConfig, say: Callable[[str], None], announce: Callable[[str], None] = lambda _: None
+    config: TrainConfig,
+    say: Callable[[str], None],
+    announce: Callable[[str], None] = lambda _: None,
+    task: Task = DECODER,
 ) -> RunState:
     """Build a run, or resume it if `config.existing` is "resume".
 
@@ -93,6 +97,7 @@ def open_run(
     Args:
         say: receives a line about each thing that is not as expected.
         announce: receives a line before each part that may take long.
+        task: what the run trains.
 
     Raises:
         InputError: for a folder that already holds a run, bad data, or a mesh that does not fit; when resuming, also
@@ -100,14 +105,14 @@ def open_run(
     """
     claim = RunFolder(Path(config.out))
     try:
-        return _open(config, claim, say, announce)
+        return _open(config, task, claim, say, announce)
     except BaseException:
         claim.release()
         raise
 
 
 def _open(
-    config: TrainConfig, claim: RunFolder, say: Callable[[str], None], announce: Callable[[str], None]
+    config: TrainConfig, task: Task, claim: RunFolder, say: Callable[[str], None], announce: Callable[[str], None]
 ) -> RunState:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -118,14 +123,14 @@ def _open(
     config = override(config, {"precision": str(dtype).removeprefix("torch.")}, source="precision")
     announce(f"{folder.name}: reading the data")
     with ranks.together():
-        corpus = load_for(config.model, config.data, saved.folder / TOKENIZER if saved else None)
+        corpus = task.load_corpus(config, saved.folder / TOKENIZER if saved else None)
         part = (ranks.dp_index, ranks.dp)
-        batches = Batches(corpus.train, config.model.seq_len, config.batch_size, config.seed, part, mask=corpus.mask)
+        batches = Batches(corpus.train, config.model.seq_len, config.batch_size, config.seed, part, corpus.objective)
         corpus_hash = fingerprint(corpus.train)
         eval_windows = even_windows(corpus.val, config.model.seq_len, config.evaluate[1])
     ranks.require_same("the training data", corpus_hash, "give every rank the same files in data.path")
     with ranks.together():
-        model = _build(config, corpus.vocab_size, device, dtype, ranks)
+        model = _build(config, task.make_model, corpus.vocab_size, device, dtype, ranks)
         if saved is None:
             announce(f"{folder.name}: drawing {model.num_parameters() / 1e6:,.2f} M parameters on {device}")
         _materialise(model, config, device, draw=saved is None)
@@ -153,8 +158,8 @@ def _open(
     step, seconds = (saved.step, saved.extra["seconds"]) if saved else (0, 0.0)
     skipped, left_out = (saved.extra[name] if saved else 0 for name in ("skipped", "left_out"))
     return RunState(
-        config, folder, corpus, batches, eval_windows, device, dtype, model, optimizer, step, skipped, left_out, corpus_hash,
-        seconds, ranks, claim, files, None if saved is None else replace(saved, model={}, optimizer={}),
+        config, task, folder, corpus, batches, eval_windows, device, dtype, model, optimizer, step, skipped, left_out,
+        corpus_hash, seconds, ranks, claim, files, None if saved is None else replace(saved, model={}, optimizer={}),
     )  # fmt: skip
 
 
@@ -193,7 +198,12 @@ def _find_resume_point(
 
 
 def _build(
-    config: TrainConfig, vocab_size: int, device: torch.device, dtype: torch.dtype, ranks: Ranks
+    config: TrainConfig,
+    make_model: Callable[[TrainConfig, int], GPT],
+    vocab_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: Ranks,
 ) -> GPT | PipelinedGPT:
     """Return this rank's part of the model, on the meta device."""
     seed_everything(config.seed)
@@ -266,12 +276,13 @@ class Trained:
         return self.text
 
 
-def load_trained(folder: Path, device: str = "auto") -> Trained:
+def load_trained(folder: Path, device: str = "auto", task: Task = DECODER) -> Trained:
     """Load the model that a run trained.
 
     Args:
         folder: the run folder.
         device: the model's device: auto, cpu or cuda.
+        task: what the run trained.
 
     Raises:
         InputError: if there is no run, or it has no checkpoint.
@@ -288,7 +299,7 @@ def load_trained(folder: Path, device: str = "auto") -> Trained:
     saved = load_checkpoint(folder / CHECKPOINTS, say)
     tokenizer = make_tokenizer(config.data, saved.folder / TOKENIZER) if saved.extra["has_text"] else None
     with torch.device("meta"):
-        model = make_language_model(config.model, saved.vocab_size)
+        model = task.make_model(config, saved.vocab_size)
     model.to_empty(device=pick_device(device)).eval()
     model.reset_parameters(draw_nothing)
     load_into(model, saved, config.model, saved.vocab_size)

@@ -1,22 +1,25 @@
-"""Training data for other objectives than the next token: hidden tokens (encoder) and pairs of texts (encoder-decoder)."""
+"""The papers' other objectives: hidden tokens (BERT), and pairs of texts (translation)."""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
 from moesaic.errors import InputError, to_install
-from moesaic.models.config import ModelConfig
-from moesaic.models.gpt import PADDING
 from moesaic.train.config import DataConfig
-from moesaic.train.data import Corpus, draw_of, find_files, load_corpus, make_tokenizer
+from moesaic.train.data import Corpus, draw_of, find_files, load_corpus
+from moesaic.train.tokenizer import BYTES, AbstractTokenizer, HubTokenizer, make_tokenizer
+from moesaic_lab.paper_train.models import PADDING
 
+HIDDEN_SHARE = 0.15
+"""Share of the tokens that an encoder must predict (BERT)."""
 CATALOGUE = b"\xde\x12\x04\x95"
 """First bytes of a compiled little-endian gettext catalogue."""
 LANGUAGES = (
@@ -27,21 +30,27 @@ LANGUAGES = (
 has some 800 messages, too few to distinguish two models; 27 catalogues hold more words than a small model can learn."""
 
 
-def load_for(model: ModelConfig, data: DataConfig, tokenizer_file: Path | None) -> Corpus:
-    """Return the data that a run's model needs.
-
-    Args:
-        model: its kind decides the objective. An encoder's vocabulary gets one more id, for hidden tokens.
-
-    Raises:
-        InputError: as `load_corpus`, and for an encoder-decoder if there are no pairs.
-    """
-    if model.block.kind == "encoder_decoder":
-        return load_pairs(data, model.seq_len, tokenizer_file)
+def load_hidden(data: DataConfig, tokenizer_file: Path | None) -> Corpus:
+    """Return the corpus of `load_corpus`, of which tokens are hidden. Its vocabulary has one more id, which hides tokens."""
     corpus = load_corpus(data, tokenizer_file)
-    if model.block.kind == "encoder":
-        return replace(corpus, vocab_size=corpus.vocab_size + 1, mask=corpus.vocab_size, val_bytes=len(corpus.val))
-    return corpus
+    objective = partial(hidden_tokens, mask=corpus.vocab_size)
+    return replace(corpus, vocab_size=corpus.vocab_size + 1, objective=objective, val_bytes=len(corpus.val))
+
+
+def hidden_tokens(windows: np.ndarray, seeds: Sequence[int], *, mask: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens, some of which are hidden, and those as targets. Each seed chooses the hidden tokens of a window.
+
+    BERT's rule: of the hidden tokens, 80 % become the mask, 10 % another token, and 10 % stay. The number of hidden
+    tokens is constant, so means over sequences equal means over tokens on any mesh.
+    """
+    seen, targets = windows[:, :-1].copy(), np.full_like(windows[:, :-1], -1)
+    for row, found, seed in zip(seen, targets, seeds):
+        draw = np.random.default_rng(seed)
+        chosen = draw.permutation(len(row))[: max(1, round(HIDDEN_SHARE * len(row)))]
+        kinds, replacements = draw.random(len(chosen)), draw.integers(mask, size=len(chosen))
+        found[chosen] = row[chosen]
+        row[chosen] = np.where(kinds < 0.8, mask, np.where(kinds < 0.9, replacements, row[chosen]))
+    return seen, targets
 
 
 def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> Corpus:
@@ -52,7 +61,8 @@ def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> C
             catalogues of the installed Django in `LANGUAGES` are read. Each message is then prefixed with its language
             ("fr: Yes"), and a message is in the same part in all languages.
         seq_len: tokens per row; pairs with a text longer than half a row are left out.
-        tokenizer_file: as for `load_corpus`.
+        tokenizer_file: as for `load_corpus`. Without it and without `data.tokenizer`, a `data.vocab_size` above 256 trains a
+            byte-level BPE on the pairs.
 
     Raises:
         InputError: if there are no pairs, or too few to set some aside.
@@ -70,7 +80,7 @@ def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> C
         draws = [draw_of(source if data.path else _without_language(source)) for source, _ in pairs]
         val_pairs = [pair for pair, draw in zip(pairs, draws) if draw < data.val_share]
         pairs = [pair for pair, draw in zip(pairs, draws) if draw >= data.val_share]
-    tokenizer = make_tokenizer(data, [text for pair in pairs for text in pair], tokenizer_file)
+    tokenizer = _tokenizer(data, [text for pair in pairs for text in pair], tokenizer_file)
     half = seq_len // 2
 
     def rows(selected: list[tuple[bytes, bytes]]) -> np.ndarray:
@@ -135,7 +145,7 @@ def django_catalogues() -> list[Path]:
     package = find_spec("django")
     if package is None or package.origin is None:
         raise InputError(
-            f"data.path: without one, pairs are messages of Django: {to_install('.[translation]')}, or name "
+            f"data.path: without one, pairs are messages of Django: {to_install('./lab[measure]')}, or name "
             "catalogues (.mo) or JSON lines with source and target"
         )
     root = Path(package.origin).parent
@@ -145,3 +155,22 @@ def django_catalogues() -> list[Path]:
 def _without_language(source: bytes) -> bytes:
     """Return a message without its language prefix."""
     return source.partition(b": ")[2]
+
+
+def _tokenizer(data: DataConfig, texts: Iterable[bytes], file: Path | None) -> AbstractTokenizer:
+    """Return the tokenizer of a run, or a byte-level BPE trained on texts, whose token 0 is in no text."""
+    if data.tokenizer or data.vocab_size <= BYTES or (file is not None and file.exists()):
+        return make_tokenizer(data, file)
+    import tokenizers as library
+
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=data.vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text.decode("utf-8", errors="ignore") for text in texts), trainer)
+    return HubTokenizer(tokenizer)

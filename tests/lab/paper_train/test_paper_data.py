@@ -7,6 +7,7 @@ import gettext
 import json
 import random
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,20 +15,26 @@ import pytest
 import torch
 
 from moesaic.errors import InputError
-from moesaic.models.config import ModelConfig
-from moesaic.models.gpt import PADDING
-from moesaic.shapes import BlockConfig
 from moesaic.train.config import DataConfig
 from moesaic.train.data import Batches, as_batch
-from moesaic.train.objectives import LANGUAGES, django_catalogues, load_for, load_pairs, read_pairs
+from moesaic_lab.paper_train.data import (
+    LANGUAGES,
+    django_catalogues,
+    hidden_tokens,
+    load_hidden,
+    load_pairs,
+    read_pairs,
+)
+from moesaic_lab.paper_train.models import PADDING
 from runs import write_text
 
 MASK = 99
+HIDE = partial(hidden_tokens, mask=MASK)
 
 
 def test_an_encoder_finds_a_fixed_share_of_tokens_most_of_them_hidden() -> None:
     data = np.random.default_rng(0).integers(MASK, size=200 * 40 + 1).astype(np.uint16)
-    seen, found = as_batch(data, list(range(200)), 40, MASK)
+    seen, found = as_batch(data, list(range(200)), 40, HIDE)
     whole = torch.from_numpy(data[:-1].astype(np.int64)).view(200, 40)
     chosen = found != -1
     assert chosen.sum(1).tolist() == [6] * 200
@@ -35,14 +42,14 @@ def test_an_encoder_finds_a_fixed_share_of_tokens_most_of_them_hidden() -> None:
     assert torch.equal(seen[~chosen], whole[~chosen])
     assert float((seen[chosen] == MASK).float().mean()) == pytest.approx(0.8, abs=0.04)
     assert float((seen[chosen] == whole[chosen]).float().mean()) == pytest.approx(0.1, abs=0.03)
-    again = as_batch(data, [3], 40, MASK)
+    again = as_batch(data, [3], 40, HIDE)
     assert torch.equal(again[0][0], seen[3])
 
 
 def test_every_epoch_hides_other_tokens_and_every_part_the_same() -> None:
     data = np.arange(81, dtype=np.uint16) % MASK
-    whole = Batches(data, 20, 4, seed=0, mask=MASK)
-    halves = [Batches(data, 20, 4, seed=0, part=(index, 2), mask=MASK) for index in range(2)]
+    whole = Batches(data, 20, 4, seed=0, objective=HIDE)
+    halves = [Batches(data, 20, 4, seed=0, part=(index, 2), objective=HIDE) for index in range(2)]
     for index in range(3):
         for one, parts in zip(whole.get(index), zip(*(half.get(index) for half in halves))):
             assert torch.equal(one, torch.cat(parts))
@@ -50,9 +57,10 @@ def test_every_epoch_hides_other_tokens_and_every_part_the_same() -> None:
 
 
 def test_an_encoders_vocabulary_has_the_mask(tmp_path: Path) -> None:
-    model = ModelConfig(seq_len=16, block=BlockConfig(kind="encoder"))
-    corpus = load_for(model, DataConfig(path=(str(write_text(tmp_path / "a.txt")),)), None)
-    assert (corpus.vocab_size, corpus.mask) == (257, 256)
+    corpus = load_hidden(DataConfig(path=(str(write_text(tmp_path / "a.txt")),)), None)
+    seen, found = as_batch(corpus.train, list(range(20)), 16, corpus.objective)
+    assert (corpus.vocab_size, int(seen.max()), corpus.val_bytes) == (257, 256, len(corpus.val))
+    assert int(found.max()) < 256
 
 
 def write_rows(path: Path, count: int = 200) -> dict[str, str]:

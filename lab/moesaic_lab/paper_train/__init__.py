@@ -1,0 +1,1 @@
+"""`moesaic bench paper-train`: trains the papers' models that are no decoders, by the loop of `moesaic train`."""

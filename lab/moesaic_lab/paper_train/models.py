@@ -1,0 +1,199 @@
+"""An encoder (BERT) and an encoder-decoder (the first Transformer), made of the decoder's parts.
+
+The encoder predicts hidden tokens. The encoder-decoder maps the first half of each sequence, the source, to the second half,
+the target. Token id 0 pads both halves, starts the target and ends it, so one array of ids holds a pair.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moesaic.errors import InputError
+from moesaic.models.attention import Attention, KeyValueCache, ShortConv
+from moesaic.models.config import ModelConfig
+from moesaic.models.gpt import GPT, NORMS, GPTOutput, TransformerBlock, embed
+from moesaic.models.split import StackedLinear
+from moesaic.routing.routing import Routing
+from moesaic.shapes import BlockConfig
+
+PADDING = 0
+"""The token id that pads sequences, and starts and ends targets."""
+
+
+class FullAttention(Attention):
+    """Multi-head attention to all positions of a sequence.
+
+    Args:
+        cross: compute keys and values from another sequence than the queries.
+    """
+
+    def __init__(self, dim: int, num_heads: int, block: BlockConfig, *, cross: bool = False) -> None:
+        super().__init__(dim, num_heads, block)
+        self.rotates = self.rotates and not cross
+        if cross and self.qkv is not None:
+            self.qkv = None
+            self.q = StackedLinear(1, dim, num_heads * self.width, block.bias)
+            self.kv = StackedLinear(2, dim, num_heads * self.width, block.bias)
+        if cross and self.kv is not None:
+            self.kv.input_is_whole = True  # the encoder's output
+
+    def forward(
+        self,
+        x: Tensor,
+        cache: KeyValueCache | None = None,
+        *,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return the attention output, (batch, positions, dim).
+
+        Args:
+            x: (batch, positions, dim).
+            memory: (batch, keys, dim), the sequence that cross attention attends to.
+            mask: (batch, keys) bool, False for keys that no position attends to.
+        """
+        q, k, v = self.project(x, x if memory is None else memory)
+        return self.attend(q, k, v, None if mask is None else mask[:, None, None, :], is_causal=False)
+
+
+class CentredConv(ShortConv):
+    """A short convolution over the positions around each one: `y_t = x_t + sum_k w_k * x_{t-k}`, k through 1, -1, 2, -2, ..."""
+
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None, *, mask: Tensor | None = None) -> Tensor:
+        """Mix each position with its neighbours; those with a mask of False, (batch, positions), are read as zeros."""
+        offsets = [k // 2 if k % 2 == 0 else -(k // 2) for k in range(2, len(self.taps) + 2)]
+        reach, after, length = max(offsets), -min(*offsets, 0), x.shape[1]
+        padded = F.pad(x if mask is None else x * mask[..., None], (0, 0, reach, after))
+        y = x
+        for k, tap in zip(offsets, self.taps):
+            y = y + padded[:, reach - k : reach - k + length] * tap.to(x.dtype)
+        return y
+
+
+class PaperBlock(TransformerBlock):
+    """A block of an encoder, or of the decoder that reads an encoder's output."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        dim, heads, block, norm = config.dim, config.num_heads, config.block, NORMS[config.block.norm]
+        self.decodes = config.is_decoder(layer)
+        self.cross_norm = norm(dim) if self.decodes else None
+        self.cross = FullAttention(dim, heads, block, cross=True) if self.decodes else None
+        if not self.decodes:
+            self.attention = FullAttention(dim, heads, block)
+            self.conv = None if self.conv is None else CentredConv(dim, config.conv_width)
+
+    def forward(
+        self,
+        x: Tensor,
+        tokens: Tensor | None,
+        mask: Tensor | None,
+        cache: KeyValueCache | None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Routing | None]:
+        if self.decodes:
+            x = self.attend(x, cache)
+        else:
+            x = x if self.conv is None else self.conv(x, mask=mask)
+            x = self.add(x, self.attention_norm, partial(self.attention, mask=mask))
+        if self.cross is not None and self.cross_norm is not None:
+            x = self.add(x, self.cross_norm, partial(self.cross, memory=memory, mask=memory_mask))
+        return self.feed_forward(x, tokens, mask)
+
+
+class Encoder(GPT):
+    """A model that predicts hidden tokens from all others; `mask` is False for padding, to which no position attends."""
+
+    block = PaperBlock
+
+
+class EncoderDecoder(GPT):
+    """A transformer that maps one sequence to another. The first half of its blocks is the encoder.
+
+    Args:
+        config: the configuration of the model.
+        vocab_size: rows of the embedding, which encoder and decoder share.
+    """
+
+    block = PaperBlock
+    last_norms = ("norm", "memory_norm")
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__(config, vocab_size)
+        block = config.block
+        self.memory_norm = nn.Identity() if block.norm == "post_layer" else NORMS[block.norm](config.dim)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        caches: list[KeyValueCache] | None = None,
+    ) -> GPTOutput:
+        """Predict the second half of each sequence, the target, from the first half, the source.
+
+        Args:
+            tokens: (batch, positions) int64, padded with 0; at most `seq_len` positions. The first `seq_len / 2` are the
+                source.
+            targets: (batch, positions) int64, the next token at each position; the source and padding do not count.
+            mask: must be None; it is derived from the padding.
+            caches: must be None; decoding runs all tokens again.
+
+        Returns:
+            The logits have the positions of the second half.
+        """
+        if mask is not None or caches is not None:
+            raise InputError("an encoder_decoder takes neither mask nor caches: pad with id 0, pass all tokens")
+        split = self.config.seq_len // 2
+        source, target = tokens[:, :split], tokens[:, split:]
+        source_mask, target_mask = source != PADDING, _has_next_token(target)
+        middle = len(self.blocks) // 2
+        memory, encoder_routings = self.run_blocks(range(middle), embed(self, source), source, source_mask)
+        x, decoder_routings = self.run_blocks(
+            range(middle, len(self.blocks)), embed(self, target), target, target_mask,
+            memory=self.memory_norm(memory), memory_mask=source_mask,
+        )  # fmt: skip
+        logits = self.unembed(self.norm(x))
+        loss = None if targets is None else self.loss(logits, targets[:, split:].masked_fill(~target_mask, -1))
+        return GPTOutput(logits, loss, encoder_routings + decoder_routings)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean over sequences of each one's mean loss over targets that are not -1; the same on every mesh."""
+        precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.cross_entropy(precise, targets.flatten(), ignore_index=-1, reduction="none").view(targets.shape)
+        return (losses.sum(1) / (targets != -1).sum(1).clamp_min(1)).mean()
+
+
+def _has_next_token(target: Tensor) -> Tensor:
+    """Return which positions of the target half have a next token: the first position, and those that are not padding."""
+    has_next = target != PADDING
+    has_next[:, :1] = True
+    return has_next
+
+
+@torch.inference_mode()
+def translate(model: EncoderDecoder, sources: list[list[int]]) -> list[list[int]]:
+    """Translate each source greedily, until the model predicts id 0 or the target half is full.
+
+    Args:
+        model: a model in evaluation mode.
+        sources: token ids, each truncated to half of `seq_len`.
+    """
+    half = model.config.seq_len // 2
+    rows = [[*source[:half], *[PADDING] * (half - len(source[:half])), PADDING] for source in sources]
+    tokens = torch.tensor(rows, device=model.embedding.weight.device)
+    for _ in range(half - 1):
+        following = model(tokens).logits[:, -1:].argmax(-1)
+        # Targets that have ended get padding.
+        following[(tokens[:, half + 1 :] == PADDING).any(1)] = PADDING
+        tokens = torch.cat([tokens, following], 1)
+        if bool((tokens[:, half + 1 :] == PADDING).any(1).all()):
+            break
+    targets = tokens[:, half + 1 :].tolist()
+    return [row[: row.index(PADDING)] if PADDING in row else row for row in targets]
