@@ -131,10 +131,9 @@ QUESTIONS = (
         title="Does everything compute the same?",
         meaning=(
             "Random meshes, plans and workloads against a dense float64 reference, planted bugs, bytes against the "
-            "papers' formulas, codecs against their bounds, parts that are added from the documentation, and checkpoints that "
-            "go through other programs' formats."
+            "papers' formulas, codecs against their bounds, and parts that are added from the documentation."
         ),
-        results=("check", "same_curves", "schedules", "codec_error", "extending", "convert", "stages"),
+        results=("check", "schedules", "codec_error", "extending"),
     ),
     Question(
         title="Does a run survive what happens to it?",

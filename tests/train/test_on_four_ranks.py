@@ -21,6 +21,9 @@ PLANS = {
     "etp 4": ({"etp": 4}, {"gather_weights": 2}),
     "positions": ({"tp": 2, "ep": 2, "sequence_parallel": True}, {"schedule": "s2", "chunks": 2}),
     "ted": ({"tp": 2, "ep": 2, "etp": 2}, {"schedule": "ted"}),
+    "baseline": ({"tp": 2, "ep": 2, "etp": 2}, {"schedule": "baseline"}),
+    "overlap": ({"tp": 2, "ep": 2, "etp": 2}, {"schedule": "s2", "overlap_gather": True, "order": "early"}),
+    "multicast": ({"ep": 4, "ranks_per_node": 2}, {"all_to_all": "multicast", "chunks": 2}),
     "a part of a batch for nobody": ({"ep": 4}, {"peer_groups": 2}),
 }
 """Name to the mesh and the plan."""
