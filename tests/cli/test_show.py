@@ -21,8 +21,9 @@ from moesaic.program.build import SCHEDULES
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan, Replication
-from moesaic.program.text import from_text, to_text
+from moesaic.program.text import to_text
 from moesaic.program.validate import validate
+from program_text import from_text
 
 SMALL = [
     "--layer.tokens",

@@ -20,7 +20,7 @@ def test_one_process_needs_no_process_group(monkeypatch):
     mesh = Mesh.create()
     assert isinstance(mesh.transport, NoTransport)
     assert (mesh.rank, mesh.grid, mesh.is_distributed, mesh.expert_mesh) == (0, Grid(world=1), False, None)
-    assert (mesh.intra_node, mesh.inter_node, mesh.group("ep", "etp")) == ((0,), (0,), (0,))
+    assert mesh.group("ep", "etp") == (0,)
     for name in ("dense", "sparse"):
         with pytest.raises(RuntimeError, match="a mesh of one process has no device meshes"):
             getattr(mesh, name)
@@ -145,15 +145,3 @@ def test_a_launcher_whose_nodes_do_not_divide_the_world(text, monkeypatch):
         "mesh.ranks_per_node to a divisor of 4"
     )
     assert said([{}] * 4, monkeypatch) == [line] * 4
-
-
-def test_nodes_and_rails():
-    def rank(transport: AbstractTransport) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        mesh = Mesh(Grid(world=6, tp=3, ranks_per_node=2), transport)
-        return mesh.intra_node, mesh.inter_node, mesh.group("tp")
-
-    results = run_ranks(6, rank)
-    assert results[3] == ((2, 3), (1, 3, 5), (3, 4, 5))
-    assert results[4] == ((4, 5), (0, 2, 4), (3, 4, 5))
-    for r, (intra, inter, _) in enumerate(results):
-        assert set(intra) & set(inter) == {r}

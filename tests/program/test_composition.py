@@ -16,9 +16,10 @@ from moesaic.program.grid import Grid
 from moesaic.program.passes.multicast import multicast
 from moesaic.program.plan import Plan
 from moesaic.program.task import Kind, Op, Program, State
-from moesaic.program.text import from_text, to_text
+from moesaic.program.text import to_text
 from moesaic.program.transpose import cotangent, transpose
 from moesaic.program.validate import ProgramError, collective, validate
+from program_text import from_text
 
 GRID = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
 ALL_TO_ALLS = SearchSpace().all_to_alls

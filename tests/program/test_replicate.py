@@ -20,9 +20,10 @@ from moesaic.program.passes.replicate import relays, replicate
 from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
-from moesaic.program.text import from_text, to_text
+from moesaic.program.text import to_text
 from moesaic.program.transpose import transpose
 from moesaic.program.validate import validate
+from program_text import from_text
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 COPIES = np.array([[8, 1, 0, 0], [6, 2, 1, 0], [7, 0, 3, 1], [5, 0, 0, 4]])

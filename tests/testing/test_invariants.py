@@ -10,13 +10,14 @@ import torch
 from helpers import thinned
 from moesaic.program.plan import Plan
 from moesaic.program.task import Op
-from moesaic.program.text import from_text, to_text
+from moesaic.program.text import to_text
 from moesaic.program.validate import validate
 from moesaic.runtime import messages, tasks
 from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import compile_case, run_case
 from moesaic.testing.suite import disagreements, observed
 from moesaic_lab.planted.mutants import CASES
+from program_text import from_text
 
 from .dot_products import dot_errors, is_reversible, one_task, restores
 

@@ -43,10 +43,7 @@ from moesaic.planner.profile import (
 )
 from moesaic.planner.table import PlanTable
 from moesaic.planner.workload import read_counts
-from moesaic.program.compile import compile_plan
-from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
-from moesaic.program.text import from_text, to_text
 from moesaic.report.page import write_page
 from moesaic.report.summary import read_runs
 from moesaic.traces.formats import FORMATS, ReadOptions
@@ -139,7 +136,6 @@ def _make_texts(one: Path, text: Path) -> None:
     (one / "pairs.jsonl").write_text('{"source": "a b", "target": "c"}\n{"source": "d", "target": "e"}\n')
     (one / "documents.json").write_text('[{"text": "a b"}, {"text": "c"}]')
     (one / "tokens.bin").write_bytes(np.arange(2000, dtype="<u2").tobytes())
-    (one / "program.txt").write_text(to_text(compile_plan(Plan(chunks=2), Grid(world=2, ep=2)).forward))
     (one / "flags.txt").write_text("--tensor-model-parallel-size 2 --expert-model-parallel-size=4 --moe-enable-deepep")
 
 
@@ -337,7 +333,6 @@ READERS = {
     "catalogue": _table("messages.mo", read_pairs),
     "tokens": _table("tokens.bin", lambda path: load_corpus(DataConfig(path=(str(path),), vocab_size=2000))),
     "tokenizer": _table("tokenizer.json", HubTokenizer.load),
-    "program": _table("program.txt", lambda path: from_text(_text_of(path))),
     "flags of Megatron": _table("flags.txt", lambda path: from_flags(_text_of(path))),
     "plan table": _table("plan-table.json", _plan_table),
     "metrics": Reader(base="run", file=METRICS, read=read_metrics),

@@ -105,19 +105,16 @@ class LoopbackTransport(AbstractTransport):
     def __init__(self, rank: int, world: int, steps: _LockStep) -> None:
         super().__init__(rank, world)
         self._steps = steps
-        self._open: dict[int, Handle] = {}
-
-    @property
-    def mailbox(self) -> Loopback:
+        self.mailbox = steps.mail
         """The mailbox of all ranks, with its counters."""
-        return self._steps.mail
+        self._open: dict[int, Handle] = {}
 
     def issue(self, transfer: Transfer) -> Handle:
         """Post a transfer. No other rank runs meanwhile."""
         assert transfer.rank == self.rank, (
             f"a transfer of rank {transfer.rank} was issued on the transport of rank {self.rank}"
         )
-        handle = self._steps.mail.issue(transfer)
+        handle = self.mailbox.issue(transfer)
         self._open[id(handle)] = handle
         return handle
 

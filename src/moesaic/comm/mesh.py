@@ -249,18 +249,6 @@ class Mesh:
         groups = [_new_group(tuple(world_ranks[list(members)].tolist())) for members in groups_of_ranks]
         return DeviceMesh.from_group(groups, device_type, world_ranks[ranks].contiguous(), mesh_dim_names=names)
 
-    @property
-    def intra_node(self) -> tuple[int, ...]:
-        """The ranks on this rank's node, ascending."""
-        node = self.grid.node_of(self.rank)
-        return tuple(rank for rank in range(self.grid.world) if self.grid.node_of(rank) == node)
-
-    @property
-    def inter_node(self) -> tuple[int, ...]:
-        """The rail: the ranks with this rank's local rank on every node, ascending."""
-        local = self.grid.local_of(self.rank)
-        return tuple(rank for rank in range(self.grid.world) if self.grid.local_of(rank) == local)
-
     def group(self, *axes: Axis) -> tuple[int, ...]:
         """Return the ranks that differ from this one on `axes` only, ascending, including this one."""
         return self.grid.group(self.rank, axes)

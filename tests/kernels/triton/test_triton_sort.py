@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_references import row_tiles_reference, sort_reference
+from triton_references import RowOrder, row_tiles_reference, sort_reference
 
 from moesaic.kernels.triton.parts import max_tiles, row_tiles
-from moesaic.kernels.triton.rows.sort import RowOrder, sort
+from moesaic.kernels.triton.rows.sort import sort
 
 COPIES = [(0, 3), (1, 1), (5, 1), (128, 4), (129, 5), (700, 3), (64, 100)]
 

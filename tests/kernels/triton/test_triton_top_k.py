@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triton_references import RowOrder
 
 from helpers import ODD_LOGITS, pairwise, ranked
-from moesaic.kernels.triton.rows.sort import RowOrder, sort
+from moesaic.kernels.triton.rows.sort import sort
 from moesaic.kernels.triton.rows.top_k import top_k_columns
 from moesaic.routing.router import top_k_indices_reference
 from moesaic.routing.routers import SigmoidTopK, SoftmaxTopK

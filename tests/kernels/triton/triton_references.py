@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from moesaic.kernels.activation import ACTIVATIONS
-from moesaic.kernels.triton.rows.sort import RowOrder
 
 
 def rows_times_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -43,6 +44,14 @@ def row_tiles_reference(ends: Tensor, height: int) -> list[tuple[int, int, int]]
         tiles += [(expert, row, end) for row in range(start, end, height)]
         start = end
     return tiles
+
+
+class RowOrder(NamedTuple):
+    """What `sort` returns."""
+
+    copy: Tensor
+    row: Tensor
+    ends: Tensor
 
 
 def sort_reference(expert: Tensor, num_experts: int) -> RowOrder:

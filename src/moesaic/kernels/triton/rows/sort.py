@@ -9,8 +9,6 @@ the device; MegaBlocks uses a radix sort.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -20,17 +18,6 @@ BLOCK = 128
 """The number of copies that one program counts and places."""
 SCANNED = 1024
 """The number of blocks whose counts are summed at a time."""
-
-
-class RowOrder(NamedTuple):
-    """The expert order of token copies and its inverse."""
-
-    copy: Tensor
-    """(R,) int32: row i is copy `copy[i]`, of token `copy[i] // K`; 0 for rows from `ends[-1]` on."""
-    row: Tensor
-    """(R,) int32: copy i is in row `row[i]`; -1 for a copy that is not sent."""
-    ends: Tensor
-    """(E,) int32: one past the last row of each expert."""
 
 
 @torch.library.custom_op("moesaic::triton_sort", mutates_args=())
@@ -43,7 +30,9 @@ def sort(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         num_experts: E.
 
     Returns:
-        The fields of `RowOrder`.
+        copy: (R,) int32, row i is copy `copy[i]`, of token `copy[i] // K`; 0 for rows from `ends[-1]` on.
+        row: (R,) int32, copy i is in row `row[i]`; -1 for a copy that is not sent.
+        ends: (E,) int32, one past the last row of each expert.
     """
     num_copies = len(expert)
     blocks = triton.cdiv(num_copies, BLOCK)
