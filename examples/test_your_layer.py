@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moesaic.testing.your_layer import Rank, assert_equivalent
+from moesaic.testing.certify import Rank, assert_equivalent
 
 DIM, NUM_EXPERTS = 4, 4
 

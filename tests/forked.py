@@ -46,7 +46,7 @@ class Forked:
         self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
         variables = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | dict(environment)
         arguments = (self._words, variables, str(self._out), str(self._err), tuple(imports), str(Path.cwd()))
-        multiprocessing.set_forkserver_preload(["moesaic.testing.processes", *preloaded()])
+        multiprocessing.set_forkserver_preload(["moesaic.testing.runner", *preloaded()])
         # A daemon, so a test that fails leaves no process behind.
         self._process = multiprocessing.get_context("forkserver").Process(target=_become, args=arguments, daemon=True)
         self._process.start()

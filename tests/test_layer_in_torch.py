@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from moesaic import LoadBalance, Mesh, MoE, Plan, ZLoss, checkpoint, collect_losses, set_loss_scale
 from moesaic.comm import TransportName
 from moesaic.errors import InputError
-from moesaic.testing.processes import leave
+from moesaic.testing.runner import leave
 from worlds import start
 
 DIM = 8

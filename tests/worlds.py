@@ -6,15 +6,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from moesaic.testing import processes
-from moesaic.testing.processes import start_ranks
+from moesaic.testing import runner
+from moesaic.testing.runner import start_ranks
 
 TIMEOUT_SECONDS = 120
 PRELOAD = (
     "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.run", "torch.distributed.pipelining",
     "moesaic.cli.main", "moesaic.cli.train", "moesaic.train.loop", "pytest",
 )  # fmt: skip
-"""Modules that ranks of tests and commands import, in addition to those of `moesaic.testing.processes`."""
+"""Modules that ranks of tests and commands import, in addition to those of `moesaic.testing.runner`."""
 
 
 def start(world: int, function: Callable[..., Any], *arguments: Any) -> None:
@@ -29,7 +29,7 @@ def preloaded() -> tuple[str, ...]:
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call a module-level function in `world` processes of one process group; return the results by rank."""
-    return processes.on_ranks(world, function, *arguments, timeout_seconds=TIMEOUT_SECONDS, preload=preloaded())
+    return runner.on_ranks(world, function, *arguments, timeout_seconds=TIMEOUT_SECONDS, preload=preloaded())
 
 
 def refusal(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:

@@ -15,7 +15,7 @@ import io
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -33,9 +33,17 @@ from moesaic import Mesh, MoE, average_gradients, clip_grad_norm_, collect_losse
 from moesaic.errors import InputError
 from moesaic.routing.capacity import Capacity, Dropless
 from moesaic.routing.losses import LoadBalance
-from moesaic.testing.moe_layers import LAYER_SITUATIONS, AbstractMoELayer, LayerSpec, certify_layer
-from moesaic.testing.processes import on_ranks
-from moesaic.testing.routed_experts import SITUATIONS, AbstractRoutedExperts, Certified, SwiGLUWeights, certify
+from moesaic.testing.certify import (
+    LAYER_SITUATIONS,
+    SITUATIONS,
+    AbstractMoELayer,
+    AbstractRoutedExperts,
+    Certified,
+    LayerSpec,
+    MoEWeights,
+    certify,
+)
+from moesaic.testing.runner import on_ranks
 from moesaic_lab.benchmark import Benchmark, PagedOptions, Told, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.tables import Column, markdown_table, table
@@ -52,12 +60,12 @@ NEXT_TO_NOTHING = 1e-30
 class _OnMesh(AbstractRoutedExperts, ABC):
     """One rank's experts of a system that needs a device mesh; only the mesh's ep axis is larger than 1."""
 
-    def __init__(self, weights: SwiGLUWeights, group: dist.ProcessGroup) -> None:
-        self.mesh = init_device_mesh("cpu", (1, group.size(), 1), mesh_dim_names=("copies", "ep", "tp"))
-        self.place(weights, weights.owned(group), self.mesh["ep"])
+    def __init__(self, spec: LayerSpec) -> None:
+        self.mesh = init_device_mesh("cpu", (1, spec.group.size(), 1), mesh_dim_names=("copies", "ep", "tp"))
+        self.place(spec.weights, spec.weights.owned(spec.group), self.mesh["ep"])
 
     @abstractmethod
-    def place(self, whole: SwiGLUWeights, own: SwiGLUWeights, mesh: DeviceMesh) -> None:
+    def place(self, whole: MoEWeights, own: MoEWeights, mesh: DeviceMesh) -> None:
         """Make the layer from all experts' weights (`whole`) or this rank's (`own`)."""
 
 
@@ -66,7 +74,7 @@ class TransformersExperts(_OnMesh):
 
     implementation = "transformers.distributed.expert_parallel:AllToAllEP"
 
-    def place(self, whole: SwiGLUWeights, own: SwiGLUWeights, mesh: DeviceMesh) -> None:
+    def place(self, whole: MoEWeights, own: MoEWeights, mesh: DeviceMesh) -> None:
         """Make this rank's experts, and the implementation that exchanges their tokens."""
         transformers: Any = import_module("transformers")
         modeling: Any = import_module("transformers.models.mixtral.modeling_mixtral")
@@ -86,11 +94,11 @@ class TransformersExperts(_OnMesh):
         y: Tensor = self.ep(x, experts, gates)
         return y
 
-    def gradients(self) -> SwiGLUWeights:
+    def gradients(self) -> MoEWeights:
         """Split the gradient of the fused gate and up projection."""
         d_up, d_down = _gradient(self.experts.gate_up_proj), _gradient(self.experts.down_proj)
         w1, w3 = d_up.chunk(2, 1)
-        return SwiGLUWeights(w1, w3, d_down)
+        return MoEWeights(w1, w3, d_down)
 
 
 class MoesaicExperts(TransformersExperts):
@@ -102,7 +110,7 @@ class MoesaicExperts(TransformersExperts):
 class TorchtitanExperts(_OnMesh):
     """torchtitan's all-to-all dispatcher around plain products, since its own experts multiply in bfloat16."""
 
-    def place(self, whole: SwiGLUWeights, own: SwiGLUWeights, mesh: DeviceMesh) -> None:
+    def place(self, whole: MoEWeights, own: MoEWeights, mesh: DeviceMesh) -> None:
         """Keep what the dispatcher needs, and this rank's weights."""
         module: Any = import_module("torchtitan.models.common.token_dispatcher")
         import_module("torchtitan.distributed.utils").set_spmd_backend("partial_dtensor")
@@ -125,7 +133,7 @@ class TorchtitanExperts(_OnMesh):
         y: Tensor = dispatcher.combine(torch.cat(results), metadata, x)
         return y
 
-    def gradients(self) -> SwiGLUWeights:
+    def gradients(self) -> MoEWeights:
         """Return the gradients of the plain products' weights."""
         return _expert_gradients(self)
 
@@ -135,7 +143,7 @@ class AutomodelExperts(_OnMesh):
 
     top_k = 2
 
-    def place(self, whole: SwiGLUWeights, own: SwiGLUWeights, mesh: DeviceMesh) -> None:
+    def place(self, whole: MoEWeights, own: MoEWeights, mesh: DeviceMesh) -> None:
         """Make the experts with all weights, and shard them as Automodel does."""
         config: Any = import_module("nemo_automodel.components.moe.config")
         experts, hidden, dim = whole.w1.shape
@@ -161,25 +169,25 @@ class AutomodelExperts(_OnMesh):
         y: Tensor = self.experts(x, torch.ones(len(x), dtype=torch.bool), gates, experts)
         return y
 
-    def gradients(self) -> SwiGLUWeights:
-        """Return the gradients in the layout of `SwiGLUWeights`."""
+    def gradients(self) -> MoEWeights:
+        """Return the gradients in the layout of `MoEWeights`."""
         up, down = (_gradient(each) for each in (self.experts.gate_and_up_projs, self.experts.down_projs))
         w1, w3 = up.transpose(1, 2).chunk(2, 1)
-        return SwiGLUWeights(w1, w3, down.transpose(1, 2))
+        return MoEWeights(w1, w3, down.transpose(1, 2))
 
 
 class DeepSpeedExperts(AbstractRoutedExperts):
     """DeepSpeed's MoE layer behind a gate that returns a given routing, with capacity for every token."""
 
-    def __init__(self, weights: SwiGLUWeights, group: dist.ProcessGroup) -> None:
+    def __init__(self, spec: LayerSpec) -> None:
+        own, group = spec.weights.owned(spec.group), spec.group
         with _deepspeed():
             sharded: Any = import_module("deepspeed.moe.sharded_moe")
-            own = weights.owned(group)
             experts = import_module("deepspeed.moe.experts").Experts(_OneExpert(own), own.num_experts)
         for number, expert in enumerate(experts.deepspeed_experts):
             for name in ("w1", "w3", "w2"):
                 getattr(expert, name).data.copy_(getattr(own, name)[number])
-        self.gate = _GivenGate(weights.num_experts, group)
+        self.gate = _GivenGate(spec.weights.num_experts, group)
         self.layer = sharded.MOELayer(self.gate, experts, "ep", group.size(), own.num_experts)
         self.layer.ep_group = group
 
@@ -189,18 +197,18 @@ class DeepSpeedExperts(AbstractRoutedExperts):
         y: Tensor = self.layer(x, None)
         return y
 
-    def gradients(self) -> SwiGLUWeights:
+    def gradients(self) -> MoEWeights:
         """Stack the gradients of the single experts."""
         each = self.layer.experts.deepspeed_experts
-        return SwiGLUWeights(*(torch.stack([_gradient(getattr(e, n)) for e in each]) for n in ("w1", "w3", "w2")))
+        return MoEWeights(*(torch.stack([_gradient(getattr(e, n)) for e in each]) for n in ("w1", "w3", "w2")))
 
 
 class AutoEPExperts(AbstractRoutedExperts):
     """The layer with which DeepSpeed's AutoEP replaces Mixtral's, behind a router that returns a given routing."""
 
-    def __init__(self, weights: SwiGLUWeights, group: dist.ProcessGroup) -> None:
-        self.layer = _autoep(LayerSpec(torch.zeros(weights.num_experts, weights.w1.shape[2]), weights, group, 2, None))
-        self.router = self.layer.router = _GivenRouter(weights.num_experts)
+    def __init__(self, spec: LayerSpec) -> None:
+        self.layer = _autoep(spec)
+        self.router = self.layer.router = _GivenRouter(spec.weights.num_experts)
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         """Pass the routing to the router and run the layer on a batch of one sequence."""
@@ -208,7 +216,7 @@ class AutoEPExperts(AbstractRoutedExperts):
         y: Tensor = self.layer(x.unsqueeze(0))
         return y[0]
 
-    def gradients(self) -> SwiGLUWeights:
+    def gradients(self) -> MoEWeights:
         """Return this rank's gradients."""
         return _expert_gradients(self.layer.experts)
 
@@ -216,15 +224,17 @@ class AutoEPExperts(AbstractRoutedExperts):
 class MoesaicLayer(AbstractMoELayer):
     """Moesaic's layer, parallelized by `parallelize`."""
 
+    has_capacity = True
+
     def __init__(self, spec: LayerSpec) -> None:
         capacity = Dropless() if spec.capacity is None else Capacity.fixed(spec.capacity, scope="rank")
-        _, hidden, dim = spec.experts.w1.shape
+        _, hidden, dim = spec.weights.w1.shape
         self.layer = MoE(
-            dim, hidden, spec.experts.num_experts, spec.top_k, losses=LoadBalance(1.0), capacity=capacity,
+            dim, hidden, spec.weights.num_experts, spec.top_k, losses=LoadBalance(1.0), capacity=capacity,
             router_options={"normalize": "after" if spec.top_k > 1 else "before"},
         )  # fmt: skip
-        w13 = torch.stack([spec.experts.w1, spec.experts.w3], 1)
-        values = {"router.weight": spec.router, "experts.w13": w13, "experts.w2": spec.experts.w2}
+        w13 = torch.stack([spec.weights.w1, spec.weights.w3], 1)
+        values = {"router.weight": spec.weights.router, "experts.w13": w13, "experts.w2": spec.weights.w2}
         assert not self.layer.load_state_dict(values, strict=False).unexpected_keys
         self.mesh = Mesh.of(spec.group)
         self.layer.parallelize(self.mesh)
@@ -234,10 +244,10 @@ class MoesaicLayer(AbstractMoELayer):
         y = self.layer(x)
         return y, torch.stack(collect_losses(self.layer)).sum()
 
-    def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
+    def gradients(self) -> MoEWeights:
         """Return this rank's gradients."""
         w1, w3 = _gradient(self.layer.experts.w13).unbind(1)
-        return _gradient(self.layer.router.weight), SwiGLUWeights(w1, w3, _gradient(self.layer.experts.w2))
+        return MoEWeights(w1, w3, _gradient(self.layer.experts.w2), _gradient(self.layer.router.weight))
 
     def norm(self) -> float | None:
         """Return the norm as computed before an optimizer step, times dp, since gradients are averaged over dp before."""
@@ -251,16 +261,17 @@ class TransformersLayer(AbstractMoELayer):
     def __init__(self, spec: LayerSpec) -> None:
         modeling: Any = import_module("transformers.models.mixtral.modeling_mixtral")
         transformers: Any = import_module("transformers")
-        self.top_k, self.experts = spec.top_k, TransformersExperts(spec.experts, spec.group)
-        num_experts, dim = spec.router.shape
+        self.top_k, self.experts = spec.top_k, TransformersExperts(spec)
+        num_experts, dim = spec.weights.router.shape
         config = transformers.MixtralConfig(
             hidden_size=dim, num_local_experts=num_experts, num_experts_per_tok=spec.top_k
         )
         self.router: Any = modeling.MixtralTopKRouter(config)
-        self.router.weight.data.copy_(spec.router)
+        self.router.weight.data.copy_(spec.weights.router)
         self.loss: Any = modeling.load_balancing_loss_func
 
-    def normalizes(self, top_k: int) -> bool:
+    @classmethod
+    def normalizes(cls, top_k: int) -> bool:
         """Return True: Mixtral's router always normalizes routing weights."""
         return True
 
@@ -269,33 +280,33 @@ class TransformersLayer(AbstractMoELayer):
         logits, gates, experts = self.router(x)
         return self.experts.run(x, experts, gates), self.loss((logits,), len(self.router.weight), self.top_k)
 
-    def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
+    def gradients(self) -> MoEWeights:
         """Return this rank's gradients."""
-        return _gradient(self.router.weight), self.experts.gradients()
+        return replace(self.experts.gradients(), router=_gradient(self.router.weight))
 
 
 class TorchtitanLayer(AbstractMoELayer):
     """torchtitan's router and dispatcher. Its layer balances loads by a bias and has no auxiliary loss."""
 
     def __init__(self, spec: LayerSpec) -> None:
-        self.experts, self.group = TorchtitanExperts(spec.experts, spec.group), spec.group
+        self.experts, self.group = TorchtitanExperts(spec), spec.group
         moe: Any = import_module("torchtitan.models.common.moe")
         linear: Any = import_module("torchtitan.models.common.linear").Linear
-        num_experts, dim = spec.router.shape
+        num_experts, dim = spec.weights.router.shape
         self.router: Any = moe.TokenChoiceTopKRouter.Config(
             num_experts=num_experts, gate=linear.Config(in_features=dim, out_features=num_experts), top_k=spec.top_k,
             score_func="softmax", route_norm=spec.top_k > 1,
         ).build()  # fmt: skip
-        self.router.gate.weight.data.copy_(spec.router)
+        self.router.gate.weight.data.copy_(spec.weights.router)
 
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Route a batch of one sequence and run the experts."""
         gates, experts, _ = self.router(x.unsqueeze(0))
         return self.experts.run(x, experts[0], gates[0]), None
 
-    def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
+    def gradients(self) -> MoEWeights:
         """Return this rank's gradients."""
-        return _gradient(self.router.gate.weight), self.experts.gradients()
+        return replace(self.experts.gradients(), router=_gradient(self.router.gate.weight))
 
     def norm(self) -> float | None:
         """Return the norm as torchtitan computes it, with DTensors as in its models: experts over ep, the router replicated."""
@@ -317,16 +328,18 @@ class TorchtitanLayer(AbstractMoELayer):
 class DeepSpeedMoELayer(AbstractMoELayer):
     """DeepSpeed's gate, layer and experts, without noise; tokens are dropped only if a capacity is given."""
 
+    has_capacity = True
+
     def __init__(self, spec: LayerSpec) -> None:
-        self.inner = DeepSpeedExperts(spec.experts, spec.group)
+        self.inner = DeepSpeedExperts(spec)
         sharded: Any = import_module("deepspeed.moe.sharded_moe")
-        num_experts, dim = spec.router.shape
+        num_experts, dim = spec.weights.router.shape
         self.gate: Any = sharded.TopKGate(
             dim, num_experts, spec.top_k, capacity_factor=spec.capacity or 1.0, min_capacity=0,
             drop_tokens=spec.capacity is not None, top2_2nd_expert_sampling=False,
         )  # fmt: skip
         self.gate._set_ep_group(spec.group)
-        self.gate.wg.weight.data.copy_(spec.router)
+        self.gate.wg.weight.data.copy_(spec.weights.router)
         self.inner.layer.gate = self.gate
         self.group = spec.group
 
@@ -335,9 +348,9 @@ class DeepSpeedMoELayer(AbstractMoELayer):
         y: Tensor = self.inner.layer(x, None)
         return y, self.inner.layer.l_aux
 
-    def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
+    def gradients(self) -> MoEWeights:
         """Return this rank's gradients."""
-        return _gradient(self.gate.wg.weight), self.inner.gradients()
+        return replace(self.inner.gradients(), router=_gradient(self.gate.wg.weight))
 
     def norm(self) -> float | None:
         """Return the norm as DeepSpeed's engine computes it in float32 without ZeRO."""
@@ -354,9 +367,9 @@ class AutoEPLayer(AbstractMoELayer):
         """Run the layer on a batch of one sequence."""
         return self.layer(x.unsqueeze(0))[0], None
 
-    def gradients(self) -> tuple[Tensor, SwiGLUWeights]:
+    def gradients(self) -> MoEWeights:
         """Return this rank's gradients."""
-        return _gradient(self.layer.router.gate.weight), _expert_gradients(self.layer.experts)
+        return replace(_expert_gradients(self.layer.experts), router=_gradient(self.layer.router.gate.weight))
 
     def norm(self) -> float | None:
         """Return the norm as DeepSpeed's engine computes it in float32 without ZeRO."""
@@ -368,8 +381,8 @@ class AutomodelLayer(AutomodelExperts, AbstractMoELayer):
 
     def __init__(self, spec: LayerSpec) -> None:
         self.top_k, self.group = spec.top_k, spec.group
-        super().__init__(spec.experts, spec.group)
-        self.layer.gate.weight.data.copy_(spec.router)
+        super().__init__(spec)
+        self.layer.gate.weight.data.copy_(spec.weights.router)
 
     def make(self) -> Any:
         """Make the whole layer and return its experts, which `place` then shards."""
@@ -387,9 +400,9 @@ class AutomodelLayer(AutomodelExperts, AbstractMoELayer):
         y: Tensor = self.layer(x)
         return y, self.loss
 
-    def gradients(self) -> tuple[Tensor, SwiGLUWeights]:  # type: ignore[override]
+    def gradients(self) -> MoEWeights:
         """Return this rank's gradients."""
-        return _gradient(self.layer.gate.weight), super().gradients()
+        return replace(super().gradients(), router=_gradient(self.layer.gate.weight))
 
     def norm(self) -> float | None:
         """Return the norm as Automodel's recipes compute it before an optimizer step."""
@@ -399,7 +412,7 @@ class AutomodelLayer(AutomodelExperts, AbstractMoELayer):
 
 
 class _OneExpert(nn.Module):
-    def __init__(self, weights: SwiGLUWeights) -> None:
+    def __init__(self, weights: MoEWeights) -> None:
         super().__init__()
         self.w1, self.w3, self.w2 = (nn.Parameter(each[0].clone()) for each in (weights.w1, weights.w3, weights.w2))
 
@@ -463,7 +476,7 @@ def _autoep(spec: LayerSpec) -> Any:
 def _autoep_of(spec: LayerSpec) -> tuple[Any, Any]:
     """Return a Mixtral of one block, and an `AutoEP` for it."""
     transformers: Any = import_module("transformers")
-    num_experts, hidden, dim = spec.experts.w1.shape
+    num_experts, hidden, dim = spec.weights.w1.shape
     model = transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
             vocab_size=8, hidden_size=dim, intermediate_size=hidden, num_hidden_layers=1, num_attention_heads=2,
@@ -471,9 +484,9 @@ def _autoep_of(spec: LayerSpec) -> tuple[Any, Any]:
         )
     )  # fmt: skip
     block = model.model.layers[0].mlp
-    block.gate.weight.data.copy_(spec.router)
-    block.experts.gate_up_proj.data.copy_(torch.cat([spec.experts.w1, spec.experts.w3], 1))
-    block.experts.down_proj.data.copy_(spec.experts.w2)
+    block.gate.weight.data.copy_(spec.weights.router)
+    block.experts.gate_up_proj.data.copy_(torch.cat([spec.weights.w1, spec.weights.w3], 1))
+    block.experts.down_proj.data.copy_(spec.weights.w2)
     with _deepspeed():
         config = import_module("deepspeed.module_inject.auto_ep_config").parse_autoep_config(
             {
@@ -503,8 +516,8 @@ def _sum_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
     dist.all_reduce(parameter.grad, group=group)
 
 
-def _expert_gradients(experts: Any) -> SwiGLUWeights:
-    return SwiGLUWeights(*(_gradient(getattr(experts, name)) for name in ("w1", "w3", "w2")))
+def _expert_gradients(experts: Any) -> MoEWeights:
+    return MoEWeights(*(_gradient(getattr(experts, name)) for name in ("w1", "w3", "w2")))
 
 
 def _gradient(parameter: Any) -> Tensor:
@@ -522,23 +535,17 @@ class CertifiedSystem:
     """Package that provides the system and its version."""
     what: str
     """Description of the tested part."""
-    make: Callable[[SwiGLUWeights, dist.ProcessGroup], AbstractRoutedExperts]
-    """Makes the experts on one rank."""
-    layer: Callable[[LayerSpec], AbstractMoELayer]
-    """Makes the whole layer on one rank."""
-    has_capacity: bool = False
-    """Whether the layer supports a capacity."""
+    make: type[AbstractRoutedExperts]
+    """The experts on one rank."""
+    layer: type[AbstractMoELayer]
+    """The whole layer on one rank."""
     put: Callable[[LayerSpec], None] | None = None
     """Puts the layer into a model by the system's own means; None if it has none, or only its trainer has."""
-
-    def make_layer(self, spec: LayerSpec) -> AbstractMoELayer | None:
-        """Return the whole layer on one rank; None if `spec` has a capacity that the layer does not support."""
-        return self.layer(spec) if self.has_capacity or spec.capacity is None else None
 
 
 SYSTEMS = {
     "moesaic": CertifiedSystem(
-        "moesaic", "ep_implementation moesaic under transformers' Mixtral experts", MoesaicExperts, MoesaicLayer, True
+        "moesaic", "ep_implementation moesaic under transformers' Mixtral experts", MoesaicExperts, MoesaicLayer
     ),
     "transformers": CertifiedSystem(
         "transformers", "AllToAllEP under Mixtral's experts", TransformersExperts, TransformersLayer
@@ -551,7 +558,7 @@ SYSTEMS = {
     ),
     "deepspeed": CertifiedSystem(
         "deepspeed", "MOELayer and Experts behind a gate with the given routing; for whole layers, TopKGate",
-        DeepSpeedExperts, DeepSpeedMoELayer, True,
+        DeepSpeedExperts, DeepSpeedMoELayer,
     ),
     "deepspeed-autoep": CertifiedSystem(
         "deepspeed", "AutoEPMoELayer, made from Mixtral's layer", AutoEPExperts, AutoEPLayer, put=_autoep_in_model
@@ -607,7 +614,7 @@ def _rank(name: str) -> list[dict[str, Any]]:
     )
     rows = [asdict(each) | {"holds": each.holds()} for each in certify(SYSTEMS[name].make)]
     rows += _put(SYSTEMS[name])
-    layers = certify_layer(SYSTEMS[name].make_layer)
+    layers = certify(SYSTEMS[name].layer)
     return rows + [asdict(each) | {"holds": each.holds(), "is_layer": True} for each in layers]
 
 
@@ -615,17 +622,14 @@ def _put(system: CertifiedSystem) -> list[dict[str, Any]]:
     """Return a row with the error if the system fails to put its layer into a model by its own means; else []."""
     group = dist.group.WORLD
     assert group is not None
-    spec = LayerSpec(torch.zeros(8, 16), SwiGLUWeights(*(torch.zeros(8, *each) for each in _SHAPES)), group, 2, None)
+    shapes = ((8, 24, 16), (8, 24, 16), (8, 16, 24), (8, 16))
     try:
         if system.put is not None:
-            system.put(spec)
+            system.put(LayerSpec(MoEWeights(*map(torch.zeros, shapes)), group, 2))
     except Exception as error:  # any exception of the system's code is the finding
         failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         return [asdict(Certified("in a model", "all", math.inf, None, failed)) | {"holds": False}]
     return []
-
-
-_SHAPES = ((24, 16), (24, 16), (16, 24))
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
@@ -764,7 +768,7 @@ def _wrong(row: Mapping[str, Any]) -> str:
 _HEAD = """# Certificates: systems that compute the same as dense experts
 
 This page shows which expert-parallel systems compute the same outputs and gradients as dense experts, and lists the
-differences. Use it before you trust or compare a system, or to test your own. `moesaic.testing.routed_experts.certify`
+differences. Use it before you trust or compare a system, or to test your own. `moesaic.testing.certify`
 treats a system as a black box. It gives each rank tokens, their experts and their routing weights, and compares outputs
 and all gradients with dense experts in float64. A system passes a situation if the output and the gradients of tokens,
 routing weights and experts are correct to 1e-4 on 2 and on 4 Gloo processes. Later changes of gradients by a trainer
@@ -775,7 +779,7 @@ are not tested.
 _LAYER_HEAD = """
 ## Whole layers
 
-`moesaic.testing.moe_layers.certify_layer` includes the router. It compares the output, the gradients of tokens, router
+For whole layers, `certify` includes the router. It compares the output, the gradients of tokens, router
 (summed over the ranks) and experts, the auxiliary loss and its gradient, the gradient norm if the layer's own package
 computes it, and capacities. A loss over a rank's own tokens depends on the mesh: the mean of its values is not the loss
 over all tokens. The factor is relative to `E * sum_e f_e P_e`, with shares f and P that add up to 1.
@@ -784,11 +788,11 @@ _TAIL = """
 ## Your own system
 
 ```python
-from moesaic.testing.routed_experts import AbstractRoutedExperts, certify
+from moesaic.testing.certify import AbstractMoELayer, AbstractRoutedExperts, certify
 ```
 
-Write a class with `run` and `gradients`, start a process group, and call `certify(YourExperts)` on every rank.
-`AbstractMoELayer` and `certify_layer` of `moesaic.testing.moe_layers` do the same for a whole layer. Each finding
+Write a class of either kind with `run` and `gradients`, which is made from a `LayerSpec`, start a process group, of one rank or
+more, and call `certify(YourClass)` on every rank. Each finding
 prints the wrong quantity, its error, and the factor if one explains the error. `lab/moesaic_lab/certificates.py` has
 twelve such classes of about 20 lines each.
 """

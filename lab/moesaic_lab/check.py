@@ -75,7 +75,7 @@ def claims(result: dict[str, Any]) -> list[Claim]:
 
 
 def planted(options: CheckOptions, told: Told) -> list[dict[str, Any]]:
-    """Plant every bug and return a row per bug: what caught it, and which factor its wrong numbers suggest."""
+    """Plant every bug and return a row per bug: what caught it, and the first ratio of its wrong numbers."""
     verdicts = list(judge_all(options.at_once, lambda name: told(f"planted: {name}")))
     if options.gloo:
         told("planted bugs that need processes")
@@ -85,7 +85,7 @@ def planted(options: CheckOptions, told: Told) -> list[dict[str, Any]]:
             "mutant": verdict.mutant.name,
             "source": verdict.mutant.source,
             "caught_by": verdict.caught_by,
-            "looks_like": "; ".join(str(finding) for finding in verdict.findings if finding.factor),
+            "off_by": verdict.off_by,
         }
         for verdict in verdicts
     ]
@@ -93,7 +93,7 @@ def planted(options: CheckOptions, told: Told) -> list[dict[str, Any]]:
 
 def tables(result: dict[str, Any]) -> list[Table]:
     """Return one table with the worst error of every quantity, and one with the planted bugs."""
-    columns = [Column(key=key, title=key, is_text=True) for key in ("mutant", "source", "caught_by", "looks_like")]
+    columns = [Column(key=key, title=key, is_text=True) for key in ("mutant", "source", "caught_by", "off_by")]
     bugs = Shown(title="Planted bugs", columns=columns).of(result["mutants"])
     return Shown(title="Worst errors").of(rows(result)[: len(result["worst_errors"])]) + bugs
 

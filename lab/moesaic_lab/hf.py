@@ -24,7 +24,7 @@ from transformers.distributed import DistributedConfig
 
 import moesaic.transformers
 from moesaic import Plan
-from moesaic.testing.processes import on_ranks
+from moesaic.testing.runner import on_ranks
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.families import Family, build, families, text

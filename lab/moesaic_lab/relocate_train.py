@@ -32,7 +32,7 @@ from moesaic.configfile import override
 from moesaic.layer import MoE, finish_step
 from moesaic.measure.together import hold_still, latest, start_together
 from moesaic.models.moving import MovingGPT
-from moesaic.testing.processes import on_ranks
+from moesaic.testing.runner import on_ranks
 from moesaic.traces.load import locality
 from moesaic.train.balance import make_arbiter, place_samples, rates_of
 from moesaic.train.config import MeshConfig, TrainConfig, demo

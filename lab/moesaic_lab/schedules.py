@@ -31,7 +31,7 @@ from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES, Kind, Program, Task
 from moesaic.routing.routers.hash import Hash
 from moesaic.routing.routing import Choice, Scores
-from moesaic.testing.processes import on_ranks
+from moesaic.testing.runner import on_ranks
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
 from moesaic_lab.claims import Claim
 from moesaic_lab.recorder import RecordedMessage, Recorder

@@ -32,7 +32,7 @@ from moesaic.configfile import override
 from moesaic.errors import InputError, TrainingError
 from moesaic.layer import MoE
 from moesaic.program.plan import Plan
-from moesaic.testing.processes import on_ranks
+from moesaic.testing.runner import on_ranks
 from moesaic.train.config import TrainConfig, demo
 from moesaic.train.loop import Trainer
 from moesaic.train.state import open_run

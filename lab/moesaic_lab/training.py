@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moesaic.testing.processes import on_ranks
+from moesaic.testing.runner import on_ranks
 from moesaic.train.config import TrainConfig
 from moesaic.train.loop import TrainResult, train
 from moesaic.train.metrics import read_metrics

@@ -22,7 +22,7 @@ from moesaic.comm.collectives import DIRECT_BYTES, all_gather, all_reduce_sum, b
 from moesaic.comm.mesh import Mesh, check_same, open_transport
 from moesaic.comm.transport import Transfer
 from moesaic.errors import InputError
-from moesaic.testing.processes import leave
+from moesaic.testing.runner import leave
 from worlds import start
 
 

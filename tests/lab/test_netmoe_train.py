@@ -11,7 +11,7 @@ import torch
 
 from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, TwoStage
 from moesaic.configfile import override
-from moesaic.testing.processes import on_ranks
+from moesaic.testing.runner import on_ranks
 from moesaic.train.config import MeshConfig, TrainConfig, demo
 from moesaic_lab.relocate_train import StepFound, StepJob, StepMethod, step_times
 

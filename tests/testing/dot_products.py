@@ -23,7 +23,7 @@ from moesaic.program.task import Kind, Op, Program, Slot, State, Task
 from moesaic.program.transpose import cotangent, transpose
 from moesaic.runtime.executor import drive, interpret
 from moesaic.runtime.tasks import Call, Value
-from moesaic.testing.suite import same_axes
+from moesaic.testing.runner import same_axes
 
 _WIDTH = 3
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.testing.routed_experts import AbstractRoutedExperts, Certified, SwiGLUWeights, certify
+from moesaic.testing.certify import AbstractRoutedExperts, Certified, LayerSpec, MoEWeights, certify
 
 
 class _Gather(torch.autograd.Function):
@@ -35,9 +35,9 @@ class Gathering(AbstractRoutedExperts):
 
     bug = ""
 
-    def __init__(self, weights: SwiGLUWeights, group: dist.ProcessGroup) -> None:
-        self.group, own = group, weights.owned(group)
-        self.first = group.rank() * own.num_experts
+    def __init__(self, spec: LayerSpec) -> None:
+        self.group, own = spec.group, spec.weights.owned(spec.group)
+        self.first = self.group.rank() * own.num_experts
         self.w1, self.w3, self.w2 = (each.clone().requires_grad_() for each in (own.w1, own.w3, own.w2))
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
@@ -61,9 +61,9 @@ class Gathering(AbstractRoutedExperts):
         start = self.group.rank() * int(most)
         return y[start : start + len(x)]
 
-    def gradients(self) -> SwiGLUWeights:
+    def gradients(self) -> MoEWeights:
         scale = 1 / self.group.size() if self.bug == "experts averaged" else 1.0
-        return SwiGLUWeights(
+        return MoEWeights(
             *(torch.zeros_like(w) if w.grad is None else w.grad * scale for w in (self.w1, self.w3, self.w2))
         )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 
 import pytest
+import torch
 
 from moesaic.balance.run.calls import BalancedCalls
 from moesaic.program.all_to_all import ALL_TO_ALLS
@@ -13,9 +15,13 @@ from moesaic.program.build import SCHEDULES
 from moesaic.program.order import ORDERS
 from moesaic.program.plan import Plan
 from moesaic.routing.routers import ROUTERS
+from moesaic.testing import runner
 from moesaic.testing.cases import Case, draw_case
-from moesaic.testing.equivalence import failures, relative, run_case
-from moesaic.testing.suite import BALANCE, Summary, answers, features, run_seeds
+from moesaic.testing.equivalence import failures, run_case
+from moesaic.testing.reference import ratio, relative
+from moesaic.testing.runner import BALANCE, Evidence, answers, gather_evidence
+
+from .features import features
 
 NUM_CASES, FIRST = 2000, 40
 LEAST = 15
@@ -30,33 +36,34 @@ def replicating() -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def summary() -> Summary:
-    return run_seeds(range(NUM_CASES), workers=2)
+def evidence() -> Evidence:
+    return gather_evidence(range(NUM_CASES), workers=2)
 
 
 def test_the_first_cases_pass():
     """Run the cases that `make test` includes."""
-    first = run_seeds(range(FIRST), workers=1)
+    first = gather_evidence(range(FIRST))
     assert [str(failure) for failure in first.failures] == []
-    assert first.cases == FIRST
+    assert [checked.case.seed for checked in first.loopback] == list(range(FIRST))
 
 
 @pytest.mark.random
-def test_every_case_passes(summary):
-    assert [str(failure) for failure in summary.failures] == []
-    assert summary.cases == NUM_CASES
-    assert summary.refused > 0  # illegal plans are drawn too, and refused
+def test_every_case_passes(evidence):
+    assert [str(failure) for failure in evidence.failures] == []
+    assert len(evidence.loopback) == NUM_CASES
+    assert evidence.refused > 0  # illegal plans are drawn too, and refused
 
 
 @pytest.mark.random
-def test_the_worst_error_in_float64_is_rounding(summary):
+def test_the_worst_error_in_float64_is_rounding(evidence):
     quantities = {"output", "input gradient", "router gradient", "expert gradient", "shared gradient", "auxiliary loss"}
-    assert quantities | {"counts", "router state", "evaluation", "tensor group agrees"} == set(summary.worst)
-    assert max(summary.worst.values()) < 1e-12
+    assert quantities | {"counts", "router state", "evaluation", "tensor group agrees"} == set(evidence.worst)
+    assert max(evidence.worst.values()) < 1e-12
 
 
 @pytest.mark.random
-def test_cases_have_every_feature(summary):
+def test_cases_have_every_feature(evidence):
+    found = Counter(feature for checked in evidence.loopback for feature in features(checked.case))
     required = [f"schedule={name}" for name in SCHEDULES]
     required += [f"all_to_all={name}" for name in (*ALL_TO_ALLS, "multicast")]
     required += [f"order={name}" for name in ORDERS]
@@ -70,7 +77,7 @@ def test_cases_have_every_feature(summary):
     required += ["group without tokens", "uneven groups", "several nodes", "capacity per rank", "admission by score"]
     required += ["coded, exact", "padded capacity", "apply_weight=before"]
     required += [f"balance={answer}" for answer in BALANCE if answer != "memory budget"]  # no drawn plan has one yet
-    assert {name: summary.features[name] for name in required if summary.features[name] < LEAST} == {}
+    assert {name: found[name] for name in required if found[name] < LEAST} == {}
 
 
 def test_a_case_is_the_same_again():
@@ -88,8 +95,6 @@ def test_a_case_prints_as_what_makes_it():
 def test_not_a_number_fails():
     case = dataclasses.replace(draw_case(0), precision="float64")
     assert failures(case, {"output": float("nan"), "counts": 0.0}).keys() == {"output"}
-    import torch
-
     assert relative(torch.tensor([float("nan")]), torch.zeros(1)) == float("inf")
     assert relative(torch.zeros(2), torch.zeros(3)) == float("inf")
     assert relative(None, torch.full((2,), 3.0)) == 3.0
@@ -97,15 +102,22 @@ def test_not_a_number_fails():
 
 
 def test_what_a_case_raises_is_reported_with_the_case(monkeypatch):
-    from moesaic.testing import suite
-
     def broken(case):
         raise RuntimeError("no such rank\nsecond line")
 
-    monkeypatch.setattr(suite, "run_case", broken)
-    found = suite.run_part([3])
-    assert found.failures[0].reason == "RuntimeError: no such rank"
-    assert "seed 3" in str(found.failures[0])
+    monkeypatch.setattr(runner, "ran_case", broken)
+    (checked,), _ = runner.run_part([3])
+    assert (checked.reason, checked.errors) == ("RuntimeError: no such rank", {})
+    assert "seed 3" in str(checked)
+
+
+def test_a_ratio_explains_every_value():
+    one, other = torch.randn(2, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert ratio(0.5 * one, one) == pytest.approx(0.5)
+    assert ratio(0 * one, one) == 0.0
+    for unlike in (other, one.flip(0), one[:5], one * float("nan")):
+        assert ratio(unlike, one) is None
+    assert ratio(one, 0 * one) is None
 
 
 def test_what_answers_skewed_routing_is_named():

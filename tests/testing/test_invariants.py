@@ -15,7 +15,7 @@ from moesaic.program.validate import validate
 from moesaic.runtime import messages, tasks
 from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import compile_case, run_case
-from moesaic.testing.suite import disagreements, observed
+from moesaic.testing.runner import disagreements, observed
 from moesaic_lab.planted.mutants import CASES
 from program_text import from_text
 

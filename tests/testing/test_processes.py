@@ -6,7 +6,7 @@ import pytest
 
 from moesaic.testing.cases import draw_case
 from moesaic.testing.equivalence import failures
-from moesaic.testing.processes import ProcessCase, run_on_gloo
+from moesaic.testing.runner import ProcessCase, run_on_gloo
 
 CASES = {2: 8, 4: 6, 8: 4}
 """World size -> number of cases."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moesaic.testing.routed_experts import SITUATIONS
+from moesaic.testing.certify import SITUATIONS
 from testing import routed_ranks
 from worlds import on_ranks
 
@@ -45,6 +45,12 @@ def test_what_is_raised_is_the_finding(found):
     assert {str(finding) for finding in found["fails"]} == {
         f"{each.name}: ValueError: no such thing" for each in SITUATIONS
     }
+
+
+def test_one_rank_alone_is_certified_as_well():
+    (found,) = on_ranks(1, routed_ranks.findings, ["", "router detached"])
+    assert [str(finding) for finding in found[""] if not finding.holds()] == []
+    assert wrong(found["router detached"]) == {"gates"}
 
 
 def test_where_one_rank_fails_the_others_say_so_and_the_rest_is_left_out():

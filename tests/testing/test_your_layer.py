@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from moesaic.program.grid import Grid
-from moesaic.testing.your_layer import assert_equivalent, small_meshes
+from moesaic.testing.certify import assert_equivalent, small_meshes
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -37,7 +37,7 @@ def test_a_failing_layer_fails_and_says_why(tmp_path):
     done = pytest_on(tmp_path / "test_mine.py")
     assert done.returncode == 1
     assert "gradient of weight on tp=1 ep=2 etp=1 of 2 ranks, rank 0" in done.stdout
-    assert "it is 2 times what it should be, which looks like a missing division by ep (=2)" in done.stdout
+    assert "it is 2 times what it should be" in done.stdout
 
 
 def test_small_meshes():
@@ -77,20 +77,13 @@ def test_outputs_are_compared(world):
 
 
 @pytest.mark.parametrize(
-    ("factor", "named"),
-    [
-        (lambda grid: grid.dp, "a missing division by dp (=2)"),
-        (lambda grid: 1 / grid.tp, "one division too many by tp (=2)"),
-        (lambda grid: 3.0, "the same factor on every mesh"),
-    ],
+    ("factor", "named"), [(lambda grid: grid.dp, "2"), (lambda grid: 1 / grid.tp, "0.5"), (lambda grid: 0.0, "0")]
 )
-def test_the_axis_of_a_factor_is_named(factor, named):
-    """On this mesh dp and tp are both 2; only other meshes distinguish them."""
-
+def test_a_wrong_ratio_is_named(factor, named):
     def finish(layer, rank):
         layer.weight.grad = rank.all_reduce(layer.weight.grad, "dp") / rank.grid.dp * factor(rank.grid)
 
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(AssertionError, match=rf"gradient of weight .* it is {named} times what it should be"):
         assert_equivalent(
             lambda rank: Scaled(1.0),
             Scaled(1.0),
@@ -99,8 +92,6 @@ def test_the_axis_of_a_factor_is_named(factor, named):
             shard=lambda name, gradients, rank: gradients[name],
             finish=finish,
         )
-    assert named in str(caught.value)
-    assert "gradient of weight" in str(caught.value)
 
 
 def test_values_in_other_places_have_no_factor():
@@ -121,7 +112,7 @@ def test_values_in_other_places_have_no_factor():
 def test_rows_go_where_they_are_sent_whatever_their_number():
     from moesaic.comm.loopback import run_ranks
     from moesaic.comm.mesh import Mesh
-    from moesaic.testing.your_layer import Rank
+    from moesaic.testing.certify import Rank
 
     def run(transport):
         rank = Rank(Mesh(Grid(world=4, ep=4), transport))

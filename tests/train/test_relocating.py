@@ -21,7 +21,7 @@ from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
 from moesaic.models.moving import MovingGPT
 from moesaic.program.plan import Plan
-from moesaic.testing.processes import leave
+from moesaic.testing.runner import leave
 from moesaic.train.parallel import parallelize
 from worlds import start
 

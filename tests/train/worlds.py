@@ -19,7 +19,7 @@ from torch.distributed import FileStore
 
 from moesaic.balance.samples import PlacerOptions
 from moesaic.errors import InputError, TrainingError
-from moesaic.testing.processes import leave
+from moesaic.testing.runner import leave
 from moesaic.train import balance, loop, machine
 from moesaic.train.checkpoint import load_checkpoint
 from moesaic.train.config import TrainConfig

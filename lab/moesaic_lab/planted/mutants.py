@@ -7,11 +7,12 @@ thread, or as the name of a paper or of its code.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -23,9 +24,8 @@ from moesaic.routing.capacity import Capacity, Dropless
 from moesaic.routing.losses import Importance, LoadBalance, ZLoss
 from moesaic.runtime import expert_parallel, messages
 from moesaic.testing.cases import Case
-from moesaic.testing.diagnosis import Diagnosis, Finding, diagnose
-from moesaic.testing.equivalence import Patch, Ran, failures, ran_case
-from moesaic.testing.processes import ProcessCase, run_on_gloo
+from moesaic.testing.equivalence import Patch, Ran, ran_case
+from moesaic.testing.runner import ProcessCase, run_on_gloo
 from moesaic_lab.planted import plants
 
 Catcher = Literal["validator", "crash", "numbers", "nobody"]
@@ -125,31 +125,30 @@ class Mutant:
     """Context manager that replaces parts of the library while the case runs."""
     change: Callable[[Compiled], Compiled] | None = None
     """Changes the compiled programs; None to leave them."""
-    looks_like: tuple[str, str] | None = None
-    """(quantity, factor) that the diagnosis must name first, as in ("expert gradients", "ep"); None if no factor is wrong."""
+    off_by: str = ""
+    """The first ratio that the failure must name, such as "expert gradient: 2"; empty if none explains wrong values."""
 
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "expert gradients scaled by ep", "DeepSpeed#5618, pytorch#160285", "step", "numbers",
-        plants.experts_times(lambda layer, grid: grid.ep), looks_like=("expert gradients", "ep"),
+        plants.experts_times(lambda layer, grid: grid.ep), off_by="expert gradient: 2",
     ),
     Mutant(
         "expert gradients averaged over their copies only", "Megatron-LM#5956, DeepSpeed#6546", "step", "numbers",
-        plants.experts_times(lambda layer, grid: grid.dp / grid.edp), looks_like=("expert gradients", "dp/edp"),
+        plants.experts_times(lambda layer, grid: grid.dp / grid.edp), off_by="expert gradient: 2",
     ),
     Mutant(
         "expert gradients scaled for tp, made good for etp", "Megatron-LM#7165, #7160", "unlike", "numbers",
-        plants.experts_times(lambda layer, grid: grid.tp / grid.etp), looks_like=("expert gradients", "tp/etp"),
+        plants.experts_times(lambda layer, grid: grid.tp / grid.etp), off_by="expert gradient: 2",
     ),
     Mutant(
         "expert gradients divided by all ranks", "own", "step", "numbers",
-        plants.experts_times(lambda layer, grid: 1 / grid.tp), looks_like=("expert gradients", "1/tp"),
+        plants.experts_times(lambda layer, grid: 1 / grid.tp), off_by="expert gradient: 0.5",
     ),
     Mutant(
         "expert gradients a mean over chunks", "own", "chunks", "numbers",
-        plants.experts_times(lambda layer, grid: 1 / layer.on_mesh.compiled.plan.chunks),
-        looks_like=("expert gradients", "1/chunks"),
+        plants.experts_times(lambda layer, grid: 1 / layer.on_mesh.compiled.plan.chunks), off_by="expert gradient: 0.5",
     ),
     Mutant(
         "expert gradients not summed over their copies", "Megatron-LM#5916, fairseq#4220", "step", "numbers",
@@ -161,12 +160,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("shards of an expert summed", "Megatron-LM#5916", "step", "numbers", plants.experts_summed_over("etp")),
     Mutant(
-        "all gradients averaged twice", "own", "step", "numbers", plants.everything_times(lambda grid: 1 / grid.dp),
-        looks_like=("router gradients", "1/dp"),
+        "all gradients averaged twice", "own", "step", "numbers", plants.everything_times(lambda grid: 1 / grid.dp), off_by="router gradient: 0.25",
     ),
     Mutant(
         "all gradients summed, never averaged", "own", "step", "numbers",
-        plants.everything_times(lambda grid: grid.dp), looks_like=("router gradients", "dp"),
+        plants.everything_times(lambda grid: grid.dp), off_by="router gradient: 4",
     ),
     Mutant(
         "router's gradient not reduced over dp", "torchtitan#4054", "step", "numbers",
@@ -178,12 +176,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "S1: the gate's gradient averaged over tp", "own", "step", "numbers",
-        plants.replaced(expert_parallel, "share", plants.averaged_over_peers),
-        looks_like=("router gradients", "1/tp"),
+        plants.replaced(expert_parallel, "share", plants.averaged_over_peers), off_by="router gradient: 0.5",
     ),
     Mutant(
         "router trained by its losses alone", "Automodel#2995", "step", "numbers", plants.weights_without_gradient,
-        looks_like=("input gradients through the routing weights", "0"),
     ),
     Mutant(
         "router's gradient from local experts only", "transformers#48205", "step", "numbers",
@@ -194,42 +190,39 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "auxiliary loss scaled by tp", "Megatron-LM#5047, #7452 (10)", "step", "numbers",
         plants.loss_share(lambda grid: grid.dp * grid.tp),
-        looks_like=("input gradients from the auxiliary losses", "tp"),
     ),
     Mutant(
         "auxiliary loss too small by dp", "Megatron-LM#3672", "step", "numbers", plants.loss_share(lambda grid: 1),
-        looks_like=("input gradients from the auxiliary losses", "1/dp"),
     ),
     Mutant(
         "auxiliary loss never reaches the router", "Automodel#1408; ScheMoE", "step", "numbers",
-        plants.loss_never_used, looks_like=("input gradients from the auxiliary losses", "0"),
+        plants.loss_never_used,
     ),
     Mutant("auxiliary losses of a rank's own tokens", "own", "step", "numbers", plants.losses_of_own_tokens),
     Mutant(
         "load-balance loss nearly constant", "hyper-parallel#752", "step", "numbers",
-        plants.load_balance(plants.balance_over_wrong_pairs), looks_like=("input gradients from load_balance", "0"),
+        plants.load_balance(plants.balance_over_wrong_pairs),
     ),
     Mutant(
         "load-balance loss without the number of experts", "Automodel#1408", "step", "numbers",
-        plants.load_balance(plants.balance_without_experts),
-        looks_like=("input gradients from load_balance", "1/num_experts"),
+        plants.load_balance(plants.balance_without_experts), off_by="auxiliary loss: 0.25",
     ),
     Mutant(
         "load-balance loss counts choices per token", "own", "step", "numbers",
-        plants.load_balance(plants.balance_of_choices), looks_like=("input gradients from load_balance", "top_k"),
+        plants.load_balance(plants.balance_of_choices), off_by="auxiliary loss: 2",
     ),
     Mutant(
         "load of a step over the tokens of a micro-batch", "Megatron-LM#7197", "global", "numbers",
-        plants.load_balance(plants.balance_of_this_micro_batch),
+        plants.load_balance(plants.balance_of_this_micro_batch), off_by="auxiliary loss: 2",
     ),
     Mutant("softmax twice before the load-balance loss", "transformers#45120", "step", "numbers", plants.softmax_again),
     Mutant(
         "copies counted again under recompute", "torchtitan#1593", "recompute", "numbers",
-        plants.counting(lambda layer, routed, replaying: replaying), looks_like=("copies counted (step)", "2"),
+        plants.counting(lambda layer, routed, replaying: replaying), off_by="counts: 2",
     ),
     Mutant(
         "copies counted by every tensor rank", "Megatron-DeepSpeed#63", "step", "numbers",
-        plants.counting_anew(plants.every_tensor_rank), looks_like=("copies counted (step)", "tp"),
+        plants.counting_anew(plants.every_tensor_rank), off_by="counts: 2",
     ),
     Mutant(
         "copies of other ranks not counted", "torchtitan#4154", "step", "numbers",
@@ -251,25 +244,22 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("counts over the wrong axis", "FastMoE", "baseline", "crash", plants.counted_over_tp),
     Mutant(
         "gradient norm without experts", "Megatron-LM#5916, FastMoE#29", "gloo", "numbers",
-        plants.norm_without_experts, looks_like=("squares of the gradient norm from the experts", "0"),
+        plants.norm_without_experts,
     ),
     Mutant("gradient norm counts replicas", "own", "gloo", "numbers", plants.norm_with_replicas),
     Mutant(
         "gradient norm: experts of one tensor rank only", "Megatron-LM#5916, radixark/Megatron-LM#80", "gloo",
         "numbers", plants.norm_of_first_tensor_rank,
-        looks_like=("squares of the gradient norm from the experts", "1/tp"),
     ),
     Mutant(
         "gradient norm: dense weights once per tensor rank", "ROCm/TransformerEngine#715", "gloo", "numbers",
-        plants.norm_of_every_tensor_rank, looks_like=("squares of the gradient norm from all others", "tp"),
+        plants.norm_of_every_tensor_rank,
     ),
     Mutant(
         "gradient norm: experts once per copy", "own", "gloo", "numbers", plants.norm_of_every_expert_copy,
-        looks_like=("squares of the gradient norm from the experts", "edp"),
     ),
     Mutant(
         "input gradient summed over tp twice", "own", "step", "numbers", plants.input_gradient_summed_over_tp,
-        looks_like=("input gradients through the experts", "tp"),
     ),
     Mutant(
         "gathered rows' gradient sliced, not summed", "Automodel#1260", "chunks", "validator",
@@ -277,7 +267,6 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "shared expert's partial sums not added", "tpu-inference#3435", "shared", "numbers", plants.shared_partial,
-        looks_like=("input gradients through the shared expert", "1/tp"),
     ),
     Mutant(
         "shared expert's gradient taken for a routed one's", "own", "shared", "numbers",
@@ -291,20 +280,18 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("2DH divides by the wrong size", "Tutel, algorithm 2", "nodes", "crash", plants.stride_by_columns),
     Mutant(
         "partial sums of shards not summed", "own", "chunks", "numbers",
-        plants.replaced(messages, "placed", plants.last_shard_only), looks_like=("gradients of experts.b2", "1/etp"),
+        plants.replaced(messages, "placed", plants.last_shard_only),
     ),
     Mutant(
         "output bias added by every shard", "torchtitan#4245", "chunks", "numbers", plants.bias_of_every_shard,
-        looks_like=("gradients of experts.b2", "etp"),
     ),
     Mutant("chunks of weights swapped", "own", "chunks", "numbers", change=plants.chunks_swapped),
     Mutant(
         "gather of a replicated gradient reduced", "own", "chunks", "numbers", change=plants.last_gather_reduced,
-        looks_like=("input gradients through the routing weights", "tp"),
     ),
     Mutant(
         "baseline's copies not divided", "Parm, eq. 1; Megatron-DeepSpeed#63", "baseline", "numbers",
-        change=plants.backward_scale_dropped, looks_like=("expert gradients", "tp"),
+        change=plants.backward_scale_dropped,
     ),
     Mutant("visits off by one", "own", "multicast", "numbers", plants.node_tokens_off_by_one),
     Mutant("gradients coded", "ScheMoE", "codec", "numbers", change=plants.gradients_coded),
@@ -328,26 +315,16 @@ class MutantVerdict:
     mutant: Mutant
     caught_by: Catcher
     how: str
-    """The wrong quantities with their errors, or the exception."""
-    findings: tuple[Finding, ...] = ()
-    """Findings of the diagnosis of wrong numbers."""
-
-    @property
-    def looks_like(self) -> tuple[str, str] | None:
-        """The first (quantity, factor) of the findings, as in `Mutant.looks_like`."""
-        return next(((finding.what, finding.factor) for finding in self.findings if finding.factor), None)
+    """The wrong quantities with their errors and ratios, or the exception."""
+    off_by: str = ""
+    """The first ratio, as in `Mutant.off_by`."""
 
 
 def judge(mutant: Mutant) -> MutantVerdict:
     """Run a mutant that needs no processes and return what catches it."""
     assert mutant.case != "gloo", f"{mutant.name} needs processes"
-    first = CASES[mutant.case]
-
-    def run(case: Case) -> Ran:
-        return ran_case(case, lambda compiled: _validated(mutant, compiled), mutant.patch)
-
     try:
-        return verdict_of(mutant, diagnose(first, run))
+        return _verdict_of(mutant, ran_case(CASES[mutant.case], partial(_validated, mutant), mutant.patch))
     except ProgramError as error:
         return MutantVerdict(mutant, "validator", str(error))
     except Exception as error:  # any exception catches a bug
@@ -363,20 +340,17 @@ def judge_on_gloo(mutant: Mutant, ran: Sequence[Ran]) -> MutantVerdict:
         mutant: the mutant.
         ran: the results of the cases `GLOO`, run with the mutant.
     """
-    by_case = {of_case.case: of_case for of_case in ran}
-    first = next((of_case.case for of_case in ran if failures(of_case.case, of_case.errors)), GLOO[0])
-    others = [case for case in by_case if case != first]
-    return verdict_of(mutant, diagnose(first, by_case.__getitem__, others))
+    return _verdict_of(mutant, next((each for each in ran if each.wrong), ran[0]))
 
 
-def verdict_of(mutant: Mutant, diagnosis: Diagnosis) -> MutantVerdict:
+def _verdict_of(mutant: Mutant, ran: Ran) -> MutantVerdict:
     """Return the verdict on a mutant that ran without an exception."""
-    wrong = diagnosis.wrong
-    how = ", ".join(f"{q} {e:.1e}" for q, e in wrong.items())
-    return MutantVerdict(mutant, "numbers" if wrong else "nobody", how, diagnosis.findings)
+    wrong, ratios = ran.wrong, (f"{quantity}: {ratio:.4g}" for quantity, ratio in ran.ratios.items())
+    return MutantVerdict(mutant, "numbers" if wrong else "nobody", ", ".join(wrong), next(ratios, ""))
 
 
 def _validated(mutant: Mutant, compiled: Compiled) -> Compiled:
+    """Return the compiled plan with the mutant's change, once its programs are valid."""
     changed = compiled if mutant.change is None else mutant.change(compiled)
     validate(changed.forward)
     validate(changed.backward)
@@ -390,17 +364,21 @@ def judge_all(workers: int, told: Callable[[str], object]) -> Iterator[MutantVer
         workers: number of processes that run the mutants; 1 runs them in this process.
         told: called with each mutant's name after it has run.
     """
-    names = [mutant.name for mutant in MUTANTS if mutant.case != "gloo"]
-    if workers == 1:
-        verdicts = map(_judge_named, names)
-        for verdict in verdicts:
-            told(verdict.mutant.name)
-            yield verdict
-        return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        for name, (caught_by, how, findings) in zip(names, pool.map(_picklable_verdict, names)):
-            told(name)
-            yield MutantVerdict(_named(name), caught_by, how, findings)
+    mutants = [mutant for mutant in MUTANTS if mutant.case != "gloo"]
+    with ExitStack() as stack:
+        run: Callable[..., Iterable[Sequence[Any]]] = map
+        if workers > 1:
+            context = multiprocessing.get_context("spawn")
+            run = stack.enter_context(ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,))).map
+        for mutant, verdict in zip(mutants, run(_judge_number, map(MUTANTS.index, mutants))):
+            told(mutant.name)
+            yield MutantVerdict(mutant, *verdict)
+
+
+def _judge_number(number: int) -> tuple[Catcher, str, str]:
+    """Return the verdict on a mutant without the mutant, which cannot be pickled."""
+    verdict = judge(MUTANTS[number])
+    return verdict.caught_by, verdict.how, verdict.off_by
 
 
 def judge_all_on_gloo() -> Iterator[MutantVerdict]:
@@ -409,17 +387,3 @@ def judge_all_on_gloo() -> Iterator[MutantVerdict]:
     results = run_on_gloo([ProcessCase(case, mutant.patch) for mutant in mutants for case in GLOO])
     for number, mutant in enumerate(mutants):
         yield judge_on_gloo(mutant, results[number * len(GLOO) : (number + 1) * len(GLOO)])
-
-
-def _named(name: str) -> Mutant:
-    return next(mutant for mutant in MUTANTS if mutant.name == name)
-
-
-def _judge_named(name: str) -> MutantVerdict:
-    return judge(_named(name))
-
-
-def _picklable_verdict(name: str) -> tuple[Catcher, str, tuple[Finding, ...]]:
-    """Return a verdict without its mutant, which cannot be pickled."""
-    verdict = _judge_named(name)
-    return verdict.caught_by, verdict.how, verdict.findings

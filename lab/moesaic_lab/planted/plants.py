@@ -43,7 +43,7 @@ from moesaic.runtime import data_parallel, executor, expert_parallel, messages, 
 from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.routing_cache import RoutingCache
 from moesaic.runtime.tasks import Indices
-from moesaic.testing import processes
+from moesaic.testing import runner
 from moesaic.testing.equivalence import Patch
 
 
@@ -260,7 +260,7 @@ def norm_with(
         of_spread = norm_module.gradient_norm(spread).square() * of_experts(mesh.grid)
         return float((of_spread + norm_module.gradient_norm(others).square() * of_others(mesh.grid)).sqrt())
 
-    return mock.patch.object(processes, "_norm", wrapped)
+    return mock.patch.object(runner, "_norm", wrapped)
 
 
 def norm_of_first_tensor_rank() -> AbstractContextManager[object]:

@@ -18,14 +18,12 @@ from moesaic.errors import InputError
 from moesaic.planner.profile import MachineInfo, Versions
 
 if TYPE_CHECKING:
-    from moesaic.testing.processes import Evidence
+    from moesaic.testing.runner import Evidence
 
 DESCRIPTION = (
     "Compare random meshes, plans and workloads with a dense float64 reference, with the ranks in one process and as real "
     "processes. The exit code is 1 if a case fails."
 )
-EXPLAINED = 3
-"""Failures for which the report says which numbers are wrong; each explanation takes as long as about ten cases."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,33 +71,30 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(json.dumps(as_dict(evidence), indent=2) + "\n")
     else:
         _print(evidence)
-    return 0 if evidence.passed else 1
+    return 1 if evidence.failures else 0
 
 
 def _run_one(seed: int, world: int | None) -> int:
     """Run one case and print the case, its errors and the reason of a failure; returns the exit code."""
     from moesaic.testing.cases import draw_case
-    from moesaic.testing.suite import check_case, looks_like
+    from moesaic.testing.runner import check_case
 
-    case = draw_case(seed, world=world)
-    errors, reason = check_case(case)
+    checked = check_case(draw_case(seed, world=world))
     console = Console(soft_wrap=True)
-    console.print(case)
-    table = Table("quantity", "relative error", title=f"tolerance {case.tolerance:.0e}")
-    for quantity, error in errors.items():
+    console.print(checked.case)
+    table = Table("quantity", "relative error", title=f"tolerance {checked.case.tolerance:.0e}")
+    for quantity, error in checked.errors.items():
         table.add_row(quantity, f"{error:.1e}")
     console.print(table)
-    console.print(f"failed: {reason}" if reason else "passed", markup=False)
-    for line in looks_like(case) if reason else ():
-        console.print(f"  {line}", markup=False)
-    return 1 if reason else 0
+    console.print(f"failed: {checked.reason}" if checked.reason else "passed", markup=False)
+    return 1 if checked.reason else 0
 
 
 def gather(options: CheckOptions) -> Evidence:
     """Run the suite, with progress bars on standard error."""
-    from moesaic.testing.processes import WORLDS, gather_evidence
+    from moesaic.testing.runner import GLOO_CASES, gather_evidence
 
-    totals = {"cases": options.cases} | ({"worlds": len(WORLDS)} if options.gloo else {})
+    totals = {"cases": options.cases} | ({"worlds": len(GLOO_CASES)} if options.gloo else {})
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         tasks = {what: progress.add_task(what, total=total) for what, total in totals.items()}
@@ -114,44 +109,41 @@ def gather(options: CheckOptions) -> Evidence:
 def as_dict(evidence: Evidence) -> dict[str, Any]:
     """Return the results as plain data, with the machine and the versions of the software."""
     from moesaic.testing.cases import missing_codecs
-    from moesaic.testing.suite import BALANCE
 
-    summary = evidence.summary
     return {
         "machine": asdict(MachineInfo.here()),
         "versions": asdict(Versions.here()),
-        "passed": evidence.passed,
-        "cases": summary.cases,
+        "passed": not evidence.failures,
+        "cases": len(evidence.loopback),
         "codecs_not_installed": missing_codecs(),
-        "cases_by_balance": {answer: summary.features[f"balance={answer}"] for answer in BALANCE},
+        "cases_by_balance": evidence.balance,
         "cases_by_processes": evidence.worlds,
         "failures": [{"seed": failure.case.seed, "failure": failure.reason} for failure in evidence.failures],
-        "worst_errors": dict(sorted(summary.worst.items())),
+        "worst_errors": dict(sorted(evidence.worst.items())),
     }
 
 
 def _print(evidence: Evidence) -> None:
+    """Print a table of the results, and each failed case with the command that repeats it."""
     from moesaic.testing.cases import missing_codecs
-    from moesaic.testing.suite import BALANCE, looks_like
 
-    summary = evidence.summary
     console = Console()
     table = Table("check", "result", title="moesaic check")
-    table.add_row("cases on loopback", f"{summary.cases:,}, {len(summary.failures)} failed")
-    table.add_row("plans refused while drawing", f"{summary.refused:,}")
+    failed = sum(bool(checked.reason) for checked in evidence.loopback)
+    table.add_row("cases on loopback", f"{len(evidence.loopback):,}, {failed} failed")
+    table.add_row("plans refused while drawing", f"{evidence.refused:,}")
     if missing := missing_codecs():
         table.add_row("codecs that are not installed, and so in no case", ", ".join(missing))
     for world, count in evidence.worlds.items():
         table.add_row(f"cases on {world} processes", str(count))
     table.add_section()
-    for answer in BALANCE:
-        table.add_row(f"cases with {answer}", f"{summary.features[f'balance={answer}']:,}")
+    for answer, count in evidence.balance.items():
+        table.add_row(f"cases with {answer}", f"{count:,}")
     table.add_section()
-    for quantity, error in sorted(summary.worst.items()):
+    for quantity, error in sorted(evidence.worst.items()):
         table.add_row(f"worst error, {quantity}", f"{error:.1e}")
     console.print(table)
-    for number, failure in enumerate(evidence.failures):
-        flags = f"--only {failure.case.seed}"
-        flags += f" --world {failure.case.grid.world}" if failure in evidence.gloo_failures else ""
-        explanation = "".join(f"\n  {line}" for line in (looks_like(failure.case) if number < EXPLAINED else ()))
-        console.print(f"failed: {failure}{explanation}\n  again: moesaic check {flags}", markup=False, soft_wrap=True)
+    for number, checked in enumerate(evidence.failures):
+        world = f" --world {checked.case.grid.world}" if number >= failed else ""
+        again = f"moesaic check --only {checked.case.seed}{world}"
+        console.print(f"failed: {checked}\n  again: {again}", markup=False, soft_wrap=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,8 @@ from moesaic.routing.routing import Routing
 from moesaic.runtime import data_parallel
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case
-from moesaic.testing.expected import Expected, expect, shard_of
+from moesaic.testing.expected import Values, expect, quantity_of
+from moesaic.testing.reference import ratio, relative
 from moesaic.testing.workload import CaseData, GroupBatch, draw_workload
 
 
@@ -132,52 +133,57 @@ Patch = Callable[[], AbstractContextManager[object]]
 """Returns a context inside which a bug is planted."""
 
 
-@dataclass
-class RankResult:
-    """Results of one rank of a case."""
-
-    outputs: list[Tensor] = field(default_factory=list)
-    input_gradients: list[Tensor] = field(default_factory=list)
-    losses: list[dict[str, Tensor]] = field(default_factory=list)
-    requested: list[list[int]] = field(default_factory=list)
-    sent: list[list[int]] = field(default_factory=list)
-    evaluated: Tensor | None = None
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    step_counts: list[int] = field(default_factory=list)
-    """Copies per expert over the whole step, from which the router adapts its biases."""
-    norm: float | None = None
-    """Norm of all gradients; None if it was not computed."""
-
-
 @dataclass(frozen=True)
 class Ran:
-    """A case that ran: its results and the expected ones."""
+    """A case that ran: each rank's values, and those that it must have."""
 
     case: Case
-    work: CaseData
-    expected: Expected
-    results: list[RankResult]
-    """By rank."""
+    expected: list[Values]
+    results: list[Values]
 
     @property
     def errors(self) -> Errors:
         """The largest error of each quantity over all ranks."""
-        return compare(self.case, self.work, self.expected, self.results)
+        errors: Errors = {}
+        for quantity, *values in self._values():
+            errors[quantity] = max(errors.get(quantity, 0.0), _error(quantity, *values))
+        if self.case.replicates_bits:
+            firsts = [self.results[self.case.grid.group(rank, ("tp",))[0]] for rank in range(self.case.grid.world)]
+            errors["tensor group agrees"] = max(map(_difference, firsts, self.results))
+        return errors
 
+    @property
+    def ratios(self) -> dict[str, float]:
+        """The factor by which all wrong values of a quantity are off, by quantity, where there is such a factor."""
+        wrong: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for quantity, *values in self._values():
+            like = next((value for value in values if value is not None), None)
+            if like is not None and not _error(quantity, *values) <= self.case.tolerance:
+                actual, expected = (torch.zeros_like(like) if value is None else value for value in values)
+                wrong.setdefault(quantity, []).append((actual.double().flatten(), expected.double().flatten()))
+        factors = {quantity: ratio(*map(torch.cat, zip(*pairs))) for quantity, pairs in wrong.items()}
+        return {quantity: factor for quantity, factor in factors.items() if factor is not None}
 
-@dataclass(frozen=True)
-class Pair:
-    """One value of one rank, with the expected value."""
+    @property
+    def wrong(self) -> list[str]:
+        """A text for each wrong quantity, with its error and its ratio."""
+        factors = self.ratios
+        return [
+            f"{quantity} {error:.1e}"
+            + (f" ({factors[quantity]:.4g} times what it should be)" if quantity in factors else "")
+            for quantity, error in failures(self.case, self.errors).items()
+        ]
 
-    quantity: str
-    """The quantity under which its error is reported, such as "expert gradient"."""
-    name: str
-    """Which value of the quantity: a parameter, a loss or the number of a micro-batch; empty if there is only one."""
-    actual: Tensor | None
-    """None stands for zeros."""
-    expected: Tensor | None
-    """None stands for zeros."""
+    def _values(self) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+        """Yield (quantity, actual value, expected value) of all ranks.
+
+        Only processes compute a gradient norm, and a rank has only its own experts if they are modules.
+        """
+        optional = ("gradient norm", "expert gradient" if self.case.experts == "modules" else "")
+        for actual, expected in zip(self.results, self.expected, strict=True):
+            for key, value in expected.items():
+                if key in actual or key[0] not in optional:
+                    yield key[0], actual.get(key), value
 
 
 def run_case(case: Case, change: Change | None = None, patch: Patch = nullcontext) -> Errors:
@@ -198,11 +204,11 @@ def ran_case(case: Case, change: Change | None = None, patch: Patch = nullcontex
     with patch():
         compiled = compile_case(case, change)
 
-        def rank(transport: AbstractTransport) -> RankResult:
+        def rank(transport: AbstractTransport) -> Values:
             return run_rank(case, work, compiled, Mesh(case.grid, transport))
 
         results = run_ranks(case.grid.world, rank, seed=case.seed)
-    return Ran(case, work, expected, results)
+    return Ran(case, expected, results)
 
 
 def compile_case(case: Case, change: Change | None = None) -> Compiled:
@@ -211,7 +217,7 @@ def compile_case(case: Case, change: Change | None = None) -> Compiled:
     return compiled if change is None else change(compiled)
 
 
-def run_rank(case: Case, work: CaseData, compiled: Compiled, mesh: Mesh, norm: Norm | None = None) -> RankResult:
+def run_rank(case: Case, work: CaseData, compiled: Compiled, mesh: Mesh, norm: Norm | None = None) -> Values:
     """Run one rank's part of a case, which is one step of training. All ranks call it together.
 
     Args:
@@ -221,38 +227,25 @@ def run_rank(case: Case, work: CaseData, compiled: Compiled, mesh: Mesh, norm: N
         mesh: this rank's mesh.
         norm: computes the norm of all gradients; None to leave it out.
     """
-    layer, result = work.fresh_layer(), RankResult()
+    layer, values = work.fresh_layer(), Values()
     layer.parallelize(mesh, compiled, case.policy)
     budget_by_rows(layer)
     relocator, take_home = relocator_of(case, mesh), shuffle_experts(case, layer, mesh)
     group = case.grid.coordinate(mesh.rank, "dp")
     for micro, share in enumerate(work.shares):
         set_loss_scale(layer, share)
-        _forward_backward(case, layer, work.batches[micro][group], share, result, relocator)
+        values |= _forward_backward(case, layer, work.batches[micro][group], share, micro, relocator)
         if case.evaluate and micro == 0:
-            result.evaluated = _evaluate(case, layer, work.batches[micro][group])
+            values["evaluation", ""] = _evaluate(case, layer, work.batches[micro][group])
     data_parallel.average_gradients(layer, mesh)
     take_home()
-    result.step_counts = layer.step_counts.tolist()
+    values["counts", "step"] = layer.step_counts.clone()
     layer.finish_step()
-    result.gradients = {name: _local(parameter.grad) for name, parameter in layer.named_parameters()}
-    result.buffers = dict(layer.router.named_buffers())
-    result.norm = None if norm is None else norm(layer, mesh)
-    return result
-
-
-def compare(case: Case, work: CaseData, expected: Expected, results: list[RankResult]) -> Errors:
-    """Return the largest error of each quantity over all ranks."""
-    errors: Errors = {}
-    for rank, result in enumerate(results):
-        for pair in pairs_of(case, work, expected, rank, result):
-            errors[pair.quantity] = max(errors.get(pair.quantity, 0.0), _error(pair))
-    for rank, result in enumerate(results):
-        if not case.replicates_bits:
-            break
-        first = results[case.grid.group(rank, ("tp",))[0]]
-        errors["tensor group agrees"] = max(errors.get("tensor group agrees", 0.0), _difference(first, result))
-    return errors
+    values |= {(quantity_of(name), name): _local(parameter.grad) for name, parameter in layer.named_parameters()}
+    values |= {("router state", name): buffer for name, buffer in layer.router.named_buffers()}
+    if norm is not None:
+        values["gradient norm", ""] = torch.tensor(norm(layer, mesh), dtype=torch.float64)
+    return values
 
 
 def failures(case: Case, errors: Errors) -> Errors:
@@ -260,33 +253,23 @@ def failures(case: Case, errors: Errors) -> Errors:
     return {quantity: error for quantity, error in errors.items() if not error <= case.tolerance}
 
 
-def relative(actual: Tensor | None, expected: Tensor | None) -> float:
-    """Return the largest difference divided by the largest expected value, or by 1 if that is less. None stands for zeros."""
-    if actual is None or expected is None:
-        present = next((value for value in (actual, expected) if value is not None), None)
-        return 0.0 if present is None or not present.numel() else float(present.abs().max())
-    if actual.shape != expected.shape:
-        return float("inf")
-    if not actual.numel():
-        return 0.0
-    error = float((actual.double() - expected.double()).abs().max())
-    return error / max(float(expected.abs().max()), 1.0) if error == error else float("inf")
-
-
 def _forward_backward(
-    case: Case, layer: MoE, batch: GroupBatch, share: float, result: RankResult, relocator: Relocator | None
-) -> None:
+    case: Case, layer: MoE, batch: GroupBatch, share: float, micro: int, relocator: Relocator | None
+) -> Values:
+    """Run one micro-batch and return its values."""
     x = batch.x.detach().clone().requires_grad_()
     torch.default_generator.manual_seed(batch.seed)
     with _precision(case):
         y, routing = call_relocated(relocator, layer, x, recompute=case.recompute, mask=batch.mask, token_ids=batch.ids)
     ((y * batch.dy).sum() * share).backward()
     assert x.grad is not None
-    result.outputs.append(y.detach())
-    result.input_gradients.append(x.grad)
-    result.losses.append(routing.losses)
-    result.requested.append(routing.requested.tolist())
-    result.sent.append(routing.counts.tolist())
+    return {
+        ("output", str(micro)): y.detach(),
+        ("input gradient", str(micro)): x.grad,
+        ("counts", f"requested {micro}"): routing.requested,
+        ("counts", f"sent {micro}"): routing.counts,
+        **{("auxiliary loss", f"{name} {micro}"): loss for name, loss in routing.losses.items()},
+    }
 
 
 def _evaluate(case: Case, layer: MoE, batch: GroupBatch) -> Tensor:
@@ -305,64 +288,18 @@ def _local(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def pairs_of(case: Case, work: CaseData, expected: Expected, rank: int, result: RankResult) -> Iterator[Pair]:
-    """Yield every value of one rank with its expected value."""
-    group = case.grid.coordinate(rank, "dp")
-    for micro in range(len(work.shares)):
-        number = str(micro)
-        yield Pair("output", number, result.outputs[micro], expected.outputs[micro][group])
-        yield Pair("input gradient", number, result.input_gradients[micro], expected.input_gradients[micro][group])
-        yield Pair("counts", "requested", *_counts(result.requested[micro], expected.requested[micro]))
-        yield Pair("counts", "sent", *_counts(result.sent[micro], expected.sent[micro]))
-        for name, value in expected.losses[micro].items():
-            yield Pair("auxiliary loss", name, result.losses[micro].get(name), value)
-    if expected.evaluated is not None:
-        yield Pair("evaluation", "", result.evaluated, expected.evaluated[group])
-    step_counts = [sum(of_expert) for of_expert in zip(*expected.requested)]
-    yield Pair("counts", "step", *_counts(result.step_counts, step_counts))
-    for name, buffer in expected.buffers.items():
-        yield Pair("router state", name, result.buffers[name], buffer)
-    if result.norm is not None:
-        norms = torch.tensor([result.norm, expected.norm], dtype=torch.float64)
-        yield Pair("gradient norm", "", norms[0], norms[1])
-    for name, whole in expected.gradients.items():
-        kind, parameter = name.split(".")[0], name.split(".")[-1]
-        if kind == "experts" and case.experts == "modules":
-            if name in result.gradients:
-                yield Pair("expert gradient", name, result.gradients[name], whole)
-        elif kind == "experts":
-            dim = work.layer.experts.shard_dim(parameter)
-            own_shard = None if whole is None else shard_of(whole, case.grid, rank, dim)
-            yield Pair("expert gradient", name, result.gradients[name], own_shard)
-        else:
-            yield Pair(f"{kind} gradient", name, result.gradients[name], whole)
-
-
-def _counts(actual: list[int], expected: list[int]) -> tuple[Tensor, Tensor]:
-    return torch.tensor(actual), torch.tensor(expected)
-
-
-def _error(pair: Pair) -> float:
+def _error(quantity: str, actual: Tensor | None, expected: Tensor | None) -> float:
     """Return the error of a value; for counts, 1 if any differs and 0 otherwise."""
-    if pair.quantity == "counts":
-        assert pair.actual is not None
-        assert pair.expected is not None
-        return float(not torch.equal(pair.actual, pair.expected))
-    return relative(pair.actual, pair.expected)
+    if quantity != "counts":
+        return relative(actual, expected)
+    return float(actual is None or expected is None or not torch.equal(actual, expected))
 
 
-def _difference(first: RankResult, other: RankResult) -> float:
+def _difference(first: Values, other: Values) -> float:
     """Return 1 if two ranks of a tensor-parallel group differ in any bit of their results, else 0."""
-    pairs: list[tuple[Tensor | None, Tensor]] = [
-        *zip(first.outputs, other.outputs),
-        *zip(first.input_gradients, other.input_gradients),
-    ]
-    pairs += [
-        (first.gradients[name], value)
-        for name, value in other.gradients.items()
-        if value is not None and not name.startswith("experts")
-    ]
-    return max((float(not torch.equal(a, b)) for a, b in pairs if a is not None), default=0.0)
+    same = {"output", "input gradient", *(key[0] for key in other if key[0].endswith("gradient"))} - {"expert gradient"}
+    pairs = ((first[key], value) for key, value in other.items() if key[0] in same)
+    return float(any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs))
 
 
 class RowsBudget(MemoryBudget):

@@ -25,7 +25,7 @@ from moesaic.kernels.codecs import codec_named
 from moesaic.layer import MoE
 from moesaic.program.grid import Grid
 from moesaic.testing.cases import Case
-from moesaic.testing.reference import Copy, Reference, dense_pass, in_float64
+from moesaic.testing.reference import Copy, Reference, in_float64, reference
 from moesaic.testing.workload import CaseData, GroupBatch
 
 
@@ -119,147 +119,98 @@ def _round_trip(row: Tensor, name: str) -> Tensor:
     return codec.decode(codec.encode(rows), 1, rows.shape[1], rows.dtype).squeeze(0).clone()
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The expected values, in float64."""
-
-    outputs: list[list[Tensor]]
-    """Outputs, by micro-batch, then by group."""
-    input_gradients: list[list[Tensor]]
-    """By micro-batch, then by group: the gradient of a rank's own backward pass, dp times the gradient of the total."""
-    gradients: dict[str, Tensor | None]
-    """Gradients, by parameter name of the complete layer."""
-    losses: list[dict[str, Tensor]]
-    """By micro-batch, then by name: each auxiliary loss over all groups' tokens, before its coefficient."""
-    requested: list[list[int]]
-    """By micro-batch: copies per expert before capacity."""
-    sent: list[list[int]]
-    """By micro-batch: copies per expert after capacity."""
-    evaluated: list[Tensor] | None
-    """By group: the output in evaluation for the first micro-batch's tokens; None if the case does not evaluate."""
-    buffers: dict[str, Tensor]
-    """The router's buffers after `finish_step`."""
-    norm: float
-    """Norm of all gradients together."""
+Values = dict[tuple[str, str], Tensor | None]
+"""(quantity, such as "expert gradient"; which of its values) -> the value on one rank; None stands for zeros."""
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The gradients of the router and of the input, split by their sources; the parts sum to the whole gradient."""
-
-    router: dict[str, dict[str, Tensor]]
-    """By parameter name, then by source: "the outputs" or an auxiliary loss."""
-    inputs: list[list[dict[str, Tensor]]]
-    """By micro-batch, group and source: "the experts", "the routing weights", "the shared expert" or an auxiliary loss."""
+def quantity_of(parameter: str) -> str:
+    """Return the quantity to which the gradient of a layer's parameter belongs."""
+    kind = parameter.split(".")[0]
+    return f"{kind.removesuffix('s') if kind == 'experts' else kind} gradient"
 
 
-def expect(case: Case, work: CaseData) -> Expected:
-    """Compute the expected results of a case."""
-    twin = in_float64(work.layer)
+def expect(case: Case, work: CaseData) -> list[Values]:
+    """Compute the values that each rank must have after a case, in float64.
+
+    The gradient of the input is that of a rank's own backward pass: dp times the gradient of the total.
+    """
+    twin, grid = in_float64(work.layer), case.grid
     leaves = [[batch.x.detach().double().clone().requires_grad_() for batch in of_groups] for of_groups in work.batches]
-    total, passes, evaluated = torch.zeros((), dtype=torch.float64), [], None
+    total, of_groups = torch.zeros((), dtype=torch.float64), [Values() for _ in range(grid.dp)]
+    whole: Values = {}
     for micro, (share, xs, batches) in enumerate(zip(work.shares, leaves, work.batches)):
         result = _pass(case, twin, xs, batches)
-        passes.append(result)
         cotangents = torch.cat([batch.dy.double().flatten(0, 1) for batch in batches])
-        total = total + share * ((result.y * cotangents).sum() / case.grid.dp + result.loss)
+        total = total + share * ((result.y * cotangents).sum() / grid.dp + result.loss)
         twin.step_counts += torch.tensor(result.requested)
+        sent = torch.bincount(
+            torch.tensor([expert for _, expert in result.rows], dtype=torch.int64), minlength=case.num_experts
+        )
+        whole |= {("counts", f"requested {micro}"): torch.tensor(result.requested), ("counts", f"sent {micro}"): sent}
+        whole |= {("auxiliary loss", f"{name} {micro}"): loss.detach() for name, loss in result.losses.items()}
+        _store(of_groups, ("output", str(micro)), _by_group(result.y.detach(), batches))
         if case.evaluate and micro == 0:
-            evaluated = _evaluate(case, twin, xs, batches)
+            _store(of_groups, ("evaluation", ""), _evaluate(case, twin, xs, batches))
+    whole["counts", "step"] = twin.step_counts.clone()
     flat = [x for xs in leaves for x in xs]
     variables = [*flat, *twin.parameters()]
     flat_grads = torch.autograd.grad(total + 0 * sum(x.sum() for x in flat), variables, allow_unused=True)
-    names = [name for name, _ in twin.named_parameters()]
-    gradients: dict[str, Tensor | None] = dict(zip(names, flat_grads[len(flat) :]))
-    dx = iter(flat_grads)
+    for micro in range(len(leaves)):
+        dxs = flat_grads[micro * grid.dp : (micro + 1) * grid.dp]
+        _store(of_groups, ("input gradient", str(micro)), [grid.dp * dx for dx in dxs])
+    gradients = dict(zip((name for name, _ in twin.named_parameters()), flat_grads[len(flat) :]))
     twin.finish_step()
-    return Expected(
-        outputs=[_by_group(result.y.detach(), batches) for result, batches in zip(passes, work.batches)],
-        input_gradients=[[case.grid.dp * next(dx) for _ in xs] for xs in leaves],
-        gradients=gradients,
-        losses=[{name: value.detach() for name, value in result.losses.items()} for result in passes],
-        requested=[result.requested for result in passes],
-        sent=[[sum(e == expert for _, e in result.rows) for expert in range(case.num_experts)] for result in passes],
-        evaluated=evaluated,
-        buffers=dict(twin.router.named_buffers()),
-        norm=float(sum(g.square().sum() for g in gradients.values() if g is not None) ** 0.5),
-    )
+    whole |= {("router state", name): buffer for name, buffer in twin.router.named_buffers()}
+    whole["gradient norm", ""] = sum(
+        (g.square().sum() for g in gradients.values() if g is not None), start=0 * total
+    ).sqrt()
+    return [
+        whole
+        | of_groups[grid.coordinate(rank, "dp")]
+        | {
+            (quantity_of(name), name): _own_part(case, work, name, gradient, rank)
+            for name, gradient in gradients.items()
+        }
+        for rank in range(grid.world)
+    ]
 
 
-def expect_parts(case: Case, work: CaseData) -> Parts:
-    """Compute the expected gradients of a case, split by source.
-
-    The tokens enter the layer as three separate leaves: for the router, the experts and the shared expert.
-    """
-    twin = in_float64(work.layer)
-    weights = {name: p for name, p in twin.named_parameters() if name.startswith("router")}
-    router: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
-    inputs = []
-    for share, batches in zip(work.shares, work.batches):
-        routed, computed, shared = (
-            [batch.x.detach().double().clone().requires_grad_() for batch in batches] for _ in range(3)
-        )
-        result = _pass(case, twin, routed, batches, computed, shared)
-        cotangents = torch.cat([batch.dy.double().flatten(0, 1) for batch in batches])
-        totals = {"the outputs": (result.y * cotangents).sum() / case.grid.dp}
-        totals |= {loss.name: loss.coefficient * result.losses[loss.name] for loss in twin.losses}
-        of_groups: list[dict[str, Tensor]] = [{} for _ in batches]
-        for source, total in totals.items():
-            leaves = [*routed, *computed, *shared]
-            variables = [*leaves, *weights.values()]
-            zero = 0 * sum(leaf.sum() for leaf in variables)
-            flat_grads = torch.autograd.grad(share * total + zero, variables, retain_graph=True)
-            for name, gradient in zip(weights, flat_grads[len(leaves) :]):
-                router[name][source] = router[name].get(source, 0) + gradient
-            uses = ("the routing weights", "the experts", "the shared expert") if source == "the outputs" else (source,)
-            for number, use in enumerate(uses):
-                for group, gradients in enumerate(of_groups):
-                    gradients[use] = case.grid.dp * flat_grads[number * len(batches) + group]
-        twin.step_counts += torch.tensor(result.requested)
-        inputs.append(of_groups)
-    return Parts(router, inputs)
+def _store(of_groups: list[Values], key: tuple[str, str], values: Sequence[Tensor]) -> None:
+    """Store one value of each group."""
+    for own, value in zip(of_groups, values, strict=True):
+        own[key] = value
 
 
-def _pass(
-    case: Case,
-    twin: MoE,
-    xs: Sequence[Tensor],
-    batches: Sequence[GroupBatch],
-    to_experts: Sequence[Tensor] | None = None,
-    to_shared: Sequence[Tensor] | None = None,
-) -> Reference:
-    """Run the layer on all groups' tokens; see `dense_pass`.
+def _own_part(case: Case, work: CaseData, name: str, gradient: Tensor | None, rank: int) -> Tensor | None:
+    """Return the part of a parameter's gradient that a rank has."""
+    if gradient is None or quantity_of(name) != "expert gradient" or case.experts == "modules":
+        return gradient
+    return shard_of(gradient, case.grid, rank, work.layer.experts.shard_dim(name.split(".")[-1]))
+
+
+def _pass(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[GroupBatch]) -> Reference:
+    """Run the layer on all groups' tokens; see `reference`.
 
     Args:
         twin: the layer in float64, in training or evaluation.
         xs: (sequences, length, dim) float64 per group.
         batches: the masks, token ids and seeds that belong to `xs`.
-        to_experts: separate leaves with the values of `xs`, which receive the experts' gradient; None for `xs` themselves.
-        to_shared: separate leaves that receive the shared expert's gradient; None for `xs` themselves.
     """
-    x_TD, to_experts_TD, to_shared_TD = (
-        torch.cat([x.flatten(0, 1) for x in (xs if leaves is None else leaves)])
-        for leaves in (xs, to_experts, to_shared)
-    )
 
     def coded(twin: MoE, x_TD: Tensor, sent: Sequence[Copy]) -> Tensor:
         order = [(copy.token, copy.expert) for copy in sent]
         return coded_output(twin, x_TD, sent, Travel.of(case, order, [batch.x.shape[:2].numel() for batch in batches]))
 
     masks = [batch.mask.flatten() for batch in batches if batch.mask is not None]
-    return dense_pass(
+    return reference(
         twin,
-        x_TD,
-        top_k=case.top_k,
-        capacity=case.capacity,
-        valid_T=torch.cat(masks) if case.padding else torch.ones(len(x_TD), dtype=torch.bool),
-        sequence_T=_sequence_of(batches),
+        torch.cat([x.flatten(0, 1) for x in xs]),
+        mask=torch.cat(masks) if case.padding else None,
         token_ids=torch.cat([batch.ids.flatten() for batch in batches]),
         noise=_noise(case, twin, batches),
+        sequence_T=_sequence_of(batches),
         domains=_slices(case, batches),
         output=None if case.plan.is_lossless or not case.is_exact else coded,
-        to_experts=to_experts_TD,
-        to_shared=to_shared_TD,
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 if TYPE_CHECKING:
     from moesaic.comm.transport import AbstractTransport
     from moesaic.program.grid import Grid
-    from moesaic.testing.your_layer import Rank
+    from moesaic.testing.certify import Rank
 
 T = TypeVar("T")
 MARKER = "moe_meshes"
@@ -31,7 +31,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize a test that uses `moe_mesh`, so that it runs once per mesh."""
     if "moe_mesh" not in metafunc.fixturenames:
         return
-    from moesaic.testing.your_layer import small_meshes
+    from moesaic.testing.certify import small_meshes
 
     marker = metafunc.definition.get_closest_marker(MARKER)
     meshes = small_meshes(**(marker.kwargs if marker else {}))
@@ -43,7 +43,7 @@ def moe_ranks(moe_mesh: Grid) -> Callable[[Callable[[Rank], Any]], list[Any]]:
     """Return a function that runs a function on all ranks of the mesh, in lock step, and returns the list of their results."""
     from moesaic.comm.loopback import run_ranks
     from moesaic.comm.mesh import Mesh
-    from moesaic.testing.your_layer import Rank
+    from moesaic.testing.certify import Rank
 
     def run(function: Callable[[Rank], T]) -> list[T]:
         def rank(transport: AbstractTransport) -> T:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple, cast
 
@@ -65,10 +65,14 @@ def reference(
     token_ids: Tensor | None = None,
     top_k: int | None = None,
     capacity: AbstractCapacity | None = None,
+    noise: Tensor | None = None,
+    sequence_T: Tensor | None = None,
+    domains: Sequence[range] | None = None,
+    output: Callable[[MoE, Tensor, Sequence[Copy]], Tensor] | None = None,
 ) -> Reference:
     """Compute the layer densely.
 
-    If the router draws random numbers, seed torch as before the call of the layer.
+    If the router draws random numbers and `noise` is None, seed torch as before the call of the layer.
 
     Args:
         twin: the float64 copy of the layer that `in_float64` returned.
@@ -77,6 +81,10 @@ def reference(
         token_ids: (...) int64.
         top_k: experts per token; None for the layer's own value in its mode.
         capacity: None for the layer's own capacity in its mode.
+        noise: the random numbers that the router's `draw` returned; None to draw them.
+        sequence_T: (tokens,) the index of each token's sequence; None if x is (sequences, length, dim).
+        domains: consecutive ranges of tokens, one per routing rank, for a capacity per rank; None for one range of all tokens.
+        output: sums the copies' results into tokens; None for `reference_output`.
     """
     assert x.dtype == torch.float64, f"the reference computes in float64, got {x.dtype}"
     if top_k is None:
@@ -84,78 +92,49 @@ def reference(
     if capacity is None:
         capacity = twin.capacity if twin.training or twin.eval_capacity is None else twin.eval_capacity
     x_TD = x.reshape(-1, twin.dim)
-    length = len(x_TD) // math.prod(x.shape[:-2]) if x.numel() else 1
-    result = dense_pass(
-        twin,
-        x_TD,
-        top_k=top_k,
-        capacity=capacity,
-        valid_T=torch.ones(len(x_TD), dtype=torch.bool) if mask is None else mask.reshape(-1),
-        sequence_T=torch.arange(len(x_TD)) // length,
-        token_ids=None if token_ids is None else token_ids.reshape(-1),
-        noise=twin.router.draw(len(x_TD), x.device),
-    )
-    return replace(result, y=result.y.view(x.shape))
-
-
-def dense_pass(
-    twin: MoE,
-    x_TD: Tensor,
-    *,
-    top_k: int,
-    capacity: AbstractCapacity,
-    valid_T: Tensor,
-    sequence_T: Tensor,
-    token_ids: Tensor | None,
-    noise: Tensor | None,
-    domains: Sequence[range] | None = None,
-    output: Callable[[MoE, Tensor, Sequence[Copy]], Tensor] | None = None,
-    to_experts: Tensor | None = None,
-    to_shared: Tensor | None = None,
-) -> Reference:
-    """Run the layer once over tokens.
-
-    Args:
-        twin: the layer in float64, in training or evaluation.
-        x_TD: (tokens, dim) float64.
-        top_k: experts per token.
-        capacity: limits the rows per expert.
-        valid_T: (tokens,) bool, False for padding.
-        sequence_T: (tokens,) the index of each token's sequence.
-        token_ids: (tokens,) int64, for routers that read them.
-        noise: the random numbers that the router's `draw` returned.
-        domains: consecutive ranges of tokens, one per routing rank, for a capacity per rank; None for one range of all tokens.
-        output: sums the copies' results into tokens; None for `reference_output`.
-        to_experts: a separate leaf with the values of `x_TD`, which receives the experts' gradient; None for `x_TD` itself.
-        to_shared: a separate leaf that receives the shared expert's gradient; None for `x_TD` itself.
-    """
     num_tokens, num_experts = len(x_TD), twin.num_experts
-    logits, probs, copies = reference_choice(twin, x_TD, valid_T, noise, token_ids, top_k)
-    sent: list[Copy] = []
-    for tokens in [range(num_tokens)] if domains is None or capacity.spans_mesh else domains:
-        inside = [c for c in copies if c.token in tokens]
-        counted = int(valid_T[tokens.start : tokens.stop].sum())
-        if domains is not None and capacity.is_padded:
-            counted = len(tokens)
-        limit = reference_limit(capacity, _per_expert(inside, num_experts), counted, top_k)
-        sent += reference_admission(inside, limit, "score" if capacity.admits_by_score else "position")
-    y_TD = (output or reference_output)(twin, x_TD if to_experts is None else to_experts, sent)
+    if sequence_T is None:
+        sequence_T = torch.arange(num_tokens) // (num_tokens // math.prod(x.shape[:-2]) if x.numel() else 1)
+    valid_T = torch.ones(num_tokens, dtype=torch.bool) if mask is None else mask.reshape(-1)
+    noise = twin.router.draw(num_tokens, x.device) if noise is None else noise
+    ids_T = None if token_ids is None else token_ids.reshape(-1)
+    logits, probs, copies = reference_choice(twin, x_TD, valid_T, noise, ids_T, top_k)
+    sent = _admitted(capacity, copies, valid_T, domains, top_k, num_experts)
+    y_TD = (output or reference_output)(twin, x_TD, sent)
     if twin.shared is not None:
         is_padding = ~valid_T.unsqueeze(1)  # rows of padding may hold anything, NaN included
-        added_TD = reference_shared(twin, (x_TD if to_shared is None else to_shared).masked_fill(is_padding, 0.0))
-        y_TD = y_TD + added_TD.masked_fill(is_padding, 0.0)
-    earlier_E = twin.step_counts
+        y_TD = y_TD + reference_shared(twin, x_TD.masked_fill(is_padding, 0.0)).masked_fill(is_padding, 0.0)
     losses = {
-        loss.name: reference_loss(loss, logits, probs, copies, valid_T, sequence_T, earlier_E) for loss in twin.losses
+        loss.name: reference_loss(loss, logits, probs, copies, valid_T, sequence_T, twin.step_counts)
+        for loss in twin.losses
     }
     zero = torch.zeros((), dtype=torch.float64)
     return Reference(
-        y=y_TD,
+        y=y_TD.view(x.shape),
         rows=sorted((c.token, c.expert) for c in sent),
         requested=_per_expert(copies, num_experts),
         losses=losses,
         loss=sum((loss.coefficient * losses[loss.name] for loss in twin.losses), start=zero),
     )
+
+
+def _admitted(
+    capacity: AbstractCapacity,
+    copies: Sequence[Copy],
+    valid_T: Tensor,
+    domains: Sequence[range] | None,
+    top_k: int,
+    num_experts: int,
+) -> list[Copy]:
+    """Return the copies that a capacity admits, over all tokens or in each domain."""
+    sent: list[Copy] = []
+    for tokens in [range(len(valid_T))] if domains is None or capacity.spans_mesh else domains:
+        inside = [c for c in copies if c.token in tokens]
+        is_even = domains is not None and capacity.is_padded
+        counted = len(tokens) if is_even else int(valid_T[tokens.start : tokens.stop].sum())
+        limit = reference_limit(capacity, _per_expert(inside, num_experts), counted, top_k)
+        sent += reference_admission(inside, limit, "score" if capacity.admits_by_score else "position")
+    return sent
 
 
 def _per_expert(copies: Sequence[Copy], num_experts: int) -> list[int]:
@@ -334,3 +313,33 @@ def reference_loss(
         inside = (sequence_T == sequence) & valid_T
         total = total + balance(inside, copies_TE[inside].sum(0)) * int(inside.sum()) / int(valid_T.sum())
     return total
+
+
+def relative(actual: Tensor | None, expected: Tensor | None, *, least: float = 1.0) -> float:
+    """Return the largest difference divided by the largest expected value; inf for NaN and for another shape.
+
+    Args:
+        actual: None stands for zeros.
+        expected: None stands for zeros.
+        least: divide by this if the largest expected value is less.
+    """
+    if actual is None or expected is None:
+        present = next((value for value in (actual, expected) if value is not None), None)
+        return 0.0 if present is None or not present.numel() else float(present.abs().max())
+    if actual.shape != expected.shape:
+        return float("inf")
+    if not actual.numel():
+        return 0.0
+    error = float((actual.double() - expected.double()).abs().max())
+    return error / max(float(expected.abs().max()), least) if error == error else float("inf")
+
+
+def ratio(actual: Tensor, expected: Tensor) -> float | None:
+    """Return the factor by which all of `expected` (n,) must be multiplied for `actual` (n,), to a thousandth; None if none."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    if actual.shape != expected.shape or not bool(expected.any()):
+        return None
+    factor = actual @ expected / (expected @ expected)
+    return (
+        float(factor) if float((actual - factor * expected).abs().max()) <= 1e-3 * float(expected.abs().max()) else None
+    )

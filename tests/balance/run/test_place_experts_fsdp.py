@@ -22,7 +22,7 @@ from moesaic.experts import PlainExperts
 from moesaic.layer import MoE
 from moesaic.parallel import shard_dim
 from moesaic.program.plan import Plan
-from moesaic.testing.processes import leave
+from moesaic.testing.runner import leave
 from worlds import start
 
 EXPERTS, DIM, HIDDEN, STEPS = 8, 4, 6, 4

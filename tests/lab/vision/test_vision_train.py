@@ -17,7 +17,7 @@ from torch.distributed import FileStore
 
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError
-from moesaic.testing.processes import leave
+from moesaic.testing.runner import leave
 from moesaic_lab.vision.train import VisionOptions, run, train
 from worlds import start
 

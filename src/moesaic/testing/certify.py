@@ -1,0 +1,641 @@
+"""Certifies anybody's MoE layer: does it compute the outputs and gradients of a dense layer in float64?
+
+What is certified may be
+
+- experts, which get tokens with their routing and return each token's weighted sum (`AbstractRoutedExperts`);
+- a whole layer with its router, auxiliary loss and gradient norm (`AbstractMoELayer`);
+- a layer under its trainer, on every small mesh in one process (`assert_equivalent`).
+
+Experts and whole layers run on the ranks of a process group, of one rank or more. Each rank runs them on its own tokens and
+back-propagates the sum over its own outputs. The gradients of a token and of its routing weights must be complete on the
+token's rank. An expert's gradient on its owner is the sum over all tokens that reached the expert. The router's gradient is
+summed over the ranks; what data parallelism makes of it is not tested. An auxiliary loss may be over a rank's own tokens or
+over all tokens, times any factor: the finding says which. Under a capacity, rows of dropped tokens must be 0, all others exact,
+and as many are kept as fit.
+
+    for finding in certify(YourExperts):  # on all ranks together
+        print(finding)
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moesaic.comm.collectives import all_gather, all_reduce_sum
+from moesaic.comm.loopback import run_ranks
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.transport import AbstractTransport, Transfer
+from moesaic.layer import MoE
+from moesaic.program.grid import Axis, Grid
+from moesaic.routing.losses import LoadBalance
+from moesaic.testing.reference import Copy, ratio, reference_choice, reference_loss, reference_output, relative
+
+
+@dataclass(frozen=True)
+class MoEWeights:
+    """The weights, or their gradients, of SwiGLU experts, y = w2 (silu(w1 x) * w3 x), and of a router without a bias."""
+
+    w1: Tensor
+    """(E, hidden, dim)."""
+    w3: Tensor
+    """(E, hidden, dim)."""
+    w2: Tensor
+    """(E, dim, hidden)."""
+    router: Tensor | None = None
+    """(E, dim); None for experts alone."""
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts."""
+        return len(self.w1)
+
+    def owned(self, group: dist.ProcessGroup) -> MoEWeights:
+        """Return this rank's experts. Ranks own contiguous, equal shares in the order of ranks."""
+        return self._part(group.rank(), group.size())
+
+    def _part(self, rank: int, world: int) -> MoEWeights:
+        """Return the experts of a rank, and the whole router."""
+        per_rank = self.num_experts // world
+        own = slice(rank * per_rank, (rank + 1) * per_rank)
+        return MoEWeights(self.w1[own], self.w3[own], self.w2[own], self.router)
+
+    @property
+    def experts(self) -> list[Tensor]:
+        """w1, w3 and w2."""
+        return [self.w1, self.w3, self.w2]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one rank's part of a system is made from; the same on all ranks."""
+
+    weights: MoEWeights
+    """The router and the experts of all ranks; `MoEWeights.owned` returns one rank's."""
+    group: dist.ProcessGroup
+    """The ranks that share the experts."""
+    top_k: int
+    capacity: float | None = None
+    """Capacity factor: each rank sends an expert at most this many times the even share of its copies. None drops nothing."""
+
+
+class AbstractCertified(ABC):
+    """One rank's part of a system under test, made from a `LayerSpec`."""
+
+    has_capacity: ClassVar[bool] = False
+    """Whether a capacity can be set; if not, situations with one are left out."""
+
+    @abstractmethod
+    def __init__(self, spec: LayerSpec) -> None:
+        """Make this rank's part."""
+
+    @abstractmethod
+    def gradients(self) -> MoEWeights:
+        """Return this rank's gradients so far: of its own experts and, for a whole layer, of the router; zeros where none."""
+
+
+class AbstractRoutedExperts(AbstractCertified):
+    """Experts that get their tokens' routing."""
+
+    @abstractmethod
+    def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
+        """Return each token's weighted sum of expert outputs, (tokens, dim); all ranks call it together.
+
+        Args:
+            x: (tokens, dim), requires a gradient unless the situation says otherwise; there may be no tokens.
+            experts: (tokens, top_k) int64 indices into the experts of all ranks; a token's experts are distinct.
+            gates: (tokens, top_k) routing weights, require a gradient.
+        """
+
+
+class AbstractMoELayer(AbstractCertified):
+    """A layer that routes its tokens itself, by a softmax router without a bias."""
+
+    @classmethod
+    def normalizes(cls, top_k: int) -> bool:
+        """Whether a token's routing weights are divided by their sum. If so, top_k=1 leaves the router without a gradient."""
+        return top_k > 1
+
+    @abstractmethod
+    def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output (tokens, dim) and the auxiliary loss (), or None if the layer has no such loss.
+
+        Args:
+            x: (tokens, dim); there may be no tokens.
+        """
+
+    def norm(self) -> float | None:
+        """Return the norm of the whole gradient that the system computes for clipping; None if it computes none."""
+        return None
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Numbers of tokens, and a routing, with which some implementations fail."""
+
+    name: str
+    says: str
+    """What is special about it, for readers."""
+    tokens: tuple[int, ...]
+    """Number of tokens of each rank in turn, repeated as needed."""
+    top_k: int = 2
+    capacity: float | None = None
+    experts: Callable[[Tensor, int], Tensor] = lambda chosen, num_experts: chosen
+    """Maps random choices (tokens, top_k) and the number of experts to the choices that `AbstractRoutedExperts` get."""
+    calls: int = 1
+    """Number of forward and backward passes over which gradients accumulate."""
+    tokens_learn: bool = True
+    """Whether tokens require a gradient. After a frozen embedding, those of the first layer do not."""
+    recomputes: bool = False
+    """Run under activation checkpointing: the forward pass runs again inside the backward pass."""
+    is_summed: bool = False
+    """Whether the gradient of the output is one expanded number, as in the backward pass of a sum."""
+
+
+def _first_ones(chosen: Tensor, num_experts: int) -> Tensor:
+    """Choose the first top_k experts for every token."""
+    return torch.arange(chosen.shape[1]).expand_as(chosen).contiguous()
+
+
+def _last_half(chosen: Tensor, num_experts: int) -> Tensor:
+    """Choose only experts of the last half, so that the first ranks receive no token."""
+    half = num_experts // 2
+    return half + (chosen[:, :1] + torch.arange(chosen.shape[1])) % half
+
+
+SITUATIONS = (
+    Situation("even", "the same number of tokens on every rank", (6,)),
+    Situation("uneven", "ranks hold different numbers of tokens", (5, 1, 9, 2)),
+    Situation("empty rank", "a rank holds no token", (4, 0, 3, 5)),
+    Situation("one owner", "all tokens go to the experts of the first rank", (6, 3), experts=_first_ones),
+    Situation("idle owner", "the experts of a rank get no token", (6, 3), experts=_last_half),
+    Situation("no tokens", "no rank holds any token", (0,)),
+    Situation("accumulation", "two backward passes before a step", (4, 7), calls=2),
+    Situation("frozen tokens", "only experts and routing weights need gradients", (4, 0, 7), tokens_learn=False),
+    Situation("recomputation", "under torch.utils.checkpoint", (4, 7), recomputes=True),
+    Situation("summed", "the gradient of the output is one number, expanded", (4, 7), is_summed=True),
+)
+"""The situations that `certify` tries by default with experts."""
+LAYER_SITUATIONS = (
+    Situation("even", "the same number of tokens on every rank", (16,)),
+    Situation("uneven", "ranks hold different numbers of tokens", (9, 3, 12, 5)),
+    Situation("one expert", "the same, and one expert per token", (9, 3, 12, 5), top_k=1),
+    Situation("empty rank", "a rank holds no token", (8, 0, 5, 3)),
+    Situation("capacity", "copies beyond a rank's even share are dropped; one expert per token", (16,), 1, 1.0),
+)
+"""The situations that `certify` tries by default with whole layers."""
+
+
+@dataclass(frozen=True)
+class Certified:
+    """The finding for one quantity in one situation, over all ranks."""
+
+    situation: str
+    quantity: str
+    """output, tokens, gates, router and experts (their gradients), gradient norm, capacity, auxiliary loss over some tokens."""
+    error: float
+    """Largest absolute difference over all ranks, relative to the largest expected value; inf for NaN."""
+    factor: float | None
+    """The factor by which all values are off; None if no single factor explains the error."""
+    failed: str = ""
+    """The exception that was raised instead of a result, if any; the error is infinite then."""
+
+    def holds(self, tolerance: float = 1e-4) -> bool:
+        """Whether the error is within the tolerance. The default allows for experts computed in float32."""
+        return self.error <= tolerance
+
+    def __str__(self) -> str:
+        """Return a line that says whether the quantity is right, and how far it is off."""
+        if self.failed:
+            return f"{self.situation}: {self.failed}"
+        by = f", {self.factor:.4g} times what it should be" if self.factor is not None and not self.holds() else ""
+        return f"{self.situation}: {self.quantity} {'right' if self.holds() else 'wrong'}, {self.error:.1e}{by}"
+
+
+def certify(
+    system: type[AbstractRoutedExperts] | type[AbstractMoELayer],
+    group: dist.ProcessGroup | None = None,
+    *,
+    situations: Sequence[Situation] = (),
+    num_experts: int = 8,
+    dim: int = 16,
+    hidden: int = 24,
+    dtype: torch.dtype = torch.float32,
+) -> list[Certified]:
+    """Run a system in every situation and compare it with a dense layer in float64. Returns the same on every rank.
+
+    Args:
+        system: the class of one rank's part; an object is made for each situation, and a second one for an auxiliary loss.
+        group: the ranks that share the experts; None for all.
+        situations: the situations to try; none for `SITUATIONS` or `LAYER_SITUATIONS`.
+        num_experts: experts of all ranks together; a multiple of the number of ranks, at least twice any `top_k`.
+        dim: width of a token.
+        hidden: inner width of an expert.
+        dtype: dtype of tokens and weights.
+
+    Returns:
+        a finding per situation and quantity, or one with the exception. If ranks fail differently in a situation, they may wait
+        for different messages: the remaining situations are not run.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None, "start a process group first"
+    # The comparison has a process group of its own: a rank that raises may leave messages of the experts pending. The group is
+    # never destroyed, since a later group of the same ranks would take its name and find its stale addresses in the store.
+    compare_group = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    findings, is_over = [], False
+    for situation in situations or (LAYER_SITUATIONS if issubclass(system, AbstractMoELayer) else SITUATIONS):
+        if situation.capacity is not None and not system.has_capacity:
+            continue
+        failed = "is left out: after what failed before, ranks are not at the same place"
+        if not is_over:
+            drawn = _draw(situation, group, num_experts, dim, hidden, dtype)
+            results, failures = _attempted(partial(_run, system, drawn), compare_group)
+            is_over = len(set(failures)) > 1
+            of_ranks = (f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure)
+            failed = "; ".join(of_ranks) if is_over else failures[0]
+        if failed:
+            findings.append(Certified(situation.name, "all", torch.inf, None, failed))
+        else:
+            findings += [Certified(situation.name, *each) for each in _compared(system, drawn, results)]
+    return findings
+
+
+Call = list[tuple[Tensor, Tensor, Tensor, Tensor]]
+"""By rank: (tokens, experts, gates, gradient of the output)."""
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A situation with the weights and the inputs of all ranks."""
+
+    situation: Situation
+    spec: LayerSpec
+    calls: list[Call]
+
+
+def _draw(
+    situation: Situation, group: dist.ProcessGroup, num_experts: int, dim: int, hidden: int, dtype: torch.dtype
+) -> _Drawn:
+    """Draw weights, tokens and a routing, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    up, gate, down = normal(3, num_experts, hidden, dim) * dim**-0.5
+    weights = MoEWeights(up, gate, down.transpose(1, 2).contiguous(), normal(num_experts, dim))
+    calls: list[Call] = []
+    for _ in range(situation.calls):
+        calls.append([])
+        for rank in range(group.size()):
+            count = situation.tokens[rank % len(situation.tokens)]
+            chosen = torch.rand(count, num_experts, generator=generator).topk(situation.top_k).indices
+            gates = torch.rand(count, situation.top_k, generator=generator, dtype=torch.float64).to(dtype)
+            dy = torch.ones(1, 1, dtype=dtype).expand(count, dim) if situation.is_summed else normal(count, dim)
+            calls[-1].append((normal(count, dim), situation.experts(chosen, num_experts), gates, dy))
+    return _Drawn(situation, LayerSpec(weights, group, situation.top_k, situation.capacity), calls)
+
+
+Results = dict[str, list[Tensor]]
+"""Quantity -> its tensors on one rank."""
+
+
+def _attempted(run: Callable[[], Results], group: dist.ProcessGroup) -> tuple[list[Results], list[str]]:
+    """Run the code under test on every rank, and return the results and the exceptions ("" for none) of all ranks."""
+    result, failed = {}, ""
+    try:
+        result = run()
+    except Exception as error:  # the code under test may raise anything, which is a finding
+        failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    of_ranks: list[tuple[Results, str]] = [({}, "")] * group.size()
+    dist.all_gather_object(of_ranks, (result, failed), group=group)
+    return [each for each, _ in of_ranks], [each for _, each in of_ranks]
+
+
+def _run(system: type[AbstractRoutedExperts] | type[AbstractMoELayer], drawn: _Drawn) -> Results:
+    """Run a system on this rank."""
+    layer, situation, loss = system(drawn.spec), drawn.situation, None
+    results: Results = {"output": [], "tokens": [], "gates": []}
+    for call in drawn.calls:
+        tokens, experts, weights, dy = call[drawn.spec.group.rank()]
+        x, gates = tokens.clone().requires_grad_(situation.tokens_learn), weights.clone().requires_grad_()
+        given = () if isinstance(layer, AbstractMoELayer) else (experts, gates)
+        run = partial(checkpoint, layer.run, use_reentrant=False) if situation.recomputes else layer.run
+        y = run(x, *given)
+        if isinstance(layer, AbstractMoELayer):
+            y, loss = y
+        torch.autograd.backward(y, dy)
+        results["output"].append(y)
+        for name, leaf in (("tokens", x), ("gates", gates)):
+            results[name].append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+    gradients = layer.gradients()
+    results["experts"] = gradients.experts
+    if isinstance(layer, AbstractMoELayer):
+        assert gradients.router is not None, "gradients() of a whole layer includes the router's"
+        results["router"] = [gradients.router.clone()]
+        results["experts"] = [each.clone() for each in gradients.experts]  # `norm` may reduce gradients in place
+        norm = layer.norm()
+        results["gradient norm"] = [] if norm is None else [torch.tensor(norm)]
+        if loss is not None:
+            results["auxiliary"] = _run_loss(system(drawn.spec), tokens)  # type: ignore[arg-type]
+    return {name: [each.detach().double().cpu() for each in tensors] for name, tensors in results.items()}
+
+
+def _run_loss(layer: AbstractMoELayer, tokens: Tensor) -> list[Tensor]:
+    """Return the auxiliary loss and the router's gradient of that loss alone."""
+    y, loss = layer.run(tokens.clone().requires_grad_())
+    assert loss is not None
+    (loss + 0 * y.sum()).backward()
+    router = layer.gradients().router
+    assert router is not None
+    return [loss, router]
+
+
+Found = tuple[str, float, float | None]
+"""(quantity, error, factor) as in `Certified`."""
+
+
+def _compared(
+    system: type[AbstractRoutedExperts] | type[AbstractMoELayer], drawn: _Drawn, actual: list[Results]
+) -> list[Found]:
+    """Return the findings for the results of all ranks."""
+    is_whole = issubclass(system, AbstractMoELayer)
+    twin = _dense_layer(drawn.spec, normalizes=is_whole and system.normalizes(drawn.spec.top_k))
+    if drawn.situation.capacity is not None:
+        xs = [x.double() for x, _, _, _ in drawn.calls[0]]
+        errors = [_capacity_error(twin, x, each["output"][0], drawn) for x, each in zip(xs, actual)]
+        return [("capacity", max(errors), None)]
+    expected = _expected(twin, drawn, is_whole)
+    names = ["output", *(["tokens"] if drawn.situation.tokens_learn else []), *([] if is_whole else ["gates"])]
+    if is_whole:
+        for each in actual:
+            each["router"] = [torch.stack([own["router"][0] for own in actual]).sum(0)]
+        names += ["router"]
+    names += ["experts", *(["gradient norm"] if actual[0].get("gradient norm") else [])]
+    found: list[Found] = [(name, *_difference(actual, expected, name)) for name in names]
+    if "auxiliary" in actual[0]:
+        values, routers = zip(*(each["auxiliary"] for each in actual))
+        found.append(_compared_losses(twin, drawn, torch.stack(values), torch.stack(routers).sum(0)))
+    return found
+
+
+def _difference(actual: list[Results], expected: list[Results], name: str) -> tuple[float, float | None]:
+    """Return a quantity's error over all ranks, and the factor that explains it or None."""
+    a, b = ([tensor for own in ranks for tensor in own[name]] for ranks in (actual, expected))
+    if [tensor.shape for tensor in a] != [tensor.shape for tensor in b]:
+        return torch.inf, None
+    a_all, b_all = (torch.cat([tensor.flatten() for tensor in side]) for side in (a, b))
+    return relative(a_all, b_all, least=1e-2), ratio(a_all, b_all)  # what should be 0 still has rounding errors
+
+
+def _dense_layer(spec: LayerSpec, *, normalizes: bool) -> MoE:
+    """Return the reference's layer with the weights of a system, in float64."""
+    weights, (_, hidden, dim) = spec.weights, spec.weights.w1.shape
+    options = {"normalize": "after" if normalizes else "before"}
+    twin = MoE(dim, hidden, weights.num_experts, spec.top_k, router_options=options, losses=()).double()
+    assert weights.router is not None
+    values = {"w13": torch.stack([weights.w1, weights.w3], 1), "w2": weights.w2}
+    with torch.no_grad():
+        twin.router.get_parameter("weight").copy_(weights.router)
+        for name, value in values.items():
+            twin.experts.get_parameter(name).copy_(value)
+    return twin
+
+
+def _choice(twin: MoE, x: Tensor) -> tuple[Tensor, Tensor, list[Copy]]:
+    """Return logits, probabilities and copies of tokens as the reference chooses them."""
+    return reference_choice(twin, x, torch.ones(len(x), dtype=torch.bool), None, None, twin.top_k)
+
+
+def _expected(twin: MoE, drawn: _Drawn, is_whole: bool) -> list[Results]:
+    """Return the results that each rank must have."""
+    world = drawn.spec.group.size()
+    expected: list[Results] = [{"output": [], "tokens": [], "gates": []} for _ in range(world)]
+    for call in drawn.calls:
+        for own, (tokens, experts, weights, dy) in zip(expected, call):
+            x, gates = tokens.double().requires_grad_(), weights.double().requires_grad_()
+            chosen = experts.tolist()
+            given = [
+                Copy(t, e, slot, gates[t, slot]) for t, of_token in enumerate(chosen) for slot, e in enumerate(of_token)
+            ]
+            y = reference_output(twin, x, _choice(twin, x)[2] if is_whole else given)
+            ((y * dy.double()).sum() + 0 * (x.sum() + gates.sum())).backward()
+            assert x.grad is not None
+            assert gates.grad is not None
+            for name, tensor in (("output", y.detach()), ("tokens", x.grad), ("gates", gates.grad)):
+                own[name].append(tensor)
+    w13, w2, router = (
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for parameter in (twin.experts.get_parameter("w13"), twin.experts.get_parameter("w2"), twin.router.weight)
+    )
+    w1, w3 = w13.unbind(1)
+    whole = MoEWeights(w1, w3, w2, router)
+    norm = torch.stack([tensor.square().sum() for tensor in (router, *whole.experts)]).sum().sqrt()
+    for rank, own in enumerate(expected):
+        own |= {"experts": whole._part(rank, world).experts, "router": [router], "gradient norm": [norm]}
+    return expected
+
+
+def _compared_losses(twin: MoE, drawn: _Drawn, values: Tensor, router: Tensor) -> Found:
+    """Return the finding for an auxiliary loss: the tokens that it is over, its error and the factor it is multiplied by.
+
+    The expected loss is E * sum_e f_e P_e; a rank without tokens has 0. f counts the copies of all choices or, as in GShard,
+    only those of a token's first choice. The gradient of a loss over all tokens may be split between the ranks, or be complete
+    on every rank.
+
+    Args:
+        twin: the reference's layer.
+        drawn: the situation.
+        values: (ranks,) the losses.
+        router: (E, dim) the sum over the ranks of the router's gradients of the losses.
+    """
+    xs, found = [x.double() for x, _, _, _ in drawn.calls[-1]], []
+    for tokens, sets in (("own tokens", xs), ("all tokens", [torch.cat(xs)] * len(xs))):
+        for scope, choices in ((tokens, twin.top_k), (f"first choices of {tokens}", 1)):
+            losses = torch.stack([_balance_loss(twin, x, choices) for x in sets])
+            (gradient,) = torch.autograd.grad(losses.sum(), twin.router.get_parameter("weight"))
+            losses = losses.detach()
+            factor = float((values * losses).sum() / losses.square().sum())
+            shares = (1.0,) if tokens == "own tokens" else (1.0, 1 / len(xs))
+            of_gradient = min(relative(router, share * factor * gradient, least=1e-2) for share in shares)
+            error = max(relative(values, factor * losses, least=1e-2), of_gradient)
+            found.append((f"auxiliary loss over {scope}", torch.inf if math.isnan(factor) else error, factor))
+    return min(found, key=lambda each: each[1])
+
+
+def _balance_loss(twin: MoE, x: Tensor, choices: int) -> Tensor:
+    """Return the load-balance loss over tokens, with loads from the first `choices` choices of each token."""
+    (logits, probs, copies), every = _choice(twin, x), torch.ones(len(x), dtype=torch.bool)
+    counted = [each for each in copies if each.slot < choices]
+    return reference_loss(LoadBalance(1.0), logits, probs, counted, every, torch.zeros(len(x)), twin.step_counts)
+
+
+def _capacity_error(twin: MoE, x: Tensor, y: Tensor, drawn: _Drawn) -> float:
+    """Return the error of the rows that a rank kept; inf if more or fewer rows were kept than fit."""
+    _, _, copies = _choice(twin, x)
+    is_kept = (y != 0).any(1)
+    assert drawn.situation.capacity is not None
+    room = -int(-drawn.situation.capacity * len(x) // twin.num_experts)
+    for expert in range(twin.num_experts):
+        tokens = [each.token for each in copies if each.expert == expert]
+        if int(is_kept[tokens].sum()) != min(len(tokens), room):
+            return torch.inf
+    return relative(y[is_kept], reference_output(twin, x, copies).detach()[is_kept], least=1e-2)
+
+
+Shard = Callable[[str, dict[str, Tensor], "Rank"], Tensor]
+"""(name of a parameter, the reference's gradients by name, the rank) -> the gradient that the rank's parameter must have."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a mesh, with its collectives. All ranks of a group must call a collective together."""
+
+    mesh: Mesh
+
+    @property
+    def grid(self) -> Grid:
+        """The mesh: `grid.dp`, `grid.ep`, `grid.coordinate(rank, "ep")`."""
+        return self.mesh.grid
+
+    @property
+    def number(self) -> int:
+        """This rank's number in the mesh."""
+        return self.mesh.rank
+
+    def group(self, *axes: Axis) -> tuple[int, ...]:
+        """Return the ranks, this one included, whose coordinates differ from this rank's on `axes` only, ascending."""
+        return self.grid.group(self.number, axes)
+
+    def all_reduce(self, tensor: Tensor, *axes: Axis) -> Tensor:
+        """Return the sum of `tensor` over the group along `axes`; not differentiable."""
+        return all_reduce_sum(self.mesh.transport, self.group(*axes), tensor)
+
+    def all_gather(self, tensor: Tensor, *axes: Axis) -> list[Tensor]:
+        """Return the tensors of all ranks of the group along `axes`, which must have one shape; not differentiable."""
+        return all_gather(self.mesh.transport, self.group(*axes), tensor)
+
+    def all_to_all(self, parts: Sequence[Tensor], *axes: Axis) -> list[Tensor]:
+        """Send part i to the i-th rank of the group and return the parts that its ranks sent to this one; not differentiable.
+
+        Args:
+            parts: one tensor per rank of the group, (rows, ...). The number of rows may differ; other dimensions may not.
+            axes: the axes along which the group lies.
+        """
+        peers, transport = self.group(*axes), self.mesh.transport
+        assert len(parts) == len(peers), f"{len(parts)} parts for the {len(peers)} ranks of {axes}"
+        counts = self.all_gather(torch.tensor([len(part) for part in parts]), *axes)
+        place = peers.index(self.number)
+        received = [part.new_empty(int(row[place]), *part.shape[1:]) for part, row in zip(parts, counts)]
+        received[place] = parts[place].detach().clone()
+        sends = {
+            peer: part.detach().contiguous() for peer, part in zip(peers, parts) if peer != self.number and len(part)
+        }
+        receives = {peer: buffer for peer, buffer in zip(peers, received) if peer != self.number and len(buffer)}
+        transport.wait(transport.issue(Transfer(self.number, transport.take_tags(1), sends, receives)))
+        return received
+
+
+def small_meshes(max_ranks: int = 4, axes: Sequence[Axis] = ("tp", "ep", "etp")) -> list[Grid]:
+    """Return every mesh of 1, 2, 4, ... ranks up to `max_ranks` whose sizes are powers of two.
+
+    Args:
+        max_ranks: number of ranks of the largest mesh.
+        axes: the axes, of tp, ep and etp, that may be larger than 1.
+    """
+    powers = [2**n for n in range(max_ranks.bit_length()) if 2**n <= max_ranks]
+
+    def sizes(axis: Axis, world: int) -> list[int]:
+        return [power for power in powers if world % power == 0 and (power == 1 or axis in axes)]
+
+    return [
+        Grid(world=world, tp=tp, ep=ep, etp=etp)
+        for world in powers
+        for tp in sizes("tp", world)
+        for ep in sizes("ep", world)
+        for etp in sizes("etp", world)
+        if world % (ep * etp) == 0
+    ]
+
+
+def assert_equivalent(
+    make_layer: Callable[[Rank], nn.Module],
+    reference: nn.Module,
+    grid: Grid,
+    *,
+    dim: int,
+    shard: Shard,
+    finish: Callable[[nn.Module, Rank], None],
+    tokens: Sequence[int] = (5, 0, 3, 1),
+    tolerance: float = 1e-9,
+    seed: int = 0,
+) -> None:
+    """Compare a layer on a mesh with a single-rank reference: outputs, input gradients, and every parameter's gradient.
+
+    All ranks run in this process, so the layer's collectives must be those of `Rank`. The loss is the mean over data-parallel
+    groups of sum(y * dy). Every rank runs backward on its own group's sum. Then `finish` reduces the gradients as training does
+    before the optimizer steps, and they are compared with the reference's.
+
+    Args:
+        make_layer: builds a rank's layer in float64 with the reference's weights. The layer maps (tokens, dim) to the same
+            shape.
+        reference: the single-rank layer, in float64.
+        shard: returns the gradient that a rank's parameter must have, given the reference's gradients.
+        finish: reduces a layer's gradients over the ranks, as your training loop does.
+        tokens: number of tokens of each data-parallel group in turn, repeated as needed; should include a 0.
+        tolerance: largest error that passes, relative to the largest expected value.
+        seed: seed of the tokens, the cotangents and the order in which ranks run.
+
+    Raises:
+        AssertionError: a value is wrong. The message names it, its mesh and rank and, if one factor explains it, the factor.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    counts = [tokens[group % len(tokens)] for group in range(grid.dp)]
+    xs, dys = ([torch.randn(n, dim, generator=generator, dtype=torch.float64) for n in counts] for _ in range(2))
+    leaf = torch.cat(xs).requires_grad_()
+    reference.zero_grad()
+    reference_y = reference(leaf)
+    ((reference_y * torch.cat(dys)).sum() / grid.dp).backward()
+    assert leaf.grad is not None
+    expected_y, expected_dx = reference_y.detach().split(counts), (leaf.grad * grid.dp).split(counts)
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in reference.named_parameters()}
+    gradients = zeros | {name: p.grad.clone() for name, p in reference.named_parameters() if p.grad is not None}
+
+    def run(transport: AbstractTransport) -> dict[str, tuple[Tensor, Tensor]]:
+        rank = Rank(Mesh(grid, transport))
+        group = grid.coordinate(rank.number, "dp")
+        layer, x = make_layer(rank), xs[group].clone().requires_grad_()
+        y = layer(x)
+        (y * dys[group]).sum().backward()
+        finish(layer, rank)
+        pairs = {"output": (y.detach(), expected_y[group]), "gradient of the input": (x.grad, expected_dx[group])}
+        pairs |= {f"gradient of {n}": (p.grad, shard(n, gradients, rank)) for n, p in layer.named_parameters()}
+        return {what: (torch.zeros_like(right) if a is None else a, right) for what, (a, right) in pairs.items()}
+
+    _check(run_ranks(grid.world, run, seed=seed), grid, tolerance)
+
+
+def _check(by_rank: Sequence[dict[str, tuple[Tensor, Tensor]]], grid: Grid, tolerance: float) -> None:
+    """Raise an AssertionError for the first wrong value of {quantity: (actual, expected)} of all ranks."""
+    for what in dict.fromkeys(name for of_rank in by_rank for name in of_rank):
+        pairs = {rank: of_rank[what] for rank, of_rank in enumerate(by_rank) if what in of_rank}
+        for rank, (actual, right) in pairs.items():
+            error = relative(actual, right, least=1e-6)
+            if error <= tolerance:
+                continue
+            says = f"shape {tuple(actual.shape)}, expected {tuple(right.shape)}"
+            if actual.shape == right.shape:
+                factor = ratio(*(torch.cat([each.flatten() for each in side]) for side in zip(*pairs.values())))
+                by = "no single factor explains it" if factor is None else f"it is {factor:.4g} times what it should be"
+                says = f"relative error {error:.1e}: {by}"
+            mesh = f"tp={grid.tp} ep={grid.ep} etp={grid.etp} of {grid.world} ranks"
+            raise AssertionError(f"{what} on {mesh}, rank {rank}: {says}")

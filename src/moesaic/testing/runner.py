@@ -1,0 +1,370 @@
+"""Runs ranks: of any function in processes of this machine, and of the conformance suite's cases.
+
+The suite runs most cases on loopback, with all ranks in one process, and some on real processes over Gloo. Parameters are
+DTensors there, so the gradient norm of training is compared too. The processes of a world size are started once for all its
+cases; each case creates its own mesh on them. On loopback, values that a program declares replicated must also agree bit for
+bit.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import math
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import start_processes
+
+from moesaic.balance import REPLICATION_POLICIES
+from moesaic.comm.mesh import Mesh
+from moesaic.comm.transport import Handle, Transfer
+from moesaic.layer import MoE
+from moesaic.parallel import clip_grad_norm_
+from moesaic.program.grid import Axis, Grid
+from moesaic.program.task import Kind, Program, Slot, State
+from moesaic.runtime import executor
+from moesaic.runtime.executor import interpret
+from moesaic.runtime.tasks import Call, Environment, Value
+from moesaic.testing.cases import Case, Refusals, draw_case
+from moesaic.testing.equivalence import Errors, Patch, Ran, compile_case, ran_case, run_rank
+from moesaic.testing.expected import Values, expect
+from moesaic.testing.workload import draw_workload
+
+TIMEOUT_SECONDS = 120
+GLOO_CASES = {2: 8, 4: 6, 8: 4}
+"""World size -> number of cases that run on processes. Few, since starting processes takes longer than running a case."""
+PART = 20
+"""Number of cases that a worker runs per task."""
+
+
+def on_ranks(
+    world: int,
+    function: Callable[..., Any],
+    *arguments: object,
+    timeout_seconds: float = 1800.0,
+    backend: str = "gloo",
+    preload: Sequence[str] = (),
+) -> list[Any]:
+    """Call `function(*arguments)` in `world` processes that form a process group, and return each rank's result.
+
+    Each process has a single thread.
+
+    Args:
+        world: number of processes.
+        function: a module-level function with a result that can be pickled.
+        arguments: arguments that can be pickled.
+        timeout_seconds: timeout of the process group's collectives.
+        backend: backend of the process group.
+        preload: see `start_ranks`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        start_ranks(world, _process, world, folder, timeout_seconds, backend, function, arguments, preload=preload)
+        return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+
+
+def start_ranks(world: int, function: Callable[..., object], *arguments: object, preload: Sequence[str] = ()) -> None:
+    """Call `function(rank, *arguments)` in `world` processes and wait for them. If one fails, all are terminated.
+
+    Importing torch takes longer than most ranks run. On Linux, processes are therefore forked from a server that imports this
+    module once for all calls. On other systems each process imports it again.
+
+    Args:
+        world: number of processes.
+        function: a module-level function.
+        arguments: arguments that can be pickled.
+        preload: names of further modules that the server imports; used by the first call only.
+    """
+    if sys.platform == "linux":
+        multiprocessing.set_forkserver_preload([__name__, *preload])
+        start_processes(_rank, args=(function, *arguments), nprocs=world, start_method="forkserver")
+    else:
+        start_processes(_rank, args=(function, *arguments), nprocs=world, start_method="spawn")
+
+
+def _rank(rank: int, function: Callable[..., object], *arguments: object) -> None:
+    gc.freeze()  # otherwise the first collection traverses all objects of torch, and copies the pages shared with the server
+    function(rank, *arguments)
+
+
+def _process(
+    rank: int,
+    world: int,
+    folder: str,
+    timeout_seconds: float,
+    backend: str,
+    function: Callable[..., Any],
+    arguments: tuple[object, ...],
+) -> None:
+    torch.set_num_threads(1)
+    store = FileStore(str(Path(folder) / "store"), world)
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    result = function(*arguments)
+    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(result))
+    leave()
+
+
+def leave() -> None:
+    """Exit this process once all ranks have called this function. Results must be on disk.
+
+    Skips the interpreter's shutdown, which takes longer than most ranks run.
+    """
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+@dataclass(frozen=True)
+class ProcessCase:
+    """A case to run on processes, possibly with a planted bug."""
+
+    case: Case
+    patch: Patch = nullcontext
+    """Plants the bug. Must be a module-level function, since it is pickled by name."""
+
+
+def run_on_gloo(jobs: Sequence[ProcessCase]) -> list[Ran]:
+    """Run cases, all of one world size, with a process for each rank; return each job's results with the expected ones."""
+    world = jobs[0].case.grid.world
+    assert all(job.case.grid.world == world for job in jobs), "cases of one call have one world size"
+    results_by_rank = on_ranks(world, _run_all, list(jobs), timeout_seconds=TIMEOUT_SECONDS)
+    return [
+        Ran(job.case, expect(job.case, draw_workload(job.case)), list(results))
+        for job, results in zip(jobs, zip(*results_by_rank))
+    ]
+
+
+def _run_all(jobs: Sequence[ProcessCase]) -> list[Values]:
+    results = []
+    for job in jobs:
+        grid = job.case.grid
+        mesh = Mesh.create(
+            tp=grid.tp, ep=grid.ep, etp=grid.etp, innermost=grid.innermost, ranks_per_node=grid.ranks_per_node
+        )
+        with job.patch():
+            results.append(run_rank(job.case, draw_workload(job.case), compile_case(job.case), mesh, _norm))
+    return results
+
+
+def _norm(layer: MoE, mesh: Mesh) -> float:
+    norm = float(clip_grad_norm_(layer, math.inf))
+    return norm if not math.isnan(norm) else math.inf
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A case that ran."""
+
+    case: Case
+    errors: Errors
+    """Empty if the case raised an exception."""
+    reason: str
+    """Why it failed: the wrong quantities with their errors and ratios, or the exception; empty if it passed."""
+
+    def __str__(self) -> str:
+        return f"seed {self.case.seed}: {self.reason}\n  {self.case}"
+
+
+@dataclass
+class Evidence:
+    """Results of the conformance suite."""
+
+    loopback: list[Checked] = field(default_factory=list)
+    processes: list[Checked] = field(default_factory=list)
+    refused: int = 0
+    """Number of plans that were drawn but are illegal on their mesh; they do not count as cases."""
+
+    @property
+    def failures(self) -> list[Checked]:
+        """All failed cases, first those on loopback, by seed."""
+        return [each for each in (*self.loopback, *self.processes) if each.reason]
+
+    @property
+    def worst(self) -> Errors:
+        """Largest error of each quantity on loopback, over the cases that must be exact in float64."""
+        worst: Errors = {}
+        for each in self.loopback:
+            if each.case.is_exact and each.case.precision == "float64":
+                worst |= {name: max(error, worst.get(name, 0.0)) for name, error in each.errors.items()}
+        return worst
+
+    @property
+    def worlds(self) -> dict[int, int]:
+        """World size -> number of cases that ran on processes."""
+        return dict(Counter(each.case.grid.world for each in self.processes))
+
+    @property
+    def balance(self) -> dict[str, int]:
+        """Number of cases on loopback that balance skewed routing by each of the means `BALANCE`."""
+        used = Counter(answer for each in self.loopback for answer in answers(each.case))
+        return {answer: used[answer] for answer in BALANCE}
+
+
+def gather_evidence(
+    seeds: Sequence[int],
+    *,
+    workers: int = 1,
+    gloo: bool = False,
+    progress: Callable[[str, int], object] = lambda *_: None,
+) -> Evidence:
+    """Run the conformance suite.
+
+    Args:
+        seeds: seeds of the cases on loopback.
+        workers: number of worker processes for the cases on loopback; 1 runs them in this process.
+        gloo: run cases on processes too.
+        progress: called with ("cases", cases done so far) and ("worlds", world sizes done so far).
+    """
+    evidence = Evidence()
+    for checked, refused in _run_parts([seeds[start : start + PART] for start in range(0, len(seeds), PART)], workers):
+        evidence.loopback += checked
+        evidence.refused += refused
+        progress("cases", len(evidence.loopback))
+    evidence.loopback.sort(key=lambda each: each.case.seed)
+    for number, (world, count) in enumerate(GLOO_CASES.items() if gloo else (), 1):
+        cases = [draw_case(seed, world=world) for seed in range(count)]
+        evidence.processes += [
+            Checked(ran.case, ran.errors, ", ".join(ran.wrong))
+            for ran in run_on_gloo([ProcessCase(case) for case in cases])
+        ]
+        progress("worlds", number)
+    return evidence
+
+
+def _run_parts(parts: Sequence[Sequence[int]], workers: int) -> Iterator[tuple[list[Checked], int]]:
+    """Yield the results of each part as it is done."""
+    if workers == 1:
+        yield from map(run_part, parts)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        for future in as_completed([pool.submit(run_part, part) for part in parts]):
+            yield future.result()
+
+
+def run_part(seeds: Iterable[int]) -> tuple[list[Checked], int]:
+    """Run the cases of `seeds` in this process; return them with the number of plans that were drawn and refused."""
+    refusals = Refusals()
+    return [check_case(draw_case(seed, refusals)) for seed in seeds], refusals.count
+
+
+def check_case(case: Case) -> Checked:
+    """Run a case on loopback. If its plan is lossless, replicas must agree bit for bit at every slot of every program."""
+    try:
+        with observed() as runs:
+            ran = ran_case(case)
+        differing = disagreements(runs) if case.plan.is_lossless and case.replicates_bits else []
+    except Exception as error:  # a bug may raise anything, and the suite must report it
+        return Checked(
+            case, {}, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        )
+    return Checked(case, ran.errors, ", ".join([*ran.wrong, *differing[:3]]))
+
+
+BALANCE = (
+    *REPLICATION_POLICIES, "replication at random", "arbiter at random", "samples anywhere",
+    "samples by policy", "experts in random orders", "memory budget", "weights to tokens (r)", "steps (peer groups)",
+)  # fmt: skip
+"""Means of balancing skewed routing that cases use; see docs/balance.md."""
+
+
+def answers(case: Case) -> list[str]:
+    """Return the means by which a case balances skewed routing, as names from `BALANCE`."""
+    at_random = {} if case.by_policy else {"shadow": "replication at random", "arbiter": "arbiter at random"}
+    replication = case.plan.replication
+    used = [at_random.get(replication, replication)] if case.plan.replicates else []
+    used += {"none": [], "random": ["samples anywhere"], "solved": ["samples by policy"]}[case.placement]
+    holds = {
+        "experts in random orders": case.experts_move,
+        "memory budget": case.plan.memory_budget is not None,
+        "weights to tokens (r)": case.plan.gather_weights is not None,
+        "steps (peer groups)": case.plan.peer_groups > 1,
+    }
+    return used + [name for name, applies in holds.items() if applies]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One run of a program on one rank."""
+
+    program: Program
+    call: Call
+    values: Environment
+
+
+@contextmanager
+def observed() -> Iterator[list[Observed]]:
+    """Collect every program that a layer runs inside the context, in the order in which the runs finish."""
+    runs: list[Observed] = []
+
+    def watching(
+        program: Program, values: Mapping[str, Value], call: Call, wanted: Collection[str] | None = None
+    ) -> Generator[Transfer | Handle, Handle | None, Environment]:
+        environment = yield from interpret(program, values, call)  # without `wanted`, so that every slot is computed
+        runs.append(Observed(program, call, environment))
+        return environment
+
+    with mock.patch.object(executor, "interpret", watching):
+        yield runs
+
+
+def disagreements(runs: list[Observed]) -> list[str]:
+    """Return a line for each slot that should be replicated or identical on an axis but has different bits on two ranks.
+
+    Weights for replicated copies are not compared: each rank gets those that its copies need, so ranks may differ.
+
+    Args:
+        runs: the runs of all ranks; each rank must have done its runs in the same order.
+    """
+    by_rank: dict[int, list[Observed]] = {}
+    for run in runs:
+        by_rank.setdefault(run.call.rank, []).append(run)
+    lines = set()
+    for together in zip(*(by_rank[rank] for rank in sorted(by_rank))):
+        grid, program = together[0].call.sizes.grid, together[0].program
+        for slot in program.slots:
+            if slot.kind is Kind.WEIGHT and slot.layout.chunk in ("near", "here"):
+                continue
+            for rank, other in _replicas(slot, grid):
+                first, second = (together[r].values.get(slot.name) for r in (rank, other))
+                if first is not None and second is not None and not _same(first, second):
+                    lines.add(f"{program.name}: {slot.name} differs between ranks {rank} and {other}")
+    return sorted(lines)
+
+
+def same_axes(slot: Slot) -> list[Axis]:
+    """Return the axes along which all ranks hold the same value of a slot."""
+    return [axis for axis, state in slot.state if state in (State.REPLICATED, State.IDENTICAL)]
+
+
+def _replicas(slot: Slot, grid: Grid) -> Iterator[tuple[int, int]]:
+    """Yield pairs (first rank of the group, other rank) that must hold the same value of a slot."""
+    if slot.kind is Kind.PACKETS:
+        return
+    for axis in same_axes(slot):
+        for rank in range(grid.world):
+            first = grid.group(rank, (axis,))[0]
+            if first != rank:
+                yield first, rank
+
+
+def _same(first: Value, second: Value) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return len(first) == len(second) and all(map(torch.equal, first, second))
