@@ -160,7 +160,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("shards of an expert summed", "Megatron-LM#5916", "step", "numbers", plants.experts_summed_over("etp")),
     Mutant(
-        "all gradients averaged twice", "own", "step", "numbers", plants.everything_times(lambda grid: 1 / grid.dp), off_by="router gradient: 0.25",
+        "all gradients averaged twice", "own", "step", "numbers", plants.everything_times(lambda grid: 1 / grid.dp),
+        off_by="router gradient: 0.25",
     ),
     Mutant(
         "all gradients summed, never averaged", "own", "step", "numbers",
