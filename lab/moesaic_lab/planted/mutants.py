@@ -268,6 +268,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "shared expert's partial sums not added", "tpu-inference#3435", "shared", "numbers", plants.shared_partial,
+        off_by="shared gradient: 0.5",
     ),
     Mutant(
         "shared expert's gradient taken for a routed one's", "own", "shared", "numbers",
@@ -281,18 +282,20 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("2DH divides by the wrong size", "Tutel, algorithm 2", "nodes", "crash", plants.stride_by_columns),
     Mutant(
         "partial sums of shards not summed", "own", "chunks", "numbers",
-        plants.replaced(messages, "placed", plants.last_shard_only),
+        plants.replaced(messages, "placed", plants.last_shard_only), off_by="expert gradient: 0.5",
     ),
     Mutant(
         "output bias added by every shard", "torchtitan#4245", "chunks", "numbers", plants.bias_of_every_shard,
+        off_by="expert gradient: 2",
     ),
     Mutant("chunks of weights swapped", "own", "chunks", "numbers", change=plants.chunks_swapped),
     Mutant(
         "gather of a replicated gradient reduced", "own", "chunks", "numbers", change=plants.last_gather_reduced,
+        off_by="expert gradient: 2",
     ),
     Mutant(
         "baseline's copies not divided", "Parm, eq. 1; Megatron-DeepSpeed#63", "baseline", "numbers",
-        change=plants.backward_scale_dropped,
+        change=plants.backward_scale_dropped, off_by="expert gradient: 2",
     ),
     Mutant("visits off by one", "own", "multicast", "numbers", plants.node_tokens_off_by_one),
     Mutant("gradients coded", "ScheMoE", "codec", "numbers", change=plants.gradients_coded),

@@ -161,7 +161,8 @@ class Ran:
             if like is not None and not _error(quantity, *values) <= self.case.tolerance:
                 actual, expected = (torch.zeros_like(like) if value is None else value for value in values)
                 wrong.setdefault(quantity, []).append((actual.double().flatten(), expected.double().flatten()))
-        factors = {quantity: ratio(*map(torch.cat, zip(*pairs))) for quantity, pairs in wrong.items()}
+        within = max(self.case.tolerance, 1e-9)
+        factors = {quantity: ratio(*map(torch.cat, zip(*pairs)), within) for quantity, pairs in wrong.items()}
         return {quantity: factor for quantity, factor in factors.items() if factor is not None}
 
     @property

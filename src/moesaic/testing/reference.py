@@ -334,12 +334,17 @@ def relative(actual: Tensor | None, expected: Tensor | None, *, least: float = 1
     return error / max(float(expected.abs().max()), least) if error == error else float("inf")
 
 
-def ratio(actual: Tensor, expected: Tensor) -> float | None:
-    """Return the factor by which all of `expected` (n,) must be multiplied for `actual` (n,), to a thousandth; None if none."""
+def ratio(actual: Tensor, expected: Tensor, within: float = 1e-3) -> float | None:
+    """Return the factor by which all of `expected` (n,) must be multiplied to give `actual` (n,); None if there is none.
+
+    Args:
+        actual: any numbers.
+        expected: any numbers.
+        within: largest deviation, relative to the largest expected value.
+    """
     actual, expected = actual.detach().double(), expected.detach().double()
     if actual.shape != expected.shape or not bool(expected.any()):
         return None
     factor = actual @ expected / (expected @ expected)
-    return (
-        float(factor) if float((actual - factor * expected).abs().max()) <= 1e-3 * float(expected.abs().max()) else None
-    )
+    deviation = (actual - factor * expected).abs().max() / expected.abs().max()
+    return float(factor) if float(deviation) <= within else None
