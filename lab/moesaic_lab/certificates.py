@@ -234,7 +234,7 @@ class MoesaicLayer(AbstractMoELayer):
             router_options={"normalize": "after" if spec.top_k > 1 else "before"},
         )  # fmt: skip
         w13 = torch.stack([spec.weights.w1, spec.weights.w3], 1)
-        values = {"router.weight": spec.weights.router, "experts.w13": w13, "experts.w2": spec.weights.w2}
+        values = {"router.weight": spec.router, "experts.w13": w13, "experts.w2": spec.weights.w2}
         assert not self.layer.load_state_dict(values, strict=False).unexpected_keys
         self.mesh = Mesh.of(spec.group)
         self.layer.parallelize(self.mesh)
@@ -262,12 +262,12 @@ class TransformersLayer(AbstractMoELayer):
         modeling: Any = import_module("transformers.models.mixtral.modeling_mixtral")
         transformers: Any = import_module("transformers")
         self.top_k, self.experts = spec.top_k, TransformersExperts(spec)
-        num_experts, dim = spec.weights.router.shape
+        num_experts, dim = spec.router.shape
         config = transformers.MixtralConfig(
             hidden_size=dim, num_local_experts=num_experts, num_experts_per_tok=spec.top_k
         )
         self.router: Any = modeling.MixtralTopKRouter(config)
-        self.router.weight.data.copy_(spec.weights.router)
+        self.router.weight.data.copy_(spec.router)
         self.loss: Any = modeling.load_balancing_loss_func
 
     @classmethod
@@ -292,12 +292,12 @@ class TorchtitanLayer(AbstractMoELayer):
         self.experts, self.group = TorchtitanExperts(spec), spec.group
         moe: Any = import_module("torchtitan.models.common.moe")
         linear: Any = import_module("torchtitan.models.common.linear").Linear
-        num_experts, dim = spec.weights.router.shape
+        num_experts, dim = spec.router.shape
         self.router: Any = moe.TokenChoiceTopKRouter.Config(
             num_experts=num_experts, gate=linear.Config(in_features=dim, out_features=num_experts), top_k=spec.top_k,
             score_func="softmax", route_norm=spec.top_k > 1,
         ).build()  # fmt: skip
-        self.router.gate.weight.data.copy_(spec.weights.router)
+        self.router.gate.weight.data.copy_(spec.router)
 
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Route a batch of one sequence and run the experts."""
@@ -333,13 +333,13 @@ class DeepSpeedMoELayer(AbstractMoELayer):
     def __init__(self, spec: LayerSpec) -> None:
         self.inner = DeepSpeedExperts(spec)
         sharded: Any = import_module("deepspeed.moe.sharded_moe")
-        num_experts, dim = spec.weights.router.shape
+        num_experts, dim = spec.router.shape
         self.gate: Any = sharded.TopKGate(
             dim, num_experts, spec.top_k, capacity_factor=spec.capacity or 1.0, min_capacity=0,
             drop_tokens=spec.capacity is not None, top2_2nd_expert_sampling=False,
         )  # fmt: skip
         self.gate._set_ep_group(spec.group)
-        self.gate.wg.weight.data.copy_(spec.weights.router)
+        self.gate.wg.weight.data.copy_(spec.router)
         self.inner.layer.gate = self.gate
         self.group = spec.group
 
@@ -382,7 +382,7 @@ class AutomodelLayer(AutomodelExperts, AbstractMoELayer):
     def __init__(self, spec: LayerSpec) -> None:
         self.top_k, self.group = spec.top_k, spec.group
         super().__init__(spec)
-        self.layer.gate.weight.data.copy_(spec.weights.router)
+        self.layer.gate.weight.data.copy_(spec.router)
 
     def make(self) -> Any:
         """Make the whole layer and return its experts, which `place` then shards."""
@@ -484,7 +484,7 @@ def _autoep_of(spec: LayerSpec) -> tuple[Any, Any]:
         )
     )  # fmt: skip
     block = model.model.layers[0].mlp
-    block.gate.weight.data.copy_(spec.weights.router)
+    block.gate.weight.data.copy_(spec.router)
     block.experts.gate_up_proj.data.copy_(torch.cat([spec.weights.w1, spec.weights.w3], 1))
     block.experts.down_proj.data.copy_(spec.weights.w2)
     with _deepspeed():

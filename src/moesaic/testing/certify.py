@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,12 @@ class LayerSpec:
     top_k: int
     capacity: float | None = None
     """Capacity factor: each rank sends an expert at most this many times the even share of its copies. None drops nothing."""
+
+    @property
+    def router(self) -> Tensor:
+        """The router's weight, (E, dim)."""
+        assert self.weights.router is not None
+        return self.weights.router
 
 
 class AbstractCertified(ABC):
@@ -329,7 +335,9 @@ def _run(system: type[AbstractRoutedExperts] | type[AbstractMoELayer], drawn: _D
         tokens, experts, weights, dy = call[drawn.spec.group.rank()]
         x, gates = tokens.clone().requires_grad_(situation.tokens_learn), weights.clone().requires_grad_()
         given = () if isinstance(layer, AbstractMoELayer) else (experts, gates)
-        run = partial(checkpoint, layer.run, use_reentrant=False) if situation.recomputes else layer.run
+        run: Callable[..., Any] = (
+            partial(checkpoint, layer.run, use_reentrant=False) if situation.recomputes else layer.run
+        )
         y = run(x, *given)
         if isinstance(layer, AbstractMoELayer):
             y, loss = y
@@ -369,7 +377,8 @@ def _compared(
 ) -> list[Found]:
     """Return the findings for the results of all ranks."""
     is_whole = issubclass(system, AbstractMoELayer)
-    twin = _dense_layer(drawn.spec, normalizes=is_whole and system.normalizes(drawn.spec.top_k))
+    normalizes = issubclass(system, AbstractMoELayer) and system.normalizes(drawn.spec.top_k)
+    twin = _dense_layer(drawn.spec, normalizes=normalizes)
     if drawn.situation.capacity is not None:
         xs = [x.double() for x, _, _, _ in drawn.calls[0]]
         errors = [_capacity_error(twin, x, each["output"][0], drawn) for x, each in zip(xs, actual)]
@@ -402,10 +411,9 @@ def _dense_layer(spec: LayerSpec, *, normalizes: bool) -> MoE:
     weights, (_, hidden, dim) = spec.weights, spec.weights.w1.shape
     options = {"normalize": "after" if normalizes else "before"}
     twin = MoE(dim, hidden, weights.num_experts, spec.top_k, router_options=options, losses=()).double()
-    assert weights.router is not None
     values = {"w13": torch.stack([weights.w1, weights.w3], 1), "w2": weights.w2}
     with torch.no_grad():
-        twin.router.get_parameter("weight").copy_(weights.router)
+        twin.router.get_parameter("weight").copy_(spec.router)
         for name, value in values.items():
             twin.experts.get_parameter(name).copy_(value)
     return twin
@@ -433,10 +441,12 @@ def _expected(twin: MoE, drawn: _Drawn, is_whole: bool) -> list[Results]:
             assert gates.grad is not None
             for name, tensor in (("output", y.detach()), ("tokens", x.grad), ("gates", gates.grad)):
                 own[name].append(tensor)
-    w13, w2, router = (
-        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for parameter in (twin.experts.get_parameter("w13"), twin.experts.get_parameter("w2"), twin.router.weight)
+    parameters = (
+        twin.experts.get_parameter("w13"),
+        twin.experts.get_parameter("w2"),
+        twin.router.get_parameter("weight"),
     )
+    w13, w2, router = (torch.zeros_like(each) if each.grad is None else each.grad for each in parameters)
     w1, w3 = w13.unbind(1)
     whole = MoEWeights(w1, w3, w2, router)
     norm = torch.stack([tensor.square().sum() for tensor in (router, *whole.experts)]).sum().sqrt()
