@@ -144,6 +144,6 @@ def _print(evidence: Evidence) -> None:
         table.add_row(f"worst error, {quantity}", f"{error:.1e}")
     console.print(table)
     for number, checked in enumerate(evidence.failures):
-        world = f" --world {checked.case.grid.world}" if number >= failed else ""
-        again = f"moesaic check --only {checked.case.seed}{world}"
+        flag = f" --world {checked.case.grid.world}" if number >= failed else ""
+        again = f"moesaic check --only {checked.case.seed}{flag}"
         console.print(f"failed: {checked}\n  again: {again}", markup=False, soft_wrap=True)

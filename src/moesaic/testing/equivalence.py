@@ -162,7 +162,7 @@ class Ran:
                 actual, expected = (torch.zeros_like(like) if value is None else value for value in values)
                 wrong.setdefault(quantity, []).append((actual.double().flatten(), expected.double().flatten()))
         within = max(self.case.tolerance, 1e-9)
-        factors = {quantity: ratio(*map(torch.cat, zip(*pairs)), within) for quantity, pairs in wrong.items()}
+        factors = {quantity: ratio(*map(torch.cat, zip(*pairs)), within=within) for quantity, pairs in wrong.items()}
         return {quantity: factor for quantity, factor in factors.items() if factor is not None}
 
     @property

@@ -334,7 +334,7 @@ def relative(actual: Tensor | None, expected: Tensor | None, *, least: float = 1
     return error / max(float(expected.abs().max()), least) if error == error else float("inf")
 
 
-def ratio(actual: Tensor, expected: Tensor, within: float = 1e-3) -> float | None:
+def ratio(actual: Tensor, expected: Tensor, *, within: float = 1e-3) -> float | None:
     """Return the factor by which all of `expected` (n,) must be multiplied to give `actual` (n,); None if there is none.
 
     Args:
