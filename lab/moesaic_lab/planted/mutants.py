@@ -126,7 +126,7 @@ class Mutant:
     change: Callable[[Compiled], Compiled] | None = None
     """Changes the compiled programs; None to leave them."""
     off_by: str = ""
-    """The first ratio that the failure must name, such as "expert gradient: 2"; empty if none explains wrong values."""
+    """The first ratio that the failure must name, such as "expert gradient: 2"; empty if none does, and for gradient norms."""
 
 
 MUTANTS: tuple[Mutant, ...] = (
