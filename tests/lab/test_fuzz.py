@@ -52,7 +52,7 @@ ELSEWHERE = {
     ("train/run_folder.py", "seal"): "hashes what the run has written",
     ("train/watch.py", "_moved_bytes"): "reads /proc",
     ("comm/process_groups.py", "_other_threads_run"): "reads /proc",
-    ("testing/processes.py", "on_ranks"): "reads what its processes wrote",
+    ("testing/runner.py", "on_ranks"): "reads what its processes wrote",
 }
 """What reads something else than a person's file, or is tried elsewhere."""
 
