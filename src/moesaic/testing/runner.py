@@ -37,7 +37,7 @@ from moesaic.comm.transport import Handle, Transfer
 from moesaic.layer import MoE
 from moesaic.parallel import clip_grad_norm_
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.task import Kind, Program, Slot, State
+from moesaic.program.task import HELPERS, Kind, Program, Slot, State
 from moesaic.runtime import executor
 from moesaic.runtime.executor import interpret
 from moesaic.runtime.tasks import Call, Environment, Value
@@ -339,7 +339,7 @@ def disagreements(runs: list[Observed]) -> list[str]:
     for together in zip(*(by_rank[rank] for rank in sorted(by_rank))):
         grid, program = together[0].call.sizes.grid, together[0].program
         for slot in program.slots:
-            if slot.kind is Kind.WEIGHT and slot.layout.chunk in ("near", "here"):
+            if slot.kind is Kind.WEIGHT and slot.layout.chunk in HELPERS:
                 continue
             for rank, other in _replicas(slot, grid):
                 first, second = (together[r].values.get(slot.name) for r in (rank, other))
