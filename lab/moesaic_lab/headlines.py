@@ -142,7 +142,7 @@ def parm(size: int) -> Comparison:
         top_k=2, tokens_per_rank=48,
     )  # fmt: skip
     grid = Grid(world=16, tp=size, ep=16 // size, etp=size, ranks_per_node=4)
-    taken = choose("parm", Simulator(place.cluster), place.workload(size), grid)
+    taken = choose(Simulator(place.cluster), place.workload(size), grid)
     plans = {"baseline": SINGLES["baseline"], "Parm": taken}
     return Comparison(
         paper="parm", name=f"parm-{size}", bed=place.bed, share=0.82, of="the middle of 68 to 96 %, over 324 layers",

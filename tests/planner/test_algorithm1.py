@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.planner.algorithm1 import RULES, choose, corrected, operations
+from moesaic.planner.algorithm1 import choose, corrected, operations
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
@@ -20,15 +20,13 @@ def test_the_choice_is_the_rules_on_the_clusters_operations() -> None:
     simulator = Simulator(flat(2, 4, device=DEVICE))
     found = operations(simulator, GRID, LAYER.top_k, capacity_factor=LAYER.capacity_factor)
     assert min(found.all_to_all.beta, found.gather.beta, found.overlapped.beta) > 0
-    for rule, decide in RULES.items():
-        plan = choose(rule, simulator, LAYER, GRID)
-        assert plan.schedule == decide(found, LAYER, 4, 4)
-        assert plan.overlap_gather == (plan.schedule == "s2")
-    assert RULES["parm"] is corrected
+    plan = choose(simulator, LAYER, GRID)
+    assert plan.schedule == corrected(found, LAYER, 4, 4)
+    assert plan.overlap_gather == (plan.schedule == "s2")
 
 
 def test_a_rule_needs_times_from_one_place() -> None:
     with pytest.raises(InputError, match=r"planner\.plan=parm needs the times"):
         PlannerConfig(plan="parm")
-    named = PlannerConfig(plan="parm_printed", cluster="25gbe")
-    assert (named.rule, named.file, named.is_auto) == ("parm_printed", "", False)
+    named = PlannerConfig(plan="parm", cluster="25gbe")
+    assert (named.rule, named.file, named.is_auto) == ("parm", "", False)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moesaic.planner.algorithm1 import RULES, operations
+from moesaic.planner.algorithm1 import Operations, corrected, faster, operations
 from moesaic.planner.cluster import ClusterSpec, Tflops, read_cluster
 from moesaic.planner.memory import GIB, layer_memory
 from moesaic.planner.workload import Workload
@@ -176,8 +176,19 @@ def shares(times: Sequence[ParmTimes]) -> tuple[float, float]:
     return min(percentages), max(percentages)
 
 
-RULE_WORDS = {"parm_printed": "published", "parm": "corrected"}
-"""Words for the keys of `RULES` in findings."""
+def published(operations: Operations, layer: Workload, m: int, s: int) -> str:
+    """Return "s1" or "s2" by Algorithm 1 as printed; arguments as of `corrected`.
+
+    T in line 2 already contains the width M, and line 3, y = E T M N_ESP, multiplies by M again. Line 5 evaluates the
+    overlapped operation at y, not at y / m (errata P1 and P3).
+    """
+    per_expert = layer.copies / layer.num_experts * layer.dim
+    y = layer.num_experts * per_expert * layer.dim * s
+    return faster(operations, layer, y / m, y)
+
+
+RULES: dict[str, Callable[[Operations, Workload, int, int], str]] = {"published": published, "corrected": corrected}
+"""The two forms of Algorithm 1, by their names in findings."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +215,7 @@ def reproduce(book: Book) -> Reproduction:
         case = f"{name}{world}.m{m}s{s}"
         for schedule in ("s1", "s2"):
             figures[f"parm.{schedule}.{case}"] = mean_speedup(times, schedule)
-        figures[f"parm.chosen.{case}"] = chosen[name, world, m, s]["parm"].speedup
+        figures[f"parm.chosen.{case}"] = chosen[name, world, m, s]["corrected"].speedup
     wide = [shares(times) for (name, world, *_), times in cells.items() if world == 32]
     figures["parm.share.least"] = min(least for least, _ in wide)
     figures["parm.share.most"] = max(most for _, most in wide)
@@ -268,7 +279,7 @@ def _findings(
         right, total = sum(c.right for c in choices), sum(c.of for c in choices)
         lost = sum(c.regret * c.of for c in choices) / total
         yield PaperFinding(
-            f"Algorithm 1 as {RULE_WORDS[rule]} picks the faster schedule",
+            f"Algorithm 1 as {rule} picks the faster schedule",
             f"{right} of {total} layers ({right / total:.0%}); its picks take {lost:.1%} longer than the best",
         )
     one_sided = sum(len({_faster(layer) for layer in times}) == 1 for times in cells.values())

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError
-from moesaic.planner.algorithm1 import RULES, choose
+from moesaic.planner.algorithm1 import choose
 from moesaic.planner.answer import (
     SkewedStep,
     Speed,
@@ -201,7 +201,7 @@ def run(arguments: Sequence[str]) -> int:
         _about_parameters(job, cluster),
         *reasons(result, cluster),
         *answers(job, cluster, result, options),
-        *_by_rules(job, simulator, result.best),
+        *_by_algorithm1(job, simulator, result.best),
     ]
     lines.append(what_was_measured(cluster))
     if options.page is not None:
@@ -277,16 +277,13 @@ def _write_page(options: PlanOptions, lines: list[str], job: Job, result: Result
     write_plan_page(title, lines, job, result, cluster, timelines, Path(str(options.page)))
 
 
-def _by_rules(job: Job, simulator: Simulator, best: PlannedStep) -> list[str]:
+def _by_algorithm1(job: Job, simulator: Simulator, best: PlannedStep) -> list[str]:
     """Return a line about the schedule that Parm's Algorithm 1 chooses on the best layout; [] if tp and etp are 1."""
     if best.grid.tp == best.grid.etp == 1:
         return []
     layer = job.step_model(simulator.cluster, best.grid.dp).layer
-    schedules = {rule: choose(rule, simulator, layer, best.grid).schedule for rule in RULES}
-    return [
-        f"Parm's Algorithm 1 chooses {schedules['parm']} on the best layout, and {schedules['parm_printed']} as printed "
-        "(--plan parm, parm_printed)"
-    ]
+    schedule = choose(simulator, layer, best.grid).schedule
+    return [f"Parm's Algorithm 1 chooses {schedule} on the best layout (moesaic train --plan parm)"]
 
 
 def _join_flag(arguments: Sequence[str], flag: str) -> list[str]:

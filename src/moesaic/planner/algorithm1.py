@@ -1,7 +1,7 @@
-"""Parm's Algorithm 1, which picks S1 or S2 for a layer: as published, and with its errors corrected.
+"""Parm's Algorithm 1, which picks S1 or S2 for a layer, with the errors of the printed one corrected.
 
-Source: Yin et al. (INFOCOM 2024), section V. Both variants need the start-up time and rate of three operations. A profile has
-measured ones, for groups that are whole nodes or all ranks. Otherwise they come from the simulated cluster.
+Source: Yin et al. (INFOCOM 2024), section V. It needs the start-up time and rate of three operations. A profile has measured
+ones, for groups that are whole nodes or all ranks. Otherwise they come from the simulated cluster.
 """
 
 from __future__ import annotations
@@ -36,11 +36,8 @@ class Operations:
     """SAA, the second all-to-all overlapped with the all-gather, as a function of the input elements of a rank."""
 
 
-def published(operations: Operations, layer: Workload, m: int, s: int) -> str:
-    """Return "s1" or "s2" by Algorithm 1 as printed.
-
-    T in line 2 already contains the width M, and line 3, y = E T M N_ESP, multiplies by M again. Line 5 evaluates the
-    overlapped operation at y, not at y / m (errata P1 and P3).
+def corrected(operations: Operations, layer: Workload, m: int, s: int) -> str:
+    """Return "s1" or "s2" by the closed forms: y = s E C M, with every operation at y / m.
 
     Args:
         operations: times of the operations.
@@ -48,18 +45,11 @@ def published(operations: Operations, layer: Workload, m: int, s: int) -> str:
         m: size of tp.
         s: size of etp.
     """
-    per_expert = layer.copies / layer.num_experts * layer.dim
-    y = layer.num_experts * per_expert * layer.dim * s
-    return _faster(operations, layer, y / m, y)
-
-
-def corrected(operations: Operations, layer: Workload, m: int, s: int) -> str:
-    """Return "s1" or "s2" by the closed forms: y = s E C M, with every operation at y / m; arguments as of `published`."""
     y = s * layer.copies * layer.dim
-    return _faster(operations, layer, y / m, y / m)
+    return faster(operations, layer, y / m, y / m)
 
 
-def _faster(operations: Operations, layer: Workload, entered: float, overlapped: float) -> str:
+def faster(operations: Operations, layer: Workload, entered: float, overlapped: float) -> str:
     """Return the faster schedule.
 
     Args:
@@ -73,15 +63,10 @@ def _faster(operations: Operations, layer: Workload, entered: float, overlapped:
     return "s1" if first <= second else "s2"
 
 
-RULES: dict[str, Callable[[Operations, Workload, int, int], str]] = {"parm_printed": published, "parm": corrected}
-"""The two variants, by their names in `planner.plan`."""
-
-
-def choose(rule: str, simulator: Simulator, layer: Workload, grid: Grid) -> Plan:
-    """Return the plan that a rule chooses for a layer.
+def choose(simulator: Simulator, layer: Workload, grid: Grid) -> Plan:
+    """Return the plan that Algorithm 1 chooses for a layer.
 
     Args:
-        rule: a key of `RULES`.
         simulator: simulator of the cluster.
         layer: the workload of a rank.
         grid: the mesh.
@@ -89,7 +74,7 @@ def choose(rule: str, simulator: Simulator, layer: Workload, grid: Grid) -> Plan
     known = measured_operations(simulator.timing.collectives, grid, layer.dtype) or operations(
         simulator, grid, layer.top_k, layer.dtype, layer.capacity_factor
     )
-    return CHOICES[RULES[rule](known, layer, grid.tp, grid.etp)]
+    return CHOICES[corrected(known, layer, grid.tp, grid.etp)]
 
 
 def measured_operations(collectives: Mapping[str, Fit], grid: Grid, dtype: str) -> Operations | None:

@@ -113,7 +113,7 @@ def _by_rule(config: TrainConfig) -> TrainConfig:
     if mesh is None:
         return config
     simulator, layer = known_cluster(config, mesh.grid)
-    chosen = choose(planner.rule, simulator, layer, mesh.grid)
+    chosen = choose(simulator, layer, mesh.grid)
     plan = replace(config.layer_plan, schedule=chosen.schedule, overlap_gather=chosen.overlap_gather)
     return replace(config, planner=replace(planner, plan="")).with_layer_plan(plan)
 

@@ -227,8 +227,8 @@ class PlannerConfig:
     and plan written by moesaic plan --write. search: use the mesh and plan with the shortest predicted step on the
     available ranks. auto: change plans while training, by predicted times at first and by measured times as they come
     in; without cluster or profile, by timing candidate plans in the first steps. auto also searches for a mesh if the
-    configured one does not fit the ranks. parm, parm_printed: choose S1 or S2 by Parm's Algorithm 1, corrected or as
-    printed, with times from the cluster or profile. --plan is short for this option."""
+    configured one does not fit the ranks. parm: choose S1 or S2 by Parm's Algorithm 1 (corrected), with times from the
+    cluster or profile. --plan is short for this option."""
     cluster: str = ""
     """Source of predicted times, for plan=auto and for policies in `balance`: a preset, a description (.toml), or a
     profile that moesaic profile measured (.json). Empty: usual links are assumed if times are needed."""
@@ -250,11 +250,7 @@ class PlannerConfig:
     @property
     def rule(self) -> str:
         """The rule that chooses the schedule; empty if none."""
-        if not self.plan or self.is_auto or self.searches:
-            return ""
-        from moesaic.planner.algorithm1 import RULES  # the simulator with it
-
-        return self.plan if self.plan in RULES else ""
+        return self.plan if self.plan == "parm" else ""
 
     @property
     def file(self) -> str:
