@@ -224,7 +224,7 @@ def searched(grid: Grid) -> Iterator[Compiled]:
     """Yield the compiled plans among which the search looks for the best one on a mesh."""
     space = SearchSpace(
         schedules=("s1", "s2", "s3"), chunks=(1, 2), all_to_alls=("linear", "hier2d", "multicast"),
-        gather_weights=(1,) if grid.etp > 1 else (),
+        gather_weights=(1,) if grid.etp > 1 else (), orders=("optsche",),
     )  # fmt: skip
     return iter(candidates(grid, space))
 

@@ -116,7 +116,8 @@ class SearchSpace:
     """Whether to also try one peer group per node, or the fewest peer groups that stay inside nodes."""
     overlap_gather: tuple[bool, ...] = (False, True)
     all_to_alls: tuple[AllToAll, ...] = (*ALL_TO_ALLS, "multicast")
-    orders: tuple[Order, ...] = ("optsche",)
+    orders: tuple[Order, ...] = ("optsche", "early", "fifo")
+    """Orders of the tasks of a layer that is cut into chunks; without chunks, only the first one is tried."""
     codecs: tuple[Codec, ...] = ("none",)
     """Codecs of the forward pass. A lossy codec is tried only if it is listed."""
     backward_codecs: tuple[Codec, ...] = ("none",)
@@ -148,7 +149,9 @@ class SearchSpace:
         """Yield every combination of choices on a mesh, including combinations that do not fit it."""
         values = self.values(grid)
         for choice in itertools.product(*values.values()):
-            yield Plan(**dict(zip(values, choice)))
+            plan = Plan(**dict(zip(values, choice)))
+            if plan.chunks > 1 or plan.order == self.orders[0]:
+                yield plan
 
 
 def candidates(grid: Grid, space: SearchSpace | None = None) -> Iterator[Compiled]:

@@ -32,7 +32,7 @@ from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import AllToAll, Codec, Plan, Schedule
 
-LOSSLESS = SearchSpace(fuse=(False, True), chunks=(1, 2, 4, 8), orders=("optsche", "early", "fifo"))
+LOSSLESS = SearchSpace(fuse=(False, True), chunks=(1, 2, 4, 8))
 """The default search space."""
 LOSSY: tuple[Codec, ...] = tuple(CODECS)
 """Codecs that are searched, forward and backward, if losses are allowed."""
