@@ -126,7 +126,6 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench device --json $(RESULTS)/device_cpu.json
 	$(BIN)/moesaic bench kernels --json $(RESULTS)/kernels_cpu.json --picture $(PICTURES)/kernels_cpu.svg
 	$(BIN)/moesaic reproduce all --json $(RESULTS)/reproduce.json
-	$(BIN)/moesaic bench plan_table --json $(RESULTS)/plan_table.json
 	$(BIN)/moesaic bench codec_convergence --json $(RESULTS)/codec_convergence.json
 	$(BIN)/moesaic bench check --json $(RESULTS)/check.json
 	$(BIN)/moesaic bench certificates --json $(RESULTS)/certificates.json --page docs/certificates.md

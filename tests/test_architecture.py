@@ -28,8 +28,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAB_SOURCES = [*sorted(LAB.rglob("*.py")), *sorted(TESTBED.rglob("*.py"))]
 PARTS = (
     "errors", "configfile", "codecs", "shapes", "traces", "program", "kernels", "comm", "draw", "routing", "experts", "runtime",
-    "chosen", "layer", "balance", "planner", "measure", "models", "parallel", "transformers", "train", "weights", "testing",
-    "report", "cli",
+    "named", "chosen", "layer", "balance", "planner", "measure", "auto", "models", "parallel", "transformers", "train",
+    "weights", "testing", "report", "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
 TORCH_FREE = ("errors", "configfile", "codecs", "shapes", "program", "traces", "planner", "report")

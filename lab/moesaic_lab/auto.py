@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
+from moesaic.auto import AutoPlan
 from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.measure.together import latest, start_together
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import plan_in_words
-from moesaic.runtime.auto_plan import AutoPlan
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, require_cluster
 from moesaic_lab.claims import Claim, NotMeasuredError, claimed
 from moesaic_lab.layer.cells import LayerJob, all_ep, searched, singles, step_model

@@ -40,7 +40,6 @@ BENCHMARKS = {
     "netmoe": ("netmoe.benchmark", "samples that move to their experts, simulated and on emulated clusters"),
     "placement_cases": ("placement_cases", "sample placement against a dense loop, in float64"),
     "placement_gaps": ("placement_gaps", "placements of samples and experts against the optimal ones"),
-    "plan_table": ("plan_table_replay", "the plan table under wrong predictions of loads, on recorded routing"),
     "relocate_train": ("relocate_train", "training steps under every technique against skewed routing"),
     "schedules": ("schedules", "bytes of every schedule and all-to-all, against formulas"),
     "simulator": ("simulator", "run time of the simulator"),

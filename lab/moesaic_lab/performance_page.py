@@ -85,7 +85,7 @@ QUESTIONS = (
             "and without placing experts it cannot reach what was asked of the simulated clusters "
             "(docs/balance_figures.md says why)."
         ),
-        results=("balance", "plan_table", "relocate_train"),
+        results=("balance", "relocate_train"),
         picture="bench/balance.svg",
     ),
     Question(

@@ -13,10 +13,10 @@ from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts.experts import BorrowedExperts
 from moesaic.kernels.permute import sort_by_expert
+from moesaic.named import named
 from moesaic.program.compile import Compiled
 from moesaic.program.plan import Plan
 from moesaic.routing.capacity import count
-from moesaic.runtime.auto_plan import AutoPlan
 from moesaic.runtime.expert_parallel import ExpertParallel
 from moesaic.runtime.graphs import outside_graphs
 
@@ -58,7 +58,7 @@ class ChosenExperts:
             mesh.grid, mesh.transport, plan or Plan(), experts, False, calls, settings=settings
         )
         if plan is None:
-            AutoPlan.of(mesh).join(self.on_mesh, experts, hidden, parameters)
+            named("auto").of(mesh).join(self.on_mesh, experts, hidden, parameters)
 
     def __call__(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Return each token's weighted sum of expert outputs, (tokens, dim), in the dtype of `x_TD`.

@@ -25,6 +25,7 @@ from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
 from moesaic.experts.experts import StackedExperts, compute_dtype
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.pick import AUTO, check_tier
+from moesaic.named import named
 from moesaic.routing.capacity import AbstractCapacity, Dropless, as_capacity
 from moesaic.routing.injection import InjectsLosses
 from moesaic.routing.losses import AbstractLoss, LoadBalance
@@ -188,7 +189,6 @@ class MoE(InjectsLosses, RoutingCached):
         from moesaic.balance.run.calls import calls_under
         from moesaic.comm.mesh import Mesh
         from moesaic.program.plan import Plan
-        from moesaic.runtime.auto_plan import AutoPlan
         from moesaic.runtime.deepep import DeepEP
         from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
         from moesaic.runtime.spread import described, shard_experts, take_first
@@ -209,7 +209,7 @@ class MoE(InjectsLosses, RoutingCached):
         self.on_mesh = on_mesh
         UnpreparedForDDP.mark(self)
         if is_auto:
-            AutoPlan.of(mesh).join(on_mesh, self.experts, self.hidden, self.parameters)
+            named("auto").of(mesh).join(on_mesh, self.experts, self.hidden, self.parameters)
 
     def use_plan(self, plan: Plan | Compiled) -> None:
         """Run under another plan for the same mesh from the next call on, such as another schedule, r or number of chunks.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,16 +13,13 @@ import torch
 from balance_cells import cell
 from torch import Tensor
 
-from moesaic.balance.replication.cost import LinkTimes
 from moesaic.cli.main import main
 from moesaic.comm.loopback import run_ranks
-from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.experts import PlainExperts
 from moesaic.planner.cluster import read_cluster
 from moesaic.program.compile import compile_plan
-from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance import ranks
 from moesaic_lab.balance.cells import cell_of, rows_of, summed_up
@@ -51,9 +47,7 @@ from moesaic_lab.balance.shares import (
     shares_of_forced,
 )
 from moesaic_lab.balance.simulated import BEST, Larger, machine_of
-from moesaic_lab.bounds import Message, link_limit
-from moesaic_lab.recorder import Recorder
-from moesaic_testbed import Cluster, refusal
+from moesaic_testbed import refusal
 
 PLACE = BalancePlace(name="small", dim=8, hidden=4, experts_per_rank=2, samples_per_rank=2, sample_tokens=8, gflops=1e3)
 
@@ -146,40 +140,6 @@ def test_steps_go_through_the_calls_and_count_decisions() -> None:
     assert excess[0] > excess[1]
     assert of_ranks[0]["least loaded"][1].replicated_copies == excess
     assert of_ranks[0]["least loaded"][1].options == ("least_loaded",) * 2
-
-
-def test_the_arbiter_keeps_bytes_off_a_slow_link_that_it_hears_of() -> None:
-    (case,) = read_config().narrowed(only=("4x2-slow-link",)).cases()
-    place = case.place
-    rates = [place.bed.inter_bytes_per_second(node) for node in range(4)]
-    assert rates == [40e6, 40e6, 40e6, 10e6]
-    assert place.costs.cluster is not None
-    assert place.costs.cluster.links[1].gbps == (0.32,), "nobody is told"
-    job = BalanceJob(case=case, methods=methods(place.grid))
-    compiled = {name: compile_plan(job.methods[name].plan, place.grid) for name in (PLAIN, OURS)}
-
-    def rank(transport: AbstractTransport) -> list[tuple[Tensor, list[Message]]]:
-        found = []
-        for name, links in ((PLAIN, {}), (OURS, {}), (OURS, {"outside": (1.0, 1.0, 1.0, 0.25)})):
-            recorder = Recorder(transport)
-            subject = ranks.Subject(job, name, compiled[name], recorder, PlainExperts, links)
-            y, _ = subject.forward(0)
-            y.backward(subject.dy)
-            sent = [(m.source, m.target, float(m.num_bytes)) for each in recorder.ranges for m in each.messages]
-            found.append((y.detach(), sent))
-        return found
-
-    found = run_ranks(8, rank)
-    on_link, seconds = [], []
-    for way in range(3):
-        messages = [message for of_rank in found for message in of_rank[way][1]]
-        on_link.append(sum(size for a, b, size in messages if a // 2 != b // 2 and 3 in (a // 2, b // 2)))
-        seconds.append(link_limit(messages, place.bed).seconds)
-        for of_rank in found:
-            torch.testing.assert_close(of_rank[way][0], of_rank[0][0], rtol=1e-4, atol=1e-6)
-    plain, told, heard = on_link
-    assert heard < 0.75 * told < plain, on_link
-    assert seconds[2] < 0.75 * seconds[1] < seconds[0], "the slow link is the one that takes longest"
 
 
 def test_methods_near_ours_are_timed_more_often() -> None:
@@ -505,17 +465,3 @@ def test_a_small_run_on_a_bed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert {claim["name"] for claim in told["claims"]} == {claim.name for claim in claims([])}
     assert picture.read_text().count("<svg") == 1
     assert "virtual compute" in capsys.readouterr().out
-
-
-def links_of_three_nodes() -> LinkTimes:
-    """What probes find, on a rank."""
-    return ranks.probed(Mesh(Grid(world=3, ep=3, ranks_per_node=1), open_transport(name="sockets")))
-
-
-def test_probes_on_a_bed_find_the_node_whose_link_is_slow(cluster: Callable[..., Cluster]) -> None:
-    of_ranks = cluster(3, 1, inter=("80mbit", "80mbit", "10mbit")).run(links_of_three_nodes)
-    assert of_ranks[0] == of_ranks[1] == of_ranks[2]
-    assert set(of_ranks[0]) == {"outside"}, "a node of one rank has no links inside"
-    times = of_ranks[0]["outside"]
-    assert times[2] < 0.4, "an eighth, but for what lets a message through at once"
-    assert min(times[:2]) > 0.6

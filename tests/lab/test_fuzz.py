@@ -39,7 +39,7 @@ READS = (
 """Names of calls that take in what a file holds; `open` without a mode for writing does too."""
 ELSEWHERE = {
     ("comm/collectives.py", "check_same"): "reads what ranks sent each other",
-    ("runtime/auto_plan.py", "_from_first_rank"): "reads what ranks sent each other",
+    ("auto.py", "_from_first_rank"): "reads what ranks sent each other",
     ("train/shard_metadata.py", "read_metadata"): "hands the file to read_list",
     ("train/watch.py", "_give_up"): "reads what ranks wrote into their store",
     ("train/launch.py", "_state_of_process"): "reads /proc",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,6 @@ from moesaic.planner.table import PlanTable, Race, TableSettings
 from moesaic.program.plan import Plan
 
 PLANS = tuple(Plan(chunks=chunks) for chunks in range(1, 9))
-SETTINGS = TableSettings(race=True)
 LIMIT = 60
 """Steps within which the best plan must be found."""
 
@@ -22,13 +22,13 @@ def drive(made: PlanTable, seconds: Callable[[int, int], float], steps: int) -> 
     """Take steps in which a plan takes seconds(step, plan); returns the plans that ran."""
     ran = []
     for step in range(steps):
-        ran.append(made.choose(0.0))
-        made.record(seconds(step, ran[-1]), load=float(step))
+        ran.append(made.choose())
+        made.record(seconds(step, ran[-1]))
     return ran
 
 
-def table(plans: tuple[Plan, ...] = PLANS, settings: TableSettings = SETTINGS) -> PlanTable:
-    return PlanTable(plans, lambda _: [1.0] * len(plans), settings)
+def table(plans: tuple[Plan, ...] = PLANS) -> PlanTable:
+    return PlanTable(plans)
 
 
 @pytest.mark.parametrize("best", range(8))
@@ -37,7 +37,7 @@ def test_it_ends_on_the_best_plan_whichever_that_is(best):
     ran = drive(made, lambda _, plan: 1.0 + 0.04 * ((plan - best) % 8), 300)
     assert set(ran[LIMIT:]) == {best}
     assert set(ran[:LIMIT]) == set(range(8)), "all were timed"
-    assert not made.is_racing
+    assert made.race is None
     assert made.races == 1
     assert made.decisions[-1].why == "fastest"
 
@@ -112,14 +112,30 @@ def test_fewer_plans_take_fewer_steps(count):
     assert (made.explored == 0) == (count == 1)
 
 
-def test_what_it_measured_is_kept_with_the_run():
+def test_what_was_found_is_kept_with_the_run_and_a_race_that_was_cut_short_begins_anew():
     made = table()
-    drive(made, lambda _, plan: 1.0 + plan, 80)
-    assert made.estimates(0)[0] == pytest.approx(1.0, rel=0.6)
+    drive(made, lambda _, plan: 2.0 - 0.1 * plan, 80)
     again = table()
+    again.restore(json.loads(json.dumps(made.state())))
+    assert drive(again, lambda _, plan: 2.0 - 0.1 * plan, 20) == [7] * 20
+    assert (again.steps, again.explored, again.races) == (100, made.explored, 1)
+    cut = table()
+    drive(cut, lambda _, plan: 2.0 - 0.1 * plan, 30)
+    once_more = table()
+    once_more.restore(json.loads(json.dumps(cut.state())))
+    ran = drive(once_more, lambda _, plan: 2.0 - 0.1 * plan, LIMIT + 1)
+    assert set(ran) == set(range(8))
+    assert ran[-1] == 7
+
+
+def test_a_run_that_goes_on_with_slower_links_races_again():
+    made, again = table(), table()
+    drive(made, lambda _, plan: 2.0 - 0.1 * plan, 80)
     again.restore(made.state())
-    assert again.is_racing, "the machine may be another one"
-    assert again.steps == made.steps
+    ran = drive(again, lambda _, plan: 2.0 + 0.1 * plan, 80)
+    assert ran[0] == 7
+    assert ran[-1] == 0
+    assert again.races == 2
 
 
 def test_a_race_of_one_is_over():

@@ -1,4 +1,4 @@
-"""What a wrong load costs: recorded loads replayed against simulated times; the table against the best static plan."""
+"""Recorded loads replayed against simulated times: the plan table against the best static plan."""
 
 from __future__ import annotations
 
@@ -58,19 +58,17 @@ def at(world: tuple[np.ndarray, np.ndarray, list[float]], load: float) -> list[f
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.1])
-@pytest.mark.parametrize("error", [(0.5,), (1.0,), (2.0,), (0.5, 2.0)])
-def test_a_load_that_is_wrong_by_two_costs_next_to_nothing(world, error: tuple[float, ...], bias: float) -> None:
+def test_recorded_loads_cost_next_to_nothing(world, bias: float) -> None:
     loads = 5 * world[2]
     wrong = 1 + bias * np.random.default_rng(0).standard_normal(len(PLANS))
     real = np.array([at(world, load) for load in loads]) * wrong
     settings = replace(TableSettings(), rows_per_bucket=EVEN / 4)
-    table = PlanTable(PLANS, lambda load: at(world, load), settings)
-    draw = np.random.default_rng(1)
-    total, told = 0.0, error[0] * loads[0]
+    table = PlanTable(PLANS, lambda load: at(world, load), settings, load=EVEN)
+    total = 0.0
     for row, load in zip(real, loads):
-        seconds = float(row[table.choose(told)])
+        seconds = float(row[table.choose()])
         table.record(seconds, load)
-        total, told = total + seconds, float(draw.choice(error)) * load
+        total += seconds
     static = real.sum(axis=0)
     assert total <= 1.01 * static.min(), "the best static plan is known only afterwards"
     planned = int(np.argmin(world[1][0]))

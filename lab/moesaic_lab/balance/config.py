@@ -65,8 +65,8 @@ class BalancePlace:
     slow_rank: float = 1.0
     """Speed of the last rank's matrix products relative to those of the other ranks."""
     slow_link: str = ""
-    """Rate of the last node's link, in each direction; "" for the rate of the other links. Policies are given `inter`,
-    except that an arbiter that learns uses probes of the links."""
+    """Rate of the last node's link, in each direction; "" for the rate of the other links. Policies are given
+    `inter`."""
     pairs: int = 48
     """Further rounds in which only ours and the methods close to it are timed. The first `repeats` select the fastest
     of many methods, and these rounds judge it."""

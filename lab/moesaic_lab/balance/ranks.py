@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.balance.replication.cost import CallLoad, LinkTimes
+from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.run.calls import decisions_of, hear_links
+from moesaic.balance.run.calls import decisions_of
 from moesaic.balance.run.moving import MovingMoE
 from moesaic.balance.run.relocate import Following, Relocator, SampleTrip
 from moesaic.balance.samples import TwoStage
@@ -25,8 +25,6 @@ from moesaic.experts import ExpertsFactory, PlainExperts
 from moesaic.layer import MoE
 from moesaic.measure.together import hold_still, latest, start_together
 from moesaic.program.compile import Compiled, compile_plan
-from moesaic.train.link_rates import LinkRates
-from moesaic.train.ranks import Ranks
 from moesaic_lab.across_ranks import ToldRouter, in_turn_and_near
 from moesaic_lab.balance.config import SkewedCase
 from moesaic_lab.balance.memory import peak_bytes
@@ -133,13 +131,11 @@ class Subject:
         compiled: the method's compiled plan.
         transport: the transport between the ranks.
         experts: factory of the layer's experts.
-        links: current speeds of the links, found by probes, for an arbiter that learns; None or empty if not probed.
     """
 
     def __init__(
-        self, job: BalanceJob, name: str, compiled: Compiled, transport: AbstractTransport, experts: ExpertsFactory,
-        links: LinkTimes | None = None,
-    ) -> None:  # fmt: skip
+        self, job: BalanceJob, name: str, compiled: Compiled, transport: AbstractTransport, experts: ExpertsFactory
+    ) -> None:
         place, method = job.case.place, job.methods[name]
         grid, routes = place.grid, job.case.routes
         self.experts_at = np.arange(place.num_experts)
@@ -157,9 +153,6 @@ class Subject:
         )
         mesh = Mesh(grid, transport)
         self.layer.parallelize(mesh, compiled, self.watched or policy)
-        if links and method.learns:
-            assert self.layer.on_mesh is not None
-            hear_links(self.layer.on_mesh.calls, links)
         self.relocator = (
             Relocator(mesh, TwoStage(least_gain=0.0, rest=0), ends_home=False) if method.moves_samples else None
         )
@@ -248,13 +241,11 @@ def measure(jobs: Sequence[BalanceJob]) -> list[BalanceFound]:
 def measure_case(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport) -> BalanceFound:
     """Measure one case."""
     place = job.case.place
-    links = probed(Mesh(place.grid, transport)) if place.slow_link else {}
-    counted = counts(job, plans, transport, links)
+    counted = counts(job, plans, transport)
     speed = place.slow_rank if transport.rank == place.bed.world - 1 else 1.0
     accelerators = {name: Accelerator(flops_per_second=1e9 * place.gflops * speed) for name in job.methods}
     subjects = {
-        name: Subject(job, name, plans[name], transport, virtual_experts(accelerators[name]), links)
-        for name in job.methods
+        name: Subject(job, name, plans[name], transport, virtual_experts(accelerators[name])) for name in job.methods
     }
     calls, barrier = len(job.case.routes.experts), start_together(latest)
     steps = {name: each.step for name, each in subjects.items()}
@@ -288,17 +279,7 @@ def near_ours(
     return [OURS, *near] if near else []
 
 
-def probed(mesh: Mesh) -> LinkTimes:
-    """Return the link speeds that probes find, as training does it. The first probe sets the usual speed, the second
-    confirms."""
-    rates = LinkRates(Ranks(mesh))
-    rates.drift()
-    return rates.drift()
-
-
-def counts(
-    job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport, links: LinkTimes
-) -> dict[str, CountedPlan]:
+def counts(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport) -> dict[str, CountedPlan]:
     """Run the case's first call with real experts under every method; return its messages, peak memory and error.
 
     Raises:
@@ -307,7 +288,7 @@ def counts(
     counted, plain = {}, None
     for name in job.methods:
         recorder = Recorder(transport)
-        subject = Subject(job, name, plans[name], recorder, PlainExperts, links)
+        subject = Subject(job, name, plans[name], recorder, PlainExperts)
         values = outcome(subject)
         subject.clear()
         plain = plain or values

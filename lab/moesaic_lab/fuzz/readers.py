@@ -213,9 +213,8 @@ def _used_table() -> PlanTable:
     """Return a plan table that has recorded some measured steps."""
     plans = [Plan(), Plan(chunks=2), Plan(schedule="s1")]
     table = PlanTable(plans, lambda load: [0.3, 0.2, 0.25])
-    for seconds in (0.3, 0.2, 0.25, 0.2, 0.3, 0.2):
-        table.choose(100.0)
-        table.record(seconds)
+    for _ in range(60):
+        table.record((0.3, 0.2, 0.25)[table.choose()], 100.0)
     return table
 
 
@@ -281,9 +280,9 @@ def _restored(folder: Path) -> None:
 def _plan_table(path: Path) -> object:
     table = _used_table()
     table.restore(read_plan_table(path) or {})
-    table.choose(100.0)
-    table.record(0.2)
-    return table.choose(1e4)
+    table.choose()
+    table.record(0.2, 1e4)
+    return table.choose()
 
 
 _LAST = "checkpoints/step-00000002"

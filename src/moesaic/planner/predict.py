@@ -6,10 +6,10 @@ known, they are the plans that would be best on slow, usual and fast links, so t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -85,7 +85,6 @@ class Predictor:
         *,
         cluster: str,
         plans: int,
-        times: Mapping[Literal["inside", "outside"], float] | None = None,
     ) -> Predictor:
         """Search the candidates for a run.
 
@@ -95,14 +94,11 @@ class Predictor:
             first: the configured plan, which becomes the first candidate.
             cluster: name or file of the cluster, as for `simulator_of`.
             plans: number of other candidates.
-            times: factors by which links inside or between nodes are faster than the cluster says.
 
         Raises:
             InputError: if the cluster has nodes of another size than the mesh, or if the search finds no plan.
         """
         simulator = simulator_of(cluster, grid.world, grid.ranks_per_node or grid.world)
-        for carries, faster in (times or {}).items():
-            simulator = Simulator(simulator.cluster.with_links(carries, faster))
         described = simulator.cluster
         job = job_of(config, "planner")
         codecs = tuple(dict.fromkeys((first.codec, "none"))), tuple(dict.fromkeys((first.backward_codec, "none")))
@@ -110,31 +106,6 @@ class Predictor:
         result = search(job, described, Settings(space=space, pins=_pins(grid), keep=plans + 1), simulator=simulator)
         others = [each.plan for each in result.ranking if each.plan != first]
         return cls(job, described, grid, [first, *others[:plans]], simulator=simulator)
-
-    @classmethod
-    def assumed(cls, job: Job, grid: Grid, first: Plan, *, plans: int, on_cpu: bool) -> Predictor:
-        """Search the candidates for a mesh with unknown links: the best plans for each of several assumed rates.
-
-        The candidates are lossless and have r of at least 1, so that no rank gathers weights of experts that it does not
-        store a shard of. Memory is taken to be unlimited.
-
-        Args:
-            job: the training job.
-            grid: its mesh.
-            first: the first candidate.
-            plans: number of other candidates.
-            on_cpu: whether the ranks compute on CPUs.
-
-        Raises:
-            InputError: if the search finds no plan.
-        """
-        shards = tuple(r for r in range(1, grid.etp) if grid.etp % r == 0)
-        space = replace(LOSSLESS, gather_weights=shards, orders=("optsche",))
-        settings = Settings(space=space, pins=_pins(grid), keep=plans + 1)
-        clusters = [assumed_cluster(grid, gbps, on_cpu=on_cpu) for gbps in GBPS[on_cpu]]
-        rankings = [[each.plan for each in search(job, cluster, settings).ranking] for cluster in clusters]
-        in_turn = [plan for place in zip_longest(*rankings) for plan in place if plan is not None and plan != first]
-        return cls(job, clusters[len(clusters) // 2], grid, [first, *dict.fromkeys(in_turn)][: plans + 1])
 
     def __call__(self, load: float) -> list[float]:
         """Return the seconds of a step under each plan.
@@ -153,6 +124,48 @@ class Predictor:
                 forward, backward = simulate_even(self._simulator, compiled, layer)
             step_seconds.append(cost_model.estimate(forward, backward).seconds)
         return step_seconds
+
+
+def assumed_plans(job: Job, grid: Grid, first: Plan, *, plans: int, on_cpu: bool) -> list[Plan]:
+    """Return plans to time on a mesh with unknown links: `first`, and the best plans for each of several assumed rates.
+
+    They are lossless and have r of at least 1, so that no rank gathers weights of experts that it does not store a shard of.
+    Memory is taken to be unlimited. Orders are compared for these plans only.
+
+    Args:
+        job: the training job.
+        grid: its mesh.
+        first: the first plan.
+        plans: number of other plans.
+        on_cpu: whether the ranks compute on CPUs.
+
+    Raises:
+        InputError: if the search finds no plan.
+    """
+    shards = tuple(r for r in range(1, grid.etp) if grid.etp % r == 0)
+    space = replace(LOSSLESS, gather_weights=shards, orders=LOSSLESS.orders[:1])
+    settings = Settings(space=space, pins=_pins(grid), keep=plans + 1)
+    clusters = [assumed_cluster(grid, gbps, on_cpu=on_cpu) for gbps in GBPS[on_cpu]]
+    rankings = [[each.plan for each in search(job, cluster, settings).ranking] for cluster in clusters]
+    found: dict[Plan, ClusterSpec] = {}
+    for place in zip_longest(*rankings):
+        for plan, cluster in zip(place, clusters):
+            if plan is not None and plan != first:
+                found.setdefault(plan, cluster)
+    return [first, *(_in_best_order(plan, job, grid, cluster) for plan, cluster in list(found.items())[:plans])]
+
+
+def _in_best_order(plan: Plan, job: Job, grid: Grid, cluster: ClusterSpec) -> Plan:
+    """Return a plan with the order that makes its layers fastest; unchanged if it does not cut them into chunks."""
+    if plan.chunks == 1:
+        return plan
+    layer, simulator = job.step_model(cluster, grid.dp).layer, Simulator(cluster)
+
+    def seconds(plan: Plan) -> float:
+        compiled = compile_plan(plan, grid)
+        return simulator.layer_seconds(compiled.forward, compiled.backward, layer, compiled.grid)
+
+    return min((replace(plan, order=order) for order in LOSSLESS.orders), key=seconds)
 
 
 def find_layout(config: dict[str, Any], world: int, per_node: int, *, cluster: str, on_cpu: bool) -> PlannedStep:

@@ -32,7 +32,7 @@ def simulator_of(cluster: str, world: int, per_node: int) -> Simulator:
         InputError: if the cluster's nodes do not have `per_node` devices.
     """
     nodes = world // per_node
-    if is_measured(cluster):
+    if cluster.endswith(".json"):
         simulator = profiled_simulator(read_profile(Path(cluster), any_machine=True), nodes=nodes)
     else:
         simulator = Simulator(read_cluster(cluster, nodes=nodes))
@@ -43,11 +43,6 @@ def simulator_of(cluster: str, world: int, per_node: int) -> Simulator:
             "of such nodes, or set mesh.ranks_per_node"
         )
     return simulator
-
-
-def is_measured(cluster: str) -> bool:
-    """Return whether a run's cluster is a file written by `moesaic profile`, and not a preset or a description."""
-    return cluster.endswith(".json")
 
 
 def machine_of(spec: ClusterSpec, grid: Grid, layer: Workload) -> Machine:

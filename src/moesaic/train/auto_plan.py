@@ -1,15 +1,13 @@
-"""Changing the plan while a run trains: the plan table, shared by all ranks. It costs nothing when off.
+"""The plan of a run: from a file, a search or a rule before it starts, or chosen while it trains (`auto.py`).
 
-If a cluster is described or was profiled, all ranks choose a plan before each step by the last step's load. After the
-step they agree on its time, that of the slowest rank. If no cluster is known, the layers find their plan themselves
-(`runtime/auto_plan.py`). A switch moves no weights, and lossless plans compute the same up to the order of sums, so the
-loss curve does not depend on the chosen plans.
+If a cluster is described or was profiled, its predictions prefill the plan table of the layers, which is kept in
+checkpoints. Lossless plans compute the same up to the order of sums, so the loss curve does not depend on them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,33 +15,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moesaic.balance.replication.cost import LinkKind
-from moesaic.balance.run.calls import hear_links
+from moesaic.auto import AutoPlan
 from moesaic.comm.mesh import ranks_of_a_node
 from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.planner.algorithm1 import choose
 from moesaic.planner.candidates import name_of
-from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.files import MESH, read_planned
 from moesaic.planner.predict import Predictor, find_layout
-from moesaic.planner.rates import is_measured
-from moesaic.planner.table import PlanTable, TableSettings
-from moesaic.program.compile import Compiled, compile_plan
+from moesaic.planner.table import TableSettings
 from moesaic.program.plan import Crossing, Plan, plan_in_words
-from moesaic.runtime.auto_plan import AutoPlan
-from moesaic.train.balance import DecisionMeter, known_cluster
+from moesaic.train.balance import known_cluster
 from moesaic.train.checkpoint import PLAN_TABLE
 from moesaic.train.config import MeshConfig, TrainConfig
-from moesaic.train.link_rates import KINDS, LinkRates
 from moesaic.train.ranks import Ranks
 from moesaic.train.state import RunState
 
 PLANS = 8
 """Number of candidates: the plans with the best predictions, in addition to the configured one."""
-PROBE_STEPS = 50
-"""Steps between two probes of the links, if a cluster is described."""
 TABLE = TableSettings()
 """Settings by which a run's plan table learns."""
 
@@ -139,230 +129,73 @@ def find_candidates(config: TrainConfig) -> Candidates | None:
         InputError: on every rank, if the run cannot be planned: it has one process, a capacity with plan-dependent
             drops, a cluster that the ranks do not fit, or a model that does not fit the cluster.
     """
-    settings = config.planner
-    if not settings.is_auto:
+    if not config.planner.is_auto:
         return None
     ranks = Ranks.of(config, "cpu")
     with ranks.together():
         _require_plannable(config, ranks)
-    return _search_candidates(config, ranks, config.layer_plan, {}) if settings.cluster else None
-
-
-def _search_candidates(config: TrainConfig, ranks: Ranks, first: Plan, times: Mapping[LinkKind, float]) -> Candidates:
-    """Return the candidates that the first rank finds for a described or measured cluster; see `Predictor.of`."""
+    if not config.planner.cluster:
+        return None
     predictor: Predictor | None = None
-    tables: list[dict[str, Any]] = []
     with ranks.together():
         if ranks.is_first:
             assert ranks.mesh is not None
             predictor = Predictor.of(
-                asdict(config), ranks.mesh.grid, first,
-                cluster=config.planner.cluster, plans=PLANS, times=times,
-            )  # fmt: skip
-            tables = [asdict(plan) for plan in predictor.plans]
-    plan_tables = ranks.from_first(tables)
-    return Candidates(tuple(override(Plan(), table, source="planner") for table in plan_tables), predictor)
+                asdict(config), ranks.mesh.grid, config.layer_plan, cluster=config.planner.cluster, plans=PLANS
+            )
+    return Candidates(ranks.from_first(None if predictor is None else predictor.plans), predictor)
 
 
-def link_changes(kind: LinkKind, times: Sequence[float]) -> str:
-    """Return words for which links became faster or slower, and by what factor on each node."""
-    nodes_by_factor: dict[float, list[int]] = {}
-    for node, factor in enumerate(times):
-        nodes_by_factor.setdefault(factor, []).append(node)
-    if len(nodes_by_factor) == 1:
-        return f"links {KINDS[kind]} are {times[0]:.2f} times as fast as they were"
-    of_nodes = (
-        f"those of node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))} are {factor:.2f} times as fast as they were"
-        for factor, nodes in nodes_by_factor.items()
-        if factor != 1
-    )
-    return f"of links {KINDS[kind]}, {', '.join(of_nodes)}"
-
-
-def _named_cluster(run: RunState) -> ClusterSpec | None:
-    """Return the cluster that a run names; None if it names none."""
-    mesh = run.ranks.mesh
-    named = mesh is not None and run.config.planner.cluster and not run.config.model.is_dense
-    return known_cluster(run.config, mesh.grid)[0].cluster if named and mesh is not None else None
-
-
-class AutoPlanner:
-    """Switches the plan of a run's MoE layers between steps. All ranks create it and call its methods together.
+def start_auto(
+    run: RunState, candidates: Candidates | None, clock: Callable[[], float], say: Callable[[str], None]
+) -> AutoPlan | None:
+    """Let a run's MoE layers choose their plan while they train, if it is configured. All ranks call it together.
 
     Args:
         run: the run.
-        candidates: the plans to switch between; None to keep the configured plan, or to let the layers find their own.
-        say: called with a line if plans are searched again.
+        candidates: the plans to switch between; None to let the layers find them.
+        clock: returns the seconds spent in training so far.
+        say: called on the first rank with every line about the choice.
     """
+    mesh = run.ranks.mesh
+    if not run.config.planner.is_auto or mesh is None:
+        return None
+    layers = [module for module in run.model.modules() if isinstance(module, MoE)]
+    auto = AutoPlan.of(mesh)
+    auto.clock, auto.say = clock, say
+    for layer in layers:
+        assert layer.on_mesh is not None
+        auto.join(layer.on_mesh, layer.experts, layer.hidden, layer.parameters)
+    auto.saved = _saved_table(run, say)
+    if candidates is None:
+        say("planner: plans are found and timed during the first 60 steps or so")
+        return auto
+    model, moe, accumulation = run.config.model, run.config.model.moe, run.config.accumulation
 
-    def __init__(
-        self, run: RunState, candidates: Candidates | None, say: Callable[[str], None] = lambda _: None
-    ) -> None:
-        self._run, self._ranks, self._say = run, run.ranks, say
-        self._lost_table = ""
-        self._times: dict[LinkKind, tuple[float, ...]] = {}
-        self._layers = [module for module in run.model.modules() if isinstance(module, MoE)]
-        watches = candidates is not None and not is_measured(run.config.planner.cluster)
-        self._rates = LinkRates(run.ranks, _named_cluster(run)) if self._update_arbiters() or watches else None
-        self._steps = 0
-        self._compiled: dict[tuple[int, bool], Compiled] = {}
-        self._reported = 0
-        model, moe = run.config.model, run.config.model.moe
-        self._load = (
-            run.config.batch_size * model.seq_len * moe.top_k / moe.num_experts
-        )  # copies per expert under even routing
-        self.table = None if candidates is None else self._make_table(candidates)
-        self._auto: AutoPlan | None = None
-        if run.config.planner.is_auto and candidates is None:
-            assert run.ranks.mesh is not None
-            self._auto = AutoPlan.of(run.ranks.mesh)
-            for layer in self._layers:
-                assert layer.on_mesh is not None
-                self._auto.join(layer.on_mesh, layer.experts, layer.hidden, layer.parameters)
-        self.decisions = DecisionMeter(run.model, run.dtype.itemsize)
+    def load() -> float:
+        busiest = torch.stack([layer.step_counts.max() for layer in layers]).double().mean()
+        return float(busiest) / accumulation
 
-    def before_step(self) -> None:
-        """Choose the plan of the next step, and switch to it."""
-        self.decisions.drop()
-        if self.table is None:
-            return
-        before, chosen = self.table.running, self.table.choose(self._load)
-        if chosen != before:
-            for layer in self._layers:
-                layer.use_plan(self._compile(chosen, layer))
-            self._update_arbiters()
+    even = run.config.batch_size * model.seq_len * moe.top_k / moe.num_experts
+    auto.prefill(candidates.plans, candidates.predictor, load, even, TABLE)
+    seconds = auto.table.estimates() if auto.table is not None else []
+    words = [f"{plan_in_words(plan)} ({1e3 * each:.1f} ms)" for plan, each in zip(candidates.plans, seconds)]
+    say(f"planner: {len(candidates.plans)} plans, predicted steps: {'; '.join(words)}")
+    return auto
 
-    def _update_arbiters(self) -> bool:
-        """Give the current link speeds to arbiters that learn. Return whether there are any."""
-        learns = [hear_links(layer.on_mesh.calls, self._times) for layer in self._layers if layer.on_mesh is not None]
-        return any(learns)
 
-    def note_load(self) -> None:
-        """Note the load of the step. Call it before the optimizer step, while the layers still hold their counts."""
-        self.decisions.take()
-        if self.table is not None:
-            busiest = torch.stack([layer.step_counts.max() for layer in self._layers]).double().mean()
-            self._load = float(busiest) / self._run.config.accumulation
-
-    def after_step(self, seconds: float) -> None:
-        """Record the time that the step took on the slowest rank, and probe the links if they are due."""
-        self.decisions.add_seconds(seconds)
-        if self.table is not None:
-            slowest = self._ranks.largest(torch.tensor([seconds, self._load], dtype=torch.float64))
-            self._load = float(slowest[1])
-            self.table.record(float(slowest[0]), self._load)
-        if self._rates is not None:
-            if self._steps % PROBE_STEPS == 0:
-                self._probe_links(self._rates)
-            self._steps += 1
-
-    def _probe_links(self, rates: LinkRates) -> None:
-        """If link speeds changed, pass them to the arbiters and search plans again, since earlier timings no longer
-        hold."""
-        drift = rates.drift()
-        if not drift:
-            return
-        for kind, times in drift.items():
-            earlier = self._times.get(kind, (1.0,) * len(times))
-            self._times[kind] = tuple(before * change for before, change in zip(earlier, times))
-        changes = " and ".join(link_changes(kind, times) for kind, times in drift.items())
-        if self._update_arbiters():
-            self._say(f"balance: {changes}: the arbiter uses the new speeds")
-        if self.table is None or self.table.running is None:
-            return
-        running = self.table.plans[self.table.running]
-        # The search assumes identical nodes.
-        slowest = {kind: min(times) for kind, times in self._times.items()}
-        candidates = _search_candidates(self._run.config, self._ranks, running, slowest)
-        self.table, self._reported = self._predicted_table(candidates), 0
-        self._compiled.clear()
-        self._say(f"planner: {changes}: plans are searched again; {self.describe()[-1]}")
-
-    def values(self) -> dict[str, Any]:
-        """Return the metrics of plans and of balance decisions since the previous call; empty if both are off."""
-        return self._plan_values() | self.decisions.values()
-
-    def _plan_values(self) -> dict[str, Any]:
-        table = self.table if self._auto is None else self._auto.table
-        if table is None or table.running is None:
-            return {}
-        running, new = table.running, table.decisions[self._reported :]
-        self._reported = len(table.decisions)
-        estimates = table.estimates(table.bucket_of(self._load))
-        return {
-            "plan": {
-                "running": plan_in_words(table.plans[running]),
-                "load": self._load,
-                "estimated_seconds": estimates[running],
-                "switches": table.switches,
-                "explored_share": table.explored / table.steps,
-                "decisions": [
-                    [decision.step, decision.why, decision.bucket, plan_in_words(table.plans[decision.plan])]
-                    for decision in new
-                ],
-            }
-        }
-
-    def describe(self) -> list[str]:
-        """Return lines about the candidates, to be printed."""
-        if self._auto is not None:
-            return ["planner: plans are found and timed during the first 60 steps or so"]
-        if self.table is None:
-            return []
-        first = self.table.estimates(self.table.bucket_of(self._load))
-        words = [
-            f"{plan_in_words(plan)} ({1e3 * first[number]:.1f} ms)" for number, plan in enumerate(self.table.plans)
-        ]
-        line = f"planner: {len(words)} plans, predicted steps: {'; '.join(words)}"
-        return [self._lost_table, line] if self._lost_table else [line]
-
-    def files(self) -> dict[str, str]:
-        """Return the plan table as a file of a checkpoint, on the first rank; empty on the others."""
-        if self.table is None or not self._ranks.is_first:
-            return {}
-        return {PLAN_TABLE: json.dumps({"mesh": self._mesh(), **self.table.state()}) + "\n"}
-
-    def _make_table(self, candidates: Candidates) -> PlanTable:
-        """Return a plan table, restored from the checkpoint if the checkpoint's table is for the same mesh."""
-        ranks = self._ranks
-        table, saved, reason = self._predicted_table(candidates), None, ""
-        if ranks.is_first and self._run.saved is not None:
-            try:
-                saved = read_plan_table(self._run.saved.folder / PLAN_TABLE)
-            except InputError as error:
-                reason = str(error)
-        saved, reason = ranks.from_first((saved, reason))
+def _saved_table(run: RunState, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """Return the plan table in the checkpoint from which a run goes on, the same on all ranks; None without one."""
+    saved, reason = None, ""
+    if run.ranks.is_first and run.saved is not None:
         try:
-            if saved is not None and saved.pop("mesh", None) == self._mesh():  # a table of another mesh is useless
-                table.restore(saved)
+            saved = read_plan_table(run.saved.folder / PLAN_TABLE)
         except InputError as error:
-            table, reason = self._predicted_table(candidates), str(error)
-        if reason:
-            self._lost_table = f"planner: the checkpoint's plan table is unusable ({reason}), so plans are timed anew"
-        return table
-
-    def _predicted_table(self, candidates: Candidates) -> PlanTable:
-        """Return a plan table that holds only predictions."""
-        plan, predictor = self._run.config.plan, candidates.predictor
-
-        def predict(load: float) -> list[float]:
-            seconds: list[float] = self._ranks.from_first(None if predictor is None else predictor(load))
-            return seconds
-
-        return PlanTable(candidates.plans, predict, TABLE, tested={(plan.codec, plan.backward_codec)})
-
-    def _mesh(self) -> dict[str, Any]:
-        assert self._ranks.mesh is not None
-        return asdict(self._ranks.mesh.grid)
-
-    def _compile(self, number: int, layer: MoE) -> Compiled:
-        """Return a plan compiled for a layer; layers that differ only in their weights share the result."""
-        assert self.table is not None
-        assert self._ranks.mesh is not None
-        key = (number, bool(layer.experts.names[1]))
-        if key not in self._compiled:
-            self._compiled[key] = compile_plan(self.table.plans[number], self._ranks.mesh.grid, bias=key[1])
-        return self._compiled[key]
+            reason = str(error)
+    saved, reason = run.ranks.from_first((saved, reason))
+    if reason:
+        say(f"plan auto: the checkpoint's plan table is unusable ({reason}), so plans are timed anew")
+    return saved
 
 
 def _require_plannable(config: TrainConfig, ranks: Ranks) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 import signal
@@ -27,9 +28,9 @@ from moesaic.parallel import clip, gradient_norm
 from moesaic.routing.injection import set_loss_scale
 from moesaic.routing.routing import Routing
 from moesaic.runtime.telemetry import LoadMeter, churn, expert_sets
-from moesaic.train.auto_plan import AutoPlanner, Candidates, find_candidates, with_planned
-from moesaic.train.balance import ExpertMover, budget_values
-from moesaic.train.checkpoint import Saving, list_checkpoints, save_checkpoint
+from moesaic.train.auto_plan import Candidates, find_candidates, start_auto, with_planned
+from moesaic.train.balance import DecisionMeter, ExpertMover, budget_values
+from moesaic.train.checkpoint import PLAN_TABLE, Saving, list_checkpoints, save_checkpoint
 from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.data import Corpus, as_batch, share
 from moesaic.train.machine import autocast, matmul_flops_per_second
@@ -143,7 +144,7 @@ class Trainer:
         self.meter = LoadMeter()
         self.clock = Clock(run.seconds)
         self.routing = RoutingObserver(run)
-        self.planner = AutoPlanner(run, candidates, lambda line: self._say(line))
+        self.decisions = DecisionMeter(run.model, run.dtype.itemsize)
         self.spikes = Spikes()
         self.moe_layers = {name: part for name, part in run.model.named_modules() if isinstance(part, MoE)}
         self.rolls_back = False
@@ -155,6 +156,7 @@ class Trainer:
         self._collapsed: set[str] = set()
         self._metrics: Metrics | NoMetrics = NoMetrics()
         self._say: Callable[[str], None] = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        self.auto = start_auto(run, candidates, lambda: self.clock.seconds, lambda line: self._say(line))
         width = min(run.dtype.itemsize, 4)
         self.experts = ExpertMover(run.config, run.model, run.ranks.mesh, run.optimizer, width)
 
@@ -172,8 +174,7 @@ class Trainer:
                 TrainingProgress(config.steps, state.step, console=self.console, label=state.folder.name) as progress,
             ):
                 self._say = progress.say
-                for line in (self._describe(), *self.planner.describe()):
-                    progress.say(line)
+                progress.say(self._describe())
                 stopped_by, _ = self.ranks.agree(stop)
                 while state.step < config.steps and not stopped_by:
                     values = self._step()
@@ -212,7 +213,7 @@ class Trainer:
         steps that are not logged."""
         config, state = self.config, self.state
         logs = self._is_due(config.log_every, state.step + 1)
-        self.planner.before_step()
+        self.decisions.drop()
         started = self.clock.seconds
         with self.clock.training():
             loss, auxiliary = self._accumulate()
@@ -229,11 +230,11 @@ class Trainer:
                 group["lr"] = rate * group["rate"]
         before = self._probe_sets() if logs else []
         with self.clock.training(config.tokens_per_step):
-            self.planner.note_load()
+            self.decisions.take()
             state.optimizer.step()
             state.optimizer.zero_grad()
             state.step += 1
-        self.planner.after_step(self.clock.seconds - started)
+        self.decisions.add_seconds(self.clock.seconds - started)
         with self.clock.training():  # training time, but not time of the plan that ran
             self.experts.after_step()
         if not logs:
@@ -308,7 +309,8 @@ class Trainer:
             "layers": self._gather_layers(self._balance()),
             **({"skipped": self.state.skipped} if self.state.skipped else {}),
             **self._rank_times(),
-            **self.planner.values(),
+            **({"plan": plan} if (plan := {} if self.auto is None else self.auto.values()) else {}),
+            **self.decisions.values(),
             **self.experts.values(),
             **budget_values(self.model),
         }
@@ -486,7 +488,7 @@ class Trainer:
                 "sealed": sealed,
             },
             keep_last=self.config.saving().keep,
-            files=state.files | self.planner.files(),
+            files=state.files | self._plan_table(),
             ranks=self.ranks,
             background=self._saving_group,
         )
@@ -510,6 +512,11 @@ class Trainer:
             if self._saved()
             else f"{self._newest_checkpoint()}: start it again"
         )
+
+    def _plan_table(self) -> dict[str, str]:
+        """Return the plan table as a file of a checkpoint, on the first rank; empty on the others."""
+        table = self.auto.state() if self.auto is not None and self.ranks.is_first else None
+        return {} if table is None else {PLAN_TABLE: json.dumps(table) + "\n"}
 
     def _saved(self) -> list[Path]:
         return list_checkpoints(self.state.folder / CHECKPOINTS)

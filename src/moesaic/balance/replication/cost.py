@@ -152,7 +152,7 @@ class ReplicationCosts:
     speeds come from the times of a rank's experts in calls (`balance/run/clock.py`)."""
     node_links: tuple[float, ...] = ()
     """Rate of each node's link to the other nodes, in both directions, relative to `machine`; () if equal. Not used with a
-    cluster, which describes its own links. Measured rates come from probes (`train/link_rates.py`)."""
+    cluster, which describes its own links."""
     backward: bool = True
     """Count the backward pass too: twice the products, and every transfer again."""
 

@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from meshes import DIM, HIDDEN, make_layer, tokens_of
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from moesaic import Capacity, Mesh, MoE, Plan, average_gradients
+from moesaic.auto import AutoPlan
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.parallel import parallelize_model
 from moesaic.program.grid import Grid
-from moesaic.runtime.auto_plan import AutoPlan
 from moesaic.runtime.routing_cache import checkpoint
 from worlds import on_ranks
 
@@ -199,14 +199,14 @@ def test_a_copy_keeps_its_plan_and_a_layer_that_joins_starts_anew():
 
 def test_what_nobody_uses_any_more_is_let_go():
     gc.collect()
-    before = len(_global_optimizer_post_hooks)
+    before = len(_global_optimizer_pre_hooks)
 
     def rank(transport: AbstractTransport) -> None:
         Run(Mesh(GRID, transport), slowest_last).step()
 
     run_ranks(4, rank)
     gc.collect()
-    assert len(_global_optimizer_post_hooks) == before
+    assert len(_global_optimizer_pre_hooks) == before
 
 
 @pytest.mark.parametrize(

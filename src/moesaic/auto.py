@@ -1,0 +1,277 @@
+"""`plan="auto"`: all layers of a mesh run under the plan with the fastest training steps, found while they train.
+
+The plan table (`planner/table.py`) decides when to switch, by the times of whole steps on the slowest rank. After two
+steps, the first rank searches candidate plans for the layers' sizes; the links need not be known. Where a cluster is
+named, `prefill` gives the candidates and predicted times instead, and the plan follows the load. A switch moves no
+weight, and plans are equivalent, so times decide only how a layer runs, not what it computes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from moesaic.comm.collectives import all_reduce_max, broadcast
+from moesaic.comm.mesh import Mesh
+from moesaic.configfile import override
+from moesaic.errors import InputError
+from moesaic.experts.experts import AbstractExperts
+from moesaic.planner.predict import assumed_plans, layer_job
+from moesaic.planner.table import PlanTable, Predict, TableSettings
+from moesaic.program.compile import Compiled, compile_plan
+from moesaic.program.plan import Plan, plan_in_words
+from moesaic.runtime.expert_parallel import ExpertParallel
+from moesaic.runtime.routing_cache import is_recomputing
+
+PLANS = 7
+"""Number of candidates besides the first plan: a race of eight takes 52 steps."""
+WARM_UP = 2
+"""Number of steps before the first timed one."""
+PERIOD = 8
+"""After the race, a GPU's step time is averaged over this many steps, since reading it waits for the GPU."""
+LOG = logging.getLogger("moesaic")
+
+
+class AutoPlan:
+    """Chooses the plan of all layers on a mesh that have the plan "auto". Get it with `AutoPlan.of`.
+
+    A step ends when a layer is called with gradients for the first time after an optimizer stepped. All ranks step together.
+
+    Args:
+        mesh: the mesh of the layers.
+        clock: returns the current time in seconds on this rank.
+    """
+
+    def __init__(self, mesh: Mesh, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._grid, self._transport = mesh.grid, mesh.transport
+        self._everyone = tuple(range(mesh.grid.world))
+        self._layers: list[tuple[weakref.ref[ExpertParallel], weakref.ref[AbstractExperts], dict[str, int]]] = []
+        self._parameters: list[Callable[[], Iterable[Tensor]]] = []
+        self._steps_layers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._compiled: dict[tuple[int, bool], Compiled] = {}
+        self._last_call = (0, 1, 4)
+        self._load_now: Callable[[], float] | None = None
+        self._steps, self._unrecorded, self._has_stepped = 0, 0, False
+        self._timed_from = 0.0
+        self._reported = 0
+        self.clock = clock
+        self.load = 0.0
+        """The load of the last step on the rank with the largest; 0 if the plan does not follow the load."""
+        self.table: PlanTable | None = None
+        """The plan table; None until candidates were searched."""
+        self.saved: dict[str, Any] | None = None
+        """A `state` to go on from, the same on all ranks."""
+        self.said: list[str] = []
+        """The log lines, one for each finished race."""
+        self.say: Callable[[str], None] = LOG.warning
+        """Called on the first rank with every line."""
+        self_ref = weakref.ref(self)
+        handle = register_optimizer_step_pre_hook(lambda optimizer, *_: _note_step(self_ref(), optimizer))
+        weakref.finalize(self, handle.remove)
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> AutoPlan:
+        """Return the object of a mesh, created at the first call."""
+        auto: AutoPlan = mesh.shared.setdefault(cls, None) or cls(mesh)
+        mesh.shared[cls] = auto
+        return auto
+
+    def join(
+        self, on_mesh: ExpertParallel, experts: AbstractExperts, hidden: int, parameters: Callable[[], Iterable[Tensor]]
+    ) -> None:
+        """Add a layer. Earlier results are dropped, since they were measured for other layers.
+
+        Args:
+            on_mesh: the layer's state on the mesh; it calls `begin` before each call.
+            experts: the layer's experts.
+            hidden: inner width of one whole expert.
+            parameters: returns the layer's parameters. Called late, since wrappers replace parameters.
+        """
+        if self._grid.world == 1:
+            return
+        sizes = {"dim": experts.dim, "hidden": hidden, "num_experts": experts.num_experts}
+        self._layers.append((weakref.ref(on_mesh), weakref.ref(experts), sizes))
+        self._parameters.append(parameters)
+        self._steps_layers.clear()
+        self._compiled.clear()
+        self._steps, self.table = 0, None
+        on_mesh.auto = self.begin
+
+    def prefill(
+        self,
+        plans: Sequence[Plan],
+        predict: Predict | None,
+        load: Callable[[], float],
+        expected_load: float,
+        settings: TableSettings,
+    ) -> None:
+        """Choose among plans by predicted times at first. All ranks call this after the layers joined.
+
+        Args:
+            plans: the candidates, the same on all ranks.
+            predict: predicts step times by load on the first rank; None on the others.
+            load: returns the load of the step that ends. Called just before the optimizer steps.
+            expected_load: load of the first step.
+            settings: settings of the plan table.
+        """
+        if not self._layers:
+            return
+        self._load_now, self.load = load, expected_load
+
+        def agreed(load: float) -> list[float]:
+            seconds: list[float] = self._from_first_rank(list(predict(load)) if predict is not None else [])
+            return seconds
+
+        self._begin_table(plans, agreed, settings)
+
+    def begin(self, tokens: int, top_k: int, dtype: torch.dtype) -> None:
+        """Called before each call of a layer. The first call after an optimizer step may switch to another plan.
+
+        Args:
+            tokens: tokens of this rank's tensor-parallel group.
+            top_k: experts per token.
+            dtype: dtype of the rows that are sent.
+        """
+        if not torch.is_grad_enabled() or is_recomputing():
+            return
+        self._last_call = (tokens, top_k, dtype.itemsize)
+        if self._has_stepped:
+            self._has_stepped = False
+            self._steps += 1
+            self._end_step()
+
+    def values(self) -> dict[str, Any]:
+        """Return what runs and what was decided since the previous call, as plain data; empty without a plan table."""
+        table = self.table
+        if table is None or table.running is None:
+            return {}
+        new, self._reported = table.decisions[self._reported :], len(table.decisions)
+        return {
+            "running": plan_in_words(table.plans[table.running]),
+            "load": self.load,
+            "estimated_seconds": table.estimates()[table.running],
+            "switches": table.switches,
+            "explored_share": table.explored / table.steps,
+            "decisions": [[each.step, each.why, each.bucket, plan_in_words(table.plans[each.plan])] for each in new],
+        }
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the plan table as plain data for JSON; None if there is none yet."""
+        return None if self.table is None else {"mesh": asdict(self._grid), **self.table.state()}
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer steps. It counts only if the optimizer has any of the layers' trained parameters."""
+        if optimizer not in self._steps_layers:
+            trained = {id(p) for parameters_of in self._parameters for p in parameters_of() if p.requires_grad}
+            stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            self._steps_layers[optimizer] = not trained or bool(trained & stepped)
+        if self._steps_layers[optimizer]:
+            self._has_stepped = True
+            if self._load_now is not None:
+                self.load = self._load_now()
+
+    def _end_step(self) -> None:
+        """Record the step that ended, and choose the plan of the next one."""
+        if self.table is not None:
+            self._unrecorded += 1
+            may_wait = self._transport.device.type == "cuda" and self._load_now is None and self.table.race is None
+            if may_wait and self._unrecorded < PERIOD:
+                return
+            mine = torch.tensor([(self._now() - self._timed_from) / self._unrecorded, self.load], dtype=torch.float64)
+            seconds, self.load = all_reduce_max(
+                self._transport, self._everyone, mine.to(self._transport.device)
+            ).tolist()
+            self.table.record(seconds, self.load)
+            self._choose(self.table)
+        elif self._steps >= WARM_UP:
+            self._begin_table(self._candidates(next(self._members())[0].compiled.plan), None, None)
+
+    def _now(self) -> float:
+        """Return the time at which this rank's device has done its work."""
+        if self._transport.device.type == "cuda":
+            torch.cuda.synchronize(self._transport.device)
+        return self.clock()
+
+    def _members(self) -> Iterator[tuple[ExpertParallel, AbstractExperts, dict[str, int]]]:
+        """Yield the layers that still exist and still take their plan from this object."""
+        for layer_ref, experts_ref, sizes in self._layers:
+            on_mesh, experts = layer_ref(), experts_ref()
+            if on_mesh is not None and experts is not None and on_mesh.auto == self.begin:
+                yield on_mesh, experts, sizes
+
+    def _candidates(self, first: Plan) -> list[Plan]:
+        """Return candidate plans for unknown links, as searched by the first rank. The current plan comes first."""
+        plans = [first]
+        if self._transport.rank == 0:
+            tokens, top_k, element_bytes = self._last_call
+            sizes, on_cpu = next(self._members())[2], self._transport.device.type == "cpu"
+            try:
+                job = layer_job(self._grid, tokens=tokens, top_k=top_k, element_bytes=element_bytes, **sizes)
+                plans = assumed_plans(job, self._grid, first, plans=PLANS, on_cpu=on_cpu)
+            except InputError as error:
+                self.say(f"plan auto: nothing to choose from, {plan_in_words(first)} runs: {error}")
+        return [
+            override(Plan(), table, source="plan auto") for table in self._from_first_rank(list(map(asdict, plans)))
+        ]
+
+    def _from_first_rank(self, value: Any) -> Any:
+        """Return the first rank's value."""
+        device, encoded = self._transport.device, torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        length = broadcast(self._transport, self._everyone, torch.tensor([len(encoded)], device=device), 0)
+        encoded = encoded if self._transport.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
+        received = broadcast(self._transport, self._everyone, encoded.to(device), 0)
+        return json.loads(bytes(received.tolist()))
+
+    def _begin_table(self, plans: Sequence[Plan], predict: Predict | None, settings: TableSettings | None) -> None:
+        """Make the plan table, restored from `saved` if that is for the same mesh, and choose the first plan."""
+        first = next(self._members())[0].compiled.plan
+        tested = {(first.codec, first.backward_codec)}
+        self.table = PlanTable(plans, predict, settings, load=self.load, tested=tested)
+        saved, self.saved = self.saved, None
+        try:
+            if saved is not None and saved.get("mesh") == asdict(self._grid):
+                self.table.restore(saved)
+        except InputError as error:
+            self.table = PlanTable(plans, predict, settings, load=self.load, tested=tested)
+            self._tell(f"plan auto: the checkpoint's plan table is unusable ({error}), so plans are timed anew")
+        self._choose(self.table)
+
+    def _choose(self, table: PlanTable) -> None:
+        """Run the next step under the plan that the table chooses. Layers with and without biases get a compiled one each."""
+        before, was_racing = table.running, table.race is not None
+        number = table.choose()
+        for on_mesh, experts, _ in self._members() if number != before else ():
+            key = (number, bool(experts.names[1]))
+            if key not in self._compiled:
+                self._compiled[key] = compile_plan(table.plans[number], self._grid, bias=key[1])
+            on_mesh.use(self._compiled[key], experts)
+        if was_racing and table.race is None:
+            why = "step times have changed; " if table.races > 1 else ""
+            first = f", {plan_in_words(table.plans[0])} takes {1e3 * table.timed[0]:.1f} ms" if 0 in table.timed else ""
+            self._tell(
+                f"plan auto: {plan_in_words(table.plans[number])}, {1e3 * table.timed.get(number, 0.0):.1f} ms a step: "
+                f"{why}the fastest of {len(table.timed)} plans{first}"
+            )
+        self._unrecorded, self._timed_from = 0, self._now()
+
+    def _tell(self, line: str) -> None:
+        """Keep a line, and say it on the first rank."""
+        self.said.append(line)
+        if self._transport.rank == 0:
+            self.say(line)
+
+
+def _note_step(auto: AutoPlan | None, optimizer: Optimizer) -> None:
+    """Call `AutoPlan._note_step` unless the object is gone."""
+    if auto is not None:
+        auto._note_step(optimizer)
