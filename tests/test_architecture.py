@@ -251,13 +251,13 @@ def test_nothing_reads_environment_variables_but_what_the_launcher_says():
     allowed = [
         "src/moesaic/cli/train.py",  # reads RANK: whether this process is the first, before PyTorch is loaded
         "src/moesaic/comm/mesh.py",  # reads LOCAL_WORLD_SIZE: how many ranks share a node
-        "src/moesaic/comm/sockets.py",  # reads MASTER_ADDR, GLOO_SOCKET_IFNAME: which network leads to the others
         "src/moesaic/train/launch.py",  # reads RANK, WORLD_SIZE and their like: whether others were started, which attempt
         "src/moesaic/transformers/expert_parallel.py",  # reads WORLD_SIZE: how many ranks were started
         "lab/moesaic_lab/chaos/planted.py",  # sets, as a launcher does, what its ranks are to read
         "lab/moesaic_lab/extending.py",  # passes its own environment on to a copy of the package
         "lab/moesaic_lab/gpu/command.py",  # passes its own environment on to its steps, with what Triton reads
         "lab/moesaic_lab/hf.py",  # sets, as a launcher does, what transformers reads
+        "lab/moesaic_lab/sockets.py",  # reads MASTER_ADDR, GLOO_SOCKET_IFNAME: which network leads to the others
         "lab/moesaic_testbed/rank.py",  # sets, as a launcher does, what its ranks are to read
     ]
     assert found == allowed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,17 +41,37 @@ def test_one_process_needs_no_process_group(monkeypatch):
         ({"ep": 0}, "mesh.ep=0: must be at least 1"),
         ({"ranks_per_node": 2}, "mesh.ranks_per_node=2 does not divide the 1 ranks: choose a divisor of 1"),
         ({"device_type": "tpu"}, "device_type='tpu': write 'cpu' or 'cuda'"),
-        ({"transport": "mpi"}, "transport='mpi' is unknown: choose one of auto, gloo, nccl, sockets"),
+        (
+            {"transport": "mpi"},
+            "transport='mpi' is unknown: choose one of auto, gloo, nccl; sockets needs the package "
+            "moesaic-lab: in a clone of the "
+            'repository, pip install "./lab"',
+        ),
         (
             {"transport": "nccl", "device_type": "cpu"},
             "transport=nccl does not carry messages between cpu devices: choose auto",
         ),
     ],
 )
-def test_bad_sizes_give_one_line(sizes, message):
+def test_bad_sizes_give_one_line(sizes, message, monkeypatch):
+    monkeypatch.setattr(module, "entry_points", lambda **_: ())
     with pytest.raises(InputError) as error:
         Mesh.create(**sizes)
     assert str(error.value) == message
+
+
+def test_a_transport_of_another_package_is_found_by_its_name(monkeypatch):
+    offered = EntryPoint("carrier", "comm.test_mesh:opened", module.TRANSPORTS_GROUP)
+    monkeypatch.setattr(module, "entry_points", lambda *, group: (offered,) if group == offered.group else ())
+    assert module._offered("carrier") is opened
+    with pytest.raises(
+        InputError, match=r"choose one of auto, gloo, nccl, carrier; sockets needs the package moesaic-lab"
+    ):
+        module._offered("mpi")
+
+
+def opened(group: dist.ProcessGroup) -> AbstractTransport:
+    raise NotImplementedError
 
 
 def test_a_launcher_with_missing_variables_gives_one_line(monkeypatch):

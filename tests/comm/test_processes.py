@@ -10,14 +10,13 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from moesaic.comm import TransportName, process_groups, sockets
+from moesaic.comm import process_groups
 from moesaic.comm.collectives import DIRECT_BYTES, all_gather, all_reduce_sum, broadcast, share, slice_rows
 from moesaic.comm.mesh import Mesh, check_same, open_transport
 from moesaic.comm.transport import Transfer
@@ -65,7 +64,7 @@ def meshes(rank: int, world: int) -> dict[str, Any]:
     return results
 
 
-def movements(rank: int, world: int, name: TransportName) -> dict[str, Any]:
+def movements(rank: int, world: int, name: str) -> dict[str, Any]:
     """Return what a rank observes of its transport."""
     mesh = Mesh.create(transport=name)
     transport, everyone = mesh.transport, tuple(range(world))
@@ -101,20 +100,15 @@ def movements(rank: int, world: int, name: TransportName) -> dict[str, Any]:
 
 
 def other_transports(rank: int) -> dict[str, object]:
-    """Return the errors of ranks that sockets cannot connect, or that ask for different transports."""
-    with (
-        patch.object(sockets, "_hosts", lambda: ["not an address"]),
-        patch.object(sockets, "CONNECT_SECONDS", 0.1),
-    ):
-        unreachable = refusal(lambda: open_transport(name="sockets"))
+    """Return the default transport, and the errors of ranks that ask for different or unknown ones."""
     return {
         "default": type(open_transport()).__name__,
-        "unreachable": unreachable,
-        "transports differ": refusal(lambda: Mesh.create(transport="sockets" if rank else "gloo")),
+        "unknown": refusal(lambda: open_transport(name="mpi")),
+        "transports differ": refusal(lambda: Mesh.create(transport="auto" if rank else "gloo")),
     }
 
 
-def process(rank: int, world: int, name: TransportName, folder: str) -> None:
+def process(rank: int, world: int, name: str, folder: str) -> None:
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "store"), world)
     timeout = datetime.timedelta(seconds=300)
@@ -124,14 +118,16 @@ def process(rank: int, world: int, name: TransportName, folder: str) -> None:
     leave()
 
 
-@pytest.mark.parametrize(("world", "name"), [(2, "sockets"), (4, "sockets"), (4, "gloo")])
-def test_real_processes(world, name, tmp_path, monkeypatch):
+def on_processes(world: int, name: str, folder: Path) -> list[dict[str, Any]]:
+    start(world, process, world, name, str(folder))
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_real_processes(world, tmp_path, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    start(world, process, world, name, str(tmp_path))
-    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world)]
-    large = torch.zeros(DIRECT_BYTES)
-    for rank in range(world):
-        large += torch.randn(DIRECT_BYTES, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+    results = on_processes(world, "gloo", tmp_path)
+    check_movements(results, "Gloo")
     others = "rank 1" if world == 2 else f"ranks 1-{world - 1}"
     step = world // 2
     for rank, saw in enumerate(results):
@@ -143,8 +139,18 @@ def test_real_processes(world, name, tmp_path, monkeypatch):
         assert saw["bad launcher"].startswith(f"LOCAL_WORLD_SIZE=3 does not divide the {world} ranks")
         assert saw["misfit"].startswith(f"mesh.ep=3 times mesh.etp=1 does not divide the {world} ranks")
         same = "start every rank with the same settings"
+        assert saw["default"] == "Gloo"
+        assert saw["unknown"].startswith("transport='mpi' is unknown: choose one of auto, gloo, nccl")
+        assert saw["transports differ"] == f"transport differs: gloo on rank 0, auto on {others}: {same}"
         assert saw["differ"] == f"mesh.ep differs: 1 on rank 0, 2 on {others}: {same}"
         assert saw["different"] == f"b differs: nothing on rank 0, 2 on {others}: {same}"
+
+
+def check_movements(results: list[dict[str, Any]], name: str) -> None:
+    world, large = len(results), torch.zeros(DIRECT_BYTES)
+    for rank in range(world):
+        large += torch.randn(DIRECT_BYTES, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+    for saw in results:
         assert torch.equal(saw["large"], large)
         assert (saw["small"], saw["empty"]) == (world * (world + 1) // 2, (0, 3))
         assert (saw["halves"], saw["sent"]) == ([world, world], [world - 1] * 2)
@@ -153,13 +159,7 @@ def test_real_processes(world, name, tmp_path, monkeypatch):
         of_weight = float(sum((r + 1) * sum(rows) for r, rows in enumerate(shares)))
         of_rows = [3.0 * (r + 1) for r, rows in enumerate(shares) for _ in rows]
         assert saw["gradients"] == ([of_weight] * 3, of_rows)
-        assert (saw["tags"], saw["transport"]) == (True, name.capitalize())
-        assert saw["default"] == "Gloo"
-        assert saw["unreachable"] == (
-            "transport=sockets cannot connect rank 0: rank 0 has no address to listen on: set GLOO_SOCKET_IFNAME to the "
-            "network interface that all ranks reach, or choose transport=gloo"
-        )
-        assert saw["transports differ"] == f"transport differs: gloo on rank 0, sockets on {others}: {same}"
+        assert (saw["tags"], saw["transport"]) == (True, name)
 
 
 TO_THE_END = """

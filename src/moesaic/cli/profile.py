@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -35,7 +35,7 @@ class ProfileOptions:
     """How often each measurement is repeated; a noisy machine may need more."""
     dtypes: str = "fp32"
     """Dtypes in which matrix products of experts are measured: fp32, bf16 or "fp32,bf16"."""
-    transport: Literal["auto", "gloo", "sockets"] = "auto"
+    transport: str = "auto"
     """Transport between the ranks; use the same as --mesh.transport of the training."""
     still: bool = False
     """Bind each rank to one core and use the batch scheduling policy, as moesaic bench model does and training does not."""

@@ -8,25 +8,31 @@ to point. They need no process groups of their own: their groups are tuples of r
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.metadata import entry_points
 from itertools import groupby
 from math import lcm
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moesaic.comm import TransportName
 from moesaic.comm.collectives import check_same
 from moesaic.comm.process_groups import Gloo, Nccl
 from moesaic.comm.transport import AbstractTransport, NoTransport
-from moesaic.errors import InputError
+from moesaic.errors import InputError, to_install
 from moesaic.program.grid import Axis, Grid
 
 DeviceType = Literal["cpu", "cuda"]
+
+TRANSPORTS = ("auto", "gloo", "nccl")
+"""Names of the transports of this package: gloo between CPUs, nccl between GPUs; auto is the one for the devices."""
+TRANSPORTS_GROUP = "moesaic.transports"
+"""Entry-point group in which other packages offer transports between CPUs: functions from a process group to a transport."""
 
 LAUNCHER_VARIABLE = "LOCAL_WORLD_SIZE"
 """The variable in which torchrun gives the number of ranks on this node. Settings override it."""
@@ -80,7 +86,7 @@ class Mesh:
         innermost: Literal["etp", "ep"] = "etp",
         ranks_per_node: int | None = None,
         device_type: DeviceType | None = None,
-        transport: TransportName = "auto",
+        transport: str = "auto",
         group: dist.ProcessGroup | None = None,
     ) -> Mesh:
         """Create a mesh over all processes, or over those of a group, all of which must call this together. dp and edp follow.
@@ -100,7 +106,7 @@ class Mesh:
             device_type: "cpu", or "cuda" for the current device of every process. None: "cuda" if there are GPUs, and the
                 transport or the process group, if one exists, connects them; else "cpu".
             transport: what sends the messages of MoE layers. "auto" is "gloo" for "cpu" and "nccl" for "cuda".
-                "sockets" is an alternative for "cpu" with lower latency for small messages (docs/distributed.md).
+                Other packages can offer further ones for "cpu", such as the laboratory's "sockets" (docs/distributed.md).
             group: the ranks, in ascending order: some or all of the world. None: the default group.
 
         Raises:
@@ -128,7 +134,7 @@ class Mesh:
         return cls(grid, opened, None if isinstance(opened, NoTransport) else group or dist.group.WORLD)
 
     @classmethod
-    def from_device_mesh(cls, device_mesh: DeviceMesh, *, tp: int = 1, transport: TransportName = "auto") -> Mesh:
+    def from_device_mesh(cls, device_mesh: DeviceMesh, *, tp: int = 1, transport: str = "auto") -> Mesh:
         """Create a mesh over the ranks of a torch `DeviceMesh` or sub-mesh, all of which must call this together.
 
         The last dimensions split the experts, according to their names:
@@ -254,7 +260,7 @@ class Mesh:
         return self.grid.group(self.rank, axes)
 
 
-def _default_device_type(transport: TransportName, group: dist.ProcessGroup | None) -> DeviceType:
+def _default_device_type(transport: str, group: dist.ProcessGroup | None) -> DeviceType:
     """Return "cuda" if there are GPUs, and the transport or an existing process group connects them; else "cpu"."""
     if transport != "auto":
         return "cuda" if transport == "nccl" else "cpu"
@@ -286,14 +292,13 @@ def _join(device_type: str) -> None:
 
 
 def open_transport(
-    device_type: str = "cpu", group: dist.ProcessGroup | None = None, name: TransportName = "auto"
+    device_type: str = "cpu", group: dist.ProcessGroup | None = None, name: str = "auto"
 ) -> AbstractTransport:
     """Open a transport between all processes, or between those of a group; all of them must call this together.
 
     Args:
         device_type: "cpu", or "cuda" for the current devices.
-        group: the ranks: some or all of the world. None: the default group. NCCL creates its own groups; sockets
-            exchange the ranks' addresses through this one.
+        group: the ranks: some or all of the world. None: the default group. NCCL creates its own groups.
         name: which transport; "auto" is "gloo" for "cpu" and "nccl" for "cuda".
 
     Returns:
@@ -301,12 +306,11 @@ def open_transport(
 
     Raises:
         InputError: if the device type is missing here or not supported by the process group or the transport, if ranks
-            name different transports, or if sockets cannot connect two ranks.
+            name different transports, or if the transport cannot connect two ranks.
     """
     if device_type not in ("cpu", "cuda"):
         raise InputError(f"device_type={device_type!r}: write 'cpu' or 'cuda'")
-    if name not in get_args(TransportName):
-        raise InputError(f"transport={name!r} is unknown: choose one of {', '.join(get_args(TransportName))}")
+    open_offered = None if name in TRANSPORTS else _offered(name)
     if name != "auto" and (name == "nccl") != (device_type == "cuda"):
         raise InputError(f"transport={name} does not carry messages between {device_type} devices: choose auto")
     if device_type == "cuda" and not torch.cuda.is_available():
@@ -327,11 +331,21 @@ def open_transport(
         )
     gloo = Gloo(process_group)
     check_same(gloo, {"transport": name})
-    if name == "sockets":
-        from moesaic.comm.sockets import Sockets
+    return gloo if open_offered is None else open_offered(process_group)
 
-        return Sockets.create(process_group)
-    return gloo
+
+def _offered(name: str) -> Callable[[dist.ProcessGroup], AbstractTransport]:
+    """Return the function of another package that opens the transport of this name.
+
+    Raises:
+        InputError: if no installed package offers it.
+    """
+    offered = {entry.name: entry for entry in entry_points(group=TRANSPORTS_GROUP)}
+    if name not in offered:
+        bring = "" if "sockets" in offered else f"; sockets needs the package moesaic-lab: {to_install('./lab')}"
+        raise InputError(f"transport={name!r} is unknown: choose one of {', '.join([*TRANSPORTS, *offered])}{bring}")
+    opener: Callable[[dist.ProcessGroup], AbstractTransport] = offered[name].load()
+    return opener
 
 
 def _checked_names(device_mesh: DeviceMesh) -> tuple[str, ...]:

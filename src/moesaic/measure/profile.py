@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from moesaic.comm import TransportName
 from moesaic.comm.mesh import open_transport
 from moesaic.configfile import override, read_table
 from moesaic.errors import InputError
@@ -57,7 +56,7 @@ def measure(
     repeats: int,
     dtypes: tuple[str, ...],
     progress: Progress,
-    transport_name: TransportName = "auto",
+    transport_name: str = "auto",
 ) -> MeasuredMachine:
     """Measure this machine. All ranks call it together.
 
@@ -109,7 +108,7 @@ def measure(
 
 
 def measure_still(
-    ranks_per_node: int, repeats: int, dtypes: tuple[str, ...], transport_name: TransportName = "auto"
+    ranks_per_node: int, repeats: int, dtypes: tuple[str, ...], transport_name: str = "auto"
 ) -> MeasuredMachine:
     """Measure on ranks that are each bound to one core, as in the cost model's benchmarks; see `hold_still`."""
     hold_still(dist.get_rank())

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from moesaic.balance import EXPERT_PLACERS, SAMPLE_PLACERS
 from moesaic.balance.replication import NO_REPLICATION
-from moesaic.comm import TransportName
 from moesaic.configfile import override, read_number
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
@@ -177,9 +176,9 @@ class MeshConfig:
     ranks_per_node: int | None = None
     """Number of consecutive ranks that share a node; None takes torchrun's LOCAL_WORLD_SIZE, or all ranks if it is not
     set."""
-    transport: TransportName = "auto"
-    """Transport of the MoE layers' messages: auto takes gloo between CPUs and nccl between GPUs; sockets is an
-    alternative between CPUs."""
+    transport: str = "auto"
+    """Transport of the MoE layers' messages: gloo between CPUs, nccl between GPUs, or auto, which takes one of
+    them; another package can offer further ones, such as the laboratory's sockets between CPUs."""
     sequence_parallel: bool = False
     """Between the layers, each rank of a tp group keeps only its part of the positions: less memory, the same bytes
     sent."""

@@ -1,4 +1,4 @@
-"""A transport over sockets, chosen by name: eager tagged messages, one connection per pair of ranks, no threads of its own.
+"""A transport over sockets, offered to Moesaic by name: eager tagged messages, a connection per pair of ranks, no threads.
 
 Gloo, the default on CPUs, asks the receiver before it sends, and passes every message to a thread and back. Here a send
 writes straight into the kernel's buffer and ends there; the kernel transmits while the rank computes. Data that does
