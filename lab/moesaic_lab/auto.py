@@ -27,7 +27,7 @@ from moesaic.program.plan import plan_in_words
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, require_cluster
 from moesaic_lab.claims import Claim, NotMeasuredError, claimed
 from moesaic_lab.layer.cells import LayerJob, all_ep, searched, singles, step_model
-from moesaic_lab.layer.config import LayerPlace, read_config
+from moesaic_lab.layer.config import LayerPlace, Pipelining, Schedules, read_config
 from moesaic_lab.layer.ranks import LayerRunner
 from moesaic_lab.layer.same import distinct
 from moesaic_lab.measure import Span, in_turn, over_ranks, paired
@@ -88,15 +88,13 @@ def cases(options: AutoOptions) -> list[AutoCase]:
 
 def _jobs() -> Iterator[tuple[str, LayerJob]]:
     config = read_config()
-    assert config.schedules is not None
-    assert config.pipelining is not None
-    place = config.schedules
+    place, pipelining = (
+        next(cell for cell in config.cells if isinstance(cell, kind)) for kind in (Schedules, Pipelining)
+    )
     for tp, etp in ((1, 1), (4, 4)):
-        grid = Grid(
-            world=place.bed.world, tp=tp, ep=place.bed.world // etp, etp=etp, ranks_per_node=place.ranks_per_node
-        )
+        grid = Grid(world=place.world, tp=tp, ep=place.world // etp, etp=etp, ranks_per_node=place.ranks_per_node)
         yield f"16 ranks, tp {tp}, etp {etp}", _job(place, grid)
-    yield "4 ranks, large messages", _job(config.pipelining, all_ep(config.pipelining))
+    yield "4 ranks, large messages", _job(pipelining, all_ep(pipelining))
 
 
 def _job(place: LayerPlace, grid: Grid) -> LayerJob:

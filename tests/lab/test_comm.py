@@ -27,7 +27,7 @@ def cell(sweep: Sweep, size_kib: int = 4096, **seconds: list[float]) -> CommCell
         sweep=sweep,
         size_kib=size_kib,
         timings={name: Timing.of(of) for name, of in times.items()},
-        limits={name: Limit(seconds=1.0, link="node 0 out") for name in times},
+        limits={name: [Limit(seconds=1.0, link="node 0 out")] for name in times},
         across={name: (100 * (place + 1), place) for place, name in enumerate(times)},
     )
 
@@ -41,12 +41,12 @@ def found(cells: list[CommCell]) -> dict[str, float | None]:
 
 def test_the_committed_configuration_measures_what_the_claims_rest_on():
     config = read_config()
-    kinds = {(s.kind, s.shape, bool(s.per_message)) for s in config.sweeps}
+    kinds = {(s.kind, s.shape, bool(s.per_message)) for s in config.cells}
     assert {("exchange", shape, cost) for shape in ("2x2", "4x2", "4x4") for cost in (False, True)} <= kinds
-    assert all(s.repeats >= 8 for s in config.sweeps)
-    assert all(s.repeats >= 30 for s in config.sweeps if s.kind in ("limit", "lanes"))
-    assert max(size for s in config.sweeps if s.shape == "2x2" for size in s.sizes_kib) == 32768
-    assert max(size for s in config.sweeps if s.kind == "exchange" and s.shape == "4x4" for size in s.sizes_kib) == 1024
+    assert all(s.repeats >= 8 for s in config.cells)
+    assert all(s.repeats >= 30 for s in config.cells if s.kind in ("limit", "lanes"))
+    assert max(size for s in config.cells if s.shape == "2x2" for size in s.sizes_kib) == 32768
+    assert max(size for s in config.cells if s.kind == "exchange" and s.shape == "4x4" for size in s.sizes_kib) == 1024
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_the_committed_configuration_measures_what_the_claims_rest_on():
         ("[[exchange]]\nmethods = ['linaer']", "unknown method linaer: did you mean linear?"),
         ("[[exchange]]\nsizes_kib = [3]", "exchange on 2x2: 3 KiB are not a whole number of rows of 256 float32"),
         ("[[exchange]]\nsizes_kib = []", "exchange on 2x2: sizes_kib is empty: list at least one size"),
-        ("[[exchange]]\nrepeats = 0", "exchange: repeats=0: must be at least 1"),
+        ("[[exchange]]\nrepeats = 0", "2x2: repeats=0: must be above 0"),
         ("[[dispatch]]\nnum_experts = 6", "dispatch on 2x2: num_experts=6 does not split over 4 ranks"),
         ("[[dispatch]]\ntop_k = 17", "dispatch on 2x2: top_k=17 of num_experts=16"),
         ("[[dispatch]]\nchunks = [0]", "dispatch on 2x2: chunks=(0,): list numbers from 1 on"),
@@ -76,10 +76,10 @@ def test_a_bad_configuration_gets_one_line(tmp_path, text, message):
 
 
 def test_narrowing_keeps_shapes_and_sets_repeats():
-    config = CommConfig(sweeps=(Sweep(), Sweep(nodes=4, repeats=30)))
-    assert [s.shape for s in config.narrowed(only=("4x2",)).sweeps] == ["4x2"]
-    assert [s.repeats for s in config.narrowed(repeats=3).sweeps] == [3, 3]
-    with pytest.raises(InputError, match=r"--only 8x8: no sweep has this shape: choose from 2x2, 4x2"):
+    config = CommConfig(cells=(Sweep(), Sweep(nodes=4, repeats=30)))
+    assert [s.shape for s in config.narrowed(only=("4x2",)).cells] == ["4x2"]
+    assert [s.repeats for s in config.narrowed(repeats=3).cells] == [3, 3]
+    with pytest.raises(InputError, match=r"--only 8x8: the configuration has no such part: choose one of 2x2, 4x2"):
         config.narrowed(only=("8x8",))
 
 
@@ -229,7 +229,7 @@ def test_the_command_refuses_before_it_measures(tmp_path, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4
     assert "end its name with .svg, .png, .pdf" in lines[0]
-    assert "no sweep has this shape" in lines[1]
+    assert "the configuration has no such part" in lines[1]
 
 
 def test_a_machine_without_rights_gets_one_line(monkeypatch, capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,42 +48,35 @@ PLACE = LayerPlace(
 
 def test_the_committed_configuration_holds_every_part() -> None:
     config = read_config()
-    assert config.schedules is not None
-    assert (config.schedules.nodes, config.schedules.ranks_per_node) == (4, 4)
-    assert config.schedules.tp == config.schedules.etp == (1, 2, 4)
-    assert {each.name for each in config.adaptive_r} == {"base", "large"}
-    assert {min(each.factors) for each in config.adaptive_r} == {1.0}
-    assert {max(each.factors) for each in config.adaptive_r} == {8.0}
-    assert config.pipelining is not None
-    assert config.pipelining.chunks == (1, 2, 4, 8)
-    assert config.codecs is not None
-    assert config.codecs.codecs == ("none", "bf16", "int8", "fp8", "zfp")
-    assert config.ablation is not None
-    for part in (
-        config.schedules,
-        *config.adaptive_r,
-        config.pipelining,
-        *config.orders,
-        config.codecs,
-        config.ablation,
-    ):
-        assert part.repeats >= 8
-        assert part.pairs >= (12 if isinstance(part, AdaptiveR) else 30)  # nothing near 1 is claimed about r
+    parts: dict[str, list[Any]] = {}
+    for cell in config.cells:
+        parts.setdefault(cell.section, []).append(cell)
+        assert cell.repeats >= 8
+        assert cell.pairs >= (12 if isinstance(cell, AdaptiveR) else 30)  # nothing near 1 is claimed about r
+    assert list(parts) == ["schedules", "adaptive_r", "pipelining", "orders", "codecs", "ablation"]
+    (schedules,), (pipelining,), (codecs,) = parts["schedules"], parts["pipelining"], parts["codecs"]
+    assert (schedules.nodes, schedules.ranks_per_node) == (4, 4)
+    assert schedules.tp == schedules.etp == (1, 2, 4)
+    assert {each.name for each in parts["adaptive_r"]} == {"base", "large"}
+    assert {min(each.factors) for each in parts["adaptive_r"]} == {1.0}
+    assert {max(each.factors) for each in parts["adaptive_r"]} == {8.0}
+    assert pipelining.chunks == (1, 2, 4, 8)
+    assert codecs.codecs == ("none", "bf16", "int8", "fp8", "zfp")
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[schedule]\n", "unknown field schedule: did you mean schedules?"),
-        ("[schedules]\ntps = [1]\n", "unknown field schedules.tps: did you mean tp?"),
+        ("[[schedule]]\n", "unknown field schedule: did you mean schedules?"),
+        ("[[schedules]]\ntps = [1]\n", "unknown field schedules[0].tps: did you mean tp?"),
         ("[adaptive_r]\n", "adaptive_r must be a list of tables: write [[adaptive_r]] above each"),
-        ("[[codecs]]\n", "codecs must be a table: write [codecs] above its fields"),
+        ("[codecs]\n", "codecs must be a list of tables: write [[codecs]] above each"),
         ("[[orders]]\norders = ['best']\n", "orders[0].orders"),
-        ("[codecs]\ngflops = 0\n", "gflops=0.0: must be above 0"),
-        ("[codecs]\ntokens_per_rank = 24\n", "tokens_per_rank=24 must be a multiple of num_experts=16"),
-        ("[codecs]\ntop_k = 17\n", "top_k=17 of num_experts=16"),
-        ("[codecs]\ninter = '5'\n", "inter='5' is no rate"),
-        ("[schedules]\nrepeats = 0\n", "repeats=0: must be above 0"),
+        ("[[codecs]]\ngflops = 0\n", "gflops=0.0: must be above 0"),
+        ("[[codecs]]\ntokens_per_rank = 24\n", "tokens_per_rank=24 must be a multiple of num_experts=16"),
+        ("[[codecs]]\ntop_k = 17\n", "top_k=17 of num_experts=16"),
+        ("[[codecs]]\ninter = '5'\n", "inter='5' is no rate"),
+        ("[[schedules]]\nrepeats = 0\n", "repeats=0: must be above 0"),
     ],
 )
 def test_configurations_that_make_no_sense_are_refused(tmp_path: Path, text: str, words: str) -> None:
@@ -97,16 +90,11 @@ def test_configurations_that_make_no_sense_are_refused(tmp_path: Path, text: str
 
 def test_a_configuration_narrows_to_parts_and_repeats() -> None:
     config = read_config().narrowed(only=("pipelining", "ablation"), repeats=3)
-    assert config.schedules is config.codecs is None
-    assert config.adaptive_r == ()
-    assert config.pipelining is not None
-    assert config.ablation is not None
-    assert {part.repeats for part in (config.pipelining, config.ablation, *config.orders)} == {3}
-    assert {part.pairs for part in (config.pipelining, config.ablation, *config.orders)} == {3}
-    assert len(config.orders) == len(read_config().orders)
-    assert read_config().narrowed(only=("codecs",)).orders == ()
-    with pytest.raises(InputError, match="--only codec: unknown part: did you mean codecs"):
-        config.narrowed(only=("codec",))
+    assert [cell.section for cell in config.cells] == ["pipelining", "orders", "orders", "ablation"]
+    assert {cell.repeats for cell in config.cells} == {cell.pairs for cell in config.cells} == {3}
+    assert [cell.section for cell in read_config().narrowed(only=("codecs",)).cells] == ["codecs"]
+    with pytest.raises(InputError, match="--only codec: the configuration has no such part: did you mean codecs"):
+        read_config().narrowed(only=("codec",))
     with pytest.raises(InputError, match="--only codecs: the configuration has no such part"):
         config.narrowed(only=("codecs",))
 
@@ -240,7 +228,7 @@ def test_durations_are_bytes_over_the_busiest_link_and_flops_over_the_rate() -> 
         2 * copies / 2 * row / 2 / 25e6
     )  # two ranks, half of it leaves, two bytes of four
     step = simulator.layer_seconds(made.forward, made.backward, place.workload(made.grid.tp), made.grid)
-    host = TASK_US * 1e-6 * max(place.bed.world / (os.cpu_count() or 1), 1.0)
+    host = TASK_US * 1e-6 * max(place.world / (os.cpu_count() or 1), 1.0)
     assert step > host * (len(made.forward.tasks) + len(made.backward.tasks))
 
 
@@ -264,16 +252,16 @@ def test_promising_plans_are_those_that_should_be_faster() -> None:
 # Jobs
 
 
-def small(**parts: Any) -> LayerBenchConfig:
-    return LayerBenchConfig(**parts)
+def small(*cells: Any) -> LayerBenchConfig:
+    return LayerBenchConfig(cells=cells)
 
 
 def shaped(kind: Any, **fields: Any) -> Any:
-    return replace(kind(), **{name: getattr(PLACE, name) for name in PLACE.__dataclass_fields__} | fields)
+    return replace(kind(), **asdict(PLACE) | fields)
 
 
 def test_schedules_make_a_job_for_every_mesh() -> None:
-    found = list(jobs(small(schedules=shaped(Schedules, tp=(1, 2), etp=(1, 2), trial_plans=1))))
+    found = list(jobs(small(shaped(Schedules, tp=(1, 2), etp=(1, 2), trial_plans=1))))
     labels = [job.label for job in found]
     assert labels == [
         "tp 1, etp 1", "tp 2, etp 1", "tp 1, etp 2, etp inside nodes", "tp 1, etp 2, ep inside nodes",
@@ -293,7 +281,7 @@ def test_schedules_make_a_job_for_every_mesh() -> None:
 
 def test_adaptive_r_makes_a_job_for_every_factor_and_a_method_for_every_r() -> None:
     part = shaped(AdaptiveR, nodes=2, ranks_per_node=4, etp=4, factors=(1.0, 3.0))
-    found = list(jobs(small(adaptive_r=(part,))))
+    found = list(jobs(small(part)))
     assert [(job.factor, job.counts_switches) for job in found] == [(1.0, True), (3.0, False)]
     assert list(found[0].methods) == ["r=4", "r=2", "r=1", "r=0"]
     assert [plan.plan.gather_weights for plan in found[0].methods.values()] == [None, 2, 1, 0]
@@ -303,9 +291,9 @@ def test_the_other_parts_make_their_jobs() -> None:
     found = list(
         jobs(
             small(
-                pipelining=shaped(Pipelining, chunks=(1, 2), codecs=("none", "int8")),
-                orders=(shaped(Orders, chunks=2, codec="int8"),),
-                ablation=shaped(Ablation, codec="int8"),
+                shaped(Pipelining, chunks=(1, 2), codecs=("none", "int8")),
+                shaped(Orders, chunks=2, codec="int8"),
+                shaped(Ablation, codec="int8"),
             )
         )
     )

@@ -112,7 +112,7 @@ def test_cells_sum_up_what_ranks_found() -> None:
     none = CountedStep(forward=[], backward=[], charged=1.5)
     found = [
         LayerFound(spans={"s1": [(0.0, 2.0), (5.0, 6.0)]}, pairs={"s1": [(9.0, 12.0)]}, best="s1", trial={"s1": 1.0},
-              steps={"s1": step}, switches={})
+              sent={"s1": (step.forward, step.backward)}, charged={"s1": step.charged}, switches={})
         for step in (half, none, none, none)
     ]  # fmt: skip
     made = summed_up(job, found)
@@ -149,7 +149,7 @@ def test_a_machine_without_rights_gets_one_line(
 
 
 SMALL = """
-[schedules]
+[[schedules]]
 {place}
 tp = [2]
 etp = [2]

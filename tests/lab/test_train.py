@@ -13,8 +13,8 @@ from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.program.grid import Grid
 from moesaic_lab.recorder import Recorder
-from moesaic_lab.train.benchmark import TrainResults, cell_of, claims, measurement_rows, panels, ratio, tables
-from moesaic_lab.train.config import COMMITTED, Candidate, LayoutConfig, TrainCase, read_config
+from moesaic_lab.train.benchmark import TrainResults, cell_of, claims, flexible, measurement_rows, panels, ratio, tables
+from moesaic_lab.train.config import COMMITTED, Candidate, Layouts, TrainCase, read_config
 from moesaic_lab.train.layout import Experts, by_expert, by_source, measure, ordered
 from moesaic_lab.train.ranks import MeasuredSystem, TrainFound, near_ones
 from moesaic_lab.train.step import sum_node_first
@@ -183,13 +183,14 @@ def test_both_layouts_compute_the_same(world):
 
 
 def test_layouts_are_measured_for_every_world():
-    points = measure(LayoutConfig(worlds=(1, 4), rows_per_expert=8, dim=4, hidden=4, repeats=2))
-    assert [point.world for point in points] == [1, 4]
-    assert {len(timing.seconds) for point in points for timing in point.timings.values()} == {2}
-    assert points[0].flops == 4 * 2 * 8 * 4 * 4
-    rows = measurement_rows(TrainResults(cells=[], layout=points))
-    assert len(rows) == 6
-    assert all(row["gflops_per_second"] > 0 for row in rows)
+    rows = measure(Layouts(worlds=(1, 4), rows_per_expert=8, dim=4, hidden=4, repeats=2))
+    assert [row["world"] for row in rows] == [1, 1, 1, 4, 4, 4]
+    assert {row["repeats"] for row in rows} == {2}
+    assert rows[0]["gflops_per_second"] * rows[0]["median_seconds"] == pytest.approx(4 * 2 * 8 * 4 * 4 / 1e9)
+    results = TrainResults(cells=[], layout=rows)
+    assert measurement_rows(results) == rows
+    assert [series.x for series in panels(results)[0].series] == [(1.0, 4.0)] * 3
+    assert flexible(rows) > 0
 
 
 def test_the_committed_configuration():
@@ -202,8 +203,7 @@ def test_the_committed_configuration():
     assert all(case.repeats >= 8 for case in config.cases)
     assert all(case.coded for case in sweep)
     assert {"demo top 8", "demo inference", "demo beside DeepSpeed"} <= {case.name for case in config.cases}
-    assert config.layout is not None
-    assert config.layout.worlds[-1] == 256
+    assert [cell.worlds[-1] for cell in config.cells if isinstance(cell, Layouts)] == [256]
     assert config.candidates[0].label(4) == "ep 4 linear"
     assert (
         Candidate(etp=2, chunks=2, codec="bf16", order="early").label(4) == "ep 2 etp 2 linear, 2 chunks, early, bf16"
@@ -215,12 +215,12 @@ def test_the_committed_configuration():
     [
         ("repeats = 3", "unknown field repeats"),
         ("[[case]]\nrepeat = 3", "unknown field case[0].repeat: did you mean repeats?"),
-        ("[[case]]\nrepeats = 0", "repeats=0: must be at least 1"),
+        ("[[case]]\nrepeats = 0", "repeats=0: must be above 0"),
         ('[[case]]\npeers = ["deepsped"]', "unknown peer deepsped: did you mean deepspeed?"),
         ("[[case]]\nbatch_size = 6", "batch_size=6 does not split over 4 ranks"),
-        ("[[candidate]]\netp = 3", "etp=3 does not divide the 4 ranks"),
+        ("[[candidate]]\netp = 3\n[[case]]", "etp=3 does not divide the 4 ranks"),
         ("[case]\nrepeats = 3", "case must be a list of tables"),
-        ("[layout]\nworlds = [3]", "3 does not divide rows_per_expert=512"),
+        ("[[layout]]\nworlds = [3]", "3 does not divide rows_per_expert=512"),
         ("[[case]]\nshare_low = 0.9\nshare_high = 0.1", "give a range in 0 to 1"),
     ],
 )
@@ -235,15 +235,14 @@ def test_bad_configurations_are_refused_in_one_line(tmp_path, text, message):
 
 def test_parts_of_a_configuration():
     config = read_config(COMMITTED).narrowed(only=("demo top 2",), repeats=3)
-    assert [case.repeats for case in config.cases] == [3]
-    assert config.layout is None
-    with pytest.raises(InputError, match="no such case: did you mean layout"):
-        config.narrowed(only=("layot",)) if config.layout else read_config(COMMITTED).narrowed(only=("layot",))
+    assert [case.repeats for case in config.cells] == [3]
+    with pytest.raises(InputError, match="no such part: did you mean layout"):
+        read_config(COMMITTED).narrowed(only=("layot",))
 
 
 def test_the_command_refuses_bad_input(capsys):
     assert main(["bench", "train", "--only", "nothing"]) == 2
-    assert "no such case" in capsys.readouterr().err
+    assert "no such part" in capsys.readouterr().err
     assert main(["bench", "train", "--picture", "x.gif"]) == 2
     assert "x.gif" in capsys.readouterr().err
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from rich.table import Table
 
+from moesaic_lab.beds import BedCell, bars, drawn, joined
 from moesaic_lab.benchmark import Told, emulated, on_beds
-from moesaic_lab.bounds import Limit, crossing, link_limit
 from moesaic_lab.claims import Claim, claimed, enough, some
 from moesaic_lab.comm import ranks as side
 from moesaic_lab.comm.config import CommConfig, Sweep, read_config
-from moesaic_lab.measure import TimedCell, paired, timed
-from moesaic_lab.pictures import Panel, PlottedSeries
+from moesaic_lab.measure import paired
+from moesaic_lab.pictures import Panel
 from moesaic_lab.tables import Column, byte_size, milliseconds, quartiles, share, table
 from moesaic_testbed.cluster import Cluster
 
@@ -39,16 +38,12 @@ FOUR_MIB_KIB = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommCell(TimedCell):
+class CommCell(BedCell):
     """The measurements of one size on one bed."""
 
     sweep: Sweep
     size_kib: int
     """KiB per rank; for a dispatch the rounded size of all copies of a rank."""
-    limits: Mapping[str, Limit]
-    """Link limits for the messages of each method's program, by method."""
-    across: Mapping[str, tuple[int, int]]
-    """(bytes, messages) between nodes over all ranks, by method: counted by recorders, but computed for torch's own."""
 
 
 def run(config: CommConfig, told: Told) -> list[CommCell]:
@@ -57,38 +52,19 @@ def run(config: CommConfig, told: Told) -> list[CommCell]:
     Raises:
         RuntimeError: a method delivers wrong rows.
     """
-    jobs = [
-        (sweep, size) for sweep in config.sweeps for size in ((0,) if sweep.kind == "dispatch" else sweep.sizes_kib)
-    ]
+
+    def measure(ranks: Cluster, job: tuple[Sweep, int]) -> CommCell:
+        sweep, size_kib = job
+        of_ranks = ranks.run(side.measure, sweep, size_kib, config)
+        if sweep.kind == "dispatch":
+            size_kib = round(sweep.tokens * sweep.top_k * config.dim * 4 / 1024)
+        return CommCell(sweep=sweep, size_kib=size_kib, **joined(of_ranks, sweep.bed))
 
     def about(job: tuple[Sweep, int]) -> str:
         return f"{job[0].kind} on {job[0].label}" + (f", {byte_size(1024 * job[1])}" if job[1] else "")
 
-    return on_beds(jobs, lambda job: job[0].bed, about, partial(measure, config), told)
-
-
-def measure(config: CommConfig, ranks: Cluster, job: tuple[Sweep, int]) -> CommCell:
-    """Measure one size of a sweep on a running cluster.
-
-    Args:
-        config: the benchmark.
-        ranks: the cluster, on the sweep's bed.
-        job: the sweep, and the size in KiB per rank, 0 for a dispatch.
-    """
-    sweep, size_kib = job
-    if sweep.kind == "dispatch":
-        of_ranks = ranks.run(side.measure_dispatch, sweep, config.seed, config.dim, config.warmup)
-        size_kib = round(sweep.tokens * sweep.top_k * config.dim * 4 / 1024)
-    else:
-        of_kind = side.measure_lanes if sweep.kind == "lanes" else side.measure_exchange
-        of_ranks = ranks.run(of_kind, sweep, size_kib, config.dim, config.warmup)
-    messages, names = of_ranks[0].messages, of_ranks[0].spans
-    counted = {name: [m for of_rank in of_ranks for m in of_rank.sent.get(name, [])] for name in names}
-    return CommCell(
-        sweep=sweep, size_kib=size_kib, **timed([of_rank.spans for of_rank in of_ranks]),
-        limits={name: link_limit(messages[name], sweep.bed) for name in names},
-        across={name: crossing(counted[name] or messages[name], sweep.bed.node_of) for name in names},
-    )  # fmt: skip
+    jobs = [(sweep, size) for sweep in config.cells for size in ((0,) if sweep.kind == "dispatch" else sweep.sizes_kib)]
+    return on_beds(jobs, lambda job: job[0].bed, about, measure, told)
 
 
 def claims(cells: Sequence[CommCell]) -> list[Claim]:
@@ -113,7 +89,7 @@ def link_share(cells: Sequence[CommCell]) -> float:
     chosen = [cell for cell in cells if cell.sweep.kind == "limit" and cell.size_kib == FOUR_MIB_KIB]
     cell = some(chosen, "of 4 MiB to the limit")[0]
     seconds = cell.timings["linear"].seconds
-    return enough(paired([cell.limits["linear"].seconds] * len(seconds), seconds)).low
+    return enough(paired([cell.bound("linear")] * len(seconds), seconds)).low
 
 
 def over_longer_lane(cells: Sequence[CommCell]) -> float:
@@ -136,7 +112,7 @@ def multicast_bytes(cell: CommCell) -> float:
 def multicast_over_bound(cells: Sequence[CommCell]) -> float:
     """Return the time of multicast over its link limit, the median over all dispatches."""
     chosen = some([c for c in cells if c.sweep.kind == "dispatch"], "of a dispatch")
-    return statistics.median(c.timings["multicast"].median / c.limits["multicast"].seconds for c in chosen)
+    return statistics.median(c.timings["multicast"].median / c.bound("multicast") for c in chosen)
 
 
 def small_messages(cells: Sequence[CommCell]) -> float:
@@ -156,9 +132,8 @@ def rows_of(cell: CommCell) -> list[dict[str, Any]]:
     return [
         {
             "what": cell.sweep.kind, "bed": cell.sweep.label, "size_bytes": 1024 * cell.size_kib, "method": name,
-            **timing.row(), "bound_seconds": cell.limits[name].seconds, "bound_link": cell.limits[name].link,
-            "share_of_bound": cell.limits[name].seconds / timing.median, "over_first": timing.median / first.median,
-            "across_bytes": cell.across[name][0], "across_messages": cell.across[name][1],
+            **cell.row(name), "share_of_bound": cell.bound(name) / timing.median,
+            "over_first": timing.median / first.median,
         }
         for name, timing in cell.timings.items()
     ]  # fmt: skip
@@ -195,41 +170,24 @@ def panels(cells: Sequence[CommCell]) -> list[Panel]:
         all_panels.append(_over_sizes(f"all-to-all, {label}", list(of_bed)))
     for kind, title in (("lanes", "two lanes, alone and at once"), ("dispatch", "dispatch: copies, or once per node")):
         if chosen := [cell for cell in cells if cell.sweep.kind == kind]:
-            all_panels.append(_bars(title, chosen))
+            all_panels.append(bars(title, chosen, _label))
     return all_panels
 
 
 def _over_sizes(title: str, cells: Sequence[CommCell]) -> Panel:
-    scales = [1 / min(limit.seconds for limit in cell.limits.values()) for cell in cells]
+    """Return a panel of times over sizes, as multiples of the lowest link limit of all methods at that size."""
+    sizes = [float(cell.size_kib) for cell in cells]
+    scales = [1 / min(map(cell.bound, cell.timings)) for cell in cells]
     return Panel(
         title=title, x_title="per rank", y_title="time over link limit", log_x=True, log_y=True,
-        series=_series(cells, [float(cell.size_kib) for cell in cells], scales),
-        x_ticks=tuple((float(cell.size_kib), byte_size(1024 * cell.size_kib)) for cell in cells),
+        series=drawn(cells, sizes, scales), x_ticks=tuple((size, byte_size(1024 * size)) for size in sizes),
     )  # fmt: skip
 
 
-def _bars(title: str, cells: Sequence[CommCell]) -> Panel:
-    labels = (
-        f"{c.sweep.shape}, top {c.sweep.top_k}" if c.sweep.kind == "dispatch" else byte_size(1024 * c.size_kib) for c in cells
-    )  # fmt: skip
-    series = _series(cells, list(map(float, range(len(cells)))), [1e3] * len(cells))
-    return Panel(title=title, x_title="", y_title="ms", series=series, categories=tuple(labels))
-
-
-def _series(cells: Sequence[CommCell], at: Sequence[float], scales: Sequence[float]) -> tuple[PlottedSeries, ...]:
-    """Return a series per method over the cells in which it was timed.
-
-    Args:
-        cells: the cells of the panel.
-        at: place of each cell on the x axis.
-        scales: factor by which each cell's seconds are multiplied.
-    """
-    names, series = dict.fromkeys(name for cell in cells for name in cell.timings), []
-    for name in names:
-        measured = [(x, cell, scale) for x, cell, scale in zip(at, cells, scales) if name in cell.timings]
-        points = [(x, cell.timings[name], cell.limits[name].seconds) for x, cell, _ in measured]
-        series.append(PlottedSeries.of(name, points, [scale for *_, scale in measured]))
-    return tuple(series)
+def _label(cell: CommCell) -> str:
+    """Return the name of a cell's group of bars."""
+    sweep = cell.sweep
+    return f"{sweep.shape}, top {sweep.top_k}" if sweep.kind == "dispatch" else byte_size(1024 * cell.size_kib)
 
 
 BENCHMARK = emulated(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,26 +23,15 @@ from moesaic.routing.node_tokens import find_node_tokens
 from moesaic.runtime.executor import drive, interpret
 from moesaic.runtime.tasks import Call, Environment, Value
 from moesaic_lab.across_ranks import sent
+from moesaic_lab.beds import Timed
 from moesaic_lab.bounds import Message
-from moesaic_lab.comm.config import MULTICAST, TORCH, Sweep, in_chunks
+from moesaic_lab.comm.config import MULTICAST, TORCH, CommConfig, Sweep
 from moesaic_lab.comm.programs import LANES, Work, all_ep, dispatch, exchange
-from moesaic_lab.measure import Span, in_turn
+from moesaic_lab.measure import in_turn
 from moesaic_lab.recorder import Recorder
 
 CYCLE = 2**18
 """Row numbers repeat after this many rows, so that row and column numbers are exact in float32."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommFound:
-    """The measurements of one size on one rank."""
-
-    spans: dict[str, list[Span]]
-    """Spans by method."""
-    sent: dict[str, list[Message]]
-    """Messages that this rank sent as a recorder saw them, by method; without torch's own."""
-    messages: dict[str, list[Message]]
-    """Messages that all ranks send by the program, by method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,41 +45,47 @@ class CommMethod:
     """Expected outputs on this rank, by slot."""
 
 
-def measure_exchange(sweep: Sweep, size_kib: int, dim: int, warmup: int) -> CommFound:
-    """Check and time all-to-alls of one size on this rank. All ranks call this together.
+def measure(sweep: Sweep, size_kib: int, config: CommConfig) -> Timed:
+    """Check and time the methods of one size of a sweep on this rank. All ranks call this together.
 
     Raises:
         RuntimeError: a method delivers wrong rows, or sends other messages than its program.
     """
-    grid, rows = all_ep(sweep.nodes, sweep.ranks_per_node), sweep.rows_of(size_kib, dim)
-    works = {name: exchange(grid, rows, name) for name in sweep.methods if name != TORCH}
-    straight = exchange(grid, rows, "linear")
-    sent_rows, expected = _numbered_rows(straight, dim)
-    methods = {
-        name: CommMethod(work=work, values={"rows": sent_rows}, expected={"h": expected})
-        for name, work in works.items()
-    }
-    if TORCH not in sweep.methods:
-        return _measure(methods, {}, dim, sweep.repeats, warmup)
-    _compare(TORCH, {"h": expected}, {"h": torchs_own(sent_rows)})
-    measured = _measure(methods, {TORCH: lambda: torchs_own(sent_rows)}, dim, sweep.repeats, warmup)
-    measured.messages[TORCH] = straight.messages(dim)
-    return measured
+    others, extra = dict[str, Callable[[], object]](), dict[str, list[Message]]()
+    if sweep.kind == "dispatch":
+        methods = dispatches(sweep, config.seed, config.dim)
+    else:
+        which = LANES if sweep.kind == "lanes" else {name: "all" for name in sweep.methods if name != TORCH}
+        methods = {
+            name: exchanged(sweep, size_kib, config.dim, "pipelined" if name in LANES else name, part)
+            for name, part in which.items()
+        }
+    if TORCH in sweep.methods and sweep.kind != "lanes":
+        straight = exchanged(sweep, size_kib, config.dim, "linear")
+        sent_rows = straight.values["rows"]
+        assert isinstance(sent_rows, Tensor)
+        others[TORCH] = partial(torchs_own, sent_rows)
+        _compare(TORCH, straight.expected, {"h": torchs_own(sent_rows)})
+        extra[TORCH] = _planned(straight, config.dim)
+    transport = open_transport(name="sockets")
+    checked = {name: [_check(name, method, transport, config.dim)] for name, method in methods.items()}
+    timed = {name: _runner(method, transport) for name, method in methods.items()}
+    spans = in_turn({**timed, **others}, sweep.repeats, barrier=start_together(latest), warmup=config.warmup)
+    return Timed(spans=spans, sent=checked | {name: [messages] for name, messages in extra.items()})
 
 
-def measure_lanes(sweep: Sweep, size_kib: int, dim: int, warmup: int) -> CommFound:
-    """Check and time the pipelined all-to-all and each of its lanes alone, as `measure_exchange` does."""
-    grid, rows = all_ep(sweep.nodes, sweep.ranks_per_node), sweep.rows_of(size_kib, dim)
-    methods = {}
-    for name, which in LANES.items():
-        work = exchange(grid, rows, "pipelined", which)
-        sent_rows, expected = _numbered_rows(work, dim)
-        methods[name] = CommMethod(work=work, values={"rows": sent_rows}, expected={"h": expected})
-    return _measure(methods, {}, dim, sweep.repeats, warmup)
+def exchanged(sweep: Sweep, size_kib: int, dim: int, algorithm: str, which: str = "all") -> CommMethod:
+    """Return an even all-to-all with this rank's rows and those that it must receive, numbered over all ranks."""
+    work = exchange(all_ep(sweep.nodes, sweep.ranks_per_node), sweep.rows_of(size_kib, dim), algorithm, which)
+    rows_per_rank = torch.from_numpy(work.copies.sum(axis=1))
+    number = list(torch.arange(int(rows_per_rank.sum())).split(rows_per_rank.tolist()))
+    rank = dist.get_rank()
+    expected = numbered(arriving(work.copies, number, rank), dim)
+    return CommMethod(work=work, values={"rows": numbered(number[rank], dim)}, expected={"h": expected})
 
 
-def measure_dispatch(sweep: Sweep, seed: int, dim: int, warmup: int) -> CommFound:
-    """Check and time the dispatch of a layer by linear and by multicast, as `measure_exchange` does."""
+def dispatches(sweep: Sweep, seed: int, dim: int) -> dict[str, CommMethod]:
+    """Return the dispatch of a layer by linear and by multicast, with this rank's tokens and the rows that it must receive."""
     grid, rank = all_ep(sweep.nodes, sweep.ranks_per_node), dist.get_rank()
     token, expert = zip(*(route(sweep, seed, origin) for origin in range(grid.world)))
     copies = torch.stack([torch.bincount(of_rank, minlength=sweep.num_experts) for of_rank in expert]).numpy()
@@ -97,9 +93,9 @@ def measure_dispatch(sweep: Sweep, seed: int, dim: int, warmup: int) -> CommFoun
     x = numbered(rank * sweep.tokens + torch.arange(sweep.tokens), dim)
     values: dict[str, Value] = {"x": x, "gates": numbered(number[rank], 1)}
     methods = {}
-    for name, chunks in sweep.dispatches:
+    for name, (algorithm, chunks) in sweep.dispatches.items():
         node_tokens, table, indices = None, None, {"index": token[rank].unsqueeze(1)}
-        if name == MULTICAST:
+        if algorithm == MULTICAST:
             node_tokens = [
                 find_node_tokens(token[origin], expert[origin], sweep.num_experts, sweep.tokens, chunks, grid)
                 for origin in range(grid.world)
@@ -112,8 +108,8 @@ def measure_dispatch(sweep: Sweep, seed: int, dim: int, warmup: int) -> CommFoun
             arriving_numbers = arriving(copies, number, rank, (chunk, chunks))
             expected |= {f"h{suffix}": numbered(arriving_numbers, dim), f"g{suffix}": numbered(arriving_numbers, 1)}
         work = dispatch(grid, copies, sweep.tokens, table, chunks)
-        methods[in_chunks(name, chunks)] = CommMethod(work=work, values=values | indices, expected=expected)
-    return _measure(methods, {}, dim, sweep.repeats, warmup)
+        methods[name] = CommMethod(work=work, values=values | indices, expected=expected)
+    return methods
 
 
 def route(sweep: Sweep, seed: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -153,26 +149,6 @@ def torchs_own(rows: Tensor) -> Tensor:
     return out
 
 
-def _numbered_rows(work: Work, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the rows that this rank holds and those that it must receive in an exchange, numbered over all ranks."""
-    rows_per_rank = torch.from_numpy(work.copies.sum(axis=1))
-    number = list(torch.arange(int(rows_per_rank.sum())).split(rows_per_rank.tolist()))
-    rank = dist.get_rank()
-    return numbered(number[rank], dim), numbered(arriving(work.copies, number, rank), dim)
-
-
-def _measure(
-    methods: Mapping[str, CommMethod], others: Mapping[str, Callable[[], object]], dim: int, repeats: int, warmup: int
-) -> CommFound:
-    """Check each method, then time all methods in turn."""
-    transport = open_transport(name="sockets")
-    messages = {name: method.work.messages(dim) for name, method in methods.items()}
-    checked = {name: _check(name, method, transport, messages[name]) for name, method in methods.items()}
-    timed = {name: _runner(method, transport) for name, method in methods.items()}
-    spans = in_turn({**timed, **others}, repeats, barrier=start_together(latest), warmup=warmup)
-    return CommFound(spans=spans, sent=checked, messages=messages)
-
-
 def _runner(method: CommMethod, transport: AbstractTransport) -> Callable[[], Environment]:
     """Return a function that runs a method once."""
     work, call = method.work, Call(rank=transport.rank, sizes=method.work.sizes, experts=PlainExperts(1, 1, 1))
@@ -184,12 +160,18 @@ def _runner(method: CommMethod, transport: AbstractTransport) -> Callable[[], En
     return run
 
 
-def _check(name: str, method: CommMethod, transport: AbstractTransport, messages: Sequence[Message]) -> list[Message]:
+def _planned(method: CommMethod, dim: int) -> list[Message]:
+    """Return the messages that this rank sends by a method's program."""
+    rank = dist.get_rank()
+    return [(source, target, float(size)) for source, target, size in method.work.messages(dim) if source == rank]
+
+
+def _check(name: str, method: CommMethod, transport: AbstractTransport, dim: int) -> list[Message]:
     """Run a method once, check its results and messages, and return the messages that this rank sent."""
     recorder = Recorder(transport)
     _compare(name, method.expected, _runner(method, recorder)())
     seen = sent(recorder)
-    planned = [(source, target, float(size)) for source, target, size in messages if source == transport.rank]
+    planned = _planned(method, dim)
     if sorted(seen) != sorted(planned):
         raise RuntimeError(f"{name}: rank {transport.rank} sent {sorted(seen)}, its program sends {sorted(planned)}")
     return seen

@@ -10,15 +10,15 @@ from typing import Any
 
 from rich.table import Table
 
+from moesaic_lab.beds import BedCell, bars, drawn, joined
 from moesaic_lab.benchmark import Told, emulated, on_beds
-from moesaic_lab.bounds import Limit, crossing, link_limit
 from moesaic_lab.claims import Claim, claimed, enough, some
 from moesaic_lab.layer import ranks as side
 from moesaic_lab.layer.cells import BEST, COMPETE, LayerJob, jobs
-from moesaic_lab.layer.config import AdaptiveR, LayerBenchConfig, read_config
+from moesaic_lab.layer.config import LayerBenchConfig, read_config
 from moesaic_lab.layer.ranks import LayerFound, Switch
-from moesaic_lab.measure import Ratio, TimedCell, timed
-from moesaic_lab.pictures import Panel, PlottedSeries
+from moesaic_lab.measure import Ratio
+from moesaic_lab.pictures import Panel
 from moesaic_lab.tables import QUARTILES, Column, byte_size, milliseconds, share, table
 from moesaic_testbed.cluster import Cluster
 
@@ -42,7 +42,7 @@ VIRTUAL = "ms, virtual compute"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerCell(TimedCell):
+class LayerCell(BedCell):
     """The measurements of one job, over all ranks."""
 
     job: LayerJob
@@ -50,10 +50,6 @@ class LayerCell(TimedCell):
     """Name of the plan that the search chose; "" without a search."""
     trial: Mapping[str, float]
     """Median seconds of the plans that the search tried."""
-    limits: Mapping[str, tuple[Limit, Limit]]
-    """Link limits of the messages sent in (forward, backward), by method."""
-    across: Mapping[str, tuple[int, int]]
-    """(bytes, messages) sent between nodes in a step as counted by recorders, by method."""
     charged: Mapping[str, float]
     """Seconds of virtual compute in a step on the rank with most, by method."""
     switches: Mapping[str, Switch]
@@ -69,8 +65,7 @@ class LayerCell(TimedCell):
 
     def bound(self, name: str) -> float:
         """Return a lower bound on a step's seconds: the link limits of forward plus backward, or the computing if longer."""
-        forward, backward = self.limits[name]
-        return max(forward.seconds + backward.seconds, self.charged[name])
+        return max(super().bound(name), self.charged[name])
 
 
 def run(config: LayerBenchConfig, told: Told) -> list[LayerCell]:
@@ -85,20 +80,13 @@ def measure(ranks: Cluster, job: LayerJob) -> LayerCell:
 
 def summed_up(job: LayerJob, of_ranks: Sequence[LayerFound]) -> LayerCell:
     """Combine the measurements of all ranks into a cell."""
-    limits, across, charged = {}, {}, {}
-    for name in of_ranks[0].spans:
-        steps = [of_rank.steps[name] for of_rank in of_ranks]
-        forward, backward = ([m for s in steps for m in s.forward], [m for s in steps for m in s.backward])
-        limits[name] = link_limit(forward, job.place.bed), link_limit(backward, job.place.bed)
-        across[name] = crossing((*forward, *backward), job.grid.node_of)
-        charged[name] = max(step.charged for step in steps)
     switches = {
         name: max((of_rank.switches[name] for of_rank in of_ranks), key=lambda switch: switch.again_seconds)
         for name in of_ranks[0].switches
     }
     return LayerCell(
-        job=job, **timed([of_rank.spans for of_rank in of_ranks], [of_rank.pairs for of_rank in of_ranks]),
-        best=of_ranks[0].best, trial=of_ranks[0].trial, limits=limits, across=across, charged=charged, switches=switches,
+        job=job, best=of_ranks[0].best, trial=of_ranks[0].trial, switches=switches, **joined(of_ranks, job.place.bed),
+        charged={name: max(of_rank.charged[name] for of_rank in of_ranks) for name in of_ranks[0].charged},
     )  # fmt: skip
 
 
@@ -168,16 +156,14 @@ def all_rows(cells: Sequence[LayerCell]) -> list[dict[str, Any]]:
 
 def rows_of(cell: LayerCell) -> list[dict[str, Any]]:
     """Return a row per method, and one per further plan that does the same as a method."""
-    place, first = cell.job.place, next(iter(cell.timings))
-    bed = f"{place.nodes}x{place.ranks_per_node} {place.inter}" + (f", lo {place.intra}" if place.intra else "")
+    first = next(iter(cell.timings))
     best = cell.best or min(cell.timings, key=lambda name: cell.timings[name].median)
     return [
         {
-            "part": cell.job.section, "cell": cell.job.label, "bed": bed, "compute": "virtual compute", "method": name,
-            "same_program_as": cell.job.same.get(name), "is_best": timed_name == best, **cell.timings[timed_name].row(),
-            "bound_seconds": cell.bound(timed_name), "bound_link": cell.limits[timed_name][0].link,
+            "part": cell.job.section, "cell": cell.job.label, "bed": cell.job.place.in_words,
+            "compute": "virtual compute", "method": name,
+            "same_program_as": cell.job.same.get(name), "is_best": timed_name == best, **cell.row(timed_name),
             "computing_seconds": cell.charged[timed_name], **cell.ratio(first, timed_name).row("first_over_this"),
-            "across_bytes": cell.across[timed_name][0], "across_messages": cell.across[timed_name][1],
         }
         for name in (*cell.timings, *cell.job.same)
         for timed_name in [cell.timed_as(name)]
@@ -251,43 +237,32 @@ def panels(cells: Sequence[LayerCell]) -> list[Panel]:
 
     all_panels = []
     for (etp, innermost), group in itertools.groupby(sorted(of("schedules"), key=mesh), key=mesh):
-        where, chosen = f", {innermost} inside nodes" if etp > 1 else "", list(group)
-        all_panels.append(_bars(f"schedules, etp {etp}{where}", chosen, tuple(f"tp {c.job.grid.tp}" for c in chosen)))
-    sized: dict[str, list[LayerCell]] = {}
-    for cell in of("adaptive_r"):
-        assert isinstance(cell.job.place, AdaptiveR)
-        sized.setdefault(cell.job.place.name, []).append(cell)
-    all_panels += [_over_factors(f"adaptive r, {name}", chosen) for name, chosen in sized.items()]
+        where = f", {innermost} inside nodes" if etp > 1 else ""
+        all_panels.append(_bars(f"schedules, etp {etp}{where}", list(group), lambda cell: f"tp {cell.job.grid.tp}"))
+    for name, sized in itertools.groupby(of("adaptive_r"), key=lambda cell: cell.job.place.name):  # type: ignore[attr-defined]
+        all_panels.append(_over_factors(f"adaptive r, {name}", list(sized)))
     for section, title in PICTURED.items():
         if chosen := of(section):
-            all_panels.append(_bars(title, chosen, tuple(c.job.label for c in chosen)))
+            all_panels.append(_bars(title, chosen, lambda cell: cell.job.label))
     return all_panels
 
 
-def _bars(title: str, cells: Sequence[LayerCell], categories: tuple[str, ...]) -> Panel:
+def _bars(title: str, cells: Sequence[LayerCell], label: Callable[[LayerCell], str]) -> Panel:
     """Return a panel with a bar per method in each cell; the plan that a search chose comes last."""
-    names = list(dict.fromkeys(name for cell in cells for name in (*cell.job.methods, *cell.job.same)))
-    points_by_name = [
-        (name, [(n, c, name) for n, c in enumerate(cells) if c.timed_as(name) in c.timings]) for name in names
-    ]
+    names = dict.fromkeys(name for cell in cells for name in (*cell.job.methods, *cell.job.same))
+    methods: dict[str, Callable[[Any], str]] = {name: lambda cell, name=name: cell.timed_as(name) for name in names}  # type: ignore[misc]
     if any(cell.best for cell in cells):
-        points_by_name.append((BEST, [(n, c, c.best) for n, c in enumerate(cells) if c.best]))
-    series = tuple(_series(name, points) for name, points in points_by_name)
-    return Panel(title=title, x_title="", y_title=VIRTUAL, series=series, categories=categories)
+        methods[BEST] = lambda cell: cell.best
+    return bars(title, cells, label, VIRTUAL, names=methods)
 
 
 def _over_factors(title: str, cells: Sequence[LayerCell]) -> Panel:
+    """Return a panel with a line per method over the capacity factors."""
     factors = [cell.job.factor or 0.0 for cell in cells]
-    series = tuple(_series(name, [(f, c, name) for f, c in zip(factors, cells)]) for name in cells[0].timings)
     return Panel(
-        title=title, x_title="capacity factor", y_title=VIRTUAL, series=series, log_x=True, log_y=True,
+        title=title, x_title="capacity factor", y_title=VIRTUAL, series=drawn(cells, factors), log_x=True, log_y=True,
         x_ticks=tuple((factor, f"{factor:g}") for factor in factors),
     )  # fmt: skip
-
-
-def _series(name: str, points: Sequence[tuple[float, LayerCell, str]]) -> PlottedSeries:
-    timed_points = [(x, cell, cell.timed_as(method)) for x, cell, method in points]
-    return PlottedSeries.of(name, [(x, cell.timings[method], cell.bound(method)) for x, cell, method in timed_points])
 
 
 BENCHMARK = emulated(

@@ -92,11 +92,9 @@ class LayerJob:
 
 def jobs(config: LayerBenchConfig) -> Iterator[LayerJob]:
     """Yield the jobs of a configuration, part by part. Each job's plans are compiled when it is yielded."""
-    for section, make in MAKERS.items():
-        parts = getattr(config, section) or ()
-        for part in parts if isinstance(parts, tuple) else (parts,):
-            for job in make(part):
-                yield replace(job, section=section, warmup=config.warmup, seed=config.seed)
+    for part in config.cells:
+        for job in MAKERS[part.section](part):
+            yield replace(job, section=part.section, warmup=config.warmup, seed=config.seed)
 
 
 def schedules(part: Schedules) -> Iterator[LayerJob]:
@@ -105,7 +103,7 @@ def schedules(part: Schedules) -> Iterator[LayerJob]:
     for etp, tp in itertools.product(part.etp, part.tp):
         for innermost in ("etp", "ep") if etp > 1 else ("etp",):
             grid = Grid(
-                world=part.bed.world, tp=tp, ep=part.bed.world // etp, etp=etp, innermost=innermost,
+                world=part.world, tp=tp, ep=part.world // etp, etp=etp, innermost=innermost,
                 ranks_per_node=part.ranks_per_node,
             )  # fmt: skip
             methods, same = distinct(singles(grid))
@@ -138,7 +136,7 @@ def most_promising(plans: dict[str, tuple[float, Compiled]], part: Schedules, at
 
 def adaptive_r(part: AdaptiveR) -> Iterator[LayerJob]:
     """Yield a job for each capacity factor, whose methods are the values of r."""
-    grid = Grid(world=part.bed.world, ep=part.bed.world // part.etp, etp=part.etp, ranks_per_node=part.ranks_per_node)
+    grid = Grid(world=part.world, ep=part.world // part.etp, etp=part.etp, ranks_per_node=part.ranks_per_node)
     plans = {
         f"r={r}": compile_plan(Plan(gather_weights=None if r == part.etp else r), grid)
         for r in range(part.etp, -1, -1)
@@ -203,7 +201,7 @@ MAKERS: dict[str, Callable[[Any], Iterator[LayerJob]]] = {
 
 def all_ep(place: LayerPlace) -> Grid:
     """Return the mesh that splits the experts over all ranks: ep is the world."""
-    return Grid(world=place.bed.world, ep=place.bed.world, ranks_per_node=place.ranks_per_node)
+    return Grid(world=place.world, ep=place.world, ranks_per_node=place.ranks_per_node)
 
 
 def compiled(grid: Grid, codec: Codec, **choices: object) -> Compiled:

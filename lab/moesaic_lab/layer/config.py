@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-from moesaic.configfile import suggestion
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Device, Host, Tflops
 from moesaic.planner.workload import Workload
 from moesaic.program.plan import AllToAll, Codec, Order
-from moesaic_lab.benchmark import read_parts, require_positive
+from moesaic_lab.beds import BedConfig, Place, read_cells
 from moesaic_lab.emulated import emulated
-from moesaic_testbed.bed import Bed
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "layer.toml"
 TASK_US, MESSAGE_US = 200.0, 20.0
@@ -23,22 +21,16 @@ simulated steps have a mean error of 6 % against 63 steps measured with 16 ranks
 all claims rest on measured times."""
 COPIED_GIGABYTES_PER_SECOND = 4.0
 """Rate at which a rank permutes rows, with reads and writes both counted."""
-PARTS = ("schedules", "adaptive_r", "pipelining", "codecs", "ablation")
-"""Parts of the benchmark that `--only` accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerPlace:
+class LayerPlace(Place):
     """Options of all parts: a bed, the virtual accelerators of its ranks, and the layer that runs on it."""
 
+    section: ClassVar[str] = ""
+    """Name of the part in results."""
     nodes: int = 4
-    """Nodes of the bed."""
     ranks_per_node: int = 4
-    """Ranks per node."""
-    inter: str = "200mbit"
-    """Rate of each node's link in each direction."""
-    intra: str | None = None
-    """Rate of `lo` inside each node; None for no limit."""
     gflops: float = 10.0
     """Rate of each rank's virtual accelerator in 1e9 FLOP/s."""
     coded_mb_per_second: float = 200.0
@@ -53,13 +45,11 @@ class LayerPlace:
     """Copies per token."""
     tokens_per_rank: int = 64
     """Tokens per rank; a tensor-parallel group of tp ranks has tp times as many."""
-    repeats: int = 8
-    """Timed runs of each method."""
     pairs: int = 30
     """Timed runs of methods whose times differ by less than a factor of 1.10."""
 
     def __post_init__(self) -> None:
-        require_positive(vars(self))
+        super().__post_init__()
         if self.tokens_per_rank % self.num_experts:
             raise InputError(
                 f"tokens_per_rank={self.tokens_per_rank} must be a multiple of num_experts={self.num_experts}, so that loads "
@@ -67,12 +57,11 @@ class LayerPlace:
             )
         if self.top_k > self.num_experts:
             raise InputError(f"top_k={self.top_k} of num_experts={self.num_experts}")
-        _ = self.bed
 
     @property
-    def bed(self) -> Bed:
-        """The emulated cluster."""
-        return Bed(nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=self.inter, intra=self.intra)
+    def part(self) -> str:
+        """The name by which --only chooses the part; orders run together with pipelining."""
+        return "pipelining" if self.section == "orders" else self.section
 
     @property
     def cluster(self) -> ClusterSpec:
@@ -97,6 +86,7 @@ class LayerPlace:
 class Schedules(LayerPlace):
     """The part that compares all schedules and the best plan over sizes of tp and etp."""
 
+    section: ClassVar[str] = "schedules"
     tp: tuple[int, ...] = (1, 2, 4)
     """Sizes of tp: ranks that hold the same tokens."""
     etp: tuple[int, ...] = (1, 2, 4)
@@ -114,6 +104,7 @@ class Schedules(LayerPlace):
 class AdaptiveR(LayerPlace):
     """The part that compares Tutel's r over capacity factors, for one size of weights."""
 
+    section: ClassVar[str] = "adaptive_r"
     name: str = "base"
     """Name of the size."""
     etp: int = 4
@@ -126,6 +117,7 @@ class AdaptiveR(LayerPlace):
 class Pipelining(LayerPlace):
     """The part that compares numbers of chunks in OptSche's order."""
 
+    section: ClassVar[str] = "pipelining"
     chunks: tuple[int, ...] = (1, 2, 4, 8)
     """Numbers of chunks (Tutel's pipelining degree)."""
     codecs: tuple[Codec, ...] = ("none", "zfp")
@@ -136,6 +128,7 @@ class Pipelining(LayerPlace):
 class Orders(LayerPlace):
     """The part that compares orders of one program's tasks."""
 
+    section: ClassVar[str] = "orders"
     orders: tuple[Order, ...] = ("optsche", "fifo", "early")
     """Orders to compare; the first is the reference."""
     chunks: int = 2
@@ -150,6 +143,7 @@ class Orders(LayerPlace):
 class Codecs(LayerPlace):
     """The part that compares codecs."""
 
+    section: ClassVar[str] = "codecs"
     codecs: tuple[Codec, ...] = ("none", "bf16", "int8", "fp8", "zfp")
     """Codecs to compare, each in both directions."""
     chunks: int = 2
@@ -160,6 +154,7 @@ class Codecs(LayerPlace):
 class Ablation(LayerPlace):
     """The part that adds ScheMoE's steps one by one."""
 
+    section: ClassVar[str] = "ablation"
     codec: Codec = "zfp"
     """Codec in both directions, as in ScheMoE's code."""
     chunks: int = 2
@@ -167,64 +162,20 @@ class Ablation(LayerPlace):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerBenchConfig:
-    """The configuration of the whole benchmark; a part that is None or empty is not run."""
+class LayerBenchConfig(BedConfig[LayerPlace]):
+    """The configuration of the whole benchmark."""
 
-    warmup: int = 1
-    """Unmeasured rounds before the measured ones."""
-    seed: int = 0
-    """Seed of the routing."""
-    schedules: Schedules | None = None
-    adaptive_r: tuple[AdaptiveR, ...] = ()
-    pipelining: Pipelining | None = None
-    orders: tuple[Orders, ...] = ()
-    """Run together with `pipelining`."""
-    codecs: Codecs | None = None
-    ablation: Ablation | None = None
-
-    def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> LayerBenchConfig:
-        """Return a copy of the configuration with only some parts or other repeats.
-
-        Args:
-            only: parts to keep; () for all.
-            repeats: timed runs of every method, also of methods near the reference; None to keep the file's numbers.
-
-        Raises:
-            InputError: the configuration does not have a part, or `repeats` is below 1.
-        """
-        for name in only:
-            if name not in PARTS:
-                raise InputError(f"--only {name}: unknown part{suggestion(name, list(PARTS))}")
-            if not getattr(self, name):
-                raise InputError(f"--only {name}: the configuration has no such part: add a table of that name")
-        chosen = {*(only or PARTS), *(("orders",) if not only or "pipelining" in only else ())}
-        changes: dict[str, Any] = dict.fromkeys(TABLES) | dict.fromkeys(LISTS, ())
-        changes |= {name: getattr(self, name) for name in changes if name in chosen}
-        if repeats is not None:
-            changes = {name: _repeated(value, repeats) for name, value in changes.items()}
-        return replace(self, **changes)
-
-
-LISTS: dict[str, type[LayerPlace]] = {"adaptive_r": AdaptiveR, "orders": Orders}
-"""Parts that the file may have several of."""
-TABLES: dict[str, type[LayerPlace]] = {
-    "schedules": Schedules, "pipelining": Pipelining, "codecs": Codecs, "ablation": Ablation,
-}  # fmt: skip
-"""Parts that the file may have one of."""
+    @staticmethod
+    def repeated(cell: LayerPlace, repeats: int) -> LayerPlace:
+        """Return a part in which methods near the reference are not timed more often than the others."""
+        return replace(cell, repeats=repeats, pairs=repeats)
 
 
 def read_config(path: Path = COMMITTED) -> LayerBenchConfig:
-    """Read the configuration from a TOML or JSON file: fields of `LayerBenchConfig`, and a table or list of tables per part.
+    """Read the configuration from a TOML or JSON file: fields of `LayerBenchConfig`, and a list of tables per kind of part.
 
     Raises:
         InputError: the file is invalid; the message names the file and the field.
     """
-    lists = {name: (name, kind()) for name, kind in LISTS.items()}
-    return read_parts(path, LayerBenchConfig(), lists=lists, tables={name: kind() for name, kind in TABLES.items()})
-
-
-def _repeated(part: Any, repeats: int) -> Any:
-    """Return a part, a tuple of parts, or None, with another number of repeats."""
-    if isinstance(part, tuple):
-        return tuple(_repeated(entry, repeats) for entry in part)
-    return part and replace(part, repeats=repeats, pairs=repeats)
+    kinds = (Schedules, AdaptiveR, Pipelining, Orders, Codecs, Ablation)
+    return read_cells(path, LayerBenchConfig(), {kind.section: kind() for kind in kinds})

@@ -20,9 +20,10 @@ from moesaic.measure.host import BalancedRouter
 from moesaic.measure.together import latest, start_together
 from moesaic.routing.capacity import Capacity, Dropless
 from moesaic_lab.across_ranks import SteppedLayer, gathered, in_turn_and_near
+from moesaic_lab.beds import Timed
 from moesaic_lab.bounds import Message
 from moesaic_lab.layer.cells import BEST, LayerJob
-from moesaic_lab.measure import Span, in_turn, paired
+from moesaic_lab.measure import in_turn, paired
 from moesaic_lab.recorder import Recorder
 from moesaic_lab.virtual import Accelerator, virtual_codecs, virtual_experts
 
@@ -61,19 +62,15 @@ class Switch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerFound:
-    """The measurements of one job on one rank."""
+class LayerFound(Timed):
+    """The measurements of one job on one rank. The phases of a run are forward and backward."""
 
-    spans: dict[str, list[Span]]
-    """Spans of the rounds in which all methods ran, by method."""
-    pairs: dict[str, list[Span]]
-    """Spans of further rounds with only the reference and the methods near it, by method."""
     best: str
     """Method or candidate that the search chose; "" without a search."""
     trial: dict[str, float]
     """Median seconds of the plans that the search tried."""
-    steps: dict[str, CountedStep]
-    """Counted steps, by method."""
+    charged: dict[str, float]
+    """Seconds of virtual compute in a step, by method."""
     switches: dict[str, Switch]
     """Costs of switching to a plan, by method; empty unless the job counts switches."""
 
@@ -125,8 +122,9 @@ def measure(job: LayerJob) -> LayerFound:
         methods, job.place.repeats, job.place.pairs, partial(near_ones, job, reference=reference), barrier=barrier,
         warmup=job.warmup,
     )  # fmt: skip
-    counted = {name: steps[name] for name in methods}
-    return LayerFound(spans=spans, pairs=pairs, best=best, trial=trial, steps=counted, switches=switches)
+    sent = {name: (steps[name].forward, steps[name].backward) for name in methods}
+    charged = {name: steps[name].charged for name in methods}
+    return LayerFound(spans=spans, pairs=pairs, sent=sent, charged=charged, best=best, trial=trial, switches=switches)
 
 
 def count(runner: LayerRunner, recorder: Recorder, name: str) -> CountedStep:

@@ -19,10 +19,10 @@ from moesaic_lab.measure import MANY, NEAR, Ratio, Timing, over_ranks, paired
 from moesaic_lab.peers import absence
 from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.tables import Column, byte_size, milliseconds, quartiles, share, table
-from moesaic_lab.train import layout as layouts
+from moesaic_lab.train import layout
 from moesaic_lab.train import ranks as side
-from moesaic_lab.train.config import TrainBenchConfig, TrainCase, read_config
-from moesaic_lab.train.layout import BY_SOURCE, ORDERED, LayoutPoint
+from moesaic_lab.train.config import Layouts, TrainBenchConfig, TrainCase, read_config
+from moesaic_lab.train.layout import BY_SOURCE, ORDERED
 from moesaic_lab.train.ranks import MeasuredSystem, TrainFound
 from moesaic_testbed import Bed
 from moesaic_testbed.cluster import Cluster
@@ -102,8 +102,8 @@ class TrainResults:
     """The results of the whole benchmark."""
 
     cells: list[TrainCell]
-    layout: list[LayoutPoint]
-    """Measurements of the layouts, one per world; empty if they were not run."""
+    layout: list[dict[str, Any]]
+    """Rows of the layouts; empty if they were not run."""
 
 
 def run(config: TrainBenchConfig, told: Told) -> TrainResults:
@@ -116,13 +116,12 @@ def run(config: TrainBenchConfig, told: Told) -> TrainResults:
     def measure(ranks: Cluster, case: TrainCase) -> TrainCell:
         return cell_of(case, ranks.bed, ranks.run(side.measure, config, case))
 
-    cells, layout = list[TrainCell](), list[LayoutPoint]()
+    cells = list[TrainCell]()
     if config.cases:
-        cells = on_beds(config.cases, config.bed, lambda case: f"{case.name}, {case.mode}", measure, told)
-    if config.layout is not None:
-        told("layouts")
-        layout = layouts.measure(config.layout)
-    return TrainResults(cells=cells, layout=layout)
+        cells = on_beds(config.cases, lambda case: case.bed, lambda case: f"{case.name}, {case.mode}", measure, told)
+    told("layouts")
+    layouts = [cell for cell in config.cells if isinstance(cell, Layouts)]
+    return TrainResults(cells=cells, layout=[row for each in layouts for row in layout.measure(each)])
 
 
 def cell_of(case: TrainCase, bed: Bed, ranks: Sequence[TrainFound]) -> TrainCell:
@@ -246,12 +245,13 @@ def coded(cell: TrainCell) -> Outcome | None:
     return min(timed, key=lambda pair: pair[0])[1] if timed else None
 
 
-def flexible(layout: Sequence[LayoutPoint]) -> float:
+def flexible(rows: Sequence[dict[str, Any]]) -> float:
     """Return the speedup by ordering rows by expert on the largest world; the time includes the ordering."""
-    if not layout:
+    if not rows:
         raise NotMeasuredError("the layouts were left out")
-    last = max(layout, key=lambda point: point.world)
-    return last.timings[BY_SOURCE].median / last.timings[ORDERED].median
+    last = max(row["world"] for row in rows)
+    of_layout = {row["layout"]: row["median_seconds"] for row in rows if row["world"] == last}
+    return float(of_layout[BY_SOURCE] / of_layout[ORDERED])
 
 
 def rows_of(cell: TrainCell) -> list[dict[str, Any]]:
@@ -283,7 +283,7 @@ def rows_of(cell: TrainCell) -> list[dict[str, Any]]:
 
 def measurement_rows(results: TrainResults) -> list[dict[str, Any]]:
     """Return the rows of all cases and layouts."""
-    return [row for cell in results.cells for row in rows_of(cell)] + layouts.rows_of(results.layout)
+    return [row for cell in results.cells for row in rows_of(cell)] + results.layout
 
 
 COLUMNS = (
@@ -318,7 +318,7 @@ def tables(results: TrainResults) -> list[Table]:
 
     all_tables = [table(f"{cell.label}, best *", list(map(shown, rows_of(cell))), COLUMNS) for cell in results.cells]
     if results.layout:
-        all_tables.append(table("layouts", layouts.rows_of(results.layout), LAYOUT_COLUMNS, group_by=("world",)))
+        all_tables.append(table("layouts", results.layout, LAYOUT_COLUMNS, group_by=("world",)))
     return all_tables
 
 
@@ -326,12 +326,13 @@ def panels(results: TrainResults) -> list[Panel]:
     """Return a panel per case, with the link limit at each bar, and one of the layouts."""
     all_panels = [_bars(cell) for cell in results.cells]
     if results.layout:
-        names = results.layout[0].timings
+        names = dict.fromkeys(row["layout"] for row in results.layout)
+        worlds = dict.fromkeys(row["world"] for row in results.layout)
         all_panels.append(
             Panel(
                 title="expert throughput, one process", x_title="ranks that the rows come from", y_title="GFLOP/s",
-                series=tuple(_line(results, name) for name in names),
-                x_ticks=tuple((float(point.world), str(point.world)) for point in results.layout), log_x=True,
+                series=tuple(_line([row for row in results.layout if row["layout"] == name]) for name in names),
+                x_ticks=tuple((float(world), str(world)) for world in worlds), log_x=True,
             )
         )  # fmt: skip
     return all_panels
@@ -348,16 +349,15 @@ def _bars(cell: TrainCell) -> Panel:
     return Panel(title=cell.label, x_title="", y_title="ms per step", series=tuple(series), categories=("",))
 
 
-def _line(results: TrainResults, name: str) -> PlottedSeries:
-    timings = [point.timings[name] for point in results.layout]
-    scale = [point.flops / 1e9 for point in results.layout]
-    return PlottedSeries(
-        name=name,
-        x=tuple(float(point.world) for point in results.layout),
-        y=tuple(flops / timing.median for flops, timing in zip(scale, timings)),
-        low=tuple(flops / timing.high for flops, timing in zip(scale, timings)),
-        high=tuple(flops / timing.low for flops, timing in zip(scale, timings)),
+def _line(rows: Sequence[dict[str, Any]]) -> PlottedSeries:
+    """Return the series of one layout, with the spread of its times."""
+    rates = [row["gflops_per_second"] for row in rows]
+    low, high = (
+        tuple(rate * row["median_seconds"] / row[end] for rate, row in zip(rates, rows))
+        for end in ("high_seconds", "low_seconds")
     )
+    worlds = tuple(float(row["world"]) for row in rows)
+    return PlottedSeries(name=rows[0]["layout"], x=worlds, y=tuple(rates), low=low, high=high)
 
 
 BENCHMARK = emulated(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
 from moesaic.configfile import suggestion
 from moesaic.errors import InputError
 from moesaic.program.plan import AllToAll, Codec, Order, Plan
-from moesaic_lab.benchmark import read_parts
-from moesaic_testbed.bed import Bed
+from moesaic_lab.beds import BedConfig, Place, read_cells
 
 COMMITTED = Path(__file__).parent.parent / "configs" / "train.toml"
 Pass = Literal["training", "inference"]
@@ -52,25 +52,21 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainCase:
+class TrainCase(Place):
     """One case: a model on one bed, trained or only run forward."""
 
     name: str = "demo"
     """Name of the case in tables and `--only`."""
     in_sweep: bool = False
-    """Whether the claims' medians include this case."""
+    """Whether the claims' medians include this case, whose best plan and peers near it are timed 30 times."""
     model: Literal["gpt", "swin"] = "gpt"
     """gpt: the model of `make demo`. swin: a small vision model."""
     mode: Pass = "training"
     """training: forward, backward, reduction of gradients, optimizer. inference: forward without gradients."""
-    inter: str = "200mbit"
-    """Rate of each node's link in each direction."""
     batch_size: int = 8
     """Sequences or images per step over all ranks; the demo trains with 8."""
     top_k: int | None = None
     """Experts per token; None for the model's own number."""
-    repeats: int = 8
-    """Timed steps of each system. With `in_sweep`, our best plan and peers near it are timed 30 times."""
     trials: int = 2
     """Steps of each lossless plan in the trial that chooses the best one; the others are omitted unless `all_plans`."""
     all_plans: bool = False
@@ -84,10 +80,20 @@ class TrainCase:
     share_high: float = 1.0
     """Upper end of that share."""
 
+    @property
+    def may_be_zero(self) -> tuple[str, ...]:
+        """Names of the numbers that need not be above 0."""
+        return (*super().may_be_zero, "share_low", "share_high")
+
+    @property
+    def part(self) -> str:
+        """The name by which --only chooses the case."""
+        return self.name
+
     def __post_init__(self) -> None:
-        for name in ("batch_size", "repeats", "trials"):
-            if getattr(self, name) < 1:
-                raise InputError(f"case {self.name}: {name}={getattr(self, name)}: must be at least 1")
+        super().__post_init__()
+        if self.batch_size % self.world:
+            raise InputError(f"case {self.name}: batch_size={self.batch_size} does not split over {self.world} ranks")
         for peer in self.peers:
             if peer not in PEERS:
                 raise InputError(f"case {self.name}: unknown peer {peer}{suggestion(peer, list(PEERS))}")
@@ -102,8 +108,8 @@ PEERS = ("plain", "deepspeed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayoutConfig:
-    """Measures expert throughput over world sizes, with and without the flexible layout, in one process without links."""
+class Layouts(Place):
+    """Expert throughput over world sizes, with and without the flexible layout, in one process without links."""
 
     worlds: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """World sizes: numbers of ranks from which each expert's rows come."""
@@ -115,83 +121,44 @@ class LayoutConfig:
     """Width of a token."""
     hidden: int = 512
     """Inner width of an expert."""
-    repeats: int = 8
-    """Timed runs of each layout."""
+
+    @property
+    def part(self) -> str:
+        """The name by which --only chooses the layouts."""
+        return "layout"
 
     def __post_init__(self) -> None:
-        for name in ("rows_per_expert", "num_experts", "dim", "hidden", "repeats"):
-            if getattr(self, name) < 1:
-                raise InputError(f"layout: {name}={getattr(self, name)}: must be at least 1")
+        super().__post_init__()
         for world in self.worlds:
             if world < 1 or self.rows_per_expert % world:
                 raise InputError(f"layout: worlds: {world} does not divide rows_per_expert={self.rows_per_expert}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainBenchConfig:
+class TrainBenchConfig(BedConfig[TrainCase | Layouts]):
     """The configuration of the whole benchmark."""
 
-    nodes: int = 2
-    """Nodes of the bed."""
-    ranks_per_node: int = 2
-    """Ranks per node."""
-    seed: int = 0
-    """Seed of weights and tokens."""
     tolerance: float = 1e-4
     """Largest allowed relative error of loss and gradients of lossless systems against the model in one process."""
     candidates: tuple[Candidate, ...] = (Candidate(),)
     """Our plans; the first is the plain linear one."""
-    cases: tuple[TrainCase, ...] = ()
-    """Cases in the order in which they run."""
-    layout: LayoutConfig | None = None
-    """The comparison of layouts; None to skip it."""
 
     def __post_init__(self) -> None:
-        for candidate in self.candidates:
-            if self.world % candidate.etp:
-                raise InputError(f"candidates: etp={candidate.etp} does not divide the {self.world} ranks")
-        for case in self.cases:
-            if case.batch_size % self.world:
-                raise InputError(
-                    f"case {case.name}: batch_size={case.batch_size} does not split over {self.world} ranks"
-                )
+        for case, candidate in product(self.cases, self.candidates):
+            if case.world % candidate.etp:
+                raise InputError(f"candidates: etp={candidate.etp} does not divide the {case.world} ranks")
 
     @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return self.nodes * self.ranks_per_node
-
-    def bed(self, case: TrainCase) -> Bed:
-        """Return the emulated cluster of a case."""
-        return Bed(nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=case.inter)
-
-    def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> TrainBenchConfig:
-        """Return a copy of the configuration with only some cases or other repeats.
-
-        Args:
-            only: names of cases, or "layout"; () for all.
-            repeats: timed runs in every case and layout; None to keep the file's numbers.
-
-        Raises:
-            InputError: `only` has an unknown name, or `repeats` is below 1.
-        """
-        names = [*(case.name for case in self.cases), *(["layout"] if self.layout else [])]
-        for name in only:
-            if name not in names:
-                raise InputError(f"--only {name}: no such case{suggestion(name, names)}")
-        cases = tuple(case for case in self.cases if not only or case.name in only)
-        layout = self.layout if not only or "layout" in only else None
-        if repeats is not None:
-            cases = tuple(replace(case, repeats=repeats) for case in cases)
-            layout = layout and replace(layout, repeats=repeats)
-        return replace(self, cases=cases, layout=layout)
+    def cases(self) -> list[TrainCase]:
+        """The cells that train or run the model."""
+        return [cell for cell in self.cells if isinstance(cell, TrainCase)]
 
 
 def read_config(path: Path = COMMITTED) -> TrainBenchConfig:
-    """Read the configuration from a TOML or JSON file: fields of `TrainBenchConfig`, [[candidate]], [[case]], [layout].
+    """Read the configuration from a TOML or JSON file: fields of `TrainBenchConfig`, [[candidate]], [[case]], [[layout]].
 
     Raises:
         InputError: the file is invalid; the message names the file and the field.
     """
-    lists = {"candidate": ("candidates", Candidate()), "case": ("cases", TrainCase())}
-    return read_parts(path, TrainBenchConfig(), lists=lists, tables={"layout": LayoutConfig()})
+    kinds = {"case": TrainCase(), "layout": Layouts()}
+    return read_cells(path, TrainBenchConfig(), kinds, candidate=("candidates", Candidate()))

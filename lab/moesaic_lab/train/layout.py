@@ -9,7 +9,7 @@ thread, without links.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic_lab.measure import Timing, in_turn
-from moesaic_lab.train.config import LayoutConfig
+from moesaic_lab.train.config import Layouts
 
 BY_SOURCE, BY_EXPERT, ORDERED = "by (source, expert)", "by expert", "by expert, ordering included"
 """Names of the layouts; the time of the last one includes the reordering from (source, expert)."""
@@ -34,19 +34,8 @@ class Experts:
     """(num_experts, dim, hidden)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayoutPoint:
-    """The measurements of one world."""
-
-    world: int
-    timings: Mapping[str, Timing]
-    """Times by layout."""
-    flops: int
-    """FLOPs of one run."""
-
-
-def measure(layout: LayoutConfig) -> list[LayoutPoint]:
-    """Time every world with one torch thread; the number of threads is restored afterwards.
+def measure(layouts: Layouts) -> list[dict[str, Any]]:
+    """Time every world with one torch thread, and return a row per world and layout.
 
     Raises:
         RuntimeError: two layouts compute different results.
@@ -54,7 +43,7 @@ def measure(layout: LayoutConfig) -> list[LayoutPoint]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [_point(layout, world) for world in layout.worlds]
+        return [row for world in layouts.worlds for row in _rows(layouts, world)]
     finally:
         torch.set_num_threads(threads)
 
@@ -97,38 +86,28 @@ def _expert(rows: Tensor, experts: Experts, number: int, out: Tensor) -> None:
 
 
 @torch.no_grad()
-def _point(layout: LayoutConfig, world: int) -> LayoutPoint:
+def _rows(layouts: Layouts, world: int) -> list[dict[str, Any]]:
+    """Check and time the layouts of one world."""
     generator = torch.Generator().manual_seed(world)
-    count = layout.num_experts * layout.rows_per_expert
-    rows = torch.randn(count, layout.dim, generator=generator)
+    num_experts, dim, hidden = layouts.num_experts, layouts.dim, layouts.hidden
+    rows = torch.randn(num_experts * layouts.rows_per_expert, dim, generator=generator)
     experts = Experts(
-        w1=torch.randn(layout.num_experts, layout.hidden, layout.dim, generator=generator) / layout.dim**0.5,
-        w2=torch.randn(layout.num_experts, layout.dim, layout.hidden, generator=generator) / layout.hidden**0.5,
+        w1=torch.randn(num_experts, hidden, dim, generator=generator) / dim**0.5,
+        w2=torch.randn(num_experts, dim, hidden, generator=generator) / hidden**0.5,
     )
-    sorted_rows = ordered(rows, layout.num_experts, world)
+    sorted_rows = ordered(rows, num_experts, world)
     expected = by_expert(sorted_rows, experts)
-    if not torch.allclose(ordered(by_source(rows, experts, world), layout.num_experts, world), expected, atol=1e-4):
+    if not torch.allclose(ordered(by_source(rows, experts, world), num_experts, world), expected, atol=1e-4):
         raise RuntimeError(f"layouts: the two orders compute different results for {world} ranks")
     runs: dict[str, Callable[[], object]] = {
         BY_SOURCE: lambda: by_source(rows, experts, world),
         BY_EXPERT: lambda: by_expert(sorted_rows, experts),
-        ORDERED: lambda: by_expert(ordered(rows, layout.num_experts, world), experts),
+        ORDERED: lambda: by_expert(ordered(rows, num_experts, world), experts),
     }
-    spans = in_turn(runs, layout.repeats, barrier=lambda: time.sleep(0), warmup=2)
+    spans = in_turn(runs, layouts.repeats, barrier=lambda: time.sleep(0), warmup=2)
     timings = {name: Timing.of([end - start for start, end in of_layout]) for name, of_layout in spans.items()}
-    return LayoutPoint(world=world, timings=timings, flops=4 * count * layout.dim * layout.hidden)
-
-
-def rows_of(points: list[LayoutPoint]) -> list[dict[str, Any]]:
-    """Return a row per world and layout."""
+    gflops = 4 * len(rows) * dim * hidden / 1e9
     return [
-        {
-            "what": "layout",
-            "world": point.world,
-            "layout": name,
-            **timing.row(),
-            "gflops_per_second": point.flops / timing.median / 1e9,
-        }
-        for point in points
-        for name, timing in point.timings.items()
+        {"what": "layout", "world": world, "layout": name, **timing.row(), "gflops_per_second": gflops / timing.median}
+        for name, timing in timings.items()
     ]

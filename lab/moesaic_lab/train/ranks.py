@@ -120,7 +120,7 @@ def near_ones(best: str, others: Sequence[str], seconds: Mapping[str, tuple[floa
 
 def _agreement(config: TrainBenchConfig, case: TrainCase, systems: Sequence[System]) -> dict[str, dict[str, float]]:
     """Compare each system's first loss and gradients with those of the model in one process, and return the relative errors."""
-    rank, world = dist.get_rank(), config.world
+    rank, world = dist.get_rank(), case.world
     batch = make_batch(case, config.seed, rank, world)
     whole = make_model(case, config.seed)
     expected = _whole(whole, batch, world)
@@ -193,6 +193,6 @@ def _imbalance(config: TrainBenchConfig, case: TrainCase) -> float:
     for module in model.modules():
         if isinstance(module, MoE):
             module.register_forward_hook(observe)
-    batch = make_batch(case, config.seed, dist.get_rank(), config.world)
+    batch = make_batch(case, config.seed, dist.get_rank(), case.world)
     model(batch.inputs, batch.targets)
     return worst

@@ -108,15 +108,15 @@ def make_batch(case: TrainCase, seed: int, rank: int, world: int) -> GivenBatch:
 def make_systems(config: TrainBenchConfig, case: TrainCase, transport: AbstractTransport) -> Iterator[System]:
     """Yield the systems of a case on this rank. All ranks build them together."""
     recorder, whole = Recorder(transport), make_model(case, config.seed)
-    nodes = Grid(world=config.world, ep=config.world, ranks_per_node=config.ranks_per_node)
-    batch = make_batch(case, config.seed, transport.rank, config.world)
+    nodes = Grid(world=case.world, ep=case.world, ranks_per_node=case.ranks_per_node)
+    batch = make_batch(case, config.seed, transport.rank, case.world)
     for candidate in config.candidates:
         if not (case.coded or candidate.plan.is_lossless):
             continue
         model = copy.deepcopy(whole)
-        _parallelize(model, candidate, config, recorder)
+        _parallelize(model, candidate, case, recorder)
         step = TimedStep(model, list(expert_parameters(model)), batch, recorder, nodes)
-        label = f"ours: {candidate.label(config.world)}"
+        label = f"ours: {candidate.label(case.world)}"
         yield System(name=label, kind="ours", exchange="receive-first", step=step, candidate=candidate)
     makers: dict[str, Callable[[MoE, AbstractExchange], nn.Module]] = {
         "plain": PlainExpertParallel,
@@ -156,12 +156,10 @@ def peer_experts(model: nn.Module) -> list[nn.Parameter]:
     return marked or list(expert_parameters(model))
 
 
-def _parallelize(
-    model: nn.Module, candidate: Candidate, config: TrainBenchConfig, transport: AbstractTransport
-) -> None:
+def _parallelize(model: nn.Module, candidate: Candidate, case: TrainCase, transport: AbstractTransport) -> None:
     """Parallelize the MoE layers of a model. Experts stay plain tensors, so that all systems use the same optimizer."""
-    world, etp = config.world, candidate.etp
-    grid = Grid(world=world, ep=world // etp, etp=etp, ranks_per_node=config.ranks_per_node)
+    world, etp = case.world, candidate.etp
+    grid = Grid(world=world, ep=world // etp, etp=etp, ranks_per_node=case.ranks_per_node)
     for module in list(model.modules()):
         if isinstance(module, MoE):
             compiled = compile_plan(candidate.plan, grid, bias=bool(module.experts.names[1]))
