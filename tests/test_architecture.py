@@ -13,12 +13,12 @@ from typing import get_args
 
 import pytest
 
+from import_graph import cycles
 from moesaic.codecs import CODECS, NO_CODEC
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.order import ORDERS
 from moesaic.program.plan import AllToAll
-from moesaic_lab.house import cycles
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "moesaic"

@@ -29,7 +29,7 @@ BENCHMARKS = {
     "certificates": ("certificates", "expert parallelism of several libraries against dense experts"),
     "headlines": ("headlines", "the main result of each of the five papers, on emulated clusters"),
     "hf": ("hf", "Moesaic inside transformers, against transformers' own loop over experts"),
-    "house": ("house", "lines, files, the path from the layer to the transport, import cycles"),
+    "house": ("house", "lines of code, statements, the path from the layer to the transport"),
     "kernels": ("kernels.benchmark", "each operation of a layer against plain PyTorch and the roofline"),
     "layer": ("layer.benchmark", "schedules, adaptive r, pipelining, codecs and task orders on an emulated cluster"),
     "ledger": ("ledger.page", "published measurements against the models of time and memory"),

@@ -1,0 +1,68 @@
+"""The import graph of a package, and the groups of its modules and folders that import each other in a cycle."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def imports(package: Path) -> dict[str, set[str]]:
+    """Return the import graph of a package: for each module, the package's modules that it imports.
+
+    Imports inside functions and those for type checking count too.
+    """
+    root = package.parent
+    modules = {_module(path, root): path for path in package.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        inside = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+        targets: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                targets |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                above = inside[: len(inside) - node.level + 1] if node.level else []
+                source = ".".join([*above, *([node.module] if node.module else [])])
+                targets |= {f"{source}.{a.name}" if f"{source}.{a.name}" in modules else source for a in node.names}
+        graph[name] = (targets & set(modules)) - {name}
+    return graph
+
+
+def cycles(package: Path) -> list[list[str]]:
+    """Return the groups of modules, and of folders below the package, that import each other in a cycle."""
+    of_files = imports(package)
+    face = package.name
+    of_files = {name: targets - {face} for name, targets in of_files.items() if name != face}
+    folders = {name: _folder(name, package) for name in of_files}
+    of_folders: dict[str, set[str]] = defaultdict(set)
+    for name, targets in of_files.items():
+        of_folders[folders[name]] |= {folders[target] for target in targets} - {folders[name]}
+    return [*_circles(of_files), *(each for each in _circles(of_folders) if not set(each) <= set(of_files))]
+
+
+def _module(path: Path, root: Path) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _folder(module: str, package: Path) -> str:
+    """Return a module's folder, as a path with a trailing slash; a file at the top of the package counts as its own folder."""
+    path = package.parent.joinpath(*module.split("."))
+    parts = module.split(".") if path.is_dir() else module.split(".")[:-1]
+    return module if len(parts) == 1 else "/".join(parts) + "/"
+
+
+def _circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected components of a graph that have at least two nodes."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            for target in graph.get(waiting.pop(), set()) - seen:
+                seen.add(target)
+                waiting.append(target)
+        reached[start] = seen
+    groups = {frozenset(b for b in graph if b in reached[a] and a in reached[b]) for a in graph if a in reached[a]}
+    return sorted(sorted(group) for group in groups)
