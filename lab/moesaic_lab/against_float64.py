@@ -5,7 +5,7 @@ Each operator of torch is run again on float64 copies of its inputs, in dense me
 errors of earlier ones do not add up, and the first wrong one is named, with the line that called it. New memory is filled with
 NaN, so that results which nobody writes show.
 
-    python -m moesaic_lab.against_float64 [--only "experts bfloat16"] [--json FILE]
+    moesaic bench against_float64 [--only "experts bfloat16"] [--json FILE]
 
 The cases are layers with every kind of expert and every activation on the kernels that a CPU runs, all routers, and all codecs,
 in the dtypes that people train in.
@@ -14,8 +14,6 @@ in the dtypes that people train in.
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +32,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import moesaic
 from moesaic import Capacity, GatedExperts, LoadBalance, MoE, PlainExperts, ZLoss, set_loss_scale
-from moesaic.cli.arguments import parse
 from moesaic.codecs import CODECS
 from moesaic.errors import InputError
 from moesaic.experts import EXPERTS
@@ -43,6 +40,8 @@ from moesaic.kernels.activation import ACTIVATIONS
 from moesaic.kernels.codecs import codec_named
 from moesaic.routing.routers import ROUTERS
 from moesaic.testing.cases import missing_codecs
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
+from moesaic_lab.claims import Claim
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The dtypes that people train in."""
@@ -302,59 +301,46 @@ def compare(case: Case) -> Comparison:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command's options."""
+class Float64Options(BenchmarkOptions):
+    """Which cases to run."""
 
     only: str = ""
     """Run only the cases whose name has all of these words."""
-    json: str | None = None
-    """Write the findings to this file as JSON; "-" for standard output."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command and return the exit code: 1 if an operator differs."""
-    try:
-        options = parse(Options, arguments, prog="python -m moesaic_lab.against_float64", description=__doc__ or "")
-        chosen = [
-            case for case in cases() if all(word in case.name.replace(",", "").split() for word in options.only.split())
-        ]
-        if not chosen:
-            raise InputError(
-                f"--only {options.only!r} fits no case: write words such as experts, router, codec, float32"
-            )
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    rows, total = [], Comparison()
-    for case in chosen:
+def chosen(options: Float64Options) -> list[Case]:
+    """Return the cases that the options choose.
+
+    Raises:
+        InputError: if there are none.
+    """
+    words = options.only.split()
+    fitting = [case for case in cases() if all(word in case.name.replace(",", "").split() for word in words)]
+    if not fitting:
+        raise InputError(f"--only {options.only!r} fits no case: write words such as experts, router, codec, float32")
+    return fitting
+
+
+def measure(options: Float64Options, chosen_cases: list[Case], told: Told) -> list[dict[str, Any]]:
+    """Run the cases; return a row per case and one per operator that differs."""
+    rows = []
+    for case in chosen_cases:
+        told(case.name)
         found = compare(case)
-        total.compared += found.compared
-        total.skipped += found.skipped
-        rows += [{"case": case.name, **asdict(each)} for each in found.differences.values()]
-    if options.json is not None:
-        text = json.dumps(
-            {"cases": len(chosen), "compared": total.compared, "skipped": total.skipped, "differences": rows}
-        )
-        if options.json == "-":
-            print(text)
-        else:
-            Path(options.json).write_text(text + "\n", encoding="utf-8")
-    if options.json != "-":
-        _print(len(chosen), total, rows)
-    return 1 if rows else 0
+        skipped = ", ".join(found.skipped)
+        rows.append({"part": "case", "case": case.name, "compared": found.compared.total(), "skipped": skipped})
+        rows += [{"part": "difference", "case": case.name, **asdict(each)} for each in found.differences.values()]
+    return rows
 
 
-def _print(num_cases: int, total: Comparison, rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        line = row["line"] or "autograd"
-        print(
-            f"{row['operator']} in {row['dtype']}, {line}, {row['times']} times: error {row['error']:.3g} ({row['case']})"
-        )
-    skipped = f"; not in float64: {', '.join(total.skipped)}" if total.skipped else ""
-    print(
-        f"{num_cases} cases, {total.compared.total()} runs of {len(total.compared)} operators: {len(rows)} differ{skipped}"
-    )
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return the claim that no operator differs."""
+    differ = sum(row["part"] == "difference" for row in rows)
+    return [Claim(name="float64.operators_that_differ", value=differ, unit="1", target=0, op="<=")]
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+BENCHMARK = Benchmark(
+    name="against_float64", description="Compare every operator of layers and codecs with the same one in float64.",
+    options=Float64Options, notes=notes_of(__doc__), cases=chosen, measure=measure, claims=claims, is_proof=True,
+    columns=(Shown(title="operators that differ", where={"part": ("difference",)}),),
+)  # fmt: skip

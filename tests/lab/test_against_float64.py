@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from helpers import thinned
-from moesaic_lab.against_float64 import AgainstFloat64, Case, cases, compare, main
+from moesaic.errors import InputError
+from moesaic_lab.against_float64 import BENCHMARK, AgainstFloat64, Case, cases, compare
 
 A, B = torch.linspace(-2, 3, 12).view(3, 4), torch.linspace(1, 2, 12).view(3, 4)
 
@@ -108,14 +109,14 @@ def test_layers_routers_and_codecs_have_no_wrong_operator(case: Case) -> None:
 def test_the_command_names_what_differs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, planted: dict[str, Callable[..., object]]
 ) -> None:
-    assert main(["--only", "codec int8 float16", "--json", "-"]) == 0
+    assert BENCHMARK.run(["--only", "codec int8 float16", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["cases"], found["differences"]) == (1, [])
-    assert found["compared"]["aten.amax.default"] == 1
-    monkeypatch.setattr(
-        "moesaic_lab.against_float64.cases", lambda: iter([Case(name="one", run=lambda: planted["coarse"](A))])
-    )
-    assert main([]) == 1
-    assert "planted.coarse.default in float32, autograd, 1 times: error" in capsys.readouterr().out
-    assert main(["--only", "nothing"]) == 2
-    assert "fits no case" in capsys.readouterr().err
+    assert [row["part"] for row in found["rows"]] == ["case"]
+    assert found["rows"][0]["compared"] > 0
+    wrong = [Case(name="one", run=lambda: planted["coarse"](A))]
+    monkeypatch.setattr("moesaic_lab.against_float64.cases", lambda: iter(wrong))
+    assert BENCHMARK.run(["--json", "-"]) == 1
+    differs = json.loads(capsys.readouterr().out)["rows"][1]
+    assert (differs["operator"], differs["dtype"], differs["line"]) == ("planted.coarse.default", "float32", "")
+    with pytest.raises(InputError, match="fits no case"):
+        BENCHMARK.run(["--only", "nothing"])
