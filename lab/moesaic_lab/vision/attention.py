@@ -11,11 +11,8 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
 
 from moesaic.models.split import RowLinear, StackedLinear
-from moesaic.train.parallel import move
 
 SHARPEST = 100.0
 """Largest factor on the cosines (section 3.2: a temperature of at least 0.01)."""
@@ -53,8 +50,6 @@ class WindowAttention(nn.Module):
         self.register_buffer("pairs", pair_index(window), persistent=False)
         hidden = strangers(resolution, window, shift) if shift else None
         self.register_buffer("hidden", hidden, persistent=False)
-        self.tp: DeviceMesh | None = None
-        """The ranks over which the heads are split; None if they are not split."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the attention output, of the same shape as x.
@@ -70,22 +65,18 @@ class WindowAttention(nn.Module):
     def _attend(self, x: Tensor) -> Tensor:
         """Attend within windows: (batch, windows, tokens, dim) to the same shape."""
         bias = torch.stack([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        qkv = (self.qkv(x) + self._own_heads(bias, 1)).unflatten(-1, (-1, len(self.q_bias) // self.num_heads))
+        qkv = (self.qkv(x) + bias).unflatten(-1, (-1, len(self.q_bias) // self.num_heads))
         # Windows and heads share an axis, so the bias need not be copied over a batch axis.
         q, k, v = qkv.permute(3, 0, 1, 4, 2, 5).flatten(2, 3)
-        scale = self._own_heads(self.log_scale, 0).clamp(max=math.log(SHARPEST)).exp().repeat(x.shape[1])[:, None, None]
+        scale = self.log_scale.clamp(max=math.log(SHARPEST)).exp().repeat(x.shape[1])[:, None, None]
         q, k = F.normalize(q, dim=-1) * scale.to(q.dtype), F.normalize(k, dim=-1)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self._bias(x.shape[1]).to(q.dtype), scale=1.0)
         return self.out(attended.unflatten(1, (x.shape[1], -1)).transpose(2, 3).flatten(3))
 
-    def _own_heads(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's heads of a tensor that is replicated on all ranks, along a dimension."""
-        return x if self.tp is None else move(x, self.tp, Replicate(), Shard(dim))
-
     def _bias(self, num_windows: int) -> Tensor:
         """Return the bias of the similarities, (1, windows * heads, tokens, tokens)."""
         table = BIAS_RANGE * self.position_bias(self.coordinates).sigmoid()
-        bias = self._own_heads(table[self.pairs].permute(2, 0, 1), 0).expand(num_windows, -1, -1, -1)
+        bias = table[self.pairs].permute(2, 0, 1).expand(num_windows, -1, -1, -1)
         if self.hidden is not None:
             bias = bias.masked_fill(self.hidden[:, None], -math.inf)
         return bias.flatten(0, 1)[None]

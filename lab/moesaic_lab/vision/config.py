@@ -65,8 +65,6 @@ class SwinConfig:
     """Capacity in evaluation; None uses that of training."""
     balance_loss: float = 0.01
     """Coefficient of the load-balance loss; 0 turns it off."""
-    checkpoint_activations: bool = False
-    """Recompute each block in the backward pass instead of keeping its activations; routing is replayed."""
 
     def __post_init__(self) -> None:
         for name in ("image_size", "channels", "num_classes", "patch_size", "window", "dim", "num_experts", "top_k"):

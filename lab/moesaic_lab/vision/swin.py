@@ -10,9 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from moesaic.errors import InputError
 from moesaic.experts import PlainExperts
@@ -20,8 +17,6 @@ from moesaic.layer import MoE
 from moesaic.models.split import StackedLinear
 from moesaic.routing.losses import LoadBalance
 from moesaic.routing.routers import ROUTERS, CosineTopK, RouterFactory
-from moesaic.runtime.routing_cache import checkpoint
-from moesaic.train.parallel import SplitParameters
 from moesaic_lab.vision.attention import WindowAttention
 from moesaic_lab.vision.config import SwinConfig
 
@@ -171,8 +166,7 @@ class SwinMoE(nn.Module):
         x = self.patch_norm(self.patches(images).permute(0, 2, 3, 1))
         ends = [sum(self.config.depths[: stage + 1]) for stage in range(self.config.num_stages - 1)]
         for index, block in enumerate(self.blocks):
-            recompute = self.config.checkpoint_activations and torch.is_grad_enabled()
-            x = checkpoint(block, x) if recompute else block(x)
+            x = block(x)
             if index + 1 in ends:
                 x = self.merges[ends.index(index + 1)](x)
         logits: Tensor = self.head(self.norm(x).mean((1, 2)))
@@ -194,33 +188,6 @@ class SwinMoE(nn.Module):
             idle += of_experts * (layer.num_experts - layer.top_k) // layer.num_experts
         return self.num_parameters() - idle
 
-    def multiplications_per_image(self) -> int:
-        """Return the multiply-accumulates of a forward pass, which papers on vision call FLOPs.
-
-        As in the published counts, a norm counts one per value, and routers, softmax and position biases are left out.
-        Dropped tokens are counted: every token counts as processed by `top_k` experts.
-        """
-        config = self.config
-        total = config.resolution(0) ** 2 * config.dim * (config.channels * config.patch_size**2 + 1)
-        for stage, depth in enumerate(config.depths):
-            tokens, dim = config.resolution(stage) ** 2, config.width(stage)
-            for block in range(depth):
-                experts = config.top_k if config.is_sparse(stage, block) else 1
-                total += tokens * dim * (4 * dim + 2 * config.window_of(stage) ** 2)
-                total += tokens * dim * 2 * (config.hidden(stage) * experts + 1)
-            if stage + 1 < config.num_stages:
-                total += tokens * dim * 2 * dim + (tokens * dim // (2 if config.norm == "post" else 1))
-        return (
-            total + self.head.weight.numel() + config.resolution(config.num_stages - 1) ** 2 * self.norm.weight.numel()
-        )
-
-    def flops_per_image(self) -> float:
-        """Return the floating-point operations of one image, forward and backward: six per multiply-accumulate.
-
-        Two of them are forward and, as in Kaplan et al. 2020, section 2.1, four backward.
-        """
-        return 6.0 * self.multiplications_per_image()
-
 
 def make_vision_moe(config: SwinConfig, stage: int) -> MoE:
     """Build the MoE layer of a stage."""
@@ -232,31 +199,3 @@ def make_vision_moe(config: SwinConfig, stage: int) -> MoE:
         experts=partial(PlainExperts, bias=True), capacity=config.capacity,
         losses=(LoadBalance(config.balance_loss),) if config.balance_loss else (), eval_capacity=config.eval_capacity,
     )  # fmt: skip
-
-
-def split_dense(model: SwinMoE, tp: DeviceMesh) -> None:
-    """Split the dense parts of a model over tp ranks in place: attention by heads, feed-forward layers by inner width.
-
-    This is Megatron-LM's scheme (Shoeybi et al. 2019, section 3): a column-wise and a row-wise layer with one sum per pair.
-    Patches, merging, norms and the head are replicated. All ranks must call this with the same weights.
-
-    Args:
-        model: the model, with MoE layers that are already on a mesh with the same tensor parallelism.
-        tp: the device mesh of tensor parallelism, with one dimension.
-
-    Raises:
-        InputError: if tp does not divide the number of heads or an inner width.
-    """
-    config, styles = model.config, dict[str, ParallelStyle]()
-    for stage, heads in enumerate(config.heads):
-        for what, size in ((f"heads[{stage}]", heads), (f"the inner width of stage {stage}", config.hidden(stage))):
-            if size % tp.size():
-                raise InputError(f"tp={tp.size()} does not divide {what}={size} of the model: choose a divisor")
-    for name, module in model.named_modules():
-        if isinstance(module, WindowAttention):
-            module.tp = tp
-            styles[f"{name}.qkv"] = SplitParameters({"weight": 1}, input_layout=Replicate(), output_layout=None)
-            styles[f"{name}.out"] = SplitParameters({"weight": 1}, input_layout=None, output_layout=Replicate())
-        elif isinstance(module, FeedForward):
-            styles[f"{name}.0"], styles[f"{name}.2"] = ColwiseParallel(), RowwiseParallel()
-    parallelize_module(model, tp, styles, src_data_rank=None)

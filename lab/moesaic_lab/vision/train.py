@@ -33,7 +33,7 @@ from moesaic.routing.capacity import Capacity
 from moesaic.train.launch import launch
 from moesaic_lab.vision.config import PRESETS, SwinConfig
 from moesaic_lab.vision.data import ImageBatches, Images, load_digits, load_folder
-from moesaic_lab.vision.swin import SwinMoE, split_dense
+from moesaic_lab.vision.swin import SwinMoE
 from moesaic_lab.vision.timm import from_timm, is_timm
 
 TIMED_STEPS = 10
@@ -87,8 +87,6 @@ class VisionOptions:
     """Also fit a linear probe on the features of this many images per class."""
     throughput: bool = False
     """Also measure images per second, in training and in inference."""
-    tp: int = 1
-    """Tensor parallelism: ranks that share the same images and split the heads and the dense layers."""
     ep: int = 1
     """Expert parallelism: ranks over which experts are split."""
     etp: int = 1
@@ -170,15 +168,11 @@ def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
 def spread(model: SwinMoE, options: VisionOptions, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
     """Parallelise the model over the ranks; return which part of each batch this rank trains on, and how many there are."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        if options.tp * options.ep * options.etp > 1:
-            raise InputError(
-                f"tp={options.tp}, ep={options.ep}, etp={options.etp}: this is one process, start with torchrun"
-            )
+        if options.ep * options.etp > 1:
+            raise InputError(f"ep={options.ep}, etp={options.etp}: this is one process, start with torchrun")
         return 0, 1
-    mesh = Mesh.create(tp=options.tp, ep=options.ep, etp=options.etp, device_type=device)
+    mesh = Mesh.create(ep=options.ep, etp=options.etp, device_type=device)
     parallelize_layers(model, mesh, Plan(schedule=options.schedule))
-    if options.tp > 1:
-        split_dense(model, mesh.dense["tp"])
     if options.fsdp:
         shard_over_data(model, mesh, model.blocks)
     return mesh.grid.coordinate(mesh.rank, "dp"), mesh.grid.dp

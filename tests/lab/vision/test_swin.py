@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -57,25 +56,23 @@ def gradients(model: SwinMoE, images: Tensor, labels: Tensor) -> tuple[Tensor, d
 
 
 PUBLISHED = [
-    # preset, experts, top_k, total and active parameters in millions, 10^9 multiply-accumulates
-    ("swinv2-s", 0, 1, 65.8, 65.8, 6.76),
-    ("swinv2-moe-s", 8, 1, 173.3, 65.8, 6.76),
-    ("swinv2-moe-s", 16, 1, 296.1, 65.8, 6.76),
-    ("swinv2-moe-s", 32, 1, 541.8, 65.8, 6.76),
-    ("swinv2-moe-s", 64, 1, 1033, 65.8, 6.76),
-    ("swinv2-moe-s", 128, 1, 2016, 65.8, 6.76),
-    ("swinv2-b", 0, 1, 109.3, 109.3, 11.78),
-    ("swinv2-moe-b", 8, 1, 300.3, 109.3, 11.78),
-    ("swinv2-moe-b", 16, 1, 518.7, 109.3, 11.78),
-    ("swinv2-moe-b", 32, 1, 955.3, 109.3, 11.78),
-    ("swinv2-moe-b", 32, 2, 955.3, 136.6, None),
+    # preset, experts, top_k, total and active parameters in millions
+    ("swinv2-s", 0, 1, 65.8, 65.8),
+    ("swinv2-moe-s", 8, 1, 173.3, 65.8),
+    ("swinv2-moe-s", 16, 1, 296.1, 65.8),
+    ("swinv2-moe-s", 32, 1, 541.8, 65.8),
+    ("swinv2-moe-s", 64, 1, 1033, 65.8),
+    ("swinv2-moe-s", 128, 1, 2016, 65.8),
+    ("swinv2-b", 0, 1, 109.3, 109.3),
+    ("swinv2-moe-b", 8, 1, 300.3, 109.3),
+    ("swinv2-moe-b", 16, 1, 518.7, 109.3),
+    ("swinv2-moe-b", 32, 1, 955.3, 109.3),
+    ("swinv2-moe-b", 32, 2, 955.3, 136.6),
 ]
 
 
-@pytest.mark.parametrize(("preset", "experts", "top_k", "total", "active", "work"), PUBLISHED)
-def test_sizes_are_the_published_ones(
-    preset: str, experts: int, top_k: int, total: float, active: float, work: float | None
-) -> None:
+@pytest.mark.parametrize(("preset", "experts", "top_k", "total", "active"), PUBLISHED)
+def test_sizes_are_the_published_ones(preset: str, experts: int, top_k: int, total: float, active: float) -> None:
     """Tutel's table 10 counts all but the routers."""
     config = replace(PRESETS[preset], top_k=top_k, num_experts=max(experts, 1))
     with torch.device("meta"):
@@ -85,36 +82,6 @@ def test_sizes_are_the_published_ones(
     assert len(model.moe_layers()) == (10 if experts else 0)
     assert round((model.num_parameters() - routers) / 1e6, digits) == total
     assert round((model.num_active_parameters() - routers) / 1e6, 1) == active
-    if work is not None:
-        assert round(model.multiplications_per_image() / 1e9, 2) == work
-        assert model.flops_per_image() == 6 * model.multiplications_per_image()
-
-
-def test_multiplications_are_those_of_the_layers_that_run() -> None:
-    """Products of the modules, counted as they are called; attention's two by hand."""
-    config = replace(TINY, ffn="dense", patch_size=2, window=2, norm="pre")
-    model, counted = SwinMoE(config), [0]
-
-    def count(module: nn.Module, inputs: tuple[Tensor], y: Tensor) -> None:
-        if isinstance(module, nn.LayerNorm):
-            counted[0] += y.numel()
-        elif y.dim() > 2 or module is model.head:  # position biases have no batch
-            weight = module.weight
-            assert isinstance(weight, Tensor)
-            counted[0] += y.numel() * weight[0].numel()
-
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.LayerNorm | nn.Conv2d) and "position_bias" not in name:
-            module.register_forward_hook(count)
-    model(torch.randn(1, 2, 8, 8))
-    for tokens, dim in ((16, 4), (4, 8)):  # queries, keys and values are no call of a module
-        counted[0] += 2 * (tokens * 3 * dim * dim + 2 * tokens * 4 * dim)
-    assert model.multiplications_per_image() == counted[0]
-
-
-def test_two_experts_per_token_multiply_the_work_of_moe_layers_alone() -> None:
-    one, two = (SwinMoE(replace(TINY, top_k=k)).multiplications_per_image() for k in (1, 2))
-    assert two - one == 64 * 2 * 4 * 8 + 16 * 2 * 8 * 16
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
@@ -232,12 +199,6 @@ def part_of(whole: Tensor, name: str, grid: Grid, rank: int) -> Tensor:
     return part if split is None else part.chunk(grid.etp, split)[grid.coordinate(rank, "etp")]
 
 
-def by_config(model: SwinMoE) -> SwinMoE:
-    again = SwinMoE(replace(model.config, checkpoint_activations=True)).double()
-    again.load_state_dict(model.state_dict())
-    return again
-
-
 def by_torch(model: SwinMoE) -> SwinMoE:
     """Every block through torch's own checkpoint with our context."""
     again = copy.deepcopy(model)
@@ -248,11 +209,10 @@ def by_torch(model: SwinMoE) -> SwinMoE:
     return again
 
 
-@pytest.mark.parametrize("recompute", [by_config, by_torch])
 @pytest.mark.parametrize("router", ["switch", "noisy"])
-def test_recomputation_changes_no_bit(recompute: Callable[[SwinMoE], SwinMoE], router: str) -> None:
+def test_recomputation_changes_no_bit(router: str) -> None:
     model = drawn(replace(TINY, router=router, top_k=2, drop_path=0.5, capacity=Capacity.fixed(1.0, order="score")))
-    again, calls = recompute(model), [0]
+    again, calls = by_torch(model), [0]
     for layer in again.moe_layers():
         layer.experts.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
     results = []

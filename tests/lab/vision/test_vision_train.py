@@ -40,10 +40,9 @@ def on_rank(rank: int, world: int, folder: str, names: list[str]) -> None:
 
 
 MESHES: dict[str, dict[str, Any]] = {
-    "tp": {"tp": 2, "ep": 2},
-    "tp, no FSDP": {"tp": 2, "etp": 2, "schedule": "s2", "fsdp": False},
-    "dense, tp": {"tp": 2, "ffn": "dense"},
     "ep": {"ep": 2},
+    "etp, no FSDP": {"etp": 2, "schedule": "s2", "fsdp": False},
+    "dense": {"ffn": "dense"},
 }
 """What is trained, by name."""
 
@@ -52,10 +51,9 @@ MESHES: dict[str, dict[str, Any]] = {
     ("world", "names"),
     [
         (2, list(MESHES)),
-        pytest.param(4, ["tp"], marks=pytest.mark.random),
         pytest.param(4, ["ep"], marks=pytest.mark.random),
     ],
-    ids=["2", "4", "4, without tp"],
+    ids=["2", "4"],
 )
 def test_ranks_train_as_one_and_write_the_same_weights(tmp_path: Path, world: int, names: list[str]) -> None:
     start(world, on_rank, world, str(tmp_path), names)
