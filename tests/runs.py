@@ -27,12 +27,13 @@ from moesaic_lab.paper_train.command import task_of
 TINY: dict[str, Any] = {
     "steps": 4,
     "batch_size": 2,
-    "device": "cpu:1",
+    "device": "cpu",
+    "threads": 1,
     "precision": "float32",
     "log_every": 1,
-    "evaluate": (100, 4),
-    "save": "100",
-    "trackers": (),
+    "evaluate": {"every": 100, "sequences": 4},
+    "save": {"every": 100},
+    "tensorboard": False,
     "model": {
         "dim": 16,
         "num_layers": 2,
@@ -40,7 +41,7 @@ TINY: dict[str, Any] = {
         "seq_len": 16,
         "moe": {"num_experts": 4, "top_k": 2, "hidden": 16},
     },
-    "optimizer": {"lr": 1e-2, "schedule": "cosine:0.1:warmup=2"},
+    "optimizer": {"lr": 1e-2, "warmup_steps": 2},
 }
 """Configuration of a run of four steps of 32 tokens, as a table."""
 

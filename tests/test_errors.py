@@ -25,7 +25,7 @@ def base(folder: Path, *words: str) -> list[str]:
 
 def made(folder: Path, **changes: object) -> Path:
     """Train a run with two checkpoints; return its folder."""
-    run_quietly(tiny(folder, **({"steps": 2, "save": "1"} | changes)))
+    run_quietly(tiny(folder, **({"steps": 2, "save": {"every": 1}} | changes)))
     return folder / "run"
 
 
@@ -118,19 +118,19 @@ CASES: dict[str, Case] = {
         ["model.dim=18", "model.num_heads=4", "choose dim as a multiple of 8"],
     ),
     "groups": (
-        lambda f: base(f, "--model.moe.router", "group_limited:num_groups=3"),
+        lambda f: base(f, "--model.moe.router", "group_limited", "--model.moe.router-options", "num_groups", "3"),
         ["num_groups=3 does not divide num_experts=4", "choose a divisor"],
     ),
     "top groups": (
-        lambda f: base(f, "--model.moe.router", "group_limited:top_groups=5"),
+        lambda f: base(f, "--model.moe.router", "group_limited", "--model.moe.router-options", "top_groups", "5"),
         ["top_groups=5 does not fit num_groups=4", "choose 1 to 4"],
     ),
     "router option": (
-        lambda f: base(f, "--model.moe.router", "sigmoid:bias_rat=0.1"),
+        lambda f: base(f, "--model.moe.router", "sigmoid", "--model.moe.router-options", "bias_rat", "0.1"),
         ["router_options: bias_rat is not an option of router='sigmoid'", "did you mean bias_rate"],
     ),
     "bias rate": (
-        lambda f: base(f, "--model.moe.router", "sigmoid:bias_rate=-1"),
+        lambda f: base(f, "--model.moe.router", "sigmoid", "--model.moe.router-options", "bias_rate", "-1"),
         ["bias_rate=-1: must be 0 or more and finite"],
     ),
     "noisy top 1": (
@@ -138,9 +138,9 @@ CASES: dict[str, Case] = {
     ),
     "hidden": (lambda f: base(f, "--model.moe.hidden", "0"), ["model.moe.hidden=0: must be at least 1"]),
     "capacity factor": (
-        lambda f: base(f, "--model.moe.capacity", "fixed:-1"), ["model.moe.capacity=fixed:-1", "above 0"],
+        lambda f: base(f, "--model.moe.capacity-factor", "-1"), ["model.moe.capacity_factor=-1.0", "above 0"],
     ),
-    "negative loss": (lambda f: base(f, "--model.moe.losses", "z_loss:-1"), ["'z_loss:-1'", "coefficient of at least 0"]),
+    "negative loss": (lambda f: base(f, "--model.moe.z-loss", "-1"), ["model.moe.z_loss=-1.0", "must be 0 or more"]),
     # Numbers of a run
     "no steps": (lambda f: base(f, "--steps", "0"), ["steps=0: must be at least 1"]),
     "seed": (lambda f: base(f, "--seed", "-1"), ["seed=-1: choose 0 or more"]),
@@ -164,7 +164,7 @@ CASES: dict[str, Case] = {
         ["training data: 4 tokens", "model.seq_len + 1 = 17", "give more data or a smaller model.seq_len"],
     ),
     "short validation data": (
-        lambda f: base(f, "--data.val", "share:0.001"), ["validation data: 6 tokens", "= 17", "raise its share"],
+        lambda f: base(f, "--data.val-share", "0.001"), ["validation data: 6 tokens", "= 17", "raise data.val_share"],
     ),
     "mixed data": (
         lambda f: base(f, "--data.path", tokens(f, 99, 1), written(f, "a.txt", "text")), ["data.path", "give one kind"],
@@ -261,7 +261,7 @@ def test_a_truncated_checkpoint_is_no_error_where_there_is_an_earlier_one(tmp_pa
 
 
 def test_a_failed_training_exits_1_in_one_line(tmp_path, capsys):
-    assert main(base(tmp_path, "--optimizer.lr", "1e38", "--optimizer.schedule", "cosine:0.1:warmup=0")) == 1
+    assert main(base(tmp_path, "--optimizer.lr", "1e38", "--optimizer.warmup-steps", "0")) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     for part in (

@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from moesaic.program.plan import StaticPlan
-from moesaic.train.config import MeshConfig, TrainConfig
+from moesaic.train.config import MeshConfig, SaveConfig, TrainConfig
 from moesaic.train.state import Trained, load_trained
 from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept, notes_of
 from moesaic_lab.claims import Claim
@@ -83,8 +83,9 @@ def configuration(name: str, out: Path, steps: int, seed: int, codecs: str, devi
     """
     base, (forward, backward) = paper_preset(name), pair(codecs)
     config = replace(
-        base, out=str(out), existing="replace", steps=steps, seed=seed, precision="float32", trackers=(), log_every=steps,
-        evaluate=(steps, base.evaluate[1]), save=str(steps), device="cpu:1" if device == "cpu" else device,
+        base, out=str(out), existing="replace", steps=steps, seed=seed, precision="float32", tensorboard=False, log_every=steps,
+        evaluate=replace(base.evaluate, every=steps), save=SaveConfig(every=steps), device=device,
+        threads=1 if device == "cpu" else None,
     )  # fmt: skip
     if codecs == DENSE:
         return replace(config, model=replace(base.model, ffn="dense"), mesh=MeshConfig(), plan=StaticPlan())
@@ -105,7 +106,7 @@ def one_run(task: Task, config: TrainConfig, most_sentences: int) -> dict[str, f
         return {"val_loss": loss, "score": math.exp(loss)}
     return {
         "val_loss": loss,
-        "score": bleu(load_trained(Path(config.out), config.device.partition(":")[0], task_of(config)), most_sentences),
+        "score": bleu(load_trained(Path(config.out), config.device, task_of(config)), most_sentences),
     }
 
 

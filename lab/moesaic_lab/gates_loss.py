@@ -35,7 +35,7 @@ from moesaic.models.gpt import GPT
 from moesaic.program.grid import Grid, LinkLevel
 from moesaic.program.plan import Plan
 from moesaic.routing.routers import TopologyRouter
-from moesaic.train.config import TrainConfig, demo
+from moesaic.train.config import EvaluateConfig, SaveConfig, TrainConfig, demo
 from moesaic.train.data import Batches, load_corpus
 from moesaic.train.loop import Trainer
 from moesaic.train.metrics import read_metrics
@@ -79,8 +79,9 @@ def configuration(gate: str, seed: int, steps: int) -> TrainConfig:
         moe = replace(moe, num_experts=moe.num_experts // 2, hidden=moe.hidden * 2, top_k=1)
     moe = replace(moe, router="softmax" if gate == "topology" else gate)
     return replace(
-        plain, steps=steps, seed=seed, precision="float32", device="cpu:1", trackers=(), log_every=steps,
-        save=str(steps), evaluate=(plain.evaluate[0], 64), model=replace(plain.model, seq_len=128, moe=moe),
+        plain, steps=steps, seed=seed, precision="float32", device="cpu", threads=1, tensorboard=False, log_every=steps,
+        save=SaveConfig(every=steps), evaluate=replace(plain.evaluate, sequences=64),
+        model=replace(plain.model, seq_len=128, moe=moe),
     )  # fmt: skip
 
 
@@ -94,7 +95,12 @@ def train(gate: str, seed: int, options: GatesLossOptions, weights: Path | None)
     """Train once and return the loss curve; save the weights if a path is given."""
     with tempfile.TemporaryDirectory() as out:
         every = options.steps // options.evaluations
-        config = replace(configuration(gate, seed, options.steps), out=out, evaluate=(every, 64), existing="replace")
+        config = replace(
+            configuration(gate, seed, options.steps),
+            out=out,
+            evaluate=EvaluateConfig(every=every, sequences=64),
+            existing="replace",
+        )
         run = open_run(config, lambda _: None)
         add_gate(run.model, gate, None)
         Trainer(run, Console(quiet=True)).run()

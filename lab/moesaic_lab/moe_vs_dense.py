@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
-from moesaic.train.config import demo, demo_dense
+from moesaic.train.config import SaveConfig, demo, demo_dense
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
 from moesaic_lab.claims import Claim, figures
 from moesaic_lab.tables import spread
@@ -44,8 +44,9 @@ def one_run(name: str, seed: int, lr: float, steps: int | None, folder: Path) ->
     """Train one model and return its row."""
     preset = MODELS[name]()
     config = replace(
-        preset, out=str(folder / f"{name}-{seed}-{lr}"), seed=seed, steps=steps or preset.steps, trackers=(),
-        evaluate=(10**9, preset.evaluate[1]), save=f"{10**9}", optimizer=replace(preset.optimizer, lr=lr),
+        preset, out=str(folder / f"{name}-{seed}-{lr}"), seed=seed, steps=steps or preset.steps, tensorboard=False,
+        evaluate=replace(preset.evaluate, every=10**9), save=SaveConfig(every=10**9),
+        optimizer=replace(preset.optimizer, lr=lr),
     )  # fmt: skip
     result = train_quietly(config)
     if result.was_stopped:

@@ -35,7 +35,7 @@ from moesaic.models.moving import MovingGPT
 from moesaic.testing.runner import on_ranks
 from moesaic.traces.load import locality
 from moesaic.train.balance import make_arbiter, place_samples, rates_of
-from moesaic.train.config import MeshConfig, TrainConfig, demo
+from moesaic.train.config import MeshConfig, SaveConfig, TrainConfig, demo
 from moesaic.train.data import Batches, load_corpus
 from moesaic.train.metrics import read_metrics
 from moesaic.train.parallel import parallelize
@@ -54,7 +54,7 @@ from moesaic_testbed import cluster
 INTER, INTER_GBPS, BED = "200mbit", 0.2, "bed-2x2"
 ARBITER: dict[str, Any] = {"replication": "arbiter"}
 SAMPLES: dict[str, Any] = {"samples": "two_stage"}
-EXPERTS: dict[str, Any] = {"experts": "balanced:4"}
+EXPERTS: dict[str, Any] = {"experts": "balanced", "experts_every": 4}
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "nobody moves": {"samples": "stay"},
@@ -96,8 +96,9 @@ def configuration(steps: int, batch_size: int, changes: dict[str, Any] | None = 
     applied."""
     plain = demo()
     config = replace(
-        plain, steps=steps, batch_size=batch_size, precision="float32", device="cpu:1", trackers=(),
-        log_every=1, evaluate=(steps, plain.evaluate[1]), save=str(steps), model=replace(plain.model, seq_len=128),
+        plain, steps=steps, batch_size=batch_size, precision="float32", device="cpu", threads=1, tensorboard=False,
+        log_every=1, evaluate=replace(plain.evaluate, every=steps), save=SaveConfig(every=steps),
+        model=replace(plain.model, seq_len=128),
         mesh=MeshConfig(ep=4, ranks_per_node=2),
     )  # fmt: skip
     return override(config, (changes or {}) | {"planner": {"cluster": BED}}, source="the method")
@@ -149,7 +150,7 @@ def compared(options: RelocateTrainOptions) -> list[dict[str, Any]]:
             if name == ALWAYS:
                 continue  # its placer cannot be configured in a training run
             out = str(Path(folder) / name.replace(", ", "-").replace(" ", "-"))
-            routing: dict[str, Any] = {"routing": (f"replay:{runs['plain'].out}" if runs else "record:tokens",)}
+            routing: dict[str, Any] = {"replay_routing": runs["plain"].out} if runs else {"record_routing": "tokens"}
             runs[name] = replace(configuration(options.steps, 8, {"balance": METHODS[name]} | routing), out=out)
         on_ranks(4, train_all, list(runs.values()), timeout_seconds=HOUR)
         lines = {name: steps_of(read_metrics(Path(run.out))) for name, run in runs.items()}
@@ -243,7 +244,7 @@ class Training:
         self._placement: ExpertPlacement | None = None
         placing = config.balance
         if placing.moves_experts:
-            placer = EXPERT_PLACERS[placing.expert_policy](rates_of(config, mesh.grid, element_bytes))
+            placer = EXPERT_PLACERS[placing.experts](rates_of(config, mesh.grid, element_bytes))
             self._placement = ExpertPlacement(
                 self.layers, mesh, self._optimizer, every=placing.experts_every, placer=placer
             )

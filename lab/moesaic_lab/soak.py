@@ -55,8 +55,8 @@ PLANS = (
 STEPS_EACH = 3
 """Training steps under each plan. A checkpoint is saved after them."""
 SMALL: dict[str, Any] = {
-    "batch_size": 4, "device": "cpu:1", "precision": "float32", "trackers": (), "log_every": 1,
-    "evaluate": (10_000_000, 4), "steps": 10_000_000, "save": "10000000",
+    "batch_size": 4, "device": "cpu", "threads": 1, "precision": "float32", "tensorboard": False, "log_every": 1,
+    "evaluate": {"every": 10_000_000, "sequences": 4}, "steps": 10_000_000, "save": {"every": 10_000_000},
     "model": {"dim": 32, "num_layers": 2, "num_heads": 2, "seq_len": 32, "moe": {"num_experts": 8, "hidden": 16}},
     "mesh": {"ep": 4},
 }  # fmt: skip

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from moesaic.configfile import override
+from moesaic.train.config import SaveConfig
 from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept
 from moesaic_lab.claims import Claim, figures
 from moesaic_lab.paper_train.command import paper_preset
@@ -51,8 +52,8 @@ def one_run(model: str, ffn: str, seed: int, steps: int | None) -> dict[str, Any
         else:
             config = override(paper_preset(model), {"model": {"ffn": ffn}, "precision": "float32"}, source=model)
             config = replace(
-                config, out=folder, existing="replace", seed=seed, trackers=(), steps=steps or config.steps,
-                evaluate=(10**9, config.evaluate[1]), save=f"{10**9}",
+                config, out=folder, existing="replace", seed=seed, tensorboard=False, steps=steps or config.steps,
+                evaluate=replace(config.evaluate, every=10**9), save=SaveConfig(every=10**9),
             )  # fmt: skip
             metrics = {"loss": train_quietly(config).val_nats_per_byte}
     return {"model": model, "ffn": ffn, "seed": seed, **metrics}

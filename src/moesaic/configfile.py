@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import sys
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
@@ -64,7 +63,10 @@ def override(config: T, table: dict[str, Any], *, source: str, prefix: str = "")
     for name, value in table.items():
         current, where = getattr(config, name), f"{source}: {prefix}{name}"
         if is_dataclass(current):
-            changes[name] = override(current, _table(value, where), source=source, prefix=f"{prefix}{name}.")
+            if not isinstance(value, dict):
+                names = ", ".join(each.name for each in fields(current))
+                raise InputError(f"{where} must be a table of {names}, got {value!r}")
+            changes[name] = override(current, value, source=source, prefix=f"{prefix}{name}.")
         else:
             changes[name] = _convert(value, hints[name], where)
     return replace(config, **changes)
@@ -115,14 +117,6 @@ def as_json(config: Any) -> str:
     return json.dumps(asdict(config), indent=2) + "\n"
 
 
-def read_number(text: str) -> float:
-    """Return the number that a text spells; NaN if it spells none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
 def suggestion(word: str, known: list[str]) -> str:
     """Return ': did you mean X?' for the closest known word, or the list of all words if none is close."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
@@ -149,7 +143,9 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         if value not in arguments:
-            raise InputError(f"{where}={value!r}: choose one of {', '.join(map(str, arguments))}")
+            has_options = isinstance(value, str) and value.partition(":")[0] in arguments
+            more = "; what follows the colon has fields of its own" if has_options else ""
+            raise InputError(f"{where}={value!r}: choose one of {', '.join(map(str, arguments))}{more}")
         return value
     if origin is tuple:
         if Ellipsis in arguments:

@@ -17,7 +17,7 @@ from runs import run_quietly, snapshot, tiny, write_tokenizer
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train two tiny models, on bytes and on a BPE."""
     folder = tmp_path_factory.mktemp("sample")
-    run_quietly(tiny(folder, steps=3, save="2", out=str(folder / "bytes")))
+    run_quietly(tiny(folder, steps=3, save={"every": 2}, out=str(folder / "bytes")))
     tokenizer = write_tokenizer(folder / "tokenizer.json")
     run_quietly(tiny(folder, steps=3, out=str(folder / "bpe"), data={"tokenizer": tokenizer}))
     return folder
@@ -53,7 +53,7 @@ def test_all_tokens_may_be_drawn(capsys, folder):
 
 
 def test_a_damaged_checkpoint_is_passed_over(capsys, tmp_path):
-    run_quietly(tiny(tmp_path, steps=2, save="1"))
+    run_quietly(tiny(tmp_path, steps=2, save={"every": 1}))
     (tmp_path / "run" / "checkpoints" / "step-00000002" / "model.safetensors").write_bytes(b"x")
     assert main(["sample", str(tmp_path / "run"), "--tokens", "2"]) == 0
     err = capsys.readouterr().err

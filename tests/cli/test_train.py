@@ -119,11 +119,13 @@ def test_without_anything_the_defaults_hold(taken):
 
 
 def test_several_paths_and_none(taken):
-    assert main(["train", "--data.path", "a.txt", "b", "--device", "cpu:2", "--trackers"]) == 0
-    assert main(["train", "--device", "cpu", "--mesh.pp", "2", "2", "--accumulation", "2"]) == 0
+    assert main(["train", "--data.path", "a.txt", "b", "--threads", "2", "--no-tensorboard"]) == 0
+    assert (
+        main(["train", "--device", "cpu", "--mesh.pp", "2", "--mesh.parts-per-stage", "2", "--accumulation", "2"]) == 0
+    )
     assert taken[0].data.path == ("a.txt", "b")
-    assert (taken[0].threads, taken[0].trackers) == (2, ())
-    assert (taken[1].threads, taken[1].mesh.stages, taken[1].mesh.parts_per_stage) == (None, 2, 2)
+    assert (taken[0].threads, taken[0].tensorboard) == (2, False)
+    assert (taken[1].threads, taken[1].mesh.pp, taken[1].mesh.parts_per_stage) == (None, 2, 2)
 
 
 def test_the_configuration_of_a_run_takes_it_up_again(tmp_path, capsys):
@@ -192,7 +194,7 @@ def test_a_signal_saves_says_how_to_go_on_and_exits_0(tmp_path, kind):
         tmp_path,
         steps=1_000_000,
         model={"moe": {"router": "noisy"}},
-        optimizer={"schedule": "cosine:0.1:warmup=1000000"},
+        optimizer={"warmup_steps": 1000000},
     )
     run = tmp_path / "run"
     process = start(config, tmp_path)
@@ -216,7 +218,7 @@ def test_a_signal_saves_says_how_to_go_on_and_exits_0(tmp_path, kind):
 
 def test_a_killed_process_leaves_only_whole_checkpoints(tmp_path):
     run = tmp_path / "run"
-    config = tiny(tmp_path, steps=1_000_000, save="1:keep=3")
+    config = tiny(tmp_path, steps=1_000_000, save={"every": 1, "keep": 3})
     for _ in range(2):
         before = len(losses(run)) if run.exists() else 0
         process = start(replace(config, existing="resume"), tmp_path)

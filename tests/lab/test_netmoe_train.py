@@ -16,7 +16,7 @@ from moesaic.train.config import MeshConfig, TrainConfig, demo
 from moesaic_lab.relocate_train import StepFound, StepJob, StepMethod, step_times
 
 SAMPLES: dict[str, Any] = {"samples": "two_stage"}
-EXPERTS: dict[str, Any] = {"experts": "smartmoe:1"}
+EXPERTS: dict[str, Any] = {"experts": "smartmoe", "experts_every": 1}
 ARBITER: dict[str, Any] = {"replication": "arbiter"}
 
 

@@ -17,7 +17,7 @@ from moesaic.shapes import BlockConfig
 VOCAB, LENGTH = 40, 12
 SHAPE: dict[str, Any] = {"dim": 32, "num_layers": 2, "num_heads": 4, "seq_len": LENGTH, "conv_width": 1}
 GPT2 = BlockConfig(norm="layer", positions="learned", bias=True)
-QWEN3 = BlockConfig(attention="plain:kv_heads=2:head_dim=12:qk_norm", tied=False, positions="rotary:500.0:2.0")
+QWEN3 = BlockConfig(kv_heads=2, head_dim=12, qk_norm=True, tied=False, rope_theta=500.0, rope_factor=2.0)
 
 
 def build(block: BlockConfig, **changes: Any) -> GPT:
@@ -52,7 +52,7 @@ def test_a_short_convolution_mixes_the_positions_before_it(width: int, seen: tup
 
 
 def test_the_block_of_gpt2_is_that_of_gpt2() -> None:
-    ours = build(GPT2, ffn="dense:48")
+    ours = build(GPT2, ffn="dense", dense_hidden=48)
     theirs = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=VOCAB, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=4, n_inner=48, activation_function="gelu"
@@ -76,7 +76,7 @@ def test_the_block_of_gpt2_is_that_of_gpt2() -> None:
 
 
 def test_the_modern_block_is_that_of_qwen3() -> None:
-    ours = build(QWEN3, ffn="dense:48")
+    ours = build(QWEN3, ffn="dense", dense_hidden=48)
     config = transformers.Qwen3Config(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=12,
         intermediate_size=48, rms_norm_eps=torch.finfo(torch.float64).eps, tie_word_embeddings=False,
@@ -119,20 +119,11 @@ def test_dropout_is_of_training_only() -> None:
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        (
-            {"attention": "plain:kv_heads=3"},
-            "model.block.attention=plain:kv_heads=3: kv_heads=3 does not divide model.num_heads=4",
-        ),
-        ({"attention": "plain:head_dim=5"}, "model.block.attention=plain:head_dim=5: head_dim=5: choose an even width"),
-        ({"attention": "plain:head_dim=x"}, "kv_heads and head_dim must be numbers from 1"),
-        ({"attention": "plain:qk_norm=1"}, "write plain, and behind it each once"),
-        ({"attention": "plain:heads=1"}, "write plain, and behind it each once"),
-        ({"attention": "plain:kv_heads=1:kv_heads=1"}, "write plain, and behind it each once"),
-        ({"attention": "grouped"}, "write plain, and behind it each once"),
-        *(
-            ({"positions": bad}, f"model.block.positions='{bad}': write learned, or rotary")
-            for bad in ("rotary:0", "rotary:1:nan", "rotary:1:1:1", "rotary:", "sine", "learned:1")
-        ),
+        ({"kv_heads": 3}, "model.block.kv_heads=3 does not divide model.num_heads=4"),
+        ({"kv_heads": 0}, "model.block.kv_heads=0: must be at least 1"),
+        ({"head_dim": 5}, "model.block.head_dim=5: choose an even width"),
+        ({"rope_theta": 0.0}, "model.block.rope_theta=0.0: must be above 0 and finite"),
+        ({"rope_factor": float("nan")}, "model.block.rope_factor=nan: must be above 0 and finite"),
         ({"dropout": 1.0}, "model.block.dropout=1.0"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ from helpers import TOP_K
 from moesaic import MoE
 from moesaic.errors import InputError
 from moesaic.models.attention import KeyValueCache
-from moesaic.models.config import LOSSES, ModelConfig, MoEConfig
+from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT, GPTOutput, make_moe
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
+from moesaic.routing.losses import Importance, LoadBalance, ZLoss
 from moesaic.routing.routers import ON_MESH, ROUTERS, GroupLimited, SigmoidTopK
-from moesaic.shapes import LIMITED
 
 VOCAB = 11
 
@@ -96,7 +97,7 @@ def test_the_dense_model_has_the_active_parameters_of_the_sparse_one() -> None:
 
 
 def test_every_second_block_is_sparse_counted_from_the_last() -> None:
-    model = GPT(config(num_layers=5, ffn="moe:2"), VOCAB)
+    model = GPT(config(num_layers=5, moe_every=2), VOCAB)
     assert [isinstance(block.ffn, MoE) for block in model.blocks] == [True, False, True, False, True]
     assert len(model(tokens()).routings) == 3
 
@@ -120,9 +121,7 @@ def test_padded_tokens_are_in_no_count_and_move_no_other() -> None:
 @pytest.mark.parametrize("capacity", ["dropless", "fixed"])
 @pytest.mark.parametrize("router", ["softmax", "noisy", "sigmoid", "gshard"])
 def test_checkpointing_gives_identical_loss_gradients_and_counts(router: str, capacity: str) -> None:
-    plain = GPT(
-        config(moe={"router": router, "capacity": capacity, "losses": ["load_balance:0.01", "z_loss:0.01"]}), VOCAB
-    )
+    plain = GPT(config(moe={"router": router, "capacity": capacity, "z_loss": 0.01}), VOCAB)
     again = GPT(dataclasses.replace(plain.config, checkpoint_activations=True), VOCAB)
     again.load_state_dict(plain.state_dict())
     batch, outputs = tokens(), []
@@ -158,10 +157,12 @@ def test_every_router_that_a_config_names_trains(router: str) -> None:
 
 
 def test_a_configs_options_reach_the_router() -> None:
-    sigmoid = make_moe(8, MoEConfig(num_experts=8, router="sigmoid:bias_rate=0.5")).router
+    sigmoid = make_moe(8, MoEConfig(num_experts=8, router="sigmoid", router_options={"bias_rate": 0.5})).router
     assert isinstance(sigmoid, SigmoidTopK)
     assert sigmoid.bias_rate == 0.5
-    limited = make_moe(8, MoEConfig(num_experts=8, router="group_limited:num_groups=2:top_groups=1")).router
+    limited = make_moe(
+        8, MoEConfig(num_experts=8, router="group_limited", router_options={"num_groups": 2, "top_groups": 1})
+    ).router
     assert isinstance(limited, GroupLimited)
     assert (limited.num_groups, limited.top_groups) == (2, 1)
 
@@ -190,21 +191,20 @@ def test_decoding_with_gradients_extends_a_cache_once() -> None:
     assert [cache.length for cache in caches] == [8, 8]
 
 
-def test_losses_have_the_names_of_the_table() -> None:
-    losses = MoEConfig(losses=tuple(f"{name}:0.5" for name in LOSSES)).make_losses()
-    assert [loss.name for loss in losses] == list(LOSSES)
-    assert {loss.coefficient for loss in losses} == {0.5}
-    assert MoEConfig(losses=("z_loss:0.0",)).make_losses() == ()
+def test_each_coefficient_is_of_its_loss() -> None:
+    config = MoEConfig(load_balance=0.1, load_balance_level="sequence", importance=0.2, z_loss=0.3)
+    assert config.make_losses() == (LoadBalance(0.1, level="sequence"), Importance(0.2), ZLoss(0.3))
+    assert MoEConfig(load_balance=0.0).make_losses() == ()
 
 
-@pytest.mark.parametrize(("text", "capacity"), [
-    ("dropless", Dropless()), ("fixed", Capacity.fixed(1.25)), ("fixed:2", Capacity.fixed(2.0)),
-    ("fixed:0.5:rank", Capacity.fixed(0.5, scope="rank")), ("fitted:3:score", Capacity.fitted(at_most=3.0, order="score")),
-    ("fixed:score:rank", Capacity.fixed(1.25, order="score", scope="rank")),
-    ("padded:1.5", Capacity.fixed(1.5, scope="rank", padded=True)),
+@pytest.mark.parametrize(("fields", "capacity"), [
+    ({}, Dropless()), ({"capacity": "fixed"}, Capacity.fixed(1.25)),
+    ({"capacity": "fixed", "capacity_factor": 0.5, "capacity_scope": "rank"}, Capacity.fixed(0.5, scope="rank")),
+    ({"capacity": "fitted", "capacity_factor": 3.0, "capacity_order": "score"}, Capacity.fitted(at_most=3.0, order="score")),
+    ({"capacity": "padded", "capacity_factor": 1.5}, Capacity.fixed(1.5, scope="rank", padded=True)),
 ])  # fmt: skip
-def test_a_capacity_is_written_in_one_word(text: str, capacity: AbstractCapacity) -> None:
-    assert MoEConfig(capacity=text).make_capacity() == capacity
+def test_fields_make_a_capacity(fields: dict[str, Any], capacity: AbstractCapacity) -> None:
+    assert MoEConfig(**fields).make_capacity() == capacity
 
 
 def test_a_dense_model_does_not_judge_how_experts_fit() -> None:
@@ -215,26 +215,16 @@ BAD = [
     *((lambda name=name: MoEConfig(**{name: 0}), f"model.moe.{name}=0: must be at least 1")
       for name in ("num_experts", "top_k", "hidden")),
     (lambda: MoEConfig(shared_hidden=-1), "model.moe.shared_hidden=-1: must be at least 0"),
-    *((lambda bad=bad: MoEConfig(losses=("load_balance:0.01", *bad)),
-       f"model.moe.losses: '{bad[-1]}': write each of load_balance, .* once at most, with a coefficient of at least 0")
-      for bad in (
-          ("z_loss:-1",), ("z_loss:nan",), ("importance:inf",), ("z_loss:x",), ("z_loss",), ("z_loss:",), ("z:0.1",), ("",),
-          ("load_balance:0.01",),
-      )),
-    *((lambda kind=kind, bad=bad: MoEConfig(capacity=f"{kind}:{bad}"),
-       f"model.moe.capacity={kind}:{bad}: the factor must be a finite number above 0; .* write dropless")
-      for kind in LIMITED
+    *((lambda name=name, bad=bad: MoEConfig(**{name: bad}), f"model.moe.{name}={bad}: must be 0 or more and finite")
+      for name in ("load_balance", "importance", "z_loss") for bad in (-1.0, float("nan"), float("inf"))),
+    *((lambda bad=bad: MoEConfig(capacity_factor=bad),
+       f"model.moe.capacity_factor={bad}: must be a finite number above 0; .* write capacity=dropless")
       for bad in (0.0, -1.0, float("nan"), float("inf"))),
-    *((lambda bad=bad: MoEConfig(capacity=bad), f"model.moe.capacity='{bad}': write dropless, or fixed, fitted, padded with")
-      for bad in ("", "fix", "dropless:2", "fixed:", "fixed:x", "fixed:1:ranks", "fixed:rank:rank", "fixed:1:2")),
-    (lambda: config(ffn="dense:0"), "model.ffn='dense:0': write moe or moe:2"),
+    (lambda: config(ffn="dense", dense_hidden=0), "model.dense_hidden=0: must be at least 1"),
     (lambda: config(dim=0), "model.dim=0: must be at least 1"),
     (lambda: config(dim=18, num_heads=4), "model.dim=18 does not split into model.num_heads=4 .* multiple of 8"),
     (lambda: config(dim=6, num_heads=2), "heads of even width"),
-    *((lambda bad=bad: config(ffn=bad), f"model.ffn='{bad}': write moe or moe:2, for an MoE layer in each second block")
-      for bad in ("moe:0", "moe:", "moe:x", "sparse")),
-    *((lambda bad=bad: MoEConfig(router=f"sigmoid{bad}"), f"model.moe.router='sigmoid{bad}': write each option once")
-      for bad in (":", ":bias_rate", ":bias_rate=1:bias_rate=2")),
+    (lambda: config(moe_every=0), "model.moe_every=0: must be at least 1"),
     (lambda: config(moe={"top_k": 5}), "model.moe.top_k=5 does not fit model.moe.num_experts=4"),
     (lambda: config(moe={"router": "best"}), "model.moe.router='best' is unknown: choose one of softmax"),
 ]  # fmt: skip

@@ -68,9 +68,9 @@ def test_a_file_is_read_and_what_does_not_matter_is_passed_over(tmp_path: Path) 
         ("[model.moe]\nnum_expert = 3\n", "unknown field model.moe.num_expert: did you mean num_experts?"),
         ('[model]\nffn = "dense"\n', "a model without MoE layers has no plan to choose"),
         ("[model]\ndim = 1.5\n", "model.dim must be a whole number, got 1.5"),
-        ("model = 3\n", "model must be a table, got 3"),
+        ("model = 3\n", "model must be a table of ffn, moe_every"),
         ("batch_size = 0\n", "batch_size=0: must be at least 1"),
-        ("[model]\nffn = 'moe:0'\n", "model.ffn='moe:0': write moe or moe:2, for an MoE layer"),
+        ("[model]\nmoe_every = 0\n", "model.moe_every=0: must be at least 1"),
         ("", "planning reads the fields batch_size, accumulation, precision, model, data"),
         (
             'model_type = "mixtral"\nhidden_size = 4096\n',
@@ -98,13 +98,13 @@ def test_unknown_names_are_told_the_nearest() -> None:
 
 def test_the_simulator_is_told_a_micro_batch_of_one_group() -> None:
     job = Job(
-        batch_size=16, accumulation=3, model=ModelShape(ffn="moe:3", moe=MoEShape(shared_hidden=7, experts="gelu"))
+        batch_size=16, accumulation=3, model=ModelShape(moe_every=3, moe=MoEShape(shared_hidden=7, experts="gelu"))
     )
     found = job.step_model(CLUSTER, 4)
     assert (found.layer.tokens, found.layer.matrices, found.moe_layers, found.micro_batches) == (4 * 256, 2, 2, 3)
     assert found.inner == 2 * 256 + 7
     assert job.dense_layers == 2
-    padded = replace(job, model=replace(job.model, moe=MoEShape(capacity="padded:1.5")))
+    padded = replace(job, model=replace(job.model, moe=MoEShape(capacity="padded", capacity_factor=1.5)))
     assert padded.step_model(CLUSTER, 4).layer.copies == 1.5 * 4 * 256 * 2
     with pytest.raises(InputError, match="batch_size=16 does not split over 3"):
         job.step_model(CLUSTER, 3)

@@ -29,7 +29,7 @@ JOB = Job(
         num_layers=4,
         num_heads=4,
         seq_len=256,
-        ffn="moe:2",
+        moe_every=2,
         moe=MoEShape(num_experts=8, hidden=512, shared_hidden=64),
     ),
     data=DataShape(vocab_size=1000),

@@ -48,7 +48,11 @@ def test_the_roofline_is_never_passed_and_holds_the_plans_experts() -> None:
 @pytest.mark.parametrize("again", [False, True])
 def test_the_bars_of_a_step_are_its_parts_and_end_with_it(again: bool) -> None:
     shape = ModelShape(
-        num_layers=4, ffn="moe:2:512", checkpoint_activations=again, moe=MoEShape(num_experts=8, shared_hidden=64)
+        num_layers=4,
+        moe_every=2,
+        dense_hidden=512,
+        checkpoint_activations=again,
+        moe=MoEShape(num_experts=8, shared_hidden=64),
     )
     job = Job(batch_size=16, accumulation=3, model=shape)
     best = search(job, H100, Settings(pins=Pins(tp=1, ep=8, etp=1), keep=1)).best

@@ -72,7 +72,7 @@ def test_counts_come_back(tmp_path):
     assert (trace.samples(1, 1, 0) == counted(segment)[1, 0, 1]).all()
     assert trace.counts(0, 0).shape == (4, 5)
     with pytest.raises(
-        InputError, match="holds counts only, not the tokens' experts: record it with --routing record:tokens"
+        InputError, match="holds counts only, not the tokens' experts: record it with --record-routing tokens"
     ):
         trace.experts(0, 0)
 
@@ -169,8 +169,8 @@ def other_files(folder: Path) -> dict[str, str]:
     write_segment(large, folder / "large.npz")
     (folder / "nothing").mkdir()
     return {
-        "other.npz": "is not a routing trace: make one with moesaic train --routing record:counts",
-        "plain.npy": "is not a routing trace: make one with moesaic train --routing record:counts",
+        "other.npz": "is not a routing trace: make one with moesaic train --record-routing counts",
+        "plain.npy": "is not a routing trace: make one with moesaic train --record-routing counts",
         "newer.npz": "has version 2, this Moesaic reads up to 1: upgrade it",
         "torn.npz": "its header is damaged",
         "mixed": "is of another model or run than steps-00000000.npz, num_experts=6 (not 5): keep",

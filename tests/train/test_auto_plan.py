@@ -21,8 +21,8 @@ from runs import lines, tiny
 from train.worlds import Outcome, assert_same_run, train_on
 
 BASE = {
-    "batch_size": 4, "precision": "float64", "evaluate": (8, 5), "steps": 16, "save": "8",
-    "optimizer": {"schedule": "cosine:1:warmup=0"},
+    "batch_size": 4, "precision": "float64", "evaluate": {"every": 8, "sequences": 5}, "steps": 16, "save": {"every": 8},
+    "optimizer": {"final_share": 1.0, "warmup_steps": 0},
 }  # fmt: skip
 """A constant learning rate, so that a run in two parts equals the run in one."""
 MESH = {"tp": 2, "ep": 2, "ranks_per_node": 1}

@@ -12,7 +12,13 @@ from moesaic.train.config import TrainConfig
 from runs import lines, run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, assert_same_run, train_on
 
-BASE = {"batch_size": 8, "precision": "float64", "evaluate": (100, 5), "model": {"num_heads": 4}, "steps": 4}
+BASE = {
+    "batch_size": 8,
+    "precision": "float64",
+    "evaluate": {"every": 100, "sequences": 5},
+    "model": {"num_heads": 4},
+    "steps": 4,
+}
 NODES = {"ep": 4, "ranks_per_node": 2}
 SLOW = """
 nodes = 2
@@ -117,10 +123,8 @@ def test_what_cannot_go_with_placement_is_refused_at_once(tmp_path: Path, option
 
 
 def test_bad_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match=r"balance\.experts='balanced:0': write the steps between decisions, at least 1"
-    ):
-        tiny(tmp_path, balance={"experts": "balanced:0"})
+    with pytest.raises(InputError, match=r"balance\.experts_every=0: must be at least 1"):
+        tiny(tmp_path, balance={"experts": "balanced", "experts_every": 0})
     with pytest.raises(InputError, match=r"balance\.samples=two_stage: one process has nowhere to move samples"):
         run_quietly(tiny(tmp_path, balance={"samples": "two_stage"}))
     assert not (tmp_path / "run").exists()

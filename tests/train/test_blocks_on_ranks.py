@@ -22,10 +22,10 @@ from train.worlds import Outcome, assert_same_run, train_on
 
 GPT2 = {"norm": "layer", "positions": "learned", "bias": True}
 BLOCKS: dict[str, dict[str, Any]] = {
-    "gpt2": {"block": GPT2, "ffn": "dense:32"},
-    "modern": {"block": {"attention": "plain:kv_heads=2:head_dim=6:qk_norm", "tied": False}, "conv_width": 1},
-    "bert": {"block": GPT2 | {"kind": "encoder", "norm": "post_layer"}, "ffn": "moe:2"},
-    "pairs": {"block": GPT2 | {"kind": "encoder_decoder", "tied": False}, "num_layers": 4, "ffn": "moe:2"},
+    "gpt2": {"block": GPT2, "ffn": "dense", "dense_hidden": 32},
+    "modern": {"block": {"kv_heads": 2, "head_dim": 6, "qk_norm": True, "tied": False}, "conv_width": 1},
+    "bert": {"block": GPT2 | {"kind": "encoder", "norm": "post_layer"}, "moe_every": 2},
+    "pairs": {"block": GPT2 | {"kind": "encoder_decoder", "tied": False}, "num_layers": 4, "moe_every": 2},
 }
 MESHES: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2, "ep": 2},
@@ -47,10 +47,10 @@ def write_pairs(path: Path) -> Path:
 def config_of(folder: Path, block: str, mesh: str = "") -> TrainConfig:
     more: dict[str, Any] = {"mesh": MESHES[mesh]} if mesh else {}
     if block == "pairs":
-        more["data"] = {"path": [str(write_pairs(folder / "pairs.jsonl"))], "val": ["share:0.2"]}
+        more["data"] = {"path": [str(write_pairs(folder / "pairs.jsonl"))], "val_share": 0.2}
     model = {"num_heads": 4, **BLOCKS[block]}
     return tiny(
-        folder, steps=3, batch_size=4, precision="float64", evaluate=(100, 5), model=model,
+        folder, steps=3, batch_size=4, precision="float64", evaluate={"every": 100, "sequences": 5}, model=model,
         out=str(folder / f"{block}-{mesh}"), **more,
     )  # fmt: skip
 

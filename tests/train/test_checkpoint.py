@@ -364,14 +364,15 @@ def test_recomputing_activations_is_no_other_architecture(tmp_path):
 
 
 KNOBS = {
-    "losses": ("load_balance_sequence:0.5", "z_loss:0.1", "importance:0.1"), "capacity": "fixed:2:score",
-    "router": "sigmoid:bias_rate=0.1",
+    "load_balance": 0.5, "load_balance_level": "sequence", "z_loss": 0.1, "importance": 0.1,
+    "capacity": "fixed", "capacity_factor": 2.0, "capacity_order": "score", "capacity_scope": "rank",
+    "router": "sigmoid", "router_options": {"bias_rate": 0.1},
 }  # fmt: skip
 
 
 def test_what_steers_training_is_no_other_architecture(tmp_path):
     model = save(tmp_path, 3)
-    other = replace(SHAPE, seq_len=32, ffn="moe:1:99", moe=replace(SHAPE.moe, **KNOBS))
+    other = replace(SHAPE, seq_len=32, dense_hidden=99, moe=replace(SHAPE.moe, **KNOBS))
     twin = GPT(other, VOCABULARY)
     load_into(twin, load_checkpoint(tmp_path, pytest.fail), other, VOCABULARY)
     assert_same(twin.state_dict(), model.state_dict())
@@ -388,14 +389,14 @@ OTHER_SHAPES = {
     "moe.top_k": (SHAPE, {}, {"top_k": 1}),
     "moe.hidden": (SHAPE, {}, {"hidden": 16}),
     "moe.shared_hidden": (SHAPE, {}, {"shared_hidden": 8}),
-    "ffn ": (SHAPE, {"ffn": "moe:2"}, {}),
+    "moe_every": (SHAPE, {"moe_every": 2}, {}),
     "moe.router": (SHAPE, {}, {"router": "gshard"}),
     "moe.experts": (SHAPE, {}, {"experts": "gelu"}),
-    "moe.router_options.num_groups": (GROUPED, {}, {"router": "group_limited:num_groups=2"}),
-    "moe.router_options.top_groups": (GROUPED, {}, {"router": "group_limited:top_groups=1"}),
-    "ffn.hidden": (DENSE, {"ffn": "dense:48"}, {}),
-    "block.attention.kv_heads": (SHAPE, {"block": BlockConfig(attention="plain:kv_heads=1")}, {}),
-    "block.attention.qk_norm": (SHAPE, {"block": BlockConfig(attention="plain:qk_norm")}, {}),
+    "moe.router_options.num_groups": (GROUPED, {}, {"router": "group_limited", "router_options": {"num_groups": 2}}),
+    "moe.router_options.top_groups": (GROUPED, {}, {"router": "group_limited", "router_options": {"top_groups": 1}}),
+    "dense_hidden": (DENSE, {"ffn": "dense", "dense_hidden": 48}, {}),
+    "block.kv_heads": (SHAPE, {"block": BlockConfig(kv_heads=1)}, {}),
+    "block.qk_norm": (SHAPE, {"block": BlockConfig(qk_norm=True)}, {}),
 }
 
 
@@ -408,7 +409,7 @@ def test_every_field_of_the_architecture_counts(field):
 
 
 def test_a_dense_model_is_compared_by_its_width():
-    same = replace(DENSE, ffn=f"dense:{DENSE.active_hidden}", moe=replace(DENSE.moe, num_experts=2, router="softmax"))
+    same = replace(DENSE, dense_hidden=DENSE.active_hidden, moe=replace(DENSE.moe, num_experts=2, router="softmax"))
     assert architecture(same) == architecture(DENSE)
 
 
@@ -468,7 +469,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fails_at", ["model.safetensors", "optimizer.safetensors"])
 def test_a_full_disk_leaves_earlier_checkpoints_and_metrics(tmp_path, monkeypatch, fails_at):
-    config = tiny(tmp_path, steps=3, save="1")
+    config = tiny(tmp_path, steps=3, save={"every": 1})
     plain = checkpoint_module.save_file
     before: dict[str, bytes] = {}
 

@@ -88,11 +88,11 @@ def test_the_split_depends_on_names_below_the_root_only():
 def test_many_files_are_split_by_file_and_few_by_position(tmp_path):
     for index in range(FEW_FILES + 20):
         (tmp_path / f"{index:03}.txt").write_text(f"<{index:03}>")
-    corpus = load_corpus(data(tmp_path, val=("share:0.3",)))
+    corpus = load_corpus(data(tmp_path, val_share=0.3))
     train, val = bytes(corpus.train), bytes(corpus.val)
     assert sorted((train + b"\0" + val).split(b"\0")) == [b"<%03d>" % i for i in range(FEW_FILES + 20)]
     assert val.count(b"<") > 2
-    few = load_corpus(data(*[tmp_path / f"{i:03}.txt" for i in range(4)], val=("share:0.25",)))
+    few = load_corpus(data(*[tmp_path / f"{i:03}.txt" for i in range(4)], val_share=0.25))
     assert bytes(few.train) == b"<000>\0<001>\0<002>"
     assert bytes(few.val) == b"\0<003>"
 
@@ -104,10 +104,10 @@ def test_an_empty_file_is_not_set_aside(tmp_path):
     emptied = split_by_name(files, 0.3, None)[1]
     for path in emptied[:-1]:
         path.write_text("")
-    corpus = load_corpus(data(tmp_path, val=("share:0.3",)))
+    corpus = load_corpus(data(tmp_path, val_share=0.3))
     assert bytes(corpus.val) == b"text of " + emptied[-1].name.encode()
     emptied[-1].write_text("")
-    corpus = load_corpus(data(tmp_path, val=("share:0.3",)))
+    corpus = load_corpus(data(tmp_path, val_share=0.3))
     assert len(corpus.val) > 0
 
 
@@ -251,7 +251,7 @@ def test_bin_files_are_little_endian_integers(tmp_path, dtype, largest):
     path = tokens_file(tmp_path / "a.bin", ids, dtype)
     if dtype == "uint8":  # the others follow from the vocabulary
         path.with_suffix(".json").write_text('{"dtype": "uint8"}')
-    corpus = load_corpus(data(path, vocab_size=largest + 1, val=("share:0.1",)))
+    corpus = load_corpus(data(path, vocab_size=largest + 1, val_share=0.1))
     assert corpus.train.tolist() == ids[:90]
     assert corpus.val.tolist() == ids[90:]
     assert isinstance(corpus.train, np.memmap)
@@ -265,7 +265,7 @@ def test_bin_files_are_little_endian_integers(tmp_path, dtype, largest):
 
 def test_several_bin_files_stand_in_a_row(tmp_path):
     paths = [tokens_file(tmp_path / f"{i}.bin", list(range(10 * i, 10 * i + 10)), "uint16") for i in range(3)]
-    corpus = load_corpus(data(*paths, val=("share:0.5",)))
+    corpus = load_corpus(data(*paths, val_share=0.5))
     assert [*corpus.train.tolist(), *corpus.val.tolist()] == list(range(30))
     corpus = load_corpus(data(*paths[:2], val=(str(paths[2]),)))
     assert corpus.train.tolist() == list(range(20))

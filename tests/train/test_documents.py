@@ -71,7 +71,7 @@ def test_what_has_zero_bytes_is_no_text(tmp_path, place):
 
 
 def test_documents_of_rows_are_separated_like_files(tmp_path):
-    corpus = load_corpus(DataConfig(path=(str(text(tmp_path / "a.jsonl", LINES)),), val=("share:0.2",)))
+    corpus = load_corpus(DataConfig(path=(str(text(tmp_path / "a.jsonl", LINES)),), val_share=0.2))
     assert bytes(corpus.train) + bytes(corpus.val) == b"\0".join(TEXTS)
 
 
@@ -89,7 +89,7 @@ def test_a_saved_dataset_is_its_table(tmp_path):
     folder = tmp_path / "saved"
     datasets.Dataset.from_dict({"text": ["one", "two", "three"], "id": [1, 2, 3]}).save_to_disk(str(folder))
     assert find_files((str(folder),), "data.path") == [folder]
-    corpus = load_corpus(DataConfig(path=(str(folder),), val=("share:0.3",)))
+    corpus = load_corpus(DataConfig(path=(str(folder),), val_share=0.3))
     assert bytes(corpus.train) + bytes(corpus.val) == b"one\0two\0three"
 
 

@@ -161,7 +161,7 @@ def node(folder: Path, port: int, script: Path, nodes: str = "1:2") -> Forked:
     ("change", "worlds"), [("lost", [4, 2]), ("joins", [2, 4]), ("lost, and another joins", [4, 2, 4])]
 )
 def test_a_run_whose_nodes_change_goes_on_with_the_mesh_and_the_losses_of_those_there_are(tmp_path, change, worlds):
-    config = tiny(tmp_path, steps=30, batch_size=4, save="5:keep=99", existing="resume")
+    config = tiny(tmp_path, steps=30, batch_size=4, save={"every": 5, "keep": 99}, existing="resume")
     config = replace(config, planner=replace(config.planner, plan="search"))
     write_config(config, tmp_path / "given.json")
     script, run = tmp_path / "slowly.py", tmp_path / "run"

@@ -31,7 +31,7 @@ def test_the_loss_per_byte_of_a_tokenizer_counts_bytes(tmp_path):
 
 
 def test_the_validation_loss_is_that_of_the_model_over_the_windows(tmp_path):
-    config = tiny(tmp_path, steps=1, evaluate=(100, 3))
+    config = tiny(tmp_path, steps=1, evaluate={"every": 100, "sequences": 3})
     run_quietly(config)
     model = GPT(config.model, 256)
     model.load_state_dict(parameters(tmp_path / "run"))
@@ -77,7 +77,7 @@ def test_the_batch_size_does_not_change_the_loss(tmp_path):
 
 
 def test_a_validation_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
-    config = tiny(tmp_path, steps=4, save="2", evaluate=(3, 4))
+    config = tiny(tmp_path, steps=4, save={"every": 2}, evaluate={"every": 3, "sequences": 4})
     plain = GPT.forward
 
     def spoilt(self, tokens, targets=None, **options):

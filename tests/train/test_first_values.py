@@ -26,7 +26,7 @@ from worlds import on_ranks
 
 MOE = {"num_experts": 4, "top_k": 2, "hidden": 20, "shared_hidden": 12, "router": "noisy"}
 MODELS: dict[str, dict[str, Any]] = {
-    "tied": {"dim": 20, "num_layers": 3, "num_heads": 2, "ffn": "moe:2", "moe": MOE},
+    "tied": {"dim": 20, "num_layers": 3, "num_heads": 2, "moe_every": 2, "moe": MOE},
     "untied": {
         "num_layers": 4,
         "moe": {**MOE, "router": "sigmoid"},
@@ -42,9 +42,9 @@ MESHES: dict[str, dict[str, Any]] = {
     "ep 2, etp 2": {"ep": 2, "etp": 2},
     "tp 2": {"tp": 2},
     "tp 2, ep 2": {"tp": 2, "ep": 2, "sequence_parallel": True},
-    "pp 2": {"pp": (2,)},
-    "pp 2, ep 2": {"pp": (2,), "ep": 2},
-    "pp 2, tp 2": {"pp": (2,), "tp": 2, "etp": 2},
+    "pp 2": {"pp": 2},
+    "pp 2, ep 2": {"pp": 2, "ep": 2},
+    "pp 2, tp 2": {"pp": 2, "tp": 2, "etp": 2},
 }
 
 
@@ -134,7 +134,7 @@ def test_a_rank_draws_its_experts_and_its_stage_alone(tmp_path):
     settings = {"batch_size": 4, "accumulation": 2, "model": model, "data": {"vocab_size": 256}}
     configs = [
         tiny(tmp_path, **settings, mesh=mesh, out=str(tmp_path / str(number)))
-        for number, mesh in enumerate(({"ep": 2}, {"pp": (2,)}))
+        for number, mesh in enumerate(({"ep": 2}, {"pp": 2}))
     ]
     whole = counted(tiny(tmp_path, **settings, out=str(tmp_path / "one")))
     experts, embedding = 4 * 8 * 3 * 16 * 16, 256 * 16
@@ -149,12 +149,10 @@ def counted_all(configs: list[TrainConfig]) -> list[int]:
 
 def shrunk(config: ModelConfig) -> ModelConfig:
     """Return a model of the same kind with small sizes."""
-    heads = config.block.heads
-    kv_heads = "" if heads.kv_heads is None else ":kv_heads=2"
-    attention = f"plain{kv_heads}{':head_dim=8' if heads.head_dim else ''}{':qk_norm' if heads.qk_norm else ''}"
+    kv_heads, head_dim = config.block.kv_heads and 2, config.block.head_dim and 8
     moe = replace(config.moe, num_experts=8, top_k=min(config.moe.top_k, 2), hidden=16, router="switch")
     layers = 4 if config.num_layers > 1 else 1
-    block = replace(config.block, attention=attention)
+    block = replace(config.block, kv_heads=kv_heads, head_dim=head_dim)
     return replace(config, dim=32, num_heads=4, num_layers=layers, seq_len=16, moe=moe, block=block)
 
 

@@ -210,7 +210,7 @@ def test_a_rank_that_dies_says_why_and_the_others_leave(tmp_path, error, said):
 def undisturbed(tmp_path_factory) -> Path:
     """The folder of a run of seven steps that nobody kills."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    whole = start(tiny(folder, steps=7, batch_size=4, save="7", mesh={"ep": 2}), folder)
+    whole = start(tiny(folder, steps=7, batch_size=4, save={"every": 7}, mesh={"ep": 2}), folder)
     _, err = whole.communicate(timeout=300)
     assert whole.returncode == 0, err
     return folder / "run"
@@ -219,7 +219,7 @@ def undisturbed(tmp_path_factory) -> Path:
 @pytest.mark.random
 @pytest.mark.parametrize("rendezvous", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_twice_is_started_anew_and_ends_as_if_undisturbed(tmp_path, rendezvous, undisturbed):
-    config = tiny(tmp_path, steps=7, batch_size=4, save="1", existing="resume", mesh={"ep": 2})
+    config = tiny(tmp_path, steps=7, batch_size=4, save={"every": 1}, existing="resume", mesh={"ep": 2})
     script = tmp_path / "die.py"
     script.write_text(DIE)
     elastic = ("--standalone",) if rendezvous == "c10d" else ("--master-port", str(free_port()))
@@ -239,7 +239,7 @@ def test_a_run_that_is_killed_twice_is_started_anew_and_ends_as_if_undisturbed(t
 def test_kills_in_the_threads_that_write_checkpoints_cost_nothing_but_the_steps_since_the_last(
     tmp_path, undisturbed, kills
 ):
-    changes = {"steps": 7, "batch_size": 4, "save": "1:keep=1:background"}
+    changes = {"steps": 7, "batch_size": 4, "save": {"every": 1, "keep": 1, "background": True}}
     config = tiny(tmp_path, **changes, existing="resume", mesh={"ep": 2})
     script = tmp_path / "die.py"
     script.write_text(DIE_IN_BACKGROUND.replace("{kills}", str(dict(enumerate(kills)))))
@@ -260,7 +260,7 @@ def test_kills_in_the_threads_that_write_checkpoints_cost_nothing_but_the_steps_
 def test_a_refusal_after_a_restart_is_still_said(tmp_path):
     script = tmp_path / "die.py"
     script.write_text(DIE)
-    config = tiny(tmp_path, steps=7, batch_size=4, save="1", existing="refuse", mesh={"ep": 2})
+    config = tiny(tmp_path, steps=7, batch_size=4, save={"every": 1}, existing="refuse", mesh={"ep": 2})
     process = start(config, tmp_path, script=script, elastic=("--standalone", "--max-restarts", "1"))
     try:
         _, err = process.communicate(timeout=300)

@@ -17,6 +17,7 @@ from moesaic.errors import TrainingError
 from moesaic.models.gpt import GPT, GPTOutput
 from moesaic.train import checkpoint
 from moesaic.train.checkpoint import list_checkpoints, load_checkpoint
+from moesaic.train.config import EvaluateConfig, SaveConfig
 from moesaic.train.data import Batches
 from moesaic.train.loop import Trainer
 from moesaic.train.state import open_run
@@ -35,8 +36,8 @@ from runs import (
 
 VARIANTS = {
     "noisy": {"model": {"moe": {"router": "noisy"}}},
-    "sigmoid": {"model": {"moe": {"router": "sigmoid:bias_rate=0.01"}}},
-    "global batch": {"model": {"moe": {"losses": ["load_balance_global_batch:0.01"]}}},
+    "sigmoid": {"model": {"moe": {"router": "sigmoid", "router_options": {"bias_rate": 0.01}}}},
+    "global batch": {"model": {"moe": {"load_balance_level": "global_batch"}}},
     "tokenizer": {"data": {"tokenizer": "given.json"}, "model": {"moe": {"router": "noisy"}}},
     "recomputed": {"model": {"checkpoint_activations": True, "moe": {"router": "noisy"}}},
 }
@@ -154,7 +155,7 @@ def test_a_run_taken_up_after_its_last_step_is_evaluated_again(tmp_path):
 
 
 def test_steps_after_the_last_checkpoint_are_taken_again(tmp_path):
-    config = tiny(tmp_path, steps=4, save="2", evaluate=(1, 4))
+    config = tiny(tmp_path, steps=4, save={"every": 2}, evaluate={"every": 1, "sequences": 4})
     run_quietly(config)
     expected = losses(tmp_path / "run")
     for path in list_checkpoints(tmp_path / "run" / "checkpoints")[1:]:
@@ -168,7 +169,9 @@ def test_steps_after_the_last_checkpoint_are_taken_again(tmp_path):
 def test_evaluating_and_logging_change_nothing(tmp_path):
     seldom = tiny(tmp_path, **VARIANTS["noisy"])
     run_quietly(seldom)
-    often = replace(seldom, out=str(tmp_path / "often"), evaluate=(1, 4), save="1")
+    often = replace(
+        seldom, out=str(tmp_path / "often"), evaluate=EvaluateConfig(every=1, sequences=4), save=SaveConfig(every=1)
+    )
     run_quietly(often)
     assert losses(tmp_path / "often") == losses(tmp_path / "run")
     assert_same(parameters(tmp_path / "often"), parameters(tmp_path / "run"))
@@ -181,7 +184,7 @@ def test_evaluating_and_logging_change_nothing(tmp_path):
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_accumulation_is_one_larger_batch(tmp_path, z_loss):
-    moe = {"losses": [f"z_loss:{z_loss}"]}
+    moe = {"load_balance": 0.0, "z_loss": z_loss}
     large = tiny(tmp_path, steps=1, batch_size=4, model={"moe": moe})
     run_quietly(large)
     run_quietly(replace(large, out=str(tmp_path / "small"), batch_size=2, accumulation=2))
@@ -198,7 +201,7 @@ def test_accumulation_is_one_larger_batch(tmp_path, z_loss):
 def test_the_z_loss_reaches_the_gradient(tmp_path):
     for name, z_loss in (("without", 0.0), ("with", 0.1)):
         out = str(tmp_path / name)
-        run_quietly(tiny(tmp_path, steps=1, out=out, model={"moe": {"losses": [f"z_loss:{z_loss}"]}}))
+        run_quietly(tiny(tmp_path, steps=1, out=out, model={"moe": {"load_balance": 0.0, "z_loss": z_loss}}))
     assert losses(tmp_path / "without") == losses(tmp_path / "with")
     moments = [
         load_checkpoint(tmp_path / name / "checkpoints", pytest.fail).optimizer["blocks.0.ffn.router.weight.exp_avg"]
@@ -208,7 +211,7 @@ def test_the_z_loss_reaches_the_gradient(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(tmp_path, monkeypatch):
-    config = tiny(tmp_path, steps=5, save="2", numbers=(1, "warn"))
+    config = tiny(tmp_path, steps=5, save={"every": 2}, nonfinite_steps=1)
     plain, calls = GPT.forward, []
 
     def spoilt(self, tokens, targets=None, **options):
@@ -234,11 +237,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(tm
 
 def test_an_absurd_learning_rate_says_that_nothing_was_saved(tmp_path):
     with pytest.raises(TrainingError, match=r"of step 4 is not finite .*; no checkpoint was written yet: lower"):
-        run_quietly(tiny(tmp_path, steps=9, optimizer={"lr": 1e38, "schedule": "cosine:0.1:warmup=0"}))
+        run_quietly(tiny(tmp_path, steps=9, optimizer={"lr": 1e38, "warmup_steps": 0}))
 
 
 def test_parameters_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
-    config = tiny(tmp_path, steps=3, save="1")
+    config = tiny(tmp_path, steps=3, save={"every": 1})
     plain = torch.optim.AdamW.step
 
     def spoil(self, *options):
@@ -259,7 +262,7 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
 
 
 def test_metrics_hold_every_figure_per_layer(tmp_path):
-    run_quietly(tiny(tmp_path, accumulation=2, model={"moe": {"losses": ["load_balance:0.01", "z_loss:0.01"]}}))
+    run_quietly(tiny(tmp_path, accumulation=2, model={"moe": {"z_loss": 0.01}}))
     found = lines(tmp_path / "run", "train")
     assert len(found) == 4
     for line in found:
@@ -286,7 +289,7 @@ def test_a_dense_model_has_no_expert_figures(tmp_path):
 
 
 def test_auxiliary_losses_are_means_over_all_micro_batches(tmp_path):
-    config = tiny(tmp_path, steps=1, accumulation=3, model={"moe": {"losses": ["load_balance:0.01", "z_loss:0.01"]}})
+    config = tiny(tmp_path, steps=1, accumulation=3, model={"moe": {"z_loss": 0.01}})
     state = open_run(replace(config, out=str(tmp_path / "open")), pytest.fail)
     found: dict[str, list[float]] = {"load_balance": [], "z_loss": []}
     for micro in range(3):
@@ -317,7 +320,7 @@ def test_clipping_can_be_turned_off(tmp_path):
 
 
 def test_saving_honours_when_and_how_many(tmp_path):
-    run_quietly(tiny(tmp_path, steps=5, save="2:keep=2"))
+    run_quietly(tiny(tmp_path, steps=5, save={"every": 2, "keep": 2}))
     kept = [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
     assert kept == ["step-00000004", "step-00000005"]
     assert not [name for name in snapshot(tmp_path / "run") if ".writing" in name]
@@ -340,12 +343,12 @@ def test_a_checkpoint_is_written_while_training_goes_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "save_file", slowly)
     monkeypatch.setattr(Trainer, "_step", stepping)
-    config = tiny(tmp_path, steps=7, save="2:keep=9:background")
+    config = tiny(tmp_path, steps=7, save={"every": 2, "keep": 9, "background": True})
     run_quietly(config)
     assert waited[0]
     monkeypatch.undo()
     skip_measuring(monkeypatch)
-    run_quietly(replace(config, out=str(tmp_path / "waits"), save="2:keep=9"))
+    run_quietly(replace(config, out=str(tmp_path / "waits"), save=SaveConfig(every=2, keep=9)))
     assert losses(tmp_path / "run") == losses(tmp_path / "waits")
     for one, other in zip(*(list_checkpoints(tmp_path / out / "checkpoints") for out in ("run", "waits")), strict=True):
         assert one.name == other.name

@@ -105,7 +105,7 @@ def events(folder: Path) -> EventAccumulator:
 
 
 def test_tensorboard_holds_the_scalars_of_a_run(tmp_path):
-    run_quietly(tiny(tmp_path, trackers=["tensorboard"], evaluate=(2, 4)))
+    run_quietly(tiny(tmp_path, tensorboard=True, evaluate={"every": 2, "sequences": 4}))
     found = events(tmp_path / "run")
     assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3, 4]
     for event, (step, loss) in zip(found.Scalars("train/loss"), losses(tmp_path / "run")):
@@ -118,8 +118,8 @@ def test_tensorboard_holds_the_scalars_of_a_run(tmp_path):
 def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         signal_after(patch, 2)
-        run_quietly(tiny(tmp_path, trackers=["tensorboard"]))
-    run_quietly(tiny(tmp_path, trackers=["tensorboard"], existing="resume"))
+        run_quietly(tiny(tmp_path, tensorboard=True))
+    run_quietly(tiny(tmp_path, tensorboard=True, existing="resume"))
     assert [event.step for event in events(tmp_path / "run").Scalars("train/loss")] == [1, 2, 3, 4]
 
 

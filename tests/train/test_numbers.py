@@ -88,7 +88,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_step_whose_numbers_are_wrong_is_left_out_and_says_where_it_began(tmp_path, fault, said):
     spoil_steps({2: fault})
-    result, screen = run_quietly(tiny(tmp_path, steps=5, save="1:keep=9"))
+    result, screen = run_quietly(tiny(tmp_path, steps=5, save={"every": 1, "keep": 9}))
     assert result.step == 5
     assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 4, 5]
     (line,) = lines(tmp_path / "run", "skipped")
@@ -120,8 +120,8 @@ def test_wrong_steps_in_a_row_end_the_run_and_others_do_not(tmp_path):
     ):
         assert part in str(caught.value)
     assert [step for step, _ in losses(tmp_path / "run")] == [1, 4]
-    with pytest.raises(InputError, match="numbers=0 warn: the steps must be at least 1"):
-        tiny(tmp_path, numbers=(0, "warn"))
+    with pytest.raises(InputError, match="nonfinite_steps=0: must be at least 1"):
+        tiny(tmp_path, nonfinite_steps=0)
 
 
 def test_a_run_that_left_steps_out_is_taken_up_bit_by_bit(tmp_path, monkeypatch):
@@ -143,7 +143,7 @@ def _spoil_on_two() -> None:
 
 
 def test_on_two_ranks_all_leave_the_step_out_and_name_the_one_that_spoilt_it(tmp_path):
-    config = tiny(tmp_path, steps=5, batch_size=4, mesh={"ep": 2}, numbers=(4, "warn"))
+    config = tiny(tmp_path, steps=5, batch_size=4, mesh={"ep": 2}, nonfinite_steps=4)
     (outcomes,) = train_on(2, [config], _spoil_on_two)
     assert [each.refusal for each in outcomes] == ["", ""]
     origins = [line["origin"] for line in lines(tmp_path / "run", "skipped")]
@@ -166,7 +166,14 @@ def _drift(by: float) -> None:
 
 
 def test_ranks_whose_copies_of_a_weight_drift_apart_are_named(tmp_path):
-    config = tiny(tmp_path, steps=4, batch_size=4, evaluate=(2, 4), save="1", mesh={"tp": 2, "ep": 2})
+    config = tiny(
+        tmp_path,
+        steps=4,
+        batch_size=4,
+        evaluate={"every": 2, "sequences": 4},
+        save={"every": 1},
+        mesh={"tp": 2, "ep": 2},
+    )
     (outcomes,) = train_on(2, [config], partial(_drift, 0.01))
     (said,) = {each.refusal for each in outcomes}
     assert said.startswith(
@@ -226,7 +233,7 @@ def leaping(monkeypatch: pytest.MonkeyPatch, micro_batch: int) -> None:
 
 @pytest.mark.parametrize("spikes", ["warn", "rollback"])
 def test_a_leap_is_said_or_rolled_back(tmp_path, monkeypatch, spikes):
-    config = tiny(tmp_path, steps=26, save="10", optimizer={"lr": 1e-3}, numbers=(3, spikes))
+    config = tiny(tmp_path, steps=26, save={"every": 10}, optimizer={"lr": 1e-3}, on_spike=spikes)
     leaping(monkeypatch, 22)
     result, screen = run_quietly(config)
     assert result.step == 26
@@ -250,7 +257,7 @@ def test_a_run_that_leaps_whatever_it_trains_on_goes_on_after_three_returns(tmp_
         return (10 * loss if self.state.step == 22 else loss), auxiliary
 
     monkeypatch.setattr(Trainer, "_accumulate", accumulate)
-    config = tiny(tmp_path, steps=26, save="20", optimizer={"lr": 1e-3}, numbers=(3, "rollback"))
+    config = tiny(tmp_path, steps=26, save={"every": 20}, optimizer={"lr": 1e-3}, on_spike="rollback")
     monkeypatch.setattr("moesaic.train.numbers.FEWEST", 2)
     result, screen = run_quietly(config)
     assert result.step == 26

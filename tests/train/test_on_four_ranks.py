@@ -12,7 +12,7 @@ from moesaic.train.config import TrainConfig
 from runs import run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, assert_same_run, train_on
 
-BASE = {"batch_size": 4, "precision": "float64", "evaluate": (100, 5), "model": {"num_heads": 4}}
+BASE = {"batch_size": 4, "precision": "float64", "evaluate": {"every": 100, "sequences": 5}, "model": {"num_heads": 4}}
 PLANS = {
     "dp 2, tp 2, edp 2": ({"tp": 2, "ep": 2}, {"schedule": "s2"}),
     "dp 2, tp 2, ep 2, etp 2": ({"tp": 2, "ep": 2, "etp": 2}, {"schedule": "s1", "all_to_all": "hier2d"}),

@@ -10,20 +10,21 @@ from pathlib import Path
 import pytest
 
 from moesaic.train.checkpoint import list_checkpoints, load_checkpoint
-from moesaic.train.config import TrainConfig
+from moesaic.train.config import SaveConfig, TrainConfig
 from runs import assert_same, lines, parameters, run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, assert_same_run, difference, train_on
 
-BASE = {"batch_size": 4, "precision": "float64", "evaluate": (2, 5), "steps": 2}
-DENSE = {"model": {"ffn": "dense:24"}}
-ODD_VOCABULARY = {"data": {"vocab_size": 301}, "model": {"ffn": "dense:24"}}
+BASE = {"batch_size": 4, "precision": "float64", "evaluate": {"every": 2, "sequences": 5}, "steps": 2}
+DENSE = {"model": {"ffn": "dense", "dense_hidden": 24}}
+ODD_VOCABULARY = {"data": {"vocab_size": 301}, "model": {"ffn": "dense", "dense_hidden": 24}}
 FULL = {
     "accumulation": 2,
     "model": {
         "checkpoint_activations": True,
         "moe": {
-            "router": "sigmoid:bias_rate=0.01", "shared_hidden": 8, "capacity": "fixed:1",
-            "losses": ["load_balance_global_batch:0.01", "z_loss:0.01"],
+            "router": "sigmoid", "router_options": {"bias_rate": 0.01}, "shared_hidden": 8,
+            "capacity": "fixed", "capacity_factor": 1.0,
+            "load_balance_level": "global_batch", "z_loss": 0.01,
         },
     },
 }  # fmt: skip
@@ -75,17 +76,15 @@ def refusals(folder: Path) -> dict[str, TrainConfig | list[TrainConfig]]:
             folder, **BASE, mesh={"ep": 2}, plan={"all_to_all": "multicast"}, balance={"replication": "shadow"}
         ),
         r"InputError: out=.*blocked: holds checkpoints, which does not look like a run": replace(
-            base, out=str(folder / "blocked"), save="1"
+            base, out=str(folder / "blocked"), save=SaveConfig(every=1)
         ),
-        r"TrainingError: .* of step 2 is not finite": tiny(
-            folder, **BASE, optimizer={"lr": 1e300, "schedule": "cosine:0.1:warmup=0"}
-        ),
+        r"TrainingError: .* of step 2 is not finite": tiny(folder, **BASE, optimizer={"lr": 1e300, "warmup_steps": 0}),
     }
 
 
 def chain(folder: Path) -> list[TrainConfig]:
     """Return a run that changes its mesh: one process took its first step, its last is taken by one again."""
-    base = tiny(folder, **BASE | {"steps": 1}, out=str(folder / "chain"), save="1")
+    base = tiny(folder, **BASE | {"steps": 1}, out=str(folder / "chain"), save={"every": 1})
     run_quietly(base)
     first = tiny(folder, **BASE, out=base.out, existing="resume", mesh={"tp": 2, "ep": 2})
     second = tiny(folder, **BASE | {"steps": 3}, out=base.out, existing="resume", mesh={"etp": 2})
@@ -94,7 +93,7 @@ def chain(folder: Path) -> list[TrainConfig]:
 
 def noisy(folder: Path, mesh: str) -> list[TrainConfig]:
     """Return a run in one go, and one that is taken up again after one, with an evaluation more; the rate is constant."""
-    changes = {**BASE, "model": {"moe": {"router": "noisy"}}, "optimizer": {"schedule": "cosine:1:warmup=0"}}
+    changes = {**BASE, "model": {"moe": {"router": "noisy"}}, "optimizer": {"final_share": 1.0, "warmup_steps": 0}}
     shape = {"tp": {"tp": 2}, "dp": {"ep": 2}}[mesh]
     whole = tiny(folder, **changes, mesh=shape, out=str(folder / f"whole-{mesh}"))
     parts = replace(whole, out=str(folder / f"parts-{mesh}"), existing="resume")
@@ -116,8 +115,8 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
         for mesh in ("tp", "dp"):
             runs |= {f"noisy {mesh} {place}": config for place, config in enumerate(noisy(folder, mesh))}
         meshed = pairs["tp and ep, s1"][1]
-        background = {"save": "1:keep=9:background"}
-        runs["background"] = replace(meshed, **background, out=str(folder / "background"))
+        background = SaveConfig(every=1, keep=9, background=True)
+        runs["background"] = replace(meshed, save=background, out=str(folder / "background"))
         (folder / "blocked").mkdir()
         (folder / "blocked" / "checkpoints").write_text("a file")
         runs |= refusals(folder)
@@ -178,7 +177,9 @@ def test_a_run_goes_on_over_other_meshes_and_one_process(world, monkeypatch):
     rates = [(line["loss"], line["grad_norm"]) for line in lines(folder / "chain", "train")]
     # The schedule of the rate depends on `steps`, which grew: the runs part ways as one process's would.
     for steps in (1, 2, 3, 4):
-        config = tiny(folder, **BASE | {"steps": steps}, out=str(folder / "again"), save="1", existing="resume")
+        config = tiny(
+            folder, **BASE | {"steps": steps}, out=str(folder / "again"), save={"every": 1}, existing="resume"
+        )
         run_quietly(config)
     expected = [(line["loss"], line["grad_norm"]) for line in lines(folder / "again", "train")]
     assert rates == [pytest.approx(pair, abs=1e-9) for pair in expected]

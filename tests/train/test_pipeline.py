@@ -16,18 +16,20 @@ MOE = {
     "num_experts": 4,
     "top_k": 2,
     "hidden": 16,
-    "losses": ["load_balance_global_batch:0.01", "z_loss:0.01"],
+    "load_balance_level": "global_batch",
+    "z_loss": 0.01,
 }
-MODEL = {"num_layers": 9, "ffn": "moe:2", "moe": MOE}
+MODEL = {"num_layers": 9, "moe_every": 2, "moe": MOE}
 BASE = {
-    "batch_size": 4, "accumulation": 4, "steps": 2, "precision": "float64", "evaluate": (100, 5), "model": MODEL,
+    "batch_size": 4, "accumulation": 4, "steps": 2, "precision": "float64",
+    "evaluate": {"every": 100, "sequences": 5}, "model": MODEL,
 }  # fmt: skip
 STAGES = {
-    "1f1b-2": {"pp": (2,), "ep": 2},
-    "1f1b-4": {"pp": (4,)},
-    "interleaved-2": {"pp": (2, 2)},
-    "interleaved-4": {"pp": (4, 2)},
-    "tp": {"pp": (2, 2), "tp": 2, "etp": 2, "sequence_parallel": True},
+    "1f1b-2": {"pp": 2, "ep": 2},
+    "1f1b-4": {"pp": 4},
+    "interleaved-2": {"pp": 2, "parts_per_stage": 2},
+    "interleaved-4": {"pp": 4, "parts_per_stage": 2},
+    "tp": {"pp": 2, "parts_per_stage": 2, "tp": 2, "etp": 2, "sequence_parallel": True},
 }
 """Name to mesh of four ranks. Every second of the nine layers is dense, so parts differ in size and some have no
 experts."""
@@ -35,8 +37,8 @@ MORE = ("1f1b-2", "1f1b-4", "interleaved-2", "interleaved-4")
 """Cases that only `make test-random` runs. 1F1B is also tested by the run that changes its stages, and interleaving
 with tp."""
 REFUSED = {
-    "pp=3: 3 stages do not divide the 4 ranks": {"mesh": {"pp": (3,)}, "accumulation": 3},
-    "mesh.ep": {"mesh": {"pp": (2,), "ep": 4}},
+    "pp=3: 3 stages do not divide the 4 ranks": {"mesh": {"pp": 3}, "accumulation": 3},
+    "mesh.ep": {"mesh": {"pp": 2, "ep": 4}},
 }
 """A part of the error message to settings that only the ranks can refuse."""
 
@@ -105,14 +107,13 @@ def test_sizes_that_do_not_fit_the_ranks_are_refused(world, line):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"mesh": {"pp": (1, 2)}}, "mesh.pp=1 2: one stage has the whole model"),
-        ({"mesh": {"pp": (2, 2, 2)}}, "mesh.pp=2 2 2: write the number of stages"),
-        ({"mesh": {"pp": (4, 4)}}, "needs 16 layers or more, but model.num_layers=9"),
-        ({"mesh": {"pp": (2,)}, "accumulation": 3}, "2 stages do not divide accumulation=3"),
-        ({"mesh": {"pp": (2,)}, "balance": {"replication": "shadow"}}, "clashes with balance.replication=shadow"),
-        ({"mesh": {"pp": (2,)}, "planner": {"plan": "auto"}}, "clashes with planner.plan=auto"),
-        ({"mesh": {"pp": (2,)}, "routing": ("record:counts",)}, "clashes with routing=record:counts"),
-        ({"mesh": {"pp": (0,)}}, "mesh.pp=0: write the number of stages, at least 1"),
+        ({"mesh": {"pp": 1, "parts_per_stage": 2}}, "mesh.parts_per_stage=2: one stage has the whole model"),
+        ({"mesh": {"pp": 4, "parts_per_stage": 4}}, "needs 16 layers or more, but model.num_layers=9"),
+        ({"mesh": {"pp": 2}, "accumulation": 3}, "2 stages do not divide accumulation=3"),
+        ({"mesh": {"pp": 2}, "balance": {"replication": "shadow"}}, "clashes with balance.replication=shadow"),
+        ({"mesh": {"pp": 2}, "planner": {"plan": "auto"}}, "clashes with planner.plan=auto"),
+        ({"mesh": {"pp": 2}, "record_routing": "counts"}, "clashes with record_routing=counts"),
+        ({"mesh": {"pp": 0}}, "mesh.pp=0: must be at least 1"),
     ],
 )  # fmt: skip
 def test_settings_that_clash_are_refused(tmp_path, changes, line):

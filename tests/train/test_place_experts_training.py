@@ -17,31 +17,32 @@ from moesaic.errors import InputError
 from moesaic.planner.cluster import Machine
 from moesaic.program.grid import Grid
 from moesaic.train import balance
-from moesaic.train.config import BalanceConfig, PlannerConfig, TrainConfig
+from moesaic.train.config import BalanceConfig, PlannerConfig, SaveConfig, TrainConfig
 from runs import lines, run_quietly, skip_measuring, tiny
 from train import worlds
 from train.worlds import Outcome, assert_same_run
 from worlds import start
 
-BASE = {"batch_size": 4, "precision": "float64", "evaluate": (2, 5), "log_every": 1, "steps": 4}
+BASE = {"batch_size": 4, "precision": "float64", "evaluate": {"every": 2, "sequences": 5}, "log_every": 1, "steps": 4}
 MODEL = {
     "num_heads": 4,
     "moe": {
         "num_experts": 8,
-        "router": "sigmoid:bias_rate=0.01",
-        "losses": ["load_balance:0.01", "z_loss:0.01"],
+        "router": "sigmoid",
+        "router_options": {"bias_rate": 0.01},
+        "z_loss": 0.01,
     },
 }
 CASES = {
-    "solved, ep 4": ({"ep": 4, "ranks_per_node": 2}, {"chunks": 2}, {"experts": "balanced:1"}, {}),
-    "random, edp 2": ({"ep": 2}, {}, {"experts": "smartmoe:1"}, {}),
+    "solved, ep 4": ({"ep": 4, "ranks_per_node": 2}, {"chunks": 2}, {"experts": "balanced", "experts_every": 1}, {}),
+    "random, edp 2": ({"ep": 2}, {}, {"experts": "smartmoe", "experts_every": 1}, {}),
     "random, tp, etp": (
-        {"tp": 2, "ep": 2, "etp": 2}, {"schedule": "s2"}, {"experts": "smartmoe:2"},
+        {"tp": 2, "ep": 2, "etp": 2}, {"schedule": "s2"}, {"experts": "smartmoe", "experts_every": 2},
         {"accumulation": 2, "model": {"checkpoint_activations": True}},
     ),
     "random, sliced tokens, replication": (
         {"tp": 2, "ep": 4, "innermost": "ep"}, {"schedule": "s1"},
-        {"replication": "least_loaded", "experts": "smartmoe:1"}, {},
+        {"replication": "least_loaded", "experts": "smartmoe", "experts_every": 1}, {},
     ),
 }  # fmt: skip
 """Name to mesh, plan, placement, more."""
@@ -95,8 +96,8 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
             run_quietly(plain)
         runs = {name: meshed for name, (_, meshed) in pairs.items()}
         whole = runs["random, edp 2"]
-        parts = replace(whole, out=str(folder / "parts"), existing="resume", save="2")
-        constant = replace(whole.optimizer, schedule="cosine:1:warmup=0")
+        parts = replace(whole, out=str(folder / "parts"), existing="resume", save=SaveConfig(every=2))
+        constant = replace(whole.optimizer, final_share=1.0, warmup_steps=0)
         runs["first half"] = replace(parts, steps=2, optimizer=constant)
         runs["second half"] = replace(parts, optimizer=constant)
         runs["without"] = replace(parts, out=str(folder / "without"), balance=BalanceConfig(), optimizer=constant)
@@ -175,7 +176,7 @@ def test_configurations_that_cannot_place_experts_are_refused(tmp_path):
             r"balance\.experts=balanced with mesh\.ep=1, where every rank has all experts: choose",
         ),
         (
-            {"balance": {"experts": "balanced"}, "mesh": {"ep": 2}, "model": {"ffn": "dense:24"}},
+            {"balance": {"experts": "balanced"}, "mesh": {"ep": 2}, "model": {"ffn": "dense", "dense_hidden": 24}},
             r'balance\.experts=balanced: model\.ffn="dense" has no experts to move: leave it none',
         ),
     ):

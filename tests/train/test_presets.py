@@ -15,7 +15,7 @@ from moesaic.models.gpt import GPT
 from moesaic.planner.cluster import read_cluster
 from moesaic.planner.presets import CONFIGS, read_job
 from moesaic.planner.presets import PRESETS as MODELS
-from moesaic.train.config import PRESETS, demo, demo_dense
+from moesaic.train.config import PRESETS, EvaluateConfig, demo, demo_dense
 from moesaic_lab.paper_train.command import PRESETS as PAPER_PRESETS
 from moesaic_lab.paper_train.command import paper_preset
 from moesaic_lab.paper_train.models import Encoder, EncoderDecoder
@@ -108,7 +108,7 @@ def test_the_dense_twin_of_a_gpt2_is_gpt2(name, parameters):
 
 def test_the_dense_twin_of_parms_bert_is_bert_base_without_segments_and_pooler():
     config = ALL["parm-bert-base"]()
-    dense = built(replace(config.model, ffn="dense:3072"), config.data.vocab_size)
+    dense = built(replace(config.model, ffn="dense", dense_hidden=3072), config.data.vocab_size)
     with torch.device("meta"):
         bert = transformers.BertModel(transformers.BertConfig(), add_pooling_layer=False)
     assert count(dense) == count(bert) - count(bert, "token_type")
@@ -165,9 +165,9 @@ def test_gpt_small_has_the_size_it_says():
 @pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "seq2seq-tiny"])
 def test_the_tiny_ones_train(tmp_path, name):
     config = replace(
-        paper_preset(name), out=str(tmp_path / "run"), steps=2, device="cpu:1", trackers=(), precision="float32"
+        paper_preset(name), out=str(tmp_path / "run"), steps=2, threads=1, tensorboard=False, precision="float32"
     )
-    config = replace(config, device="cpu", evaluate=(100, 8))
+    config = replace(config, device="cpu", evaluate=EvaluateConfig(sequences=8))
     if name != "seq2seq-tiny":  # whose data are Django's
         config = replace(config, data=replace(config.data, path=(str(write_text(tmp_path / "a.txt")),)))
     assert run_quietly(config)[0].step == 2

@@ -29,14 +29,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sigmoid": {
         "model": {
             "moe": {
-                "router": "sigmoid:bias_rate=0.01",
-                "losses": ["load_balance_global_batch:0.01"],
+                "router": "sigmoid",
+                "router_options": {"bias_rate": 0.01},
+                "load_balance_level": "global_batch",
             }
         }
     },
     "gshard": {"model": {"moe": {"router": "gshard"}}},
-    "dropped": {"model": {"moe": {"capacity": "fixed:0.6:score"}}},
-    "every second": {"model": {"num_layers": 3, "ffn": "moe:2"}},
+    "dropped": {"model": {"moe": {"capacity": "fixed", "capacity_factor": 0.6, "capacity_order": "score"}}},
+    "every second": {"model": {"num_layers": 3, "moe_every": 2}},
 }
 
 
@@ -63,7 +64,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_trace_holds_what_the_routers_asked_for(tmp_path, monkeypatch, variant, holds):
     seen = spied(monkeypatch)
-    config = tiny(tmp_path, **VARIANTS[variant], routing=(f"record:{holds}",))
+    config = tiny(tmp_path, **VARIANTS[variant], record_routing=holds)
     run_quietly(config)
     trace = traced(config)
     shape = shape_of(config)
@@ -88,8 +89,8 @@ def test_a_trace_holds_what_the_routers_asked_for(tmp_path, monkeypatch, variant
 
 
 def test_counts_are_those_of_the_tokens(tmp_path):
-    by_count = tiny(tmp_path, routing=("record:counts",), accumulation=2)
-    by_token = replace(by_count, out=str(tmp_path / "tokens"), routing=("record:tokens",))
+    by_count = tiny(tmp_path, record_routing="counts", accumulation=2)
+    by_token = replace(by_count, out=str(tmp_path / "tokens"), record_routing="tokens")
     run_quietly(by_count)
     run_quietly(by_token)
     one, other = traced(by_count), traced(by_token)
@@ -105,7 +106,7 @@ def test_counts_are_those_of_the_tokens(tmp_path):
 def test_recording_changes_nothing(tmp_path):
     plain = tiny(tmp_path, **VARIANTS["recomputed"])
     run_quietly(plain)
-    run_quietly(replace(plain, out=str(tmp_path / "recorded"), routing=("record:tokens",)))
+    run_quietly(replace(plain, out=str(tmp_path / "recorded"), record_routing="tokens"))
     assert losses(tmp_path / "run") == losses(tmp_path / "recorded")
     assert_same(parameters(tmp_path / "run"), parameters(tmp_path / "recorded"))
     assert not (tmp_path / "run" / "routing").exists()
@@ -113,9 +114,9 @@ def test_recording_changes_nothing(tmp_path):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_replay_is_the_run_again_bit_by_bit(tmp_path, variant):
-    config = tiny(tmp_path, **VARIANTS[variant], routing=("record:tokens",))
+    config = tiny(tmp_path, **VARIANTS[variant], record_routing="tokens")
     run_quietly(config)
-    again = replace(config, out=str(tmp_path / "again"), routing=("record:tokens", f"replay:{config.out}"))
+    again = replace(config, out=str(tmp_path / "again"), record_routing="tokens", replay_routing=config.out)
     run_quietly(again)
     assert losses(tmp_path / "run") == losses(tmp_path / "again")
     assert_same(parameters(tmp_path / "run"), parameters(tmp_path / "again"))
@@ -123,10 +124,10 @@ def test_a_replay_is_the_run_again_bit_by_bit(tmp_path, variant):
 
 
 def test_a_replay_obeys_the_trace_and_not_its_router(tmp_path):
-    config = tiny(tmp_path, routing=("record:tokens",))
+    config = tiny(tmp_path, record_routing="tokens")
     run_quietly(config)
     free = replace(config, out=str(tmp_path / "free"), seed=1)
-    told = replace(free, out=str(tmp_path / "told"), routing=("record:tokens", f"replay:{config.out}"))
+    told = replace(free, out=str(tmp_path / "told"), record_routing="tokens", replay_routing=config.out)
     run_quietly(free)
     run_quietly(told)
     original, other, obeyed = (traced(each) for each in (config, free, told))
@@ -138,7 +139,7 @@ def test_a_replay_obeys_the_trace_and_not_its_router(tmp_path):
 
 
 def test_a_replayed_router_still_learns_and_evaluates_by_itself(tmp_path, monkeypatch):
-    config = tiny(tmp_path, routing=("record:tokens",), steps=1)
+    config = tiny(tmp_path, record_routing="tokens", steps=1)
     run_quietly(config)
     chosen = []
     plain = Trainer._evaluate
@@ -153,7 +154,8 @@ def test_a_replayed_router_still_learns_and_evaluates_by_itself(tmp_path, monkey
         replace(
             config,
             out=str(tmp_path / "again"),
-            routing=("record:tokens", f"replay:{config.out}"),
+            record_routing="tokens",
+            replay_routing=config.out,
             optimizer=replace(config.optimizer, lr=0.1),
         )
     )
@@ -166,7 +168,7 @@ def test_a_replayed_router_still_learns_and_evaluates_by_itself(tmp_path, monkey
 
 def test_a_killed_run_loses_the_last_segment_at_most(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "SEGMENT_STEPS", 2)
-    config = tiny(tmp_path, routing=("record:tokens",), steps=7)
+    config = tiny(tmp_path, record_routing="tokens", steps=7)
     whole = replace(config, out=str(tmp_path / "whole"))
     run_quietly(whole)
     plain = Trainer._step
@@ -187,7 +189,7 @@ def test_a_killed_run_loses_the_last_segment_at_most(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("stopped_after", [1, 3])
 def test_a_resumed_run_has_each_step_once(tmp_path, monkeypatch, stopped_after):
-    config = tiny(tmp_path, routing=("record:counts",), steps=6)
+    config = tiny(tmp_path, record_routing="counts", steps=6)
     run_quietly(replace(config, out=str(tmp_path / "whole")))
     signal_after(monkeypatch, stopped_after)
     run_quietly(config)
@@ -199,7 +201,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path, monkeypatch, stopped_after):
 
 
 def test_steps_that_are_taken_anew_leave_the_trace(tmp_path):
-    config = tiny(tmp_path, routing=("record:tokens",), steps=6)
+    config = tiny(tmp_path, record_routing="tokens", steps=6)
     run_quietly(config)
     folder, before = tmp_path / "run" / "routing", traced(config).loads()
     prune(folder, 4)
@@ -210,8 +212,8 @@ def test_steps_that_are_taken_anew_leave_the_trace(tmp_path):
 
 
 def test_a_new_run_in_an_old_folder_starts_a_new_trace(tmp_path):
-    run_quietly(tiny(tmp_path, routing=("record:counts",), steps=6))
-    config = tiny(tmp_path, routing=("record:counts",), existing="replace", model={"moe": {"num_experts": 8}})
+    run_quietly(tiny(tmp_path, record_routing="counts", steps=6))
+    config = tiny(tmp_path, record_routing="counts", existing="replace", model={"moe": {"num_experts": 8}})
     run_quietly(config)
     assert traced(config).steps == [0, 1, 2, 3]
     assert traced(config).shape.num_experts == 8
@@ -222,7 +224,7 @@ def test_a_new_run_in_an_old_folder_starts_a_new_trace(tmp_path):
 
 def test_a_trace_says_how_large_it_is(tmp_path):
     for holds, expected in (("counts", 2 * 2 * 4), ("tokens", 2 * 32 * 2)):
-        config = tiny(tmp_path, routing=(f"record:{holds}",), out=str(tmp_path / holds))
+        config = tiny(tmp_path, record_routing=holds, out=str(tmp_path / holds))
         run_quietly(config)
         assert shape_of(config).bytes_per_step(holds) == expected
         with np.load(tmp_path / holds / "routing" / segment_name(0)) as file:
@@ -233,29 +235,27 @@ def refused(folder: Path) -> dict[str, TrainConfig]:
     """Return what a run with a trace in `folder / "run"` refuses, by the start of the line."""
     run = str(folder / "run")
     counts = str(folder / "counts")
-    base = {"out": str(folder / "new"), "routing": (f"replay:{run}",)}
+    base = {"out": str(folder / "new"), "replay_routing": str(run)}
     return {
-        f"routing=replay:{run}: is of another model or batch, num_experts=4 (not 8): set the same here": tiny(
+        f"replay_routing={run}: is of another model or batch, num_experts=4 (not 8): set the same here": tiny(
             folder, **base, model={"moe": {"num_experts": 8}}
         ),
-        f"routing=replay:{run}: is of another model or batch, sequences=2 (not 4): set": tiny(
+        f"replay_routing={run}: is of another model or batch, sequences=2 (not 4): set": tiny(
             folder, **base, batch_size=4
         ),
-        f"routing=replay:{run}: holds steps 0 to 3, the run needs 0 to 8: set fewer steps, or record more": tiny(
+        f"replay_routing={run}: holds steps 0 to 3, the run needs 0 to 8: set fewer steps, or record more": tiny(
             folder, **base, steps=9
         ),
-        f"routing=replay:{counts}: holds counts only: record the tokens' experts with --routing record:tokens": tiny(
-            folder, **{**base, "routing": (f"replay:{counts}",)}
+        f"replay_routing={counts}: holds counts only: record the tokens' experts with --record-routing tokens": tiny(
+            folder, **{**base, "replay_routing": str(counts)}
         ),
-        f"routing=replay:{run}: lies in out={run}, which this run writes: choose another out": tiny(
-            folder, routing=(f"replay:{run}",), existing="replace"
+        f"replay_routing={run}: lies in out={run}, which this run writes: choose another out": tiny(
+            folder, replay_routing=str(run), existing="replace"
         ),
-        "trace nowhere: no such file: name a trace": tiny(folder, **{**base, "routing": ("replay:nowhere",)}),
-        f"routing=replay:{run}: the model has no MoE layers: set model.ffn=moe": tiny(
-            folder, **base, model={"ffn": "dense"}
-        ),
-        "routing=record:tokens: under model.moe.router=expert_choice tokens do not choose": tiny(
-            folder, out=str(folder / "new"), routing=("record:tokens",), model={"moe": {"router": "expert_choice"}}
+        "trace nowhere: no such file: name a trace": tiny(folder, **{**base, "replay_routing": "nowhere"}),
+        "replay_routing: the model has no MoE layers: set model.ffn=moe": tiny(folder, **base, model={"ffn": "dense"}),
+        "record_routing=tokens: under model.moe.router=expert_choice tokens do not choose": tiny(
+            folder, out=str(folder / "new"), record_routing="tokens", model={"moe": {"router": "expert_choice"}}
         ),
     }
 
@@ -265,11 +265,11 @@ def recorded(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     with pytest.MonkeyPatch.context() as patch:
         skip_measuring(patch)
-        run_quietly(tiny(folder, routing=("record:tokens",)))
+        run_quietly(tiny(folder, record_routing="tokens"))
         run_quietly(
             tiny(
                 folder,
-                routing=("record:counts",),
+                record_routing="counts",
                 out=str(folder / "counts"),
                 model={"moe": {"router": "expert_choice"}},
             )
@@ -289,9 +289,9 @@ def test_refusals_are_one_line_and_leave_nothing(recorded, place):
 
 
 def test_a_resumed_run_keeps_to_the_kind_of_its_trace(tmp_path):
-    run_quietly(tiny(tmp_path, routing=("record:counts",)))
+    run_quietly(tiny(tmp_path, record_routing="counts"))
     with pytest.raises(InputError, match=r"routing holds a trace with holds=counts \(not tokens\): move it away"):
-        run_quietly(tiny(tmp_path, routing=("record:tokens",), existing="resume", steps=6))
+        run_quietly(tiny(tmp_path, record_routing="tokens", existing="resume", steps=6))
 
 
 def test_ranks_parts_become_one_table():
@@ -308,7 +308,7 @@ def test_ranks_parts_become_one_table():
 def test_the_loop_asks_before_it_builds(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "open_run", lambda *_: pytest.fail("built"))
     with pytest.raises(InputError, match="no such file"):
-        run_quietly(tiny(tmp_path, routing=(f"replay:{tmp_path / 'nothing.npz'}",)))
+        run_quietly(tiny(tmp_path, replay_routing=str(tmp_path / "nothing.npz")))
 
 
 def test_copies_that_a_router_held_back_are_written_down_and_come_back():

@@ -19,12 +19,12 @@ from runs import lines, losses, parameters, run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, difference, train_on
 
 BASE: dict[str, Any] = {
-    "batch_size": 8, "precision": "float64", "evaluate": (100, 4), "steps": 3,
+    "batch_size": 8, "precision": "float64", "evaluate": {"every": 100, "sequences": 4}, "steps": 3,
     "model": {"num_heads": 4, "num_layers": 3, "moe": {"num_experts": 8}},
 }  # fmt: skip
 NODES = {"ep": 4, "ranks_per_node": 2}
 MOVED = {"samples": "two_stage"}
-EXPERTS = {"experts": "smartmoe:1"}
+EXPERTS = {"experts": "smartmoe", "experts_every": 1}
 ARBITER = {"replication": "arbiter"}
 TOLD: dict[str, dict[str, Any]] = {
     "samples": {"balance": MOVED},
@@ -57,19 +57,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
     trace = str(folder / "other")
     with pytest.MonkeyPatch.context() as patch:
         skip_measuring(patch)
-        run_quietly(configured(folder, "other", routing=("record:tokens",), accumulation=2, seed=7))
-        run_quietly(configured(folder, "told", routing=(f"replay:{trace}",), accumulation=2))
+        run_quietly(configured(folder, "other", record_routing="tokens", accumulation=2, seed=7))
+        run_quietly(configured(folder, "told", replay_routing=str(trace), accumulation=2))
         run_quietly(configured(folder, "free", accumulation=2))
         runs: dict[str, TrainConfig] = {}
         for name, how in TOLD.items():
-            told = {"routing": (f"replay:{trace}", "record:tokens"), "accumulation": 2}
+            told = {"replay_routing": str(trace), "record_routing": "tokens", "accumulation": 2}
             runs[f"told {name}"] = on_four(folder, f"told {name}", **told, **how)
         for holds in HOLDS:
-            run_quietly(configured(folder, f"one {holds}", routing=(f"record:{holds}",)))
-            both = {"balance": MOVED | EXPERTS, "routing": (f"record:{holds}",)}
+            run_quietly(configured(folder, f"one {holds}", record_routing=holds))
+            both = {"balance": MOVED | EXPERTS, "record_routing": holds}
             runs[f"four {holds}"] = on_four(folder, f"four {holds}", **both)
         first = runs["four tokens"]
-        runs["again"] = replace(first, out=str(folder / "again"), routing=(*first.routing, f"replay:{first.out}"))
+        runs["again"] = replace(first, out=str(folder / "again"), replay_routing=first.out)
         outcomes = train_on(4, list(runs.values()))
     return folder, dict(zip(runs, outcomes))
 

@@ -12,7 +12,13 @@ from moesaic.train.config import TrainConfig
 from runs import losses, parameters, run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, assert_same_run, difference, train_on
 
-BASE = {"batch_size": 4, "precision": "float64", "evaluate": (100, 4), "accumulation": 2, "steps": 2}
+BASE = {
+    "batch_size": 4,
+    "precision": "float64",
+    "evaluate": {"every": 100, "sequences": 4},
+    "accumulation": 2,
+    "steps": 2,
+}
 MESHES = {
     "ep": ({"ep": 2}, {"chunks": 2}),
     "tp, s2": ({"tp": 2, "ep": 2}, {"schedule": "s2"}),
@@ -20,28 +26,26 @@ MESHES = {
 }
 HOLDS = ("counts", "tokens")
 RECORDED = [("ep", "counts"), ("ep", "tokens"), ("tp, s2", "counts"), ("tp, s1", "counts"), ("tp, s1", "tokens")]
-NOISY = {"model": {"moe": {"router": "gshard", "losses": ["load_balance_global_batch:0.01"]}, "seq_len": 15}}
+NOISY = {"model": {"moe": {"router": "gshard", "load_balance_level": "global_batch"}, "seq_len": 15}}
 """A router with other random second choices on another mesh, so that only a replay agrees; and sequences that two ranks
 cannot split evenly."""
 
 
 def plain(folder: Path, holds: str = "tokens") -> TrainConfig:
     """Return the run of one process that is recorded."""
-    return tiny(folder, **BASE, out=str(folder / f"one-{holds}"), routing=(f"record:{holds}",))
+    return tiny(folder, **BASE, out=str(folder / f"one-{holds}"), record_routing=holds)
 
 
 def on_mesh(folder: Path, name: str, holds: str) -> TrainConfig:
     """Return the same run on two ranks."""
     mesh, plan = MESHES[name]
     slug = name.replace(", ", "-")
-    return tiny(
-        folder, **BASE, out=str(folder / f"two-{slug}-{holds}"), routing=(f"record:{holds}",), mesh=mesh, plan=plan
-    )
+    return tiny(folder, **BASE, out=str(folder / f"two-{slug}-{holds}"), record_routing=holds, mesh=mesh, plan=plan)
 
 
 def noisy(folder: Path) -> TrainConfig:
     """Return a run of one process whose routing no other mesh would draw."""
-    return tiny(folder, **{**BASE, **NOISY}, out=str(folder / "noisy"), routing=("record:tokens",))
+    return tiny(folder, **{**BASE, **NOISY}, out=str(folder / "noisy"), record_routing="tokens")
 
 
 def told(folder: Path, name: str, trace: str) -> TrainConfig:
@@ -50,7 +54,7 @@ def told(folder: Path, name: str, trace: str) -> TrainConfig:
     slug = name.replace(", ", "-")
     out = str(folder / f"told-{slug}-{Path(trace).name}")
     return tiny(
-        folder, **{**BASE, **NOISY}, out=out, routing=("record:tokens", f"replay:{trace}"), mesh=mesh, plan=plan
+        folder, **{**BASE, **NOISY}, out=out, record_routing="tokens", replay_routing=str(trace), mesh=mesh, plan=plan
     )
 
 
@@ -67,12 +71,12 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
         for name in MESHES:
             runs[f"{name} told"] = told(folder, name, str(folder / "noisy"))
         runs |= {f"{name} {holds}": on_mesh(folder, name, holds) for name, holds in RECORDED}
-        free = tiny(folder, **{**BASE, **NOISY}, out=str(folder / "free"), mesh={"ep": 2}, routing=("record:tokens",))
+        free = tiny(folder, **{**BASE, **NOISY}, out=str(folder / "free"), mesh={"ep": 2}, record_routing="tokens")
         runs["free"] = free
-        runs["again"] = replace(free, out=str(folder / "again"), routing=("record:tokens", f"replay:{free.out}"))
+        runs["again"] = replace(free, out=str(folder / "again"), record_routing="tokens", replay_routing=free.out)
         counts = str(folder / "one-counts")
-        runs["refused"] = tiny(folder, **BASE, out=str(folder / "refused"), routing=(f"replay:{counts}",))
-        runs["blocked"] = tiny(folder, **BASE, out=str(folder / "blocked"), routing=("record:counts",))
+        runs["refused"] = tiny(folder, **BASE, out=str(folder / "refused"), replay_routing=str(counts))
+        runs["blocked"] = tiny(folder, **BASE, out=str(folder / "blocked"), record_routing="counts")
         (folder / "blocked").mkdir()
         (folder / "blocked" / "routing").write_text("a file")
         outcomes = train_on(2, list(runs.values()))

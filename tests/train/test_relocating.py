@@ -74,7 +74,7 @@ def _compare(rank: int, sizes: dict[str, int]) -> dict[str, float]:
     results, views = [], 0
     for placer in (None, Given(given), TwoStage(least_gain=0.0)):
         torch.manual_seed(0)
-        moe = MoEConfig(num_experts=4, top_k=2, hidden=8, losses=("load_balance:0.01", "z_loss:0.01"))
+        moe = MoEConfig(num_experts=4, top_k=2, hidden=8, z_loss=0.01)
         shape = ModelConfig(dim=8, num_layers=3, num_heads=2, seq_len=6, moe=moe, checkpoint_activations=True)
         model = MovingGPT(shape, 11)
         model.double()

@@ -47,9 +47,9 @@ def subclasses(kind: type) -> set[type]:
 
 def config_of(folder: Path, router: str, world: int) -> TrainConfig:
     """Return two steps with a router, on one process or on several ranks with two copies of the experts and more."""
-    moe = {"router": router, "top_k": TOP_K.get(router, 2), "losses": [], "num_experts": 8}
+    moe = {"router": router, "top_k": TOP_K.get(router, 2), "load_balance": 0.0, "num_experts": 8}
     if router in ("sigmoid", "group_limited"):
-        moe["router"] = f"{router}:bias_rate=0.05"
+        moe["router_options"] = {"bias_rate": 0.05}
     config = tiny(folder, steps=2, precision="float64", batch_size=SEQUENCES, model={"moe": moe})
     return replace(config, out=str(folder / f"{router}-{world}"))
 

@@ -86,7 +86,7 @@ def without_copies(run: Path) -> None:
 )
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_run_whose_configuration_is_lost_is_refused_and_kept(tmp_path, existing, has_copies, harm):
-    run_quietly(tiny(tmp_path, steps=2, save="1"))
+    run_quietly(tiny(tmp_path, steps=2, save={"every": 1}))
     if not has_copies:
         without_copies(tmp_path / "run")
     config = (tmp_path / "run" / "config.json").read_bytes()
@@ -106,7 +106,7 @@ def test_a_run_whose_configuration_is_lost_is_refused_and_kept(tmp_path, existin
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_lost_configuration_is_taken_from_the_newest_whole_checkpoint(tmp_path, capsys, harm):
-    run_quietly(tiny(tmp_path, steps=3, save="1:keep=9"))
+    run_quietly(tiny(tmp_path, steps=3, save={"every": 1, "keep": 9}))
     own = tmp_path / "run" / "config.json"
     checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "step-00000003" / "config.json").write_text("{}")  # damaged too: its checksum tells
@@ -142,7 +142,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("what", DAMAGES)
 def test_damaged_metrics_are_said_and_what_can_be_read_is_kept(tmp_path, what):
-    run_quietly(tiny(tmp_path, steps=3, save="3"))
+    run_quietly(tiny(tmp_path, steps=3, save={"every": 3}))
     own = tmp_path / "run" / "metrics.jsonl"
     damage, reason = DAMAGES[what]
     own.write_bytes(damage(own.read_bytes()))
@@ -165,7 +165,7 @@ HARMS = {
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("pattern", ["routing/steps-*.npz", "tensorboard/events.out.tfevents.*"])
 def test_a_checkpoint_vouches_for_what_the_folder_holds_besides(tmp_path, pattern, harm):
-    changes = {"routing": ("record:counts",), "trackers": ["tensorboard"], "save": "1"}
+    changes = {"record_routing": "counts", "tensorboard": True, "save": {"every": 1}}
     run_quietly(tiny(tmp_path, steps=2, **changes))
     own = min((tmp_path / "run").glob(pattern))
     assert str(own) not in run_quietly(tiny(tmp_path, steps=3, existing="resume", **changes))[1]
@@ -226,7 +226,7 @@ def test_where_there_are_no_locks_the_owner_decides_whether_one_is_stale(tmp_pat
 
 
 def test_replacing_deletes_what_the_run_wrote_and_nothing_else(tmp_path):
-    run_quietly(tiny(tmp_path, steps=2, save="1", trackers=["tensorboard"], routing=("record:counts",)))
+    run_quietly(tiny(tmp_path, steps=2, save={"every": 1}, tensorboard=True, record_routing="counts"))
     run = tmp_path / "run"
     written = snapshot(run)
     mine = [
@@ -297,7 +297,7 @@ def test_a_run_that_fails_lets_go_of_its_folder(tmp_path, monkeypatch):
 
 
 def test_a_killed_run_lets_go_of_its_folder(tmp_path):
-    process = start(tiny(tmp_path, steps=1_000_000, save="1"), tmp_path)
+    process = start(tiny(tmp_path, steps=1_000_000, save={"every": 1}), tmp_path)
     wait_for(lambda: has_lines(tmp_path / "run", 3), process)
     config = tiny(tmp_path, steps=1, existing="resume")
     with pytest.raises(InputError, match=f"process {process.pid} on"):
@@ -332,7 +332,7 @@ def replaced(folder: Path) -> None:
 @pytest.mark.parametrize("act", [shutil.rmtree, replaced], ids=["removed", "replaced"])
 def test_a_run_whose_folder_goes_ends_with_an_error(tmp_path, monkeypatch, act, log_every):
     after_step(monkeypatch, 3, act)
-    config = tiny(tmp_path, steps=6, save="2", log_every=log_every)
+    config = tiny(tmp_path, steps=6, save={"every": 2}, log_every=log_every)
     with pytest.raises((TrainingError, InputError)) as caught:
         run_quietly(config)
     assert "run" in str(caught.value)
@@ -344,7 +344,7 @@ def test_a_run_whose_folder_goes_ends_with_an_error(tmp_path, monkeypatch, act, 
 
 def test_a_removed_folder_is_an_exit_code_other_than_0(tmp_path, monkeypatch, capsys):
     after_step(monkeypatch, 3, shutil.rmtree)
-    file = write_config(tiny(tmp_path, steps=6, save="2", log_every=100), tmp_path / "given.json")
+    file = write_config(tiny(tmp_path, steps=6, save={"every": 2}, log_every=100), tmp_path / "given.json")
     assert main(["train", "--config", str(file)]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1

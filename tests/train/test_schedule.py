@@ -12,7 +12,7 @@ from runs import lines, run_quietly, tiny
 
 
 def test_learning_rate_endpoints():
-    config = OptimizerConfig(lr=1.0, schedule="cosine:0.1:warmup=4")
+    config = OptimizerConfig(lr=1.0, warmup_steps=4)
     rates = [learning_rate(step, 20, config) for step in range(20)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4] == 1.0
@@ -20,7 +20,7 @@ def test_learning_rate_endpoints():
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert learning_rate(11, 20, config) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 7 / 15)))
     assert learning_rate(40, 20, config) == pytest.approx(0.1)
-    assert learning_rate(0, 1, OptimizerConfig(lr=1.0, schedule="cosine:0.1:warmup=0")) == 1.0
+    assert learning_rate(0, 1, OptimizerConfig(lr=1.0, warmup_steps=0)) == 1.0
 
 
 def test_the_rate_of_the_metrics_is_the_schedules(tmp_path):
@@ -31,9 +31,9 @@ def test_the_rate_of_the_metrics_is_the_schedules(tmp_path):
 
 
 def test_a_line_and_a_stable_rate_with_a_line_at_the_end():
-    line = OptimizerConfig(lr=1.0, schedule="linear:0:warmup=0")
+    line = OptimizerConfig(lr=1.0, schedule="linear", final_share=0.0, warmup_steps=0)
     assert [learning_rate(step, 5, line) for step in range(5)] == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
-    stable = OptimizerConfig(lr=1.0, schedule="wsd:0.5:warmup=2")
+    stable = OptimizerConfig(lr=1.0, schedule="wsd", final_share=0.5, warmup_steps=2)
     rates = [learning_rate(step, 53, stable) for step in range(53)]
     assert rates[:3] == [0.5, 1.0, 1.0]
     assert rates[2:43] == pytest.approx([1.0] * 41)

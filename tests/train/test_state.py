@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("router", ["softmax", "noisy", "sigmoid", "cosine", "group_limited"])
 def test_weight_decay_is_on_matrices_but_routers(router):
     shape = ModelConfig(
-        ffn="moe:2", dim=16, num_layers=2, num_heads=2, moe=MoEConfig(num_experts=4, hidden=8, router=router)
+        moe_every=2, dim=16, num_layers=2, num_heads=2, moe=MoEConfig(num_experts=4, hidden=8, router=router)
     )
     model = GPT(shape, 32)
     optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.25), CPU)
@@ -46,10 +46,8 @@ def test_the_optimizer_takes_its_constants_from_the_configuration():
 
 
 def test_experts_and_routers_have_learning_rates_of_their_own(tmp_path):
-    rates = {"rates": ["experts:0", "routers:0.5"]}
-    config = tiny(
-        tmp_path, steps=2, optimizer={"lr": 1e-2, "schedule": "cosine:0.1:warmup=1", "weight_decay": 0.1, **rates}
-    )
+    rates = {"expert_lr_scale": 0.0, "router_lr_scale": 0.5}
+    config = tiny(tmp_path, steps=2, optimizer={"lr": 1e-2, "warmup_steps": 1, "weight_decay": 0.1, **rates})
     drawn = open_run(replace(config, out=str(tmp_path / "drawn")), pytest.fail).model.state_dict()
     before = {name: value.clone() for name, value in drawn.items()}
     run_quietly(config)
@@ -87,7 +85,7 @@ def test_an_existing_run_is_refused_unless_asked(tmp_path):
 
 
 def test_replacing_leaves_nothing_of_the_old_run(tmp_path):
-    run_quietly(tiny(tmp_path, steps=3, save="1", trackers=["tensorboard"], data=with_tokenizer(tmp_path)))
+    run_quietly(tiny(tmp_path, steps=3, save={"every": 1}, tensorboard=True, data=with_tokenizer(tmp_path)))
     run_quietly(tiny(tmp_path, steps=1, existing="replace"))
     assert sorted(snapshot(tmp_path / "run")) == [
         "checkpoints/step-00000001/SHA256SUMS",
@@ -102,11 +100,11 @@ def test_replacing_leaves_nothing_of_the_old_run(tmp_path):
 
 BAD = {
     "short training data": {"model": {"seq_len": 10_000}},
-    "short validation data": {"data": {"val": ["share:0.001"]}},
+    "short validation data": {"data": {"val_share": 0.001}},
     "missing data": {"data": {"path": ["absent.txt"]}},
     "device": {"device": "gpu"},
     "router": {"model": {"moe": {"router": "noisy", "top_k": 1}}},
-    "groups": {"model": {"moe": {"router": "group_limited:num_groups=3"}}},
+    "groups": {"model": {"moe": {"router": "group_limited", "router_options": {"num_groups": 3}}}},
     "tokenizer": {"data": {"tokenizer": "absent.json"}},
 }
 
@@ -230,7 +228,7 @@ def test_other_training_tokens_are_refused(tmp_path, change):
     if change == "text":
         write_text(tmp_path / "text.txt", seed=1)
     files = snapshot(tmp_path)
-    data = {"val": ["share:0.1"]} if change == "share" else {}
+    data = {"val_share": 0.1} if change == "share" else {}
     with pytest.raises(InputError, match=r"^the training tokens are not those of the checkpoint of step 1: .*--out$"):
         open_run(tiny(tmp_path, existing="resume", data=data), pytest.fail)
     assert snapshot(tmp_path) == files
@@ -274,14 +272,16 @@ def test_other_settings_are_said_in_one_line(tmp_path):
         "batch_size": 1,
         "accumulation": 2,
         "optimizer": {"lr": 0.5},
-        "model": {"moe": {"losses": ["load_balance:0.01", "z_loss:0.1"]}},
+        "model": {"moe": {"z_loss": 0.1}},
     }
     open_run(tiny(tmp_path, existing="resume", **changes), said.append)
     (line,) = said
     for part in ("seed (3 and 0)", "batch_size (1 and 2)", "accumulation (2 and 1)", "optimizer.lr (0.5 and 0.01)"):
         assert part in line
-    assert "model.moe.losses (('load_balance:0.01', 'z_loss:0.1') and ('load_balance:0.01',))" in line
-    open_run(tiny(tmp_path, existing="resume", steps=9, evaluate=(1, 4)), pytest.fail)  # those of the checkpoint
+    assert "model.moe.z_loss (0.1 and 0.0)" in line
+    open_run(
+        tiny(tmp_path, existing="resume", steps=9, evaluate={"every": 1, "sequences": 4}), pytest.fail
+    )  # those of the checkpoint
 
 
 def test_settings_that_cannot_be_read_any_more_are_said_so(tmp_path):

@@ -26,8 +26,8 @@ from moesaic.train.tokenizer import ByteTokenizer
 from moesaic.weights import run as runs
 from moesaic.weights.run import export_run, to_hub
 
-MIXTRAL = BlockConfig(attention="plain:kv_heads=2", tied=False)
-QWEN3 = BlockConfig(attention="plain:kv_heads=2:head_dim=12:qk_norm", positions="rotary:500.0:2.0")
+MIXTRAL = BlockConfig(kv_heads=2, tied=False)
+QWEN3 = BlockConfig(kv_heads=2, head_dim=12, qk_norm=True, rope_theta=500.0, rope_factor=2.0)
 
 
 def trained(block: BlockConfig, **changes: Any) -> Trained:
@@ -57,7 +57,7 @@ def trained(block: BlockConfig, **changes: Any) -> Trained:
         (MIXTRAL, {}, "MixtralForCausalLM"),
         (BlockConfig(), {}, "MixtralForCausalLM"),
         (QWEN3, {}, "Qwen3MoeForCausalLM"),
-        (QWEN3, {"num_layers": 4, "ffn": "moe:2"}, "Qwen3MoeForCausalLM"),
+        (QWEN3, {"num_layers": 4, "moe_every": 2}, "Qwen3MoeForCausalLM"),
     ],
     ids=["mixtral", "tied", "qwen3", "every other layer dense"],
 )
@@ -79,7 +79,7 @@ def test_a_run_on_the_hub_gives_the_same_logits(
         ({"conv_width": 4}, r"do not support model\.conv_width=4, the short convolutions"),
         ({"moe": {"shared_hidden": 8}}, r"do not support model\.moe\.shared_hidden=8"),
         ({"moe": {"router": "sigmoid"}}, r"do not support model\.moe\.router=sigmoid"),
-        ({"ffn": "moe:2"}, r"do not support model\.ffn=moe:2 without qk_norm in model\.block\.attention"),
+        ({"moe_every": 2}, r"do not support model\.moe_every=2 without model\.block\.qk_norm"),
         ({"ffn": "dense"}, r"do not support model\.ffn=dense"),
     ],
 )
@@ -94,7 +94,9 @@ def test_one_command_makes_a_model_of_the_hub_of_a_run(
 ) -> None:
     text, run, out = tmp_path / "text.txt", tmp_path / "run", tmp_path / "hub"
     text.write_text("one and two and three. " * 400)
-    flags = f"--preset gpt-tiny --out {run} --steps 2 --data.path {text} --model.conv-width 1 --device cpu --trackers"
+    flags = (
+        f"--preset gpt-tiny --out {run} --steps 2 --data.path {text} --model.conv-width 1 --device cpu --no-tensorboard"
+    )
     assert main(["train", *flags.split()]) == 0
     assert main(["convert", str(run), str(out), "--to", "hf"]) == 0
     said = capsys.readouterr().out
@@ -140,7 +142,7 @@ def test_weights_and_biases_hears_what_tensorboard_hears(tmp_path: Path, monkeyp
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for start in (0, 1):
-        metrics = Metrics(tmp_path, start_step=start, trackers=("tensorboard", "wandb:mine"))
+        metrics = Metrics(tmp_path, start_step=start, tensorboard=True, wandb="mine")
         metrics.write("train", start + 1, {"loss": 2.5, "layers": [{"drop": 0.25}], "note": "text", "is": True})
         metrics.close()
     assert fake.logged == [({"train/loss": 2.5, "train/layers/layer0/drop": 0.25}, step) for step in (1, 2)]
@@ -151,5 +153,5 @@ def test_weights_and_biases_hears_what_tensorboard_hears(tmp_path: Path, monkeyp
 
 def test_weights_and_biases_without_its_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match="trackers: wandb:mine needs the package wandb: pip install wandb"):
-        Metrics(tmp_path, start_step=0, trackers=("wandb:mine",))
+    with pytest.raises(InputError, match="wandb=mine needs the package wandb: pip install wandb"):
+        Metrics(tmp_path, start_step=0, wandb="mine")

@@ -71,7 +71,16 @@ def say(folder, what, where="loop.Trainer._accumulate", **changes):
     """Return what two ranks say of which the second is disturbed, and the run's folder."""
     script, run = folder / "disturbed.py", folder / "run"
     script.write_text(ON_RANK_1.format(what=what, where=where, metrics=str(run / "metrics.jsonl")))
-    config = tiny(folder, steps=1_000_000, batch_size=4, save="1", patience=(300, 8), mesh={"ep": 2}, **changes)
+    config = tiny(
+        folder,
+        steps=1_000_000,
+        batch_size=4,
+        save={"every": 1},
+        start_patience=300,
+        patience=8,
+        mesh={"ep": 2},
+        **changes,
+    )
     process = start(config, folder, script=script)
     err = said_by_a_run_that_fails(process)
     return err, run
@@ -131,7 +140,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_rank_that_stops_or_dies_before_its_first_step_is_named(tmp_path, kind, where, late):
     script = tmp_path / "starts.py"
     script.write_text(STARTS.format(signal=kind, where=where, late=late))
-    config = tiny(tmp_path, batch_size=4, patience=(10 if kind == "SIGSTOP" else 120, 600), mesh={"ep": 2})
+    config = tiny(tmp_path, batch_size=4, start_patience=10 if kind == "SIGSTOP" else 120, patience=600, mesh={"ep": 2})
     process = start(config, tmp_path, script=script)
     err = said_by_a_run_that_fails(process)
     (said,) = ours(err)
@@ -301,7 +310,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_rank_that_writes_for_longer_than_its_patience_is_waited_for(tmp_path):
     script = tmp_path / "long.py"
     script.write_text(LONG_SAVE)
-    config = tiny(tmp_path, steps=3, batch_size=4, save="2", patience=(300, 5), mesh={"ep": 2})
+    config = tiny(tmp_path, steps=3, batch_size=4, save={"every": 2}, start_patience=300, patience=5, mesh={"ep": 2})
     process = start(config, tmp_path, script=script)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err

@@ -46,8 +46,8 @@ START_SECONDS = 120.0
 LASTS_SECONDS = 1.5
 """Duration of a temporary fault in seconds."""
 SMALL: dict[str, Any] = {
-    "batch_size": 4, "device": "cpu:1", "precision": "float32", "patience": (MEETING_SECONDS, PATIENCE), "log_every": 1,
-    "save": f"{INTERVAL}", "trackers": [],
+    "batch_size": 4, "device": "cpu", "threads": 1, "precision": "float32", "log_every": 1, "tensorboard": False,
+    "start_patience": MEETING_SECONDS, "patience": PATIENCE,
     "model": {"dim": 16, "num_layers": 2, "num_heads": 2, "seq_len": 16, "moe": {"num_experts": 8, "hidden": 16}},
     "mesh": {"ep": 2, "etp": 2},
 }  # fmt: skip
@@ -177,9 +177,10 @@ class FaultedRun:
         draw = random.Random(0)
         text.write_text(" ".join("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(2000)))
         config = override(replace(demo(), out=str(self.run), existing="resume"), SMALL, source="chaos")
-        save = f"{INTERVAL}" + ":background" * course.in_background
+        save = {"every": INTERVAL, "background": course.in_background}
         changes = {
-            "steps": course.steps, "evaluate": (course.steps, 4), "mesh": {"transport": course.transport}, "save": save,
+            "steps": course.steps, "evaluate": {"every": course.steps, "sequences": 4},
+            "mesh": {"transport": course.transport}, "save": save,
         }  # fmt: skip
         config = override(config, changes, source="chaos")
         self._config_path.write_text(as_json(replace(config, data=replace(config.data, path=(str(text),)))))
@@ -372,8 +373,8 @@ class FaultedRun:
         self._attempts += 1
         logs = self.course.folder / f"attempt-{self._attempts}"
         logs.mkdir()
-        words = ["train", "--config", str(self._config_path), "--patience", str(MEETING_SECONDS), str(PATIENCE)]
-        words += [] if paced else ["--save", str(self.course.steps)]
+        words = ["train", "--config", str(self._config_path), "--start-patience", str(MEETING_SECONDS)]
+        words += [] if paced else ["--save.every", str(self.course.steps)]
         attempt = Attempt(logs)
         for rank in range(WORLD):
             environment = launcher_variables(Bed(), rank, port) | {"TORCHELASTIC_RESTART_COUNT": str(restarts)}

@@ -179,8 +179,8 @@ def _make_weights(folder: Path) -> None:
 
 
 _TINY: dict[str, Any] = {
-    "steps": 2, "batch_size": 2, "device": "cpu:1", "precision": "float32", "log_every": 1, "evaluate": (2, 2),
-    "save": "1", "trackers": (),
+    "steps": 2, "batch_size": 2, "device": "cpu", "threads": 1, "precision": "float32", "log_every": 1,
+    "evaluate": {"every": 2, "sequences": 2}, "save": {"every": 1}, "tensorboard": False,
     "model": {"dim": 16, "num_layers": 1, "num_heads": 2, "seq_len": 8, "moe": {"num_experts": 4, "top_k": 2, "hidden": 8}},
 }  # fmt: skip
 _HUB = {

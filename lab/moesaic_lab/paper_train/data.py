@@ -74,8 +74,8 @@ def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> C
     else:
         prefixed = ((b"%s: %s" % (path.parts[-3].encode(), a), b) for path in files for a, b in read_pairs(path))
         pairs = sorted(dict(prefixed).items())
-    if data.val_path:
-        val_pairs = sorted(dict(p for path in find_files(data.val_path, "data.val") for p in read_pairs(path)).items())
+    if data.val:
+        val_pairs = sorted(dict(p for path in find_files(data.val, "data.val") for p in read_pairs(path)).items())
     else:
         draws = [draw_of(source if data.path else _without_language(source)) for source, _ in pairs]
         val_pairs = [pair for pair, draw in zip(pairs, draws) if draw < data.val_share]

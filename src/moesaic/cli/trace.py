@@ -31,7 +31,7 @@ USAGE = """usage: moesaic trace show FILE [--picture FILE.html] [--json]
   check   print the faults of a trace (sums, top-k, layers, gaps); the exit code is 1 if there are any
   convert convert a trace from or to the format of Megatron-Core, vLLM or SGLang
 
-FILE is a trace, or the folder of a run of moesaic train --routing record:counts (or record:tokens).
+FILE is a trace, or the folder of a run of moesaic train --record-routing counts (or tokens).
 moesaic trace show --help lists the options of show, and so on."""
 
 

@@ -93,16 +93,14 @@ def _start_patience(arguments: Sequence[str]) -> float:
 
     The configuration itself is read only after the ranks have met, so that one rank can refuse it for all.
     """
-    from moesaic.train.config import START_PATIENCE, TrainConfig
+    from moesaic.train.config import TrainConfig
 
-    words = [part for word in arguments for part in word.split("=", 1)]
-    if "--patience" not in words:
-        return START_PATIENCE
+    words = [part for word in arguments for part in word.replace("start_patience", "start-patience").split("=", 1)]
     try:
-        before, after = words[words.index("--patience") + 1 :][:2]
-        return TrainConfig(patience=(float(before), float(after))).patience[0]
-    except ValueError:
-        return START_PATIENCE
+        given = words[words.index("--start-patience") + 1]
+        return TrainConfig(start_patience=float(given)).start_patience
+    except (ValueError, IndexError):
+        return TrainConfig.start_patience
 
 
 def _configured(

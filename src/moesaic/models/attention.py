@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.models.split import Norm, RowLinear, StackedLinear
-from moesaic.shapes import ROPE, BlockConfig
+from moesaic.shapes import BlockConfig
 
 
 class KeyValueCache:
@@ -48,10 +48,9 @@ class Attention(nn.Module):
     def __init__(self, dim: int, num_heads: int, block: BlockConfig | None = None) -> None:
         super().__init__()
         block = block or BlockConfig()
-        heads = block.heads
-        self.width = width = heads.head_dim or dim // num_heads
+        self.width = width = block.head_dim or dim // num_heads
         self.dropout = block.dropout
-        kv_heads = heads.kv_heads or num_heads
+        kv_heads = block.kv_heads or num_heads
         self.shares = kv_heads != num_heads
         self.qkv = self.q = self.kv = None
         if self.shares:
@@ -60,10 +59,10 @@ class Attention(nn.Module):
         else:
             self.qkv = StackedLinear(3, dim, num_heads * width, block.bias)
         self.out = RowLinear(num_heads * width, dim, block.bias)
-        self.q_norm = Norm(width) if heads.qk_norm else None
-        self.k_norm = Norm(width) if heads.qk_norm else None
-        self.rotates = block.rope is not None
-        self.base, self.scaling = block.rope or ROPE
+        self.q_norm = Norm(width) if block.qk_norm else None
+        self.k_norm = Norm(width) if block.qk_norm else None
+        self.rotates = block.positions == "rotary"
+        self.base, self.scaling = block.rope_theta, block.rope_factor
         self.register_buffer("frequencies", torch.empty((width + 1) // 2, dtype=torch.float32), persistent=False)
         self.reset_parameters()
 

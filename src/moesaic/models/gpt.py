@@ -164,7 +164,7 @@ class GPT(nn.Module):
         device = torch.get_default_device()
         with torch.device("meta"):  # each weight is drawn once, below
             self.embedding = nn.Embedding(vocab_size, dim)
-            self.positions = LearnedPositions(config.seq_len, dim) if block.rope is None else None
+            self.positions = LearnedPositions(config.seq_len, dim) if block.positions == "learned" else None
             self.embedding_norm = LayerNorm(dim) if post_norm else nn.Identity()
             self.blocks = nn.ModuleList(self.block(config, layer) for layer in range(config.num_layers))
             self.norm = nn.Identity() if post_norm else NORMS[block.norm](dim)
@@ -323,7 +323,7 @@ def make_moe(dim: int, config: MoEConfig) -> MoE:
         config.hidden,
         config.num_experts,
         config.top_k,
-        router=config.router_name,
+        router=config.router,
         router_options=config.router_options,
         experts=config.experts,
         capacity=config.make_capacity(),

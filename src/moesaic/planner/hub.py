@@ -196,8 +196,7 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
         kinds = _kinds(table, sizes)
         return HubShape(
             dim=sizes["dim"], num_layers=sizes["num_layers"], num_heads=sizes["num_heads"], seq_len=seq_len,
-            ffn=f"moe:1:{sizes['dense_hidden']}" if "dense_hidden" in sizes else "moe",
-            dense_layers=_dense_layers(table, sizes, kinds),
+            dense_hidden=sizes.get("dense_hidden"), dense_layers=_dense_layers(table, sizes, kinds),
             **_attention(table, sizes, kinds, seq_len), tied=bool(table.get("tie_word_embeddings", False)),
             vocab=sizes["vocab"], groups=sizes.get("groups", 1), top_groups=sizes.get("top_groups", 1),
             moe=MoEShape(

@@ -87,7 +87,7 @@ class Job:
             hidden=moe.hidden,
             matrices=3 if moe.experts == "swiglu" else 2,
             dtype=self.dtype(cluster),
-            capacity_factor=moe.capacity_rule.factor if moe.capacity_rule.kind == "padded" else 1.0,
+            capacity_factor=moe.capacity_factor if moe.capacity == "padded" else 1.0,
             **model.routing,  # type: ignore[arg-type]
         )
         return StepModel(

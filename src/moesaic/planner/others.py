@@ -594,7 +594,7 @@ def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> lis
           recompute=((), ("block",)))  # fmt: skip
     mesh: dict[str, Any] = {"tp": layout.tp, "ep": layout.ep, "etp": layout.etp}
     mesh |= {} if planned is None else {"innermost": planned.grid.innermost}
-    mesh |= {"pp": f"{layout.pp} {layout.virtual_pp}"} if layout.pp > 1 else {}
+    mesh |= {"pp": layout.pp, "parts-per-stage": layout.virtual_pp} if layout.pp > 1 else {}
     lines, default = [f"--mesh.{name} {value}" for name, value in mesh.items()], Plan()
     plan = Plan(all_to_all=layout.all_to_all) if planned is None else planned.plan
     for choice in fields(Plan):

@@ -93,10 +93,9 @@ def _papers() -> dict[str, Job]:
 
 def _hub() -> dict[str, Job]:
     """Return Hugging Face models that our block can build; others train in transformers with our layer."""
-    million = "rotary:1000000"
-    olmoe = BlockConfig(attention="plain:qk_norm", tied=False)
-    mixtral = BlockConfig(attention="plain:kv_heads=8", tied=False, positions=million)
-    qwen = BlockConfig(attention="plain:kv_heads=4:head_dim=128:qk_norm", tied=False, positions=million)
+    olmoe = BlockConfig(qk_norm=True, tied=False)
+    mixtral = BlockConfig(kv_heads=8, tied=False, rope_theta=1e6)
+    qwen = BlockConfig(kv_heads=4, head_dim=128, qk_norm=True, tied=False, rope_theta=1e6)
     return {
         "mixtral-8x7b": _job(4096, 32, 32, 4096, 32_000, _gated(8, 2, 14_336), mixtral),
         "olmoe-1b-7b": _job(2048, 16, 16, 4096, 50_304, _gated(64, 8, 1024), olmoe),

@@ -1,6 +1,6 @@
 """Routing traces: the experts that the tokens of a run chose, per layer and step. Uses numpy only, so planning needs no torch.
 
-A trace is recorded by `moesaic train --routing record:counts`. It is a folder of `.npz` segments.
+A trace is recorded by `moesaic train --record-routing counts`. It is a folder of `.npz` segments.
 Each segment is complete by itself, so a run that is killed loses the last one at most. A segment holds some steps of a run: a
 header (JSON: format, version, sizes, source), the numbers of the steps, and one table in the smallest integer dtype that fits:
 
@@ -128,7 +128,7 @@ class Trace:
         """
         if self.holds != "tokens":
             raise InputError(
-                f"trace {self.name}: holds counts only, not the tokens' experts: record it with --routing record:tokens"
+                f"trace {self.name}: holds counts only, not the tokens' experts: record it with --record-routing tokens"
             )
         return self._table(layer, step, micro)
 
@@ -185,7 +185,7 @@ def segments_of(path: Path) -> list[Path]:
             return segments
     raise InputError(
         f"trace {path}: holds no {PATTERN}: name a trace, or the folder of a run that recorded one "
-        "(moesaic train --routing record:counts)"
+        "(moesaic train --record-routing counts)"
     )
 
 
@@ -351,7 +351,7 @@ def read_header(path: Path) -> Header:
     except (ValueError, RecursionError):
         is_trace = False
     if not is_trace:
-        raise InputError(f"trace {path}: is not a routing trace: make one with moesaic train --routing record:counts")
+        raise InputError(f"trace {path}: is not a routing trace: make one with moesaic train --record-routing counts")
     if header["version"] > VERSION:
         raise InputError(
             f"trace {path}: has version {header['version']}, this Moesaic reads up to {VERSION}: upgrade it"
@@ -425,5 +425,5 @@ def _read_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         ) from error
     except (KeyError, AttributeError, TypeError) as error:  # another .npz, or an .npy
         raise InputError(
-            f"trace {path}: is not a routing trace: make one with moesaic train --routing record:counts"
+            f"trace {path}: is not a routing trace: make one with moesaic train --record-routing counts"
         ) from error

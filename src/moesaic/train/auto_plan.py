@@ -79,7 +79,7 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
         f"{1e3 * layout.seconds:.1f} ms"
     )
     mesh = replace(configured, **{name: getattr(layout.grid, name) for name in MESH})
-    plan = replace(layout.plan, replication=config.balance.policy, memory_budget=config.balance.memory_budget)
+    plan = replace(layout.plan, replication=config.balance.replication, memory_budget=config.balance.memory_budget)
     planner_plan = "" if settings.searches else settings.plan
     return replace(config, mesh=mesh, planner=replace(settings, plan=planner_plan)).with_layer_plan(plan)
 
@@ -207,11 +207,10 @@ def _require_plannable(config: TrainConfig, ranks: Ranks) -> None:
         )
     if config.model.is_dense:
         raise InputError('planner.plan=auto: model.ffn="dense" has no MoE layers to plan: leave it off')
-    if moe.capacity_rule.by_rank:
+    if moe.limits_each_rank:
         raise InputError(
-            "planner.plan=auto clashes with a capacity per rank "
-            f"(model.moe.capacity={moe.capacity}): which tokens it drops would depend on the plan. "
-            "Choose dropless, or fixed or fitted without :rank"
+            f"planner.plan=auto clashes with a capacity per rank (model.moe.capacity={moe.capacity}): which tokens it drops "
+            "would depend on the plan: choose dropless, or fixed or fitted with capacity_scope=mesh"
         )
     if config.plan.crossing is Crossing.DEEPEP:
         raise InputError(

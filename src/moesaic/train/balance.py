@@ -134,7 +134,7 @@ class ExpertMover:
             return
         assert mesh is not None, "experts are split over ranks"
         layers = [module for module in model.modules() if isinstance(module, MoE)]
-        placer = EXPERT_PLACERS[balance.expert_policy](rates_of(config, mesh.grid, element_bytes))
+        placer = EXPERT_PLACERS[balance.experts](rates_of(config, mesh.grid, element_bytes))
         self.placement = ExpertPlacement(layers, mesh, optimizer, every=balance.experts_every, placer=placer)
 
     def after_step(self) -> None:

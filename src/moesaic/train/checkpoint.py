@@ -36,7 +36,6 @@ from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
-from moesaic.shapes import ROTARY
 from moesaic.train.distributed_checkpoint import (
     SHARDS,
     checksum,
@@ -375,32 +374,32 @@ def _does_not_fit(checkpoint: Checkpoint, error: BaseException) -> InputError:
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
     """Return the fields that decide which parameters a model has and what they mean. All other fields steer training."""
-    outer = {field.name: getattr(config, field.name) for field in fields(config)}
-    inner = {field.name: getattr(config.moe, field.name) for field in fields(config.moe)}
+    block, moe = config.block, config.moe
+    values = {f"model.{field.name}": getattr(config, field.name) for field in fields(config)}
+    values |= {f"model.block.{field.name}": getattr(block, field.name) for field in fields(block)}
+    values |= {f"model.moe.{field.name}": getattr(moe, field.name) for field in fields(moe)}
+    values["model.dense_hidden"] = config.active_hidden
+    options = options_of((ROUTERS | ON_MESH)[moe.router]) | moe.router_options
     sparse = [config.is_sparse(layer) for layer in range(config.num_layers)]
-    outer |= {f"block.{field.name}": getattr(config.block, field.name) for field in fields(config.block)}
-    outer |= {
-        f"block.attention.{field.name}": getattr(config.block.heads, field.name) for field in fields(config.block.heads)
-    }
-    unused = {"moe", "block", "block.attention", *_STEER_TRAINING}
-    if config.block.rope is None:
-        unused.discard("seq_len")  # it is the number of rows of the table of learned positions
+    unused = set(_STEER_TRAINING)
+    if any(sparse):
+        values |= {f"model.moe.router_options.{name}": value for name, value in options.items()}
+    else:
+        unused |= {name for name in values if name.startswith("model.moe.") and name != "model.moe.experts"}
+        unused.add("model.moe_every")
     if all(sparse):
-        unused.add("ffn.hidden")
-    if not any(sparse):
-        unused |= inner.keys() - {"experts"}
-    if config.block.rope is not None:
-        outer["block.positions"] = ":".join(map(str, (ROTARY, *config.block.rope)))
-    inner["router"] = config.moe.router_name
-    options = options_of((ROUTERS | ON_MESH)[config.moe.router_name]) | config.moe.router_options
-    inner |= {f"router_options.{name}": value for name, value in options.items()} if any(sparse) else {}
-    outer["ffn"], outer["ffn.hidden"] = "dense" if config.is_dense else f"moe:{config.moe_every}", config.active_hidden
-    named = {f"model.{name}": value for name, value in outer.items() if name not in unused}
-    return named | {f"model.moe.{name}": value for name, value in inner.items() if name not in unused}
+        unused.add("model.dense_hidden")
+    if block.positions == "learned":
+        unused.discard("model.seq_len")  # it is the number of rows of the table of learned positions
+        unused |= {"model.block.rope_theta", "model.block.rope_factor"}
+    return {name: value for name, value in values.items() if name not in unused}
 
 
 _STEER_TRAINING = (
-    "seq_len", "checkpoint_activations", "block.dropout", "router_options.bias_rate", "capacity", "losses",
+    "model.moe", "model.block", "model.moe.router_options",  # whose fields are compared one by one
+    "model.seq_len", "model.checkpoint_activations", "model.block.dropout", "model.moe.router_options.bias_rate",
+    "model.moe.capacity", "model.moe.capacity_factor", "model.moe.capacity_scope", "model.moe.capacity_order",
+    "model.moe.load_balance", "model.moe.load_balance_level", "model.moe.importance", "model.moe.z_loss",
 )  # fmt: skip
 """Fields of the model configuration that may change on resuming. New fields count as architecture unless listed here."""
 

@@ -75,7 +75,7 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
         InputError: if data is missing, empty or unreadable, or has ids outside the vocabulary.
     """
     files, root = (find_files(config.path, "data.path"), None) if config.path else standard_library()
-    val_files = find_files(config.val_path, "data.val") if config.val_path else []
+    val_files = find_files(config.val, "data.val") if config.val else []
     if val_files and (files[0].suffix == ".bin") != (val_files[0].suffix == ".bin"):
         raise InputError("data.path and data.val: .bin files and text files are mixed: give one kind in both")
     if files[0].suffix == ".bin":
@@ -263,7 +263,7 @@ def even_windows(tokens: np.ndarray, seq_len: int, count: int) -> list[int]:
     if available < 1:
         raise InputError(
             f"validation data: {len(tokens)} tokens are fewer than model.seq_len + 1 = {seq_len + 1}: "
-            "give more with data.val, raise its share or lower model.seq_len"
+            "give more with data.val, raise data.val_share or lower model.seq_len"
         )
     return sorted(set(np.linspace(0, available - 1, min(count, available)).astype(int).tolist()))
 

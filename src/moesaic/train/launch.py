@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
 from moesaic.errors import InputError, TrainingError
-from moesaic.train.config import START_PATIENCE
+from moesaic.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -97,7 +97,7 @@ class Launch:
             os._exit(0)
 
 
-def launch(patience: float = START_PATIENCE) -> Launch:
+def launch(patience: float = TrainConfig.start_patience) -> Launch:
     """Join the processes that a launcher started, with Gloo on CPUs and NCCL on GPUs. Each rank of a node gets its own
     GPU.
 
@@ -136,7 +136,7 @@ def launch(patience: float = START_PATIENCE) -> Launch:
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not meet the others at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {patience:g} s "
             f"({_first_line(error)}): see that every rank was started and reaches that port, or raise "
-            "the first number of --patience"
+            "--start-patience"
         ) from error
     newer = getattr(dist, "set_timeout", None)  # torch 2.14 has it
     set_timeout = newer or dist.distributed_c10d._set_pg_timeout

@@ -111,10 +111,10 @@ def train(config: TrainConfig, *, console: Console | None = None, task: Task = D
                 run.left_out = next_sample_step - run.step
                 returns[run.step] += 1
             trainer = Trainer(run, console if run.ranks.is_first else Console(quiet=True), candidates)
-        trainer.rolls_back = config.rolls_back and returns[run.step] < MOST_RETURNS
+        trainer.rolls_back = config.on_spike == "rollback" and returns[run.step] < MOST_RETURNS
         try:
             long = (Trainer._save, Trainer._finish_saving, Trainer._evaluate)
-            with Watch(run.model, run.claim, config.patience[1], trainer.step_in_words, trainer.advice, long):
+            with Watch(run.model, run.claim, config.patience, trainer.step_in_words, trainer.advice, long):
                 return trainer.run()
         except LossSpikeError:
             next_sample_step = run.step + 1 + run.left_out
@@ -126,7 +126,7 @@ def train(config: TrainConfig, *, console: Console | None = None, task: Task = D
 def _watch_start(config: TrainConfig) -> Watch:
     """Return a watch over the ranks while they have no model yet."""
     long = (with_planned, find_candidates, open_run)
-    return Watch(nn.Module(), None, config.patience[0], lambda: "the start", lambda: "start the run again", long)
+    return Watch(nn.Module(), None, config.start_patience, lambda: "the start", lambda: "start the run again", long)
 
 
 class Trainer:
@@ -151,7 +151,7 @@ class Trainer:
         """Whether a loss spike rolls the run back to its last checkpoint."""
         self._saving: Saving | None = None
         self._reported_times = [run.seconds] + [0.0] * (1 + run.ranks.world)
-        self._saving_group: str | bool = run.config.saving().in_background
+        self._saving_group: str | bool = run.config.save.background
         self._skipped_in_row = 0
         self._collapsed: set[str] = set()
         self._metrics: Metrics | NoMetrics = NoMetrics()
@@ -166,7 +166,13 @@ class Trainer:
         handle = balance_on_step(state.optimizer, self.model)
         with self.ranks.together():
             if self.ranks.is_first:
-                self._metrics = Metrics(state.folder, start_step=state.step, trackers=config.trackers, say=self._say)
+                self._metrics = Metrics(
+                    state.folder,
+                    start_step=state.step,
+                    wandb=config.wandb,
+                    tensorboard=config.tensorboard,
+                    say=self._say,
+                )
         val_loss = None
         try:
             with (
@@ -183,9 +189,9 @@ class Trainer:
                         self._metrics.write("train", state.step, values)
                         progress.advance(state.step, status(values))
                     progress.advance(state.step)
-                    if self._is_due(config.evaluate[0], state.step):
+                    if self._is_due(config.evaluate.every, state.step):
                         val_loss = self._evaluate()
-                    if self._is_due(config.saving().every, state.step):
+                    if self._is_due(config.save.every, state.step):
                         with self.experts.at_home():
                             self._save()
                     is_busy = self._saving is not None and not self._saving.is_written
@@ -332,7 +338,7 @@ class Trainer:
 
     def _skip_step(self, wrong: str) -> None:
         """Skip a step with wrong numbers, on all ranks. End the run if it is the last of the allowed number in a row."""
-        state, most = self.state, self.config.numbers[0]
+        state, most = self.state, self.config.nonfinite_steps
         origin = find_origin(self.model, self.ranks, lambda: self._accumulate(again=True))
         state.optimizer.zero_grad()
         for layer in self.moe_layers.values():
@@ -350,7 +356,7 @@ class Trainer:
     def _not_finite(self, wrong: str, origin: str) -> TrainingError:
         since = f": {origin}" if origin else ""
         return TrainingError(
-            f"{wrong}{since}; {self._newest_checkpoint()}: lower --optimizer.lr, or raise the warm-up of --optimizer.schedule"
+            f"{wrong}{since}; {self._newest_checkpoint()}: lower --optimizer.lr, or raise --optimizer.warmup-steps"
         )
 
     def _look_for_spike(self, loss: float) -> None:
@@ -369,9 +375,7 @@ class Trainer:
         if rolls_back:
             self._say(f"{line}: going back to {self._saved()[-1]}, the samples since are left out")
             raise LossSpikeError
-        hint = (
-            "" if self.config.rolls_back else f"; --numbers {self.config.numbers[0]} rollback would take the run back"
-        )
+        hint = "" if self.config.on_spike == "rollback" else "; --on-spike rollback would take the run back"
         self._say(f"{line}, and the run goes on{hint}")
 
     def _balance(self) -> list[dict[str, object]]:
@@ -487,7 +491,7 @@ class Trainer:
                 "has_text": state.corpus.tokenizer is not None,
                 "sealed": sealed,
             },
-            keep_last=self.config.saving().keep,
+            keep_last=self.config.save.keep,
             files=state.files | self._plan_table(),
             ranks=self.ranks,
             background=self._saving_group,
@@ -617,10 +621,10 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1)
-    if config.decay == "wsd":
+    if config.schedule == "wsd":
         progress = 1 - (1 - progress) / DECAY_SHARE  # below 0 while the rate is stable
     progress = min(max(progress, 0.0), 1.0)
-    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.decay == "cosine" else 1 - progress
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
     return config.lr * (config.final_share + (1 - config.final_share) * left)
 
 

@@ -24,8 +24,10 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise InputError(f"device={name!r} is unknown: write auto, cpu or cuda") from error
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device={name!r} is not supported: write auto, cpu or cuda")
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
+        raise InputError(
+            f"device={name!r} is not supported: write auto, cpu or cuda (threads sets the CPU threads per rank)"
+        )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
             f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices: write cpu or auto"

@@ -9,13 +9,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moesaic.errors import InputError
-from moesaic.train.config import TENSORBOARD
 
 METRICS = "metrics.jsonl"
 """File name of the metrics, in a run folder."""
@@ -28,7 +27,8 @@ class Metrics:
 
     Args:
         start_step: lines of later steps are removed first, so that a resumed run has each step once.
-        trackers: where the numbers are also sent, in the form of `TrainConfig.trackers`.
+        tensorboard: also write TensorBoard event files.
+        wandb: the project of Weights & Biases that the numbers are also sent to; empty for none.
         say: called with a message if a line of the file is damaged. The other lines are kept.
     """
 
@@ -37,7 +37,8 @@ class Metrics:
         run_folder: Path,
         *,
         start_step: int,
-        trackers: Sequence[str] = (),
+        tensorboard: bool = False,
+        wandb: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.path = run_folder / METRICS
@@ -55,8 +56,8 @@ class Metrics:
             temporary.unlink(missing_ok=True)
             raise _unwritable(self.path, error) from error
         self._trackers = [
-            weights_and_biases(run_folder, start_step, project) if project else tensorboard(run_folder, start_step)
-            for project in (tracker.partition(":")[2] for tracker in trackers)
+            *([event_files(run_folder, start_step)] if tensorboard else []),
+            *([weights_and_biases(run_folder, start_step, wandb)] if wandb else []),
         ]
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
@@ -109,7 +110,7 @@ class Tracker:
     """Writes pending numbers."""
 
 
-def tensorboard(folder: Path, start_step: int) -> Tracker:
+def event_files(folder: Path, start_step: int) -> Tracker:
     """Return a tracker that writes event files into a run folder. Earlier events after `start_step` are purged.
 
     Raises:
@@ -119,9 +120,9 @@ def tensorboard(folder: Path, start_step: int) -> Tracker:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise InputError(
-            "trackers: tensorboard needs the package tensorboard: pip install tensorboard, or --trackers without it"
+            "tensorboard=true needs the package tensorboard: pip install tensorboard, or tensorboard=false"
         ) from error
-    writer = SummaryWriter(str(folder / TENSORBOARD), purge_step=start_step + 1 if start_step else None)
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else None)
 
     def log(numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
@@ -140,9 +141,7 @@ def weights_and_biases(folder: Path, start_step: int, project: str) -> Tracker:
     try:
         import wandb
     except ImportError as error:
-        raise InputError(
-            f"trackers: wandb:{project} needs the package wandb: pip install wandb, or --trackers tensorboard"
-        ) from error
+        raise InputError(f"wandb={project} needs the package wandb: pip install wandb, or leave it empty") from error
     id_file = folder / WANDB_ID
     run_id = id_file.read_text(encoding="utf-8", errors="replace").strip() if start_step and id_file.exists() else None
     run = wandb.init(project=project, name=folder.name, dir=str(folder), id=run_id, resume="allow")

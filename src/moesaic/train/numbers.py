@@ -90,7 +90,7 @@ def collapsed_routers(layers: Sequence[LoadStatistics], names: Sequence[str], to
         if len(counts) >= 4 * top_k and sum(counts) >= 16 * len(counts) and share >= COLLAPSED:
             messages[name] = (
                 f"the router of {name} has collapsed: {top_k} of its {len(counts)} experts get {share:.0%} of the tokens; "
-                "raise load_balance or z_loss in model.moe.losses, or lower optimizer.lr"
+                "raise model.moe.load_balance or model.moe.z_loss, or lower optimizer.lr"
             )
     return messages
 

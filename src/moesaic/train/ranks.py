@@ -153,18 +153,18 @@ class Ranks:
 def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, DeviceMesh | None]:
     """Return the mesh of this rank's stage, and the mesh of stages (None if there is one stage)."""
     # The number of CPU threads may differ between machines; everything else is the same on all ranks.
-    common = config if config.threads is None else replace(config, device=config.device.partition(":")[0])
+    common = replace(config, threads=None)
     # Use Gloo, which launch() sets up for CPU tensors: NCCL would create communicators just for this.
     check_same(open_transport("cpu"), _flat(asdict(common)))
     mesh_config, world, stages, group = config.mesh, dist.get_world_size(), None, None
-    if world % mesh_config.stages:
+    if world % mesh_config.pp:
         raise InputError(
-            f"mesh.pp={mesh_config.pp_in_words}: {mesh_config.stages} stages do not divide the {world} ranks: "
+            f"mesh.pp={mesh_config.pp}: {mesh_config.pp} stages do not divide the {world} ranks: "
             f"choose a divisor of {world}"
         )
-    if mesh_config.stages > 1:
+    if mesh_config.pp > 1:
         stages = init_device_mesh(
-            device_type, (mesh_config.stages, world // mesh_config.stages), mesh_dim_names=("pp", "stage")
+            device_type, (mesh_config.pp, world // mesh_config.pp), mesh_dim_names=("pp", "stage")
         )
         group = stages["stage"].get_group()
     mesh = Mesh.create(

@@ -1,7 +1,7 @@
 """Recording the routing of a training run, and replaying a recorded one.
 
-    train --routing record:counts    copies per (sequence, expert), and so per (rank, expert); or tokens: every token's experts
-    train --routing replay:FILE      experts come from a trace, weights from the router's scores
+    train --record-routing counts    copies per (sequence, expert), and so per (rank, expert); or tokens: every token's experts
+    train --replay-routing FILE      experts come from a trace, weights from the router's scores
 
 Recording uses the routing cache that also serves activation checkpointing (`runtime/routing_cache.py`), so nothing is
 recorded twice if blocks are recomputed. Ranks keep what they routed and send it to the first rank one segment at a
@@ -129,7 +129,7 @@ class _Recorder:
         self._shape, self._holds, self._ranks, self._folder = shape_of(config), config.record_routing, ranks, folder
         self._layers = layers
         self._source = {
-            "router": config.model.moe.router_name,
+            "router": config.model.moe.router,
             "mesh": {"world": ranks.world, "dp": ranks.dp, "ep": config.mesh.ep, "etp": config.mesh.etp},
         }
         self._steps: list[int] = []
@@ -301,36 +301,36 @@ def check_routing(config: TrainConfig, step: int = 0) -> Trace | None:
         InputError: for a model without MoE layers, a router where experts choose tokens, a trace of another model, a
             trace of counts only, or one that lacks some of the steps.
     """
-    if config.record_routing == "none" and config.replay_routing is None:
+    if config.record_routing == "none" and not config.replay_routing:
         return None
-    option = f"routing={' '.join(config.routing)}"
+    option = "replay_routing" if config.replay_routing else f"record_routing={config.record_routing}"
     if not any(config.model.is_sparse(layer) for layer in range(config.model.num_layers)):
         raise InputError(f"{option}: the model has no MoE layers: set model.ffn=moe, or leave it out")
-    by_token = config.replay_routing is not None or config.record_routing == "tokens"
-    if by_token and config.model.moe.router_name == "expert_choice":
+    by_token = bool(config.replay_routing) or config.record_routing == "tokens"
+    if by_token and config.model.moe.router == "expert_choice":
         raise InputError(
-            f"{option}: under model.moe.router=expert_choice tokens do not choose experts: use record:counts, or "
+            f"{option}: under model.moe.router=expert_choice tokens do not choose experts: record counts, or "
             "another router"
         )
-    if config.replay_routing is None:
+    if not config.replay_routing:
         return None
     path = Path(config.replay_routing)
     out = Path(config.out).resolve()
     if out in (path.resolve(), *path.resolve().parents):
-        raise InputError(f"routing=replay:{path}: lies in out={config.out}, which this run writes: choose another out")
+        raise InputError(f"replay_routing={path}: lies in out={config.out}, which this run writes: choose another out")
     trace = Trace.open(path)
     problems = differences(trace.shape, shape_of(config))
     if problems:
         raise InputError(
-            f"routing=replay:{path}: is of another model or batch, {', '.join(problems)}: set the same here"
+            f"replay_routing={path}: is of another model or batch, {', '.join(problems)}: set the same here"
         )
     if trace.holds != "tokens":
         raise InputError(
-            f"routing=replay:{path}: holds counts only: record the tokens' experts with --routing record:tokens"
+            f"replay_routing={path}: holds counts only: record the tokens' experts with --record-routing tokens"
         )
     if set(range(step, config.steps)) - set(trace.steps):
         raise InputError(
-            f"routing=replay:{path}: holds steps {steps_in_words(trace.steps)}, the run needs {step} to {config.steps - 1}: "
+            f"replay_routing={path}: holds steps {steps_in_words(trace.steps)}, the run needs {step} to {config.steps - 1}: "
             "set fewer steps, or record more"
         )
     return trace

@@ -116,7 +116,7 @@ def _open(
 ) -> RunState:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    device = pick_device(config.device if config.threads is None else config.device.partition(":")[0])
+    device = pick_device(config.device)
     ranks = Ranks.of(config, "cuda" if device.type == "cuda" else "cpu")
     folder = claim.path
     saved, dtype = ranks.from_first(_find_resume_point(config, device, ranks, claim, say, announce))
@@ -127,7 +127,7 @@ def _open(
         part = (ranks.dp_index, ranks.dp)
         batches = Batches(corpus.train, config.model.seq_len, config.batch_size, config.seed, part, corpus.objective)
         corpus_hash = fingerprint(corpus.train)
-        eval_windows = even_windows(corpus.val, config.model.seq_len, config.evaluate[1])
+        eval_windows = even_windows(corpus.val, config.model.seq_len, config.evaluate.sequences)
     ranks.require_same("the training data", corpus_hash, "give every rank the same files in data.path")
     with ranks.together():
         model = _build(config, task.make_model, corpus.vocab_size, device, dtype, ranks)
@@ -313,8 +313,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.devi
     group's `rate` is the multiple of the step's learning rate that it uses.
     """
     routers = {id(p) for m in model.modules() if isinstance(m, AbstractRouter) for p in m.parameters()}
-    rates = dict.fromkeys(routers, config.rate_of("routers"))
-    expert_rate = config.rate_of("experts")
+    rates = dict.fromkeys(routers, config.router_lr_scale)
+    expert_rate = config.expert_lr_scale
     rates |= {id(p): expert_rate for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
     groups: dict[tuple[bool, float, object], list[nn.Parameter]] = {}
     for decays in (True, False):
@@ -411,8 +411,8 @@ def _warn_of_changes(config: TrainConfig, saved: Checkpoint, folder: Path, say: 
 
 
 _DECIDE_THE_COURSE = (
-    "seed", "batch_size", "accumulation", "optimizer.", "model.seq_len", "model.moe.losses", "model.moe.router",
-    "model.moe.capacity",
+    "seed", "batch_size", "accumulation", "optimizer.", "model.seq_len", "model.moe.load_balance", "model.moe.importance",
+    "model.moe.z_loss", "model.moe.router", "model.moe.capacity",
 )  # fmt: skip
 """Prefixes of the fields that are worth a warning if they change on resuming. `steps` is missing, since it is raised on
 purpose."""

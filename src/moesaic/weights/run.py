@@ -21,7 +21,6 @@ from moesaic.models.attention import Attention
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT, TransformerBlock
 from moesaic.routing.capacity import Dropless
-from moesaic.shapes import ROPE
 from moesaic.train.state import Trained, load_trained
 from moesaic.weights.files import filling, require_room
 from moesaic.weights.layout import first_names
@@ -116,24 +115,24 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
         InputError: neither Mixtral nor Qwen3-MoE is equivalent.
     """
     block, moe = shape.block, shape.moe
-    sparse, normed = [shape.is_sparse(layer) for layer in range(shape.num_layers)], block.heads.qk_norm
+    sparse, normed = [shape.is_sparse(layer) for layer in range(shape.num_layers)], block.qk_norm
     reasons = (
         (block.kind != "decoder", f"model.block.kind={block.kind}"),
         (block.norm != "rms", f"model.block.norm={block.norm}"),
-        (block.rope is None, f"model.block.positions={block.positions}"),
+        (block.positions == "learned", f"model.block.positions={block.positions}"),
         (block.bias, "model.block.bias=true"),
         (shape.conv_width > 1, f"model.conv_width={shape.conv_width}, the short convolutions: train with conv_width=1"),
         (shape.is_dense, f"model.ffn={shape.ffn}"),
         (moe.experts != "swiglu", f"model.moe.experts={moe.experts}"),
         (moe.router != "softmax", f"model.moe.router={moe.router}"),
         (moe.shared_hidden > 0, f"model.moe.shared_hidden={moe.shared_hidden}"),
-        (not all(sparse) and not normed, f"model.ffn={shape.ffn} without qk_norm in model.block.attention"),
+        (not all(sparse) and not normed, f"model.moe_every={shape.moe_every} without model.block.qk_norm"),
     )
     for holds, what in reasons:
         if holds:
             raise InputError(f"{where}: Mixtral and Qwen3-MoE do not support {what}")
-    base, factor = block.rope or ROPE
-    rope: dict[str, Any] = {"rope_type": "default" if factor == 1 else "linear", "rope_theta": base}
+    factor = block.rope_factor
+    rope: dict[str, Any] = {"rope_type": "default" if factor == 1 else "linear", "rope_theta": block.rope_theta}
     common: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": shape.dim,

@@ -77,9 +77,7 @@ def test_only_samples_that_leave_cross_links() -> None:
 
 
 def gpt_config(**options: Any) -> ModelConfig:
-    moe = MoEConfig(
-        num_experts=4, top_k=2, hidden=8, losses=("load_balance:0.01", "z_loss:0.01"), **options.pop("moe", {})
-    )
+    moe = MoEConfig(num_experts=4, top_k=2, hidden=8, z_loss=0.01, **options.pop("moe", {}))
     return ModelConfig(**{"dim": 8, "num_layers": 4, "num_heads": 2, "seq_len": 6, "moe": moe, **options})
 
 
@@ -91,7 +89,7 @@ def gpt_step(model: GPT, tokens: Tensor, targets: Tensor, mask: Tensor | None) -
 
 
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"checkpoint_activations": True}, {"moe": {"router": "hash"}}, {"ffn": "moe:2", "moe": {"shared_hidden": 8}}
+    {}, {"checkpoint_activations": True}, {"moe": {"router": "hash"}}, {"moe_every": 2, "moe": {"shared_hidden": 8}}
 ]  # fmt: skip
 
 

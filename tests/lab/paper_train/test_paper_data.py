@@ -72,7 +72,7 @@ def write_rows(path: Path, count: int = 200) -> dict[str, str]:
 
 def test_a_pair_is_a_row_and_no_source_is_in_both_parts(tmp_path: Path) -> None:
     pairs = write_rows(tmp_path / "a.jsonl")
-    corpus = load_pairs(DataConfig(path=(str(tmp_path / "a.jsonl"),), val=("share:0.2",)), 20, None)
+    corpus = load_pairs(DataConfig(path=(str(tmp_path / "a.jsonl"),), val_share=0.2), 20, None)
     found = {}
     for part in (corpus.train, corpus.val):
         for row in part[:-1].reshape(-1, 20):
