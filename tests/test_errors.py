@@ -33,7 +33,7 @@ def harmed(folder: Path, *steps: int) -> Path:
     """Train a run and truncate the parameters of some of its checkpoints; return its folder."""
     run = made(folder)
     for step in steps:
-        path = run / "checkpoints" / f"step-{step:08d}" / "model.safetensors"
+        path = run / "checkpoints" / f"step-{step:08d}" / "shards" / "__0_0.distcp"
         path.write_bytes(path.read_bytes()[:200])
     return run
 
@@ -212,7 +212,7 @@ CASES: dict[str, Case] = {
     ),
     "newer checkpoint": (
         lambda f: base(f, "--existing", "resume", "--out", str(newer(f))),
-        ["step-00000002", "format 99", "reads 3", "use the version"],
+        ["step-00000002", "format 99", "reads 4", "use the version"],
     ),
     # Sampling
     "sample nothing": (lambda f: ["sample"], ["Run folder", "required"]),
@@ -256,7 +256,7 @@ def test_a_truncated_checkpoint_is_no_error_where_there_is_an_earlier_one(tmp_pa
     captured = capsys.readouterr()
     assert captured.err == ""
     said = " ".join(captured.out.split())
-    assert "step-00000002: model.safetensors does not match its checksum): taking step-00000001 instead" in said
+    assert "step-00000002: shards/__0_0.distcp does not match its checksum): taking step-00000001 instead" in said
     assert [line["step"] for line in lines(run, "train")] == [1, 2, 3]
 
 

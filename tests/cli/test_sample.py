@@ -54,11 +54,11 @@ def test_all_tokens_may_be_drawn(capsys, folder):
 
 def test_a_damaged_checkpoint_is_passed_over(capsys, tmp_path):
     run_quietly(tiny(tmp_path, steps=2, save={"every": 1}))
-    (tmp_path / "run" / "checkpoints" / "step-00000002" / "model.safetensors").write_bytes(b"x")
+    (tmp_path / "run" / "checkpoints" / "step-00000002" / "shards" / "__0_0.distcp").write_bytes(b"x")
     assert main(["sample", str(tmp_path / "run"), "--tokens", "2"]) == 0
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "step-00000002: model.safetensors does not match its checksum" in err
+    assert "step-00000002: shards/__0_0.distcp does not match its checksum" in err
     assert "taking step-00000001 instead" in err
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,8 +61,7 @@ def shard(checkpoint: Path) -> Path:
     loaded = load_checkpoint(checkpoint.parent, pytest.fail)
     tensors = {f"model.{name}": tensor for name, tensor in loaded.model.items()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in loaded.optimizer.items()}
-    for part in ("model", "optimizer"):
-        (checkpoint / f"{part}.safetensors").unlink()
+    shutil.rmtree(checkpoint / SHARDS)
     path = write_shards(checkpoint, tensors)
     seal(checkpoint)
     return path

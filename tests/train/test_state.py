@@ -90,8 +90,8 @@ def test_replacing_leaves_nothing_of_the_old_run(tmp_path):
     assert sorted(snapshot(tmp_path / "run")) == [
         "checkpoints/step-00000001/SHA256SUMS",
         "checkpoints/step-00000001/config.json",
-        "checkpoints/step-00000001/model.safetensors",
-        "checkpoints/step-00000001/optimizer.safetensors",
+        "checkpoints/step-00000001/shards/.metadata",
+        "checkpoints/step-00000001/shards/__0_0.distcp",
         "checkpoints/step-00000001/state.json",
         "config.json",
         "metrics.jsonl",

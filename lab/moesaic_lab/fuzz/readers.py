@@ -51,7 +51,7 @@ from moesaic.traces.load import faults
 from moesaic.traces.trace import Trace, read_header, write_segment
 from moesaic.traces.trace import read_table as read_trace_table
 from moesaic.train.auto_plan import read_plan_table
-from moesaic.train.checkpoint import SUMS, load_checkpoint, load_sharded, require_architecture
+from moesaic.train.checkpoint import SUMS, load_checkpoint
 from moesaic.train.config import DataConfig, TrainConfig
 from moesaic.train.data import load_corpus
 from moesaic.train.distributed_checkpoint import checksum
@@ -60,8 +60,7 @@ from moesaic.train.loop import train
 from moesaic.train.metrics import METRICS, read_metrics
 from moesaic.train.run_folder import HANG, HANG_SUMS, RunFolder
 from moesaic.train.shard_metadata import read_list
-from moesaic.train.state import make_optimizer, open_run
-from moesaic.train.task import make_decoder
+from moesaic.train.state import open_run
 from moesaic.train.tokenizer import HubTokenizer
 from moesaic.train.watch import read_hang
 from moesaic.weights.checkpoint import open_checkpoint
@@ -267,16 +266,6 @@ def _elements(tensors: Mapping[str, Readable]) -> object:
     return [tensor.read(full_region(tensor.shape)) for tensor in tensors.values()]
 
 
-def _restored(folder: Path) -> None:
-    """Read a checkpoint as a rank of a run on several ranks does."""
-    checkpoint = load_checkpoint(folder / "checkpoints", _silent, with_tensors=False)
-    config = _train_config(folder / "config.json")
-    vocab_size = load_corpus(config.data).vocab_size
-    require_architecture(checkpoint, config.model, vocab_size)
-    model = make_decoder(config, vocab_size)
-    load_sharded(model, make_optimizer(model, config.optimizer, torch.device("cpu")), checkpoint)
-
-
 def _plan_table(path: Path) -> object:
     table = _used_table()
     table.restore(read_plan_table(path) or {})
@@ -340,15 +329,9 @@ READERS = {
     "record of a hang": Reader(base="run", file=HANG, seal=_seal_hang, read=read_hang),
     "checksums of a hang": Reader(base="run", file=HANG_SUMS, read=read_hang),
     "mark of a run": Reader(base="run", file="config.json", read=lambda folder: RunFolder(folder).is_a_run()),
-    **{
-        f"{name} of a checkpoint{where}": _of_step(file, read)
-        for where, read in (("", _resumed), (", on several ranks", _restored))
-        for name, file in (
-            ("state", "state.json"),
-            ("tensors", "model.safetensors"),
-            ("optimizer", "optimizer.safetensors"),
-        )
-    },
+    "state of a checkpoint": _of_step("state.json", _resumed),
+    "tensors of a checkpoint": _of_step("shards/__0_0.distcp", _resumed),
+    "list of tensors of a checkpoint": _of_step("shards/.metadata", _resumed),
     "checksums of a checkpoint": _of_step(SUMS, lambda at: load_checkpoint(at / "checkpoints", _silent), seal=None),
     "list of shards": _table(".metadata", lambda path: read_list(path.read_bytes(), "x"), base="shards"),
     "shards": Reader(base="shards", file=".metadata", read=read_dcp),

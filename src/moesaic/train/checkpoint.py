@@ -1,8 +1,7 @@
 """Checkpoints: folders of tensors and JSON. They are written under another name and then renamed, so a folder with its
 final name is complete.
 
-    checkpoints/step-00000250/  model.safetensors  optimizer.safetensors  state.json  SHA256SUMS    by one process
-    checkpoints/step-00000250/  shards/*                                  state.json  SHA256SUMS    by several ranks
+    checkpoints/step-00000250/  shards/*  state.json  SHA256SUMS
 
 Each checkpoint also has copies of the run folder's `config.json` and `tokenizer.json`, and the plan table if any.
 `SHA256SUMS` holds a checksum of every other file, in the format of the command sha256sum. Loading takes the newest
@@ -27,8 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -41,7 +38,6 @@ from moesaic.train.distributed_checkpoint import (
     checksum,
     flush,
     read_whole,
-    require_read_back,
     restore,
     stage,
     write_shards,
@@ -49,15 +45,14 @@ from moesaic.train.distributed_checkpoint import (
 from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
 
-FORMAT = 3
+FORMAT = 4
 """Version of the layout; readers refuse all others."""
 STATE, SUMS = "state.json", "SHA256SUMS"
 """The files that hold a checkpoint's description and its checksums."""
 CONFIG, TOKENIZER, PLAN_TABLE = "config.json", "tokenizer.json", "plan-table.json"
 """Copies of the run's own files, as of the time of saving."""
 OWN_FILES = (
-    STATE, SUMS, CONFIG, TOKENIZER, PLAN_TABLE, "model.safetensors", "optimizer.safetensors", f"{SHARDS}/.metadata*",
-    f"{SHARDS}/__*.distcp",
+    STATE, SUMS, CONFIG, TOKENIZER, PLAN_TABLE, f"{SHARDS}/.metadata*", f"{SHARDS}/__*.distcp",
 )  # fmt: skip
 """Patterns of all files that saving writes. No other file in a checkpoint's folder is ever deleted."""
 _NAME = re.compile(r"(?:step|\.replaced)-(\d{8,})(?:-\d+)?")
@@ -65,7 +60,7 @@ _NAME = re.compile(r"(?:step|\.replaced)-(\d{8,})(?:-\d+)?")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded checkpoint."""
+    """A checkpoint whose files match their checksums."""
 
     step: int
     """Optimizer steps taken."""
@@ -73,14 +68,20 @@ class Checkpoint:
     """Architecture of the saved model."""
     vocab_size: int
     """Vocabulary size of the saved model."""
-    model: dict[str, Tensor]
-    """Parameters and persistent buffers by name; empty if only the description was loaded."""
-    optimizer: dict[str, Tensor]
-    """Optimizer state by `<parameter>.<state>`; empty if only the description was loaded."""
     extra: dict[str, Any]
     """Further JSON data that the training loop stored."""
     folder: Path
     """The folder of the checkpoint."""
+
+    @property
+    def model(self) -> dict[str, Tensor]:
+        """The full parameters and persistent buffers by name, read at each use."""
+        return read_whole(self.folder, "model.")
+
+    @property
+    def optimizer(self) -> dict[str, Tensor]:
+        """The full optimizer state by `<parameter>.<state>`, read at each use."""
+        return read_whole(self.folder, "optimizer.")
 
 
 class Saving:
@@ -192,11 +193,7 @@ def save_checkpoint(
     if background:
         tensors = stage(tensors)
     group = background if isinstance(background, str) else None
-    write = (
-        partial(_write_whole, tensors=tensors)
-        if ranks.mesh is None
-        else partial(write_shards, tensors=tensors, ranks=ranks, group=group)
-    )
+    write = partial(write_shards, tensors=tensors, ranks=ranks, group=group)
     texts = {STATE: json.dumps(state, indent=2), **(files or {})}
     return Saving(target, texts, keep_last, ranks, write, background=bool(background))
 
@@ -208,10 +205,8 @@ def _write_texts(unfinished: Path, texts: Mapping[str, str], sums: dict[str, str
         sums[name] = checksum(unfinished / name)
     lines = [f"{value}  {name}\n" for name, value in sorted(sums.items())]
     (unfinished / SUMS).write_text("".join(lines), encoding="utf-8", newline="\n")
-    for name in (*texts, SUMS, ""):  # all files must be on disk before the folder gets its final name
+    for name in (*texts, SUMS, SHARDS, ""):  # all files must be on disk before the folder gets its final name
         flush(unfinished / name)
-    if (unfinished / SHARDS).exists():
-        flush(unfinished / SHARDS)
 
 
 def _publish(unfinished: Path, target: Path, keep_last: int) -> None:
@@ -245,7 +240,7 @@ def _reporting_write_errors(target: Path, unfinished: Path, ranks: Ranks) -> Ite
     with ranks.together():
         try:
             yield
-        except (OSError, SafetensorError, CheckpointException) as error:
+        except (OSError, CheckpointException) as error:
             remove_checkpoint(unfinished)
             who = ""
             cause: BaseException = error
@@ -278,12 +273,11 @@ def _own_files(path: Path) -> list[Path]:
     return [file for pattern in OWN_FILES for file in path.glob(pattern)]
 
 
-def load_checkpoint(folder: Path, warn: Callable[[str], None], *, with_tensors: bool = True) -> Checkpoint:
-    """Load the newest undamaged checkpoint, however many ranks wrote it.
+def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
+    """Return the newest undamaged checkpoint, however many ranks wrote it.
 
     Args:
         warn: called with one line for each damaged checkpoint that is skipped.
-        with_tensors: load the full tensors too. The checksums are compared in any case.
 
     Raises:
         InputError: if there is no checkpoint, or all are damaged.
@@ -294,7 +288,7 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None], *, with_tensors: 
     damages: list[str] = []
     for path in reversed(candidates):
         try:
-            loaded = _read(path, with_tensors)
+            loaded = _read(path)
         except _DamagedError as damage:
             damages.append(f"{path.name}: {damage}")
             continue
@@ -315,35 +309,31 @@ def find_copy(folder: Path, name: str) -> Path | None:
     return None
 
 
-def load_into(model: nn.Module, checkpoint: Checkpoint, config: ModelConfig, vocab_size: int) -> None:
-    """Copy a checkpoint's parameters into an unsharded model.
+def load_into(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: ModelConfig,
+    vocab_size: int,
+) -> None:
+    """Read this rank's part of a checkpoint into a model, sharded or not, and its optimizer (None: the model alone).
 
     Raises:
-        InputError: if the checkpoint has another `architecture`; the message names the fields that differ.
+        InputError: if the checkpoint has another `architecture` (the message names the fields that differ), or does not
+            fit the model.
     """
     require_architecture(checkpoint, config, vocab_size)
     try:
-        model.load_state_dict(checkpoint.model)
-    except RuntimeError as error:  # the fields agree, but another version built the saved model
-        raise _does_not_fit(checkpoint, error) from error
-
-
-def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
-    """Read this rank's part of a checkpoint into a sharded model and its optimizer.
-
-    Args:
-        checkpoint: a checkpoint that was loaded without tensors. Call `require_architecture` on it first.
-
-    Raises:
-        InputError: if the checkpoint does not fit the model.
-    """
-    try:
-        names = model.names if isinstance(model, PipelinedGPT) else None
-        restore(checkpoint.folder, model, optimizer, sharded=(checkpoint.folder / SHARDS).exists(), names=names)
+        restore(checkpoint.folder, model, optimizer, names=model.names if isinstance(model, PipelinedGPT) else None)
     except InputError:
         raise
-    except (ValueError, RuntimeError, CheckpointException, SafetensorError) as error:
-        raise _does_not_fit(checkpoint, error) from error
+    except (ValueError, RuntimeError, CheckpointException) as error:  # the fields agree, but not the saved model
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = " ".join(str(cause).split())
+        raise InputError(
+            f"the checkpoint of step {checkpoint.step} does not fit the model that this Moesaic builds ({reason:.200}): "
+            "use the version that wrote it, or choose another run folder"
+        ) from error
 
 
 def require_architecture(checkpoint: Checkpoint, config: ModelConfig, vocab_size: int) -> None:
@@ -362,14 +352,6 @@ def require_architecture(checkpoint: Checkpoint, config: ModelConfig, vocab_size
             f"the checkpoint of step {checkpoint.step} is of another architecture, {'; '.join(different)} "
             "(configured and saved): configure the saved one, or choose another run folder"
         )
-
-
-def _does_not_fit(checkpoint: Checkpoint, error: BaseException) -> InputError:
-    reason = " ".join(str(error).split())
-    return InputError(
-        f"the checkpoint of step {checkpoint.step} does not fit the model that this Moesaic builds ({reason:.200}): "
-        "use the version that wrote it, or choose another run folder"
-    )
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
@@ -413,56 +395,23 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     }
 
 
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Restore the optimizer state that `optimizer_tensors` returned.
-
-    Raises:
-        InputError: if the model has no parameter of a saved name and shape.
-    """
-    parameters = dict(model.named_parameters())
-    for full_name, value in tensors.items():
-        name, _, key = full_name.rpartition(".")
-        parameter = parameters.get(name)
-        if parameter is None or value.shape not in ((), parameter.shape):
-            raise InputError(
-                f"the optimizer of the checkpoint has {full_name} of {list(value.shape)}, for which this model has no "
-                "parameter: use the version that wrote it, or choose another run folder"
-            )
-        optimizer.state[parameter][key] = value.to(parameter.device)  # "step" too: fused AdamW counts on the device
-
-
 class _DamagedError(Exception):
     """Raised for a damaged or incomplete checkpoint."""
 
 
-def _write_whole(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Write the `model.*` and the `optimizer.*` tensors into one file each, flush both, and return their checksums."""
-    checksums = {}
-    for part in ("model", "optimizer"):
-        path = folder / f"{part}.safetensors"
-        part_tensors = {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
-        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in part_tensors.items()}, path)
-        flush(path)
-        checksums[path.name] = checksum(path)
-        require_read_back(part_tensors, load_file(path))
-    return checksums
-
-
-def _read(path: Path, with_tensors: bool) -> Checkpoint:
+def _read(path: Path) -> Checkpoint:
     try:
         state = _checked_state(path)
         return Checkpoint(
             step=state["step"],
             model_config=override(ModelConfig(), state["model_config"], source=str(path / STATE)),
             vocab_size=state["vocab_size"],
-            model=_full_tensors(path, "model") if with_tensors else {},
-            optimizer=_full_tensors(path, "optimizer") if with_tensors else {},
             extra=state["extra"],
             folder=path,
         )
     except FileNotFoundError as error:
         raise _DamagedError(f"{Path(error.filename).name} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         raise _DamagedError(f"{type(error).__name__}: {error}") from error
@@ -504,11 +453,3 @@ def _require_checksums(path: Path, sums: dict[str, str]) -> None:
         name = file.relative_to(path).as_posix()
         if name not in (SUMS, *sums):
             raise _DamagedError(f"{name} has no checksum")
-
-
-def _full_tensors(path: Path, part: str) -> dict[str, Tensor]:
-    """Return the full tensors of one part of a checkpoint, "model" or "optimizer"."""
-    if (path / SHARDS).exists():
-        return read_whole(path, f"{part}.")
-    tensors: dict[str, Tensor] = load_file(path / f"{part}.safetensors")
-    return tensors

@@ -1,8 +1,7 @@
-"""The tensors of sharded models in checkpoints: all ranks write them together, and any number of ranks reads them.
+"""The tensors of checkpoints: all ranks write them together, and any number of ranks reads them.
 
-Several ranks write `torch.distributed.checkpoint` files. Each writes its own shards under global names and offsets, so
-any other mesh, or a single process, reads the parts it needs. A checkpoint of one process (safetensors) is read in
-slices.
+The files are those of `torch.distributed.checkpoint`. Each rank writes its own shards under global names and offsets, so
+any other mesh, or a single process, reads the parts it needs. A process alone writes and reads without a process group.
 
 Files must be on disk before the checkpoint gets its name: they are flushed, read back and checksummed.
 """
@@ -15,10 +14,8 @@ import os
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -125,7 +122,7 @@ def write_shards(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, group: 
     members = None if group is None else _resolve_process_group(GroupName(group))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about CPU copies of tensors of a GPU's mesh
-        state_dict_saver.save(tensors, checkpoint_id=folder / SHARDS, process_group=members)
+        state_dict_saver.save(tensors, checkpoint_id=folder / SHARDS, process_group=members, no_dist=ranks.mesh is None)
     del members
     files = sorted(path for path in (folder / SHARDS).iterdir() if path.is_file())
     own_files = files[ranks.rank :: ranks.world]
@@ -146,7 +143,7 @@ def write_shards(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, group: 
 
 
 def _read_back(folder: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Read this rank's part of a sharded checkpoint into tensors, without communication. Return the tensors."""
+    """Read this rank's part of a checkpoint into tensors, without communication. Return the tensors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that there is only one process
         state_dict_loader.load(targets, storage_reader=ShardReader(folder / SHARDS), no_dist=True)
@@ -154,8 +151,7 @@ def _read_back(folder: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Return the full tensors of a sharded checkpoint with names that start with `prefix`, which is removed. Runs in
-    one process."""
+    """Return the full tensors of a checkpoint with names that start with `prefix`, which is removed."""
     targets = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in _shard_sizes(folder).items()}
     targets = {name: tensor for name, tensor in targets.items() if name.startswith(prefix)}
     return {name.removeprefix(prefix): tensor for name, tensor in _read_back(folder, targets).items()}
@@ -164,55 +160,36 @@ def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
 def restore(
     folder: Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None = None,
     *,
-    sharded: bool,
     names: Collection[str] | None = None,
 ) -> None:
-    """Read this rank's part of a checkpoint into a sharded model and its optimizer. All ranks call it.
+    """Read this rank's part of a checkpoint into a model and its optimizer, without communication.
 
     Args:
-        model: a sharded model, with the same parameter names as the unsharded one.
-        optimizer: the optimizer of the model's parameters; its state is replaced.
-        sharded: whether the checkpoint is sharded; if not, it holds full tensors.
+        model: a model, sharded or not, with the same parameter names as the unsharded one.
+        optimizer: the optimizer of the model's parameters, whose state is replaced; None reads the model alone.
         names: names of the full model's tensors, if this rank holds a pipeline stage; None if it holds all of them.
 
     Raises:
         ValueError: if the names of the checkpoint's tensors differ from the model's; the message names one.
     """
-    sizes = _shard_sizes(folder) if sharded else _full_sizes(folder)
+    sizes = _shard_sizes(folder)
     targets: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
     saved = {name for name in sizes if name.startswith("model.")}
     expected = targets.keys() if names is None else {f"model.{name}" for name in names}
     if saved != expected:
         mismatched = sorted(saved ^ expected)
         raise ValueError(f"{len(mismatched)} tensors are in only one of the two, such as {mismatched[0]}")
-    targets |= _empty_state(model, optimizer, {name: size for name, size in sizes.items() if name not in saved})
-    if sharded:
-        state_dict_loader.load(targets, storage_reader=ShardReader(folder / SHARDS))
-        return
-    for part in ("model", "optimizer"):
-        with safe_open(folder / f"{part}.safetensors", framework="pt") as file:
-            for name, target in targets.items():
-                if name.startswith(f"{part}."):
-                    _fill(target, file, name.removeprefix(f"{part}."))
+    if optimizer is not None:
+        targets |= _empty_state(model, optimizer, {name: size for name, size in sizes.items() if name not in saved})
+    _read_back(folder, targets)
 
 
 def _shard_sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return size and dtype of every tensor of a sharded checkpoint."""
+    """Return size and dtype of every tensor of a checkpoint."""
     entries = ShardReader(folder / SHARDS).read_metadata().state_dict_metadata
     return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}  # type: ignore[union-attr]
-
-
-def _full_sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return the size of every tensor of an unsharded checkpoint, with the dtype float32, which scalars have there."""
-    sizes = {}
-    for part in ("model", "optimizer"):
-        with safe_open(folder / f"{part}.safetensors", framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - no mapping
-                size = torch.Size(file.get_slice(name).get_shape())
-                sizes[f"{part}.{name}"] = (size, torch.float32)
-    return sizes
 
 
 def _empty_state(
@@ -234,19 +211,3 @@ def _empty_state(
             state[key] = torch.zeros_like(parameter.detach()) if size else scalar
         state_by_name[full_name] = state[key]
     return state_by_name
-
-
-def _fill(target: Tensor, file: Any, name: str) -> None:
-    """Copy this rank's part of a tensor from a safetensors file."""
-    source = file.get_slice(name)
-    if tuple(source.get_shape()) != tuple(target.shape):
-        raise ValueError(f"{name} has {source.get_shape()} numbers, not {list(target.shape)}")
-    if not isinstance(target, DTensor):
-        target.copy_(source[...])
-        return
-    local = target.to_local()
-    if not local.numel():
-        return
-    (chunk,) = target.__create_chunk_list__()
-    assert tuple(chunk.sizes) == tuple(local.shape), f"{name} is not split into blocks"
-    local.copy_(source[tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes))])

@@ -29,9 +29,6 @@ from moesaic.train.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     load_into,
-    load_optimizer,
-    load_sharded,
-    require_architecture,
 )
 from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.data import Batches, Corpus, even_windows, fingerprint
@@ -139,12 +136,7 @@ def _open(
     with ranks.together():
         optimizer = make_optimizer(model, config.optimizer, device)
         if saved is not None:
-            if ranks.mesh is None:
-                load_into(model, saved, config.model, corpus.vocab_size)
-                load_optimizer(model, optimizer, saved.optimizer)
-            else:
-                require_architecture(saved, config.model, corpus.vocab_size)
-                load_sharded(model, optimizer, saved)
+            load_into(saved, model, optimizer, config.model, corpus.vocab_size)
             _require_same_data(corpus_hash, saved)
             if ranks.is_first:
                 for line in claim.altered(saved.extra["sealed"]):
@@ -159,7 +151,7 @@ def _open(
     skipped, left_out = (saved.extra[name] if saved else 0 for name in ("skipped", "left_out"))
     return RunState(
         config, task, folder, corpus, batches, eval_windows, device, dtype, model, optimizer, step, skipped, left_out,
-        corpus_hash, seconds, ranks, claim, files, None if saved is None else replace(saved, model={}, optimizer={}),
+        corpus_hash, seconds, ranks, claim, files, saved,
     )  # fmt: skip
 
 
@@ -188,8 +180,7 @@ def _find_resume_point(
             saved = None
             if occupied and is_resuming and list_checkpoints(folder / CHECKPOINTS):
                 announce(f"{folder.name}: reading the newest checkpoint")
-                # With several ranks, each reads its own part later.
-                saved = load_checkpoint(folder / CHECKPOINTS, say, with_tensors=ranks.mesh is None)
+                saved = load_checkpoint(folder / CHECKPOINTS, say)
                 _require_resumable(saved)
                 _require_same_precision(config, saved)
             dtype = getattr(torch, saved.extra["precision"]) if saved else pick_precision(config.precision, device)
@@ -302,7 +293,7 @@ def load_trained(folder: Path, device: str = "auto", task: Task = DECODER) -> Tr
         model = task.make_model(config, saved.vocab_size)
     model.to_empty(device=pick_device(device)).eval()
     model.reset_parameters(draw_nothing)
-    load_into(model, saved, config.model, saved.vocab_size)
+    load_into(saved, model, None, config.model, saved.vocab_size)
     return Trained(folder, config, model, tokenizer)
 
 
