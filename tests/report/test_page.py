@@ -63,7 +63,7 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
 def test_titles_cards_and_settings_are_shown(tmp_path: Path) -> None:
     folders = [sparse_run(tmp_path / "moe"), dense_run(tmp_path / "dense")]
     text = without_plotly(write_report(folders, tmp_path / "new" / "both.html").read_text(encoding="utf-8"))
-    assert "moe reaches 2.750 nats/byte after 30 steps, 0.125 below dense (2.875)." in text
+    assert "<span>2.750</span>" in text
     assert "<h2>Experts of" in text
     assert "Fields that differ (4)" in text
     assert "<th>model.ffn</th><td>moe</td><td>dense</td>" in text
@@ -97,14 +97,13 @@ def test_a_dense_run_has_no_empty_charts(tmp_path: Path) -> None:
 def test_a_run_without_evaluation_has_no_validation_chart(tmp_path: Path) -> None:
     page = Page(read_runs([write_run(tmp_path / "a", [train_line(5, 4.0, 9.0, [layer([1, 1], 0.0)])])]))
     text = page.text()
-    assert "has no evaluation yet" in text
     assert "Validation loss over training time" not in text
     assert len(page.drawn.figures) == NUM_RUN_CHARTS - 1 + NUM_LAYER_CHARTS + 1
 
 
 def test_a_run_with_only_an_evaluation_has_a_page(tmp_path: Path) -> None:
     page = Page(read_runs([write_run(tmp_path / "a", [eval_line(1, 2.0)])]))
-    assert "a reaches 2.000 nats/byte after 1 steps" in page.text()
+    assert "<span>2.000</span>" in page.text()
     assert len(page.drawn.figures) == 2
 
 

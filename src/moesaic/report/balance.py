@@ -43,8 +43,6 @@ class BalanceLines:
     """The entries about balancing in a run's metrics; each field has one element per line of metrics."""
 
     steps: tuple[int, ...]
-    decision_shares: tuple[float, ...]
-    """Time spent on decisions, divided by the time of the training steps."""
     layers: tuple[tuple[dict[str, Any], ...], ...]
     """Each MoE layer's table as written by `train/balance.py`; empty for a layer that decided nothing."""
 
@@ -110,7 +108,6 @@ def balance_section(run: RunSummary, colour: str) -> Section | None:
         title="Balance of",
         run=run.name,
         colour=colour,
-        text=in_words(entries),
         blocks=[PictureGrid(pictures), legend(entries.options), PictureGrid([options_picture]), table(entries)],
     )
 
@@ -122,7 +119,6 @@ def balance_of(lines: Sequence[dict[str, Any]]) -> BalanceLines | None:
         return None
     return BalanceLines(
         steps=tuple(int(line["step"]) for line in train_lines),
-        decision_shares=tuple(float(line["balance"]["decision_share"]) for line in train_lines),
         layers=tuple(tuple(line["balance"]["layers"]) for line in train_lines),
     )
 
@@ -223,16 +219,6 @@ def most_skewed(entries: BalanceLines) -> int | None:
             if shares := _shares(layer.get("rows_alone")):
                 most[number] = most.get(number, 0.0) + max(shares)
     return max(most, key=lambda number: most[number]) if most else None
-
-
-def in_words(entries: BalanceLines) -> str:
-    """Return a text about the decisions and the share of time that they took."""
-    counts, calls = entries.counts, entries.counts.total()
-    if not calls:
-        return "Samples moved between the MoE layers; nothing else was decided."
-    shares = ", ".join(f"{name} {percent(counts[name] / calls)}" for name in entries.options)
-    deciding = sum(entries.decision_shares) / len(entries.decision_shares)
-    return f"Of {calls} calls: {shares}. Deciding took {percent(deciding)} of the steps' time."
 
 
 def legend(names: Sequence[str]) -> Legend:

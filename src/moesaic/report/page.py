@@ -32,7 +32,6 @@ from moesaic.report.summary import (
     Series,
     cards,
     damage_as_input_error,
-    in_words,
     mean_over_layers,
     read_runs,
 )
@@ -89,7 +88,7 @@ class Page:
             what="report",
             title=" vs ".join(run.name for run in self.runs),
             runs=[{"name": run.name, "colour": colour} for run, colour in coloured],
-            words=in_words(self.runs),
+            words=[f"{run.name}: {phrase}." for run in self.runs for phrase in run.stragglers],
             cards=cards(self.runs),
             sections=sections,
             configuration=self._configuration(),

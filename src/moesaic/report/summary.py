@@ -1,4 +1,4 @@
-"""Reads a run folder and summarises it: series, headline numbers, sentences, and the ranks or links that slow the run down.
+"""Reads a run folder and summarises it: series, headline numbers, and the ranks or links that slow the run down.
 
 Reads config.json and metrics.jsonl only, and needs neither torch nor plotly.
 
@@ -89,8 +89,6 @@ def _is_sound(ranks: Any) -> bool:
     return len(shapes[0]) == 1 and shapes[1] == shapes[0] and shapes[2] == shapes[0] * 2
 
 
-LEARNT_AFTER = 500
-"""Steps within which uneven loads say nothing about a run."""
 _TRAIN_KEYS = ("kind", "step", "loss", "grad_norm", "lr", "tokens_per_second", "mfu", "seconds")
 
 
@@ -402,12 +400,6 @@ class Card:
     note: str
 
 
-def in_words(runs: Sequence[RunSummary]) -> list[str]:
-    """Return sentences about the runs' losses (the best run first), their speed, balance, and slow ranks and links."""
-    held_up = [f"{run.name}: {each}." for run in runs for each in run.stragglers]
-    return [_quality(runs), _speed(runs), *[_balance(run) for run in runs if run.layers], *held_up]
-
-
 def cards(runs: Sequence[RunSummary]) -> list[Card]:
     """Return the headline cards. Cards about experts are included only if a run has MoE layers."""
     shown = [
@@ -475,63 +467,3 @@ def _steps_note(runs: Sequence[RunSummary]) -> str:
 
 def _dead_and_dropped(run: RunSummary) -> str:
     return f"{run.final_dead_experts} · {percent(run.dropped_share)}" if run.layers else NONE
-
-
-def _quality(runs: Sequence[RunSummary]) -> str:
-    ranked = sorted(
-        ((run.val_nats_per_byte.last, run) for run in runs if run.val_nats_per_byte.last is not None),
-        key=lambda pair: pair[0],
-    )
-    sentences = []
-    if ranked:
-        loss, best = ranked[0]
-        others = [
-            f"{other - loss:.3f} below {rival.name} ({other:.3f}"
-            + (")" if rival.steps == best.steps else f" after {rival.steps:,} steps)")
-            for other, rival in ranked[1:]
-        ]
-        behind = f", {_listed(others)}" if others else ""
-        sentences.append(f"{best.name} reaches {loss:.3f} nats/byte after {best.steps:,} steps{behind}.")
-    for run in runs:
-        if run.val_nats_per_byte.last is None:
-            loss_now = number(run.loss.last, "{:.3f}")
-            sentences.append(
-                f"{run.name} has no evaluation yet: its training loss is {loss_now} nats/token after {run.steps:,} steps."
-            )
-    return " ".join(sentences)
-
-
-def _speed(runs: Sequence[RunSummary]) -> str:
-    phrases = []
-    for run in runs:
-        text = f"{run.name} trained for {duration(run.training_seconds)}"
-        if run.tokens_per_second.median is not None:
-            text += f" at {run.tokens_per_second.median:,.0f} tokens/s"
-        if run.mfu.median is not None:
-            text += f" ({percent(run.mfu.median)} MFU)"
-        phrases.append(text)
-    return _listed(phrases) + "."
-
-
-def _balance(run: RunSummary) -> str:
-    dead, dropped = run.final_dead_experts, run.dropped_share
-    who = (
-        f"The MoE layer of {run.name} ends"
-        if len(run.layers) == 1
-        else f"The {len(run.layers)} MoE layers of {run.name} end"
-    )
-    dead_text = "no dead expert" if not dead else "1 dead expert" if dead == 1 else f"{dead} dead experts"
-    dropped_text = "no copy was dropped" if not dropped else f"{percent(dropped)} of all copies were dropped"
-    violation = number(run.final_max_violation, "{:.2f}")
-    is_young = run.steps < LEARNT_AFTER and (dead or (run.final_max_violation or 0) > 1)
-    normal = (
-        f" In the first {LEARNT_AFTER} steps dead experts and a high MaxVio are normal: routers learn to spread tokens over "
-        "many steps."
-        if is_young
-        else ""
-    )
-    return f"{who} at a mean MaxVio of {violation} with {dead_text}; {dropped_text}.{normal}"
-
-
-def _listed(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
