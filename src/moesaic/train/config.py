@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from moesaic.balance import EXPERT_PLACERS, SAMPLE_PLACERS
 from moesaic.balance.replication import NO_REPLICATION
-from moesaic.comm import TransportName
 from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
