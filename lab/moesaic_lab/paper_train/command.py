@@ -24,8 +24,8 @@ from moesaic_lab.paper_train.models import Encoder, EncoderDecoder, translate
 
 COMMAND = "moesaic bench paper-train"
 RUNS: dict[str, dict[str, Any]] = {
-    "bert-tiny": {"steps": 250, "evaluate": [100, 4096], "model": {"conv_width": 8}, "optimizer": {"lr": 1e-2}},
-    "seq2seq-tiny": {"steps": 1000, "evaluate": [100, 512], "optimizer": {"lr": 1e-2}},
+    "bert-tiny": {"steps": 250, "evaluate": {"sequences": 4096}, "model": {"conv_width": 8}, "optimizer": {"lr": 1e-2}},
+    "seq2seq-tiny": {"steps": 1000, "evaluate": {"sequences": 512}, "optimizer": {"lr": 1e-2}},
 }
 """Training settings of the small presets; others have those of `moesaic train`."""
 KINDS = {name: job.model.block.kind for name, job in MODELS.items() if job.model.block.kind != "decoder"}
@@ -49,8 +49,8 @@ def make_encoder(config: TrainConfig, vocab_size: int) -> GPT:
 def make_encoder_decoder(config: TrainConfig, vocab_size: int) -> GPT:
     """Return a new model that maps one sequence to another."""
     _check(config, "encoder_decoder")
-    if config.mesh.stages > 1:
-        raise InputError(f"mesh.pp={config.mesh.stages}: an encoder-decoder needs all layers on every rank: choose 1")
+    if config.mesh.pp > 1:
+        raise InputError(f"mesh.pp={config.mesh.pp}: an encoder-decoder needs all layers on every rank: choose 1")
     half = config.model.seq_len // 2
     if config.mesh.sequence_parallel and half % config.mesh.tp:
         raise InputError(f"mesh.tp={config.mesh.tp} does not divide the {half} positions of a source: choose a divisor")

@@ -90,7 +90,7 @@ def make_model(case: TrainCase, seed: int) -> nn.Module:
         shape = replace(SWIN, top_k=case.top_k or SWIN.top_k, router="switch" if (case.top_k or 1) == 1 else "softmax")
         return Classifier(SwinMoE(shape))
     config = demo().model
-    moe = replace(config.moe, losses=(), top_k=case.top_k or config.moe.top_k)
+    moe = replace(config.moe, load_balance=0.0, top_k=case.top_k or config.moe.top_k)
     return GPT(replace(config, moe=moe), VOCAB_SIZE)
 
 

@@ -16,7 +16,7 @@ VOCAB, LENGTH = 40, 12
 SHAPE: dict[str, Any] = {"dim": 32, "num_layers": 2, "num_heads": 4, "seq_len": LENGTH, "conv_width": 1}
 BERT = BlockConfig(kind="encoder", norm="post_layer", positions="learned", bias=True)
 PAIRS = BlockConfig(
-    kind="encoder_decoder", norm="post_layer", positions="learned", attention="plain:kv_heads=2", bias=True, tied=False
+    kind="encoder_decoder", norm="post_layer", positions="learned", kv_heads=2, bias=True, tied=False
 )
 
 
@@ -63,7 +63,7 @@ def test_padding_moves_nothing_in_an_encoder_with_convolutions() -> None:
 
 
 def test_the_block_of_bert_is_that_of_bert_and_padding_moves_nothing() -> None:
-    ours = build(BERT, ffn="dense:48")
+    ours = build(BERT, ffn="dense", dense_hidden=48)
     config = transformers.BertConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
         max_position_embeddings=LENGTH, layer_norm_eps=1e-5,
