@@ -120,7 +120,7 @@ def _make_tables(one: Path) -> None:
     (one / "planned.json").write_text(json.dumps(planned))
     (one / "table.toml").write_text('out = "x"\nsteps = 3\n[model]\ndim = 16\nnum_heads = 2\n')
     (one / "cluster.toml").write_text(
-        (Path(cluster.__file__).parent / "presets" / "bed-2x2.toml").read_text(encoding="utf-8")
+        (Path(cluster.__file__).parent / "clusters" / "bed-2x2.toml").read_text(encoding="utf-8")
     )
     _profile().write(one / "profile.json")
     np.save(one / "counts.npy", np.arange(8).reshape(2, 4))

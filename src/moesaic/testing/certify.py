@@ -386,8 +386,8 @@ def _compared(
     expected = _expected(twin, drawn, is_whole)
     names = ["output", *(["tokens"] if drawn.situation.tokens_learn else []), *([] if is_whole else ["gates"])]
     if is_whole:
-        for each in actual:
-            each["router"] = [torch.stack([own["router"][0] for own in actual]).sum(0)]
+        router = torch.stack([own["router"][0] for own in actual]).sum(0)
+        actual = [own | {"router": [router]} for own in actual]
         names += ["router"]
     names += ["experts", *(["gradient norm"] if actual[0].get("gradient norm") else [])]
     found: list[Found] = [(name, *_difference(actual, expected, name)) for name in names]

@@ -330,7 +330,8 @@ def relative(actual: Tensor | None, expected: Tensor | None, *, least: float = 1
         return float("inf")
     if not actual.numel():
         return 0.0
-    error = float((actual.double() - expected.double()).abs().max())
+    actual, expected = actual.detach().double(), expected.detach().double()
+    error = float((actual - expected).abs().max())
     return error / max(float(expected.abs().max()), least) if error == error else float("inf")
 
 
