@@ -152,7 +152,7 @@ def _make_traces(folder: Path, one: Path) -> None:
     asked = {"routed_experts": answer["meta_info"]["routed_experts"], "prompt_tokens": 6, "completion_tokens": 3}
     (one / "answer.json").write_text(json.dumps([{"meta_info": asked}]))
     (one / "laer.csv").write_text("rank,method,model_name,layer,iter,token_num\n0,A,m,0,0,3\n1,A,m,0,0,1\n")
-    (one / "gpt_iter0_rank0.log").write_text("0:[[3, 1], [2, 2]]\n1:[[4, 0], [0, 4]]\n")
+    (one / "gpt_iter0_rank0.log").write_text("0:[[2, 2], [2, 2]]\n1:[[2, 2], [1, 1]]\n")
 
 
 def _make_weights(folder: Path) -> None:
