@@ -41,7 +41,7 @@ LAYER = "layer.py"
 
 
 @dataclass(frozen=True)
-class Counted:
+class FileSize:
     """The size of one file."""
 
     lines: int
@@ -51,7 +51,7 @@ class Counted:
     """Places that the formatter leaves alone."""
 
     @classmethod
-    def of(cls, path: Path) -> Counted:
+    def of(cls, path: Path) -> FileSize:
         """Count a Python file."""
         text = path.read_text(encoding="utf-8")
         nodes = list(ast.walk(ast.parse(text)))
@@ -74,12 +74,12 @@ def _is_docstring(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def counts(root: Path = ROOT) -> dict[str, dict[Path, Counted]]:
+def counts(root: Path = ROOT) -> dict[str, dict[Path, FileSize]]:
     """Return the sizes of all Python files of a repository, by folder."""
-    return {name: {path: Counted.of(path) for path in sorted((root / name).rglob("*.py"))} for name in FOLDERS}
+    return {name: {path: FileSize.of(path) for path in sorted((root / name).rglob("*.py"))} for name in FOLDERS}
 
 
-def sizes(counted: dict[str, dict[Path, Counted]]) -> dict[str, int]:
+def sizes(counted: dict[str, dict[Path, FileSize]]) -> dict[str, int]:
     """Return the figures that are sums over files."""
     lines = {name: sum(file.lines for file in of.values()) for name, of in counted.items()}
     return {
@@ -167,6 +167,9 @@ class PathTrace:
 
     def stop(self) -> None:
         """End the trace and count the frames of the package up to the layer's call."""
+        running: object = sys.getprofile()
+        if running is not self:  # of another rank, or ended
+            return
         sys.setprofile(None)
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
