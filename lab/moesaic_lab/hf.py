@@ -192,7 +192,7 @@ def cases_on(world: int, mixtral: str, gpt_oss: str, skewed: str) -> list[RankCa
         RankCase(skewed, ep=2),  # the second rank gets no token
         RankCase(mixtral, ep=2, plan={"chunks": 2, "all_to_all": "multicast"}),
         RankCase(mixtral, ep=2, plan={"chunks": 2}, then={"all_to_all": "hier2d"}),
-        RankCase(skewed, ep=2, plan={"replication": "least_loaded"}),
+        RankCase(skewed, ep=2, plan={"replication": "eplb"}),
         RankCase(mixtral, ep=2, tp=2),
         RankCase(mixtral, ep=2, tp=2, plan={"schedule": "s2"}),
         RankCase(mixtral, ep=2, recompute=True),

@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 
 from moesaic.balance.experts import Balanced, ExpertLoad, SmartMoE, places_of
-from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, Stay, TwoStage, Weighed, by_flow, by_seats
-from moesaic.planner.cluster import Machine
+from moesaic.balance.machine import Machine
+from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, TwoStage, Weighed, by_flow, by_seats
 from moesaic.program.grid import Grid
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim, claimed, figures
 from moesaic_lab.exact_placements import assign_by_program, best_experts, best_samples
+from moesaic_lab.policies.stay import Stay
 from moesaic_lab.tables import Column, percent
 
 NODES = ((2, 2), (3, 2), (2, 4), (4, 2))

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.balance import EXPERT_PLACERS
+from moesaic.balance.experts import ExpertRates
 from moesaic.balance.run.calls import decisions_of
 from moesaic.balance.run.experts import ExpertPlacement
 from moesaic.balance.samples import AbstractPlacer, TwoStage
@@ -34,7 +35,7 @@ from moesaic.measure.together import hold_still, latest, start_together
 from moesaic.models.moving import MovingGPT
 from moesaic.testing.runner import on_ranks
 from moesaic.traces.load import locality
-from moesaic.train.balance import make_arbiter, place_samples, rates_of
+from moesaic.train.balance import costs_in, make_calls, place_samples
 from moesaic.train.config import MeshConfig, SaveConfig, TrainConfig, demo
 from moesaic.train.data import Batches, load_corpus
 from moesaic.train.metrics import read_metrics
@@ -232,7 +233,7 @@ class Training:
         self.mesh, self.model = mesh, make_decoder(config, job.vocab)
         if job.weights is not None:
             self.model.load_state_dict(torch.load(job.weights))
-        parallelize(self.model, mesh, config.layer_plan, policy_of=partial(make_arbiter, config))
+        parallelize(self.model, mesh, config.layer_plan, calls=make_calls(config, mesh.grid))
         place_samples(self.model, mesh, config)
         self.relocator = self.model.relocator if isinstance(self.model, MovingGPT) else None
         if method.placer is not None and self.relocator is not None:
@@ -244,7 +245,8 @@ class Training:
         self._placement: ExpertPlacement | None = None
         placing = config.balance
         if placing.moves_experts:
-            placer = EXPERT_PLACERS[placing.experts](rates_of(config, mesh.grid, element_bytes))
+            rates = ExpertRates(machine=costs_in(config, mesh.grid).machine, element_bytes=element_bytes)
+            placer = EXPERT_PLACERS[placing.experts](rates)
             self._placement = ExpertPlacement(
                 self.layers, mesh, self._optimizer, every=placing.experts_every, placer=placer
             )

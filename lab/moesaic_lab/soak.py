@@ -49,7 +49,7 @@ PLANS = (
     Plan(codec="int8"),
     Plan(replication="shadow"),
     Plan(replication="spill"),
-    Plan(replication="least_loaded", memory_budget=500_000),
+    Plan(replication="eplb", memory_budget=500_000),
 )
 """Plans that each round runs in turn: they differ in schedule, chunks, all-to-all, codec and replication policy."""
 STEPS_EACH = 3

@@ -8,12 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moesaic.balance.run.calls import calls_under
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts.experts import BorrowedExperts
 from moesaic.kernels.permute import sort_by_expert
-from moesaic.named import named
+from moesaic.named import AUTO, calls_of, load
 from moesaic.program.compile import Compiled
 from moesaic.program.plan import Plan
 from moesaic.routing.capacity import count
@@ -53,12 +52,12 @@ class ChosenExperts:
         names = ("num_experts", "dim", "activation", "clamp", "bias")
         settings: dict[str, object] = {f"experts.{name}": getattr(experts, name) for name in names}
         settings["whether plan is auto"] = plan is None
-        calls = partial(calls_under, policy=None, num_experts=experts.num_experts, dim=experts.dim)
+        calls = partial(calls_of, num_experts=experts.num_experts, dim=experts.dim)
         self.on_mesh = ExpertParallel(
             mesh.grid, mesh.transport, plan or Plan(), experts, False, calls, settings=settings
         )
         if plan is None:
-            named("auto").of(mesh).join(self.on_mesh, experts, hidden, parameters)
+            load(AUTO).of(mesh).join(self.on_mesh, experts, hidden, parameters)
 
     def __call__(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Return each token's weighted sum of expert outputs, (tokens, dim), in the dtype of `x_TD`.

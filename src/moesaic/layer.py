@@ -25,7 +25,6 @@ from moesaic.experts import EXPERTS, AbstractExperts, ExpertsFactory
 from moesaic.experts.experts import StackedExperts, compute_dtype
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.pick import AUTO, check_tier
-from moesaic.named import named
 from moesaic.routing.capacity import AbstractCapacity, Dropless, as_capacity
 from moesaic.routing.injection import InjectsLosses
 from moesaic.routing.losses import AbstractLoss, LoadBalance
@@ -37,8 +36,8 @@ from moesaic.runtime.data_parallel import DataRanks, Group, UnpreparedForDDP, wr
 from moesaic.runtime.routing_cache import RoutingCached, count_in_graph, is_recomputing
 
 if TYPE_CHECKING:
-    from moesaic.balance.replication.policy import AbstractReplicationPolicy
     from moesaic.comm.mesh import Mesh
+    from moesaic.named import CallsOf
     from moesaic.program.compile import Compiled
     from moesaic.program.plan import Plan
     from moesaic.runtime.expert_parallel import ExpertParallel
@@ -154,8 +153,8 @@ class MoE(InjectsLosses, RoutingCached):
         self,
         mesh: Mesh | DeviceMesh | ProcessGroup,
         plan: Plan | Compiled | Literal["auto"] | None = None,
-        policy: AbstractReplicationPolicy | None = None,
         *,
+        calls: CallsOf | None = None,
         broadcast: bool = False,
     ) -> None:
         """Shard the experts over a mesh, in place. From then on, all ranks must call the layer together.
@@ -176,8 +175,8 @@ class MoE(InjectsLosses, RoutingCached):
                 "auto" starts with `Plan()`, times other plans during about the first 60 steps of training, keeps the fastest
                 and logs its choice in one line. If step times change later, it searches again. All layers of a mesh with
                 "auto" run under one plan.
-            policy: the replication policy that decides which copies are replicated, for a plan that replicates; None for the
-                policy that the plan names.
+            calls: returns the call policy, which decides how each call runs, from a compiled plan, the number of experts and
+                the width of a token; None for the policy that the plan names.
             broadcast: send the first rank's weights and persistent buffers to all ranks, instead of comparing them.
 
         Raises:
@@ -186,8 +185,8 @@ class MoE(InjectsLosses, RoutingCached):
         """
         if self.on_mesh is not None:
             raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
-        from moesaic.balance.run.calls import calls_under
         from moesaic.comm.mesh import Mesh
+        from moesaic.named import AUTO, calls_of, load
         from moesaic.program.plan import Plan
         from moesaic.runtime.deepep import DeepEP
         from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
@@ -198,8 +197,8 @@ class MoE(InjectsLosses, RoutingCached):
         weights = described(self, values=not broadcast)
         settings = {**self._settings(), "broadcast": broadcast, "whether plan is auto": is_auto}
         weight_first = self.apply_weight == "before"
-        calls = partial(calls_under, policy=policy, num_experts=self.num_experts, dim=self.dim)
-        layer_arguments = (first_plan, self.experts, weight_first, calls, settings, weights)
+        calls_under = partial(calls or calls_of, num_experts=self.num_experts, dim=self.dim)
+        layer_arguments = (first_plan, self.experts, weight_first, calls_under, settings, weights)
         on_mesh = ExpertParallel(mesh.grid, mesh.transport, *layer_arguments, deepep=partial(DeepEP.of, mesh))
         if broadcast:
             take_first(self, mesh.transport)
@@ -209,7 +208,7 @@ class MoE(InjectsLosses, RoutingCached):
         self.on_mesh = on_mesh
         UnpreparedForDDP.mark(self)
         if is_auto:
-            named("auto").of(mesh).join(on_mesh, self.experts, self.hidden, self.parameters)
+            load(AUTO).of(mesh).join(on_mesh, self.experts, self.hidden, self.parameters)
 
     def use_plan(self, plan: Plan | Compiled) -> None:
         """Run under another plan for the same mesh from the next call on, such as another schedule, r or number of chunks.

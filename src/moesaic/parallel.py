@@ -13,7 +13,7 @@ FSDP2's own average over edp would be wrong by dp / edp, and torch's `clip_grad_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, Literal
@@ -27,13 +27,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, StackedExperts
 from moesaic.experts.modules import copies_of
 from moesaic.layer import MoE
 from moesaic.models.split import local_part
+from moesaic.named import CallsOf
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.plan import Plan
 from moesaic.runtime.data_parallel import DDP_IGNORES, UnpreparedForDDP, expert_parameters
@@ -80,27 +80,25 @@ def parallelize_layers(
     model: nn.Module,
     mesh: Mesh,
     plan: Plan | Compiled | Literal["auto"],
-    policy_of: Callable[[Compiled], AbstractReplicationPolicy | None] = lambda _: None,
     *,
+    calls: CallsOf | None = None,
     broadcast: bool = False,
 ) -> None:
     """Put every MoE layer of a model on a mesh, in place. Layers with and without biases get one compiled plan each.
 
     Args:
         model, mesh, plan, broadcast: as for `parallelize_model`.
-        policy_of: returns the replication policy for a compiled plan; None for the policy that the plan names.
+        calls: as for `MoE.parallelize`.
     """
     compiled: dict[bool, Compiled] = {}
-    policies: dict[bool, AbstractReplicationPolicy | None] = {}
     for layer in [module for module in model.modules() if isinstance(module, MoE)]:
         if not isinstance(plan, Plan):
-            layer.parallelize(mesh, plan, broadcast=broadcast)
+            layer.parallelize(mesh, plan, calls=calls, broadcast=broadcast)
             continue
         bias = bool(layer.experts.names[1])
         if bias not in compiled:
             compiled[bias] = compile_plan(plan, mesh.grid, bias=bias)
-            policies[bias] = policy_of(compiled[bias])
-        layer.parallelize(mesh, compiled[bias], policies[bias], broadcast=broadcast)
+        layer.parallelize(mesh, compiled[bias], calls=calls, broadcast=broadcast)
 
 
 def parameter_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:

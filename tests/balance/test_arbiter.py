@@ -1,18 +1,20 @@
-"""Tests of the arbiter: its choices, that they are never worse by its own model, and that they do not flap."""
+"""Tests of the arbiter: its choices, and that they are never worse by its own model."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
-from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision
-from moesaic.balance.selector.options import CallChoice, Recipe, name_of, option_plans, steps_of
+from moesaic.balance.replication.policy import REPLICATED, CallDecision, programs_of
+from moesaic.balance.replication.tables import NOTHING, spills, spread
+from moesaic.balance.selector import arbiter as arbiter_module
+from moesaic.balance.selector.arbiter import EVERY, REST, SMALL, Arbiter, Arbitration, ScaledTable
+from moesaic.balance.selector.options import Recipe, option_plans, steps_of
 from moesaic.errors import InputError
-from moesaic.planner.cluster import Machine
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
@@ -23,9 +25,9 @@ SLOW = Machine(tflops=5, intra_gbps=20, inter_gbps=2)
 
 
 def made(grid: Grid = GRID, machine: Machine = SLOW, **options: object) -> Arbitration:
-    plan = Plan(replication="arbiter")
     settings = Arbiter(costs=ReplicationCosts(machine=machine), **options)  # type: ignore[arg-type]
-    return settings.start(plan, [each.plan for each in compile_plan(plan, grid).options])
+    programs = programs_of(compile_plan(Plan(replication="arbiter"), grid), settings)
+    return settings.start({name: each.plan for name, each in programs.items()})
 
 
 def skewed(skew: float, grid: Grid = GRID, *, tokens: int = 4096, seed: int = 0, units: int = 1024) -> CallLoad:
@@ -51,7 +53,8 @@ def computed(verdict: CallDecision, load: CallLoad) -> np.ndarray:
 
 def test_an_even_load_is_left_alone_and_nothing_else_is_weighed():
     verdict = made().choose(skewed(0))
-    assert (verdict.option, verdict.program, verdict.replicated, list(verdict.seconds)) == ("alone", 0, None, ["alone"])
+    assert (verdict.option, verdict.program, verdict.replicated) == ("alone", "alone", None)
+    assert list(verdict.seconds) == ["alone"]
 
 
 def test_what_it_chooses_is_the_least_and_its_table_does_what_it_says():
@@ -62,20 +65,33 @@ def test_what_it_chooses_is_the_least_and_its_table_does_what_it_says():
         machine = Machine(tflops=float(rng.choice([0.5, 5, 50])), inter_gbps=float(rng.choice([1, 10, 100])))
         load = skewed(float(rng.choice([0.3, 1, 2])), grid, seed=seed, units=int(rng.choice([64, 1024])))
         verdict = made(grid, machine, margin=0.0).choose(load)
+        alone, ran = verdict.moved()
         assert verdict.seconds[verdict.option] == min(verdict.seconds.values())
         assert computed(verdict, load).sum() == load.copies.sum()
         if "r=" not in verdict.option:
-            assert list(verdict.rows[1]) == computed(verdict, load).tolist()
-        assert list(verdict.rows[0]) == np.bincount(load.home, load.copies.sum(0), grid.ep).tolist()
+            assert list(ran.rows) == computed(verdict, load).tolist()
+        assert list(alone.rows) == np.bincount(load.home, load.copies.sum(0), grid.ep).tolist()
         chosen.add(verdict.option.removeprefix("steps+"))
-    assert {"shadow", "spill", "r=0", "r=1"} <= chosen
+    assert {"shadow", "spill", "r=0"} <= chosen
 
 
 def test_a_table_goes_with_a_program_that_replicates_and_with_no_other():
     for seed in range(30):
         arbiter = made(SHARDED)
-        verdict = arbiter.choose(skewed(1.5, SHARDED, seed=seed))
-        assert (verdict.replicated is not None) == (arbiter.plans[verdict.program].replication != "none")
+        for load in (skewed(1.5, SHARDED, seed=seed), skewed(1.4, SHARDED, seed=seed + 1)):
+            verdict = arbiter.choose(load)
+            assert (verdict.replicated is not None) == (REPLICATED in verdict.program)
+
+
+def test_a_table_with_nothing_left_to_replicate_runs_the_same_steps_without_replication():
+    arbiter = made(margin=0.0)
+    first = arbiter.choose(skewed(1.5))
+    assert first.replicated is not None
+    arbiter._last = replace(arbiter._last, recipe=Recipe(shadows=True, least=(1.0,)))  # nothing is worth replication
+    for program, other in (("steps+replicated", "steps"), ("replicated", "alone")):
+        arbiter._last = replace(arbiter._last, program=program)
+        second = arbiter.choose(skewed(1.5))
+        assert (second.program, second.option, second.replicated) == (other, other, None)
 
 
 def test_all_ranks_decide_alike_whatever_came_before():
@@ -87,72 +103,64 @@ def test_all_ranks_decide_alike_whatever_came_before():
         assert (a.replicated is None and b.replicated is None) or (a.replicated == b.replicated).all()  # type: ignore[union-attr]
 
 
-def test_it_comes_back_to_leaving_alone_as_soon_as_the_load_is_even():
+def test_all_options_are_compared_after_so_many_calls_and_earlier_when_the_load_changes(monkeypatch):
+    arbiter, compared = made(), []
+    weigh = arbiter.weigher.all
+    monkeypatch.setattr(arbiter.weigher, "all", lambda replicas: compared.append(len(calls)) or weigh(replicas))
+    calls: list[CallDecision] = []
+    for skew, number in ((1.5, 2 * EVERY), (2.5, EVERY // REST)):
+        for _ in range(number):
+            calls.append(arbiter.choose(skewed(skew)))
+    assert compared[:2] == [0, EVERY]
+    assert len(compared) == 3, "a load that changed is looked at soon"
+
+
+def test_it_comes_back_to_leaving_alone_soon_after_the_load_is_even():
     arbiter = made()
-    options = [arbiter.choose(skewed(skew)).option for skew in (0, 1.5, 1.5, 0, 0)]
-    assert options[0] == options[3] == options[4] == "alone"
-    assert options[1] != "alone"
-    assert options[2] != "alone"
+    assert arbiter.choose(skewed(1.5)).option != "alone"
+    options = [arbiter.choose(skewed(0)).option for _ in range(EVERY // REST + 1)]
+    assert options[-1] == "alone"
 
 
-def test_options_that_are_about_as_good_do_not_take_turns():
-    """The loads change slightly from call to call; without a margin the option changes with them."""
-
-    def switches(**options: float) -> int:
-        arbiter = made(machine=Machine(tflops=1, inter_gbps=10), **options)
-        options_chosen = [arbiter.choose(skewed(0.5, seed=seed, tokens=512)).option for seed in range(30)]
-        return sum(a != b for a, b in itertools.pairwise(options_chosen))
-
-    assert switches(margin=0.0, memory=0.0, weigh_every=1) > 8
-    assert switches(weigh_every=1) == switches() == 0
-
-
-def settled(arbiter: Arbitration, seconds: dict[str, float], last: str = "") -> str:
-    """Return the option that the arbiter settles on, given the modelled seconds of each and the last option."""
-    arbiter.last = dataclasses.replace(arbiter.last, name=last or arbiter.last.name)
-    arbiter._choices |= {name: CallChoice(name, 1, Recipe(shadows=True)) for name in seconds}
-    arbiter._settle(seconds, 0.0, among=seconds)
-    return arbiter.last.name
-
-
-def test_an_option_that_is_left_must_be_worse_by_the_margin():
-    arbiter = made(margin=0.2, memory=0.0)
-    assert settled(arbiter, {"alone": 1.0, "spill": 0.5, "shadow": 0.45}, "spill") == "spill"
-    assert settled(arbiter, {"alone": 1.0, "spill": 0.5, "shadow": 0.39}, "spill") == "shadow"
-    assert settled(arbiter, {"alone": 1.0, "spill": 1.01, "shadow": 0.9}, "spill") == "alone"
-    assert settled(arbiter, {"alone": 1.0, "shadow": 0.9}, "spill") == "alone", "too little is gained to begin"
-
-
-def test_earlier_calls_count_as_much_as_they_are_told_to():
-    arbiter = made(margin=0.0, memory=0.5)
-    assert settled(arbiter, {"alone": 1.0, "spill": 0.6, "shadow": 0.9}) == "spill"
-    assert settled(arbiter, {"alone": 1.0, "spill": 0.8, "shadow": 0.6}) == "spill", "0.7 and 0.75"
-    assert settled(arbiter, {"alone": 1.0, "spill": 0.8, "shadow": 0.6}) == "shadow", "0.75 and 0.675"
-
-
-def test_all_options_are_weighed_anew_when_the_load_changes_or_after_so_many_calls():
-    arbiter = made(weigh_every=3)
-    weighed = [len(arbiter.choose(skewed(1.5, seed=seed)).seconds) for seed in range(5)]
-    assert weighed[0] == weighed[3] > 5
-    assert weighed[1] == weighed[2] == weighed[4] == 2
-    assert len(arbiter.choose(skewed(2.5)).seconds) > 5
-
-
-def test_between_weighings_the_table_still_follows_the_counts():
-    arbiter = made(weigh_every=100)
+@pytest.mark.parametrize("small", [0, SMALL], ids=["scaled", "anew"])
+def test_between_comparisons_the_table_still_follows_the_counts(small: int, monkeypatch):
+    monkeypatch.setattr(arbiter_module, "SMALL", small)
+    arbiter = made()
     for seed in range(5):
         load = skewed(1.5, seed=seed)
         verdict = arbiter.choose(load)
+        alone, ran = verdict.moved()
         assert verdict.replicated is not None
         assert (verdict.replicated.sum(2) <= load.copies).all()
-        assert max(verdict.rows[1]) == computed(verdict, load).max() < 0.7 * max(verdict.rows[0])
+        assert max(ran.rows) == computed(verdict, load).max() < 0.7 * max(alone.rows)
 
 
-def test_factors_change_the_choice():
+def test_a_table_that_is_scaled_keeps_its_shares_until_the_load_has_changed_too_much():
     load = skewed(1.5)
-    assert made().choose(load).option == "steps+shadow"
-    dear = {f"{steps}{policy}": 9.0 for steps in ("", "steps+") for policy in ("shadow", "whole shadow", "redundant")}
-    assert made(factors=dear).choose(load).option == "steps+spill"
+    (replica,) = made().weigher.replica_loads(load)
+    table = ScaledTable([replica], [spills(replica, NOTHING, 1.0)])
+    same = table.fitted(load)
+    assert same is not None
+    assert (same == spread([replica], [spills(replica, NOTHING, 1.0)])).all()
+    twice = table.fitted(CallLoad(GRID, 2 * load.copies, load.num_experts, load.units, load.dim))
+    assert twice is not None
+    assert (twice == 2 * same).all()
+    turned = CallLoad(GRID, load.copies[:, ::-1].copy(), load.num_experts, load.units, load.dim)
+    assert table.fitted(turned) is None
+
+
+def test_what_replicated_experts_cost_the_host_changes_the_choice():
+    load = skewed(1.5)
+    free, dear = (Arbiter(costs=ReplicationCosts(machine=SLOW, expert_us=each)).decide(load) for each in (0.0, 1e6))
+    assert free.any()
+    assert not dear.any()
+
+
+def test_steps_that_cost_the_host_are_not_taken():
+    plans = Arbiter().option_plans(Plan(replication="arbiter"), GRID)
+    for part_us, expected in ((0.0, True), (1e6, False)):
+        arbiter = Arbiter(costs=ReplicationCosts(machine=SLOW, part_us=part_us)).start(plans)
+        assert ("steps" in arbiter.choose(skewed(0.5)).option) == expected
 
 
 def test_as_a_lender_it_gives_the_cheapest_table():
@@ -168,28 +176,26 @@ def test_as_a_lender_it_gives_the_cheapest_table():
 
 def test_the_options_of_a_plan():
     plan = Plan(replication="arbiter", chunks=2)
-    names = [name_of(each, plan, "spill" if each.replication != "none" else "") for each in option_plans(plan, SHARDED)]
-    assert names == ["alone", "spill", "r=0", "r=1", "steps", "steps+spill"]
-    assert [each.chunks for each in option_plans(plan, SHARDED)] == [2] * 6
-    stepped = dataclasses.replace(plan, peer_groups=4)
-    assert [name_of(each, stepped) for each in option_plans(stepped, GRID)] == ["alone", "lend", "r=0"]
+    plans = option_plans(plan, SHARDED)
+    assert list(plans) == ["alone", "replicated", "r=0", "r=1", "steps", "steps+replicated"]
+    assert [each.chunks for each in plans.values()] == [2] * 6
+    assert [each.replicates for each in plans.values()] == [False, True, False, False, False, True]
+    assert list(option_plans(replace(plan, peer_groups=4), GRID)) == ["alone", "replicated", "r=0"]
     assert (steps_of(GRID), steps_of(Grid(world=4, ep=4)), steps_of(Grid(world=4, ep=2, etp=2))) == (2, 4, 2)
 
 
-def test_a_compiled_arbiter_holds_the_very_programs_of_its_options():
+def test_programs_are_those_of_the_options_and_compiled_once():
     compiled = compile_plan(Plan(replication="arbiter"), GRID)
-    alone, replicates = compiled.options[:2]
-    assert alone.digest == compile_plan(Plan(), GRID).digest
-    assert replicates.digest == compile_plan(Plan(replication="spill"), GRID).digest
-    assert compiled.unreplicated is alone
-    assert (compiled.forward, compiled.backward) == (replicates.forward, replicates.backward)
-    assert compiled.digest not in {each.digest for each in compiled.options}
-    assert compile_plan(Plan(), GRID).options == ()
+    programs = programs_of(compiled, Arbiter())
+    assert programs["alone"].digest == compile_plan(Plan(), GRID).digest
+    assert programs["replicated"] is compiled
+    assert programs["steps"] is programs_of(compiled, Arbiter())["steps"]
+    assert compiled.forward == compile_plan(Plan(replication="spill"), GRID).forward
 
 
 def test_options_that_clash_are_left_out_and_clashes_with_replication_refused():
     ted = compile_plan(Plan(replication="arbiter", schedule="ted"), Grid(world=4, tp=2, ep=2, etp=2))
-    assert [each.plan.gather_weights for each in ted.options[:3]] == [None, None, None]
+    assert not any(name.startswith("r=") for name in programs_of(ted, Arbiter()))
     with pytest.raises(InputError, match=r"replication clashes with plan\.all_to_all=multicast"):
         compile_plan(Plan(replication="arbiter", all_to_all="multicast"), GRID)
 
@@ -198,9 +204,7 @@ def test_options_that_clash_are_left_out_and_clashes_with_replication_refused():
     ("options", "line"),
     [
         ({"margin": 1.0}, r"arbiter\.margin=1\.0: choose a share of at least 0 and below 1"),
-        ({"memory": -0.1}, r"arbiter\.memory=-0\.1: choose a share of at least 0 and below 1"),
         ({"at_most": 0}, r"arbiter\.at_most=0: must be at least 1"),
-        ({"weigh_every": 0}, r"arbiter\.weigh_every=0: must be at least 1"),
     ],
 )
 def test_bad_settings_are_refused(options: dict, line: str):

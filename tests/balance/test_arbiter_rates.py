@@ -1,4 +1,4 @@
-"""Tests that the arbiter's rates come from the cluster, and that simulations of its programs correct its model."""
+"""Tests that the rates of replication policies come from the cluster."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.planner.loads import arbiter_for
-from moesaic.planner.rates import machine_of, simulator_of
+from moesaic.planner.rates import costs_of, machine_of, simulator_of
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import Workload
-from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
-from moesaic.program.plan import Plan
 
 CLUSTER = """
 nodes = 2
@@ -67,23 +64,12 @@ def test_one_node_keeps_the_usual_rates_between_nodes(tmp_path: Path) -> None:
     assert machine.inter_gbps == 25.0
 
 
-def test_factors_are_what_simulations_say_against_leaving_alone(tmp_path: Path) -> None:
-    compiled = compile_plan(Plan(replication="arbiter"), GRID)
-    arbiter = arbiter_for(cluster(tmp_path), compiled, LAYER, margin=0.1)
-    assert arbiter.factors["alone"] == 1.0
-    assert {"alone", "r=0", "steps"} < set(arbiter.factors)
-    assert any("spill" in name or "shadow" in name for name in arbiter.factors)
-    assert all(0.5 <= factor <= 2.0 for factor in arbiter.factors.values())
-    assert any(factor != 1.0 for name, factor in arbiter.factors.items() if name != "alone")
-    assert (arbiter.margin, arbiter.costs.element_bytes, arbiter.costs.matrices) == (0.1, 4, 3)
-
-
-def test_a_machine_that_does_not_overlap_makes_steps_dearer(tmp_path: Path) -> None:
-    """If issuing a task takes a millisecond, more tasks cost time that the closed form does not include."""
-    compiled = compile_plan(Plan(replication="arbiter"), GRID)
-    quick = arbiter_for(cluster(tmp_path), compiled, LAYER)
-    slow = arbiter_for(cluster(tmp_path, CLUSTER.replace("message_us = 2 }", "task_us = 1000 }")), compiled, LAYER)
-    assert slow.factors["steps"] > quick.factors["steps"]
+def test_costs_have_the_sizes_of_the_layer_and_the_host_of_the_cluster(tmp_path: Path) -> None:
+    costs = costs_of(cluster(tmp_path).cluster, GRID, LAYER)
+    assert (costs.element_bytes, costs.matrices, costs.expert_us, costs.part_us) == (4, 3, 4, 0)
+    assert (costs.machine.intra_ranks, costs.machine.inter_ranks) == (1, 2)
+    slow = cluster(tmp_path, CLUSTER.replace("message_us = 2 }", "task_us = 1000 }")).cluster
+    assert costs_of(slow, GRID, LAYER).part_us == 3000
 
 
 def test_clusters_of_other_nodes_are_refused(tmp_path: Path) -> None:

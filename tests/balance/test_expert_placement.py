@@ -24,8 +24,8 @@ from moesaic.balance.experts import (
     places_of,
     spread_by_load,
 )
+from moesaic.balance.machine import Machine
 from moesaic.errors import InputError
-from moesaic.planner.cluster import Machine
 from moesaic.program.grid import Grid
 from moesaic_lab.exact_placements import best_experts, expert_gap
 

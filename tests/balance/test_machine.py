@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moesaic.balance.machine import Machine
 from moesaic.errors import InputError
 from moesaic.planner.call_sizes import sizes_of
-from moesaic.planner.cluster import Machine
+from moesaic.planner.rates import cluster_of
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
@@ -31,7 +32,7 @@ def seconds_of(
     compiled = compile_plan(plan, grid)
     tokens = np.array([2] * grid.world)
     sizes = CallSizes(compiled.grid, np.array(copies), tokens, plan.chunks, units=LAYER.hidden // grid.etp)
-    program, simulator = compiled.backward if backward else compiled.forward, Simulator(machine.to_cluster(grid))
+    program, simulator = compiled.backward if backward else compiled.forward, Simulator(cluster_of(machine, grid))
     return simulator.durations(program, LAYER, compiled.grid, sizes=sizes)
 
 
@@ -107,7 +108,7 @@ def test_chunks_share_the_bytes_and_repeat_the_latency() -> None:
 def test_a_world_of_one_moves_nothing() -> None:
     compiled = compile_plan(Plan(), Grid(world=1))
     endless = replace(MACHINE, memory_gbps=1e12)
-    seconds = Simulator(endless.to_cluster(compiled.grid)).durations(compiled.forward, LAYER, compiled.grid)
+    seconds = Simulator(cluster_of(endless, compiled.grid)).durations(compiled.forward, LAYER, compiled.grid)
     moves = {task.name for task in compiled.forward.tasks if task.op is Op.MOVE}
     assert max(seconds[name] for name in moves) < 1e-12
     assert set(seconds) == {task.name for task in compiled.forward.tasks}
@@ -122,7 +123,7 @@ def test_every_task_has_a_duration_that_no_faster_machine_lengthens(schedule: st
     layer = replace(LAYER, tokens=64, num_experts=8)
 
     def durations(machine: Machine) -> dict[str, float]:
-        return Simulator(machine.to_cluster(grid)).durations(program, layer, compiled.grid)
+        return Simulator(cluster_of(machine, grid)).durations(program, layer, compiled.grid)
 
     slow = durations(MACHINE)
     assert set(slow) == {task.name for task in program.tasks}
@@ -137,7 +138,7 @@ def test_every_task_has_a_duration_that_no_faster_machine_lengthens(schedule: st
 def test_an_even_layer_has_the_durations_of_its_ranks_apart(schedule: str) -> None:
     grid = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
     compiled = compile_plan(Plan(schedule=schedule, chunks=2, all_to_all="hier2d"), grid)  # type: ignore[arg-type]
-    layer, simulator = replace(LAYER, tokens=64, num_experts=8), Simulator(MACHINE.to_cluster(grid))
+    layer, simulator = replace(LAYER, tokens=64, num_experts=8), Simulator(cluster_of(MACHINE, grid))
     sizes = sizes_of(compiled.forward, layer, compiled.grid)
     apart = simulator.durations(compiled.forward, layer, compiled.grid, sizes=sizes)
     assert simulator.durations(compiled.forward, layer, compiled.grid) == pytest.approx(apart, rel=1e-9)

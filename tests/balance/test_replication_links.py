@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.shadow import Shadow
 from moesaic.errors import InputError
-from moesaic.planner.cluster import ClusterSpec, Device, Link, Machine, Tflops
+from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops
+from moesaic.planner.rates import costs_of
+from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
@@ -27,38 +31,34 @@ def board_of(costs: ReplicationCosts, grid: Grid, copies: np.ndarray, units: int
     return replica
 
 
-def test_equal_links_cost_what_the_machine_of_their_rate_says() -> None:
-    grid = Grid(world=4, ep=4, ranks_per_node=1)
-    equal = cluster(4, 1, Link(name="nic", devices=1, gbps=(25,)))
-    rng = np.random.default_rng(0)
-    copies = rng.integers(0, 30, size=(4, 8))
-    replicated = np.zeros((4, 8, 4), dtype=np.int64)
-    replicated[2, 0, 2], replicated[3, 7, 1] = copies[2, 0], copies[3, 7]
-    by_cluster = board_of(ReplicationCosts(cluster=equal), grid, copies)
-    by_machine = board_of(ReplicationCosts(machine=Machine(tflops=50, inter_gbps=25)), grid, copies)
-    assert by_cluster.seconds(replicated) == pytest.approx(by_machine.seconds(replicated))
-    np.testing.assert_allclose(by_cluster.seconds_per_byte, by_machine.seconds_per_byte)
+def costs_on(spec: ClusterSpec, grid: Grid, **changes: object) -> ReplicationCosts:
+    layer = Workload(tokens=65536, num_experts=grid.ep, top_k=1, dim=4, hidden=8 * grid.etp)
+    return replace(costs_of(spec, grid, layer), **changes)  # type: ignore[arg-type]
 
 
 def test_ranks_that_share_a_link_between_nodes_share_its_rate() -> None:
     grid = Grid(world=4, ep=4, ranks_per_node=2)
     inside = Link(name="nvlink", devices=1, gbps=(1e6,), carries="inside")
     own, shared = (Link(name="nic", devices=devices, gbps=(25,), carries="outside") for devices in (1, 2))
-    copies = np.zeros((4, 4), dtype=np.int64)
-    copies[0, 2] = copies[1, 3] = 1000
+    both, one = np.zeros((4, 4), dtype=np.int64), np.zeros((4, 4), dtype=np.int64)
+    both[0, 2] = both[1, 3] = one[0, 2] = 1000
     seconds = {}
     for name, link in (("own", own), ("shared", shared)):
-        replica = board_of(ReplicationCosts(cluster=cluster(2, 2, inside, link)), grid, copies)
-        seconds[name] = replica.seconds(np.zeros((4, 4, 4), dtype=np.int64)) - 1000 * replica.seconds_per_copy
+        costs = costs_on(cluster(2, 2, inside, link), grid)
+        for which, copies in (("both", both), ("one", one)):
+            replica = board_of(costs, grid, copies)
+            compute = 1000 * replica.seconds_per_copy
+            seconds[name, which] = replica.seconds(np.zeros((4, 4, 4), dtype=np.int64)) - compute
     bytes_of_rank = 4 * 1000 * 4 * 2
-    assert seconds["own"] == pytest.approx(bytes_of_rank * 8 / 25e9)
-    assert seconds["shared"] == pytest.approx(2 * seconds["own"])
+    assert seconds["own", "both"] == pytest.approx(bytes_of_rank * 8 / 25e9)
+    assert seconds["shared", "both"] == pytest.approx(2 * seconds["own", "both"])
+    assert seconds["shared", "one"] == pytest.approx(seconds["own", "one"]), "a rank alone has the whole link"
 
 
 def test_a_slow_pair_is_told_from_a_fast_one() -> None:
     grid = Grid(world=4, ep=4, ranks_per_node=1)
     uneven = cluster(4, 1, Link(name="nic", devices=1, gbps=(25, 25, 25, 1)))
-    pairs = board_of(ReplicationCosts(cluster=uneven), grid, np.ones((4, 4), dtype=np.int64)).seconds_per_byte
+    pairs = board_of(costs_on(uneven, grid), grid, np.ones((4, 4), dtype=np.int64)).seconds_per_byte
     assert pairs[0, 1] == pytest.approx(8 / 25e9)
     assert pairs[0, 3] == pairs[3, 1] == pytest.approx(8 / 1e9)
     assert np.diag(pairs).tolist() == [0] * 4
@@ -110,7 +110,7 @@ def test_weights_once_per_node_make_replication_pay_where_they_did_not() -> None
     copies[:, 0] = 400
     seconds = {}
     for relayed in (False, True):
-        costs = ReplicationCosts(cluster=cluster(4, 4, *links), relays=relayed)
+        costs = costs_on(cluster(4, 4, *links), grid, relays=relayed)
         replica = board_of(costs, grid, copies, units=512, dim=256)
         replicated = Shadow(costs).decide(replica.load)
         seconds[relayed] = replica.seconds(replicated) / replica.seconds(np.zeros_like(replicated))
@@ -119,5 +119,6 @@ def test_weights_once_per_node_make_replication_pay_where_they_did_not() -> None
 
 
 def test_a_cluster_without_the_rate_of_the_dtype_is_refused() -> None:
+    layer = Workload(tokens=8, num_experts=1, top_k=1, dim=4, hidden=8, dtype="fp32")
     with pytest.raises(InputError, match=r"tflops\.fp32 is not given: add it, or choose one of bf16"):
-        ReplicationCosts(cluster=cluster(1, 1), element_bytes=4)
+        costs_of(cluster(1, 1), Grid(world=1), layer)

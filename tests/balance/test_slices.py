@@ -11,6 +11,7 @@ import pytest
 
 from helpers import pairwise
 from moesaic.balance.budget import holders_of
+from moesaic.balance.machine import Machine
 from moesaic.balance.replication.bounded import (
     fitting_tables,
     limits,
@@ -22,7 +23,6 @@ from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica
 from moesaic.balance.replication.spill import MOST_HELPED, overflow
 from moesaic.balance.slices import cut
 from moesaic.errors import InputError
-from moesaic.planner.cluster import Machine
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan

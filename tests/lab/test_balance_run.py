@@ -46,7 +46,9 @@ from moesaic_lab.balance.shares import (
     names_of,
     shares_of_forced,
 )
-from moesaic_lab.balance.simulated import BEST, Larger, machine_of
+from moesaic_lab.balance.simulated import BEST, Larger
+from moesaic_lab.bounds import Message, link_limit
+from moesaic_lab.recorder import Recorder
 from moesaic_testbed import refusal
 
 PLACE = BalancePlace(name="small", dim=8, hidden=4, experts_per_rank=2, samples_per_rank=2, sample_tokens=8, gflops=1e3)
@@ -140,6 +142,41 @@ def test_steps_go_through_the_calls_and_count_decisions() -> None:
     assert excess[0] > excess[1]
     assert of_ranks[0]["least loaded"][1].replicated_copies == excess
     assert of_ranks[0]["least loaded"][1].options == ("least_loaded",) * 2
+
+
+def test_the_arbiter_keeps_bytes_off_a_slow_link_that_it_is_told_of() -> None:
+    (case,) = read_config().narrowed(only=("4x2-slow-link",)).cases()
+    place = case.place
+    rates = [place.bed.inter_bytes_per_second(node) for node in range(4)]
+    assert rates == [40e6, 40e6, 40e6, 10e6]
+    assert place.costs.node_links == (), "the other policies are not told"
+    assert place.profiled_costs.node_links == (1, 1, 1, 0.25)
+    told = replace(case, place=replace(place, slow_link=""))
+    compiled = {name: compile_plan(methods(place.grid)[name].plan, place.grid) for name in (PLAIN, OURS)}
+
+    def rank(transport: AbstractTransport) -> list[tuple[Tensor, list[Message]]]:
+        found = []
+        for name, each in ((PLAIN, case), (OURS, told), (OURS, case)):
+            recorder = Recorder(transport)
+            job = BalanceJob(case=each, methods=methods(place.grid))
+            subject = ranks.Subject(job, name, compiled[name], recorder, PlainExperts)
+            y, _ = subject.forward(0)
+            y.backward(subject.dy)
+            sent = [(m.source, m.target, float(m.num_bytes)) for each in recorder.ranges for m in each.messages]
+            found.append((y.detach(), sent))
+        return found
+
+    found = run_ranks(8, rank)
+    on_link, seconds = [], []
+    for way in range(3):
+        messages = [message for of_rank in found for message in of_rank[way][1]]
+        on_link.append(sum(size for a, b, size in messages if a // 2 != b // 2 and 3 in (a // 2, b // 2)))
+        seconds.append(link_limit(messages, place.bed).seconds)
+        for of_rank in found:
+            torch.testing.assert_close(of_rank[way][0], of_rank[0][0], rtol=1e-4, atol=1e-6)
+    plain, untold, heard = on_link
+    assert heard < 0.75 * untold < plain, on_link
+    assert seconds[2] < 0.75 * seconds[1] < seconds[0], "the slow link is the one that takes longest"
 
 
 def test_methods_near_ours_are_timed_more_often() -> None:
@@ -294,13 +331,6 @@ def test_made_up_loads_change_from_call_to_call_about_as_much_as_recorded_ones()
     assert max(map(changed, loads[MADE_UP])) < max(every) < 0.3
 
 
-def test_policies_see_a_device_s_share_of_the_links() -> None:
-    machine = machine_of(read_cluster("100gbe"), "bf16")
-    assert (machine.intra_gbps, machine.tflops) == (120, 85)
-    assert machine.inter_gbps == pytest.approx(720 / 64)
-    assert machine_of(read_cluster("dgx-h100"), "bf16").inter_gbps == 368
-
-
 # The file and the command
 
 
@@ -316,10 +346,10 @@ def test_the_committed_file_covers_what_the_claims_need() -> None:
     assert set(config.shares.ratios) == {0.05, 0.14, 0.5, 1.0, 5.0}
     assert not config.narrowed(only=("memory",)).has("shares")
     costs = labels["4x2-2"].place.costs
-    assert costs.cluster is not None
-    assert [link.gbps for link in costs.cluster.links] == [(1.0,), (0.08,)]
-    assert costs.flops_per_second == pytest.approx(0.1e9)
-    assert costs.machine.inter_latency_us == 500
+    machine = costs.machine
+    assert (machine.intra_gbps, machine.intra_ranks, machine.inter_gbps, machine.inter_ranks) == (0.5, 2, 0.04, 2)
+    assert machine.tflops == pytest.approx(1e-4)
+    assert (machine.inter_latency_us, costs.expert_us, costs.part_us) == (500, 2500, 2000)
     assert (costs.element_bytes, costs.matrices) == (4, 2)
 
 

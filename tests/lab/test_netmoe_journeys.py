@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moesaic.balance.samples import AbstractPlacer, Given, Homes, SampleLoad, Stay, TwoStage
+from moesaic.balance.samples import AbstractPlacer, Given, Homes, SampleLoad, TwoStage
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
 from moesaic.planner.workload import Workload
@@ -18,6 +18,7 @@ from moesaic.program.plan import Plan
 from moesaic_lab.emulated import emulated
 from moesaic_lab.netmoe.ranks import Stack, TableRouter, TravelJob, check, numbered
 from moesaic_lab.netmoe.setting import Costs, Setting, decision_seconds, paper_cluster, paper_setting, routing, travel
+from moesaic_lab.policies.stay import Stay
 from moesaic_lab.recorder import Recorder
 from moesaic_testbed.bed import Bed
 

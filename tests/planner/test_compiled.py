@@ -159,7 +159,7 @@ def test_plans_under_which_samples_cannot_move_say_so(fields: dict[str, object],
 def test_what_a_slice_runs_again_is_compiled_with_the_plan(replication: str) -> None:
     plan = Plan(memory_budget=7, replication=replication, chunks=2)
     compiled = compile_plan(plan, Grid(world=4, ep=4, ranks_per_node=2))
-    for each in (compiled, *compiled.options, *([compiled.unreplicated] if compiled.unreplicated else [])):
+    for each in (compiled, compiled.under(replace(plan, replication="none"))):
         assert each.again is not None
         validate(each.again)
         names = [task.name for task in each.again.tasks]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesaic.balance import REPLICATION_POLICIES
 from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.errors import InputError
+from moesaic.named import REPLICATION
 from moesaic.planner import loads
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.cluster import read_cluster
@@ -37,7 +37,7 @@ class FromEverybody(AbstractReplicationPolicy):
 @pytest.fixture
 def replicates_when_even(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let "spill" be a policy that replicates under even routing."""
-    monkeypatch.setitem(REPLICATION_POLICIES, "spill", lambda _: FromEverybody())
+    monkeypatch.setattr(loads, "replication_policy", lambda name, costs: FromEverybody())
 
 
 def exact_seconds(plan: Plan, replicated: np.ndarray | None, counts: np.ndarray | None = None) -> float:
@@ -66,7 +66,7 @@ def test_such_a_policy_is_refused_where_ranks_are_too_many(monkeypatch: pytest.M
         simulate_even(SIMULATOR, compile_plan(Plan(replication="spill"), GRID), LAYER)
 
 
-@pytest.mark.parametrize("replication", REPLICATION_POLICIES)
+@pytest.mark.parametrize("replication", REPLICATION)
 def test_under_even_routing_the_normal_path_is_the_exact_one(replication: str) -> None:
     compiled = compile_plan(Plan(replication=replication), GRID)
     counts = uniform_counts(GRID.dp, LAYER)
@@ -75,7 +75,7 @@ def test_under_even_routing_the_normal_path_is_the_exact_one(replication: str) -
     assert even == pytest.approx(exact, rel=0.01)
 
 
-@pytest.mark.parametrize("replication", REPLICATION_POLICIES)
+@pytest.mark.parametrize("replication", REPLICATION)
 def test_under_skew_what_the_policy_replicates_is_simulated(replication: str) -> None:
     counts = hot_counts(3000.0, GRID.dp, LAYER)
     compiled = compile_plan(Plan(replication=replication), GRID)

@@ -8,19 +8,17 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from moesaic.balance import REPLICATION_POLICIES
 from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.order import ORDERS
-from moesaic.program.plan import AllToAll, Order, Plan, Replication, Schedule
+from moesaic.program.plan import AllToAll, Order, Plan, Schedule
 
 
 def test_every_choice_of_a_field_exists_and_everything_that_exists_is_a_choice() -> None:
     assert get_args(Schedule) == tuple(SCHEDULES)
     assert get_args(AllToAll) == (*ALL_TO_ALLS, "multicast", "deepep")
     assert set(get_args(Order)) == set(ORDERS)
-    assert get_args(Replication) == ("none", *REPLICATION_POLICIES)
 
 
 @pytest.mark.parametrize(
@@ -32,11 +30,6 @@ def test_every_choice_of_a_field_exists_and_everything_that_exists_is_a_choice()
         ({"codec": "zfp:3"}, "plan.codec: codec 'zfp:3': write rate as a whole number from 4 to 32, such as zfp:8"),
         ({"codec": "int8:4"}, "plan.codec: codec 'int8:4': int8 takes no option: leave out what follows the colon"),
         ({"backward_codec": ""}, "plan.backward_codec='' is unknown: write none for no codec"),
-        (
-            {"replication": "most"},
-            "plan.replication='most' is unknown: choose one of none, shadow, published, spill, least_loaded, eplb, lplb, laer, "
-            "arbiter",
-        ),
         ({"peer_groups": -1}, "plan.peer_groups=-1: must be at least 1"),
         ({"schedule": "s9"}, f"plan.schedule='s9' is unknown: choose one of {', '.join(SCHEDULES)}"),
         (

@@ -140,8 +140,8 @@ def test_what_answers_skewed_routing_is_named():
     ("replication", "count"),
     [
         ("published", 12),  # this policy replicates in few cases
-        *((name, 6) for name in ("shadow", "spill", "least_loaded", "arbiter")),
-        *(pytest.param(name, 12, marks=pytest.mark.random) for name in ("shadow", "spill", "least_loaded", "arbiter")),
+        *((name, 6) for name in ("shadow", "spill", "eplb", "arbiter")),
+        *(pytest.param(name, 12, marks=pytest.mark.random) for name in ("shadow", "spill", "eplb", "arbiter")),
     ],
 )
 def test_policies_replicate_where_they_decide(replication, count, replicating, monkeypatch):

@@ -39,13 +39,12 @@ RUNS: dict[str, dict[str, dict]] = {
     },
     "two-stage": {"mesh": NODES, "balance": {"samples": "two_stage"}},
     "weighed": {"mesh": NODES, "plan": {"chunks": 2}, "balance": {"samples": "weighed"}},
-    "stay": {"mesh": {"ep": 2, "ranks_per_node": 2}, "balance": {"samples": "stay"}},
     "both": {"mesh": NODES, "balance": {"replication": "arbiter", "samples": "two_stage"}},
 }
 
 
 def configured(folder: Path, name: str) -> TrainConfig:
-    planner = {"cluster": str(folder / "slow.toml")} if name != "stay" else {}
+    planner = {"cluster": str(folder / "slow.toml")}
     return tiny(folder, **BASE, **RUNS[name], planner=planner, out=str(folder / name))  # type: ignore[arg-type]
 
 
@@ -96,7 +95,6 @@ def test_the_metrics_tell_where_samples_went(world: tuple[Path, dict[str, list[O
     moved = of_layers(folder / "two-stage")
     assert any(layer["samples_moved"] > 0 for layer in moved)
     assert sum(layer["sample_bytes_across"] for layer in moved) < 0, "fewer rows between nodes"
-    assert all(layer["samples_moved"] == 0 for layer in of_layers(folder / "stay"))
     both = of_layers(folder / "both")
     assert any("relocate" in layer["options"] for layer in both)
     assert {name for layer in both for name in layer["options"]} - {"relocate"}

@@ -10,10 +10,11 @@ from dataclasses import FrozenInstanceError, fields, is_dataclass
 
 import pytest
 
-from moesaic.balance import EXPERT_PLACERS, REPLICATION_POLICIES
+from moesaic.balance import EXPERT_PLACERS
 from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig, MoEConfig
+from moesaic.named import REPLICATION
 from moesaic.routing.routers import ON_MESH, ROUTERS
 from moesaic.train import config as config_module
 from moesaic.train.config import (
@@ -149,7 +150,7 @@ def test_fields_of_the_model_decide_its_layers() -> None:
 
 def test_names_without_a_list_of_choices_are_all_explained():
     for kind, name, names in (
-        (MoEConfig, "router", ROUTERS | ON_MESH), (BalanceConfig, "replication", REPLICATION_POLICIES),
+        (MoEConfig, "router", ROUTERS | ON_MESH), (BalanceConfig, "replication", REPLICATION),
         (BalanceConfig, "experts", EXPERT_PLACERS),
     ):  # fmt: skip
         source = inspect.getsource(kind)

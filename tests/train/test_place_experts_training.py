@@ -6,15 +6,15 @@ from __future__ import annotations
 import pickle
 import tempfile
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from moesaic.balance.experts import AbstractExpertPlacer, ExpertLoad
+from moesaic.balance.machine import Machine
+from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.errors import InputError
-from moesaic.planner.cluster import Machine
 from moesaic.program.grid import Grid
 from moesaic.train import balance
 from moesaic.train.config import BalanceConfig, PlannerConfig, SaveConfig, TrainConfig
@@ -42,7 +42,7 @@ CASES = {
     ),
     "random, sliced tokens, replication": (
         {"tp": 2, "ep": 4, "innermost": "ep"}, {"schedule": "s1"},
-        {"replication": "least_loaded", "experts": "smartmoe", "experts_every": 1}, {},
+        {"replication": "eplb", "experts": "smartmoe", "experts_every": 1}, {},
     ),
 }  # fmt: skip
 """Name to mesh, plan, placement, more."""
@@ -71,7 +71,8 @@ def train_on(world: int, runs: list[TrainConfig]) -> list[list[Outcome]]:
 
 def _process(rank: int, world: int, runs: list[list[TrainConfig]], folder: str) -> None:
     balance.EXPERT_PLACERS = {**balance.EXPERT_PLACERS, "smartmoe": lambda _: Random()}
-    balance.Machine = partial(Machine, tflops=1e-9)  # so slow that any better balance pays for its move
+    slow = ReplicationCosts(machine=Machine(tflops=1e-9))  # so slow that any better balance pays for its move
+    balance.costs_in = lambda config, grid: slow
     worlds._process(rank, world, runs, folder, lambda: None)
 
 
@@ -194,12 +195,10 @@ def test_one_process_is_told_what_to_start(tmp_path):
 def test_rates_are_those_of_the_cluster_that_the_run_names(tmp_path):
     grid, placing = Grid(world=4, ep=4, ranks_per_node=2), {"experts": "balanced"}
     config = tiny(tmp_path, batch_size=4, mesh={"ep": 4, "ranks_per_node": 2}, balance=placing)
-    own = balance.rates_of(config, grid, 4)
-    assert (own.machine, own.element_bytes) == (Machine(), 4)
-    named = balance.rates_of(replace(config, planner=PlannerConfig(cluster="bed-2x2")), grid, 2)
+    assert balance.costs_in(config, grid) == ReplicationCosts(element_bytes=4, matrices=3)
+    named = balance.costs_in(replace(config, planner=PlannerConfig(cluster="bed-2x2")), grid)
     assert named.machine.inter_gbps < 0.5 < named.machine.intra_gbps
-    assert named.element_bytes == 2
     with pytest.raises(
         InputError, match=r"planner\.cluster=dgx-h100 has nodes of 8 devices, this run 2 ranks on a node"
     ):
-        balance.rates_of(replace(config, planner=PlannerConfig(cluster="dgx-h100")), grid, 2)
+        balance.costs_in(replace(config, planner=PlannerConfig(cluster="dgx-h100")), grid)

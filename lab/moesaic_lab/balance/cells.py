@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from moesaic.balance.budget import CountedCall, MemoryBudget
+from moesaic.balance.budget import MemoryBudget
 from moesaic.program.compile import compile_plan
 from moesaic.program.expert_sizes import ExpertSizes
 from moesaic.program.plan import Plan
+from moesaic.runtime.counted import CountedCall
 from moesaic_lab.balance import ranks as on_ranks
 from moesaic_lab.balance.config import ELEMENT_BYTES, MATRICES, BalanceBenchConfig, BalancePlace, SkewedCase
 from moesaic_lab.balance.loads import max_vio
@@ -38,9 +39,9 @@ NOTES = (
     "at once beyond those before the step, on the rank with the highest peak). MaxVio is of ranks: the busiest rank's copies "
     "over the mean, minus 1. Each case cycles through several calls, whose hot experts differ in part. Expert placement "
     "learns from an earlier call and moves no weights in the timed steps. Under NetMoE the residual does not move, and "
-    "samples do not return home. Ours learns from the times of its calls: it runs `learning_calls` untimed steps first, "
-    "since training runs thousands; `trials` are the calls that ran an option to measure its time, before the timed steps "
-    "and among them. Ratios under 1.10 are the worse end of the median's 95 % interval over 30 pairs. Simulated rows come "
+    "samples do not return home. Ours is given what a replicated expert costs the host, and the speed of a slow rank or "
+    "link, as a profile of the cluster has them. "
+    "Ratios under 1.10 are the worse end of the median's 95 % interval over 30 pairs. Simulated rows come "
     "from the cost simulator and are not measured. In the simulated shares, `moving_seconds` is the time to move experts "
     "with their optimizer state from their initial ranks to their placement, alone on the links. It is spent once in "
     "`moves_every` calls, and `of_forced` includes each call's part of it. Weights that a call replicates (shadows, "
@@ -181,7 +182,6 @@ def _figures(cell: BalanceCell, name: str) -> dict[str, Any]:
         "error": cell.error[name], "replicated_experts": statistics.mean(decided.replicated_experts),
         "replicated_copies": statistics.mean(decided.replicated_copies),
         "options": ", ".join(sorted(set(decided.options))), "decision_seconds": statistics.median(decided.seconds),
-        "weighing_seconds": statistics.median(decided.weighing_seconds or (0.0,)), "trials": list(decided.trials),
     }  # fmt: skip
 
 
@@ -197,7 +197,6 @@ def cell_of(rows: Sequence[dict[str, Any]], case: SkewedCase) -> BalanceCell:
         name: Decided(
             seconds=(row["decision_seconds"],), options=tuple(row["options"].split(", ")),
             replicated_experts=(row["replicated_experts"],), replicated_copies=(row["replicated_copies"],),
-            weighing_seconds=(row["weighing_seconds"],), trials=tuple(row["trials"]),
         )
         for name, row in by_method.items() if row["options"]
     }  # fmt: skip
@@ -224,7 +223,6 @@ COLUMNS = (
     Column(key="peak_bytes", title="peak", show=byte_size),
     Column(key="replicated_experts", title="replicated experts", show=lambda value: f"{value:.1f}" if value else ""),
     Column(key="decision_seconds", title="deciding ms", show=lambda value: milliseconds(value) if value else ""),
-    Column(key="trials", title="trials", show=lambda value: " + ".join(map(str, value)) if any(value) else ""),
 )
 """Columns of the terminal's table."""
 SHARE_COLUMNS = (

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.configfile import suggestion
 from moesaic.errors import InputError
-from moesaic.planner.cluster import Machine, Tflops
 from moesaic.planner.predict import CPU
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
@@ -26,6 +26,9 @@ from moesaic_testbed.bed import Bed
 COMMITTED = Path(__file__).parent.parent / "configs" / "balance.toml"
 SHARES, MEMORY, DECISIONS = "shares", "memory", "decisions"
 """Names of the parts of the benchmark that need no bed."""
+PARTS_PER_MESSAGE = 4.0
+"""Host time of each additional part of a pass, in units of the cost of a message: a gather and a placement of rows per
+direction."""
 ELEMENT_BYTES, MATRICES = 4, 2
 """Bytes of an element of rows and weights on the bed (float32), and number of matrices of an expert."""
 NO_ROUTES = Routes(experts=np.zeros((0, 0, 0, 0), dtype=np.int64), history=np.zeros(0, dtype=np.int64))
@@ -47,6 +50,8 @@ class BalancePlace:
     """Rate of `lo` inside each node."""
     message_us: float = 500.0
     """Microseconds that a message costs, since ranks share a core. Policies with a cost model get this figure."""
+    expert_us: float = 2500.0
+    """Microseconds that each expert replicated to a rank costs the host, forward and backward. The arbiter gets this figure."""
     gflops: float = 0.12
     """Rate of each rank's virtual accelerator, in 1e9 floating-point operations per second."""
     dim: int = 256
@@ -65,13 +70,11 @@ class BalancePlace:
     slow_rank: float = 1.0
     """Speed of the last rank's matrix products relative to those of the other ranks."""
     slow_link: str = ""
-    """Rate of the last node's link, in each direction; "" for the rate of the other links. Policies are given
-    `inter`."""
+    """Rate of the last node's link, in each direction; "" for the rate of the other links. Policies are given `inter`,
+    except the arbiter, which is given the rate of each link, as a profile of the cluster has it."""
     pairs: int = 48
     """Further rounds in which only ours and the methods close to it are timed. The first `repeats` select the fastest
     of many methods, and these rounds judge it."""
-    learning_calls: int = 120
-    """Untimed steps of a method that learns, before the timed ones. Training runs thousands of them."""
 
     def __post_init__(self) -> None:
         shared = {option.name: getattr(self, option.name) for option in fields(BalancePlace)}
@@ -104,12 +107,25 @@ class BalancePlace:
     @property
     def costs(self) -> ReplicationCosts:
         """The cost model that policies use: the configured rates of the links, and the cost of a message."""
-        latency = {"inter_latency_us": self.message_us, "intra_latency_us": self.message_us}
-        device = replace(CPU, tflops=Tflops(fp32=self.gflops / 1e3))
-        cluster = emulated(replace(self.bed, inter=self.inter), device=device)
+        inside, outside = emulated(replace(self.bed, inter=self.inter), device=CPU).links
+        per_node = self.ranks_per_node
+        machine = Machine(
+            intra_gbps=inside.gbps[0] / per_node, intra_ranks=per_node, inter_gbps=outside.gbps[0] / per_node,
+            inter_ranks=per_node, intra_latency_us=self.message_us, inter_latency_us=self.message_us,
+            tflops=self.gflops / 1e3,
+        )  # fmt: skip
         return ReplicationCosts(
-            machine=Machine(**latency), cluster=cluster, element_bytes=ELEMENT_BYTES, matrices=MATRICES
-        )
+            machine=machine, element_bytes=ELEMENT_BYTES, matrices=MATRICES, expert_us=self.expert_us,
+            part_us=PARTS_PER_MESSAGE * self.message_us,
+        )  # fmt: skip
+
+    @property
+    def profiled_costs(self) -> ReplicationCosts:
+        """The cost model of the arbiter: as `costs`, with the speed of each rank and of each node's link."""
+        rates = [self.bed.inter_bytes_per_second(node) for node in range(self.nodes)]
+        speeds = (*(1.0,) * (self.bed.world - 1), self.slow_rank) if self.slow_rank != 1 else ()
+        node_links = tuple(rate / rates[0] for rate in rates) if self.slow_link else ()
+        return replace(self.costs, speeds=speeds, node_links=node_links)
 
 
 @dataclass(frozen=True, kw_only=True)

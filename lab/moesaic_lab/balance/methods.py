@@ -7,22 +7,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.balance import REPLICATION_POLICIES
+from moesaic.balance import replication_policy
 from moesaic.balance.experts import ExpertLoad, SmartMoE
 from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic_lab.policies.laer import LAERLayout
+from moesaic_lab.policies.least_loaded import LeastLoaded
+from moesaic_lab.policies.lplb import LPLB
 
 PLAIN, OURS, SMART, NETMOE, PLACED = "plain ep", "ours", "smart schedule", "NetMoE", "expert placement"
 OURS_PLACED = "ours, experts placed"
 BOUNDED, LAER = "ours, memory budget", "LAER re-layout"
 """Names of methods that other modules use."""
 
-PARTS_PER_MESSAGE = 2.0
-"""Host time of each additional part of a pass, in units of the cost of a message: a gather and a placement of rows per
-direction."""
+BASELINES: dict[str, type[AbstractReplicationPolicy]] = {"least_loaded": LeastLoaded, "lplb": LPLB, "laer": LAERLayout}
+"""Replication policies of the laboratory, by the name in a method's plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,6 @@ class BalanceMethod:
     """Whether experts are placed beforehand according to the history."""
     moves_samples: bool = False
     """Whether results go to new home ranks of their samples."""
-    learns: bool = False
-    """Whether the method corrects its cost model by the measured times of its calls."""
 
 
 def methods(grid: Grid, budget: int | None = None) -> dict[str, BalanceMethod]:
@@ -67,20 +66,18 @@ def methods(grid: Grid, budget: int | None = None) -> dict[str, BalanceMethod]:
         "smart + shadow": BalanceMethod(plan=Plan(replication="shadow", peer_groups=nodes), is_single=False),
         NETMOE: BalanceMethod(plan=Plan(), moves_samples=True),
         PLACED: BalanceMethod(plan=Plan(), places_experts=True),
-        OURS: BalanceMethod(plan=Plan(replication="arbiter"), is_single=False, learns=True),
-        OURS_PLACED: BalanceMethod(plan=Plan(replication="arbiter"), is_single=False, places_experts=True, learns=True),
+        OURS: BalanceMethod(plan=Plan(replication="arbiter"), is_single=False),
+        OURS_PLACED: BalanceMethod(plan=Plan(replication="arbiter"), is_single=False, places_experts=True),
         **bounded,
     }
 
 
 def policy_of(method: BalanceMethod, costs: ReplicationCosts) -> AbstractReplicationPolicy | None:
     """Return the replication policy of a method, which gets the cost model; None for a method that replicates nothing."""
-    if method.plan.replication == "arbiter":
-        parts = max(Arbiter.part_us, PARTS_PER_MESSAGE * costs.machine.inter_latency_us)
-        return Arbiter(costs=costs, part_us=parts, learn=method.learns)
-    if method.plan.replication == "none":
+    name = method.plan.replication
+    if not method.plan.replicates:
         return None
-    return REPLICATION_POLICIES[method.plan.replication](costs)
+    return BASELINES[name]() if name in BASELINES else replication_policy(name, costs)
 
 
 def placed_by(history: np.ndarray, grid: Grid) -> np.ndarray:

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.run.calls import decisions_of
+from moesaic.balance.run.calls import calls_by, decisions_of
 from moesaic.balance.run.moving import MovingMoE
 from moesaic.balance.run.relocate import Following, Relocator, SampleTrip
 from moesaic.balance.samples import TwoStage
-from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import ExpertsFactory, PlainExperts
@@ -30,7 +29,7 @@ from moesaic_lab.balance.config import SkewedCase
 from moesaic_lab.balance.memory import peak_bytes
 from moesaic_lab.balance.methods import OURS, PLAIN, BalanceMethod, placed_by, policy_of
 from moesaic_lab.bounds import Message
-from moesaic_lab.measure import Span, in_turn, paired, without_collections
+from moesaic_lab.measure import Span, paired, without_collections
 from moesaic_lab.recorder import Recorder
 from moesaic_lab.virtual import Accelerator, virtual_experts
 
@@ -76,10 +75,6 @@ class Decided:
     """For each call of the case: experts that helper ranks computed."""
     replicated_copies: tuple[float, ...]
     """For each call of the case: copies that helper ranks computed."""
-    weighing_seconds: tuple[float, ...] = ()
-    """For an arbiter: processor time of the thread that prepares the next decision, for each timed call."""
-    trials: tuple[int, int] = (0, 0)
-    """Calls that ran an option to measure its time, as (before the timed calls, among them)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +142,12 @@ class Subject:
         )
         for weights in self.layer.experts.parameters():
             weights.data = weights.data[torch.from_numpy(np.argsort(self.experts_at))]
-        policy = policy_of(method, place.costs)
-        self.watched = (
-            None if policy is None or isinstance(policy, Arbiter) else Watched(policy, method.plan.replication)
-        )
+        is_arbiter = method.plan.replication == "arbiter"
+        policy = policy_of(method, place.profiled_costs if is_arbiter else place.costs)
+        self.watched = None if policy is None or is_arbiter else Watched(policy, method.plan.replication)
         mesh = Mesh(grid, transport)
-        self.layer.parallelize(mesh, compiled, self.watched or policy)
+        policy = self.watched or policy
+        self.layer.parallelize(mesh, compiled, calls=None if policy is None else calls_by(policy))
         self.relocator = (
             Relocator(mesh, TwoStage(least_gain=0.0, rest=0), ends_home=False) if method.moves_samples else None
         )
@@ -164,7 +159,6 @@ class Subject:
         self.dy = torch.randn(place.tokens_per_rank, place.dim, generator=generator)
         self.steps = 0
         """Number of steps that were run."""
-        self._trials = 0
 
     def forward(self, call: int) -> tuple[Tensor, SampleTrip | None]:
         """Return the results of a call, (tokens, dim), and the trip of its samples if samples move."""
@@ -187,7 +181,7 @@ class Subject:
         """Restart with the first call, and reset the counts of steps and decisions."""
         assert self.layer.on_mesh is not None
         self.steps = 0
-        self._trials += sum(verdict.is_trial for verdict in decisions_of(self.layer.on_mesh.calls))
+        decisions_of(self.layer.on_mesh.calls)
         if self.watched is not None:
             self.watched.seconds.clear()
             self.watched.replicated.clear()
@@ -216,8 +210,6 @@ class Subject:
             options=tuple(verdict.option for verdict in verdicts[:calls]),
             replicated_experts=experts,
             replicated_copies=copies,
-            weighing_seconds=tuple(verdict.weighing_seconds for verdict in verdicts),
-            trials=(self._trials, sum(verdict.is_trial for verdict in verdicts)),
         )
 
     def clear(self) -> None:
@@ -249,10 +241,9 @@ def measure_case(job: BalanceJob, plans: Mapping[str, Compiled], transport: Abst
     }
     calls, barrier = len(job.case.routes.experts), start_together(latest)
     steps = {name: each.step for name, each in subjects.items()}
-    for name, subject in subjects.items():  # plans are cached by now, but each layer's first call costs extra
-        subject.step()
-        if job.methods[name].learns:
-            in_turn({name: subject.step}, place.learning_calls, barrier=barrier, warmup=0)
+    for subject in subjects.values():  # plans are cached by now, but each layer's first calls cost extra
+        for _ in range(calls):
+            subject.step()
         subject.start_over()
     before = {name: each.charged for name, each in accelerators.items()}
     near = partial(near_ours, methods=job.methods, balanced=job.case.max_vio == 0)

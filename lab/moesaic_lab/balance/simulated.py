@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
-from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.selector.arbiter import Arbiter, Arbitration
-from moesaic.planner.cluster import ClusterSpec, Machine, read_cluster
-from moesaic.planner.loads import arbiter_for
+from moesaic.balance.replication.policy import AbstractChooser, AbstractReplicationPolicy, programs_of
+from moesaic.balance.selector.arbiter import Arbiter
+from moesaic.planner.cluster import ClusterSpec, read_cluster
+from moesaic.planner.rates import costs_of
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.topology import Topology
 from moesaic.planner.workload import Workload
-from moesaic.program.compile import Compiled, compile_plan, for_call, moving
+from moesaic.program.compile import Compiled, compile_plan, moving
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
@@ -32,8 +32,6 @@ Maps the name of each reference to the method that has these options."""
 SKEW, PERSISTENCE, COPIES, BEGIN = 0.6, 0.999, 8192, 8
 """Exponent of Zipf's law; correlation of the experts' popularity between calls; copies of a rank; calls before timing
 starts. From call to call, 2 % of the copies change their expert."""
-RATIO = 1.05
-"""Ratio of measured to modelled seconds that the arbiter is given for every call."""
 
 
 class Larger:
@@ -50,32 +48,23 @@ class Larger:
         self.grid = Grid(world=spec.world, ep=spec.world, ranks_per_node=spec.devices_per_node)
         self.methods = methods(self.grid)
         self._simulator = Simulator(spec)
-        self._costs = ReplicationCosts(
-            machine=machine_of(spec, self.layer.dtype), cluster=spec, element_bytes=self.layer.element_bytes,
-            matrices=self.layer.matrices,
-        )  # fmt: skip
+        self._costs: dict[int, ReplicationCosts] = {}
         self._plans: dict[str, Compiled] = (
             like._plans if like is not None and like.grid == self.grid else compiled_once(self.methods, self.grid)
         )
         self._known: dict[tuple[int, int, bytes, bytes], float] = {}
-        self._arbiters: dict[int, Arbiter] = {}
-
-    def _arbiter(self, tokens: int) -> Arbiter:
-        """Return the arbiter of a run with this many tokens per rank, its cost model calibrated by simulations of every
-        program."""
-        if tokens not in self._arbiters:
-            self._arbiters[tokens] = arbiter_for(self._simulator, self._plans[OURS], replace(self.layer, tokens=tokens))
-        return self._arbiters[tokens]
 
     def _policy(self, method: BalanceMethod, tokens: int) -> AbstractReplicationPolicy | None:
-        """Return the replication policy of a method; None if the method replicates nothing."""
-        return self._arbiter(tokens) if method.plan.replication == "arbiter" else policy_of(method, self._costs)
+        """Return the policy of a method in a run with this many tokens per rank; None if the method replicates nothing."""
+        if tokens not in self._costs:
+            self._costs[tokens] = costs_of(self.spec, self.grid, replace(self.layer, tokens=tokens))
+        return policy_of(method, self._costs[tokens])
 
     def seconds(
         self, name: str, calls: Sequence[np.ndarray], history: np.ndarray, tokens: int
     ) -> list[tuple[float, float, int]]:
         """Return a tuple for each call except the first: seconds of forward and backward, seconds of the decision, and
-        the number of replicated experts. The first call only initialises policies that decide one call ahead.
+        the number of replicated experts. The first call only gives a history to methods that place experts.
 
         Args:
             name: name of the method, or one of `BEST`.
@@ -92,8 +81,6 @@ class Larger:
             return [self._best(load, tokens) for load in loads[1:]]
         policy = self._policy(method, tokens)
         deciding, results = Deciding(policy, self._plans[name]), []
-        if isinstance(policy, Arbiter):
-            deciding(loads[0])
         for load in loads[1:]:
             compiled, table = deciding(load)
             results.append(
@@ -124,11 +111,13 @@ class Larger:
 
     def _best(self, load: CallLoad, tokens: int) -> tuple[float, float, int]:
         """Return the time of a call under the arbiter's fastest option in simulation, with the call's own counts."""
-        compiled = self._plans[OURS]
-        offers = self._arbiter(tokens).start(compiled.plan, [option.plan for option in compiled.options]).offers(load)
+        policy = self._policy(self.methods[OURS], tokens)
+        assert isinstance(policy, Arbiter)
+        programs = programs_of(self._plans[OURS], policy)
+        offers = policy.start({name: each.plan for name, each in programs.items()}).offers(load)
         results = [
             (
-                self._cached_seconds(compiled.options[option.choice.program], load, table, tokens),
+                self._cached_seconds(programs[option.program], load, table, tokens),
                 0.0,
                 _num_replicated_experts(table),
             )
@@ -193,53 +182,28 @@ def compiled_once(methods: Mapping[str, BalanceMethod], grid: Grid) -> dict[str,
 class Deciding:
     """Chooses the programs of each call of a method: those of its plan, or those that its policy decides on.
 
-    The arbiter decides one call ahead, by its cost model.
-
     Args:
         policy: the method's replication policy; None if it replicates nothing.
         compiled: the method's compiled plan.
     """
 
     def __init__(self, policy: AbstractReplicationPolicy | None, compiled: Compiled) -> None:
-        self._policy, self._compiled = policy, compiled
-        self._arbitration: Arbitration | None = None
-        if isinstance(policy, Arbiter):
-            self._arbitration = policy.start(compiled.plan, [option.plan for option in compiled.options])
+        self._compiled = compiled
+        self._chooser: AbstractChooser | None = None
+        if policy is not None:
+            self._programs = programs_of(compiled, policy)
+            self._chooser = policy.start({name: each.plan for name, each in self._programs.items()})
         self.seconds = 0.0
         """Time by which the last decision delays a rank, measured on this machine."""
 
     def __call__(self, load: CallLoad) -> tuple[Compiled, np.ndarray | None]:
         """Return the programs of a call, and the table of its replicated copies."""
-        if self._arbitration is not None:
-            started = time.perf_counter()
-            pick = self._arbitration.pick(load)
-            self.seconds = time.perf_counter() - started
-            self._arbitration.weigh(pick, call=None)
-            return self._compiled.options[pick.choice.program], pick.table
-        if self._policy is None:
+        if self._chooser is None:
             return self._compiled, None
         started = time.perf_counter()
-        replicated = self._policy.decide(load)
+        decision = self._chooser.choose(load)
         self.seconds = time.perf_counter() - started
-        compiled = for_call(self._compiled, replicated)
-        return compiled, replicated if compiled.replicates else None
-
-
-def machine_of(spec: ClusterSpec, dtype: str) -> Machine:
-    """Return the cluster in the form that policies use: one rate inside nodes and one between them, as a device's
-    share."""
-
-    def slowest(where: str) -> tuple[float, float]:
-        links = [link for link in spec.links if link.carries in ("all", where)]
-        return min(min(link.gbps) / link.devices for link in links), sum(
-            link.latency_us + link.message_us for link in links
-        )
-
-    inside, outside = slowest("inside"), slowest("outside")
-    return Machine(
-        intra_gbps=inside[0], inter_gbps=outside[0], intra_latency_us=inside[1], inter_latency_us=outside[1],
-        tflops=spec.device.tflops.of(dtype) / 1e12,
-    )  # fmt: skip
+        return self._programs[decision.program], decision.replicated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,8 +214,6 @@ class TimedDecision:
     experts: int
     seconds: float
     """Time by which the decision delays the call."""
-    weighing_seconds: float
-    """Processor time of preparing the next decision, in a thread beside the call."""
     replicates: bool
 
 
@@ -259,23 +221,18 @@ def decisions(ranks: int = 64, experts: int = 256, calls: int = 120, seed: int =
     """Time the arbiter's decisions for consecutive calls on `dgx-h100`."""
     grid = Grid(world=ranks, ep=ranks, ranks_per_node=8)
     spec, plan = read_cluster("dgx-h100", nodes=ranks // 8), Plan(replication="arbiter")
-    arbiter = Arbiter(costs=ReplicationCosts(machine=machine_of(spec, "bf16"), cluster=spec))
-    arbitration = arbiter.start(plan, list(arbiter.option_plans(plan, grid)))
-    timed = []
+    arbiter = Arbiter(
+        costs=costs_of(spec, grid, Workload(tokens=4096, num_experts=experts, top_k=2, dim=2048, hidden=1024))
+    )
+    arbitration, timed = arbiter.start(arbiter.option_plans(plan, grid)), []
     for number, copies in enumerate(_drifting(ranks, experts, calls, seed), start=1):
         load = CallLoad(grid, copies, experts, 1024, 2048)
         started = time.perf_counter()
-        pick = arbitration.pick(load)
+        decision = arbitration.choose(load)
         seconds = time.perf_counter() - started
-        verdict = arbitration.weigh(pick, call=number)
-        arbitration.hear({number: RATIO * verdict.seconds[verdict.option]})
         if number > BEGIN:
-            timed.append(
-                TimedDecision(
-                    ranks=ranks, experts=experts, seconds=seconds, weighing_seconds=verdict.weighing_seconds,
-                    replicates=pick.table is not None,
-                )
-            )  # fmt: skip
+            replicates = decision.replicated is not None
+            timed.append(TimedDecision(ranks=ranks, experts=experts, seconds=seconds, replicates=replicates))
     return timed
 
 

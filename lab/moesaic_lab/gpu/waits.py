@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from moesaic.balance import REPLICATION_POLICIES
 from moesaic.codecs import CODECS, NO_CODEC
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.layer import MoE
+from moesaic.named import REPLICATION
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
@@ -95,7 +95,7 @@ def plans() -> Iterator[tuple[str, Plan, Grid]]:
             yield name, Plan(codec=name, backward_codec=name), EP
     for name in ORDERS:
         yield name, Plan(order=name, chunks=2), EP
-    for name in REPLICATION_POLICIES:
+    for name in REPLICATION:
         yield name, Plan(replication=name), EP
     yield "peer_groups", Plan(peer_groups=2), EP
     yield "fuse", Plan(schedule="s3", fuse=True), SHARDS

@@ -23,8 +23,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from moesaic.balance.samples import Stay, TwoStage, Weighed
-from moesaic.planner.cluster import Device, Machine, Tflops
+from moesaic.balance.machine import Machine
+from moesaic.balance.samples import TwoStage, Weighed
+from moesaic.planner.cluster import Device, Tflops
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.plan import Plan
@@ -36,6 +37,7 @@ from moesaic_lab.netmoe.ranks import Method, TravelJob
 from moesaic_lab.netmoe.ranks import measure as measure_steps
 from moesaic_lab.netmoe.setting import Costs, Setting, decision_seconds, paper_cluster, paper_setting, routing, travel
 from moesaic_lab.pictures import Panel, PlottedSeries
+from moesaic_lab.policies.stay import Stay
 from moesaic_lab.tables import Column, byte_size, milliseconds, percent, share
 from moesaic_testbed import cluster
 from moesaic_testbed.bed import Bed

@@ -1,14 +1,16 @@
-"""Policies that decide where experts, their replicas and samples go; `runtime/balance` carries out the decisions.
+"""Policies that decide where experts, their replicas and samples go; `balance/run` carries out the decisions.
 
-The registries below list every policy by its name. To add a policy, add a file and a line here. A policy is imported when it
-is built, so a command line can list the names without imports.
+Replication policies have their names in `named.py`. The registries below list the others. A policy is imported when it is
+built, so a command line can list the names without imports.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from moesaic.errors import InputError
+from moesaic.named import REPLICATION, load
 
 if TYPE_CHECKING:
     from moesaic.balance.experts import AbstractExpertPlacer, ExpertRates
@@ -18,37 +20,43 @@ if TYPE_CHECKING:
 
 
 def _make(place: str, *arguments: Any, **options: Any) -> Any:
-    """Build a policy with the class at `place`, given as `file.Class` in this folder."""
-    file, _, name = place.rpartition(".")
-    return getattr(import_module(f"moesaic.balance.{file}"), name)(*arguments, **options)
+    """Build a policy with the class at `place`, given as `file:Class` in this folder."""
+    return load(f"moesaic.balance.{place}")(*arguments, **options)
 
 
-REPLICATION_POLICIES: dict[str, Callable[[ReplicationCosts], AbstractReplicationPolicy]] = {
-    "shadow": lambda costs: _make("replication.shadow.Shadow", costs),
-    "published": lambda costs: _make("replication.published.Published", costs),
-    "spill": lambda costs: _make("replication.spill.Spill", costs),
-    "least_loaded": lambda _: _make("replication.least_loaded.LeastLoaded"),
-    "eplb": lambda _: _make("replication.eplb.EPLB"),
-    "lplb": lambda _: _make("replication.lplb.LPLB"),
-    "laer": lambda _: _make("replication.laer.LAER"),
-    "arbiter": lambda costs: _make("selector.arbiter.Arbiter", costs=costs),
-}
-"""Builders of replication policies, which decide which experts are replicated, by the name in `Plan.replication`. A builder
-takes the rates of the machine and of the layer."""
+def check_replication(where: str, name: str) -> None:
+    """Raise InputError if no replication policy has a name, which stands in the field `where`."""
+    if name not in REPLICATION:
+        raise InputError(f"{where}={name!r} is unknown: choose one of none, {', '.join(REPLICATION)}")
+
+
+def replication_policy(name: str, costs: ReplicationCosts | None = None) -> AbstractReplicationPolicy:
+    """Return the replication policy of a name in `Plan.replication`.
+
+    Args:
+        name: the name.
+        costs: rates of the machine and of the layer; None for the usual ones.
+
+    Raises:
+        InputError: if no policy has this name.
+    """
+    check_replication("plan.replication", name)
+    policy: AbstractReplicationPolicy = load(REPLICATION[name])(**({} if costs is None else {"costs": costs}))
+    return policy
+
 
 SAMPLE_PLACERS: dict[str, Callable[[PlacerOptions], AbstractPlacer]] = {
-    "stay": lambda _: _make("samples.Stay"),
-    "two_stage": lambda options: _make("samples.TwoStage", options.least_gain, rest=options.rest),
+    "two_stage": lambda options: _make("samples:TwoStage", options.least_gain, rest=options.rest),
     "weighed": lambda options: _make(
-        "samples.Weighed", options.machine, least_gain=options.least_gain, rest=options.rest
+        "samples:Weighed", options.machine, least_gain=options.least_gain, rest=options.rest
     ),
 }
 """Builders of sample placers, which decide the homes of samples after a layer, by the name in `balance.samples`. A builder
 takes the options of the run."""
 
 EXPERT_PLACERS: dict[str, Callable[[ExpertRates], AbstractExpertPlacer]] = {
-    "balanced": lambda rates: _make("experts.Balanced", rates),
-    "smartmoe": lambda _: _make("experts.SmartMoE"),
+    "balanced": lambda rates: _make("experts:Balanced", rates),
+    "smartmoe": lambda _: _make("experts:SmartMoE"),
 }
 """Builders of expert placers, which decide the homes of experts, by the name in `balance.experts`. A builder takes the rates
 of the run."""

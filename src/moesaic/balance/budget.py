@@ -9,9 +9,8 @@ as fit are kept for the backward pass; the others are recomputed in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,9 +19,10 @@ from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.slices import Cut, cut
 from moesaic.errors import InputError
 from moesaic.program.compile import Compiled
-from moesaic.program.expert_sizes import ExpertSizes
+from moesaic.program.plan import NO_REPLICATION
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
+from moesaic.runtime.counted import CountedCall
 
 TRIES = 16
 """Largest number of slice counts that are tried until a call fits."""
@@ -31,19 +31,6 @@ MORE_SLICES = (1.5, 2.0)
 
 _Option = tuple[Compiled, np.ndarray | None, Cut]
 """A way to run a call: the compiled plan, the replicated rows, and the slices."""
-
-
-class CountedCall(NamedTuple):
-    """The counts and sizes of a call, which all ranks know before anything is sent."""
-
-    copies: np.ndarray
-    """(world, num_experts) int64, copies that each origin rank has for each expert."""
-    tokens: np.ndarray
-    """(world,) int64, tokens that each rank is the origin of."""
-    units: int
-    """Hidden units of one shard of an expert."""
-    experts: Callable[[], ExpertSizes]
-    """Returns the memory sizes of the experts."""
 
 
 @dataclass
@@ -70,7 +57,7 @@ class MemoryBudget:
     Args:
         compiled: the compiled plan of the layer, which has the budget.
         num_experts: number of experts of the layer.
-        costs: cost model that compares slices with replication; None for that of `cost.Machine`.
+        costs: cost model that compares slices with replication; None for the usual one.
     """
 
     def __init__(self, compiled: Compiled, num_experts: int, costs: ReplicationCosts | None = None) -> None:
@@ -156,7 +143,7 @@ class MemoryBudget:
             yield compiled, replicated, slices
         if not self.compiled.replicates:
             return
-        bare = self._unreplicated
+        bare = self.unreplicated
         # A program that may replicate holds more bytes even in calls that replicate nothing.
         if replicated is not None or compiled.digest != bare.digest:
             for slices in self._cuts(bare, None, call, budget):
@@ -169,16 +156,17 @@ class MemoryBudget:
                 yield replication, table, slices
 
     @property
-    def _unreplicated(self) -> Compiled:
+    def unreplicated(self) -> Compiled:
         """The compiled plan without replication."""
-        return self.compiled.unreplicated or self.compiled
+        plan = self.compiled.plan
+        return self.compiled.under(replace(plan, replication=NO_REPLICATION)) if plan.replicates else self.compiled
 
     def _rows_that_fit(self, call: CountedCall, budget: int) -> tuple[int, int]:
         """Return about how many rows at the experts of a rank fit the budget, and how many times that the busiest rank has.
 
         Both are without replication.
         """
-        bare = self._unreplicated
+        bare = self.unreplicated
         busiest = int(self._cut(bare, None, call, None).loads.max())
         most = float(self.peak(bare, None, call).max())
         least = float(self.peak(bare, None, _without_copies(call)).max())
@@ -254,7 +242,7 @@ class MemoryBudget:
 
     def bytes_of_rows(self, rows: int, call: CountedCall) -> int:
         """Return the peak bytes of a call in slices of at most `rows` rows at the experts of a rank, without replication."""
-        bare = self._unreplicated
+        bare = self.unreplicated
         return int(np.ceil(self._slices(bare, self._cut(bare, None, call, rows), call)[0].max()))
 
     def _too_small(self, call: CountedCall, budget: int) -> str:

@@ -14,10 +14,11 @@ from functools import cached_property
 
 import numpy as np
 
+from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import nodes_of, ranks_by_place, seconds_per_byte
 from moesaic.errors import InputError
-from moesaic.planner.cluster import Machine
 from moesaic.program.grid import Grid
+from moesaic.runtime.counted import check_order
 
 SLACK = 1e-9
 """Relative differences of load up to this are rounding errors, and no gain."""
@@ -194,12 +195,6 @@ class AbstractExpertPlacer(ABC):
         """
 
 
-def check_order(order: np.ndarray, num_experts: int) -> None:
-    """Raise InputError if an order does not name each expert once."""
-    if not np.array_equal(np.sort(np.asarray(order)), np.arange(num_experts)):
-        raise InputError(f"an order of experts must name each of 0 to {num_experts - 1} once, got {list(order)}")
-
-
 def places_of(order: np.ndarray, ep: int) -> np.ndarray:
     """Return the place of each expert, (num_experts,) int64, for the expert in each slot, `order`."""
     place = np.empty(len(order), dtype=np.int64)
@@ -251,7 +246,7 @@ class Balanced(AbstractExpertPlacer):
     local optimum; `moesaic_lab/exact_placements.py` computes the optimum for comparison.
 
     Args:
-        rates: rates of computing and sending rows; None for those of `cost.Machine`.
+        rates: rates of computing and sending rows; None for the usual ones.
     """
 
     def __init__(self, rates: ExpertRates | None = None) -> None:

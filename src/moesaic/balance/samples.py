@@ -25,9 +25,9 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import nodes_of, ranks_by_place
 from moesaic.errors import InputError
-from moesaic.planner.cluster import Machine
 from moesaic.program.grid import Grid
 
 LEAST_GAIN = 0.1
@@ -264,14 +264,6 @@ class AbstractPlacer(ABC):
         """
 
 
-class Stay(AbstractPlacer):
-    """A sample placer that moves nothing."""
-
-    def decide(self, load: SampleLoad) -> Homes:
-        """Return the present homes."""
-        return load.homes
-
-
 class Given(AbstractPlacer):
     """A sample placer with a fixed list of homes, used call after call and then from the start, for tests and replays.
 
@@ -367,7 +359,7 @@ class Weighed(AbstractPlacer):
     best of these by the model.
 
     Args:
-        machine: rates of one rank's links; None for those of `cost.Machine`.
+        machine: rates of one rank's links; None for the usual ones.
         least_gain: share of the modelled time that moves must save, from 0 to below 1; otherwise no sample moves.
         rest: as for `TwoStage`.
 

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from moesaic.balance.budget import CountedCall, MemoryBudget
+from moesaic.balance.budget import MemoryBudget
 from moesaic.balance.samples import Homes
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError
@@ -32,6 +32,7 @@ from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op, Program
 from moesaic.program.text import to_text
 from moesaic.program.timeline import Timeline, to_trace
+from moesaic.runtime.counted import CountedCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +174,7 @@ def _memory_rows(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
     for routing, counts in (("even", even), ("all tokens to the same experts", skewed)):
         copies = copies_by_rank(compiled.forward, grid, counts)
         call = CountedCall(copies, -(-copies.sum(1) // layer.top_k), experts.units, lambda: experts)
-        unreplicated = compiled.unreplicated or compiled
+        unreplicated = budget.unreplicated
         _, replicated, cut = budget.hold(unreplicated, None, call)
         whole = float(budget.peak(unreplicated, None, call).max())
         rows.append(

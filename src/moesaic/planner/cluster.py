@@ -18,7 +18,6 @@ from typing import Literal, get_args
 
 from moesaic.configfile import SUCH_AS, build, read_table, suggestion
 from moesaic.errors import InputError
-from moesaic.program.grid import Grid
 
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
 ELEMENT_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "mxfp8": 1}
@@ -489,65 +488,3 @@ def check_not_negative(where: str, value: float) -> None:
     """Raise InputError unless a number is finite and at least 0."""
     if not (value >= 0 and math.isfinite(value)):
         raise InputError(f"{where}={value}: must be a finite number of at least 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """A machine described by latencies and rates of one rank, for policies that decide at every call."""
-
-    intra_gbps: float = 100.0
-    """Rate of the link inside a node, gigabits per second."""
-    inter_gbps: float = 25.0
-    """Rate of the link between nodes, gigabits per second."""
-    intra_latency_us: float = 10.0
-    """Start-up cost of a message inside a node, microseconds."""
-    inter_latency_us: float = 30.0
-    """Start-up cost of a message between nodes, microseconds."""
-    tflops: float = 50.0
-    """Rate of the experts' products, 10^12 operations per second."""
-    memory_gbps: float = 4000.0
-    """Rate of copies, gigabits per second."""
-
-    def __post_init__(self) -> None:
-        for name in ("intra_gbps", "inter_gbps", "tflops", "memory_gbps"):
-            check_above_zero(f"machine.{name}", getattr(self, name))
-        for name in ("intra_latency_us", "inter_latency_us"):
-            check_not_negative(f"machine.{name}", getattr(self, name))
-
-    def to_cluster(self, grid: Grid) -> ClusterSpec:
-        """Return a cluster of such ranks, with bf16 products.
-
-        Each rank has one port inside its node and one between nodes.
-
-        Args:
-            grid: the mesh, whose ranks become the cluster's devices.
-        """
-        per_node = grid.ranks_per_node or grid.world
-        return ClusterSpec(
-            name="nominal",
-            nodes=grid.world // per_node,
-            devices_per_node=per_node,
-            device=Device(
-                tflops=Tflops(bf16=self.tflops),
-                memory_gib=80.0,
-                memory_gigabytes_per_second=self.memory_gbps / 8,
-                gemm_rows=(1,),
-                gemm_share=(1.0,),
-            ),
-            links=(
-                Link(
-                    name="inside",
-                    devices=1,
-                    gbps=(self.intra_gbps,),
-                    message_us=self.intra_latency_us,
-                    carries="inside",
-                ),
-                Link(
-                    name="outside",
-                    devices=1,
-                    gbps=(self.inter_gbps,),
-                    message_us=self.inter_latency_us,
-                    carries="outside",
-                ),
-            ),
-        )

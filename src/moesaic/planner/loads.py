@@ -1,28 +1,20 @@
-"""Plans under uneven loads: fits counts to a layout, simulates plans under counts, and calibrates arbiters.
-
-The cost model of an arbiter is calibrated by simulation. A call cannot wait for a simulation, so each program that the arbiter
-may run is simulated in advance under a few skewed loads. The result is a factor on its predicted time.
-"""
+"""Plans under uneven loads: fits counts to a layout, and simulates plans under counts."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import numpy as np
 
-from moesaic.balance import REPLICATION_POLICIES
-from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
-from moesaic.balance.selector.arbiter import Arbiter
-from moesaic.balance.selector.options import ALONE
+from moesaic.balance import replication_policy
+from moesaic.balance.replication.cost import CallLoad
+from moesaic.balance.replication.policy import programs_of
 from moesaic.errors import InputError
 from moesaic.planner.call_sizes import copies_by_rank, sizes_of
 from moesaic.planner.even import MAX_RANKS_APART
-from moesaic.planner.rates import machine_of
+from moesaic.planner.rates import costs_of
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.timing import Simulated
-from moesaic.planner.workload import Workload, imbalance, uniform_counts, zipf_counts
-from moesaic.program.compile import Compiled, for_call
+from moesaic.planner.workload import Workload, imbalance, uniform_counts
+from moesaic.program.compile import Compiled
 from moesaic.traces.trace import Trace
 
 
@@ -85,20 +77,11 @@ def decided(
     """
     if not compiled.replicates:
         return compiled, None
-    costs, load = _policy_costs(simulator, compiled, layer), _call_load(compiled, layer, counts)
-    if compiled.options:
-        arbitration = Arbiter(costs=costs).start(compiled.plan, [option.plan for option in compiled.options])
-        decision = arbitration.choose(load)
-        return compiled.options[decision.program], decision.replicated
-    replicated = REPLICATION_POLICIES[compiled.plan.replication](costs).decide(load)
-    runs = for_call(compiled, replicated)
-    return runs, replicated if runs.replicates else None
-
-
-def _policy_costs(simulator: Simulator, compiled: Compiled, layer: Workload) -> ReplicationCosts:
-    """Return the cost model by which policies decide."""
-    machine = machine_of(simulator.cluster, compiled.grid, layer)
-    return ReplicationCosts(machine=machine, element_bytes=layer.element_bytes, matrices=layer.matrices)
+    policy = replication_policy(compiled.plan.replication, costs_of(simulator.cluster, compiled.grid, layer))
+    programs = programs_of(compiled, policy)
+    chooser = policy.start({name: each.plan for name, each in programs.items()})
+    decision = chooser.choose(_call_load(compiled, layer, counts))
+    return programs[decision.program], decision.replicated
 
 
 def _call_load(compiled: Compiled, layer: Workload, counts: np.ndarray) -> CallLoad:
@@ -151,54 +134,3 @@ def typical_counts(trace: Trace, count: int) -> list[np.ndarray]:
     tables = sorted((imbalance(trace.counts(*call)), call) for call in calls)
     chosen = dict.fromkeys(int((number + 0.5) * len(tables) / count) for number in range(count))
     return [trace.counts(*tables[place][1]) for place in chosen]
-
-
-PROBES = ((0.5, 0), (0.5, 1), (0.8, 0), (0.8, 1))
-"""Zipf exponents and seeds of the loads under which programs are simulated, mild and heavy ones. Several are needed: the error
-of the model depends on the cost of moving weights, and even more on which rank is the busiest."""
-BOUNDS = (0.8, 1.25)
-"""Range to which factors are clipped, since a few simulated loads give no more certainty than that."""
-
-
-def arbiter_for(simulator: Simulator, compiled: Compiled, layer: Workload, **settings: float) -> Arbiter:
-    """Return an arbiter with the rates of a cluster, link by link, and a cost model that simulations calibrate.
-
-    Args:
-        simulator: simulator of the cluster.
-        compiled: a compiled plan with `replication="arbiter"`.
-        layer: the workload.
-        settings: fields of `Arbiter`, such as `margin`.
-
-    Raises:
-        InputError: as `machine_of` does.
-    """
-    costs = replace(_policy_costs(simulator, compiled, layer), cluster=simulator.cluster)
-    arbiter = Arbiter(costs=costs, part_us=0.0, learn=False)
-    ratios_by_option: dict[str, list[float]] = {}
-    for skew, seed in PROBES:
-        ratios = _simulated_over_modelled(simulator, compiled, layer, arbiter, skew, seed)
-        for name, ratio in ratios.items():
-            ratios_by_option.setdefault(name, []).append(ratio / ratios[ALONE])
-    factors = {
-        name: float(np.clip(np.exp(np.mean(np.log(of_loads))), *BOUNDS)) for name, of_loads in ratios_by_option.items()
-    }
-    # The simulations already contain the host's costs of parts.
-    known: dict[str, Any] = {"part_us": 0.0, **settings}
-    return Arbiter(costs=costs, factors=factors, **known)
-
-
-def _simulated_over_modelled(
-    simulator: Simulator, compiled: Compiled, layer: Workload, arbiter: Arbiter, skew: float, seed: int
-) -> dict[str, float]:
-    """Return the ratio of simulated to modelled seconds of each option under one load, by name."""
-    counts = zipf_counts(compiled.grid.dp, layer, exponent=skew, seed=seed)
-    arbitration = arbiter.start(compiled.plan, [each.plan for each in compiled.options])
-    ratios = {}
-    for option, replicated in arbitration.offers(_call_load(compiled, layer, counts)):
-        program = compiled.options[option.choice.program]
-        shapes, seconds = program.shapes(layer.num_experts), 0.0
-        for direction in (program.forward, program.backward):
-            sizes = sizes_of(direction, layer, program.grid, counts, replicated=replicated, shapes=shapes)
-            seconds += simulator.run(direction, layer, program.grid, sizes=sizes).seconds
-        ratios[option.name] = seconds / option.seconds
-    return ratios

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
+from moesaic.balance.machine import Machine
+from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.errors import InputError
-from moesaic.planner.cluster import ClusterSpec, Machine, read_cluster
+from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops, read_cluster
 from moesaic.planner.compute import rates_of
 from moesaic.planner.profile import read_profile
 from moesaic.planner.profile_simulate import profiled_simulator
@@ -73,6 +76,8 @@ def machine_of(spec: ClusterSpec, grid: Grid, layer: Workload) -> Machine:
         inter_gbps=far[0],
         intra_latency_us=near[1] + spec.host.message_us,
         inter_latency_us=far[1] + spec.host.message_us,
+        intra_ranks=_sharing(topology, "inside"),
+        inter_ranks=_sharing(topology, "outside"),
         tflops=float(rows[0]) * flops / seconds / 1e12,
         memory_gbps=rates.memory * 8 / 1e9,
     )
@@ -112,6 +117,35 @@ def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:
     return tuple(level for _, level in sorted(sized_levels, key=lambda pair: -pair[0]))
 
 
+def costs_of(spec: ClusterSpec, grid: Grid, layer: Workload) -> ReplicationCosts:
+    """Return the rates by which replication policies decide on a cluster; arguments and errors are those of `machine_of`."""
+    return ReplicationCosts(
+        machine=machine_of(spec, grid, layer),
+        element_bytes=layer.element_bytes,
+        matrices=layer.matrices,
+        speeds=spec.speeds,
+        node_links=_node_links(spec),
+        expert_us=2 * spec.host.message_us,
+        part_us=3 * spec.host.task_us,
+    )
+
+
+def _node_links(spec: ClusterSpec) -> tuple[float, ...]:
+    """Return the rate of each node's link to the others, relative to the slowest one, which bounds an even exchange."""
+    levels = [link for link in spec.links if link.carries in ("all", "outside")]
+    rates = min(levels, key=lambda link: min(link.gbps) / link.devices).gbps if levels else ()
+    return tuple(rate / min(rates) for rate in rates) if len(set(rates)) > 1 and len(rates) == spec.nodes else ()
+
+
+def _sharing(topology: Topology, kind: Literal["inside", "outside"]) -> int:
+    """Return how many of a node's ranks share the link that bounds messages inside nodes or between them."""
+    levels = [link for link in topology.spec.links if link.carries in ("all", kind)]
+    if not levels:
+        return 1
+    narrowest = min(levels, key=lambda link: (min(link.gbps) / link.devices, -link.devices))
+    return min(narrowest.devices, topology.ranks_per_node)
+
+
 def _rate(topology: Topology, source: np.ndarray, target: np.ndarray) -> tuple[float, float] | None:
     """Return the Gbit/s of a rank, and the microseconds per message, if all pairs send at once; None without pairs."""
     if not len(source):
@@ -122,3 +156,41 @@ def _rate(topology: Topology, source: np.ndarray, target: np.ndarray) -> tuple[f
     seconds = (float(two.seconds.max()) - float(one.seconds.max())) / messages
     start = max(0.0, float(one.seconds.max()) / messages - seconds) + one.latency / messages
     return PROBE_BYTES * 8 / seconds / 1e9, start * 1e6
+
+
+def cluster_of(machine: Machine, grid: Grid) -> ClusterSpec:
+    """Return a cluster of a mesh's ranks with the rates of a machine and bf16 products.
+
+    Each rank has one port inside its node and one between nodes, unless ranks share these links.
+    """
+    per_node = grid.ranks_per_node or grid.world
+    inside, outside = machine.intra_ranks, machine.inter_ranks
+    return ClusterSpec(
+        name="nominal",
+        nodes=grid.world // per_node,
+        devices_per_node=per_node,
+        device=Device(
+            tflops=Tflops(bf16=machine.tflops),
+            memory_gib=80.0,
+            memory_gigabytes_per_second=machine.memory_gbps / 8,
+            gemm_rows=(1,),
+            gemm_share=(1.0,),
+        ),
+        links=(
+            Link(
+                name="inside",
+                devices=inside,
+                gbps=(machine.intra_gbps * inside,),
+                message_us=machine.intra_latency_us,
+                carries="inside",
+                shared=inside == per_node > 1,
+            ),
+            Link(
+                name="outside",
+                devices=outside,
+                gbps=(machine.inter_gbps * outside,),
+                message_us=machine.inter_latency_us,
+                carries="outside",
+            ),
+        ),
+    )

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
-import numpy as np
-
-from moesaic.balance import REPLICATION_POLICIES
-from moesaic.balance.replication import NO_REPLICATION
-from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.codecs import codec_spec
 from moesaic.errors import InputError
 from moesaic.program.build import SCHEDULES
@@ -49,11 +44,6 @@ class Compiled:
     """The forward program before lowering, from which the backward program is derived."""
     forward: Program
     backward: Program
-    unreplicated: Compiled | None = None
-    """The same plan without replication, for calls that replicate nothing; None if the plan does not replicate."""
-    options: tuple[Compiled, ...] = ()
-    """The compiled plans among which the replication policy chooses in each call, the one without replication first; () for
-    policies without a choice."""
     again: Program | None = None
     """The part of the forward program that recomputes a slice before its backward program; None without a memory budget."""
 
@@ -89,7 +79,6 @@ class Compiled:
         """Hash of 16 bytes that is equal on two ranks if and only if they run the same programs on the same mesh."""
         text = f"{self.grid}\n{to_text(self.forward)}\n{to_text(self.backward)}"
         text += f"{self.plan.replication} {self.plan.memory_budget}"  # each call decides by these which rows run where
-        text += "".join(option.digest.hex() for option in self.options)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def shapes(self, num_experts: int) -> LayoutIndex:
@@ -99,6 +88,18 @@ class Compiled:
     def held(self, num_experts: int, experts: ExpertSizes) -> HeldBytes:
         """Return the model of the bytes that calls of a layer hold; the result is cached."""
         return self._held(self.shapes(num_experts), experts)
+
+    def under(self, plan: Plan) -> Compiled:
+        """Return the programs of another plan for the same mesh and the same parameters of experts; the result is cached.
+
+        Raises:
+            InputError: as `compile_plan` does.
+        """
+        return self._under(plan)
+
+    @cached_property
+    def _under(self) -> Callable[[Plan], Compiled]:
+        return cache(partial(compile_plan, grid=replace(self.grid, etp_inner=1), bias="b" in self.logical.inputs))
 
     @cached_property
     def _index(self) -> Callable[[int], LayoutIndex]:
@@ -120,12 +121,6 @@ def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
     Raises:
         InputError: if the plan does not fit the mesh, or if two of its choices clash; the message names both.
     """
-    unreplicated = None
-    if plan.replicates:
-        options = tuple(REPLICATION_POLICIES[plan.replication](ReplicationCosts()).option_plans(plan, grid))
-        if options:
-            return _with_options(plan, grid, options, bias)
-        unreplicated = compile_plan(replace(plan, replication=NO_REPLICATION), grid, bias=bias)
     logical, grid = _logical(plan, grid, bias)
     programs = []
     for program, codec in ((logical, plan.codec), (transpose(logical), plan.backward_codec)):
@@ -142,7 +137,7 @@ def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
     again = None if plan.memory_budget is None else up_to_experts(programs[0], saved(logical))
     if again is not None:
         validate(again)
-    return Compiled(plan, grid, logical, programs[0], programs[1], unreplicated, again=again)
+    return Compiled(plan, grid, logical, programs[0], programs[1], again)
 
 
 def moving(compiled: Compiled) -> Compiled:
@@ -168,43 +163,6 @@ def moving(compiled: Compiled) -> Compiled:
     validate(forward)
     validate(backward)
     return replace(compiled, logical=logical, forward=forward, backward=backward)
-
-
-def _with_options(plan: Plan, grid: Grid, choices: Sequence[Plan], bias: bool) -> Compiled:
-    """Compile a plan with all plans that its replication policy may choose; options that do not fit are left out.
-
-    Args:
-        plan: the plan.
-        grid: the mesh.
-        choices: plans of the policy; the first has no replication, the second replicates.
-        bias: see `compile_plan`.
-
-    Raises:
-        InputError: if one of the first two choices does not fit.
-    """
-    options: list[Compiled] = []
-    for number, option in enumerate(choices):
-        try:
-            options.append(compile_plan(option, grid, bias=bias))
-        except InputError:
-            if number < 2:
-                raise
-    alone, replicates = options[:2]
-    return replace(replicates, plan=plan, unreplicated=alone, options=tuple(options))
-
-
-def for_call(compiled: Compiled, replicated: np.ndarray | None) -> Compiled:
-    """Return the compiled plan that a call runs: the one without replication if the call replicates nothing.
-
-    An empty replication table thus costs nothing. All ranks choose identically, since all have the table.
-
-    Args:
-        compiled: the compiled plan of the layer.
-        replicated: (world, num_experts, ep) int64, rows that the policy replicates; None if the plan does not replicate.
-    """
-    if compiled.unreplicated is None or replicated is None or replicated.any():
-        return compiled
-    return compiled.unreplicated
 
 
 def _check_deepep(plan: Plan, grid: Grid) -> None:

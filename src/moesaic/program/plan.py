@@ -8,8 +8,6 @@ from enum import Enum
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from moesaic.balance import REPLICATION_POLICIES
-from moesaic.balance.replication import NO_REPLICATION
 from moesaic.codecs import NO_CODEC, codec_spec, is_coded
 from moesaic.errors import InputError
 from moesaic.program.all_to_all import ALL_TO_ALLS
@@ -31,16 +29,16 @@ _OTHERS = {"multicast": Crossing.MULTICAST, "deepep": Crossing.DEEPEP}
 MOST_CHUNKS = 256
 """Largest `chunks`: smaller chunks are not worth a message, and ordering the tasks takes quadratic time in their number."""
 
+NO_REPLICATION = "none"
+"""The name that stands for no replication policy."""
 Codec: TypeAlias = str
 """Name of a codec, optionally with a colon and its option; see `moesaic.codecs.codec_spec`."""
 if TYPE_CHECKING:
     AllToAll: TypeAlias = str
-    Replication: TypeAlias = str
     Order: TypeAlias = str
     Schedule: TypeAlias = str
 else:
     AllToAll = Literal[(*ALL_TO_ALLS, *_OTHERS)]
-    Replication = Literal[(NO_REPLICATION, *REPLICATION_POLICIES)]
     Order = Literal[tuple(ORDERS)]
     Schedule = Literal[tuple(SCHEDULES)]
 """Keys of registries; the command line lists them as choices."""
@@ -128,12 +126,12 @@ class StaticPlan:
 class Plan(StaticPlan):
     """Every choice that changes how an MoE layer runs on a mesh, including its reaction to skewed routing."""
 
-    replication: Replication = NO_REPLICATION
+    replication: str = NO_REPLICATION
     """Policy that decides in each call which copies are computed on other ranks than the homes of their experts
     (docs/balance.md). none; shadow: weights of hot experts are sent to the ranks that hold their copies; published: shadow
-    with FasterMoE's own rule; spill: copies that overload a rank are computed by idle ranks; least_loaded: spill regardless
-    of time; eplb, lplb, laer: the rules of those systems, for comparison; arbiter: the fastest of none, shadow, spill, both,
-    another gather_weights and the smart schedule, by a cost model that measured times correct."""
+    with FasterMoE's own rule; spill: copies that overload a rank are computed by idle ranks; eplb: DeepSeek's rule; arbiter:
+    the fastest of all these, another gather_weights and the smart schedule, by a cost model. The name is looked up when a
+    layer runs the plan (`named.py`)."""
     memory_budget: int | None = None
     """Largest number of bytes that one call of a layer holds on a rank, forward and backward, under any routing. It counts
     rows, messages, memory of the experts and their gradients; not parameters, input or router. Copies beyond the budget go
@@ -142,7 +140,7 @@ class Plan(StaticPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_replication("plan", self.replication, self.memory_budget)
+        check_budget("plan", self.memory_budget)
 
     @property
     def replicates(self) -> bool:
@@ -163,17 +161,8 @@ def plan_in_words(plan: Plan) -> str:
     return ", ".join([*words, *([plan.order] if plan.order != Plan().order else [])])
 
 
-def check_replication(where: str, replication: str, memory_budget: int | None) -> None:
-    """Raise InputError if a replication policy is unknown or a memory budget is below 1.
-
-    Args:
-        where: the configuration section of the two fields, for the message.
-        replication: name of a policy.
-        memory_budget: bytes per rank, or None.
-    """
-    known = (NO_REPLICATION, *REPLICATION_POLICIES)
-    if replication not in known:
-        raise InputError(f"{where}.replication={replication!r} is unknown: choose one of {', '.join(known)}")
+def check_budget(where: str, memory_budget: int | None) -> None:
+    """Raise InputError if a memory budget, a field of the configuration section `where`, is below 1 byte per rank."""
     if memory_budget is not None and memory_budget < 1:
         raise InputError(
             f"{where}.memory_budget={memory_budget}: choose bytes per rank, at least 1, or leave it unset for no limit"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from moesaic.comm.collectives import all_gather, as_text, check_same
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
-from moesaic.kernels.memory import uploaded
 from moesaic.program.grid import Grid
 from moesaic.routing.losses import RouterStatistics
 from moesaic.routing.node_tokens import NodeTokens
@@ -202,7 +201,6 @@ class Peers:
         find: under multicast, returns the node tokens of copies sorted by slot, from (token, slot, number of tokens); None
             under other plans.
         slots: maps experts to the slots that hold them.
-        tell: returns numbers to exchange together with the counts of a call, the same number of them in every call.
     """
 
     number: int
@@ -233,7 +231,6 @@ class Peers:
         digest: bytes,
         find: Callable[[Tensor, Tensor, int], NodeTokens] | None = None,
         slots: Callable[[Tensor], Tensor] = lambda expert: expert,
-        tell: Callable[[], Sequence[float]] = tuple,
     ) -> None:
         self._transport = transport
         self._all_are_peers = grid.tp == 1
@@ -246,7 +243,7 @@ class Peers:
         self.digest = _as_numbers(digest)
         self._device_digest = (torch.empty(0), torch.empty(0))
         self._find_node_tokens = find if self.number == transport.world else None
-        self._slots_of, self._extra_numbers = slots, tell
+        self._slots_of = slots
         casts = grid.ep > 1 and bool(grid.nodes_per_replica) and grid.has_shards_inside_nodes
         self._node_tokens_length = CHUNKS * sum(grid.cast_levels) if casts else 0
         self._node_tokens: tuple[Choice, NodeTokens] | None = None
@@ -264,9 +261,9 @@ class Peers:
     def extras(
         self, choice: Choice, alive_N: Tensor | None, num_tokens: int, num_experts: int, *, may_drop: bool
     ) -> Tensor:
-        """Return the further values that this rank sends with its counts: counts of node tokens, then the numbers of `tell`.
+        """Return the further values that this rank sends with its counts: counts of node tokens.
 
-        The message has room for both under every plan: ranks with different plans must be able to exchange digests.
+        The message has room for them under every plan: ranks with different plans must be able to exchange digests.
 
         Args:
             choice: the copies of this rank's tokens.
@@ -280,10 +277,8 @@ class Peers:
         """
         node_tokens = torch.zeros(self._node_tokens_length, dtype=torch.float64, device=choice.expert.device)
         if self._find_node_tokens is not None and not may_drop:
-            node_tokens = self._counts_of_node_tokens(choice, alive_N, num_tokens, num_experts, node_tokens)
-        extra = np.array(self._extra_numbers(), dtype=np.float64)
-        numbers = uploaded(extra, node_tokens.device) if extra.any() else node_tokens.new_zeros(len(extra))
-        return torch.cat([node_tokens, numbers])
+            return self._counts_of_node_tokens(choice, alive_N, num_tokens, num_experts, node_tokens)
+        return node_tokens
 
     def _counts_of_node_tokens(
         self, choice: Choice, alive_N: Tensor | None, num_tokens: int, num_experts: int, padding: Tensor

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moesaic.balance.experts import check_order
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.routing.route import Routed, RoutingRecord
 from moesaic.routing.routing import Routing
+from moesaic.runtime.counted import check_order
 
 
 class ExpertOrder:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moesaic.balance.budget import CountedCall
 from moesaic.comm.collectives import all_gather, broadcast, check_same, share, share_of, slice_rows
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
@@ -34,16 +33,14 @@ from moesaic.routing.peers import Peers
 from moesaic.routing.route import Routed, RoutingRecord, TokenInfo, route, route_chosen
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Routing
+from moesaic.runtime.counted import CountedCall
 from moesaic.runtime.data_parallel import UnpreparedForDDP
 from moesaic.runtime.deepep import DeepEP, run_by_deepep
 from moesaic.runtime.executor import LayerRun, run_program
 from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.spread import compiled_for, description, fitting
-from moesaic.runtime.tasks import Call, Codecs, Indices, Meter, known_codec
+from moesaic.runtime.tasks import Call, Codecs, Indices, known_codec
 
-NUMBERS = 6
-"""How many numbers a call policy sends to the other ranks together with a call's counts. It is the same under every plan, so
-that ranks with different plans can still detect the difference."""
 CHECKED_CALLS = 64
 """Ranks that need not wait for a call's counts (a padded capacity on GPUs) still compare digests in every such call."""
 DRIFTED = (
@@ -74,19 +71,11 @@ class AbstractCallPolicy(ABC):
 
     def __init__(self, compiled: Compiled) -> None:
         self.compiled = compiled
-        self.meter: Meter | None = None
-        """Times the tasks of the experts; None if no decision depends on their time."""
-        self.speeds: tuple[float, ...] = ()
-        """Speed of each rank's matrix products, as last exchanged between the ranks; () if speeds are not measured."""
 
     @property
     def digest(self) -> bytes:
         """16 bytes that are equal on two ranks if they run the same programs and decide identically."""
         return self.compiled.digest
-
-    def tell(self) -> Sequence[float]:
-        """Return the `NUMBERS` numbers that this rank sends to the others together with the counts of the next call."""
-        return (0.0,) * NUMBERS
 
     def refuse_padding(self) -> None:
         """Raise InputError if decisions need a call's counts, which no rank has under a padded capacity."""
@@ -256,7 +245,7 @@ class ExpertParallel:
     def _prepare(self, compiled: Compiled, deepep: DeepEP | None) -> _PlanState:
         find = partial(_find_nodes, self.num_experts, compiled) if compiled.is_multicast else None
         calls, slices = self._calls_under(compiled), compiled.routes_slices
-        peers = Peers(self.transport, compiled.grid, slices, calls.digest, find, self._slots, tell=calls.tell)
+        peers = Peers(self.transport, compiled.grid, slices, calls.digest, find, self._slots)
         return _PlanState(compiled, peers, deepep, calls)
 
     def _activate(self, state: _PlanState) -> None:
@@ -423,7 +412,7 @@ class ExpertParallel:
         sizes, indices = self._tables(inputs, chosen, node_tokens, units)
         call = Call(
             rank=self.rank, sizes=sizes, experts=experts, weight_first=self._weight_first, codecs=self.codecs,
-            has_empty_rows=inputs.padded_rows is not None, meter=self.calls.meter, indices=indices,
+            has_empty_rows=inputs.padded_rows is not None, indices=indices,
         )  # fmt: skip
         own = {"index": inputs.token.unsqueeze(1)} if node_tokens is None else dict(node_tokens.indices)
         run = LayerRun(chosen.compiled, self.transport, call, own)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -39,10 +38,6 @@ Environment = dict[str, Value]
 Slots = Mapping[str, Slot]
 Codecs = Callable[[str], AbstractCodec]
 """Returns the codec of a name."""
-
-
-Meter = Callable[[int, torch.device], AbstractContextManager[None]]
-"""Returns a context manager that times a task, given its number of (row, expert) products and the device."""
 
 
 @lru_cache(maxsize=64)
@@ -129,8 +124,6 @@ class Call:
     """Whether wgrad may be deferred until the rows' gradient is being sent. Its inputs stay in memory until then."""
     codecs: Codecs = known_codec
     """Returns the codec of a name. Every codec must have the message layout of the built-in codec of that name."""
-    meter: Meter | None = None
-    """Times the experts' tasks; None if they are not timed."""
     indices: Indices = field(default_factory=Indices, repr=False, compare=False)
     """Index tensors of the rows that move, on the computing device. Calls of the same sizes may share them."""
     known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -138,10 +131,6 @@ class Call:
     not copy them to a new call."""
     deferred_wgrad: dict[str, DeferredWgrad] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Deferred wgrad by slot of the weights' gradient. It must run before the slot is read."""
-
-    def metered(self, rows: int, device: torch.device) -> AbstractContextManager[None]:
-        """Return a context manager that times a task of the experts."""
-        return nullcontext() if self.meter is None else self.meter(rows, device)
 
     def finish(self, names: Iterable[str] | None = None) -> None:
         """Run the deferred wgrad of some slots, or of all."""
@@ -309,8 +298,7 @@ def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environ
     if call.weight_first:
         tokens = tokens * gates.to(tokens.dtype).unsqueeze(1)
     gate = None if call.weight_first else gates
-    with call.metered(len(tokens), tokens.device):
-        out, activations = call.experts.run(ExpertCall(sharded, common, tokens, gate, ends, shards))
+    out, activations = call.experts.run(ExpertCall(sharded, common, tokens, gate, ends, shards))
     return {task.writes[0]: out, kept(task.name): activations}
 
 
@@ -325,10 +313,9 @@ def _expert_grad(task: Task, slots: Slots, reads: list[Value], environment: Envi
     inputs = tokens * gates.to(tokens.dtype).unsqueeze(1) if call.weight_first else tokens
     gate = None if call.weight_first else gates
     deferred_wgrad: DeferredWgrad | None = [] if call.may_defer_wgrad else None
-    with call.metered(2 * len(tokens), tokens.device):
-        d_rows, d_gates, *d_weights = call.experts.gradients(
-            ExpertCall(sharded, common, inputs, gate, ends, shards), activations, dy.contiguous(), deferred_wgrad
-        )
+    d_rows, d_gates, *d_weights = call.experts.gradients(
+        ExpertCall(sharded, common, inputs, gate, ends, shards), activations, dy.contiguous(), deferred_wgrad
+    )
     if deferred_wgrad:
         call.deferred_wgrad[task.writes[2]] = deferred_wgrad
     if d_gates is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, TypeVar, get_args
@@ -11,19 +11,20 @@ from typing import Any, Literal, TypeVar, get_args
 import numpy as np
 import torch
 
-from moesaic.balance import REPLICATION_POLICIES
+from moesaic.balance import replication_policy
+from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
-from moesaic.balance.replication.policy import AbstractReplicationPolicy, PolicyPlan, Replicated
-from moesaic.balance.selector.arbiter import Arbiter, Arbitration, CallDecision
+from moesaic.balance.replication.policy import AbstractChooser, AbstractReplicationPolicy, CallDecision, Replicated
+from moesaic.balance.selector.options import option_plans
 from moesaic.codecs import CODECS, codec_spec, is_coded
 from moesaic.errors import InputError
 from moesaic.kernels.codecs import codec_named
-from moesaic.planner.cluster import Machine
+from moesaic.named import REPLICATION
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
-from moesaic.program.plan import Crossing, Order, Plan, Replication
+from moesaic.program.plan import NO_REPLICATION, Crossing, Order, Plan
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
 from moesaic.routing.routers import ROUTERS, CosineTopK, Hash, RouterFactory, SigmoidTopK, group_limited_sigmoid
@@ -129,7 +130,7 @@ class Case:
 def slow_policy(replication: str) -> AbstractReplicationPolicy | None:
     """Return a policy for a machine that computes so slowly that sending an expert's weights pays even for a single copy."""
     costs = ReplicationCosts(machine=Machine(tflops=1e-9))
-    return REPLICATION_POLICIES[replication](costs) if replication in REPLICATION_POLICIES else None
+    return None if replication == NO_REPLICATION else replication_policy(replication, costs)
 
 
 @dataclass
@@ -206,7 +207,7 @@ def draw_plan(rng: random.Random) -> Plan:
         ),
         codec=codec,
         backward_codec=backward_codec,
-        replication=_mostly(rng, "none", _others(Replication, "none")) if rng.random() < 0.4 else "none",
+        replication=_mostly(rng, "none", tuple(REPLICATION)) if rng.random() < 0.4 else "none",
         order=_mostly(rng, "early", _others(Order, "early")),
     )
 
@@ -358,42 +359,42 @@ def limited_to_existing(load: CallLoad, replicated: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnyOption(Arbiter):
-    """An arbiter that chooses a random option for every call, the same on all ranks."""
+class AnyOption(AbstractReplicationPolicy):
+    """A policy that chooses a random option of the arbiter for every call, the same on all ranks."""
 
+    has_choice = True
     seed: int
     """Seed of the choices."""
 
-    def start(self, plan: PolicyPlan, plans: Sequence[PolicyPlan]) -> Arbitration:
+    def decide(self, load: CallLoad) -> np.ndarray:
+        """Return a random table of replicated copies."""
+        rng = np.random.default_rng(self.seed)
+        return limited_to_existing(load, random_replication(load.grid, load.home, rng))
+
+    def option_plans(self, plan: Plan, grid: Grid) -> dict[str, Plan]:
+        """Return the plans among which the arbiter chooses."""
+        return option_plans(plan, grid)
+
+    def start(self, plans: Mapping[str, Plan]) -> AbstractChooser:
         """Return the object that chooses for one layer."""
-        return _Drawing(self, plan, plans)
+        return _Drawing(self.seed, plans)
 
 
-class _Drawing(Arbitration):
+class _Drawing(AbstractChooser):
     """Chooses a random option for each call of one layer, seeded by the call's number."""
 
-    settings: AnyOption
-    goes_by_times = False
-    _calls = 0
+    def __init__(self, seed: int, plans: Mapping[str, Plan]) -> None:
+        self._seed, self._plans, self._calls = seed, plans, 0
 
     def choose(self, load: CallLoad) -> CallDecision:
         """Return a random decision for a call."""
-        rng = np.random.default_rng((self.settings.seed, self._calls))
+        rng = np.random.default_rng((self._seed, self._calls))
         self._calls += 1
-        program = int(rng.integers(len(self.plans)))
+        program = list(self._plans)[int(rng.integers(len(self._plans)))]
         replicated = None
-        if self.plans[program].replicates:
+        if self._plans[program].replicates:
             replicated = limited_to_existing(load, random_replication(load.grid, load.home, rng))
-        return CallDecision(
-            option=f"program {program}",
-            program=program,
-            replicated=replicated,
-            seconds={},
-            rows=((), ()),
-            token_bytes=(0, 0),
-            weight_bytes=0,
-            decision_seconds=0.0,
-        )
+        return CallDecision(option=program, program=program, replicated=replicated, seconds={})
 
 
 DIM = 4

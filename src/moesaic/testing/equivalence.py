@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moesaic.balance.budget import CountedCall, MemoryBudget
-from moesaic.balance.run.calls import BalancedCalls
+from moesaic.balance.budget import MemoryBudget
+from moesaic.balance.run.calls import BalancedCalls, calls_by
 from moesaic.balance.run.experts import ExpertPlacement
 from moesaic.balance.run.moving import MovingMoE
 from moesaic.balance.run.relocate import Following, Relocator
@@ -39,6 +39,7 @@ from moesaic.program.grid import Grid
 from moesaic.routing.injection import set_loss_scale
 from moesaic.routing.routing import Routing
 from moesaic.runtime import data_parallel
+from moesaic.runtime.counted import CountedCall
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case
 from moesaic.testing.expected import Values, expect, quantity_of
@@ -229,7 +230,7 @@ def run_rank(case: Case, work: CaseData, compiled: Compiled, mesh: Mesh, norm: N
         norm: computes the norm of all gradients; None to leave it out.
     """
     layer, values = work.fresh_layer(), Values()
-    layer.parallelize(mesh, compiled, case.policy)
+    layer.parallelize(mesh, compiled, calls=None if case.policy is None else calls_by(case.policy))
     budget_by_rows(layer)
     relocator, take_home = relocator_of(case, mesh), shuffle_experts(case, layer, mesh)
     group = case.grid.coordinate(mesh.rank, "dp")

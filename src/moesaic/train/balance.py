@@ -1,4 +1,4 @@
-"""What a run does about skewed routing: the arbiter of its layers, memory budgets, moving samples and experts, and
+"""What a run does about skewed routing: the replication policy of its layers, memory budgets, moving samples and experts, and
 their metrics.
 
 Experts move every `balance.experts_every` steps. Checkpoints are written with every expert at its original home, so
@@ -17,28 +17,26 @@ import numpy as np
 import torch
 from torch import nn
 
-from moesaic.balance import EXPERT_PLACERS, SAMPLE_PLACERS
+from moesaic.balance import EXPERT_PLACERS, SAMPLE_PLACERS, replication_policy
 from moesaic.balance.experts import ExpertRates
 from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.run.calls import BalancedCalls, decisions_of
+from moesaic.balance.replication.policy import CallDecision
+from moesaic.balance.run.calls import BalancedCalls, calls_by, decisions_of
 from moesaic.balance.run.experts import ExpertPlacement, Moved
 from moesaic.balance.run.relocate import Following, Relocator, SampleMove, SampleTrip
 from moesaic.balance.samples import AbstractPlacer, PlacerOptions
-from moesaic.balance.selector.arbiter import Arbiter, CallDecision
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import NoTransport
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
 from moesaic.models.moving import MovingGPT
-from moesaic.planner.cluster import Machine
-from moesaic.planner.loads import arbiter_for
+from moesaic.named import CallsOf
 from moesaic.planner.model import job_of
-from moesaic.planner.rates import machine_of, simulator_of
+from moesaic.planner.rates import costs_of, simulator_of
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import Workload
-from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
-from moesaic.program.plan import Plan
+from moesaic.program.plan import NO_REPLICATION, Plan
 from moesaic.train.config import TrainConfig
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -55,21 +53,27 @@ def known_cluster(config: TrainConfig, grid: Grid) -> tuple[Simulator, Workload]
     return simulator, job_of(asdict(config), "planner").step_model(simulator.cluster, grid.dp).layer
 
 
-def make_arbiter(config: TrainConfig, compiled: Compiled) -> Arbiter | None:
-    """Return the arbiter of a run's layers, with the rates of the cluster that `planner` names, if any.
+def costs_in(config: TrainConfig, grid: Grid) -> ReplicationCosts:
+    """Return the rates by which the policies of a run decide: those of the cluster that `planner` names, or else usual ones.
 
     Raises:
         InputError: if the cluster does not fit the run.
     """
-    if not compiled.options:
-        return None
-    learn = config.balance.learns
     if config.planner.cluster:
-        simulator, layer = known_cluster(config, compiled.grid)
-        return arbiter_for(simulator, compiled, layer, learn=learn)
+        simulator, layer = known_cluster(config, grid)
+        return costs_of(simulator.cluster, grid, layer)
     matrices = 3 if config.model.moe.experts == "swiglu" else 2
-    costs = ReplicationCosts(element_bytes=ELEMENT_BYTES[config.precision], matrices=matrices)
-    return Arbiter(costs=costs, learn=learn)
+    return ReplicationCosts(element_bytes=ELEMENT_BYTES[config.precision], matrices=matrices)
+
+
+def make_calls(config: TrainConfig, grid: Grid) -> CallsOf | None:
+    """Return the call policies of a run's layers; None if the plan names all that is needed.
+
+    Raises:
+        InputError: if the cluster does not fit the run.
+    """
+    name = config.balance.replication
+    return None if name == NO_REPLICATION else calls_by(replication_policy(name, costs_in(config, grid)))
 
 
 def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
@@ -94,7 +98,7 @@ def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
 def place_samples(model: GPT, mesh: Mesh, config: TrainConfig) -> None:
     """Make a model's samples move between its MoE layers in training, as `balance.samples` configures."""
     if isinstance(model, MovingGPT):
-        options = PlacerOptions(machine=_machine(config, mesh.grid))
+        options = PlacerOptions(machine=costs_in(config, mesh.grid).machine)
         model.relocator = WatchedRelocator(mesh, SAMPLE_PLACERS[config.balance.samples](options))
 
 
@@ -134,8 +138,12 @@ class ExpertMover:
             return
         assert mesh is not None, "experts are split over ranks"
         layers = [module for module in model.modules() if isinstance(module, MoE)]
-        placer = EXPERT_PLACERS[balance.experts](rates_of(config, mesh.grid, element_bytes))
-        self.placement = ExpertPlacement(layers, mesh, optimizer, every=balance.experts_every, placer=placer)
+        costs = costs_in(config, mesh.grid)
+        rates = ExpertRates(machine=costs.machine, element_bytes=element_bytes)
+        self.placement = ExpertPlacement(
+            layers, mesh, optimizer, every=balance.experts_every, speeds=costs.speeds,
+            placer=EXPERT_PLACERS[balance.experts](rates),
+        )  # fmt: skip
 
     def after_step(self) -> None:
         """Count an optimizer step, after its gradients are freed, and move experts if a decision is due."""
@@ -223,13 +231,17 @@ def summary(decisions: Sequence[CallDecision]) -> dict[str, Any]:
     """Return decisions of one layer as plain data: means over the calls, and loads by place of ep."""
     if not decisions:
         return {}
-    alone, decided = (np.array([decision.rows[side] for decision in decisions]).mean(0).tolist() for side in (0, 1))
-    averaged = ("copies_replicated", "weight_bytes", "decision_seconds", "weighing_seconds")
-    mean: dict[str, Sequence[float]] = {name: [getattr(decision, name) for decision in decisions] for name in averaged}
-    mean["token_bytes_alone"], mean["token_bytes"] = zip(*(decision.token_bytes for decision in decisions))
+    moved = [decision.moved() for decision in decisions]
+    alone, decided = (np.array([each[side].rows for each in moved]).mean(0).tolist() for side in (0, 1))
+    mean: dict[str, Sequence[float]] = {
+        "copies_replicated": [0 if each.replicated is None else int(each.replicated.sum()) for each in decisions],
+        "decision_seconds": [each.decision_seconds for each in decisions],
+        "token_bytes_alone": [each.token_bytes for each, _ in moved],
+        "token_bytes": [each.token_bytes for _, each in moved],
+        "weight_bytes": [each.weight_bytes for _, each in moved],
+    }
     return {
         "options": dict(Counter(decision.option for decision in decisions)),
-        "trials": sum(decision.is_trial for decision in decisions),
         "predicted_seconds": dict(decisions[-1].seconds),
         "rows_alone": alone,
         "rows": decided,
@@ -259,24 +271,3 @@ def _mean_sample_metrics(moves: Sequence[dict[str, float]], row_bytes: int) -> d
         "sample_bytes_inside": row_bytes * mean["rows_inside"],
         "sample_bytes_across": row_bytes * mean["rows_across"],
     }
-
-
-def rates_of(config: TrainConfig, grid: Grid, element_bytes: int) -> ExpertRates:
-    """Return the cost of rows in a run, by the cluster that `planner` names, or by default by `Machine`.
-
-    Raises:
-        InputError: if the cluster does not fit the run.
-    """
-    return ExpertRates(machine=_machine(config, grid), element_bytes=element_bytes)
-
-
-def _machine(config: TrainConfig, grid: Grid) -> Machine:
-    """Return the rates of the cluster that the run names; the defaults of `cost.Machine` if it names none.
-
-    Raises:
-        InputError: if the cluster does not fit the run.
-    """
-    if not config.planner.cluster:
-        return Machine()
-    simulator, layer = known_cluster(config, grid)
-    return machine_of(simulator.cluster, grid, layer)

@@ -12,13 +12,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from moesaic.balance import EXPERT_PLACERS, SAMPLE_PLACERS
-from moesaic.balance.replication import NO_REPLICATION
+from moesaic.balance import EXPERT_PLACERS, SAMPLE_PLACERS, check_replication
 from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
 from moesaic.planner.presets import PRESETS as MODELS
-from moesaic.program.plan import Plan, StaticPlan, check_replication
+from moesaic.program.plan import NO_REPLICATION, Plan, StaticPlan, check_budget
 
 UNMOVED = "none"
 """The value of `balance.samples` and `balance.experts` with which samples or experts are not moved."""
@@ -192,19 +191,16 @@ class BalanceConfig:
     replication: str = NO_REPLICATION
     """Which copies are computed by ranks other than their experts' homes, decided in each call from its counts. none;
     shadow: send hot experts' weights to the ranks that hold their copies; published: shadow by FasterMoE's own rule;
-    spill: give the excess copies of overloaded ranks to idle ones; least_loaded: spill without regard to time; eplb,
-    lplb, laer: the rules of those systems, for comparison; arbiter: none, shadow, spill, both, another
-    plan.gather_weights or the smart schedule, whichever is fastest by a cost model."""
-    learns: bool = True
-    """Measured times correct the arbiter's cost model. Without it runs repeat bit by bit."""
+    spill: give the excess copies of overloaded ranks to idle ones; eplb: DeepSeek's rule; arbiter: none, shadow, spill,
+    eplb, another plan.gather_weights or the smart schedule, whichever is fastest by a cost model."""
     memory_budget: int | None = None
     """Most bytes that one call of an MoE layer may hold on a rank, forward and backward, however skewed the routing is.
     Policies that replicate send the excess to helpers; otherwise the call runs in slices. As many slices as fit are
     kept for backward, and the others are recomputed. None: no limit."""
     samples: Placement = UNMOVED
     """Which rank holds each sample between MoE layers (NetMoE). none: the rank that loaded it; two_stage: minimise rows
-    between nodes, then within nodes; weighed: minimise rows over the slower kind of link first; stay: run the same
-    programs without moving samples. With replication=arbiter, samples move in the calls in which this is fastest."""
+    between nodes, then within nodes; weighed: minimise rows over the slower kind of link first. With
+    replication=arbiter, samples move in the calls in which this is fastest."""
     experts: ExpertPlacement = UNMOVED
     """Which rank stores each expert, decided by the load of previous steps. none: experts stay where they began;
     balanced: move experts if the gain until the next decision pays for the move; smartmoe: as published, whatever a
@@ -213,7 +209,9 @@ class BalanceConfig:
     """Optimizer steps between decisions about expert placement."""
 
     def __post_init__(self) -> None:
-        check_replication("balance", self.replication, self.memory_budget)
+        check_budget("balance", self.memory_budget)
+        if self.replication != NO_REPLICATION:
+            check_replication("balance.replication", self.replication)
         for name, value, policies in (
             ("samples", self.samples, SAMPLE_PLACERS), ("experts", self.experts, EXPERT_PLACERS)
         ):  # fmt: skip

@@ -6,7 +6,7 @@ A model that is on the meta device is split there; each rank then allocates and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -24,14 +24,13 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
-from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention, ShortConv
 from moesaic.models.gpt import GPT, Dense, LearnedPositions
 from moesaic.models.split import LayerNorm, Norm, RowLinear, StackedLinear
+from moesaic.named import CallsOf
 from moesaic.parallel import parallelize_layers, shard_over_data
-from moesaic.program.compile import Compiled
 from moesaic.program.plan import Plan
 from moesaic.train.pipeline import PipelinedGPT
 
@@ -42,7 +41,7 @@ def parallelize(
     plan: Plan,
     *,
     sequence_parallel: bool = False,
-    policy_of: Callable[[Compiled], AbstractReplicationPolicy | None] = lambda _: None,
+    calls: CallsOf | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Split a model over a mesh, in place.
@@ -50,13 +49,13 @@ def parallelize(
     Args:
         model: the full model, identical on all ranks, or this pipeline stage's parts of it; on its device or on meta.
         sequence_parallel: give each rank of a tp group a part of the positions between layers.
-        policy_of: decides which copies are replicated, from a compiled plan; None takes the policy that the plan names.
+        calls: as for `MoE.parallelize`.
         dtype: as for `shard_over_data`.
 
     Raises:
         InputError: for a plan that the mesh or a layer does not support.
     """
-    parallelize_layers(model, mesh, plan, policy_of)
+    parallelize_layers(model, mesh, plan, calls=calls)
     if mesh.grid.tp > 1:
         split_dense(model, mesh.dense["tp"], by_position=sequence_parallel)
     for model_part in model.parts if isinstance(model, PipelinedGPT) else [model]:

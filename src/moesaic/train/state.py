@@ -7,7 +7,6 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.models.gpt import GPT, reset_weights
 from moesaic.routing.router import AbstractRouter
-from moesaic.train.balance import hold_to_budget, make_arbiter, place_samples
+from moesaic.train.balance import hold_to_budget, make_calls, place_samples
 from moesaic.train.checkpoint import (
     CONFIG,
     TOKENIZER,
@@ -211,7 +210,7 @@ def _build(
             ranks.mesh,
             config.layer_plan,
             sequence_parallel=config.mesh.sequence_parallel,
-            policy_of=partial(make_arbiter, config),
+            calls=make_calls(config, ranks.mesh.grid),
             dtype=dtype if dtype == torch.bfloat16 else None,
         )
         if isinstance(model, GPT):

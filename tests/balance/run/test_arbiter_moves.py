@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.run.calls import MoveArbiter, saved_seconds
+from moesaic.balance.replication.policy import CallDecision, Moved
+from moesaic.balance.run.calls import AGAIN, MoveArbiter, saved_seconds
 from moesaic.balance.samples import Homes, Volume
-from moesaic.balance.selector.arbiter import Arbiter, CallDecision
-from moesaic.planner.cluster import Machine
 
 COSTS = ReplicationCosts(machine=Machine(intra_gbps=8, inter_gbps=1), element_bytes=2)
 
@@ -33,7 +33,12 @@ def saving(rows: int) -> Any:
 
 def verdict(alone: float, best: float) -> CallDecision:
     name = "alone" if best == alone else "spill"
-    return CallDecision(name, 1, None, {"alone": alone, name: best}, ((5, 3), (4, 4)), (900, 500), 70, 0.001)
+    return CallDecision(
+        option=name,
+        program="alone" if name == "alone" else "replicated",
+        seconds={"alone": alone, name: best},
+        moved=lambda: (Moved((5, 3), 900, 0), Moved((4, 4), 500, 70)),
+    )
 
 
 def test_what_a_move_saves_by_hand() -> None:
@@ -44,8 +49,8 @@ def test_what_a_move_saves_by_hand() -> None:
     assert saved_seconds(move, forward, dim=16) == pytest.approx(saved_seconds(move, COSTS, dim=16) / 2)
 
 
-def made(**options: Any) -> MoveArbiter:
-    return MoveArbiter(Arbiter(costs=COSTS, margin=0.1, memory=0.0, weigh_every=5, **options))
+def made() -> MoveArbiter:
+    return MoveArbiter(COSTS)
 
 
 def test_samples_move_first_and_go_on_while_that_gains_more() -> None:
@@ -62,13 +67,13 @@ def test_they_stay_where_replication_gains_more_and_try_again_now_and_then() -> 
     assert arbiter.prefers_moving()
     arbiter.note_move(saving(1000), verdict(10 * each, 5 * each), 16)
     answers = []
-    for _ in range(8):
+    for _ in range(AGAIN + 3):
         answers.append(arbiter.prefers_moving())
         if answers[-1]:
             arbiter.note_move(saving(1000), verdict(10 * each, 5 * each), 16)
         else:
             arbiter.note_others(verdict(10 * each, 5 * each))
-    assert answers == [False] * 4 + [True] + [False] * 3
+    assert answers == [False] * (AGAIN - 1) + [True] + [False] * 3
 
 
 def test_the_margin_keeps_either_choice() -> None:
@@ -79,8 +84,8 @@ def test_the_margin_keeps_either_choice() -> None:
     assert arbiter.prefers_moving()
     arbiter.note_move(saving(1000), verdict(2 * each, 0.8 * each), 16)
     assert not arbiter.prefers_moving()
-    arbiter.note_others(verdict(2 * each, 1.05 * each))
-    assert not arbiter.prefers_moving(), "0.5 against 0.525 is not better by a tenth"
+    arbiter.note_others(verdict(2 * each, 1.02 * each))
+    assert not arbiter.prefers_moving(), "0.5 against 0.51 is not better by a twentieth"
     arbiter.note_others(verdict(2 * each, 1.2 * each))
     assert arbiter.prefers_moving()
 
@@ -94,9 +99,8 @@ def test_a_move_that_saves_nothing_is_left() -> None:
 
 def test_the_decision_that_is_kept_says_what_ran() -> None:
     found = made().note_move(saving(1000), verdict(1.0, 0.5), 16)
-    assert (found.option, found.program, found.replicated, found.weight_bytes) == ("relocate", 0, None, 0)
-    assert found.rows == ((5, 3), (5, 3))
-    assert found.token_bytes == (900, 900)
+    assert (found.option, found.program, found.replicated) == ("relocate", "alone", None)
+    assert found.moved() == (Moved((5, 3), 900, 0),) * 2
 
 
 def test_going_home_is_no_choice_and_teaches_nothing() -> None:

@@ -20,20 +20,22 @@ from meshes import DIM, EXPERTS, every_rank, make_layer, on_mesh, tokens_of
 from torch import Tensor, nn
 
 from helpers import thinned
-from moesaic.balance import REPLICATION_POLICIES
-from moesaic.balance.budget import BudgetUse, CountedCall, MemoryBudget
-from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
-from moesaic.balance.replication.policy import AbstractReplicationPolicy
+from moesaic.balance import replication_policy
+from moesaic.balance.budget import BudgetUse, MemoryBudget
+from moesaic.balance.replication.cost import CallLoad
+from moesaic.balance.replication.policy import AbstractReplicationPolicy, programs_of
+from moesaic.balance.run.calls import calls_by
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.experts import ModuleExperts
 from moesaic.layer import MoE
-from moesaic.program.compile import compile_plan, for_call
+from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.routing.capacity import Capacity
+from moesaic.runtime.counted import CountedCall
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import budget_by_rows, failures, run_case
@@ -60,7 +62,7 @@ def with_budget(seed: int) -> Case:
     rng = random.Random(seed)
     case = draw_case(seed)
     may_replicate = case.plan.all_to_all != "multicast" and case.plan.gather_weights is None
-    replication = rng.choice(["none", "spill", "least_loaded", "shadow"]) if may_replicate else "none"
+    replication = rng.choice(["none", "spill", "eplb", "shadow"]) if may_replicate else "none"
     budget = rng.choice([1, 2, 3, 5, 8, 12])
     return replace(case, plan=replace(case.plan, memory_budget=budget, replication=replication))  # type: ignore[arg-type]
 
@@ -173,9 +175,10 @@ def told_bytes(plan: Plan, shares: list[int]) -> float:
     replicated = None
     if compiled.replicates:
         load = CallLoad(EIGHT, copies, 8, 2 * WIDTH, WIDTH)
-        replicated = REPLICATION_POLICIES[plan.replication](ReplicationCosts()).decide(load)
-        compiled = for_call(compiled, replicated)
-        replicated = replicated if compiled.replicates else None
+        policy = replication_policy(plan.replication)
+        programs = programs_of(compiled, policy)
+        decision = policy.start({name: each.plan for name, each in programs.items()}).choose(load)
+        compiled, replicated = programs[decision.program], decision.replicated
     own = tuple(weight[:1] for weight in whole.experts.weights()[0])
     call = CountedCall(copies, copies.sum(1), 2 * WIDTH, lambda: whole.experts.sizes(own, torch.float32))
     return float(MemoryBudget(compiled, 8).peak(compiled, replicated, call).max())
@@ -249,7 +252,7 @@ def test_what_is_over_the_budget_is_spilled_before_anything_is_cut(schedule: str
         x = tokens_of(transport.rank, 60).requires_grad_()
         layer = copy.deepcopy(whole)
         plan = Plan(schedule=schedule, replication="spill", memory_budget=150)  # type: ignore[arg-type]
-        layer.parallelize(Mesh(grid, transport), plan, Everything(much=False))
+        layer.parallelize(Mesh(grid, transport), plan, calls=calls_by(Everything(much=False)))
         budget_by_rows(layer)
         y = layer(x, token_ids=torch.full((60,), first))
         y.sin().sum().backward()
@@ -277,7 +280,7 @@ def test_where_nothing_is_replicated_a_call_is_that_of_the_plan_without_replicat
         recorder = Recorder(transport)
         layer, policy = copy.deepcopy(whole), None if replication == "none" else Everything(much)
         plan = Plan(schedule=schedule, replication=replication, chunks=2)  # type: ignore[arg-type]
-        layer.parallelize(Mesh(grid, recorder), plan, policy)
+        layer.parallelize(Mesh(grid, recorder), plan, calls=None if policy is None else calls_by(policy))
         before = len(recorder.ranges)
         y = layer(x)
         y.sin().sum().backward()

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from helpers import GivenOrders, pairwise, thinned
 from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertLoad, ExpertRates
+from moesaic.balance.machine import Machine
 from moesaic.balance.run.experts import ExpertPlacement, Moved
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
 from moesaic.layer import MoE, finish_step
-from moesaic.planner.cluster import Machine
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.routing.capacity import AbstractCapacity, Capacity
@@ -131,7 +131,7 @@ PLANS = {
     "r": (FOLDED, [Plan(schedule="s2", gather_weights=r) for r in (0, 1, 2)]),
     "multicast": (FOUR, [Plan(all_to_all="multicast", chunks=2)]),
     "shadow": (FOUR, [Plan(replication="shadow")]),
-    "spill": (COPIES, [Plan(replication="least_loaded")]),
+    "spill": (COPIES, [Plan(replication="eplb")]),
     "peers": (FOUR, [Plan(peer_groups=2, all_to_all="linear")]),
     "switching": (FOLDED, [Plan(schedule="s1"), Plan(schedule="s2", chunks=2), Plan(schedule="baseline")]),
 }

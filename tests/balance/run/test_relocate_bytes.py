@@ -11,12 +11,13 @@ import torch
 from moesaic.balance.run.moving import MovingMoE
 from moesaic.balance.run.relocate import Following, Relocator, SampleTrip
 from moesaic.balance.run.residual import Residual
-from moesaic.balance.samples import AbstractPlacer, Given, Homes, Stay, TwoStage, Volume
+from moesaic.balance.samples import AbstractPlacer, Given, Homes, TwoStage, Volume
 from moesaic.comm.loopback import LoopbackTransport, run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.layer import MoE
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic_lab.policies.stay import Stay
 
 DIM, EXPERTS, SLOTS, LENGTH = 64, 8, 2, 16
 GRID = Grid(world=4, ep=4, ranks_per_node=2)

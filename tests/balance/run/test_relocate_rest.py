@@ -12,12 +12,13 @@ from torch import Tensor
 from moesaic.balance.run.moving import MovingMoE
 from moesaic.balance.run.relocate import Following, Relocator, Rest
 from moesaic.balance.run.residual import Residual
-from moesaic.balance.samples import AbstractPlacer, Given, Homes, SampleLoad, Stay, TwoStage, Volume, Weighed
+from moesaic.balance.samples import AbstractPlacer, Given, Homes, SampleLoad, TwoStage, Volume, Weighed
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic_lab.policies.stay import Stay
 from moesaic_lab.recorder import Recorder
 
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)

@@ -15,7 +15,7 @@ from torch import Tensor
 from helpers import thinned
 from moesaic.balance.run.moving import MovingMoE
 from moesaic.balance.run.relocate import Following, Relocator, carry
-from moesaic.balance.samples import Given, Homes, Stay, TwoStage
+from moesaic.balance.samples import Given, Homes, TwoStage
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, NoTransport
@@ -28,6 +28,7 @@ from moesaic.program.grid import Grid, LinkLevel
 from moesaic.program.plan import Plan
 from moesaic.routing.routers import SoftmaxTopK, TopologyRouter
 from moesaic.runtime.data_parallel import average_gradients
+from moesaic_lab.policies.stay import Stay
 from moesaic_lab.recorder import Recorder
 
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)

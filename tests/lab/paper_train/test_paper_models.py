@@ -15,9 +15,7 @@ from moesaic_lab.paper_train.models import CentredConv, Encoder, EncoderDecoder,
 VOCAB, LENGTH = 40, 12
 SHAPE: dict[str, Any] = {"dim": 32, "num_layers": 2, "num_heads": 4, "seq_len": LENGTH, "conv_width": 1}
 BERT = BlockConfig(kind="encoder", norm="post_layer", positions="learned", bias=True)
-PAIRS = BlockConfig(
-    kind="encoder_decoder", norm="post_layer", positions="learned", kv_heads=2, bias=True, tied=False
-)
+PAIRS = BlockConfig(kind="encoder_decoder", norm="post_layer", positions="learned", kv_heads=2, bias=True, tied=False)
 
 
 def build(block: BlockConfig, **changes: Any) -> Encoder | EncoderDecoder:

@@ -128,7 +128,7 @@ def seconds(load: CallLoad, costs: ReplicationCosts, replicated: np.ndarray, sli
         computed[:, np.arange(load.num_experts), load.home] += replica.copies - of_places.sum(2)
         rows = computed.sum(1)
         repeat_seconds = replica.busiest(rows.sum(0)) * replica.seconds_per_copy / 3
-        repeat_seconds += replica.row_bytes * replica.fullest(rows, 0)
+        repeat_seconds += replica.row_bytes * replica.fullest(rows)
         starts = (slices - 1) * (replica.passes + 1) * (len(rows) - 1) * costs.machine.inter_latency_us * 1e-6
         fetched = replica.sent(of_places.sum(0) > 0) * slices
         worst = max(worst, replica.seconds_of(rows, fetched) + repeated * repeat_seconds + starts)

@@ -7,17 +7,15 @@ its kind; the links between the places that hold experts are computed once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import permutations, product
-from typing import Literal, TypeAlias, TypeVar
+from itertools import product
+from typing import TypeVar
 
 import numpy as np
 
+from moesaic.balance.machine import Machine
 from moesaic.errors import InputError
-from moesaic.planner.cluster import ClusterSpec, Machine
-from moesaic.planner.topology import Topology
 from moesaic.program.grid import Grid
 from moesaic.program.passes.replicate import relays
 
@@ -52,33 +50,6 @@ def seconds_per_byte(machine: Machine, node: np.ndarray, node_links: tuple[float
 
 
 @lru_cache(maxsize=64)
-def links_of_places(
-    cluster: ClusterSpec, grid: Grid, places: tuple[tuple[int, ...], ...], *, weights: bool
-) -> np.ndarray:
-    """Return the seconds for which a byte from place to place occupies each link, (ep, ep, links).
-
-    Args:
-        cluster: the cluster with the links.
-        grid: the mesh.
-        places: the ranks of each place of ep.
-        weights: True for weights, of which each shard sends a byte to the same shard of the other place. False for rows, where
-            every rank of the place has an equal part of the byte and sends it to all shards.
-
-    Raises:
-        InputError: if the mesh does not fit the cluster.
-    """
-    topology = Topology(cluster, grid.world, grid.ranks_per_node)
-    seconds = np.zeros((len(places), len(places), topology.num_links))
-    one, no_message = np.ones(1), np.zeros(1)
-    for start, end in permutations(range(len(places)), 2):
-        pairs = zip(places[start], places[end]) if weights else product(places[start], places[end])
-        for source, target in pairs:
-            load = topology.loads(np.array([source]), np.array([target]), one, no_message)
-            seconds[start, end, load.links] += load.seconds / (1 if weights else len(places[start]))
-    return seconds
-
-
-@lru_cache(maxsize=64)
 def relays_of(grid: Grid, places: tuple[tuple[int, ...], ...]) -> np.ndarray | None:
     """Return the place that relays the weights of each home to each helper, (home, helper) int64; None without relays.
 
@@ -97,10 +68,6 @@ def relays_of(grid: Grid, places: tuple[tuple[int, ...], ...]) -> np.ndarray | N
 
 
 Seconds = TypeVar("Seconds", float, np.ndarray)
-LinkKind: TypeAlias = Literal["inside", "outside"]
-LinkTimes: TypeAlias = Mapping[LinkKind, tuple[float, ...]]
-"""Measured rate over described rate of the links of each kind: one value for all nodes, or one value per node. Kinds that are
-left out have their described rates."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +97,13 @@ class CallLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicationCosts:
-    """The rates of a machine and the sizes of a layer from which the cost of a call is computed."""
+    """The rates of a machine and the sizes of a layer from which the cost of a call is computed.
+
+    `planner/rates.py` derives them from a cluster.
+    """
 
     machine: Machine = field(default_factory=Machine)
     """Rates of one rank."""
-    cluster: ClusterSpec | None = None
-    """A cluster with rates of every pair of ranks, shared links and products, used instead of `machine`. For a measured
-    `ClusterProfile` it is `profile.to_cluster()`."""
     relays: bool = True
     """Send replicated weights once to each node if the program does so (`program.passes.replicate.relays`). False: the home
     sends them to each helper."""
@@ -147,12 +114,13 @@ class ReplicationCosts:
     expert_us: float = 0.0
     """Host time in microseconds, forward and backward, for each expert that is replicated to a place: packing, placing, calls.
     Small if grouped products compute all experts at once. Only the arbiter counts it."""
+    part_us: float = 100.0
+    """Host time in microseconds to launch each further part of a pass, if a call runs step by step. Only the arbiter counts
+    it."""
     speeds: tuple[float, ...] = ()
-    """Speed of each rank's products relative to the rates; () for the cluster's speeds or, without any, equal speeds. Measured
-    speeds come from the times of a rank's experts in calls (`balance/run/clock.py`)."""
+    """Speed of each rank's products relative to `machine`; () if equal."""
     node_links: tuple[float, ...] = ()
-    """Rate of each node's link to the other nodes, in both directions, relative to `machine`; () if equal. Not used with a
-    cluster, which describes its own links."""
+    """Rate of each node's link to the other nodes, in both directions, relative to `machine`; () if equal."""
     backward: bool = True
     """Count the backward pass too: twice the products, and every transfer again."""
 
@@ -160,33 +128,6 @@ class ReplicationCosts:
         for name in ("element_bytes", "matrices"):
             if getattr(self, name) < 1:
                 raise InputError(f"replication.{name}={getattr(self, name)}: must be at least 1")
-        if self.cluster is not None:
-            self.cluster.device.tflops.of(self.dtype)
-
-    def with_links(self, times: LinkTimes) -> ReplicationCosts:
-        """Return the rates with links inside nodes, or between them, that are `times` times as fast.
-
-        A machine has only one rate inside nodes: that of the node with the slowest links.
-        """
-        machine, cluster = self.machine, self.cluster
-        inside, outside = times.get("inside", (1.0,)), times.get("outside", (1.0,))
-        machine = replace(
-            machine, intra_gbps=machine.intra_gbps * min(inside), inter_gbps=machine.inter_gbps * max(outside)
-        )
-        for kind, faster in times.items():
-            cluster = None if cluster is None else cluster.with_links(kind, faster)
-        node_links = tuple(each / max(outside) for each in outside) if min(outside) < max(outside) else ()
-        return replace(self, machine=machine, cluster=cluster, node_links=node_links)
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of products, which follows from the bytes of an element."""
-        return {2: "bf16", 4: "fp32", 8: "fp64"}.get(self.element_bytes, "fp8")
-
-    @property
-    def flops_per_second(self) -> float:
-        """Operations per second of the experts' products."""
-        return self.machine.tflops * 1e12 if self.cluster is None else self.cluster.device.tflops.of(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -207,8 +148,7 @@ class ReplicaLinks:
     @cached_property
     def slowness(self) -> np.ndarray:
         """(ep,): the time of a copy on the slowest rank of each place, relative to the rates."""
-        costs = self.costs
-        speeds = np.array(costs.speeds or (costs.cluster.speeds if costs.cluster is not None else ()) or (1.0,))
+        speeds = np.array(self.costs.speeds or (1.0,))
         of_places: np.ndarray = (1 / speeds[self.origins % len(speeds)]).max(1)
         return of_places
 
@@ -221,11 +161,7 @@ class ReplicaLinks:
 
     @cached_property
     def seconds_per_byte(self) -> np.ndarray:
-        """(ep, ep): seconds per byte from place to place; 0 within a place. On a cluster, those of the slowest link on the way,
-        without other messages."""
-        if self.costs.cluster is not None:
-            alone: np.ndarray = self.row_links.max(2, initial=0.0)
-            return alone
+        """(ep, ep): seconds per byte from place to place, without other messages; 0 within a place."""
         return seconds_per_byte(self.costs.machine, self.nodes, self.costs.node_links)
 
     @cached_property
@@ -237,45 +173,61 @@ class ReplicaLinks:
         return seconds
 
     @cached_property
-    def row_links(self) -> np.ndarray:
-        """(ep, ep, links): seconds for which a byte of rows from place to place occupies each link."""
-        return self._links(weights=False)
+    def ends(self) -> np.ndarray:
+        """(2, ep, ep) int64: numbers of the links over which bytes leave a place and arrive at another one.
+
+        Ranks have links of their own inside nodes and between nodes, or share them with their neighbours.
+        """
+        machine, ep = self.costs.machine, len(self.origins)
+        inside = self.nodes[:, None] == self.nodes[None, :]
+        links = []
+        for ranks in (machine.intra_ranks, machine.inter_ranks):
+            group = np.unique(self.origins[:, 0] // ranks, return_inverse=True)[1]
+            links.append(np.stack(np.broadcast_arrays(group[:, None], ep + group[None, :])))
+        numbers: np.ndarray = np.where(inside, links[0], 2 * ep + links[1])
+        return numbers
 
     @cached_property
-    def weight_links(self) -> np.ndarray:
-        """(ep, ep, links): the same for a byte of weights. If a place is a single rank, both take the same path."""
-        return self.row_links if self.origins.shape[1] == 1 else self._links(weights=True)
+    def end_seconds(self) -> np.ndarray:
+        """(2, ep, ep): seconds for which a byte from place to place occupies each of its two links.
 
-    @cached_property
-    def parts(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """The nonzero entries of `row_links`, and those of `weight_links`: pair of places (source * ep + target), link,
-        seconds."""
-        parts = []
-        for links in (self.row_links, self.weight_links):
-            by_pair = links.reshape(-1, links.shape[2])
-            pair, link = np.nonzero(by_pair)
-            parts.append((pair, link, by_pair[pair, link]))
-        return parts
-
-    def _links(self, *, weights: bool) -> np.ndarray:
-        """Return the seconds of a byte on each link, (ep, ep, links). Without a cluster the links of a place are one port out
-        and one port in."""
-        if self.costs.cluster is not None:
-            return links_of_places(self.costs.cluster, self.grid, self.places, weights=weights)
-        ep, rate = len(self.origins), self.seconds_per_byte
-        identity = np.eye(ep)
-        return np.concatenate([rate[:, :, None] * identity[:, None], rate[:, :, None] * identity[None]], axis=2)
+        Each shard of an expert gets a byte, so links that carry several of a place's shards carry as many bytes.
+        """
+        machine, first = self.costs.machine, self.origins[:, 0]
+        rates = self.costs.node_links or (1.0,)
+        of_node = np.array(rates)[self.nodes % len(rates)]
+        inside = self.nodes[:, None] == self.nodes[None, :]
+        busy = []
+        for ranks, gbps in (
+            (machine.intra_ranks, np.full(len(first), machine.intra_gbps)),
+            (machine.inter_ranks, machine.inter_gbps * of_node),
+        ):
+            together = (self.origins // ranks == (first // ranks)[:, None]).sum(1)
+            seconds = 8 * together / (ranks * gbps * 1e9)
+            busy.append(np.stack(np.broadcast_arrays(seconds[:, None], seconds[None, :])))
+        of_ends: np.ndarray = np.where(inside, *busy) * (1 - np.eye(len(first)))
+        return of_ends
 
     @cached_property
     def via(self) -> np.ndarray | None:
         """(home, helper): the place on the helper's node that relays the weights of each home to the helper; None without
         relays."""
-        return relays_of(self.grid, self.places) if self.costs.relays else None
+        return relays_of(self.grid, tuple(map(tuple, self.origins.tolist()))) if self.costs.relays else None
 
-    @property
-    def places(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each place, as tuples."""
-        return tuple(map(tuple, self.origins.tolist()))
+    def busy(self, moved: np.ndarray) -> np.ndarray:
+        """Return the seconds on each link, (4 * ep,), if each of the items that places send, (ep, ep), were one byte."""
+        seconds: np.ndarray = np.bincount(
+            self.ends.reshape(-1), (moved * self.end_seconds).reshape(-1), 4 * len(self.origins)
+        )
+        return seconds
+
+    def busy_by(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """Return the seconds on each link, (n, 4 * ep), of a byte from each `source` place, (n,), to its `target`."""
+        seconds = np.zeros((len(source), 4 * len(self.origins)))
+        number = np.arange(len(source))
+        for links, rates in zip(self.ends, self.end_seconds):
+            seconds[number, links[source, target]] += rates[source, target]
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -305,7 +257,7 @@ class ReplicaLoad:
     def seconds_per_copy(self) -> float:
         """Seconds of the products of one copy, forward and backward."""
         flops = 2 * self.load.dim * self.load.units * self.costs.matrices
-        return flops * (3 if self.costs.backward else 1) / self.costs.flops_per_second
+        return flops * (3 if self.costs.backward else 1) / (self.costs.machine.tflops * 1e12)
 
     @cached_property
     def row_bytes(self) -> int:
@@ -364,7 +316,7 @@ class ReplicaLoad:
             rows: (ep, ep), copies of place i that place j computes.
             weights: (ep, ep), experts whose weights place i sends to place j, as returned by `sent`.
         """
-        return self.closed_form(self.busiest(rows.sum(0)), self.fullest(rows, 0), self.fullest(weights, 1))
+        return self.closed_form(self.busiest(rows.sum(0)), self.fullest(rows), self.fullest(weights))
 
     def busiest(self, computed: np.ndarray) -> float:
         """Return the load of the place that takes longest, in the copies that a rank of the described speed computes in that
@@ -403,18 +355,9 @@ class ReplicaLoad:
         """Return the seconds of weights and their gradients on the fullest link; see `closed_form`."""
         return self.passes / 2 * self.weight_bytes * weights
 
-    def fullest(self, moved: np.ndarray, kind: int) -> float:
-        """Return the seconds on the fullest link if every moved item were one byte.
-
-        Args:
-            moved: (ep, ep), items that place i sends to place j.
-            kind: 0 if the items are rows, 1 if they are weights.
-        """
-        if self.costs.cluster is None:
-            spent = moved * self.seconds_per_byte
-            return float(max(spent.sum(0).max(), spent.sum(1).max()))
-        pair, link, seconds = self.links.parts[kind]
-        return float(np.bincount(link, moved.reshape(-1)[pair] * seconds).max(initial=0.0))
+    def fullest(self, moved: np.ndarray) -> float:
+        """Return the seconds on the fullest link if every item that places send, (ep, ep), were one byte."""
+        return float(self.links.busy(moved).max())
 
 
 def replica_links(load: CallLoad, costs: ReplicationCosts) -> list[ReplicaLinks]:

@@ -6,60 +6,58 @@ A policy only decides. Every rank calls it with the same counts and gets the sam
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import Field, dataclass, is_dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass, replace
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from moesaic.balance.replication import NO_REPLICATION
 from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.tables import Replications, full_table
+from moesaic.errors import InputError
+from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
+from moesaic.program.plan import NO_REPLICATION, Plan
+
+ALONE, REPLICATED = "alone", "replicated"
+"""Names of the programs without replication ("leaving a call alone") and with it."""
 
 
-class PolicyPlan(Protocol):
-    """The part of a plan that policies read: a dataclass with these fields, which `plan.Plan` describes."""
+class Moved(NamedTuple):
+    """What a call computes and moves, over all ranks, forward and backward."""
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    @property
-    def replication(self) -> str:
-        """Name of the replication policy, or "none"."""
-
-    @property
-    def replicates(self) -> bool:
-        """Whether the plan names a replication policy."""
-
-    @property
-    def gather_weights(self) -> int | None:
-        """Shards of an expert that a token visits (r); None for all."""
-
-    @property
-    def peer_groups(self) -> int:
-        """Number of groups of neighbours that exchange one after the other."""
-
-    @property
-    def chunks(self) -> int:
-        """Number of chunks into which each expert's copies are split."""
-
-
-AnyPlan = TypeVar("AnyPlan", bound=PolicyPlan)
+    rows: tuple[int, ...] = ()
+    """Copies that each place of ep computes, replica after replica."""
+    token_bytes: int = 0
+    """Bytes of tokens and their gradients that cross links."""
+    weight_bytes: int = 0
+    """Bytes of weights and their gradients that cross links."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BarePlan:
-    """A `PolicyPlan` with nothing but these choices, and the defaults of `plan.Plan`."""
+class CallDecision:
+    """The decision for a call."""
 
-    replication: str = NO_REPLICATION
-    gather_weights: int | None = None
-    peer_groups: int = 1
-    chunks: int = 1
+    option: str
+    """Name of the option."""
+    program: str
+    """Name of the chosen program among those of the policy."""
+    replicated: np.ndarray | None = None
+    """(world, num_experts, ep) int64: the replicated copies; None if nothing is replicated."""
+    seconds: Mapping[str, float]
+    """Modelled seconds, forward and backward, of every option when options were last compared; {} if a policy has no choice."""
+    moved: Callable[[], tuple[Moved, Moved]] = lambda: (Moved(), Moved())
+    """Returns what moves if the call is left alone, and by the decision."""
+    decision_seconds: float = 0.0
+    """Processor time of the decision, which delays the call. The time of other processes on the same core is not included."""
 
-    @property
-    def replicates(self) -> bool:
-        """Whether `replication` names a policy."""
-        return self.replication != NO_REPLICATION
+
+class AbstractChooser(ABC):
+    """Decides for the calls of one layer, in their order."""
+
+    @abstractmethod
+    def choose(self, load: CallLoad) -> CallDecision:
+        """Return the decision for a call; the same on all ranks, since it depends only on the loads so far."""
 
 
 class AbstractReplicationPolicy(ABC):
@@ -67,6 +65,8 @@ class AbstractReplicationPolicy(ABC):
 
     costs: ReplicationCosts | None = None
     """The rates of the cost model; None if the policy uses none or the default rates."""
+    has_choice: ClassVar[bool] = False
+    """Whether the policy chooses among several ways to run a call, and its decisions are recorded."""
 
     @abstractmethod
     def decide(self, load: CallLoad) -> np.ndarray:
@@ -79,18 +79,18 @@ class AbstractReplicationPolicy(ABC):
             load: the load of the call, the same on all ranks.
         """
 
-    def option_plans(self, plan: AnyPlan, grid: Grid) -> Iterable[AnyPlan]:
-        """Return the plans whose programs calls may run, if the policy chooses among several.
+    def option_plans(self, plan: Plan, grid: Grid) -> dict[str, Plan]:
+        """Return the plans whose programs calls may run, by name: first one that replicates nothing, then one that does.
 
-        The first plan replicates nothing and the second replicates; further plans are left out if they do not compile. The
-        default is empty: a call runs the plan itself, or the plan without replication if the policy replicates nothing.
-
-        Args:
-            plan: the plan that names the policy.
-            grid: the mesh.
+        Further plans are left out if they do not compile.
         """
-        del plan, grid
-        return ()
+        del grid
+        return {ALONE: replace(plan, replication=NO_REPLICATION), REPLICATED: plan}
+
+    def start(self, plans: Mapping[str, Plan]) -> AbstractChooser:
+        """Return what decides for the calls of one layer, given the plans of the programs that it may run."""
+        del plans
+        return _ByTable(self)
 
     def settings_text(self) -> str:
         """Return the policy's settings as text, which ranks compare, since the settings must be the same on all ranks.
@@ -105,8 +105,45 @@ class AbstractReplicationPolicy(ABC):
         return f"{type(self).__name__} {plain}"
 
 
+class _ByTable(AbstractChooser):
+    """Runs the program with replication if the policy's table replicates anything, so an empty table costs nothing."""
+
+    def __init__(self, policy: AbstractReplicationPolicy) -> None:
+        self._policy = policy
+
+    def choose(self, load: CallLoad) -> CallDecision:
+        table = self._policy.decide(load)
+        program = REPLICATED if table.any() else ALONE
+        replicated = table if program == REPLICATED else None
+        return CallDecision(option=program, program=program, replicated=replicated, seconds={})
+
+
+def programs_of(compiled: Compiled, policy: AbstractReplicationPolicy) -> dict[str, Compiled]:
+    """Return the programs that calls may run under a plan that replicates, by name; options that do not fit are left out.
+
+    Raises:
+        InputError: if the plan without replication does not fit.
+    """
+    programs = {}
+    plans = policy.option_plans(compiled.plan, replace(compiled.grid, etp_inner=1))
+    for name, plan in plans.items():
+        try:
+            programs[name] = compiled if plan == compiled.plan else compiled.under(plan)
+        except InputError:
+            if name in (ALONE, REPLICATED):
+                raise
+    return programs
+
+
 class AbstractReplicaPolicy(AbstractReplicationPolicy):
-    """A policy that decides for each replica of the experts separately."""
+    """A policy that decides for each replica of the experts separately.
+
+    Args:
+        costs: rates of the cost model; None for the usual ones.
+    """
+
+    def __init__(self, costs: ReplicationCosts | None = None) -> None:
+        self.costs: ReplicationCosts = costs or ReplicationCosts()
 
     @abstractmethod
     def replicated(self, replica: ReplicaLoad) -> Replications:
@@ -117,7 +154,7 @@ class AbstractReplicaPolicy(AbstractReplicationPolicy):
         """
 
     def decide(self, load: CallLoad) -> np.ndarray:
-        replicas = replica_loads(load, self.costs or ReplicationCosts())
+        replicas = replica_loads(load, self.costs)
         return full_table(replicas, [self.replicated(replica) for replica in replicas])
 
 

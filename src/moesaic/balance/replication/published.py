@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.balance.replication.cost import ReplicaLoad, ReplicationCosts
+from moesaic.balance.replication.cost import ReplicaLoad
 from moesaic.balance.replication.policy import AbstractReplicaPolicy
 from moesaic.balance.replication.tables import Replications
 
@@ -65,14 +65,7 @@ def shadows_of(copies: np.ndarray, home: np.ndarray, rates: ShadowRates) -> list
 
 
 class Published(AbstractReplicaPolicy):
-    """A policy that replicates experts to all places, hottest first, as long as the time of equation 8 falls.
-
-    Args:
-        costs: rates of the cost model; None for those of `cost.Machine`.
-    """
-
-    def __init__(self, costs: ReplicationCosts | None = None) -> None:
-        self.costs = costs or ReplicationCosts()
+    """A policy that replicates experts to all places, hottest first, as long as the time of equation 8 falls."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
         load, places = replica.load, np.arange(len(replica.origins))

@@ -16,13 +16,13 @@ class Shadow(AbstractReplicaPolicy):
     """A policy under which a place computes all its own copies for the experts that are replicated to it.
 
     Args:
-        costs: rates of the cost model; None for those of `cost.Machine`.
+        costs: rates of the cost model; None for the usual ones.
         whole: replicate an expert to all places or to none, as in the paper.
         at_most: most experts that may be replicated to one place, since they need memory for weights and gradients.
     """
 
     def __init__(self, costs: ReplicationCosts | None = None, *, whole: bool = False, at_most: int = 8) -> None:
-        self.costs = costs or ReplicationCosts()
+        super().__init__(costs)
         self.whole, self.at_most = whole, at_most
 
     def replicated(self, replica: ReplicaLoad) -> Replications:

@@ -1,7 +1,7 @@
 """Spilling: copies above a limit go from overloaded places to places with room, followed by the weights; the limit is the
 fastest by the cost model.
 
-The algorithm is that of least-loaded expert parallelism (`least_loaded.py`). Copies of all origins may move; those of the
+The algorithm is that of least-loaded expert parallelism. Copies of all origins may move; those of the
 helper itself move first, since they need not travel.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.balance.replication.cost import ReplicaLoad, ReplicationCosts
+from moesaic.balance.replication.cost import ReplicaLoad
 from moesaic.balance.replication.policy import AbstractReplicaPolicy
 from moesaic.balance.replication.tables import Replications
 
@@ -21,14 +21,7 @@ gradients."""
 
 
 class Spill(AbstractReplicaPolicy):
-    """A policy that spills down to the limit that is fastest by the cost model, or not at all if that is fastest.
-
-    Args:
-        costs: rates of the cost model; None for those of `cost.Machine`.
-    """
-
-    def __init__(self, costs: ReplicationCosts | None = None) -> None:
-        self.costs = costs or ReplicationCosts()
+    """A policy that spills down to the limit that is fastest by the cost model, or not at all if that is fastest."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
         tables = [_nothing(replica), *(overflow(replica, replica.limits(limit)) for limit in LIMITS)]

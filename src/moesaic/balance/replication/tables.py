@@ -213,12 +213,10 @@ def _prefix_seconds(replica: ReplicaLoad, place: np.ndarray, expert: np.ndarray,
         maxima: np.ndarray = sums.max(1, initial=0.0)
         return maxima
 
-    row_links, weight_links = links.row_links, links.weight_links
     helps, owns = (np.eye(ep)[each] for each in (place, owner))
-    travelling = rows.reshape(-1) @ row_links.reshape(ep * ep, -1)
     computed = fullest(rows.sum(0) * links.slowness, amount[:, None] * (helps - owns) * links.slowness)
-    tokens = fullest(travelling, -amount[:, None] * row_links[place, owner])
-    weights = fullest(0.0, is_new_message[:, None] * weight_links[owner, via] + weight_links[via, place])
+    tokens = fullest(links.busy(rows), -amount[:, None] * links.busy_by(place, owner))
+    weights = fullest(0.0, is_new_message[:, None] * links.busy_by(owner, via) + links.busy_by(via, place))
     return replica.closed_form(computed, tokens, weights)
 
 

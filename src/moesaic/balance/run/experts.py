@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertLoad, check_order, places_of
+from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertLoad, places_of
 from moesaic.comm.collectives import all_reduce_max, all_reduce_sum, broadcast, check_same
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, Transfer
@@ -29,6 +29,7 @@ from moesaic.experts import AbstractExperts, ModuleExperts
 from moesaic.program.grid import Grid
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import TopologyRouter
+from moesaic.runtime.counted import check_order
 from moesaic.runtime.expert_order import ExpertOrder
 from moesaic.runtime.expert_parallel import ExpertParallel
 
@@ -252,6 +253,7 @@ class ExpertPlacement:
         optimizer: the optimizer of the experts' parameters; its state moves with them.
         every: optimizer steps between decisions.
         placer: the policy; None for `Balanced`.
+        speeds: speed of each rank's products relative to the rates of the policy; () if all are equal.
         masters: copies that the optimizer steps instead of parameters; they move too.
 
     Raises:
@@ -266,6 +268,7 @@ class ExpertPlacement:
         *,
         every: int,
         placer: AbstractExpertPlacer | None = None,
+        speeds: tuple[float, ...] = (),
         masters: Masters | None = None,
     ) -> None:
         if every < 1:
@@ -278,7 +281,7 @@ class ExpertPlacement:
         self._placer, self._masters = placer or Balanced(), masters or {}
         self._layers = [layer.experts for layer in layers]
         self._orders = [_order_of(layer) for layer in layers]
-        self._on_mesh = [layer.on_mesh for layer in layers if layer.on_mesh is not None]
+        self._speeds = speeds
         for experts, order in zip(self._layers, self._orders):
             order.watches = True
             order.guard(experts)
@@ -383,9 +386,9 @@ class ExpertPlacement:
                 expert_parameters=_shard_parameters(experts, grid.etp),
                 expert_bytes=num_bytes,
                 steps=self.every,
-                speeds=on_mesh.calls.speeds,
+                speeds=self._speeds,
             )
-            for experts, order, num_bytes, on_mesh in zip(self._layers, self._orders, largest, self._on_mesh)
+            for experts, order, num_bytes in zip(self._layers, self._orders, largest)
         ]
 
 

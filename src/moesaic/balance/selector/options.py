@@ -2,35 +2,25 @@
 
 The programs are those of the plan without replication, with replication, with other values of r, and each also step by step.
 
-A recipe describes how to build a table. By it the table of the next call is built from that call's own counts, without
-comparing options again. There are few options, with tables of different kinds: a noisy machine cannot distinguish what the
-model cannot, and every trial of such an option is a wasted call.
+A recipe describes how to build a table. By it the table of a call is built from that call's own counts, without comparing
+options again.
 
 The model is that of `replication/cost.py`, a closed form over the busiest place and link that is cheap enough for every call.
 It is extended by what other options need: start-up times of messages, gathered weights for adaptive r (Tutel, Hwang et al.
-2023, section 4.1), and products that overlap with the transfer of the next part (FasterMoE, He et al. 2022, section 4.2). The
-model ranks options; factors from a simulation of each program may correct it.
+2023, section 4.1), products that overlap with the transfer of the next part (FasterMoE, He et al. 2022, section 4.2), weights
+that travel while the experts at home compute, and the host's time for each replicated expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moesaic.balance.replication import NO_REPLICATION
-from moesaic.balance.replication.cost import (
-    CallLoad,
-    LinkTimes,
-    ReplicaLinks,
-    ReplicaLoad,
-    ReplicationCosts,
-    replica_links,
-)
+from moesaic.balance.replication.cost import CallLoad, ReplicaLinks, ReplicaLoad, ReplicationCosts, replica_links
 from moesaic.balance.replication.eplb import redundant
-from moesaic.balance.replication.policy import AnyPlan, PolicyPlan
-from moesaic.balance.replication.spill import LIMITS
+from moesaic.balance.replication.policy import ALONE, REPLICATED
 from moesaic.balance.replication.tables import (
     DECIMALS,
     NOTHING,
@@ -42,30 +32,31 @@ from moesaic.balance.replication.tables import (
     spills,
 )
 from moesaic.program.grid import Grid
+from moesaic.program.plan import NO_REPLICATION, Plan
 
-ALONE = "alone"
-"""The name of the option that runs the plan itself without replication ("leaving a call alone")."""
+STEPS, STEPS_REPLICATED = "steps", f"steps+{REPLICATED}"
+"""Names of the programs that exchange group by group."""
 
 
-def option_plans(plan: AnyPlan, grid: Grid) -> Iterator[AnyPlan]:
-    """Yield the plans whose programs the arbiter may run in a call, first the plan without replication. Some may not compile.
+def option_plans(plan: Plan, grid: Grid) -> dict[str, Plan]:
+    """Return the plans whose programs the arbiter may run in a call, by name. Some may not compile.
 
     All programs move the same tokens from the same routing, so the choice can wait for the counts.
 
     Args:
-        plan: the plan with `replication="arbiter"`.
+        plan: the plan of the layer, which replicates.
         grid: the mesh.
     """
-    alone, replicates = replace(plan, replication=NO_REPLICATION), replace(plan, replication="spill")
-    yield alone
-    yield replicates
+    alone = replace(plan, replication=NO_REPLICATION)
+    plans = {ALONE: alone, REPLICATED: plan}
     for r in range(grid.etp):
-        if r == 0 or grid.etp % r == 0:
-            yield replace(alone, gather_weights=r)
+        if (r == 0 or grid.etp % r == 0) and r != plan.gather_weights:
+            plans[f"r={r}"] = replace(alone, gather_weights=r)
     groups = steps_of(grid)
     if plan.peer_groups == 1 and groups > 1:
-        yield replace(alone, peer_groups=groups)
-        yield replace(replicates, peer_groups=groups)
+        plans[STEPS] = replace(alone, peer_groups=groups)
+        plans[STEPS_REPLICATED] = replace(plan, peer_groups=groups)
+    return plans
 
 
 def steps_of(grid: Grid) -> int:
@@ -74,20 +65,8 @@ def steps_of(grid: Grid) -> int:
     return nodes if nodes > 1 and grid.ep % nodes == 0 else grid.ep
 
 
-def name_of(chosen: PolicyPlan, plan: PolicyPlan, policy: str = "") -> str:
-    """Return an option's name: "alone", "shadow", "r=0", "steps", "steps+shadow".
-
-    Args:
-        chosen: one of `option_plans`.
-        plan: the layer's plan.
-        policy: name of the policy that builds the table, if `chosen` replicates.
-    """
-    parts = ["steps"] if chosen.peer_groups != plan.peer_groups else []
-    parts += [policy or "lend"] if chosen.replicates else []
-    parts += [f"r={chosen.gather_weights}"] if chosen.gather_weights != plan.gather_weights else []
-    return "+".join(parts) or ALONE
-
-
+SPILLS = (1.0, 1.25, 2.0)
+"""The limits above which places spill copies that are tried, relative to a place's share."""
 REDUNDANT = (1, 2)
 """The numbers of redundant experts per place that are tried; two may pay if weights are small."""
 
@@ -117,11 +96,6 @@ class Recipe:
             return "whole shadow" if self.whole else "shadow"
         return "redundant" if self.redundant else "spill" if self.limit is not None else ""
 
-    @property
-    def is_quick(self) -> bool:
-        """Whether building a small table is as fast as scaling an earlier one."""
-        return self.limit is None and not self.redundant
-
     def table(self, replica: ReplicaLoad, least: float, at_most: int) -> Replications:
         """Return the replications between the places of one replica of the experts.
 
@@ -140,83 +114,35 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class CallChoice:
-    """The program and the recipe that a call runs."""
-
-    name: str
-    """Name of the option, as returned by `name_of`."""
-    program: int
-    """Index of the program's plan among the plans of the arbiter."""
-    recipe: Recipe
-
-
-NO_CHANGE = CallChoice(ALONE, 0, Recipe())
-"""The choice that leaves a call alone."""
-
-
-@dataclass(frozen=True)
 class Option:
-    """One way of running a call: a choice with its tables and modelled time."""
+    """One way of running a call: a program and a recipe, with the tables and the modelled time for the call."""
 
-    choice: CallChoice
+    program: str
+    """Name of the program among `option_plans`."""
+    recipe: Recipe
     replicated: tuple[Replications, ...]
     """The replications within each replica of the experts."""
-    cost: Cost
     seconds: float
     """Modelled seconds of the call."""
 
     @property
     def name(self) -> str:
-        """Name of the choice."""
-        return self.choice.name
-
-    @property
-    def content(self) -> bytes:
-        """A key that is equal for options that run the same program with the same tables."""
-        columns = (column.tobytes() for replicated in self.replicated for column in replicated)
-        return b"|".join([b"%d" % self.choice.program, *columns])
+        """The name of the program, with the policy that builds the table: "alone", "shadow", "r=0", "steps+spill"."""
+        return self.program.replace(REPLICATED, self.recipe.policy)
 
 
 class Weigher:
     """The model of the options of a layer's calls.
 
     Args:
-        plan: the plan of the layer.
-        plans: the plans of the programs that the layer may run, the plan without replication first.
+        plans: the plans of the programs that the layer may run, by name; the one without replication first.
         costs: rates of the cost model.
         at_most: most experts that may be replicated to a place as shadows.
-        part_us: microseconds of each further part of a pass.
-        factors: by name of an option, the factor on its modelled seconds.
     """
 
-    def __init__(
-        self,
-        plan: PolicyPlan,
-        plans: Sequence[PolicyPlan],
-        costs: ReplicationCosts,
-        *,
-        at_most: int,
-        part_us: float,
-        factors: Mapping[str, float],
-    ) -> None:
-        self.plan, self.plans, self._costs, self._at_most = plan, tuple(plans), costs, at_most
-        self._part_us, self._factors = part_us, factors
-        self._limit: int | None = None
+    def __init__(self, plans: Mapping[str, Plan], costs: ReplicationCosts, at_most: int) -> None:
+        self._plans, self._costs, self._at_most = dict(plans), costs, at_most
         self._links: tuple[Grid, list[ReplicaLinks]] | None = None
-        self._initial_costs = costs
-        self._link_times: LinkTimes = {}
-
-    def set_rates(self, speeds: tuple[float, ...], links: LinkTimes) -> None:
-        """Update the speeds of ranks and of links for the following calls.
-
-        Args:
-            speeds: as `ReplicationCosts.speeds`; () to keep the present speeds.
-            links: rates of links inside and between nodes, relative to the initial costs.
-        """
-        speeds = speeds or self._costs.speeds
-        if speeds != self._costs.speeds or links != self._link_times:
-            self._costs, self._links = replace(self._initial_costs.with_links(links), speeds=speeds), None
-            self._link_times = dict(links)
 
     def replica_loads(self, load: CallLoad) -> list[ReplicaLoad]:
         """Return the load of each replica of the experts in a call. The links, which do not change, are computed once."""
@@ -224,162 +150,120 @@ class Weigher:
             self._links = (load.grid, replica_links(load, self._costs))
         return [ReplicaLoad(load, each) for each in self._links[1]]
 
+    def tables(self, recipe: Recipe, replicas: Sequence[ReplicaLoad]) -> tuple[Replications, ...]:
+        """Return the replications of a recipe in a call, within each replica of the experts."""
+        thresholds = recipe.least or (1.0,) * len(replicas)
+        return tuple(recipe.table(replica, least, self._at_most) for replica, least in zip(replicas, thresholds))
+
+    def works(self, program: str, replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> list[Work]:
+        """Return the work of a call under a program, by replica of the experts."""
+        works = [work_of(replica, each, self._plans[program].chunks) for replica, each in zip(replicas, replicated)]
+        r = self._plans[program].gather_weights
+        if r is None or r == self._plans[ALONE].gather_weights:
+            return works
+        return [gathered_work(replica, work, r) for replica, work in zip(replicas, works)]
+
     def alone(self, replicas: Sequence[ReplicaLoad]) -> Option:
         """Return the option of leaving a call alone."""
         nothing = (NOTHING,) * len(replicas)
-        return self._option(0, Recipe(), nothing, self._cost(replicas, nothing), replicas[0])
+        return self._option(ALONE, Recipe(), nothing, self.works(ALONE, replicas, nothing), replicas[0].passes)
 
-    def tables(self, recipe: Recipe, replicas: Sequence[ReplicaLoad]) -> tuple[Replications, ...] | None:
-        """Return the replications of a recipe in a call; None if the recipe should replicate but all its tables are empty."""
-        thresholds = recipe.least or (1.0,) * len(replicas)
-        replicated = tuple(recipe.table(replica, least, self._at_most) for replica, least in zip(replicas, thresholds))
-        return None if recipe.policy and all(each.is_empty for each in replicated) else replicated
-
-    def retuned(self, recipe: Recipe, replicas: Sequence[ReplicaLoad]) -> tuple[Replications, ...] | None:
-        """Return the replications of a recipe under a load unlike the one for which the recipe was made.
-
-        The number of shadows is chosen again. This takes longer than `tables`.
-        """
-        if recipe.shadows:
-            best = self._shadows(replicas, whole=recipe.whole)
-            recipe = replace(recipe, least=_least_of(replicas, best, whole=recipe.whole))
-        return self.tables(recipe, replicas)
-
-    def priced(
-        self,
-        choice: CallChoice,
-        replicated: tuple[Replications, ...],
-        replicas: Sequence[ReplicaLoad],
-        alone: Option | None = None,
-    ) -> Option:
-        """Return the option of a choice whose tables have been built, with its cost in a call."""
-        plan = self.plans[choice.program]
-        cost = alone.cost if alone is not None and not choice.recipe.policy else self._cost(replicas, replicated)
-        return self._option(
-            choice.program, choice.recipe, replicated, self._program_cost(plan, cost, replicas), replicas[0]
-        )
-
-    def all(self, replicas: Sequence[ReplicaLoad], alone: Option, *, anew: bool) -> list[Option]:
-        """Return all options for a call, first that of leaving the call alone.
-
-        Args:
-            replicas: the call's loads, by replica of the experts.
-            alone: the option of leaving the call alone.
-            anew: try all limits again, and not only the neighbours of the last best limit.
-        """
-        if anew:
-            self._limit = None
-        replications = None
+    def all(self, replicas: Sequence[ReplicaLoad]) -> list[Option]:
+        """Return all options for a call, first that of leaving the call alone."""
+        alone, passes = self.alone(replicas), replicas[0].passes
+        tables = self._best_tables(replicas)
         options = [alone]
-        for number, plan in list(enumerate(self.plans))[1:]:
-            if not plan.replicates:
-                nothing = CallChoice(name_of(plan, self.plan), number, Recipe())
-                options.append(self.priced(nothing, alone.replicated, replicas, alone))
-                continue
-            replications = self._replications(replicas) if replications is None else replications
-            options += [
-                self._option(number, recipe, replicated, cost, replicas[0]) for recipe, replicated, cost in replications
-            ]
+        for program, plan in list(self._plans.items())[1:]:
+            if plan.replicates:
+                options += [self._option(program, *each, passes) for each in tables]
+            else:
+                works = self.works(program, replicas, alone.replicated)
+                options.append(self._option(program, Recipe(), alone.replicated, works, passes))
         return options
 
     def _option(
-        self, number: int, recipe: Recipe, replicated: tuple[Replications, ...], cost: Cost, replica: ReplicaLoad
+        self, program: str, recipe: Recipe, replicated: tuple[Replications, ...], works: list[Work], passes: int
     ) -> Option:
-        plan = self.plans[number]
-        steps, name = plan.peer_groups, name_of(plan, self.plan, recipe.policy)
-        seconds = cost.seconds(plan.chunks * steps)
-        seconds += (steps - self.plan.peer_groups) * replica.passes / 2 * self._part_us * 1e-6
-        factor = self._factors.get(name, 1.0)
-        return Option(CallChoice(name, number, recipe), replicated, cost, round(seconds * factor, DECIMALS))
+        plan, steps = self._plans[program], self._plans[program].peer_groups
+        parts = (steps - self._plans[ALONE].peer_groups) * passes / 2 * self._costs.part_us * 1e-6
+        seconds = max(work.seconds(plan.chunks * steps) for work in works)
+        return Option(program, recipe, replicated, round(seconds + parts, DECIMALS))
 
-    def _cost(self, replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> Cost:
-        return worst([replicated_cost(replica, each, self.plan.chunks) for replica, each in zip(replicas, replicated)])
+    def _best_tables(
+        self, replicas: Sequence[ReplicaLoad]
+    ) -> list[tuple[Recipe, tuple[Replications, ...], list[Work]]]:
+        """Return recipe, table and work of the best table of each policy, without policies that replicate nothing."""
+        passes, price = replicas[0].passes, self._costs.expert_us * 1e-6
 
-    def _program_cost(self, plan: PolicyPlan, cost: Cost, replicas: Sequence[ReplicaLoad]) -> Cost:
-        """Return the cost under the r of `plan`, given the cost under that of the layer's plan."""
-        r = plan.gather_weights
-        if r is None or r == self.plan.gather_weights:
-            return cost
-        return worst([gathered_cost(replica, cost, r) for replica in replicas])
+        def best(tables: Iterable[tuple[Recipe, tuple[Replications, ...]]]) -> None:
+            priced = [(recipe, table, self.works(REPLICATED, replicas, table)) for recipe, table in tables]
+            options = [self._option(REPLICATED, recipe, table, works, passes) for recipe, table, works in priced]
+            found.append(priced[min(range(len(options)), key=lambda number: options[number].seconds)])
 
-    def _replications(self, replicas: Sequence[ReplicaLoad]) -> list[tuple[Recipe, tuple[Replications, ...], Cost]]:
-        """Return the recipe, tables and cost of the best table of each policy, without policies that replicate nothing."""
-        built: dict[Recipe, tuple[Recipe, tuple[Replications, ...], Cost]] = {}
+        def shadowed(price: float, whole: bool) -> tuple[Recipe, tuple[Replications, ...]]:
+            tables = tuple(shadows(each, price, at_most=self._at_most, whole=whole) for each in replicas)
+            thresholds = tuple(
+                1.0 if table.is_empty else least_of(replica, table, whole=whole)
+                for replica, table in zip(replicas, tables)
+            )
+            return Recipe(shadows=True, whole=whole, least=thresholds), tables
 
-        def table(recipe: Recipe) -> tuple[Recipe, tuple[Replications, ...], Cost]:
-            if recipe not in built:
-                replicated = tuple(recipe.table(replica, 1.0, self._at_most) for replica in replicas)
-                built[recipe] = (recipe, replicated, self._cost(replicas, replicated))
-            return built[recipe]
-
-        def seconds(recipe: Recipe) -> float:
-            return round(table(recipe)[2].seconds(self.plan.chunks), DECIMALS)
-
-        best_tables = []
+        found: list[tuple[Recipe, tuple[Replications, ...], list[Work]]] = []
         for whole in (False, True):
-            shadowed = self._shadows(replicas, whole=whole)
-            recipe = Recipe(shadows=True, whole=whole, least=_least_of(replicas, shadowed, whole=whole))
-            best_tables.append((recipe, shadowed, self._cost(replicas, shadowed)))
-        last = self._limit
-        places = range(len(LIMITS)) if last is None else range(max(last - 1, 0), min(last + 2, len(LIMITS)))
-        best = min((Recipe(limit=LIMITS[place]) for place in places), key=seconds)
-        assert best.limit is not None
-        self._limit = LIMITS.index(best.limit)
-        best_tables.append(table(min((best, replace(best, near_first=True)), key=seconds)))
-        best_tables.append(table(min((Recipe(redundant=each) for each in REDUNDANT), key=seconds)))
-        return [each for each in best_tables if not all(replicated.is_empty for replicated in each[1])]
-
-    def _shadows(self, replicas: Sequence[ReplicaLoad], *, whole: bool) -> tuple[Replications, ...]:
-        """Return the best shadows if the host time of each replicated expert is counted."""
-        price = self._costs.expert_us * 1e-6
-        return tuple(shadows(replica, price, at_most=self._at_most, whole=whole) for replica in replicas)
-
-
-def _least_of(replicas: Sequence[ReplicaLoad], shadows: Sequence[Replications], *, whole: bool) -> tuple[float, ...]:
-    """Return, by replica of the experts, the threshold of `least_of`; 1 if nothing is shadowed."""
-    return tuple(
-        1.0 if each.is_empty else least_of(replica, each, whole=whole) for replica, each in zip(replicas, shadows)
-    )
+            best(shadowed(each, whole) for each in dict.fromkeys((price, 0.0)))
+        spilling = [Recipe(limit=limit) for limit in SPILLS]
+        if len(set(replicas[0].links.nodes.tolist())) > 1:
+            spilling += [replace(recipe, near_first=True) for recipe in spilling]
+        for recipes in (spilling, [Recipe(redundant=each) for each in REDUNDANT]):
+            best((recipe, self.tables(recipe, replicas)) for recipe in recipes)
+        return [each for each in found if not all(table.is_empty for table in each[1])]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
-    """The cost of a call, forward and backward, on the slowest replica of the experts."""
+class Work:
+    """What a call does within one replica of the experts, forward and backward."""
 
-    compute: float
-    """Seconds of products."""
+    home: np.ndarray
+    """(ep,) float64: seconds of each place's products for its own experts."""
+    helped: np.ndarray
+    """(ep,) float64: seconds of each place's products for replicated experts."""
     travel: float
-    """Seconds of tokens on the fullest link."""
-    fetch: float
+    """Seconds of tokens that travel to their experts' homes and back, on the fullest link."""
+    travel_helped: float = 0.0
+    """Seconds of tokens that travel to helpers and back, on the fullest link."""
+    fetch: float = 0.0
     """Seconds of weights and their gradients on the fullest link."""
+    host: float = 0.0
+    """Seconds of the host for replicated experts."""
+    replicates: bool = False
+    """Whether the program that replicates runs."""
     rows: tuple[int, ...]
-    """Copies that each place of ep computes, replica after replica."""
+    """Copies that each place computes."""
     token_bytes: int = 0
-    """Bytes of tokens that cross links, over all replicas."""
+    """Bytes of tokens and their gradients that cross links."""
     weight_bytes: int = 0
-    """Bytes of weights and their gradients that cross links, over all replicas."""
+    """Bytes of weights and their gradients that cross links."""
 
     def seconds(self, parts: int) -> float:
-        """Return the modelled seconds if tokens travel in `parts` parts, each of which is computed while the next travels."""
-        longer, shorter = max(self.compute, self.travel), min(self.compute, self.travel)
-        return longer + shorter / parts + self.fetch
+        """Return the modelled seconds if tokens travel home in `parts` parts, each of which is computed while the next travels.
+
+        If the program replicates, weights and replicated copies travel while homes compute, and results return to their
+        origins while helpers compute.
+        """
+        compute, travel = self.home, self.travel
+        if not self.replicates:
+            busiest = float(compute.max())
+            return max(busiest, travel) + min(busiest, travel) / parts + self.fetch
+        arrives = self.fetch + self.travel_helped / 2
+        whole = travel / 2 + np.maximum(compute, arrives) + np.maximum(self.helped, travel / 2)
+        in_parts = np.maximum(compute, travel) + np.minimum(compute, travel) / parts
+        in_parts = np.maximum(in_parts, arrives) + self.helped
+        seconds = whole if parts == 1 else np.minimum(whole, in_parts)
+        return float(seconds.max()) + self.travel_helped / 2 + self.host
 
 
-def worst(costs: Sequence[Cost]) -> Cost:
-    """Return the cost of several replicas: the times of the slowest one, and the bytes of all."""
-    slowest = max(costs, key=lambda cost: cost.seconds(1))
-    return Cost(
-        compute=slowest.compute,
-        travel=slowest.travel,
-        fetch=slowest.fetch,
-        rows=tuple(rows for cost in costs for rows in cost.rows),
-        token_bytes=sum(cost.token_bytes for cost in costs),
-        weight_bytes=sum(cost.weight_bytes for cost in costs),
-    )
-
-
-def replicated_cost(replica: ReplicaLoad, replicated: Replications, chunks: int = 1) -> Cost:
-    """Return the cost under a table of replicated copies.
+def work_of(replica: ReplicaLoad, replicated: Replications, chunks: int = 1) -> Work:
+    """Return the work of a call under a table of replicated copies.
 
     Args:
         replica: the load of one replica of the experts.
@@ -387,30 +271,30 @@ def replicated_cost(replica: ReplicaLoad, replicated: Replications, chunks: int 
         chunks: number of chunks in which the copies that are not replicated travel.
     """
     rows, shards, passes = rows_of(replica, replicated), replica.origins.shape[1], replica.passes
-    messages = replica.links.start_up
+    messages, slowness = replica.links.start_up, replica.links.slowness
     moved = rows.home + rows.replicated
-    starts = messages * (chunks * (rows.home > 0) + (rows.replicated > 0))
     across = int(moved.sum() - np.trace(moved))
-    # Replicated copies, and their results, travel after the others, so the times of both on a link add up.
-    travelling = replica.fullest(rows.home, 0) + replica.fullest(rows.replicated, 0)
-    return Cost(
-        compute=replica.compute_seconds(replica.busiest(moved.sum(0))),
-        travel=replica.travel_seconds(travelling) + passes * _fullest(starts),
-        fetch=replica.fetch_seconds(replica.fullest(rows.fetched, 1))
-        + passes / 2 * _fullest(messages * (rows.fetched > 0))
-        + rows.held * replica.costs.expert_us * 1e-6,
+    return Work(
+        home=replica.compute_seconds(rows.home.sum(0) * slowness),
+        helped=replica.compute_seconds(rows.replicated.sum(0) * slowness),
+        travel=_travel(replica, rows.home) + passes * _fullest(messages * chunks * (rows.home > 0)),
+        travel_helped=_travel(replica, rows.replicated) + passes * _fullest(messages * (rows.replicated > 0)),
+        fetch=replica.fetch_seconds(replica.fullest(rows.fetched))
+        + passes / 2 * _fullest(messages * (rows.fetched > 0)),
+        host=rows.held * replica.costs.expert_us * 1e-6,
+        replicates=not replicated.is_empty,
         rows=tuple(moved.sum(0).tolist()),
         token_bytes=passes * across * replica.row_bytes * shards,
         weight_bytes=passes // 2 * int(rows.fetched.sum()) * replica.weight_bytes * shards,
     )
 
 
-def gathered_cost(replica: ReplicaLoad, alone: Cost, r: int) -> Cost:
-    """Return the cost with `gather_weights` r below etp.
+def gathered_work(replica: ReplicaLoad, alone: Work, r: int) -> Work:
+    """Return the work of a call with `gather_weights` r below etp.
 
     Args:
         replica: the load of one replica of the experts.
-        alone: the cost of that replica with r = etp.
+        alone: the work in that replica with r = etp.
         r: number of shards that a token visits; 0 if weights travel to the tokens instead.
     """
     shards, per_place = replica.origins.shape[1], replica.load.num_experts // len(replica.origins)
@@ -418,23 +302,22 @@ def gathered_cost(replica: ReplicaLoad, alone: Cost, r: int) -> Cost:
     if r:
         num_fetched = (shards // r - 1) * per_place
         gathered = num_fetched * replica.weight_bytes * within
-        weight_bytes = (replica.passes - 1) * num_fetched * replica.weight_bytes * replica.origins.size
-        return Cost(
-            compute=alone.compute,
+        return replace(
+            alone,
             travel=alone.travel * r / shards,
             fetch=(replica.passes - 1) * gathered,  # forward, again in backward, and the gradients back
-            rows=alone.rows,
             token_bytes=alone.token_bytes * r // shards,
-            weight_bytes=weight_bytes,
+            weight_bytes=(replica.passes - 1) * num_fetched * replica.weight_bytes * replica.origins.size,
         )
     # Every rank fetches all shards of all experts of the replica and computes its own copies.
     own_copies = replica.load.copies[replica.origins].sum(2)
     sent = shards * per_place * (1 - np.eye(len(replica.origins)))
-    fetched = replica.weight_bytes * replica.fullest(sent, 1) + _fullest(shards * replica.links.start_up)
+    fetched = replica.weight_bytes * replica.fullest(sent) + _fullest(shards * replica.links.start_up)
     fetched += (shards - 1) * per_place * replica.weight_bytes * within
     num_fetched = (replica.origins.size - 1) * per_place
-    return Cost(
-        compute=replica.compute_seconds(replica.busiest(own_copies.max(1)) * shards),
+    return Work(
+        home=replica.compute_seconds(own_copies.max(1) * shards * replica.links.slowness),
+        helped=alone.helped,
         travel=0.0,
         fetch=(replica.passes - 1) * fetched,
         rows=tuple(own_copies.sum(1).tolist()),
@@ -460,6 +343,11 @@ def is_even(replica: ReplicaLoad, margin: float) -> bool:
     travel = rows * replica.seconds_per_byte
     loads = (rows.sum(0) * replica.links.slowness, travel.sum(0), travel.sum(1))
     return all(float(each.max()) <= (1 + margin) * float(each.mean()) for each in loads)
+
+
+def _travel(replica: ReplicaLoad, rows: np.ndarray) -> float:
+    """Return the seconds of all transfers of rows on the fullest link."""
+    return replica.travel_seconds(replica.fullest(rows))
 
 
 def _fullest(seconds: np.ndarray) -> float:

@@ -1,7 +1,7 @@
 """Least-loaded expert parallelism, a baseline: no place computes more than a limit while another has room, at any cost.
 
-Copies go from the fullest place to the emptiest one, followed by the weights. `spill.py` is this library's variant: the same
-greedy algorithm, with the limit that is fastest by the cost model.
+Copies go from the fullest place to the emptiest one, followed by the weights. The library's variant is `spill`: the same greedy
+algorithm, with the limit that is fastest by the cost model.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class LeastLoaded(AbstractReplicaPolicy):
     """
 
     def __init__(self, limit: float = 1.0, *, budget: int | None = None) -> None:
+        super().__init__()
         if limit < 1:
             raise InputError(f"replication limit={limit}: the mean must fit: choose 1 or more")
         if budget is not None and budget < 1:

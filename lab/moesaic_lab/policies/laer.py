@@ -21,7 +21,7 @@ ROOM = 2
 """Experts that a place computes, relative to the number of experts of which it is the home. All room is used."""
 
 
-class LAER(AbstractReplicaPolicy):
+class LAERLayout(AbstractReplicaPolicy):
     """A policy that chooses a new layout of the experts for every call."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
