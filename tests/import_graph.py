@@ -47,10 +47,13 @@ def _module(path: Path, root: Path) -> str:
 
 
 def _folder(module: str, package: Path) -> str:
-    """Return a module's folder, as a path with a trailing slash; a file at the top of the package counts as its own folder."""
-    path = package.parent.joinpath(*module.split("."))
-    parts = module.split(".") if path.is_dir() else module.split(".")[:-1]
-    return module if len(parts) == 1 else "/".join(parts) + "/"
+    """Return the folder below the package that holds a module, with its subfolders, as a path with a trailing slash.
+
+    A file at the top of the package counts as its own folder.
+    """
+    parts = module.split(".")
+    room = package.parent.joinpath(*parts[:2])
+    return "/".join(parts[:2]) + "/" if len(parts) > 1 and room.is_dir() else module
 
 
 def _circles(graph: Mapping[str, set[str]]) -> list[list[str]]:

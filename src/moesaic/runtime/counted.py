@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moesaic.errors import InputError
-from moesaic.program.held import ExpertSizes
+from moesaic.program.expert_sizes import ExpertSizes
 
 
 class CountedCall(NamedTuple):

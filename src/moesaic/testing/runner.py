@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import start_processes
 
-from moesaic.balance import REPLICATION_POLICIES
+from moesaic.named import REPLICATION
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import Handle, Transfer
 from moesaic.layer import MoE
@@ -278,7 +278,7 @@ def check_case(case: Case) -> Checked:
 
 
 BALANCE = (
-    *REPLICATION_POLICIES, "replication at random", "arbiter at random", "samples anywhere",
+    *REPLICATION, "replication at random", "arbiter at random", "samples anywhere",
     "samples by policy", "experts in random orders", "memory budget", "weights to tokens (r)", "steps (peer groups)",
 )  # fmt: skip
 """Means of balancing skewed routing that cases use; see docs/balance.md."""
