@@ -20,6 +20,7 @@ from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
+from moesaic.layer import MoE
 from moesaic.models.attention import KeyValueCache
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
@@ -115,8 +116,8 @@ def test_a_language_model_computes_the_same(options: dict[str, Any], ends_home: 
         for moves in (False, True):
             model, mesh = copy.deepcopy(whole), Mesh(FOUR, transport)
             for block in model.blocks:
-                if "ffn" not in options or hasattr(block.ffn, "router"):
-                    block.ffn.parallelize(mesh, Plan(chunks=2))  # type: ignore[operator, union-attr]
+                if isinstance(block.ffn, MoE):
+                    block.ffn.parallelize(mesh, Plan(chunks=2))
             model.relocator = Relocator(mesh, Given(homes), ends_home=ends_home) if moves else None
             mine = slice(2 * transport.rank, 2 * transport.rank + 2)
             loss, counts = gpt_step(model, tokens[mine], targets[mine], None if mask is None else mask[mine])
@@ -144,7 +145,7 @@ def test_a_language_model_without_targets_gives_its_own_samples_logits() -> None
     def rank(transport: AbstractTransport) -> Tensor:
         model, mesh = copy.deepcopy(whole), Mesh(FOUR, transport)
         for block in model.blocks:
-            block.ffn.parallelize(mesh, Plan())  # type: ignore[operator, union-attr]
+            block.ffn.parallelize(mesh, Plan())
         model.relocator = Relocator(mesh, Given([AFTER, BEFORE]))
         with torch.inference_mode():
             return model(tokens[2 * transport.rank : 2 * transport.rank + 2]).logits.clone()
