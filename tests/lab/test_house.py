@@ -91,6 +91,6 @@ def test_the_path_begins_at_the_layer_and_ends_at_the_wire() -> None:
     trace = house.trace_path(ROOT / "src" / "moesaic")
     assert trace.files[0] == house.LAYER
     assert any(name.startswith("comm/") for name in trace.files)
-    assert trace.steps[0] == "layer.py __call__"
+    assert trace.steps[0] == "layer.py forward"
     assert set(trace.returns) < set(trace.steps)
     assert trace.depth > 0
