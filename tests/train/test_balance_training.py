@@ -133,5 +133,5 @@ def test_the_configuration_is_kept_with_the_run(tmp_path: Path) -> None:
         skip_measuring(patch)
         run_quietly(tiny(tmp_path, balance={"memory_budget": 10**9}, out=str(tmp_path / "kept")))
     saved = json.loads((tmp_path / "kept" / "config.json").read_text())
-    usual = {"replication": "none", "memory_budget": None, "samples": "none", "experts": "none"}
+    usual = {"replication": "none", "memory_budget": None, "samples": "none", "experts": "none", "experts_every": 50}
     assert saved["balance"] == usual | {"memory_budget": 10**9}
