@@ -30,6 +30,7 @@ from moesaic.layer import balance_on_step
 from moesaic.parallel import clip_grad_norm_, parallelize_layers, parameter_groups, shard_over_data
 from moesaic.program.plan import Plan
 from moesaic.routing.capacity import Capacity
+from moesaic.runtime.data_parallel import average_gradients
 from moesaic.train.launch import launch
 from moesaic_lab.vision.config import PRESETS, SwinConfig
 from moesaic_lab.vision.data import ImageBatches, Images, load_digits, load_folder
@@ -147,9 +148,10 @@ def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
             layer.requires_grad_(False)
     total, active = model.num_parameters(), model.num_active_parameters()
     say(f"{options.preset}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active; {len(data):,} images")
-    part = spread(model, options, device)
+    mesh = spread(model, options, device)
+    part = (0, 1) if mesh is None else (mesh.grid.coordinate(mesh.rank, "dp"), mesh.grid.dp)
     batches = ImageBatches(data, options.batch_size, options.seed, part, varied=options.varied)
-    loss = _steps(model, options, batches, say)
+    loss = _steps(model, options, batches, say, mesh)
     results: dict[str, Any] = {"parameters": total, "active": active, "loss": loss}
     logits = _outputs_of(model, held_out.pixels)
     results["val_loss"] = float(F.cross_entropy(logits, held_out.labels))
@@ -165,20 +167,20 @@ def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
     return results
 
 
-def spread(model: SwinMoE, options: VisionOptions, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
-    """Parallelise the model over the ranks; return which part of each batch this rank trains on, and how many there are."""
+def spread(model: SwinMoE, options: VisionOptions, device: Literal["cpu", "cuda"]) -> Mesh | None:
+    """Parallelise the model over the ranks and return their mesh; None in one process."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if options.ep * options.etp > 1:
             raise InputError(f"ep={options.ep}, etp={options.etp}: this is one process, start with torchrun")
-        return 0, 1
+        return None
     mesh = Mesh.create(ep=options.ep, etp=options.etp, device_type=device)
     parallelize_layers(model, mesh, Plan(schedule=options.schedule))
     if options.fsdp:
         shard_over_data(model, mesh, model.blocks)
-    return mesh.grid.coordinate(mesh.rank, "dp"), mesh.grid.dp
+    return mesh
 
 
-def _steps(model: SwinMoE, options: VisionOptions, batches: ImageBatches, say: Any) -> float | None:
+def _steps(model: SwinMoE, options: VisionOptions, batches: ImageBatches, say: Any, mesh: Mesh | None) -> float | None:
     """Train all steps and return the last loss, averaged over ranks; None for 0 steps."""
     if not options.steps:
         return None
@@ -192,6 +194,8 @@ def _steps(model: SwinMoE, options: VisionOptions, batches: ImageBatches, say: A
         pixels, labels = (each.to(device) for each in batches.get(step))
         loss = F.cross_entropy(model(pixels), labels)
         loss.backward()
+        if mesh is not None and not options.fsdp:
+            average_gradients(model, mesh)
         clip_grad_norm_(model, 3.0)
         optimizer.step()
         optimizer.zero_grad()
