@@ -88,7 +88,9 @@ def say(folder, what, where="loop.Trainer._accumulate", **changes):
 
 @pytest.mark.parametrize("direction", ["forward", pytest.param("backward", marks=pytest.mark.random)])
 def test_a_rank_that_is_stopped_is_named_by_the_one_that_waits_for_it(tmp_path, capsys, direction):
-    plan, place = ({"chunks": 2}, "executor.RunProgram.forward") if direction == "forward" else ({}, "executor.run_backward")
+    plan, place = (
+        ({"chunks": 2}, "executor.RunProgram.forward") if direction == "forward" else ({}, "executor.run_backward")
+    )
     err, run = say(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)", place, plan=plan)
     (said,) = ours(err)
     assert said.startswith("moesaic train: step 3 has stood still for 8 s: rank 1 is stopped (process ")
