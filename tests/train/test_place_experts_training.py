@@ -165,8 +165,8 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_middle_and_on_one_process(world)
 def test_configurations_that_cannot_place_experts_are_refused(tmp_path):
     for changes, words in (
         (
-            {"balance": {"experts": "smartmoe:-1"}},
-            r"balance\.experts='smartmoe:-1': write the steps between decisions, at least 1",
+            {"balance": {"experts": "smartmoe", "experts_every": -1}},
+            r"balance\.experts_every=-1: must be at least 1",
         ),
         (
             {"balance": {"experts": "best"}},

@@ -101,7 +101,7 @@ def test_schemoes_models_have_the_published_parameters(name, dense, unit, expert
 )  # fmt: skip
 def test_the_dense_twin_of_a_gpt2_is_gpt2(name, parameters):
     config = PRESETS[name]()
-    dense = replace(config.model, ffn=f"dense:{config.model.moe.hidden}")
+    dense = replace(config.model, ffn="dense", dense_hidden=config.model.moe.hidden)
     assert count(built(dense, config.data.vocab_size)) == parameters
     assert config.model.moe.hidden == 4 * config.model.dim
 
