@@ -71,7 +71,7 @@ def test_a_pass_takes_one_part_forward_two_backward_and_one_more_where_it_is_rec
 
 @pytest.mark.parametrize(("layers", "every", "sparse"), [(4, 2, 2), (5, 2, 3), (4, 3, 2), (1, 1, 1)])
 def test_moe_layers_are_counted_from_the_last_block_as_the_model_has_them(layers: int, every: int, sparse: int) -> None:
-    shape = ModelShape(num_layers=layers, ffn=f"moe:{every}")
+    shape = ModelShape(num_layers=layers, moe_every=every)
     assert sum(map(shape.is_sparse, range(layers))) == sparse
     assert replace(MODEL, num_layers=layers, moe_every=every).moe_layers == sparse
 

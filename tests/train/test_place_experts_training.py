@@ -170,7 +170,7 @@ def test_configurations_that_cannot_place_experts_are_refused(tmp_path):
         ),
         (
             {"balance": {"experts": "best"}},
-            r"balance\.experts='best' is unknown: choose one of none, balanced, smartmoe",
+            r"balance\.experts='best': choose one of none, balanced, smartmoe",
         ),
         (
             {"balance": {"experts": "balanced"}},
