@@ -66,7 +66,7 @@ def test_unreadable_files_are_refused(tmp_path, name, content, message):
         ({"optimizer": {"lr": 10**400}}, "here: optimizer.lr is a number above 1.797"),
         ({"optimizer": {"lr": -(10**400)}}, "here: optimizer.lr is a number below -1.797"),
         ({"optimizer": {"lr": True}}, "here: optimizer.lr must be a number, got True"),
-        ({"optimizer": 3}, "here: optimizer must be a table, got 3"),
+        ({"optimizer": 3}, "here: optimizer must be a table of lr, "),
         ({"data": {"path": ["a", 3]}}, "here: data.path[1] must be text, got 3"),
         ({"precision": "float16"}, "here: precision='float16': choose one of auto, float32, bfloat16"),
         ({"model": {"moe": {"router": "best"}}}, "model.moe.router='best' is unknown: choose one of softmax, switch"),
