@@ -105,7 +105,7 @@ def test_the_best_is_near_the_best_of_all_combinations() -> None:
     for cluster in (CLUSTER, tree(2, 4, leaf=False)):
         quick, full = found(cluster=cluster, pins=pins), found(cluster=cluster, pins=pins, exhaustive=True, refine=1000)
         assert quick.best.seconds <= 1.01 * full.best.seconds
-        assert full.best.seconds <= quick.best.seconds
+        assert full.best.seconds <= 1.001 * quick.best.seconds  # it tries one order of plans without chunks
         assert quick.num_simulated < full.num_simulated
 
 
@@ -113,7 +113,7 @@ def test_the_best_is_near_the_best_of_all_combinations() -> None:
 def test_choices_that_go_only_together_are_found(ep: int, etp: int, top_k: int) -> None:
     """Multicast is best with S1 and S2 and does not go with S3, so no single choice leads from there to S3, the best."""
     moe = MoEShape(num_experts=8, hidden=1024, top_k=top_k)
-    job = replace(JOB, model=replace(JOB.model, ffn="moe", moe=moe))
+    job = replace(JOB, model=replace(JOB.model, moe_every=1, moe=moe))
     cluster = flat(2, 4, intra=1000, inter=200, intra_us=2, inter_us=5, device=DEVICE)
     space = replace(SMALL, schedules=("s1", "s2", "s3"), chunks=(1, 2, 4))
     how = {"space": space, "cluster": cluster, "pins": Pins(tp=1, ep=ep, etp=etp, innermost="etp")}
