@@ -31,10 +31,10 @@ from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import start_processes
 
-from moesaic.named import REPLICATION
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import Handle, Transfer
 from moesaic.layer import MoE
+from moesaic.named import REPLICATION
 from moesaic.parallel import clip_grad_norm_
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import HELPERS, Kind, Program, Slot, State
