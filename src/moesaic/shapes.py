@@ -128,6 +128,10 @@ class ModelShape:
     def __post_init__(self) -> None:
         for name in ("dim", "num_layers", "num_heads", "seq_len", "moe_every"):
             check_at_least("model", self, name, 1)
+        if self.ffn not in ("moe", "dense"):
+            raise InputError(
+                f"model.ffn={self.ffn!r} is unknown: choose moe or dense; dense_hidden is a field of its own"
+            )
         if self.dense_hidden is not None:
             check_at_least("model", self, "dense_hidden", 1)
         self.check_heads()

@@ -130,3 +130,8 @@ def test_dropout_is_of_training_only() -> None:
 def test_a_block_that_cannot_be_is_refused(block: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words.replace(".", r"\.")):
         ModelConfig(**SHAPE, block=BlockConfig(**block))
+
+
+def test_an_unknown_kind_of_feed_forward_layers_is_refused_in_python_too() -> None:
+    with pytest.raises(InputError, match=r"^model\.ffn='dense:48' is unknown: choose moe or dense"):
+        build(GPT2, ffn="dense:48")
