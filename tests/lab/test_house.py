@@ -12,7 +12,7 @@ from moesaic_lab import house
 
 ROOT = Path(__file__).resolve().parents[2]
 RATCHET = {
-    "code_lines": 30_640, "code_lines_with_lab": 48_610, "lab_code_lines": 17_540, "tests_code_lines": 37_180,
+    "code_lines": 30_641, "code_lines_with_lab": 48_610, "lab_code_lines": 17_540, "tests_code_lines": 37_180,
     "statements": 31_540, "formatter_off": 386, "path_frames": 10, "path_files": 22, "path_returns": 3,
     "names_with_two_meanings": 12,
 }  # fmt: skip
