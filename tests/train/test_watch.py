@@ -41,11 +41,11 @@ def break_connections():
             if line.getpeername()[1] != int(os.environ["MASTER_PORT"]):
                 line.shutdown(socket.SHUT_RDWR)
 
-def disturbed(*arguments):
+def disturbed(*arguments, **options):
     rank, step = (int(os.environ["RANK"]), sum(1 for _ in open({metrics!r}))) if os.path.exists({metrics!r}) else (0, 0)
     if rank == 1 and step == 2:
         {what}
-    return plain(*arguments)
+    return plain(*arguments, **options)
 
 {where} = disturbed
 sys.exit(main(sys.argv[1:]))
@@ -116,11 +116,11 @@ from moesaic.train import loop
 
 plain = loop.{where}
 
-def disturbed(*arguments):
+def disturbed(*arguments, **options):
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.{signal})
     time.sleep({late})
-    return plain(*arguments)
+    return plain(*arguments, **options)
 
 loop.{where} = disturbed
 sys.exit(main(sys.argv[1:]))
