@@ -18,7 +18,7 @@ from moesaic.planner.presets import PRESETS as MODELS
 from moesaic.train.config import TrainConfig, preset
 from moesaic.train.data import Corpus
 from moesaic.train.state import load_trained
-from moesaic.train.task import DECODER, Task
+from moesaic.train.task import DECODER, TrainingTask
 from moesaic_lab.paper_train.data import load_hidden, load_pairs
 from moesaic_lab.paper_train.models import Encoder, EncoderDecoder, translate
 
@@ -77,13 +77,13 @@ def _load_pairs(config: TrainConfig, tokenizer_file: Path | None) -> Corpus:
 
 TASKS = {
     "decoder": DECODER,
-    "encoder": Task(make_model=make_encoder, load_corpus=_load_hidden, command=COMMAND),
-    "encoder_decoder": Task(make_model=make_encoder_decoder, load_corpus=_load_pairs, command=COMMAND),
+    "encoder": TrainingTask(make_model=make_encoder, load_corpus=_load_hidden, command=COMMAND),
+    "encoder_decoder": TrainingTask(make_model=make_encoder_decoder, load_corpus=_load_pairs, command=COMMAND),
 }
 """What is trained for each value of `model.block.kind`."""
 
 
-def task_of(config: TrainConfig) -> Task:
+def task_of(config: TrainConfig) -> TrainingTask:
     """Return what a configuration trains."""
     return TASKS[config.model.block.kind]
 

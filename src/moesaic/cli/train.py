@@ -14,7 +14,7 @@ from moesaic.errors import InputError, TrainingError
 if TYPE_CHECKING:
     from moesaic.train.config import TrainConfig
     from moesaic.train.launch import Launch
-    from moesaic.train.task import Task
+    from moesaic.train.task import TrainingTask
 
 DESCRIPTION = """Train a language model with MoE layers, in one process or on ranks that torchrun (or another launcher) starts:
 torchrun --nproc-per-node 4 -m moesaic train --mesh.ep 2 --mesh.etp 2 ...
@@ -42,7 +42,7 @@ def train_from(
     presets: Mapping[str, Callable[[], TrainConfig]],
     *,
     command: str = "moesaic train",
-    task_of: Callable[[TrainConfig], Task] | None = None,
+    task_of: Callable[[TrainConfig], TrainingTask] | None = None,
 ) -> int:
     """Train as a command line says; returns the exit code.
 

@@ -50,7 +50,7 @@ from moesaic.train.ranks import Ranks
 from moesaic.train.record import RoutingObserver, check_routing
 from moesaic.train.run_folder import CHECKPOINTS
 from moesaic.train.state import RunState, open_run, rng_state
-from moesaic.train.task import DECODER, Task
+from moesaic.train.task import DECODER, TrainingTask
 from moesaic.train.watch import Watch
 
 DECAY_SHARE = 0.2
@@ -79,7 +79,7 @@ class TrainResult:
     """True if a signal ended the run early; it can be resumed."""
 
 
-def train(config: TrainConfig, *, console: Console | None = None, task: Task = DECODER) -> TrainResult:
+def train(config: TrainConfig, *, console: Console | None = None, task: TrainingTask = DECODER) -> TrainResult:
     """Train a model as configured. If a process group is initialised, all its ranks train together.
 
     Args:

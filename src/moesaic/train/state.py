@@ -37,7 +37,7 @@ from moesaic.train.parallel import parallelize
 from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
 from moesaic.train.run_folder import CHECKPOINTS, HANG, HANG_SUMS, RunFolder, is_marked, read_config, unwritable
-from moesaic.train.task import DECODER, Task
+from moesaic.train.task import DECODER, TrainingTask
 from moesaic.train.tokenizer import AbstractTokenizer, HubTokenizer, make_tokenizer
 
 
@@ -47,7 +47,7 @@ class RunState:
 
     config: TrainConfig
     """The resolved configuration: `precision` is no longer "auto"."""
-    task: Task
+    task: TrainingTask
     folder: Path
     corpus: Corpus
     batches: Batches
@@ -83,7 +83,7 @@ def open_run(
     config: TrainConfig,
     say: Callable[[str], None],
     announce: Callable[[str], None] = lambda _: None,
-    task: Task = DECODER,
+    task: TrainingTask = DECODER,
 ) -> RunState:
     """Build a run, or resume it if `config.existing` is "resume".
 
@@ -108,7 +108,11 @@ def open_run(
 
 
 def _open(
-    config: TrainConfig, task: Task, claim: RunFolder, say: Callable[[str], None], announce: Callable[[str], None]
+    config: TrainConfig,
+    task: TrainingTask,
+    claim: RunFolder,
+    say: Callable[[str], None],
+    announce: Callable[[str], None],
 ) -> RunState:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -266,7 +270,7 @@ class Trained:
         return self.text
 
 
-def load_trained(folder: Path, device: str = "auto", task: Task = DECODER) -> Trained:
+def load_trained(folder: Path, device: str = "auto", task: TrainingTask = DECODER) -> Trained:
     """Load the model that a run trained.
 
     Args:

@@ -14,7 +14,7 @@ from moesaic.train.data import Corpus, load_corpus
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class TrainingTask:
     """The model of a run, and its data with their objective."""
 
     make_model: Callable[[TrainConfig, int], GPT]
@@ -39,5 +39,5 @@ def make_decoder(config: TrainConfig, vocab_size: int) -> GPT:
     return (MovingGPT if config.balance.moves_samples else GPT)(config.model, vocab_size)
 
 
-DECODER = Task(make_model=make_decoder, load_corpus=lambda config, file: load_corpus(config.data, file))
+DECODER = TrainingTask(make_model=make_decoder, load_corpus=lambda config, file: load_corpus(config.data, file))
 """A language model that predicts the next token."""

@@ -9,7 +9,7 @@ import pytest
 
 from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import ReplicationCosts
-from moesaic.balance.replication.policy import CallDecision, Moved
+from moesaic.balance.replication.policy import CallDecision, CallTraffic
 from moesaic.balance.run.calls import AGAIN, MoveArbiter, saved_seconds
 from moesaic.balance.samples import Homes, Volume
 
@@ -37,7 +37,7 @@ def verdict(alone: float, best: float) -> CallDecision:
         option=name,
         program="alone" if name == "alone" else "replicated",
         seconds={"alone": alone, name: best},
-        moved=lambda: (Moved((5, 3), 900, 0), Moved((4, 4), 500, 70)),
+        moved=lambda: (CallTraffic((5, 3), 900, 0), CallTraffic((4, 4), 500, 70)),
     )
 
 
@@ -100,7 +100,7 @@ def test_a_move_that_saves_nothing_is_left() -> None:
 def test_the_decision_that_is_kept_says_what_ran() -> None:
     found = made().note_move(saving(1000), verdict(1.0, 0.5), 16)
     assert (found.option, found.program, found.replicated) == ("relocate", "alone", None)
-    assert found.moved() == (Moved((5, 3), 900, 0),) * 2
+    assert found.moved() == (CallTraffic((5, 3), 900, 0),) * 2
 
 
 def test_going_home_is_no_choice_and_teaches_nothing() -> None:

@@ -23,7 +23,7 @@ ALONE, REPLICATED = "alone", "replicated"
 """Names of the programs without replication ("leaving a call alone") and with it."""
 
 
-class Moved(NamedTuple):
+class CallTraffic(NamedTuple):
     """What a call computes and moves, over all ranks, forward and backward."""
 
     rows: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class CallDecision:
     """(world, num_experts, ep) int64: the replicated copies; None if nothing is replicated."""
     seconds: Mapping[str, float]
     """Modelled seconds, forward and backward, of every option when options were last compared; {} if a policy has no choice."""
-    moved: Callable[[], tuple[Moved, Moved]] = lambda: (Moved(), Moved())
+    moved: Callable[[], tuple[CallTraffic, CallTraffic]] = lambda: (CallTraffic(), CallTraffic())
     """Returns what moves if the call is left alone, and by the decision."""
     decision_seconds: float = 0.0
     """Processor time of the decision, which delays the call. The time of other processes on the same core is not included."""

@@ -21,7 +21,7 @@ from moesaic.balance.replication.policy import (
     AbstractChooser,
     AbstractReplicationPolicy,
     CallDecision,
-    Moved,
+    CallTraffic,
 )
 from moesaic.balance.replication.tables import NOTHING, Replications, spread
 from moesaic.balance.selector.options import STEPS, STEPS_REPLICATED, Option, Recipe, Weigher, is_even, option_plans
@@ -104,11 +104,11 @@ class Arbitration(AbstractChooser):
             program = STEPS if option.program == STEPS_REPLICATED else ALONE
             option = Option(program, Recipe(), (), 0.0)
 
-        def moved() -> tuple[Moved, Moved]:
+        def moved() -> tuple[CallTraffic, CallTraffic]:
             nothing = (NOTHING,) * len(replicas)
             ran = nothing if table is None else replicated or _replications(replicas, table)
             return tuple(  # type: ignore[return-value]
-                Moved(
+                CallTraffic(
                     tuple(rows for work in works for rows in work.rows),
                     sum(work.token_bytes for work in works),
                     sum(work.weight_bytes for work in works),
