@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from moesaic.cli.main import main
 from moesaic.errors import InputError
+from moesaic.named import REPLICATION
 from moesaic.planner.cluster import read_cluster
 from moesaic.planner.files import read_plan, write_plan
 from moesaic.planner.simulate import Simulator
@@ -20,7 +21,7 @@ from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
-from moesaic.program.plan import Plan, Replication
+from moesaic.program.plan import NO_REPLICATION, Plan
 from moesaic.program.text import to_text
 from moesaic.program.validate import validate
 from program_text import from_text
@@ -46,7 +47,7 @@ def shown(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("schedule", ["s1", "s2"])
-@pytest.mark.parametrize("replication", get_args(Replication))
+@pytest.mark.parametrize("replication", [NO_REPLICATION, *REPLICATION])
 def test_every_replication_policy_is_shown(replication: str, schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Under even routing nothing is replicated: what moves is what moves without replication."""
     flags = ["--plan.schedule", schedule, "--plan.replication", replication]
