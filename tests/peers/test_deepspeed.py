@@ -5,6 +5,7 @@ tests/test_recipes.py trains with experts on every rank.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def initialised(stage: int) -> str:
 
     from moesaic.parallel import parallelize_model, parameter_groups
 
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as a launcher sets it: the engine asks for it
     model = Tiny()
     parallelize_model(model, dist.group.WORLD)
     optimizer = torch.optim.AdamW(parameter_groups(model), lr=0.01)
