@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from moesaic.cli.main import main
-from moesaic.cli.plan import plan_in_words, what_was_measured
+from moesaic.cli.plan_words import what_was_measured
 from moesaic.planner.cluster import presets, read_cluster
+from moesaic.planner.emit import SYSTEMS
 from moesaic.planner.files import read_planned
-from moesaic.planner.others import VERSIONS
-from moesaic.program.plan import Plan
+from moesaic.program.plan import Plan, plan_in_words
 from moesaic.train.auto_plan import with_planned
 from moesaic.train.config import PlannerConfig, TrainConfig
 
@@ -81,15 +81,52 @@ def test_json_ranks_by_time_and_says_why(files: list[str], capsys: pytest.Captur
     assert found["reasons"][0] == "model: 0.2 million total, 0.1 million active parameters"
 
 
-def test_the_table_goes_to_people(
-    files: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main([*files, *FEW, "--top", "2"]) == 0
-    out, shown = capsys.readouterr()
-    assert out == ""
+def test_the_answer_goes_to_standard_output(files: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert main([*files, *FEW, "--verbose"]) == 0
+    shown, said = capsys.readouterr()
+    assert said == ""
     for words in ("over bound", "limited by", "best: tp ", "times the bound of this layout", "memory: ", "ep = 1"):
         assert words in shown
+    assert main([*files, *FEW]) == 0
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) <= 25
+    assert "measured of" not in short
+    assert "measured of" in shown
+
+
+def test_json_has_parts_and_an_interval_with_the_speed_inside(hub: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert main([*hub, "--ep", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    low, high = found["speed"]["interval"]
+    assert low <= found["speed"]["tokens_per_second"] <= high
+    assert found["parameters"]["active"] < found["parameters"]["total"]
+    assert "launches" in found["ranking"][0]["parts"]
+
+
+def test_every_size_of_ep_is_given_a_speed_or_said_not_to_be_searched(
+    hub: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    """Of four sizes the three best are searched; the line and `--ep` agree."""
+    assert main(hub) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("slower: "))
+    assert "not searched (--ep does)" in line
+    assert main([*hub, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["ranking"][0]["seconds"]
+    told = [words.split() for words in line.removeprefix("slower: ").split("; ") if "times the speed" in words]
+    assert len(told) == 2
+    for words in told:
+        assert main([*hub, "--ep", words[1], "--json"]) == 0
+        pinned = json.loads(capsys.readouterr().out)["ranking"][0]["seconds"]
+        assert float(words[-4]) == pytest.approx(best / pinned, rel=0.02)
+
+
+def test_a_step_with_too_few_sequences_for_its_pipelines_is_warned_of(
+    hub: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    flags = "--pipeline-model-parallel-size 4 --expert-model-parallel-size 2 --global-batch-size 4"
+    assert main([*hub, "--ep", "8", "--explain", flags]) == 0
+    warning = "warning: a step has 4 sequences, fewer than its pipelines need: give at least 8"
+    assert warning in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("name", presets())
@@ -154,7 +191,7 @@ def test_layouts_of_others_are_compared_under_even_routing_whatever_the_counts(
     np.save(tmp_path / "counts.npy", np.array([[9, 1, 1, 1, 1, 1, 1, 1]] * 8))
     flags = ["--ep", "8", "--chunks", "1", "--all-to-alls", "linear", "--explain", "--expert-model-parallel-size 8"]
     assert main([*hub, *flags, "--trace", str(tmp_path / "counts.npy")]) == 0
-    lines = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().out.splitlines()
 
     def number(start: str, place: int) -> float:
         (line,) = (line for line in lines if line.startswith(start))
@@ -162,8 +199,10 @@ def test_layouts_of_others_are_compared_under_even_routing_whatever_the_counts(
 
     even, counted = number("under even routing, which the lines below assume:", 0), number("speed:", 0)
     assert even > counted
-    megatron = next(line for line in lines if line.startswith("as Megatron shards")).split(": ")[-1].split()
-    assert float(megatron[-5]) == pytest.approx(float(megatron[0].replace(",", "")) / even, abs=0.006)
+    megatron = next(line for line in lines if line.startswith("as Megatron-LM 0.20 runs it")).split(": ")[-1].split()
+    assert float(megatron[megatron.index("times") - 1]) == pytest.approx(
+        float(megatron[0].replace(",", "")) / even, abs=0.006
+    )
     yours = number("yours:", 0)
     reached = next(line for line in lines if line.startswith("the layout above reaches"))
     (gain,) = (float(word) for word in reached.split() if word[0].isdecimal())
@@ -281,11 +320,11 @@ def test_skew_costs_time_and_memory_beside_the_even_step(
     assert one["seconds"] < three["seconds"]
     assert one["memory_bytes"]["total"] < three["memory_bytes"]["total"]
     assert main([*spread, "--max-vio", "1"]) == 0
-    text = capsys.readouterr().err
+    text = capsys.readouterr().out
     assert "ms under skew" in text
     assert f"{one['seconds'] * 1e3:,.2f}" in text
     assert main([*files, "--ep", "1", *FEW, "--max-vio", "1"]) == 0
-    assert "a MaxVio of 1: costs nothing, since every rank has all experts" in capsys.readouterr().err
+    assert "a MaxVio of 1: costs nothing, since every rank has all experts" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -312,13 +351,13 @@ def test_a_model_of_the_hub_is_answered_in_what_people_ask(hub: list[str], capsy
     )
     flags += " --recompute-modules moe_act layernorm --fp8-format hybrid --num-distributed-optimizer-instances 1"
     assert main([*hub, "--price-per-hour", "2", "--explain", flags]) == 0
-    text = capsys.readouterr().err
+    text = capsys.readouterr().out
     for words in (
         "tokens/s and device (", "by published steps), a step of 4,194,304 tokens in", "MFU", "change first: ",
         "a MaxVio of 1 (one rank's experts get 2 times their share in every layer) makes a step",
         "for a trillion tokens at 2 an hour", "yours: ", "the layout above reaches",
         "your parts: attention", "pipeline", "; memory: weights",
-        "as Megatron shards (parameters whole, the optimizer in parts): ",
+        "as Megatron-LM 0.20 runs it: ",
     ):  # fmt: skip
         assert words in text
     assert ": :" not in text
@@ -343,8 +382,8 @@ def test_a_layout_is_printed_in_the_words_of_another_system(
     printed = capsys.readouterr()
     assert words in printed.out
     assert all(line.startswith(("--", "activation-checkpoint:")) for line in printed.out.splitlines())
-    if system in VERSIONS:
-        assert f"flags of {VERSIONS[system]}" in printed.err.splitlines()
+    if SYSTEMS[system].version:
+        assert f"flags of {SYSTEMS[system].version}" in printed.err.splitlines()
 
 
 def test_somebodys_layout_is_printed_in_the_words_of_another_system(
@@ -360,10 +399,10 @@ def test_somebodys_layout_is_printed_in_the_words_of_another_system(
 def test_a_price_that_is_missing_is_told_with_one_that_could_stand_in(
     hub: list[str], capsys: pytest.CaptureFixture
 ) -> None:
-    assert main([*hub, "--ep", "8"]) == 0
-    said = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("price: "))
+    assert main([*hub, "--ep", "8", "--verbose"]) == 0
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("price: "))
     assert main([*hub, "--ep", "8", "--price-per-hour", "2.5"]) == 0
-    told = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("price: "))
+    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("price: "))
     assert "unknown without --price-per-hour; at 2.5 per device and hour" in said
     assert told.split()[1] in said
 
@@ -379,7 +418,7 @@ def test_the_answer_is_a_page_to_share(hub: list[str], tmp_path: Path, capsys: p
     pytest.importorskip("plotly")
     page = tmp_path / "plan.html"
     assert main([*hub, "--ep", "8", "--page", str(page)]) == 0
-    told, text = capsys.readouterr().err, page.read_text(encoding="utf-8")
+    told, text = capsys.readouterr().out, page.read_text(encoding="utf-8")
     for title in (
         "One step of the best plan",
         "One step",
@@ -400,7 +439,7 @@ def test_a_model_that_fits_only_when_blocks_are_recomputed_says_so(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HUB | {"num_hidden_layers": 60, "hidden_size": 2048}))
     assert main([*hub, "--seq-len", "32768", "--ep", "8"]) == 0
-    assert "activations are recomputed: otherwise no layout fits the memory" in capsys.readouterr().err
+    assert "activations are recomputed: otherwise no layout fits the memory" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -432,13 +471,13 @@ def test_where_nothing_of_ours_fits_it_says_what_would_and_explains_all_the_same
     for words in (
         "the model fits no layout of 8 ranks, even with blocks recomputed: the smallest, tp 1, ep ", "what fits: ",
         "sizes of axes left free (",
-        " devices, blocks recomputed (", "devices of 8", "as Megatron shards", " total, ", " active parameters",
+        " devices, blocks recomputed (", "devices of 8", "as Megatron-LM 0.20 runs it", " total, ", " active parameters",
     ):  # fmt: skip
         assert words in said
     # Recomputation was tried, so it is no advice, and the changes are told of a job that has it.
     assert "(model.checkpoint_activations)" not in said
     assert main([*tight, "--explain", "--expert-model-parallel-size 4 --use-distributed-optimizer"]) == 0
-    told = capsys.readouterr().err
+    told = capsys.readouterr().out
     assert "the model fits no layout of 8 ranks" in told
     assert "yours: " in told
     assert "your parts: attention" in told

@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moesaic.planner.answer import SPREAD
+from moesaic.planner.answer import SPREADS
 from moesaic.planner.cluster import ClusterSpec, presets, read_cluster
+from moesaic.planner.step import LAUNCHES
 from moesaic_lab.ledger import parts
 from moesaic_lab.ledger.fitting import FITS, fitted
+from moesaic_lab.ledger.held_out import fitted_launches, held_out_ratios, pairs, published_steps, spread
 from moesaic_lab.ledger.page import claims, entries, page, rows
 from moesaic_lab.ledger.records import Entry, counted, median_error, read_published, worst_error
 
@@ -30,8 +32,15 @@ def test_the_page_is_what_the_code_gives(found: list[Entry]) -> None:
 
 def test_readme_quotes_the_medians(found: list[Entry]) -> None:
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    layers, collectives, published = (median_error(found, kind) for kind in ("layers", "collectives", "steps"))
-    assert f"{layers:.0%} for layers, {collectives:.0%} for collectives, {published:.0%} for published steps" in text
+    layers, collectives = (median_error(found, kind) for kind in ("layers", "collectives"))
+    h100, b200 = (
+        statistics.median(each.error for each in found if each.kind == "steps" and each.machine == machine)
+        for machine in ("dgx-h100", "dgx-b200")
+    )
+    held_out = next(claim for claim in claims(found) if claim.name == "ledger.steps_held_out_median").value
+    assert f"{layers:.0%} for layers, {collectives:.0%} for collectives, and for published steps" in text
+    assert f"{h100:.0%} on H100 and {b200:.0%} on B200" in text
+    assert f"{held_out:.0%} on systems that the fit has not seen" in text
 
 
 @pytest.mark.parametrize("name", FITS)
@@ -114,8 +123,36 @@ def test_eight_l40s_are_not_predicted_several_times_too_fast(found: list[Entry])
 
 
 def test_the_interval_of_a_plan_is_that_of_published_steps(found: list[Entry]) -> None:
-    quartiles = next(row["quartiles"] for row in rows(found) if row["kind"] == "steps")
-    assert [round(each, 2) for each in quartiles] == list(SPREAD)
+    steps = published_steps()
+    ratios = held_out_ratios(steps)
+    for kind, interval in SPREADS.items():
+        assert [round(each, 2) for each in spread(steps, ratios, kind)] == list(interval)
+        assert interval[1] - interval[0] <= 0.35
+
+
+def test_the_fitted_term_is_that_of_the_published_steps() -> None:
+    steps = published_steps()
+    assert fitted_launches(steps) == pytest.approx(LAUNCHES)
+    assert len(steps) == len(read_published()["step"])
+    systems = {step.system for step in steps}
+    assert len(systems) == 7
+    for step in steps:
+        (row,) = (row for row in read_published()["step"] if row["what"] == step.what)
+        _, speed = parts.predicted_step(row, read_published()["model"], launches=(5e-4, 2e-5))
+        assert step.speed((5e-4, 2e-5)) == pytest.approx(speed, rel=0.02), "linear in the term"
+
+
+def test_enough_pairs_of_layouts_are_compared() -> None:
+    compared = pairs(published_steps())
+    assert len({one.model for one, _ in compared}) >= 5
+    assert len({step.what for pair in compared for step in pair}) >= 20
+    assert all(one.machine == other.machine for one, other in compared)
+
+
+def test_claims_on_unseen_systems_hold(found: list[Entry]) -> None:
+    of = {claim.name: claim for claim in claims(found)}
+    for name in ("steps_median", "steps_worst", "steps_held_out_median", "steps_coverage_off", "steps_order"):
+        assert of[f"ledger.{name}"].holds, name
 
 
 def test_a_ring_and_an_all_to_all_by_hand() -> None:

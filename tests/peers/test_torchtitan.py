@@ -29,7 +29,8 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, H
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 from moesaic.errors import InputError
-from moesaic.planner.others import EMITTERS, SCHEDULES, OthersLayout
+from moesaic.planner.emit import SYSTEMS, TORCH_SCHEDULES
+from moesaic.planner.others import OthersLayout
 from moesaic.planner.presets import read_job
 
 DIM, HIDDEN, EXPERTS = 16, 24, 8
@@ -194,14 +195,14 @@ def test_every_model_of_torchtitan_keeps_its_parameters_and_is_initialised(make:
 @pytest.mark.parametrize(
     "layout",
     [
-        *(OthersLayout(pp=2, ep=8, schedule=name, global_batch=64) for name in sorted({*SCHEDULES.values()})),
+        *(OthersLayout(pp=2, ep=8, schedule=name, global_batch=64) for name in sorted({*TORCH_SCHEDULES.values()})),
         OthersLayout(tp=2, ep=4, cp=2, replicas=2),
         *(OthersLayout(ep=2, recompute=parts) for parts in ((), ("block",), ("layernorm", "moe"))),
     ],
     ids=str,
 )  # fmt: skip
 def test_torchtitans_parser_accepts_what_is_printed(layout: OthersLayout) -> None:
-    lines = EMITTERS["torchtitan"](read_job("mixtral-8x7b"), layout, None)
+    lines = SYSTEMS["torchtitan"].flags("torchtitan", read_job("mixtral-8x7b"), layout)
     words = [word for line in lines for word in line.split(" ")]
     config = ConfigManager().parse_args(["--module", "qwen3", "--config", "qwen3_moe_debug", *words])
     assert config.parallelism.expert_parallel_degree == layout.ep

@@ -15,6 +15,7 @@ from moesaic.planner.model import DataShape, Job
 from moesaic.planner.search import LOSSLESS, LOSSY, Result, Settings, TooLargeError, neighbours, search
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.step import StepCostModel
+from moesaic.planner.step_memory import step_memory
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
@@ -170,7 +171,7 @@ def test_parameters_lie_in_parts_on_all_ranks() -> None:
     for ep, etp in ((1, 1), (4, 1), (4, 2)):
         grid = Grid(world=8, ep=ep, etp=etp, ranks_per_node=4)
         made = compile_plan(Plan(), grid)
-        memory = StepCostModel(model, grid, simulator).memory(made.forward, made.backward, grid)
+        memory = step_memory(StepCostModel(model, grid, simulator), made.forward, made.backward, grid)
         held = (model.dense_parameters + shared + model.expert_parameters) / 8
         assert memory.weights == pytest.approx(4 * held)
         assert memory.optimizer == pytest.approx(8 * held)
@@ -265,3 +266,15 @@ def test_progress_is_told() -> None:
         "changing pairs of choices",
     }
     assert all(0 <= done < total for _, done, total in told)
+
+
+def test_sizes_of_ep_that_are_searched_to_the_end_agree_with_ep_pinned() -> None:
+    settings = Settings(give_up=1.5, refine=4, finished_eps=2)
+    result = search(JOB, CLUSTER, settings)
+    done = [ep for ep, results in result.by_ep.items() if results.is_searched]
+    assert result.best.grid.ep in done
+    assert len(done) == min(3, len(result.by_ep))
+    for ep in done:
+        found, pinned = result.by_ep[ep].best, search(JOB, CLUSTER, replace(settings, pins=Pins(ep=ep))).best
+        assert found is not None
+        assert found.seconds == pytest.approx(pinned.seconds, rel=0.02)

@@ -9,9 +9,22 @@ import pytest
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Host
 from moesaic.planner.memory import Memory
+from moesaic.planner.model import Job
 from moesaic.planner.simulate import Simulator
-from moesaic.planner.step import Estimate, StepCostModel, all_reduce_seconds, reduce_seconds
-from moesaic.planner.step_model import StepModel
+from moesaic.planner.step import (
+    LAUNCHES,
+    NARROW_LAUNCHES,
+    Estimate,
+    LayerPass,
+    StepCostModel,
+    StepModel,
+    alive_micro_batches,
+    all_reduce_seconds,
+    bubble_seconds,
+    layer_passes,
+    reduce_seconds,
+)
+from moesaic.planner.step_memory import step_memory
 from moesaic.planner.timing import Simulated
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
@@ -22,7 +35,7 @@ from moesaic_lab.reproduce.fastermoe_model import ideal
 from planner.clusters import DEVICE, flat
 
 LAYER = Workload(tokens=1024, num_experts=8, top_k=2, dim=256, hidden=512)
-MODEL = StepModel(num_layers=4, layer=LAYER, seq_len=256, moe_every=2, vocab=1000)
+MODEL = StepModel(num_layers=4, layer=LAYER, seq_len=256, sparse_layers=2, vocab=1000)
 GRID = Grid(world=8, ep=4, ranks_per_node=4)
 SPEC = flat(2, 4, intra=400, inter=40, intra_us=2, inter_us=5, device=DEVICE)
 
@@ -48,7 +61,7 @@ def test_parts_add_up() -> None:
     estimate = step()
     assert sum(estimate.parts.values()) == pytest.approx(estimate.seconds)
     assert set(estimate.parts) == {
-        "attention", "dense", "moe forward", "moe backward", "unembed", "parameters", "optimizer"
+        "attention", "dense", "launches", "moe forward", "moe backward", "unembed", "parameters", "optimizer"
     }  # fmt: skip
 
 
@@ -64,35 +77,141 @@ def test_moe_parts_are_the_simulated_programs_times_the_layers() -> None:
 
 def test_a_pass_takes_one_part_forward_two_backward_and_one_more_where_it_is_recomputed() -> None:
     plain, again = around(), around(replace(MODEL, recomputed=("block",)))
-    assert again.attention == pytest.approx(4 / 3 * plain.attention)
-    assert again.dense == pytest.approx(4 / 3 * plain.dense)
-    assert again.unembed == plain.unembed
+    for part in ("attention", "dense", "launches"):
+        assert again.around[part] == pytest.approx(4 / 3 * plain.around[part])
+    assert again.around["unembed"] == plain.around["unembed"]
 
 
 @pytest.mark.parametrize(("layers", "every", "sparse"), [(4, 2, 2), (5, 2, 3), (4, 3, 2), (1, 1, 1)])
 def test_moe_layers_are_counted_from_the_last_block_as_the_model_has_them(layers: int, every: int, sparse: int) -> None:
     shape = ModelShape(num_layers=layers, moe_every=every)
     assert sum(map(shape.is_sparse, range(layers))) == sparse
-    assert replace(MODEL, num_layers=layers, moe_every=every).moe_layers == sparse
+    assert Job(model=shape).step_model(SPEC, 1).moe_layers == sparse
 
 
 def test_gathering_parameters_hides_behind_computing_unless_one_thread_does_both() -> None:
     on_gpu = step().parts["parameters"]
-    on_cpu = around(spec=replace(SPEC, host=Host(runs_compute=True))).estimate(*runs()).parts["parameters"]
-    assert on_gpu < on_cpu == pytest.approx(sum(around().sharding.values()))
+    one_thread = around(spec=replace(SPEC, host=Host(runs_compute=True))).estimate(*runs())
+    assert on_gpu < one_thread.parts["parameters"] == pytest.approx(one_thread.limits["gathering parameters"])
 
 
 def test_dense_parameters_are_gathered_over_dp_and_experts_over_their_copies() -> None:
+    """Gathered twice and scattered once, in float32; half of a reduction each."""
     per_block = 4 * 256 * 256 + 3 * 256 * 1024 / 2 + 256 * 8 / 2
     dense = reduce_seconds(SPEC, GRID, per_block * 4, 1, 8)
     experts = reduce_seconds(SPEC, GRID, 8 / 4 * 3 * 256 * 512 * 4, 4, 2)
     ends = reduce_seconds(SPEC, GRID, 2 * 1000 * 256 * 4, 1, 8)
-    seconds = around().sharding
-    assert (seconds["dense"], seconds["experts"]) == (
-        pytest.approx(3 / 2 * 4 * dense),
-        pytest.approx(3 / 2 * 2 * experts),
+    assert step().limits["gathering parameters"] == pytest.approx(3 / 2 * (4 * dense + 2 * experts + ends))
+
+
+def test_gradients_are_scattered_in_the_dtype_of_the_system() -> None:
+    """Gathered twice at two bytes; scattered once at four or two."""
+    wide, narrow = (
+        step(replace(MODEL, gathered_bytes=2, gradient_bytes=size)).limits["gathering parameters"] for size in (4, 2)
     )
-    assert seconds["ends"] == pytest.approx(3 / 2 * ends)
+    assert narrow / wide == pytest.approx(3 / 4, rel=0.02)
+
+
+def test_gathers_hide_behind_the_other_blocks_of_a_pass() -> None:
+    """Dense blocks have time left behind which the experts of the others are gathered."""
+    slow = replace(SPEC, links=tuple(replace(link, gbps=(0.3 * link.gbps[0],)) for link in SPEC.links))
+    bare = replace(MODEL, vocab=0)
+    few, many = (
+        around(replace(bare, num_layers=layers), slow).estimate(*runs()).parts.get("parameters", 0.0)
+        for layers in (4, 5)
+    )
+    assert few == pytest.approx(around(bare, slow).estimate(*runs()).parts.get("parameters", 0.0))
+    extra = reduce_seconds(slow, GRID, (4 * 256**2 + 3 * 256 * 1024) * 4, 1, 8)
+    assert many < few + 3 / 2 * extra
+
+
+def test_every_layer_costs_launches_that_grow_with_the_experts_of_a_rank() -> None:
+    of_layer, of_expert = LAUNCHES
+    assert around().launches == of_layer + 2 * of_expert
+    assert step().parts["launches"] == pytest.approx(2 * (of_layer + 2 * of_expert))
+    assert around(replace(MODEL, micro_batches=3)).estimate(*runs()).parts["launches"] == pytest.approx(
+        3 * step().parts["launches"]
+    )
+    narrow = replace(MODEL, layer=replace(LAYER, products="bf16", dtype="fp32"))
+    assert around(narrow).launches == pytest.approx(of_layer + 2 * NARROW_LAUNCHES * of_expert)
+    assert around(spec=replace(SPEC, host=Host(runs_compute=True))).launches == 0
+
+
+def test_overlapped_all_to_alls_take_the_longer_and_a_share_of_the_shorter() -> None:
+    model = replace(MODEL, overlapped=True, vocab=0)
+    spec = replace(SPEC, device=replace(SPEC.device, contention=0.4))
+    forward, backward = LayerPass(0.1, 0.3, {}), LayerPass(0.2, 0.4, {})
+    plain, overlapped = (
+        around(replace(model, overlapped=each), spec).estimate(forward, backward).parts for each in (False, True)
+    )
+    computing = 3 * around(model, spec).forward.attention + 0.1 + 0.2
+    both = 0.7 + 0.4 * computing
+    moe = [parts["moe forward"] + parts["moe backward"] for parts in (plain, overlapped)]
+    assert moe[0] == pytest.approx(2 * 1.0)
+    assert moe[0] - moe[1] == pytest.approx(2 * (computing + 0.7 - both))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "runs_per_rank", "waits"),
+    [("1f1b", 1, 3 * 6.0), ("1f1b", 2, 3 * 3.0), ("zb-h1", 1, 3 * 2.0), ("zb-v", 2, 0.0), ("dualpipev", 2, 3 * 2.5)],
+)
+def test_pipelines_wait_as_their_papers_say(schedule, runs_per_rank: int, waits: float) -> None:
+    """Four stages; a micro-batch takes 1 forward, 3 backward for inputs and 2 for weights."""
+    assert bubble_seconds(schedule, 4, runs_per_rank, 1.0, 3.0, 2.0) == pytest.approx(waits)
+    assert bubble_seconds(schedule, 1, runs_per_rank, 1.0, 3.0, 2.0) == 0
+
+
+def test_a_rank_keeps_as_many_micro_batches_as_its_schedule_says() -> None:
+    assert [alive_micro_batches("1f1b", 4, 1, 16, rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert alive_micro_batches("1f1b", 4, 2, 16, 0) == (4 + 8 - 1) / 2
+    assert alive_micro_batches("zb-v", 4, 2, 16, 3) == 4
+    assert alive_micro_batches("dualpipev", 4, 2, 16, 0) == 4.5
+    assert alive_micro_batches("1f1b", 4, 1, 2, 0) == 2
+    assert alive_micro_batches("1f1b", 1, 1, 2, 0) == 1
+
+
+def test_a_pipeline_fills_and_drains_in_the_mean_time_of_its_ranks() -> None:
+    model = replace(MODEL, vocab=0, stages=4, micro_batches=10)
+    forward, backward = LayerPass(0.1, 0.0, {}), LayerPass(0.2, 0.0, {})
+    busy = around(model).busy_seconds(forward, backward)
+    alike, slower = (around(model).estimate(forward, backward, mean_busy=each).parts for each in (None, 2 * busy))
+    hops = alike["pipeline"] - 3 * busy
+    assert 0 < hops < 1e-3
+    assert slower["pipeline"] == pytest.approx(2 * 3 * busy + hops)
+
+
+def test_a_layer_of_another_system_by_hand() -> None:
+    """Two experts of 1,024 rows; sorted four times; each rank sends a quarter of its copies to each of four."""
+    device = replace(DEVICE, activation_traffic=1.0)
+    spec = flat(2, 4, intra=400, inter=40, device=device)
+    forward, backward = layer_passes(spec, GRID, LAYER, deepep=False)
+    rows, memory = 8 * 2048 / 8 / 2, device.memory_gigabytes_per_second * 1e9
+    products = 2 * rows * 2 * 3 * 256 * 512 / (device.tflops.bf16 * 1e12)
+    traffic = 2 * rows * (2 * 256 + 2 * 3 * 512) * 2 / memory
+    copies = 4 * 2 * 2 * rows * 256 * 2 / memory
+    assert forward.compute_seconds == pytest.approx(products + traffic + copies)
+    assert backward.compute_seconds == pytest.approx(2 * (products + traffic) + copies)
+    sent = 3 / 4 * 2048 * 256 * 2
+    assert forward.communication_seconds == backward.communication_seconds == pytest.approx(2 * sent / 50e9, rel=1e-3)
+    once, _ = layer_passes(spec, GRID, LAYER, deepep=True)
+    assert once.communication_seconds < forward.communication_seconds
+    assert once.compute_seconds == pytest.approx(products + traffic + copies / 2)
+    whole, _ = layer_passes(spec, replace(GRID, ep=1), LAYER, deepep=False)
+    assert (whole.communication_seconds, whole.link_seconds) == (0.0, {})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_layers": 6}, {"vocab": 4000}, {"micro_batches": 4}, {"recomputed": ("moe",)}, {"shared_hidden": 512},
+        {"attention_copied": 512.0}, {"loss_bytes": 52}, {"launches": (2e-3, 1e-4)}, {"stepwise": ("norms",)},
+        {"score_operations": 1e7}, {"stages": 2}, {"dense_hidden": 4096}, {"parameter_bytes": 8},
+    ],
+    ids=lambda more: next(iter(more)),
+)  # fmt: skip
+def test_more_of_anything_takes_longer(more: dict) -> None:
+    whole = replace(MODEL, sharded="optimizer", hides_parameters=False, hides_gradients=False)
+    assert step(replace(whole, **more)).seconds > step(whole).seconds
 
 
 def test_reductions_take_what_a_hierarchical_ring_takes() -> None:
@@ -119,7 +238,7 @@ def test_a_switch_that_adds_up_sends_every_value_once_and_every_sum_once() -> No
 
 def memory(model: StepModel = MODEL) -> Memory:
     compiled = compile_plan(Plan(), GRID)
-    return around(model).memory(compiled.forward, compiled.backward, compiled.grid)
+    return step_memory(around(model), compiled.forward, compiled.backward, compiled.grid)
 
 
 def test_memory_counts_the_part_of_the_parameters_that_a_rank_holds() -> None:

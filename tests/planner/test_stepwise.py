@@ -1,4 +1,4 @@
-"""Compares the bytes that eager PyTorch reads and writes, operation by operation, with `planner/step_model.py`."""
+"""Compares the bytes that eager PyTorch reads and writes, operation by operation, with `STEPWISE` of `planner/step.py`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 from moesaic.errors import InputError
 from moesaic.planner.cluster import Host, ScoreShares
 from moesaic.planner.simulate import Simulator
-from moesaic.planner.step import StepCostModel
-from moesaic.planner.step_model import COSTS, StepModel, Steps
+from moesaic.planner.step import STEPWISE, StepCostModel, StepModel
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 from planner.clusters import DEVICE, flat
@@ -125,14 +124,7 @@ def test_bytes_are_those_that_the_operations_read_and_write(name: str) -> None:
     function, values, *fused = CASES[name]
     bytes_per_value = [total / (ROWS * WIDTH) - less for total, less in zip(counted(function, *values), fused)]
     # Sums over rows, and factors of a row, are not counted.
-    assert [COSTS[name].forward, COSTS[name].backward] == pytest.approx(bytes_per_value, rel=0.03, abs=0.5)
-
-
-def test_kernels_shorter_than_their_launch_take_as_long_as_that() -> None:
-    steps = Steps(forward=10, backward=20, kernels=(3, 5), per_expert=(2, 4))
-    assert steps.seconds(1e9, 1e12, 1e-5) == pytest.approx((0.01, 0.02))
-    assert steps.seconds(1e3, 1e12, 1e-5, experts=8) == pytest.approx((19e-5, 37e-5))
-    assert steps.seconds(0, 1e12, 1e-5, experts=8) == (0, 0)
+    assert list(STEPWISE[name]) == pytest.approx(bytes_per_value, rel=0.03, abs=0.5)
 
 
 SPEC = flat(1, 4, device=DEVICE, host=Host(task_us=0.001))
@@ -148,7 +140,8 @@ MODEL = StepModel(
 
 def small(*names: str, **fields: Any) -> float:
     """Return the seconds of small kernels in a micro-batch of three layers."""
-    return StepCostModel(replace(MODEL, stepwise=names, **fields), Grid(world=4, ep=4), Simulator(SPEC)).small
+    cost_model = StepCostModel(replace(MODEL, stepwise=names, **fields), Grid(world=4, ep=4), Simulator(SPEC))
+    return cost_model.around["small kernels"]
 
 
 def test_small_kernels_by_hand() -> None:
@@ -163,7 +156,7 @@ def test_small_kernels_by_hand() -> None:
     }
     for name, num_bytes in per_layer.items():
         assert small(name) == pytest.approx(3 * num_bytes / 1e12)
-    assert small(*COSTS) > sum(map(small, per_layer))
+    assert small(*STEPWISE) > sum(map(small, per_layer))
     assert small() == 0
 
 

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint import state_dict_saver
 from moesaic.configfile import as_json, override, read_table
 from moesaic.planner import cluster
 from moesaic.planner.cluster import read_cluster
+from moesaic.planner.emit import from_flags
 from moesaic.planner.files import read_planned, write_plan
-from moesaic.planner.others import from_flags
 from moesaic.planner.presets import read_job
 from moesaic.planner.profile import (
     ClusterProfile,

@@ -24,7 +24,7 @@ from moesaic.planner.model import DataShape, Job
 from moesaic.planner.others import OthersLayout, predict
 from moesaic.planner.search import PlannedStep
 from moesaic.planner.simulate import Simulator
-from moesaic.planner.step import all_reduce_seconds
+from moesaic.planner.step import LAUNCHES, all_reduce_seconds
 from moesaic.planner.topology import Topology
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
@@ -225,8 +225,16 @@ def laer() -> Iterator[Entry]:
         )  # fmt: skip
 
 
-def predicted_step(row: dict[str, Any], models: dict[str, Any]) -> tuple[PlannedStep, float]:
-    """Return the prediction of a published step, and the predicted tokens per second and device."""
+def predicted_step(
+    row: dict[str, Any], models: dict[str, Any], *, launches: tuple[float, float] = LAUNCHES
+) -> tuple[PlannedStep, float]:
+    """Return the prediction of a published step, and the predicted tokens per second and device.
+
+    Args:
+        row: the step.
+        models: the sizes of models by name.
+        launches: as in `StepModel`.
+    """
     shape = read_shape(models[row["model"]] | row.get("routing", {}), row["model"], seq_len=row["seq_len"])
     machine, gpus = row["machine"], row["gpus"]
     cluster = cluster_of(machine).of_devices(gpus) if gpus <= 32 else cluster_of(machine, nodes=gpus // 8)
@@ -234,7 +242,7 @@ def predicted_step(row: dict[str, Any], models: dict[str, Any]) -> tuple[Planned
         cluster = cluster.with_links("inside", row["inside"])
     layout = override(OthersLayout(), row["layout"], source=row["what"])
     job = Job(batch_size=row["gpus"], precision="bfloat16", model=shape, data=DataShape(vocab_size=shape.vocab))
-    prediction = predict(job, cluster, layout)
+    prediction = predict(job, cluster, layout, launches=launches)
     return prediction, layout.sequences(row["gpus"]) * row["seq_len"] / prediction.seconds / row["gpus"]
 
 

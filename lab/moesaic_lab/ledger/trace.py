@@ -27,6 +27,7 @@ from moesaic.program.passes.multicast import in_pieces
 from moesaic.program.plan import Plan
 from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Stage, Task
 from moesaic.program.timeline import lay_out
+from moesaic_lab.ledger.overlapped import simulate_overlapped
 from moesaic_lab.ledger.parts import cluster_of
 from moesaic_lab.ledger.records import Entry, read_published
 
@@ -112,7 +113,7 @@ def predicted() -> float:
     around = StepCostModel(model, grid, Simulator(cluster))
     compiled = compile_plan(Plan(all_to_all="multicast", order="fifo"), grid)
     forward, backward = (in_pieces(each, dispatched="fp8") for each in (compiled.forward, compiled.backward))
-    both = around.simulate_overlapped(forward, backward, compiled.grid)
+    both = simulate_overlapped(around, forward, backward, compiled.grid)
     return LAYERS * (both.seconds + 3 * around.forward.shared)
 
 

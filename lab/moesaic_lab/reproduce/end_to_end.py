@@ -29,7 +29,8 @@ class WholeStep:
             known.model, checkpoint_activations=False, moe=replace(known.model.moe, num_experts=num_experts)
         )
         job = replace(known, batch_size=sequences * grid.dp, precision="float32", model=model)
-        self.model = job.step_model(cluster, grid.dp)
+        # The papers' machines have their own start-ups in `cluster`.
+        self.model = replace(job.step_model(cluster, grid.dp), launches=(0.0, 0.0))
         self._cost = StepCostModel(self.model, grid, Simulator(cluster))
 
     def around_seconds(self, forward: Simulated, backward: Simulated, *, exchanges: bool = True) -> float:

@@ -24,12 +24,20 @@ from moesaic.planner.predict import APART
 from moesaic.planner.search import PlannedStep, Result, Settings, smallest_layout
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.step import StepCostModel
+from moesaic.planner.step_memory import step_memory
 from moesaic.planner.timing import SpecTiming
 from moesaic.planner.workload import largest_max_vio, skewed_counts, uniform_counts
 from moesaic.program.compile import Compiled, compile_plan
 
-SPREAD = (0.83, 0.93)
-"""Quartiles of measured over predicted speed of the published steps in docs/ledger.md."""
+SPREADS = {"hopper": (0.79, 1.11), "blackwell": (0.95, 1.12), "": (0.83, 1.12)}
+"""Quartiles of measured over predicted speed of the published steps in docs/ledger.md, each predicted without its own system in
+the fit (`moesaic_lab.ledger.fitting`), widened to include 1: on two generations of GPUs, and on all."""
+
+
+def generation(cluster: ClusterSpec) -> str:
+    """Return the key of `SPREADS` for a cluster's devices, by their data-sheet rate of bfloat16 products."""
+    peak = cluster.device.peak_tflops
+    return "hopper" if 900 < peak < 1000 else "blackwell" if 2000 < peak < 3000 else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +95,14 @@ def speed_of(
     """
     tokens = sequences * job.model.seq_len
     tokens_per_second = tokens / step.seconds / devices
+    low, high = SPREADS[generation(cluster)]
     peak = cluster.device.peak_tflops * 1e12 or cluster.device.tflops.of(job.dtype(cluster))
     return Speed(
         tokens_per_second=tokens_per_second,
-        interval=(tokens_per_second * SPREAD[0] / longer[1], tokens_per_second * SPREAD[1] / longer[0]),
+        interval=(
+            tokens_per_second * min(low / longer[1], 1.0),
+            tokens_per_second * max(high / longer[0], 1.0),
+        ),
         utilization=tokens_per_second * operations_per_token(job, cluster) / peak,
     )
 
@@ -104,7 +116,7 @@ def operations_per_token(job: Job, cluster: ClusterSpec) -> float:
 
 
 def changes(job: Job, cluster: ClusterSpec, result: Result, *, reserve_gib: float = 1.0) -> list[Change]:
-    """Return the effects of single changes of the machine or of ep on the best plan, largest speedup first.
+    """Return the effects of single changes of the machine on the best plan, largest speedup first.
 
     Changes of less than half a percent are left out.
 
@@ -130,11 +142,6 @@ def changes(job: Job, cluster: ClusterSpec, result: Result, *, reserve_gib: floa
         gib = math.ceil(memory.total * FRAGMENTED / GIB + reserve_gib)
         if gib > cluster.device.memory_gib and seconds < seconds_before:
             effects.append(Change(what=f"devices of {gib} GiB ({what})", speedup=seconds_before / seconds))
-    for ep, results in result.by_ep.items():
-        if results.best is not None and ep != best.grid.ep:
-            effects.append(
-                Change(what=f"ep {ep} ({name_of(results.best.grid)})", speedup=best.seconds / results.best.seconds)
-            )
     return sorted((effect for effect in effects if abs(effect.speedup - 1) > 0.005), key=lambda effect: -effect.speedup)
 
 
@@ -150,7 +157,7 @@ def again(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, 
     cost_model = StepCostModel(job.step_model(cluster, planned.grid.dp), planned.grid, simulator)
     compiled = compile_plan(planned.plan, planned.grid)
     programs = compiled.forward, compiled.backward
-    memory = cost_model.memory(*programs, compiled.grid, memory_budget=planned.plan.memory_budget)
+    memory = step_memory(cost_model, *programs, compiled.grid, memory_budget=planned.plan.memory_budget)
     return cost_model.estimate(*simulator.passes(*programs, cost_model.model.layer, compiled.grid)).seconds, memory
 
 
@@ -182,7 +189,8 @@ def under_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep, max_vio: fl
         return None
     counts = skewed_counts(compiled.grid.dp, layer, ep=grid.ep, max_vio=max_vio)
     seconds = cost_model.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
-    memory = cost_model.memory(
+    memory = step_memory(
+        cost_model,
         compiled.forward,
         compiled.backward,
         compiled.grid,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Dtype
-from moesaic.planner.step_model import StepModel
+from moesaic.planner.step import StepModel
 from moesaic.planner.workload import Workload
 from moesaic.shapes import ModelShape
 
@@ -94,7 +94,6 @@ class Job:
             num_layers=model.num_layers,
             layer=layer,
             seq_len=model.seq_len,
-            moe_every=min(model.moe_every, model.num_layers),
             dense_hidden=model.active_hidden,
             vocab=self.data.vocab_size,
             recomputed=("block",) if model.checkpoint_activations else (),

@@ -26,6 +26,7 @@ from moesaic.planner.model import Job
 from moesaic.planner.movement import coded_bytes
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.step import Estimate, StepCostModel, mean_of
+from moesaic.planner.step_memory import least_bytes, step_memory
 from moesaic.planner.timing import Simulated
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.compile import Compiled, compile_plan
@@ -73,6 +74,8 @@ class EpResults:
     """The best simulated plan that fits the memory; None if there is none."""
     is_too_large: bool
     """Whether plans were simulated and none of them fits the memory."""
+    is_searched: bool
+    """Whether these layouts were searched as far as with ep pinned; else `best` may be far from their best plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +129,8 @@ class Settings:
     """Number of plans in the ranking."""
     refine: int = 6
     """Number of layouts on which choices are changed."""
+    finished_eps: int = 0
+    """Number of further sizes of ep, those with the fastest plans so far, that are searched as if they were pinned."""
     exhaustive: bool = False
     """Try every combination on these layouts instead."""
     give_up: float = math.inf
@@ -188,20 +193,21 @@ class _Search:
         for number, grid in enumerate(grids):
             self.progress("bounding layouts", number, len(grids))
             cost_models.append(StepCostModel(self.job.step_model(self.cluster, grid.dp), grid, self.simulator))
-        fitting = [each for each in cost_models if each.least_bytes <= self._usable_bytes]
+        fitting = [each for each in cost_models if least_bytes(each) <= self._usable_bytes]
         if not fitting:
             raise self._too_large(*smallest_layout(cost_models))
         started = self._promising_layouts(fitting)
         if not started:
             raise InputError(f"no plan of the search space fits any layout; the last one: {self.refusal}")
         self._refine(started[: self.settings.refine])
+        searched = self._finish_eps(fitting)
         ranking = self._ranking(counts)
         if not ranking:
             smallest = min(filter(None, self.tried.values()), key=lambda each: each.memory.total)
             raise self._too_large(smallest.grid, smallest.memory.total)
         return Result(
             ranking=tuple(ranking[: self.settings.keep]),
-            by_ep=self._by_ep(fitting, ranking),
+            by_ep=self._by_ep(fitting, ranking, searched),
             bound_seconds=min(max(each.compute_bound, each.link_bound) for each in fitting),
             num_layouts=len(grids),
             num_left_out=len(grids) - len({grid for grid, _ in self.tried}),
@@ -209,13 +215,32 @@ class _Search:
             too_large=self._too_large_and_faster(),
         )
 
-    def _by_ep(self, fitting: list[StepCostModel], ranking: list[PlannedStep]) -> dict[int, EpResults]:
+    def _finish_eps(self, fitting: list[StepCostModel]) -> set[int]:
+        """Search the best sizes of ep as if each was pinned, on its two best layouts; returns these sizes."""
+        best: dict[int, tuple[bool, float]] = {}
+        for planned in filter(None, self.tried.values()):
+            best[planned.grid.ep] = min(self._cost(planned), best.get(planned.grid.ep, (True, math.inf)))
+        sizes = sorted(best, key=lambda ep: best[ep])[: 1 + self.settings.finished_eps]
+        for ep in sizes[1:]:
+            started = self._promising_layouts([each for each in fitting if each.grid.ep == ep])
+            for cost_model in started[:2]:
+                self._climb_from_starts(cost_model)
+        return set(sizes)
+
+    def _by_ep(
+        self, fitting: list[StepCostModel], ranking: list[PlannedStep], searched: set[int]
+    ) -> dict[int, EpResults]:
         results = {}
         for ep in sorted({each.grid.ep for each in fitting}):
             floors = [each.floor(compression=self.settings.compression) for each in fitting if each.grid.ep == ep]
             best = min((plan for plan in ranking if plan.grid.ep == ep), key=lambda plan: plan.seconds, default=None)
             tried = any(grid.ep == ep and plan is not None for (grid, _), plan in self.tried.items())
-            results[ep] = EpResults(floor_seconds=min(floors), best=best, is_too_large=tried and best is None)
+            results[ep] = EpResults(
+                floor_seconds=min(floors),
+                best=best,
+                is_too_large=tried and best is None,
+                is_searched=ep in searched,
+            )
         return results
 
     def _too_large_and_faster(self) -> PlannedStep | None:
@@ -273,18 +298,20 @@ class _Search:
                     self._simulate(cost_model, plan)
                 continue
             self.progress("changing choices", number, len(layouts))
-            starts: dict[str, PlannedStep] = {}
-            for planned in sorted(self._simulated_on(cost_model.grid), key=self._cost):
-                if not starts or planned.seconds <= self.settings.give_up * next(iter(starts.values())).seconds:
-                    starts.setdefault(planned.plan.schedule, planned)
-            best.append(
-                (min((self._climb(cost_model, start) for start in starts.values()), key=self._cost), cost_model)
-            )
+            best.append((self._climb_from_starts(cost_model), cost_model))
         best.sort(key=lambda item: self._cost(item[0]))
         near = [item for item in best[:PAIRED] if item[0].seconds <= self.settings.give_up * best[0][0].seconds]
         for number, (planned, cost_model) in enumerate(near):
             self.progress("changing pairs of choices", number, PAIRED)
             self._climb(cost_model, planned, choices=2)
+
+    def _climb_from_starts(self, cost_model: StepCostModel) -> PlannedStep:
+        """Return the best plan that single changes reach from the best plan of each schedule on a layout."""
+        starts: dict[str, PlannedStep] = {}
+        for planned in sorted(self._simulated_on(cost_model.grid), key=self._cost):
+            if not starts or planned.seconds <= self.settings.give_up * next(iter(starts.values())).seconds:
+                starts.setdefault(planned.plan.schedule, planned)
+        return min((self._climb(cost_model, start) for start in starts.values()), key=self._cost)
 
     def _climb(self, cost_model: StepCostModel, best: PlannedStep, *, choices: int = 1) -> PlannedStep:
         """Return the plan that steepest descent reaches from `best`; each step changes at most `choices` choices."""
@@ -320,8 +347,8 @@ class _Search:
                 plan=plan,
                 grid=cost_model.grid,
                 estimate=cost_model.estimate(forward, backward),
-                memory=cost_model.memory(
-                    compiled.forward, compiled.backward, compiled.grid, memory_budget=plan.memory_budget
+                memory=step_memory(
+                    cost_model, compiled.forward, compiled.backward, compiled.grid, memory_budget=plan.memory_budget
                 ),
                 bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
             )
@@ -385,11 +412,11 @@ def smallest_layout(cost_models: Sequence[StepCostModel]) -> tuple[Grid, float]:
     best, least = cost_models[0].grid, math.inf
     # Which axis is innermost changes no size, so one layout stands for both.
     sizes = {(each.grid.tp, each.grid.ep, each.grid.etp): each for each in reversed(cost_models)}
-    for cost_model in sorted(sizes.values(), key=lambda each: each.least_bytes):
-        if cost_model.least_bytes >= least:
+    for cost_model in sorted(sizes.values(), key=least_bytes):
+        if least_bytes(cost_model) >= least:
             break
         compiled = compile_plan(Plan(order="fifo"), cost_model.grid)
-        num_bytes = cost_model.memory(compiled.forward, compiled.backward, compiled.grid).total
+        num_bytes = step_memory(cost_model, compiled.forward, compiled.backward, compiled.grid).total
         if num_bytes < least:
             best, least = cost_model.grid, num_bytes
     return best, least

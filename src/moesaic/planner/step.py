@@ -1,113 +1,258 @@
-"""Time and memory of a training step: attention and dense layers, MoE layers, parameters, optimizer.
+"""The time of a training step as one closed form: ours, or that of another system (docs/planning.md prints the formula).
 
-MoE layers are simulated; the rest of a step is added up here, for one layout. Parameters, gradients and moments are
-sharded over all data-parallel ranks, as `moesaic train` does with FSDP2: dense ones over dp, experts over edp. In every
-micro-batch they are gathered before each block, forward and backward, and gradients are scattered after it. So many
-copies of the experts cost no memory but traffic, which decides whether ep = 1 wins.
-
-If the forward pass of one micro-batch overlaps the backward pass of another, `together` joins the two programs of a
-layer into one. Neither waits for the other, so one can send while the other computes.
+A step is the sum of its terms: products by their rows, traffic, scores of attention, MoE layers, and a cost of every MoE layer
+and micro-batch that grows with the experts of a rank; times the micro-batches; plus the bubble of the pipeline, parameters and
+gradients that move while nothing else runs, and the optimizer. MoE layers of our plans are simulated (`simulate.py`), those of
+other systems follow from their collectives (`layer_passes`). The docstring of each term names its source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.planner.call_sizes import node_tokens_per_node
-from moesaic.planner.cluster import ELEMENT_BYTES, ClusterSpec, Link
-from moesaic.planner.compute import rates_of
-from moesaic.planner.memory import Memory, layer_memory
-from moesaic.planner.pipeline import PassSeconds
+from moesaic.planner.cluster import ELEMENT_BYTES, ClusterSpec, Link, ScoreKernel
+from moesaic.planner.compute import Rates, rates_of
 from moesaic.planner.simulate import Simulator
-from moesaic.planner.step_model import COSTS, Part, StageRun, StepModel
 from moesaic.planner.timing import Simulated
 from moesaic.planner.topology import Topology, check_fit
+from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
-from moesaic.program.order.graph import predecessors
-from moesaic.program.sizes import CallSizes
-from moesaic.program.task import Kind, Op, Program, Slot, Stage, Task
-from moesaic.program.timeline import IDLE, Free, durations, place
 
-BEFORE, BEHIND = "before", "behind"
-"""Names of the tasks that stand for the rest of a block. The caller knows their durations."""
+LAUNCHES = (0.9e-3, 0.045e-3)
+"""Seconds of an MoE layer and micro-batch, forward and backward, in launches, counts, sorting and the router; and more for each
+expert of a rank. Fitted to the published steps of docs/ledger.md (`moesaic_lab.ledger.fitting`), equal for all systems."""
+NARROW_LAUNCHES = 2.0
+"""Factor on the seconds of each expert with fp8 products: each expert's rows are cast by a kernel of their own, forward and
+backward (Transformer Engine, `GroupedLinear`)."""
+NARROW_ROWS = {"fp8": 16, "mxfp8": 32}
+"""Multiples to which each expert's rows are padded for narrow products (Transformer Engine, `Fp8Padding`)."""
 
+Part = Literal["block", "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
+PARTS: tuple[Part, ...] = get_args(Part)
+"""What backward can recompute: a whole block, or a part of it under Megatron's name."""
+Sharded = Literal["parameters", "gradients", "optimizer", "none"]
+"""As in `StepModel.sharded`."""
+Schedule = Literal["1f1b", "zb-h1", "zb-v", "dualpipev"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+"""Pipeline schedules: 1F1B, interleaved if a rank has several runs of layers (Narayanan et al. 2021), ZB-H1 and ZB-V (Qi et al.
+2023), DualPipeV (DeepSeek's DualPipe), which overlaps forward with backward passes."""
 
-def together(forward: Program, backward: Program) -> Program:
-    """Return one program that contains both, with slots and tasks kept apart by name prefixes.
-
-    Args:
-        forward: forward program of one micro-batch; the task `BEFORE` writes its input tokens.
-        backward: backward program of another micro-batch; the task `BEHIND` reads its output tokens.
-    """
-    first, second = _named(forward, "forward"), _named(backward, "backward")
-    entering, leaving = _tokens(first, first.inputs), _tokens(second, second.outputs)
-    behind = replace(leaving[0], name=f"{BEHIND} done")
-    before = Task(name=BEFORE, op=Op.ADD, reads=(), writes=tuple(slot.name for slot in entering), stage=Stage.ROUTE)
-    after = Task(
-        name=BEHIND, op=Op.ADD, reads=tuple(slot.name for slot in leaving), writes=(behind.name,), stage=Stage.COMBINE
-    )
-    return Program(
-        name=f"{forward.name} beside {backward.name}",
-        slots=(*first.slots, *second.slots, behind),
-        tasks=(before, *first.tasks, *second.tasks, after),
-        inputs=tuple(name for name in (*first.inputs, *second.inputs) if name not in before.writes),
-        outputs=(*first.outputs, *second.outputs, behind.name),
-    )
-
-
-def soonest_first(program: Program, seconds: Mapping[str, float]) -> Program:
-    """Return the program in the order of list scheduling: of the tasks that are ready, the one that can start soonest.
-
-    Args:
-        program: the program; its order decides among tasks that can start at the same time.
-        seconds: duration of each task by name.
-    """
-    lengths, needs = durations(program, seconds), [set(waits) for waits in predecessors(program)]
-    ends, free, order = [0.0] * len(lengths), IDLE, list[int]()
-    waiting = list(range(len(lengths)))
-
-    def placed(number: int, free: Free) -> tuple[Free, float]:
-        ready = max((ends[other] for other in needs[number]), default=0.0)
-        return place(free, program.tasks[number].lane, lengths[number], ready, host_runs_compute=False)
-
-    while waiting:
-        ready = [(placed(each, free)[1], each) for each in waiting if needs[each] <= {*order}]
-        number = min(ready)[1]
-        free, start = placed(number, free)
-        ends[number] = start + lengths[number]
-        order.append(number)
-        waiting.remove(number)
-    return replace(program, tasks=tuple(program.tasks[number] for number in order))
+STEPWISE: dict[str, tuple[float, float]] = {
+    # transformers' RMSNorm: cast 6, square 8, mean 4, product 8, cast 6, weights 4; its gradient 92; fused 4 and 8.
+    "norms": (32, 84),
+    # transformers' apply_rotary_pos_emb: products 8, turned halves 6, sum 6; its gradient 28; fused 4 and 8.
+    "rotation": (16, 20),
+    # Automodel's, on a float32 copy: casts 12, four products of halves 16, two sums of halves 12, joined 8; 52 back.
+    "float32_rotation": (44, 44),
+    # Automodel's of DeepSeek: a float32 copy 6, the complex product 8, cast 6; the same back; nothing fused is counted.
+    "complex_rotation": (20, 20),
+    # Automodel's FlexAttention: the result times a float32 factor per head 6, cast 6; 34 back.
+    "sinks": (12, 34),
+    # transformers' act_fn(gate) * up: 4 and 6 of a hidden value; back 12, 6, and 8 to join halves; fused 6 and 12.
+    "activation": (4, 14),
+    # transformers' grouped_mm_experts_forward: rows of tokens, sorted, weighted, sorted back 4 each, summed 2; back 34.
+    "permutation": (12, 24),
+    # Automodel's GroupedExpertsDeepEP._apply_bias of the first product's results: sums 4, joined 4; back 2 and 4.
+    "first_bias": (8, 6),
+    # The same and Megatron's TEGroupedMLP._apply_bias of the last one's, whose weights are float32: products 4, sums 10,
+    # joined 8, cast 6; back 6, 6, 12, 12 and 4.
+    "last_bias": (28, 40),
+    # PyTorch's cross entropy is counted by its bytes per logit (`StepModel.loss_bytes`).
+    "loss": (0, 0),
+}
+"""Operations that a system runs step by step in eager PyTorch: bytes that they move per value of two bytes beyond one fused
+kernel, forward and backward, counted in the sources named here. Their values are, in this order: those of a block's norms and
+of norms of queries and keys; queries and keys that are rotated; results of attention; hidden values of experts; copies of
+tokens; both halves of experts' first results; copies of tokens again."""
 
 
-def _named(program: Program, prefix: str) -> Program:
-    def prefixed(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(f"{prefix} {name}" for name in names)
+@dataclass(frozen=True, kw_only=True)
+class StepModel:
+    """The layers that a rank runs for each micro-batch, and how they are trained."""
 
-    def renamed(task: Task) -> Task:
-        ends = None if task.of is None else (f"{prefix} {task.of[0]}", f"{prefix} {task.of[1]}")
-        return replace(
-            task, name=f"{prefix} {task.name}", reads=prefixed(task.reads), writes=prefixed(task.writes), of=ends
-        )
+    num_layers: int
+    """Blocks of attention and a feed-forward layer."""
+    layer: Workload
+    """The MoE layers; its tokens are those of a micro-batch of one data-parallel group."""
+    seq_len: int
+    """Tokens per sequence."""
+    sparse_layers: int | None = None
+    """Number of blocks with an MoE layer; None: all."""
+    dense_hidden: int = 0
+    """Inner width of dense feed-forward layers; 0 for `top_k` times the experts' width."""
+    shared_hidden: int = 0
+    """Inner width of a shared expert that every token passes in an MoE layer; 0 for none."""
+    vocab: int = 0
+    """Vocabulary of the embedding and the output; 0 leaves both out."""
+    embeddings: int = 2
+    """Number of matrices vocab x dim: embedding and output; 1 if they are tied or the rank has one."""
+    outputs: int = 1
+    """How many times the output is computed per token: once, plus once per further token that is predicted."""
+    micro_batches: int = 1
+    """Micro-batches per optimizer step."""
+    recomputed: tuple[Part, ...] = ()
+    """What backward recomputes; "block": each block keeps its input only."""
+    attention_parameters: float = 0.0
+    """Parameters of a block's attention, mean over blocks; 0 for four matrices dim x dim."""
+    score_operations: float = 0.0
+    """Operations per token and block of the scores, mean over blocks; 0 for heads as wide as a token, causal."""
+    key_values: float = 0.0
+    """Values per token of a block's keys and values; 0 for twice a token's width."""
+    shares_sequence: int = 1
+    """Ranks that share each sequence and pass keys and values round (context parallelism)."""
+    attention_kept: float = 0.0
+    """Values per token that attention keeps, input included; 0 for 5.5 widths (Korthikanti et al. 2022, section 4.1)."""
+    attention_up_kept: float = 0.0
+    """Of `attention_kept`: results of the up-projections of low-rank attention, which `mla_up_proj` recomputes."""
+    attention_copied: float = 0.0
+    """Values per token that norms, rotations and joins between projections and scores read and write."""
+    attention_up: float = 0.0
+    """Parameters of a block's up-projections of low-rank attention."""
+    attention_normed: float = 0.0
+    """Values per token and block that norms inside attention read."""
+    attention_rotated: float = 0.0
+    """Values per token and block of queries and keys that are rotated."""
+    attention_result: float = 0.0
+    """Values per token and block of the result of attention; 0 for a token's width."""
+    head_dim: float = 0.0
+    """Width of a head's queries; 0 for the largest width for which the cluster gives the speed of scores."""
+    score_kernel: ScoreKernel = "best"
+    """Kernel that computes the scores."""
+    stepwise: tuple[str, ...] = ()
+    """Operations that run step by step rather than as fused kernels: keys of `STEPWISE`."""
+    launches: tuple[float, float] = LAUNCHES
+    """Seconds of an MoE layer and micro-batch, and more for each expert of a rank."""
+    loss_bytes: int = 36
+    """Bytes of the loss per logit. PyTorch's of a float32 copy: the copy and its gradient 6 each, log-softmax 20, zeros 4."""
+    sequence_parallel: bool = False
+    """Tensor parallelism uses a reduce-scatter and an all-gather, between which ranks work on parts of the positions."""
+    keeps_activated: bool = False
+    """Feed-forward layers also keep the results of their activation, as they do unless a product recomputes them."""
+    parameter_bytes: int = 4
+    """Bytes of a parameter, of its gradient, and of each of Adam's two moments."""
+    gradient_bytes: int = 0
+    """Bytes of a gradient while it is reduced; 0 for `parameter_bytes`."""
+    gathered_bytes: int = 0
+    """Bytes of a sharded parameter while it is gathered; 0 for `parameter_bytes`."""
+    sharded: Sharded = "parameters"
+    """What is sharded over data-parallel ranks: everything (FSDP2, ZeRO-3); gradients and optimizer, gradients reduced in every
+    micro-batch (ZeRO-2); the optimizer's master and moments (ZeRO-1); nothing. But for the first, parameters are whole."""
+    replicas: int = 1
+    """Number of copies of each shard, which all-reduce their gradients: HSDP, or instances of a distributed optimizer."""
+    hides_parameters: bool = True
+    """Parameters gathered once per step hide behind the first forward pass."""
+    hides_gradients: bool = True
+    """Gradients reduced once per step hide behind the last backward pass."""
+    overlapped: bool = False
+    """All-to-alls overlap with the computation of another micro-batch."""
+    schedule: Schedule = "1f1b"
+    """Pipeline schedule."""
+    stages: int = 1
+    """Number of ranks along the pipeline."""
+    runs: int = 1
+    """Runs of consecutive layers of a rank."""
+    alive: float = 1.0
+    """Micro-batches whose activations the rank keeps at once."""
 
-    slots = tuple(replace(slot, name=f"{prefix} {slot.name}") for slot in program.slots)
-    tasks = tuple(map(renamed, program.tasks))
-    return replace(
-        program, slots=slots, tasks=tasks, inputs=prefixed(program.inputs), outputs=prefixed(program.outputs)
-    )
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "seq_len", "micro_batches", "parameter_bytes", "replicas", "stages", "runs"):
+            if getattr(self, name) < 1:
+                raise InputError(f"model.{name}={getattr(self, name)}: must be at least 1")
+        for name in ("dense_hidden", "vocab", "shared_hidden"):
+            if getattr(self, name) < 0:
+                raise InputError(f"model.{name}={getattr(self, name)}: must be at least 0")
+        for name, chosen, known in (
+            ("recomputed", self.recomputed, PARTS),
+            ("stepwise", self.stepwise, tuple(STEPWISE)),
+            ("schedule", (self.schedule,), SCHEDULES),
+        ):
+            for word in chosen:
+                if word not in known:
+                    raise InputError(f"model.{name}={word!r}: choose of {', '.join(known)}")
+        if self.layer.tokens % self.seq_len:
+            raise InputError(
+                f"model.layer.tokens={self.layer.tokens} are not whole sequences of model.seq_len={self.seq_len}: choose a "
+                "multiple"
+            )
+
+    @property
+    def moe_layers(self) -> int:
+        """Number of MoE layers."""
+        return self.num_layers if self.sparse_layers is None else self.sparse_layers
+
+    @property
+    def attention(self) -> float:
+        """Parameters of a block's attention."""
+        return self.attention_parameters or 4 * self.layer.dim * self.layer.dim
+
+    @property
+    def scores(self) -> float:
+        """Operations per token and block between queries, keys and values."""
+        return self.score_operations or 2 * 2 * self.seq_len * self.layer.dim / 2
+
+    @property
+    def inner(self) -> int:
+        """Inner width of dense feed-forward layers."""
+        return self.dense_hidden or self.layer.top_k * self.layer.hidden
+
+    @property
+    def dense_parameters(self) -> float:
+        """Parameters outside the experts, routers included."""
+        dim = self.layer.dim
+        blocks = self.num_layers * self.attention + self.moe_layers * dim * self.layer.num_experts
+        dense = (self.num_layers - self.moe_layers) * self.layer.matrices * dim * self.inner
+        return blocks + dense + self.embeddings * self.vocab * dim
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts of all layers."""
+        return self.moe_layers * self.layer.num_experts * self.layer.matrices * self.layer.dim * self.layer.hidden
+
+    @property
+    def shared_parameters(self) -> int:
+        """Parameters of all shared experts, which every rank of a tensor-parallel group holds in full."""
+        return self.shared_hidden * self.layer.matrices * self.layer.dim * self.moe_layers
+
+    @property
+    def gathers_per_block(self) -> bool:
+        """Whether parameters are gathered for every block of every micro-batch."""
+        return self.sharded == "parameters"
+
+    @property
+    def narrow_bytes(self) -> float:
+        """Bytes of a value that narrow products read, including its share of a scale; 0 if products are not narrow."""
+        products = self.layer.products
+        if products is None or ELEMENT_BYTES[products] >= self.layer.element_bytes:
+            return 0.0
+        return ELEMENT_BYTES[products] * (1 + (1 / 32 if products == "mxfp8" else 0.0))
+
+    def recomputes(self, *parts: Part) -> bool:
+        """Return whether backward recomputes any of some parts."""
+        return any(part in self.recomputed for part in ("block", *parts))
 
 
-def _tokens(program: Program, names: tuple[str, ...]) -> list[Slot]:
-    return [slot for slot in program.slots if slot.name in names and slot.kind is Kind.TOKENS]
+class LayerPass(NamedTuple):
+    """A pass of an MoE layer by the closed form: its movements follow each other and its computation."""
+
+    compute_seconds: float
+    communication_seconds: float
+    link_seconds: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the pass."""
+        return self.compute_seconds + self.communication_seconds
 
 
-ONCE_PER_STEP = ("parameters", "optimizer")
-"""Parts of a step that do not depend on the pipeline schedule."""
+Passes = Simulated | LayerPass
+"""What the closed form reads of a forward or backward pass of an MoE layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +309,51 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
     )
 
 
+def product_rate(spec: ClusterSpec, dtype: str, kind: Literal["dense", "grouped"]) -> Rates:
+    """Return the rates of dense products, or of grouped products of experts; one rate serves both until a cluster gives two."""
+    return rates_of(spec, dtype)
+
+
+def bubble_seconds(schedule: Schedule, stages: int, runs: int, forward: float, inputs: float, weights: float) -> float:
+    """Return the seconds in which a rank of a pipeline waits per step.
+
+    1F1B waits for (p - 1)(F + B + W) / v (Narayanan et al. 2021, section 2.2), ZB-H1 for (p - 1)(F + B - W) and ZB-V for
+    (p - 1)(F + B - 2 W) (Qi et al. 2023, table 2), DualPipeV for half of (p - 1)(FB + B + W - 3 W), since its chunks are
+    half of a rank's layers and FB, a forward pass beside a backward pass, is taken as their sum (DeepSeek-V3, table 2).
+
+    Args:
+        schedule: the schedule.
+        stages: p, ranks of the pipeline.
+        runs: v, runs of layers per rank; ZB-V and DualPipeV have two whatever it says.
+        forward, inputs, weights: F, B and W, seconds of a micro-batch on a rank: forward pass, backward pass for inputs,
+            backward pass for weights.
+    """
+    waits = {
+        "1f1b": (forward + inputs + weights) / runs,
+        "zb-h1": forward + inputs - weights,
+        "zb-v": forward + inputs - 2 * weights,
+        "dualpipev": (forward + 2 * inputs - weights) / 2,
+    }
+    return (stages - 1) * max(waits[schedule], 0.0)
+
+
+def alive_micro_batches(schedule: Schedule, stages: int, runs: int, count: int, rank: int) -> float:
+    """Return the micro-batches whose activations a rank of a pipeline keeps at once.
+
+    1F1B: p - rank; interleaved: the warm-up of Megatron, ((v - 1) p + 2 (p - rank) - 1) / v (Narayanan et al. 2021); ZB-H1 and
+    ZB-V: p (Qi et al. 2023); DualPipeV: p + 1/2 (DeepSeek's DualPipe, README).
+    """
+    kept = {
+        "1f1b": stages - rank if runs == 1 else ((runs - 1) * stages + 2 * (stages - rank) - 1) / runs,
+        "zb-h1": stages,
+        "zb-v": stages,
+        "dualpipev": stages + 0.5,
+    }
+    return float(min(kept[schedule], count)) if stages > 1 else 1.0
+
+
 class StepCostModel:
-    """Predicts the time and memory of steps on one layout.
+    """Predicts the time of steps on one layout; `step_memory` predicts their memory.
 
     Args:
         model: the model and how it is trained.
@@ -184,28 +372,132 @@ class StepCostModel:
                 f"{model.replicas} replicas of the shards do not divide {grid.dp} data-parallel groups and {grid.edp} replicas "
                 "of the experts: choose a divisor of both"
             )
-        self._rates = rates_of(self.cluster, model.layer.dtype)
+        self._rates = product_rate(self.cluster, model.layer.dtype, "dense")
         self.forward = self._block_seconds()
-        self._block_stepwise, self._layer_stepwise = self._stepwise_seconds()
-        layers, dense = model.num_layers, model.num_layers - model.moe_layers
-        self.attention = layers * (3 * self.forward.attention + self._attention_recomputed)
-        self.dense = dense * (3 + self._recomputes("mlp")) * self.forward.dense
-        self.unembed = 3 * model.outputs * self.forward.unembed
-        self.shared = model.moe_layers * (3 + self._recomputes("moe", "shared_experts")) * self.forward.shared
-        self.small = layers * self._block_small_kernels + model.moe_layers * self._layer_small_kernels
-        """Seconds per micro-batch in small kernels."""
         self.routing = simulator.timing.around_seconds
         """Seconds of an MoE layer outside its programs, forward and backward, if measured. A recomputed forward pass
         replays its routing, which counts nothing."""
+        self.launches = self._launch_seconds()
+        """Seconds of an MoE layer and micro-batch that grow with the experts of a rank, forward and backward."""
 
-    def _recomputes(self, *parts: Part) -> bool:
-        """Return whether backward recomputes any of some parts."""
-        return any(part in self.model.recomputed for part in ("block", *parts))
+    @property
+    def forward_passes(self) -> int:
+        """Forward passes of an MoE layer per micro-batch: 2 if backward recomputes."""
+        return 1 + self.model.recomputes("moe")
+
+    def estimate(self, forward: Passes, backward: Passes, *, mean_busy: float | None = None) -> Estimate:
+        """Return a step's predicted time.
+
+        Args:
+            forward: the forward pass of an MoE layer.
+            backward: its backward pass.
+            mean_busy: `busy_seconds`, mean over the ranks of the pipeline, which fill and drain it; None: as long as this rank.
+        """
+        count, layers = self.model.micro_batches, self.model.moe_layers
+        parts = {name: count * seconds for name, seconds in self._parts(forward, backward).items()}
+        busy = sum(parts.values())
+        parts["pipeline"] = self._bubble(forward, backward, busy / count, mean_busy or busy / count)
+        moves = list(self._movements(forward, backward))
+        parts["parameters"] = sum(times * max(moved - hidden, 0.0) for times, moved, hidden in moves)
+        parts["optimizer"] = self.optimizer_seconds
+        experts = layers * (self.routing + self.forward_passes * forward.compute_seconds + backward.compute_seconds)
+        limits = {
+            "compute": count * (self._around_seconds + experts) + self.optimizer_seconds,
+            "gathering parameters": sum(times * moved for times, moved, _ in moves),
+        }
+        for name in sorted({*forward.link_seconds, *backward.link_seconds}):
+            seconds = self.forward_passes * forward.link_seconds.get(name, 0.0) + backward.link_seconds.get(name, 0.0)
+            limits[name] = count * layers * seconds
+        return Estimate(
+            seconds=sum(parts.values()),
+            parts={name: seconds for name, seconds in parts.items() if seconds > 0},
+            limits=limits,
+        )
+
+    def busy_seconds(self, forward: Passes, backward: Passes) -> float:
+        """Return the seconds for which a micro-batch keeps a rank of the pipeline busy."""
+        return sum(self._parts(forward, backward).values())
+
+    def _parts(self, forward: Passes, backward: Passes) -> dict[str, float]:
+        """Return the seconds of a micro-batch by part."""
+        moe = {
+            "moe forward": self.forward_passes * forward.seconds,
+            "moe backward": backward.seconds + self._activation_recomputed,
+        }
+        saved = self._overlap_saves(forward, backward) / (forward.seconds + backward.seconds)
+        moe["moe forward"] -= saved * forward.seconds
+        moe["moe backward"] -= saved * backward.seconds
+        routing = self.model.moe_layers * self.routing
+        return {
+            **self.around,
+            "routing": routing,
+            **{name: self.model.moe_layers * seconds for name, seconds in moe.items()},
+        }
+
+    def _overlap_saves(self, forward: Passes, backward: Passes) -> float:
+        """Return the seconds per MoE layer that are saved if its all-to-alls overlap with the computation of another
+        micro-batch: both take the longer of the two, plus the share of the shorter that contention costs (`Device.contention`;
+        the overlap is that of DeepSeek-V3, section 3.2.1, and of Megatron's combined 1F1B)."""
+        if not self.model.overlapped:
+            return 0.0
+        attention = 3 * self.forward.attention
+        computing = attention + forward.compute_seconds + backward.compute_seconds
+        moving = forward.communication_seconds + backward.communication_seconds
+        both = max(computing, moving) + self.cluster.device.contention * min(computing, moving)
+        return max(attention + forward.seconds + backward.seconds - both, 0.0)
+
+    def _bubble(self, forward: Passes, backward: Passes, busy: float, mean_busy: float) -> float:
+        """Return the seconds per step in which the pipeline fills and drains, its messages included."""
+        model, seconds = self.model, self.forward
+        if model.stages == 1:
+            return 0.0
+        dense, sparse = model.num_layers - model.moe_layers, model.moe_layers
+        ends = model.outputs * seconds.unembed
+        ahead = model.num_layers * seconds.attention + dense * seconds.dense + ends
+        ahead += sparse * (seconds.shared + forward.seconds + (self.routing + self.launches) / 3)
+        weights = model.num_layers * seconds.projections + dense * seconds.dense_product + ends
+        weights += sparse * (seconds.shared + self._expert_seconds)
+        scale = mean_busy / busy
+        inputs = max(busy - ahead - weights, 0.0)
+        waits = bubble_seconds(model.schedule, model.stages, model.runs, scale * ahead, scale * inputs, scale * weights)
+        return waits + 2 * (model.stages * model.runs - 1) * self._hop_seconds
+
+    @property
+    def _hop_seconds(self) -> float:
+        """Seconds in which all ranks of a stage send a micro-batch's tokens to the ranks of the next stage."""
+        model, world = self.model, self.grid.world
+        num_bytes = model.layer.tokens * model.layer.dim * model.layer.element_bytes
+        num_bytes /= self.grid.tp if model.sequence_parallel else 1
+        inside = world < self.cluster.devices_per_node
+        links = [link for link in self.cluster.links if link.carries in ("all", "inside" if inside else "outside")]
+        seconds = (
+            num_bytes * min(link.devices, world) / link.slowest(self.cluster.nodes) + link.latency_us * 1e-6
+            for link in links
+        )
+        return max(seconds, default=0.0)
+
+    @cached_property
+    def around(self) -> dict[str, float]:
+        """Seconds of a micro-batch outside the programs of MoE layers, by part."""
+        model, seconds = self.model, self.forward
+        layers, sparse = model.num_layers, model.moe_layers
+        return {
+            "attention": layers * (3 * seconds.attention + self._attention_recomputed),
+            "dense": (layers - sparse) * (3 + model.recomputes("mlp")) * seconds.dense,
+            "unembed": 3 * model.outputs * seconds.unembed,
+            "shared experts": sparse * (3 + model.recomputes("moe", "shared_experts")) * seconds.shared,
+            "small kernels": self._stepwise_seconds(),
+            "launches": sparse * self.launches * (2 + self.forward_passes) / 3,
+        }
+
+    @property
+    def _around_seconds(self) -> float:
+        return sum(self.around.values())
 
     @property
     def _attention_recomputed(self) -> float:
         """Seconds per block for which backward recomputes attention and norms."""
-        if self._recomputes():
+        if self.model.recomputes():
             return self.forward.attention
         seconds_by_part = {
             "core_attn": self.forward.scores,
@@ -214,375 +506,50 @@ class StepCostModel:
         }
         return sum(seconds for part, seconds in seconds_by_part.items() if part in self.model.recomputed)
 
-    @property
-    def _block_small_kernels(self) -> float:
-        """Seconds per block in small kernels, including those that backward recomputes."""
-        forward, backward = self._block_stepwise
-        return (1 + self._recomputes()) * forward + backward
+    def _launch_seconds(self) -> float:
+        """Return the seconds of an MoE layer and micro-batch in launches, counts, sorting and the router (`LAUNCHES`).
 
-    @property
-    def _layer_small_kernels(self) -> float:
-        """Seconds per MoE layer in small kernels, including those that backward recomputes."""
-        forward, backward = self._layer_stepwise
-        return self.forward_passes * forward + backward
-
-    @property
-    def forward_passes(self) -> int:
-        """Forward passes of an MoE layer per micro-batch: 2 if backward recomputes."""
-        return 1 + self._recomputes("moe")
-
-    def estimate(self, forward: Simulated, backward: Simulated, overlapped: Simulated | None = None) -> Estimate:
-        """Return a step's predicted time.
-
-        Args:
-            forward: the forward program of an MoE layer.
-            backward: its backward program.
-            overlapped: both programs overlapped, of two micro-batches, from `simulate_overlapped`. Read only if the
-                model is `overlapped`.
+        A machine whose layers were measured, or that computes on the issuing thread, has them in its own numbers.
         """
-        count, layers = self.model.micro_batches, self.model.moe_layers
-        overlap_factor = 1.0
-        if self.model.overlapped and overlapped is not None:
-            overlap_factor = (overlapped.seconds - 3 * self.forward.attention) / (forward.seconds + backward.seconds)
-        forward_seconds, backward_seconds = (
-            (self.forward_passes - 1 + overlap_factor) * forward.seconds,
-            overlap_factor * backward.seconds,
-        )
-        parts = {
-            "attention": count * self.attention,
-            "dense": count * self.dense,
-            "unembed": count * self.unembed,
-            "shared experts": count * self.shared,
-            "small kernels": count * self.small,
-            "routing": count * layers * self.routing,
-            "moe forward": count * layers * forward_seconds,
-            "moe backward": count * layers * (backward_seconds + self._activation_recomputed),
-            "parameters": count * self._exposed_seconds(forward, backward)
-            if self._gathers_per_block
-            else self._exposed_seconds_once(forward, backward),
-            "optimizer": self.optimizer_seconds,
-        }
-        pipeline_factor = 1.0
-        if self.model.pipeline.ranks > 1:
-            busy = sum(parts.values()) - parts["parameters"] - parts["optimizer"]
-            separate = busy + count * layers * (1 - overlap_factor) * (forward.seconds + backward.seconds)
-            laid_out = self.model.pipeline.laid_out(
-                count, self._pass_seconds(forward, backward, separate / count, busy / count)
-            )
-            # Ranks with fewer blocks than `num_layers` are busy for less. If almost nothing waits, no rank is busy that long.
-            pipeline_factor = min(laid_out.seconds / busy, 1.0)
-            parts = {
-                name: seconds * (1.0 if name in ONCE_PER_STEP else pipeline_factor) for name, seconds in parts.items()
-            }
-            parts["pipeline"] = max(laid_out.seconds - busy, 0.0)
-        experts = layers * (self.routing + self.forward_passes * forward.compute_seconds + backward.compute_seconds)
-        computing = pipeline_factor * count * (self._around_seconds + experts) + self.optimizer_seconds
-        limits = {"compute": computing, "gathering parameters": self._num_gatherings * sum(self.sharding.values())}
-        for name in sorted({*forward.link_seconds, *backward.link_seconds}):
-            seconds = self.forward_passes * forward.link_seconds.get(name, 0.0) + backward.link_seconds.get(name, 0.0)
-            limits[name] = pipeline_factor * count * layers * seconds
-        return Estimate(
-            seconds=sum(parts.values()),
-            parts={name: seconds for name, seconds in parts.items() if seconds > 0},
-            limits=limits,
-        )
-
-    def simulate_overlapped(self, forward: Program, backward: Program, grid: Grid) -> Simulated:
-        """Simulate the MoE programs of two micro-batches at once.
-
-        Attention precedes the forward program and follows the backward program. All tasks form one program in which
-        the task that can start soonest comes next, so one micro-batch can send while the other computes, as in DualPipe
-        (DeepSeek-V3, section 3.2.1) and Megatron.
-
-        Args:
-            forward: the lowered program of an MoE layer.
-            backward: the lowered program of its gradients.
-            grid: the layout, with etp factored as the plan requires.
-        """
-        joined, layer = together(forward, backward), self.model.layer
-        known = {BEFORE: self.forward.attention, BEHIND: 2 * self.forward.attention}
-        seconds = self.simulator.durations(joined, layer, grid) | known
-        return self.simulator.run(soonest_first(joined, seconds), layer, grid, known=known)
-
-    def _run_seconds(self, run: StageRun, forward: Simulated, backward: Simulated) -> float:
-        """Return the seconds of a micro-batch in a run of layers, forward and backward."""
-        model, seconds = self.model, self.forward
-        dense = (run.blocks - run.sparse) * (3 + self._recomputes("mlp")) * seconds.dense
-        sparse = self.forward_passes * forward.seconds + backward.seconds + self._activation_recomputed + self.routing
-        sparse += (3 + self._recomputes("moe", "shared_experts")) * seconds.shared
-        sparse += self._layer_small_kernels
-        around = run.blocks * (3 * seconds.attention + self._attention_recomputed + self._block_small_kernels) + dense
-        # `model` gives every rank of the pipeline an equal part of the output.
-        return around + run.sparse * sparse + 3 * run.outputs * seconds.unembed * model.pipeline.ranks
-
-    def _pass_seconds(self, forward: Simulated, backward: Simulated, separate: float, overlapped: float) -> PassSeconds:
-        """Return the seconds of the passes of one run of layers.
-
-        Args:
-            forward: the forward program of an MoE layer.
-            backward: its backward program.
-            separate: seconds of a micro-batch by itself, forward and backward.
-            overlapped: the same while overlapped with another micro-batch.
-        """
-        model, seconds = self.model, self.forward
-        dense = model.num_layers - model.moe_layers
-        ends = model.outputs * seconds.unembed
-        forward_seconds = model.num_layers * seconds.attention + dense * seconds.dense + ends
-        forward_seconds += model.moe_layers * (seconds.shared + forward.seconds + self.routing / 3)
-        forward_seconds += model.num_layers * self._block_stepwise[0] + model.moe_layers * self._layer_stepwise[0]
-        weight_seconds = model.num_layers * seconds.projections + dense * seconds.dense_product + ends
-        weight_seconds += model.moe_layers * (seconds.shared + self._expert_seconds)
-        # If a schedule does not pair passes, the time saved by overlapping is spread over all passes.
-        factor = (1.0 if model.pipeline.pairs else overlapped / separate) / model.pipeline.parts
-        separate_run = separate / model.pipeline.parts
-        values = model.layer.tokens * model.layer.dim * model.layer.element_bytes
-        return PassSeconds(
-            forward=factor * forward_seconds,
-            inputs=factor * max(separate - forward_seconds - weight_seconds, 0.0),
-            weights=factor * weight_seconds,
-            together=overlapped / model.pipeline.parts,
-            shares=tuple(self._run_seconds(run, forward, backward) / separate_run for run in model.runs),
-            hop=self._hop_seconds(values / (self.grid.tp if model.sequence_parallel else 1)),
-        )
-
-    def _hop_seconds(self, num_bytes: float) -> float:
-        """Return the seconds in which all ranks of a stage send `num_bytes` each to the ranks of the next stage."""
-        inside = self.grid.world < self.cluster.devices_per_node
-        links = [link for link in self.cluster.links if link.carries in ("all", "inside" if inside else "outside")]
-        seconds = (
-            num_bytes * min(link.devices, self.grid.world) / link.slowest(self.cluster.nodes) + link.latency_us * 1e-6
-            for link in links
-        )
-        return max(seconds, default=0.0)
-
-    def memory(
-        self,
-        forward: Program,
-        backward: Program,
-        grid: Grid,
-        *,
-        memory_budget: int | None = None,
-        sizes: CallSizes | None = None,
-    ) -> Memory:
-        """Return the memory of a rank.
-
-        Besides its feed-forward layer, a block keeps what attention keeps and the inputs of two norms (Korthikanti et
-        al. 2022, section 4.1, with fused scores). A recomputed part keeps only its input. Narrow products read weights
-        by rows and by columns, which takes two copies besides the wide ones. They keep their inputs by columns only, in
-        place of wide values that nothing else needs (Transformer Engine, "FP8 weight caching" and "Handling
-        transposes").
-
-        Args:
-            forward: the lowered program of an MoE layer.
-            backward: the lowered program of its gradients.
-            grid: the layout, with etp factored as the plan requires.
-            memory_budget: most bytes that a layer may hold.
-            sizes: of a call of the forward program; the rank with the most rows counts. None: even routing.
-        """
-        model, layer = self.model, self.model.layer
-        volumes = self.simulator.volumes(forward, layer, grid, sizes=sizes)
-        kept_bytes, buffers = layer_memory(forward, backward, volumes, memory_budget)
-        activations = self._kept_bytes(kept_bytes)
-        narrow = 2 * self._narrow_bytes
-        logits = layer.tokens * model.vocab * 4 / grid.tp if model.outputs else 0.0
-        size, held_parameters = model.parameter_bytes, self._held_parameters
-        if not self._gathers_per_block:
-            whole_parameters = self._whole_parameters
-            return Memory(
-                weights=whole_parameters * layer.element_bytes + narrow * self._multiplied_parameters,
-                # Sharded gradients of one block are whole while they are reduced.
-                gradients=(
-                    held_parameters + sum(self._block_parameters) if model.sharded == "gradients" else whole_parameters
-                )
-                * size,
-                optimizer=self._stepped_parameters * 3 * size,
-                activations=activations,
-                buffers=buffers + logits,
-            )
-        dense, experts = self._block_parameters
-        cast = experts * layer.element_bytes if layer.element_bytes != size else 0.0
-        kept_casts = 1 if self._recomputes() else model.moe_layers
-        gathered = dense * (self._num_shards[0] > 1) + experts * (self._num_shards[1] > 1)
-        return Memory(
-            weights=held_parameters * size,
-            gradients=held_parameters * size,
-            optimizer=held_parameters * 2 * size,
-            activations=activations + kept_casts * cast,
-            # two blocks' parameters, one block's gradients, and one block's narrow weights
-            buffers=buffers + logits + 3 * gathered * size + narrow * (dense + experts),
-        )
-
-    def _kept_bytes(self, moe_bytes: float) -> float:
-        """Return the bytes that a rank keeps from forward to backward passes.
-
-        Args:
-            moe_bytes: bytes that one MoE layer's program keeps.
-        """
-        model, layer, recomputed = self.model, self.model.layer, self.model.recomputed
-        row, dim = layer.tokens * layer.element_bytes / self.grid.tp, layer.dim
-        # Bytes of a product's kept input over those of a wide value: normed inputs, experts' rows, activations' results.
-        read = self._narrow_bytes / layer.element_bytes or 1.0
-        attention = (model.attention_kept or 5.5 * dim) - model.attention_up_kept * ("mla_up_proj" in recomputed)
-        around = (attention + 2 * dim - dim * ("layernorm" in recomputed) - dim * (1 - read)) * row
-        inner = layer.matrices - 1 + model.keeps_activated * read
-        dense = (dim + inner * model.inner * ("mlp" not in recomputed)) * row
-        shared = inner * model.shared_hidden * layer.tokens * layer.element_bytes * ("shared_experts" not in recomputed)
-        activated = (
-            self._activated_values
-            * layer.element_bytes
-            * (model.keeps_activated and "moe_act" not in recomputed)
-            * read
-        )
-        activated -= self._activated_values / layer.hidden * self.grid.etp * dim * layer.element_bytes * (1 - read)
-        sparse = dim * row if "moe" in recomputed else moe_bytes + activated + shared
-        recomputed_norms = dim * row * ("layernorm" in recomputed)
-        alive = model.alive or model.pipeline.copies * max(model.pipeline.alive(model.micro_batches))
-        if "block" in recomputed:
-            return alive * model.num_layers * dim * row + around + max(sparse, dense)
-        dense_layers = model.num_layers - model.moe_layers
-        blocks = model.num_layers * (around - recomputed_norms) + model.moe_layers * sparse + dense_layers * dense
-        return alive * blocks
-
-    @property
-    def _narrow_bytes(self) -> float:
-        """Bytes of a value that narrow products read, including its share of a scale; 0 if products are not narrow."""
-        products = self.model.layer.products
-        if products is None or ELEMENT_BYTES[products] >= self.model.layer.element_bytes:
+        if self.routing or self.cluster.host.runs_compute:
             return 0.0
-        return ELEMENT_BYTES[products] * (1 + (1 / 32 if products == "mxfp8" else 0.0))
+        (of_layer, of_expert), experts = self.model.launches, self.model.layer.num_experts / self.grid.ep
+        return of_layer + of_expert * experts * (NARROW_LAUNCHES if self.model.narrow_bytes else 1.0)
 
-    @property
-    def _multiplied_parameters(self) -> float:
-        """Parameters of a rank that narrow products read: all but embeddings, output and routers."""
-        model = self.model
-        wide = (
-            model.embeddings * model.vocab * model.layer.dim
-            + model.moe_layers * model.layer.dim * model.layer.num_experts
-        )
-        return self._whole_parameters - model.pipeline.copies * wide / self.grid.tp
-
-    @property
-    def _activated_values(self) -> float:
-        """Values of a rank's experts between activation and last matrix, in one MoE layer."""
-        layer, grid = self.model.layer, self.grid
-        return grid.dp * layer.copies / (grid.ep * grid.edp) * layer.hidden / grid.etp
-
-    @property
-    def _activation_recomputed(self) -> float:
-        """Seconds of recomputing only the activation of an MoE layer: for SwiGLU two values are read and one is written."""
-        values = self._activated_values * ("moe_act" in self.model.recomputed and self.forward_passes == 1)
-        return self.model.layer.matrices * values * self.model.layer.element_bytes / self._rates.memory
-
-    @property
-    def least_bytes(self) -> float:
-        """Bytes that a rank needs under any plan: parameters, gradients, moments, and the residual stream."""
-        stream = self.model.layer.tokens * self.model.layer.dim * self.model.layer.element_bytes / self.grid.tp
-        size = self.model.parameter_bytes
-        if not self._gathers_per_block:
-            gradients = self._held_parameters if self.model.sharded == "gradients" else self._whole_parameters
-            whole_bytes = self._whole_parameters * self.model.layer.element_bytes + gradients * size
-            return whole_bytes + self._stepped_parameters * 3 * size + self.model.num_layers * stream
-        return self._held_parameters * 4 * size + self.model.num_layers * stream
-
-    @cached_property
-    def compute_bound(self) -> float:
-        """Seconds of computation of a step, with each expert in one product."""
-        passes = (self.forward_passes + 2) * self.model.moe_layers
-        return self._outside_seconds + self.model.micro_batches * passes * self._expert_seconds
-
-    @cached_property
-    def link_bound(self) -> float:
-        """Seconds of the busiest link of a step, parameters and gradients included, if every token crossed the link
-        once for all experts behind it, or the weights did if they are fewer bytes."""
-        count, passes = self.model.micro_batches, 2 * (self.forward_passes + 1) * self.model.moe_layers
-        if not self._gathers_per_block:
-            times = self._num_gatherings
-            return max(
-                [
-                    0.0,
-                    *(
-                        count * passes * self._crossing_seconds(link) + times * self._sharding_seconds(link)
-                        for link in self._links
-                    ),
-                ]
-            )
-        return max(
-            [
-                0.0,
-                *(
-                    count * (passes * self._crossing_seconds(link) + self._sharding_seconds(link))
-                    for link in self._links
-                ),
-            ]
-        )
-
-    def floor(self, *, compression: float = 1.0) -> float:
-        """Return a lower bound on the seconds of any plan on this layout.
-
-        It sums the computation outside MoE layers, and for each pass of an MoE layer the largest of computing, crossing
-        a link, and gathering parameters behind the pass.
-
-        Crossing does not count on a profiled machine, where some bytes may pass a link before the last rank has reached
-        the movement.
-
-        Args:
-            compression: bytes of a row over the bytes that a codec sends for it.
-        """
-        compute, crossing = self._expert_seconds, 0.0
-        if not self.simulator.timing.starts_early and not self.model.overlapped:
-            crossing = 2 * max([0.0, *map(self._crossing_seconds, self._links)]) / compression
-        attention = self.forward.attention
-        gathering = [
-            (moves * sum(self._unit_seconds) - passes * attention) * self._gathers_per_block
-            for passes, moves in ((1, self._gather_ratio), (2, self._gather_ratio + 1))
-        ]
-        passes = (self.forward_passes - 1) * max(compute, crossing)
-        passes += max(compute, crossing, gathering[0]) + max(2 * compute, crossing, gathering[1])
-        return self._outside_seconds + self.model.micro_batches * self.model.moe_layers * passes
-
-    @cached_property
-    def sharding(self) -> dict[str, float]:
-        """Seconds per micro-batch of gathering parameters twice and scattering gradients, by kind of unit, without
-        overlap."""
-        (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
-        model, moves = self.model, 2 * self._gather_ratio + 1
-        ends = reduce_seconds(self.cluster, self.grid, self._root_bytes, self.grid.tp, self._num_shards[0]) / 2
-        return {
-            "dense": model.num_layers * (moves * dense + dense_copies),
-            "experts": model.moe_layers * (moves * experts + expert_copies),
-            "ends": moves * ends,
+    def _stepwise_seconds(self) -> float:
+        """Return the seconds of a micro-batch that unfused operations take beyond fused ones (`STEPWISE`)."""
+        model, grid, layer = self.model, self.grid, self.model.layer
+        tokens, copies = layer.tokens / grid.tp, grid.dp * layer.copies / (grid.ep * grid.edp)
+        rotated = tokens * model.attention_rotated
+        blocks, sparse = (model.num_layers, 1 + model.recomputes()), (model.moe_layers, self.forward_passes)
+        values = {
+            "norms": (blocks, tokens * (2 * layer.dim + model.attention_normed)),
+            **dict.fromkeys(("rotation", "float32_rotation", "complex_rotation"), (blocks, rotated)),
+            "sinks": (blocks, tokens * (model.attention_result or layer.dim)),
+            "activation": (sparse, self.activated_values),
+            "permutation": (sparse, copies * layer.dim),
+            "first_bias": (sparse, (layer.matrices - 1) * self.activated_values),
+            "last_bias": (sparse, copies * layer.dim),
+            "loss": (blocks, 0.0),
         }
-
-    @cached_property
-    def optimizer_seconds(self) -> float:
-        """Seconds in which an optimizer step reads and writes memory.
-
-        For the parameters that a rank steps, gradients are read for their norm, read and written to clip them, and read
-        together with parameters and two moments, which are written. If products read separate copies of the parameters,
-        these are written from the masters. Whole gradients then lie in a buffer, which is averaged, checked for
-        non-finite numbers, and zeroed (Megatron-LM, `core/optimizer` and `core/distributed/param_and_grad_buffer.py`).
-        """
-        size, stepped = self.model.parameter_bytes, self._stepped_parameters
-        moved = stepped * 10 * size
-        if not self._gathers_per_block:
-            moved += stepped * (size + self.model.layer.element_bytes) + self._whole_parameters * 4 * size
+        moved = 0.0
+        for name in model.stepwise:
+            (layers, passes), count = values[name]
+            forward, backward = STEPWISE[name]
+            moved += layers * count * (passes * forward + backward)
         return moved / self._rates.memory
 
-    @property
-    def _outside_seconds(self) -> float:
-        return self.model.micro_batches * self._around_seconds + self.optimizer_seconds
-
-    @property
-    def _around_seconds(self) -> float:
-        """Seconds of computation of a micro-batch outside the programs of MoE layers."""
-        return self.attention + self.dense + self.unembed + self.shared + self.small
-
     def _block_seconds(self) -> ForwardSeconds:
-        """Return the seconds of one forward pass of each part of a block."""
+        """Return the seconds of one forward pass of each part of a block.
+
+        Products take their operations over the rate that their rows reach (`compute.py`), norms and residuals ten accesses of a
+        token, scores their operations over the rate of the attention kernel (`Device.scores`). A layer that is split over tp
+        ends in an all-reduce (Megatron-LM, Shoeybi et al. 2019). Keys and values of the other parts of a sequence pass behind
+        the scores, once forward and once backward with their gradients (ring attention, Liu et al. 2023).
+        """
         model, grid, layer = self.model, self.grid, self.model.layer
         tokens, dim, size = layer.tokens, layer.dim, layer.element_bytes
-        rates, rows = rates_of(self.cluster, layer.products or layer.dtype), np.array([float(layer.tokens)])
-        # The all-reduce at the end of a layer that is split over tp (Megatron-LM, Shoeybi et al. 2019).
+        rates, rows = product_rate(self.cluster, layer.products or layer.dtype, "dense"), np.array([float(tokens)])
         values = tokens * dim * size
         over_tp = (
             reduce_seconds(self.cluster, grid, values, 1, grid.tp)
@@ -601,8 +568,6 @@ class StepCostModel:
         between = tokens * model.attention_copied * size / grid.tp / self._rates.memory
         scores = float(self._rates.product_seconds(rows, model.scores / grid.tp, 0.0)[0])
         scores /= self.cluster.device.scores.of(model.score_kernel, model.head_dim)
-        # Keys and values of every other part of a sequence pass by behind the scores, once forward, and once backward with
-        # their gradients (ring attention, Liu et al. 2023).
         other_values = tokens * (model.key_values or 2 * dim) * size * model.shares_sequence / grid.tp
         scores = max(scores, reduce_seconds(self.cluster, grid, other_values, grid.tp, model.shares_sequence) / 2)
         loss = tokens * logits * model.loss_bytes / self._rates.memory / 3
@@ -620,117 +585,160 @@ class StepCostModel:
             shared=product(layer.matrices * dim * hidden, 1, dim + hidden) if hidden else 0.0,
         )
 
-    def _stepwise_seconds(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Return the seconds per micro-batch that unfused small kernels take beyond fused ones (`planner/step_model.py`),
-        forward and backward: of a block, and of an MoE layer."""
-        model, grid, layer = self.model, self.grid, self.model.layer
-        tokens, copies = layer.tokens / grid.tp, grid.dp * layer.copies / (grid.ep * grid.edp)
-        launch, experts = self.cluster.host.task_us * 1e-6, layer.num_experts / grid.ep
+    def _movements(self, forward: Passes, backward: Passes) -> Iterator[tuple[float, float, float]]:
+        """Yield what moves of parameters and gradients: times per step, seconds without overlap, and seconds that are hidden.
 
-        rotated = tokens * model.attention_rotated
-        of_block = {
-            "norms": tokens * (2 * layer.dim + model.attention_normed),
-            **dict.fromkeys(("rotation", "float32_rotation", "complex_rotation"), rotated),
-            "sinks": tokens * (model.attention_result or layer.dim),
-        }
-        of_layer = {
-            "activation": self._activated_values,
-            "permutation": copies * layer.dim,
-            "first_bias": (layer.matrices - 1) * self._activated_values,
-            "last_bias": copies * layer.dim,
-        }
-
-        def total(values: dict[str, float]) -> tuple[float, float]:
-            names = [name for name in model.stepwise if name in values]
-            seconds = [COSTS[name].seconds(values[name], self._rates.memory, launch, experts) for name in names]
-            return sum(forward for forward, _ in seconds), sum(backward for _, backward in seconds)
-
-        return total(of_block), total(of_layer)
-
-    def _exposed_seconds(self, forward: Simulated, backward: Simulated) -> float:
-        """Return the seconds per micro-batch in which parameters and gradients move and nothing else runs.
-
-        A block's parameters are gathered while the previous block runs, whenever its movements leave the links idle. On
-        a CPU, where one thread issues everything, nothing is hidden.
+        With FSDP2 every block is gathered before its passes, and its gradients are scattered after them, behind the other
+        blocks of the pass; those of embedding and output are not hidden. Else gradients are reduced behind the last
+        micro-batch's backward pass (sharded gradients behind each) and parameters gathered behind the first forward pass, if
+        the system hides them; with nothing sharded, an all-gather of the gradients replaces the one of the parameters. Whatever
+        leaves the links idle hides them, on a CPU nothing, since one thread issues everything.
         """
-        (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
-        total = self.sharding["ends"]
-        for layers, gathered, copied, passes_of_layer in (
-            (self.model.moe_layers, dense + experts, dense_copies + expert_copies, (forward, backward)),
-            (self.model.num_layers - self.model.moe_layers, dense, dense_copies, None),
-        ):
-            ratio = self._gather_ratio
-            for passes, move_seconds, which in ((1, ratio * gathered, 0), (2, (ratio + 1) * gathered + copied, 1)):
-                simulated = None if passes_of_layer is None else passes_of_layer[which]
-                idle = 0.0 if simulated is None else max(simulated.seconds - simulated.communication_seconds, 0.0)
-                hidden_seconds = 0.0 if self.cluster.host.runs_compute else idle + passes * self.forward.attention
-                total += layers * max(move_seconds - hidden_seconds, 0.0)
-        return total
+        model, (dense, experts) = self.model, self._unit_seconds
+        units = model.num_layers * dense + model.moe_layers * experts
+        root = self.root_parameters * self._gradient_bytes
+        ends = reduce_seconds(self.cluster, self.grid, root, self.grid.tp, self._num_shards[0]) / 2
+        copied = self._copy_seconds
+        idle = [
+            0.0
+            if self.cluster.host.runs_compute
+            else passes * model.num_layers * self.forward.attention
+            + model.moe_layers * max(run.seconds - run.communication_seconds, 0.0)
+            for passes, run in ((1, forward), (2, backward))
+        ]
+        count, gathered = model.micro_batches, self._gather_ratio
+        if model.gathers_per_block:
+            yield count, (2 * gathered + 1) * ends, 0.0
+            yield count, gathered * units, idle[0]
+            yield count, (gathered + 1) * units + copied, idle[1]
+            return
+        whole, units = model.sharded == "none", units + ends
+        narrow = model.layer.element_bytes / self._gradient_bytes
+        yield 1, 0.0 if whole else narrow * units, model.hides_parameters * idle[0]
+        times = count if model.sharded == "gradients" else 1
+        yield times, (2.0 if whole else 1.0) * units + copied, model.hides_gradients * idle[1]
 
-    def _exposed_seconds_once(self, forward: Simulated, backward: Simulated) -> float:
-        """Return the seconds of a step in which gradients or parameters move for the optimizer and nothing else runs.
+    @cached_property
+    def optimizer_seconds(self) -> float:
+        """Seconds in which an optimizer step reads and writes memory.
 
-        If the system hides them, gradients are reduced behind the last micro-batch's backward pass (sharded gradients
-        behind each), and parameters are gathered behind the first forward pass. With nothing sharded, an all-gather of
-        the gradients replaces the one of the parameters.
+        For the parameters that a rank steps, gradients are read for their norm, read and written to clip them, and read
+        together with parameters and two moments, which are written. If products read separate copies of the parameters,
+        these are written from the masters. Whole gradients then lie in a buffer, which is averaged, checked for
+        non-finite numbers, and zeroed (Megatron-LM, `core/optimizer` and `core/distributed/param_and_grad_buffer.py`).
         """
-        (dense, experts), (dense_copies, expert_copies) = self._unit_seconds, self._copy_seconds
-        copies = self.model.pipeline.copies
-        units = copies * (self.model.num_layers * dense + self.model.moe_layers * experts)
-        units += self.sharding["ends"] / (2 * self._gather_ratio + 1)
-        copied = copies * (self.model.num_layers * dense_copies + self.model.moe_layers * expert_copies)
-        total, attention = 0.0, self.model.num_layers * self.forward.attention
-        is_whole, each_time = self.model.sharded == "none", self.model.sharded == "gradients"
-        # Each gradient takes parameter_bytes, each parameter element_bytes.
-        model, narrow = self.model, self.model.layer.element_bytes / self.model.parameter_bytes
-        for hides, run, passes, share, times in (
-            (model.hides_parameters, forward, 1, 0.0 if is_whole else narrow, 1),
-            (model.hides_gradients, backward, 2, 2.0 if is_whole else 1.0, model.micro_batches if each_time else 1),
-        ):
-            idle = passes * attention + self.model.moe_layers * max(run.seconds - run.communication_seconds, 0.0)
-            moved = share * units + (copied if run is backward else 0.0)
-            total += times * max(moved - (hides and not self.cluster.host.runs_compute) * idle, 0.0)
-        return total
+        size, stepped = self.model.parameter_bytes, self.stepped_parameters
+        moved = stepped * 10 * size
+        if not self.model.gathers_per_block:
+            moved += stepped * (size + self.model.layer.element_bytes) + self.whole_parameters * 4 * size
+        return moved / self._rates.memory
 
     @property
-    def _gathers_per_block(self) -> bool:
-        """Whether parameters are gathered for every block of every micro-batch."""
-        return self.model.sharded == "parameters"
+    def activated_values(self) -> float:
+        """Values of a rank's experts between activation and last matrix, in one MoE layer."""
+        layer, grid = self.model.layer, self.grid
+        return grid.dp * layer.copies / (grid.ep * grid.edp) * layer.hidden / grid.etp
+
+    @property
+    def _activation_recomputed(self) -> float:
+        """Seconds of recomputing only the activation of an MoE layer: for SwiGLU two values are read and one is written."""
+        values = self.activated_values * ("moe_act" in self.model.recomputed and self.forward_passes == 1)
+        return self.model.layer.matrices * values * self.model.layer.element_bytes / self._rates.memory
+
+    @cached_property
+    def compute_bound(self) -> float:
+        """Seconds of computation of a step, with each expert in one product."""
+        passes = (self.forward_passes + 2) * self.model.moe_layers
+        return self._outside_seconds + self.model.micro_batches * passes * self._expert_seconds
+
+    @cached_property
+    def link_bound(self) -> float:
+        """Seconds of the busiest link of a step, parameters and gradients included, if every token crossed the link
+        once for all experts behind it, or the weights did if they are fewer bytes."""
+        model, gathered = self.model, self._gather_ratio
+        passes = model.micro_batches * 2 * (self.forward_passes + 1) * model.moe_layers
+        # how many times per step all parameters are gathered twice and gradients scattered once
+        moves = {"gradients": model.micro_batches + gathered, "optimizer": 1 + gathered, "none": 2.0}
+        times = moves[model.sharded] / (2 * gathered + 1) if model.sharded in moves else model.micro_batches
+        return max(
+            [
+                0.0,
+                *(passes * self._crossing_seconds(link) + times * self._sharding_seconds(link) for link in self._links),
+            ]
+        )
+
+    def floor(self, *, compression: float = 1.0) -> float:
+        """Return a lower bound on the seconds of any plan on this layout.
+
+        It sums the computation outside MoE layers, and for each pass through them the largest of computing, crossing a link,
+        and gathering parameters behind the pass.
+
+        Crossing does not count on a profiled machine, where some bytes may pass a link before the last rank has reached
+        the movement.
+
+        Args:
+            compression: bytes of a row over the bytes that a codec sends for it.
+        """
+        model, crossing = self.model, 0.0
+        compute = model.moe_layers * self._expert_seconds
+        if not self.simulator.timing.starts_early and not model.overlapped:
+            crossing = 2 * model.moe_layers * max([0.0, *map(self._crossing_seconds, self._links)]) / compression
+        dense, experts = self._unit_seconds
+        units, attention = (
+            model.num_layers * dense + model.moe_layers * experts,
+            model.num_layers * self.forward.attention,
+        )
+        gathering = [
+            (moves * units - passes * attention) * model.gathers_per_block
+            for passes, moves in ((1, self._gather_ratio), (2, self._gather_ratio + 1))
+        ]
+        passes = (self.forward_passes - 1) * max(compute, crossing)
+        passes += max(compute, crossing, gathering[0]) + max(2 * compute, crossing, gathering[1])
+        return self._outside_seconds + model.micro_batches * passes
+
+    @property
+    def _outside_seconds(self) -> float:
+        return self.model.micro_batches * self._around_seconds + self.optimizer_seconds
+
+    @property
+    def _gradient_bytes(self) -> int:
+        return self.model.gradient_bytes or self.model.parameter_bytes
 
     @property
     def _gather_ratio(self) -> float:
         """Bytes of a gathered parameter over the bytes of its gradient."""
-        return (self.model.gathered_bytes or self.model.parameter_bytes) / self.model.parameter_bytes
+        return (self.model.gathered_bytes or self.model.parameter_bytes) / self._gradient_bytes
 
     @property
-    def _num_gatherings(self) -> float:
-        """How many times per step all parameters are gathered twice and gradients scattered once, or an equal number of
-        bytes moves."""
-        count, gathered = self.model.micro_batches, self._gather_ratio
-        moves = {"gradients": count + gathered, "optimizer": 1 + gathered, "none": 2.0}
-        return moves[self.model.sharded] / (2 * gathered + 1) if self.model.sharded in moves else count
-
-    @property
-    def _stepped_parameters(self) -> float:
-        """Parameters that a rank's optimizer updates."""
-        return self._whole_parameters if self.model.sharded == "none" else self._held_parameters
-
-    @property
-    def _whole_parameters(self) -> float:
+    def whole_parameters(self) -> float:
         """Parameters of a rank before sharding over data-parallel ranks."""
-        experts = self.model.expert_parameters / (self.grid.ep * self.grid.etp)
-        return self.model.pipeline.copies * (
-            self.model.dense_parameters / self.grid.tp + self._shared_parameters + experts
-        )
+        model, experts = self.model, self.model.expert_parameters / (self.grid.ep * self.grid.etp)
+        return model.dense_parameters / self.grid.tp + model.shared_parameters + experts
 
-    @cached_property
-    def _unit_seconds(self) -> tuple[float, float]:
-        """Seconds of gathering a block's dense parameters over dp, and its experts' over edp."""
-        dense, experts = (
-            reduce_seconds(self.cluster, self.grid, count * self.model.parameter_bytes, stride, shards) / 2
-            for count, stride, shards in zip(self._block_parameters, self._strides, self._num_shards)
-        )
-        return dense, experts
+    @property
+    def held_parameters(self) -> float:
+        """Parameters of a rank's shards."""
+        dense = self.model.dense_parameters / self.grid.tp + self.model.shared_parameters
+        return self.model.replicas * (dense / self.grid.dp + self.model.expert_parameters / self.grid.world)
+
+    @property
+    def stepped_parameters(self) -> float:
+        """Parameters that a rank's optimizer updates."""
+        return self.whole_parameters if self.model.sharded == "none" else self.held_parameters
+
+    @property
+    def block_parameters(self) -> tuple[float, float]:
+        """Parameters of a block on a rank before sharding over data-parallel ranks: dense ones, and experts'."""
+        model = self.model
+        dense = (model.dense_parameters - model.embeddings * model.vocab * model.layer.dim) / model.num_layers
+        dense = dense / self.grid.tp + model.shared_parameters / model.num_layers
+        # A stage of dense blocks alone has no experts.
+        return dense, model.expert_parameters / max(model.moe_layers, 1) / (self.grid.ep * self.grid.etp)
+
+    @property
+    def root_parameters(self) -> float:
+        """Parameters of a rank's embedding and output, before sharding over data-parallel ranks."""
+        return self.model.embeddings * self.model.vocab * self.model.layer.dim / self.grid.tp
 
     @property
     def _strides(self) -> tuple[int, int]:
@@ -743,42 +751,25 @@ class StepCostModel:
         return self.grid.dp // self.model.replicas, self.grid.edp // self.model.replicas
 
     @cached_property
-    def _copy_seconds(self) -> tuple[float, float]:
-        """Seconds in which the replicas of shards all-reduce a block's dense gradients, and its experts'."""
-        size, copies = self.model.parameter_bytes, self.model.replicas
+    def _unit_seconds(self) -> tuple[float, float]:
+        """Seconds of scattering a block's dense gradients over dp, and its experts' over edp."""
         dense, experts = (
-            reduce_seconds(self.cluster, self.grid, count * size / shards, stride * shards, copies)
-            for count, stride, shards in zip(self._block_parameters, self._strides, self._num_shards)
+            reduce_seconds(self.cluster, self.grid, count * self._gradient_bytes, stride, shards) / 2
+            for count, stride, shards in zip(self.block_parameters, self._strides, self._num_shards)
         )
         return dense, experts
 
-    @property
-    def _block_parameters(self) -> tuple[float, float]:
-        """Parameters of a block on a rank before sharding over data-parallel ranks: dense ones, and experts'."""
-        model, layer = self.model, self.model.layer
-        dense = (model.dense_parameters - model.embeddings * model.vocab * layer.dim) / model.num_layers / self.grid.tp
-        dense += self._shared_parameters / model.num_layers
-        # A stage of dense blocks alone has no experts.
-        return dense, model.expert_parameters / max(model.moe_layers, 1) / (self.grid.ep * self.grid.etp)
-
-    @property
-    def _root_bytes(self) -> float:
-        """Bytes of a rank's parameters of embedding and output."""
-        return (
-            self.model.embeddings * self.model.vocab * self.model.layer.dim / self.grid.tp * self.model.parameter_bytes
+    @cached_property
+    def _copy_seconds(self) -> float:
+        """Seconds in which the replicas of shards all-reduce the gradients of all blocks."""
+        model = self.model
+        dense, experts = (
+            reduce_seconds(
+                self.cluster, self.grid, count * self._gradient_bytes / shards, stride * shards, model.replicas
+            )
+            for count, stride, shards in zip(self.block_parameters, self._strides, self._num_shards)
         )
-
-    @property
-    def _shared_parameters(self) -> int:
-        """Parameters of all shared experts, which every rank of a tensor-parallel group holds in full."""
-        layer = self.model.layer
-        return self.model.shared_hidden * layer.matrices * layer.dim * self.model.moe_layers
-
-    @property
-    def _held_parameters(self) -> float:
-        dense = self.model.dense_parameters / self.grid.tp + self._shared_parameters
-        per_replica = dense / self.grid.dp + self.model.expert_parameters / self.grid.world
-        return self.model.pipeline.copies * self.model.replicas * per_replica
+        return model.num_layers * dense + model.moe_layers * experts
 
     @cached_property
     def _expert_seconds(self) -> float:
@@ -786,7 +777,7 @@ class StepCostModel:
         layer, grid = self.model.layer, self.grid
         rows = np.array([grid.dp * layer.copies / layer.num_experts / grid.edp])
         work = layer.matrices * layer.dim * layer.hidden / grid.etp
-        rates = rates_of(self.cluster, layer.products or layer.dtype)
+        rates = product_rate(self.cluster, layer.products or layer.dtype, "grouped")
         seconds = rates.product_seconds(rows, 2.0 * work, work * layer.element_bytes)
         return float(seconds[0]) * layer.num_experts / grid.ep
 
@@ -817,12 +808,12 @@ class StepCostModel:
 
     def _sharding_seconds(self, link: Link) -> float:
         """Return the seconds per micro-batch for which gathering parameters and scattering gradients keep a link busy."""
-        dense, experts = (count * self.model.parameter_bytes for count in self._block_parameters)
+        dense, experts = (count * self._gradient_bytes for count in self.block_parameters)
         over_dp, over_edp = zip(self._strides, (self.grid.dp, self.grid.edp))
         units = (
             (self.model.num_layers * dense, *over_dp),
             (self.model.moe_layers * experts, *over_edp),
-            (self._root_bytes, *over_dp),
+            (self.root_parameters * self._gradient_bytes, *over_dp),
         )
         total, devices = 0.0, self._devices_behind(link)
         for num_bytes, stride, ranks in units:
@@ -834,6 +825,59 @@ class StepCostModel:
         """Return the number of devices that share a link. A link that only carries messages out of a node counts for
         the whole node, evenly."""
         return self.cluster.devices_per_node if link.carries == "outside" else link.devices
+
+
+def layer_passes(cluster: ClusterSpec, grid: Grid, layer: Workload, *, deepep: bool) -> tuple[LayerPass, LayerPass]:
+    """Return the forward and the backward pass of an MoE layer of another system under even routing.
+
+    Experts take their products and their activations' traffic (`compute.py`), twice as long backward. Their rows are sorted
+    before and after each all-to-all (Megatron's dispatchers). DeepEP and HybridEP send a token once to a node and once to each
+    rank there, both at the same time, and need no sorting before and after.
+
+    Args:
+        cluster: the cluster.
+        grid: the layout of a pipeline stage.
+        layer: the layer.
+        deepep: whether kernels forward tokens between and inside nodes.
+    """
+    experts = layer.num_experts // grid.ep
+    rows = grid.dp * layer.copies / layer.num_experts / grid.edp
+    padded = rows + NARROW_ROWS.get(layer.products or "", 0) / 2
+    rates, per_expert = product_rate(cluster, layer.products or layer.dtype, "grouped"), np.array([padded])
+    work, units = layer.matrices * layer.dim * layer.hidden / grid.etp, layer.hidden / grid.etp
+    seconds = rates.product_seconds(per_expert, 2.0 * work, work * layer.element_bytes)
+    seconds += rates.traffic_seconds(per_expert, layer.dim, units, layer.matrices, layer.element_bytes)
+    products, moves = float(seconds[0]) * experts, 2 if deepep or grid.ep == 1 else 4
+    copies = moves * 2 * rows * experts * layer.dim * layer.element_bytes / rates.memory
+    links, latency = _all_to_all(cluster, grid, layer, deepep)
+    moving = max(links.values(), default=0.0) + latency
+    both = {name: 2 * busy for name, busy in links.items()}
+    return (
+        LayerPass(products + copies, 2 * moving, both),
+        LayerPass(2 * products + copies, 2 * moving, both),
+    )
+
+
+def _all_to_all(cluster: ClusterSpec, grid: Grid, layer: Workload, deepep: bool) -> tuple[dict[str, float], float]:
+    """Return the seconds for which each link is busy with an all-to-all, and its latency."""
+    group, per_node = grid.ep * grid.etp, grid.ranks_per_node or grid.world
+    if group == 1:
+        return {}, 0.0
+    topology = Topology(cluster, grid.world, grid.ranks_per_node, block=per_node)
+    source, other = (each.ravel() for each in np.meshgrid(np.arange(per_node), np.arange(group), indexing="ij"))
+    target = source // group * group + other
+    row = layer.dim * layer.element_bytes / grid.tp
+    sent = np.full(len(source), layer.copies / grid.ep * row)
+    if deepep:
+        nodes, inside = max(group // per_node, 1), min(group, per_node)
+        sent = np.where(
+            target // per_node != source // per_node,
+            node_tokens_per_node(layer, nodes, 1) / inside * row,
+            node_tokens_per_node(layer, grid.ep, 1) * nodes * row,
+        )
+    apart = source != target
+    load = topology.loads(source[apart], target[apart], sent[apart], np.ones(int(apart.sum())))
+    return {topology.names[link]: float(busy) for link, busy in zip(load.links, load.seconds)}, load.latency
 
 
 def reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: int, ranks: int) -> float:

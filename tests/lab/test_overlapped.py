@@ -6,13 +6,13 @@ import pytest
 
 from moesaic.planner.cluster import read_cluster
 from moesaic.planner.simulate import Simulator
-from moesaic.planner.step import BEFORE, BEHIND, soonest_first, together
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.order.graph import predecessors
 from moesaic.program.plan import Plan
 from moesaic.program.timeline import lay_out
+from moesaic_lab.ledger.overlapped import BEFORE, BEHIND, soonest_first, together
 
 LAYER = Workload(tokens=4096, num_experts=64, top_k=4, dim=2048, hidden=1024)
 GRID = Grid(world=16, ep=16, ranks_per_node=8)

@@ -1,0 +1,385 @@
+"""Flags of other training systems: reads layouts from them (`--explain`), and writes layouts as flags (`--emit`).
+
+`SYSTEMS` says what each system has. Nothing that it lacks is searched for it or written.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from moesaic.configfile import suggestion
+from moesaic.errors import InputError
+from moesaic.planner.model import Job
+from moesaic.planner.others import Offers, OthersLayout
+from moesaic.planner.search import PlannedStep
+from moesaic.planner.step import PARTS, Part, Schedule, Sharded
+from moesaic.program.plan import Crossing, Plan
+
+STRATEGIES: dict[str, Sharded] = {
+    "no_shard": "none", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "parameters",
+}  # fmt: skip
+"""Values of `sharded` by their names in Megatron's FSDP."""
+RECIPES = dict.fromkeys(("delayed", "tensorwise", "blockwise"), "fp8") | {"mxfp8": "mxfp8"}
+"""Precisions by the names of Transformer Engine's recipes for scaling."""
+TORCH_SCHEDULES: dict[str, Schedule] = {
+    "1F1B": "1f1b", "Interleaved1F1B": "1f1b", "InterleavedZeroBubble": "zb-h1", "ZBVZeroBubble": "zb-v",
+    "DualPipeV": "dualpipev",
+}  # fmt: skip
+"""Pipeline schedules by their names in PyTorch."""
+MODES: dict[str, tuple[Part, ...]] = {"none": (), "full": ("block",), "selective": ("layernorm", "moe")}
+"""Recomputed parts by the names of torchtitan's modes. Mode selective keeps the scores and every second dense product, but no
+grouped product, since that is not in `_op_sac_save_list` of torchtitan. Here it counts as if all dense products were kept."""
+
+
+class Alone(NamedTuple):
+    """A flag without a value, and the value that it sets; if `yields`, other flags for the same field win over it."""
+
+    value: Any
+    yields: bool = False
+
+
+MEGATRON: dict[str, tuple[str, Any]] = {
+    "tensor-model-parallel-size": ("tp", int),
+    "pipeline-model-parallel-size": ("pp", int),
+    "num-virtual-stages-per-pipeline-rank": ("virtual_pp", int),
+    "num-layers-per-virtual-pipeline-stage": ("virtual_layers", int),
+    "enable-zero-bubble": ("schedule", Alone("zb-h1", yields=True)),
+    "zero-bubble-v-schedule": ("schedule", Alone("zb-v")),
+    "schedules-method": ("schedule", {"dualpipev": "dualpipev"}),
+    "mtp-num-layers": ("mtp", int),
+    "context-parallel-size": ("cp", int),
+    "expert-model-parallel-size": ("ep", int),
+    "expert-tensor-parallel-size": ("etp", int),
+    "micro-batch-size": ("micro_batch", int),
+    "global-batch-size": ("global_batch", int),
+    "recompute-activations": ("recompute", Alone(("core_attn",), yields=True)),
+    "recompute-granularity": ("recompute", {"full": ("block",), "selective": ("core_attn",)}),
+    "recompute-modules": ("recompute", list),
+    "overlap-moe-expert-parallel-comm": ("overlapped", Alone(True)),
+    "use-distributed-optimizer": ("sharded", Alone("optimizer", yields=True)),
+    "num-distributed-optimizer-instances": ("replicas", int),
+    "data-parallel-sharding-strategy": ("sharded", STRATEGIES),
+    "overlap-param-gather": ("hides_parameters", Alone(True)),
+    "grad-reduce-in-bf16": ("float32_reduced", Alone(False)),
+    "overlap-grad-reduce": ("hides_gradients", Alone(True)),
+    "cross-entropy-loss-fusion": ("fused_loss", Alone(True)),
+    "moe-enable-deepep": ("all_to_all", Alone("deepep", yields=True)),
+    "moe-token-dispatcher-type": ("all_to_all", lambda word: "deepep" if word == "flex" else "linear"),
+    "fp8-format": ("precision", lambda word: "fp8"),
+    "fp8-recipe": ("precision", RECIPES),
+}
+"""Flags of Megatron, and of extensions of it (zero bubbles, DualPipeV), that define a layout. Each has the field that it sets,
+and a function from its word to the value, a table from words to values, or `list` if it takes several words."""
+APART = ("hides_parameters", "hides_gradients", "fused_loss")
+"""Fields that are False in Megatron unless a flag sets them."""
+RECOMPUTE = "activation-checkpoint:"
+"""What torchtitan 0.3 writes before the name of a mode. It is a subcommand, after which no more flags may follow."""
+TORCHTITAN: dict[str, tuple[str, Any]] = {
+    "parallelism.tensor-parallel-degree": ("tp", int),
+    "parallelism.pipeline-parallel-degree": ("pp", int),
+    "parallelism.pipeline-parallel-schedule": ("schedule", TORCH_SCHEDULES),
+    "parallelism.pipeline-parallel-microbatch-size": ("micro_batch", int),
+    "parallelism.context-parallel-degree": ("cp", int),
+    "parallelism.expert-parallel-degree": ("ep", int),
+    "parallelism.expert-tensor-parallel-degree": ("etp", int),
+    "parallelism.data-parallel-replicate-degree": ("replicas", int),
+    "training.local-batch-size": ("local_batch", int),
+    "training.global-batch-size": ("global_batch", int),
+    "activation-checkpoint.mode": ("recompute", MODES),
+}
+"""Flags of torchtitan that define a layout, in the form of `MEGATRON`."""
+
+
+def from_flags(flags: str) -> OthersLayout:
+    """Return the layout that flags of Megatron or torchtitan define; other flags are ignored.
+
+    Raises:
+        InputError: if no flag is known, if a flag lacks its value, or if its value is unknown.
+    """
+    values: dict[str, Any] = {}
+    try:
+        words = _words(flags)
+    except ValueError as error:
+        raise InputError(f"--explain: the flags do not parse ({error}): close what is quoted") from error
+    known, yielding = MEGATRON | TORCHTITAN, dict[str, Any]()
+    named = {place: word.lstrip("-").replace("_", "-") for place, word in enumerate(words) if word.startswith("--")}
+    for place, name in named.items():
+        field, make = known.get(name, ("", None))
+        if isinstance(make, Alone):
+            (yielding if make.yields else values)[field] = make.value
+        elif field:
+            until = min((other for other in named if other > place), default=len(words))
+            values[field] = _flag_value(words[place], words[place + 1 : until], make)
+    values = yielding | values
+    if not values:
+        first = next((word for word in words if word.startswith("--")), "nothing")
+        near = suggestion(first.lstrip("-"), list(known)) if first != "nothing" else ""
+        raise InputError(f"--explain: found no flag of Megatron or torchtitan that splits a model, only {first}{near}")
+    if any(name in TORCHTITAN for name in named.values()):
+        # FSDP2 gathers parameters for every block, but keeps them whole between the micro-batches of a pipeline.
+        local = values.get("local_batch", 1)
+        micro = local if values.get("pp", 1) == 1 else values.get("micro_batch", 1)
+        sharded: Sharded = "parameters" if values.get("pp", 1) == 1 else "gradients"
+        return OthersLayout(**{"sharded": sharded, **values, "local_batch": local, "micro_batch": micro})
+    # By default, Megatron splits experts over tp like attention, keeps the whole optimizer on every rank, does not overlap
+    # parameters and gradients, and computes the loss step by step.
+    return OthersLayout(**{"etp": values.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False), **values})
+
+
+def _words(flags: str) -> list[str]:
+    """Return the words of flags; `--a=b` is two, and torchtitan's subcommand for recomputation becomes a flag."""
+    words = shlex.split(flags.replace(RECOMPUTE, "--activation-checkpoint.mode "))
+    return [part for word in words for part in word.split("=", 1)]
+
+
+SIZES: dict[str, Callable[[Job], int]] = {
+    "seq-length": lambda job: job.model.seq_len, "training.seq-len": lambda job: job.model.seq_len,
+    "num-layers": lambda job: job.model.num_layers, "hidden-size": lambda job: job.model.dim,
+    "num-experts": lambda job: job.model.moe.num_experts, "moe-router-topk": lambda job: job.model.moe.top_k,
+    "moe-ffn-hidden-size": lambda job: job.model.moe.hidden,
+}  # fmt: skip
+"""Flags for the sizes of a model, and the function that reads the same size from a job."""
+ASSUMED = (
+    "sequence-parallel", "use-megatron-fsdp", "recompute-method", "recompute-num-layers",
+    "parallelism.data-parallel-shard-degree",
+)  # fmt: skip
+"""Flags that are not read because predictions assume their usual value."""
+MATTERING = ("parallel", "pipeline", "offload", "overlap", "capacity", "dtype", "checkpoint", "recompute", "converters")
+"""Words in names of flags that may change the time or the memory of a step."""
+
+
+def unread_flags(flags: str, job: Job) -> list[str]:
+    """Return the flags that may change the time or the memory of a step but that no prediction reads.
+
+    Args:
+        flags: flags of Megatron or torchtitan.
+        job: the training job.
+
+    Raises:
+        InputError: if a flag gives a size of the model or a sequence length that is not that of the job.
+    """
+    words = _words(flags)
+    names = {word: word.lstrip("-").replace("_", "-") for word in words if word.startswith("--")}
+    for word, value in pairwise(words):
+        size = SIZES.get(names.get(word, ""))
+        if size is not None and value.isdecimal() and int(value) != size(job):
+            flag = " (--seq-len)" if "seq" in word else ""
+            raise InputError(f"--explain: {word} {value}, but the planned model has {size(job)}: make them agree{flag}")
+    read = {*MEGATRON, *TORCHTITAN, *SIZES, *ASSUMED}
+    return [word for word, name in names.items() if name not in read and any(part in name for part in MATTERING)]
+
+
+def _flag_value(flag: str, words: list[str], make: Any) -> Any:
+    """Return the value that the words after a flag give; `make` is the second entry of the flag in `MEGATRON`."""
+    if make is list:
+        if not words:
+            raise InputError(f"--explain: {flag} is empty: name at least one of {', '.join(PARTS)}")
+        return tuple(words)
+    word = words[0] if words else ""
+    if isinstance(make, dict):
+        if word not in make:
+            raise InputError(f"--explain: {flag}={word!r}: choose one of {', '.join(make)}")
+        return make[word]
+    try:
+        return make(word)
+    except ValueError as error:
+        raise InputError(f"--explain: {flag} needs a whole number, got {word!r}") from error
+
+
+def layout_of(job: Job, planned: PlannedStep) -> OthersLayout:
+    """Return the layout of other systems that is most similar to one of our plans."""
+    grid, plan = planned.grid, planned.plan
+    return OthersLayout(
+        tp=grid.tp,
+        ep=grid.ep,
+        etp=grid.etp,
+        micro_batch=job.batch_size // grid.dp,
+        global_batch=job.batch_size * job.accumulation,
+        recompute=("block",) if job.model.checkpoint_activations else (),
+        all_to_all="multicast" if plan.crossing is not Crossing.LINK else "linear",
+        overlapped=plan.chunks > 1,
+        sharded="parameters",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A training system whose flags are written."""
+
+    write: Callable[[Job, OthersLayout, PlannedStep | None], list[str]]
+    """Writes a layout as flags. The last argument is the plan of ours that the layout comes from, or None; flags for its
+    choices are included as far as the system has them."""
+    version: str = ""
+    """The version whose flags are written."""
+    offers: Offers = field(default_factory=Offers)
+    """What the system has, of the choices of a layout."""
+    lacks: tuple[tuple[str, Any], ...] = ()
+    """Fields of a layout that the system has no flags for, with the only value that it runs."""
+
+    def flags(self, name: str, job: Job, layout: OthersLayout, planned: PlannedStep | None = None) -> list[str]:
+        """Return the layout as flags; raises InputError if the system named `name` lacks something of it."""
+        supported = {
+            "schedule": tuple(dict.fromkeys(schedule for schedule, _ in self.offers.schedules)),
+            "precision": self.offers.precisions,
+            **{lacking: (only,) for lacking, only in self.lacks},
+        }
+        for choice, values in supported.items():
+            if getattr(layout, choice) not in values:
+                raise InputError(
+                    f"--emit {name}: {self.version or name} does not support {choice}={getattr(layout, choice)!r}: choose "
+                    f"{' or '.join(map(repr, values))}, or another system"
+                )
+        return self.write(job, layout, planned)
+
+
+PRECISIONS = {
+    "bf16": "", "fp8": "--fp8-format hybrid --fp8-recipe tensorwise", "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
+}  # fmt: skip
+"""Flags of precisions in Megatron."""
+
+
+def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
+    moe, model = job.model.moe, job.model
+    lines = [
+        f"--tensor-model-parallel-size {layout.tp}" + " --sequence-parallel" * (layout.tp > 1),
+        f"--pipeline-model-parallel-size {layout.pp}", f"--expert-model-parallel-size {layout.ep}",
+        f"--expert-tensor-parallel-size {layout.etp}", f"--micro-batch-size {layout.micro_batch}",
+        f"--seq-length {model.seq_len}", f"--num-experts {moe.num_experts}", f"--moe-router-topk {moe.top_k}",
+        f"--moe-ffn-hidden-size {moe.hidden}", "--moe-grouped-gemm", "--moe-token-dispatcher-type "
+        + ("flex --moe-enable-deepep" if layout.by_deepep else "alltoall"),
+        "--bf16",
+    ]  # fmt: skip
+    numbers = {
+        "global-batch-size": (layout.global_batch, 0), "context-parallel-size": (layout.cp, 1),
+        "num-distributed-optimizer-instances": (layout.replicas, 1), "mtp-num-layers": (layout.mtp, 0),
+        "num-virtual-stages-per-pipeline-rank": (layout.virtual_pp, 1),
+        "num-layers-per-virtual-pipeline-stage": (layout.virtual_layers, 0),
+    }  # fmt: skip
+    lines += [f"--{flag} {number}" for flag, (number, usual) in numbers.items() if number != usual]
+    lines += [f"--{flag}" for flag, (name, _) in MEGATRON.items() if name in APART and getattr(layout, name)]
+    if layout.sharded == "optimizer":
+        lines.append("--use-distributed-optimizer")
+    elif layout.sharded != "none":
+        strategy = next(name for name, sharded in STRATEGIES.items() if sharded == layout.sharded)
+        lines.append(f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy}")
+    lines += ["--overlap-moe-expert-parallel-comm"] * layout.overlapped
+    lines += ["--grad-reduce-in-bf16"] * (not layout.float32_reduced)
+    if "block" in layout.recompute:
+        lines.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    elif layout.recompute:
+        lines.append(f"--recompute-granularity selective --recompute-modules {' '.join(layout.recompute)}")
+    lines += [PRECISIONS[layout.precision]] * layout.is_narrow
+    routing = model.routing
+    if routing.get("groups", 1) > 1:
+        lines += [f"--moe-router-num-groups {routing['groups']} --moe-router-group-topk {routing['top_groups']}"]
+    return lines
+
+
+def _torchtitan(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
+    if layout.recompute not in MODES.values():
+        raise InputError(
+            f"--emit torchtitan: torchtitan recomputes {' or '.join(map(repr, MODES.values()))}, not {layout.recompute!r}"
+        )
+    mode = next(mode for mode, parts in MODES.items() if parts == layout.recompute)
+    lines = [
+        f"--parallelism.tensor_parallel_degree {layout.tp}", "--parallelism.data_parallel_shard_degree -1",
+        f"--parallelism.expert_parallel_degree {layout.ep}",
+        f"--training.local_batch_size {max(layout.local_batch, layout.micro_batch)}",
+        f"--training.seq_len {job.model.seq_len}",
+    ]  # fmt: skip
+    lines += [f"--training.global_batch_size {layout.global_batch}"] * (layout.global_batch > 0)
+    lines += [f"--parallelism.context_parallel_degree {layout.cp}"] * (layout.cp > 1)
+    lines += [f"--parallelism.data_parallel_replicate_degree {layout.replicas}"] * (layout.replicas > 1)
+    if layout.pp > 1:
+        lines += [
+            f"--parallelism.pipeline_parallel_degree {layout.pp}",
+            f"--parallelism.pipeline_parallel_schedule {_schedule_name(layout)}",
+            f"--parallelism.pipeline_parallel_microbatch_size {layout.micro_batch}",
+        ]
+    lines += ["--training.disable_cuda_graphs"] * (layout.ep > 1 or layout.pp > 1)  # refused with either
+    return [*lines, f"{RECOMPUTE}{mode}"]
+
+
+def _automodel(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
+    sizes = {"tp_size": layout.tp, "cp_size": layout.cp, "pp_size": layout.pp, "ep_size": layout.ep}
+    sizes |= {"dp_replicate_size": layout.replicas} if layout.replicas > 1 else {}
+    # A pipeline cuts the local batch of a data-parallel group into micro-batches.
+    local = max(layout.local_batch, layout.micro_batch * layout.pp)
+    lines = ["--distributed.strategy fsdp2", *(f"--distributed.{name} {size}" for name, size in sizes.items())]
+    lines += [f"--step_scheduler.local_batch_size {local}", f"--dataset.seq_length {job.model.seq_len}"]
+    lines += [f"--step_scheduler.global_batch_size {layout.global_batch}"] * (layout.global_batch > 0)
+    lines += ["--distributed.activation_checkpointing true"] * bool(layout.recompute)
+    lines += ["--model.backend.dispatcher deepep"] * layout.by_deepep
+    if layout.pp > 1:
+        lines += [
+            f"--distributed.pipeline.pp_schedule {_schedule_name(layout).lower()}",
+            f"--distributed.pipeline.pp_microbatch_size {layout.micro_batch}",
+        ]
+    return lines
+
+
+def _schedule_name(layout: OthersLayout) -> str:
+    """Return the PyTorch name of the pipeline schedule of a layout."""
+    names = [name for name, schedule in TORCH_SCHEDULES.items() if schedule == layout.schedule]
+    return names[-1 if layout.virtual_pp > 1 else 0]
+
+
+def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
+    mesh: dict[str, Any] = {"tp": layout.tp, "ep": layout.ep, "etp": layout.etp}
+    mesh |= {} if planned is None else {"innermost": planned.grid.innermost}
+    mesh |= {"pp": layout.pp, "parts-per-stage": layout.virtual_pp} if layout.pp > 1 else {}
+    lines, default = [f"--mesh.{name} {value}" for name, value in mesh.items()], Plan()
+    plan = Plan(all_to_all=layout.all_to_all) if planned is None else planned.plan
+    for choice in fields(Plan):
+        value = getattr(plan, choice.name)
+        if value != getattr(default, choice.name):
+            flag = choice.name.replace("_", "-")
+            lines.append(f"--plan.{flag} {value}" if not isinstance(value, bool) else f"--plan.{flag}")
+    if planned is not None:
+        lines += [f"--batch-size {job.batch_size}", f"--accumulation {job.accumulation}"]
+    return lines + ["--model.checkpoint-activations"] * bool(layout.recompute)
+
+
+PYTORCH = tuple((schedule, 1) for schedule in dict.fromkeys(TORCH_SCHEDULES.values()))
+"""Pipeline schedules of PyTorch; the first of them also with several runs per rank."""
+SELECTIVE: tuple[tuple[Part, ...], ...] = (
+    (), ("moe_act",), ("layernorm", "moe_act"), ("layernorm", "mla_up_proj", "moe_act"), ("core_attn",), ("block",),
+)  # fmt: skip
+"""Combinations of recomputed parts that are searched for Megatron."""
+SYSTEMS: dict[str, System] = {
+    "megatron": System(
+        write=_megatron,
+        version="Megatron-LM 0.20",
+        offers=Offers(
+            schedules=(("1f1b", 1), ("1f1b", 2), ("1f1b", 4)),
+            recompute=SELECTIVE,
+            all_to_alls=("linear", "deepep"),
+            overlaps=True,
+            precisions=("bf16", "fp8", "mxfp8"),
+        ),
+    ),
+    "torchtitan": System(
+        write=_torchtitan,
+        version="torchtitan 0.3.0",
+        offers=Offers(schedules=(("1f1b", 2), *PYTORCH), recompute=tuple(MODES.values()), sharded="parameters"),
+        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False)),
+    ),
+    "automodel": System(
+        write=_automodel,
+        version="NeMo Automodel",
+        offers=Offers(
+            schedules=(("1f1b", 2), *PYTORCH), all_to_alls=("linear", "deepep"), sharded="parameters"
+        ),
+        lacks=(("etp", 1), ("mtp", 0), ("overlapped", False)),
+    ),
+    "moesaic": System(
+        write=_moesaic,
+        offers=Offers(sharded="parameters"),
+        lacks=(("cp", 1), ("mtp", 0), ("replicas", 1)),
+    ),
+}  # fmt: skip
+"""Systems by name. To add one, write a function for its flags."""

@@ -1,0 +1,125 @@
+"""The memory of a training step on a rank, under the closed form of `step.py`."""
+
+from __future__ import annotations
+
+from moesaic.planner.memory import Memory, layer_memory
+from moesaic.planner.step import StepCostModel
+from moesaic.program.grid import Grid
+from moesaic.program.sizes import CallSizes
+from moesaic.program.task import Program
+
+
+def step_memory(
+    cost_model: StepCostModel,
+    forward: Program,
+    backward: Program,
+    grid: Grid,
+    *,
+    memory_budget: int | None = None,
+    sizes: CallSizes | None = None,
+) -> Memory:
+    """Return the memory of a rank.
+
+    Besides its feed-forward layer, a block keeps what attention keeps and the inputs of two norms (Korthikanti et
+    al. 2022, section 4.1, with fused scores). A recomputed part keeps only its input. Narrow products read weights
+    by rows and by columns, which takes two copies besides the wide ones. They keep their inputs by columns only, in
+    place of wide values that nothing else needs (Transformer Engine, "FP8 weight caching" and "Handling
+    transposes").
+
+    Args:
+        forward: the lowered program of an MoE layer.
+        backward: the lowered program of its gradients.
+        grid: the layout, with etp factored as the plan requires.
+        memory_budget: most bytes that a layer may hold.
+        sizes: of a call of the forward program; the rank with the most rows counts. None: even routing.
+    """
+    volumes = cost_model.simulator.volumes(forward, cost_model.model.layer, grid, sizes=sizes)
+    return rank_memory(cost_model, *layer_memory(forward, backward, volumes, memory_budget))
+
+
+def rank_memory(cost_model: StepCostModel, kept_bytes: float, buffers: float) -> Memory:
+    """Return the memory of a rank, from the bytes that one of its MoE layers keeps, and needs besides while it runs."""
+    model, grid = cost_model.model, cost_model.grid
+    layer = model.layer
+    activations = _kept_bytes(cost_model, kept_bytes)
+    narrow = 2 * model.narrow_bytes
+    logits = layer.tokens * model.vocab * 4 / grid.tp if model.outputs else 0.0
+    size, held_parameters = model.parameter_bytes, cost_model.held_parameters
+    if not model.gathers_per_block:
+        whole_parameters = cost_model.whole_parameters
+        return Memory(
+            weights=whole_parameters * layer.element_bytes + narrow * _multiplied_parameters(cost_model),
+            # Sharded gradients of one block are whole while they are reduced.
+            gradients=(
+                held_parameters + sum(cost_model.block_parameters) if model.sharded == "gradients" else whole_parameters
+            )
+            * size,
+            optimizer=cost_model.stepped_parameters * 3 * size,
+            activations=activations,
+            buffers=buffers + logits,
+        )
+    dense, experts = cost_model.block_parameters
+    cast = experts * layer.element_bytes if layer.element_bytes != size else 0.0
+    kept_casts = 1 if model.recomputes() else model.moe_layers
+    gathered = dense * (grid.dp > model.replicas) + experts * (grid.edp > model.replicas)
+    return Memory(
+        weights=held_parameters * size,
+        gradients=held_parameters * size,
+        optimizer=held_parameters * 2 * size,
+        activations=activations + kept_casts * cast,
+        # two blocks' parameters, one block's gradients, and one block's narrow weights
+        buffers=buffers + logits + 3 * gathered * size + narrow * (dense + experts),
+    )
+
+
+def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> float:
+    """Return the bytes that a rank keeps from forward to backward passes.
+
+    Args:
+        moe_bytes: bytes that one MoE layer's program keeps.
+    """
+    model, grid = cost_model.model, cost_model.grid
+    layer, recomputed = model.layer, model.recomputed
+    row, dim = layer.tokens * layer.element_bytes / grid.tp, layer.dim
+    # Bytes of a product's kept input over those of a wide value: normed inputs, experts' rows, activations' results.
+    read = model.narrow_bytes / layer.element_bytes or 1.0
+    attention = (model.attention_kept or 5.5 * dim) - model.attention_up_kept * ("mla_up_proj" in recomputed)
+    around = (attention + 2 * dim - dim * ("layernorm" in recomputed) - dim * (1 - read)) * row
+    inner = layer.matrices - 1 + model.keeps_activated * read
+    dense = (dim + inner * model.inner * ("mlp" not in recomputed)) * row
+    shared = inner * model.shared_hidden * layer.tokens * layer.element_bytes * ("shared_experts" not in recomputed)
+    activated = (
+        cost_model.activated_values
+        * layer.element_bytes
+        * (model.keeps_activated and "moe_act" not in recomputed)
+        * read
+    )
+    activated -= cost_model.activated_values / layer.hidden * grid.etp * dim * layer.element_bytes * (1 - read)
+    sparse = dim * row if "moe" in recomputed else moe_bytes + activated + shared
+    recomputed_norms = dim * row * ("layernorm" in recomputed)
+    if "block" in recomputed:
+        return model.alive * model.num_layers * dim * row + around + max(sparse, dense)
+    dense_layers = model.num_layers - model.moe_layers
+    blocks = model.num_layers * (around - recomputed_norms) + model.moe_layers * sparse + dense_layers * dense
+    return model.alive * blocks
+
+
+def _multiplied_parameters(cost_model: StepCostModel) -> float:
+    """Parameters of a rank that narrow products read: all but embeddings, output and routers."""
+    model = cost_model.model
+    wide = (
+        model.embeddings * model.vocab * model.layer.dim + model.moe_layers * model.layer.dim * model.layer.num_experts
+    )
+    return cost_model.whole_parameters - wide / cost_model.grid.tp
+
+
+def least_bytes(cost_model: StepCostModel) -> float:
+    """Bytes that a rank needs under any plan: parameters, gradients, moments, and the residual stream."""
+    model, grid = cost_model.model, cost_model.grid
+    stream = model.layer.tokens * model.layer.dim * model.layer.element_bytes / grid.tp
+    size = model.parameter_bytes
+    if not model.gathers_per_block:
+        gradients = cost_model.held_parameters if model.sharded == "gradients" else cost_model.whole_parameters
+        whole_bytes = cost_model.whole_parameters * model.layer.element_bytes + gradients * size
+        return whole_bytes + cost_model.stepped_parameters * 3 * size + model.num_layers * stream
+    return cost_model.held_parameters * 4 * size + model.num_layers * stream
