@@ -27,7 +27,6 @@ from moesaic.program.passes.multicast import in_pieces
 from moesaic.program.plan import Plan
 from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Stage, Task
 from moesaic.program.timeline import lay_out
-from moesaic_lab.ledger.overlapped import simulate_overlapped
 from moesaic_lab.ledger.parts import cluster_of
 from moesaic_lab.ledger.records import Entry, read_published
 
@@ -109,12 +108,11 @@ def predicted() -> float:
     job = Job(batch_size=64, precision="bfloat16", model=shape, data=DataShape(vocab_size=shape.vocab))
     grid = Grid(world=64, ep=64, ranks_per_node=8)
     model = job.step_model(cluster, 64)
-    model = replace(model, layer=replace(model.layer, products="fp8"))
-    around = StepCostModel(model, grid, Simulator(cluster))
+    sparse = replace(model, num_layers=LAYERS, sparse_layers=LAYERS, vocab=0, launches=(0.0, 0.0), overlapped=True)
+    around = StepCostModel(replace(sparse, layer=replace(model.layer, products="fp8")), grid, Simulator(cluster))
     compiled = compile_plan(Plan(all_to_all="multicast", order="fifo"), grid)
     forward, backward = (in_pieces(each, dispatched="fp8") for each in (compiled.forward, compiled.backward))
-    both = simulate_overlapped(around, forward, backward, compiled.grid)
-    return LAYERS * (both.seconds + 3 * around.forward.shared)
+    return around.busy_seconds(*around.simulator.passes(forward, backward, around.model.layer, compiled.grid))
 
 
 def trace(path: Path) -> list[Entry]:

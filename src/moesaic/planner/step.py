@@ -397,13 +397,15 @@ class StepCostModel:
         parts = {name: count * seconds for name, seconds in self._parts(forward, backward).items()}
         busy = sum(parts.values())
         parts["pipeline"] = self._bubble(forward, backward, busy / count, mean_busy or busy / count)
-        moves = list(self._movements(forward, backward))
-        parts["parameters"] = sum(times * max(moved - hidden, 0.0) for times, moved, hidden in moves)
+        parts["parameters"] = sum(
+            times * max(moved - self._hidden(passes, backward if passes == 2 else forward), 0.0)
+            for times, moved, passes in self._movements()
+        )
         parts["optimizer"] = self.optimizer_seconds
         experts = layers * (self.routing + self.forward_passes * forward.compute_seconds + backward.compute_seconds)
         limits = {
             "compute": count * (self._around_seconds + experts) + self.optimizer_seconds,
-            "gathering parameters": sum(times * moved for times, moved, _ in moves),
+            "gathering parameters": self._moving_seconds,
         }
         for name in sorted({*forward.link_seconds, *backward.link_seconds}):
             seconds = self.forward_passes * forward.link_seconds.get(name, 0.0) + backward.link_seconds.get(name, 0.0)
@@ -585,38 +587,40 @@ class StepCostModel:
             shared=product(layer.matrices * dim * hidden, 1, dim + hidden) if hidden else 0.0,
         )
 
-    def _movements(self, forward: Passes, backward: Passes) -> Iterator[tuple[float, float, float]]:
-        """Yield what moves of parameters and gradients: times per step, seconds without overlap, and seconds that are hidden.
+    def _movements(self) -> Iterator[tuple[float, float, int]]:
+        """Yield what moves of parameters and gradients: times per step, seconds without overlap, and what it hides behind, a
+        forward pass (1), a backward pass (2) or nothing (0).
 
         With FSDP2 every block is gathered before its passes, and its gradients are scattered after them, behind the other
         blocks of the pass; those of embedding and output are not hidden. Else gradients are reduced behind the last
         micro-batch's backward pass (sharded gradients behind each) and parameters gathered behind the first forward pass, if
-        the system hides them; with nothing sharded, an all-gather of the gradients replaces the one of the parameters. Whatever
-        leaves the links idle hides them, on a CPU nothing, since one thread issues everything.
+        the system hides them; with nothing sharded, an all-gather of the gradients replaces the one of the parameters.
         """
         model, (dense, experts) = self.model, self._unit_seconds
         units = model.num_layers * dense + model.moe_layers * experts
         root = self.root_parameters * self._gradient_bytes
         ends = reduce_seconds(self.cluster, self.grid, root, self.grid.tp, self._num_shards[0]) / 2
-        copied = self._copy_seconds
-        idle = [
-            0.0
-            if self.cluster.host.runs_compute
-            else passes * model.num_layers * self.forward.attention
-            + model.moe_layers * max(run.seconds - run.communication_seconds, 0.0)
-            for passes, run in ((1, forward), (2, backward))
-        ]
         count, gathered = model.micro_batches, self._gather_ratio
         if model.gathers_per_block:
-            yield count, (2 * gathered + 1) * ends, 0.0
-            yield count, gathered * units, idle[0]
-            yield count, (gathered + 1) * units + copied, idle[1]
+            yield count, (2 * gathered + 1) * ends, 0
+            yield count, gathered * units, 1
+            yield count, (gathered + 1) * units + self._copy_seconds, 2
             return
         whole, units = model.sharded == "none", units + ends
         narrow = model.layer.element_bytes / self._gradient_bytes
-        yield 1, 0.0 if whole else narrow * units, model.hides_parameters * idle[0]
+        yield 1, 0.0 if whole else narrow * units, 1 * model.hides_parameters
         times = count if model.sharded == "gradients" else 1
-        yield times, (2.0 if whole else 1.0) * units + copied, model.hides_gradients * idle[1]
+        yield times, (2.0 if whole else 1.0) * units + self._copy_seconds, 2 * model.hides_gradients
+
+    def _hidden(self, passes: int, run: Passes) -> float:
+        """Return the seconds of a pass that leave the links idle, behind which parameters or gradients move.
+
+        On a CPU nothing is hidden, since one thread issues everything.
+        """
+        if self.cluster.host.runs_compute or passes == 0:
+            return 0.0
+        idle = max(run.seconds - run.communication_seconds, 0.0)
+        return passes * self.model.num_layers * self.forward.attention + self.model.moe_layers * idle
 
     @cached_property
     def optimizer_seconds(self) -> float:
@@ -651,21 +655,17 @@ class StepCostModel:
         passes = (self.forward_passes + 2) * self.model.moe_layers
         return self._outside_seconds + self.model.micro_batches * passes * self._expert_seconds
 
+    @property
+    def _moving_seconds(self) -> float:
+        """Seconds per step in which parameters and gradients move, without overlap."""
+        return sum(times * moved for times, moved, _ in self._movements())
+
     @cached_property
     def link_bound(self) -> float:
-        """Seconds of the busiest link of a step, parameters and gradients included, if every token crossed the link
-        once for all experts behind it, or the weights did if they are fewer bytes."""
-        model, gathered = self.model, self._gather_ratio
-        passes = model.micro_batches * 2 * (self.forward_passes + 1) * model.moe_layers
-        # how many times per step all parameters are gathered twice and gradients scattered once
-        moves = {"gradients": model.micro_batches + gathered, "optimizer": 1 + gathered, "none": 2.0}
-        times = moves[model.sharded] / (2 * gathered + 1) if model.sharded in moves else model.micro_batches
-        return max(
-            [
-                0.0,
-                *(passes * self._crossing_seconds(link) + times * self._sharding_seconds(link) for link in self._links),
-            ]
-        )
+        """Seconds of the busiest link of a step if every token crossed the link once for all experts behind it, or the
+        weights did if they are fewer bytes; or of moving parameters and gradients, if that takes longer."""
+        passes = self.model.micro_batches * 2 * (self.forward_passes + 1) * self.model.moe_layers
+        return max([self._moving_seconds, *(passes * self._crossing_seconds(link) for link in self._links)])
 
     def floor(self, *, compression: float = 1.0) -> float:
         """Return a lower bound on the seconds of any plan on this layout.
@@ -805,21 +805,6 @@ class StepCostModel:
         weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / runs)
         num_bytes = min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / devices
         return num_bytes / link.slowest(self.cluster.nodes)
-
-    def _sharding_seconds(self, link: Link) -> float:
-        """Return the seconds per micro-batch for which gathering parameters and scattering gradients keep a link busy."""
-        dense, experts = (count * self._gradient_bytes for count in self.block_parameters)
-        over_dp, over_edp = zip(self._strides, (self.grid.dp, self.grid.edp))
-        units = (
-            (self.model.num_layers * dense, *over_dp),
-            (self.model.moe_layers * experts, *over_edp),
-            (self.root_parameters * self._gradient_bytes, *over_dp),
-        )
-        total, devices = 0.0, self._devices_behind(link)
-        for num_bytes, stride, ranks in units:
-            inside = min(ranks, max(1, devices // stride))
-            total += devices / inside * num_bytes * (1 - inside / ranks)
-        return (2 * self._gather_ratio + 1) * total * link.devices / devices / link.slowest(self.cluster.nodes)
 
     def _devices_behind(self, link: Link) -> int:
         """Return the number of devices that share a link. A link that only carries messages out of a node counts for
