@@ -47,19 +47,9 @@ def test_megatrons_flags_say_how_a_model_is_split() -> None:
         "--global-batch-size 512 --recompute-granularity full --overlap-moe-expert-parallel-comm --bf16 "
         "--use-distributed-optimizer"
     )
+    apart = dict.fromkeys(("hides_parameters", "hides_gradients", "fused_loss"), False)
     assert from_flags(flags) == OthersLayout(
-        tp=2,
-        etp=2,
-        pp=4,
-        ep=8,
-        all_to_all="deepep",
-        micro_batch=1,
-        global_batch=512,
-        recompute=("block",),
-        overlapped=True,
-        hides_parameters=False,
-        hides_gradients=False,
-        fused_loss=False,
+        tp=2, etp=2, pp=4, ep=8, all_to_all="deepep", global_batch=512, recompute=("block",), overlapped=True, **apart
     )
     assert from_flags("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1").etp == 1
     told = "--overlap-param-gather --overlap-grad-reduce --cross-entropy-loss-fusion"
@@ -608,21 +598,13 @@ def test_automodel_is_told_what_its_recipes_have() -> None:
     layout = OthersLayout(
         pp=4, virtual_pp=2, ep=8, cp=2, replicas=2, global_batch=512, recompute=("block",), all_to_all="multicast"
     )
-    assert SYSTEMS["automodel"].flags("automodel", QWEN, layout) == [
-        "--distributed.strategy fsdp2",
-        "--distributed.tp_size 1",
-        "--distributed.cp_size 2",
-        "--distributed.pp_size 4",
-        "--distributed.ep_size 8",
-        "--distributed.dp_replicate_size 2",
-        "--step_scheduler.local_batch_size 4",
-        "--dataset.seq_length 2048",
-        "--step_scheduler.global_batch_size 512",
-        "--distributed.activation_checkpointing true",
-        "--model.backend.dispatcher deepep",
-        "--distributed.pipeline.pp_schedule interleaved1f1b",
-        "--distributed.pipeline.pp_microbatch_size 1",
-    ]
+    assert " ".join(SYSTEMS["automodel"].flags("automodel", QWEN, layout)) == (
+        "--distributed.strategy fsdp2 --distributed.tp_size 1 --distributed.cp_size 2 --distributed.pp_size 4 "
+        "--distributed.ep_size 8 --distributed.dp_replicate_size 2 --step_scheduler.local_batch_size 4 "
+        "--dataset.seq_length 2048 --step_scheduler.global_batch_size 512 --distributed.activation_checkpointing true "
+        "--model.backend.dispatcher deepep --distributed.pipeline.pp_schedule interleaved1f1b "
+        "--distributed.pipeline.pp_microbatch_size 1"
+    )
     with pytest.raises(
         InputError, match="--emit automodel: NeMo Automodel does not support etp=2: choose 1, or another system"
     ):

@@ -251,30 +251,33 @@ def steps() -> Iterator[Entry]:
     published = read_published()
     for row in published["step"]:
         prediction, speed = predicted_step(row, published["model"])
-        sequences = row["layout"].get("global_batch", row["gpus"])
-        tokens = sequences * row["seq_len"] / row["gpus"]
-        assumed = f" (assumed: {row['assumed']})" if "assumed" in row else ""
+        tokens = row["layout"].get("global_batch", row["gpus"]) * row["seq_len"] / row["gpus"]
         yield Entry(
-            kind="steps", what=f"{row['what']}{assumed}", machine=row["machine"], measured=tokens / row["tokens_per_second"],
+            kind="steps", what=_described(row), machine=row["machine"], measured=tokens / row["tokens_per_second"],
             predicted=tokens / speed, unit="s", source=row["source"], why=row.get("why", ""),
         )  # fmt: skip
         if "memory_gib" in row:
-            yield Entry(
-                kind="memory", what=row["what"], machine=row["machine"], measured=row["memory_gib"],
-                predicted=prediction.memory.total / GIB, unit="GiB", source=row["source"],
-            )  # fmt: skip
+            yield _memory(row, row["what"], prediction)
 
 
 def memory() -> Iterator[Entry]:
     """Yield the published memory of runs whose times are not in the ledger."""
     published = read_published()
     for row in published["memory"]:
-        prediction, _ = predicted_step(row, published["model"])
-        assumed = f" (assumed: {row['assumed']})" if "assumed" in row else ""
-        yield Entry(
-            kind="memory", what=f"{row['what']}{assumed}", machine=row["machine"], measured=row["memory_gib"],
-            predicted=prediction.memory.total / GIB, unit="GiB", source=row["source"],
-        )  # fmt: skip
+        yield _memory(row, _described(row), predicted_step(row, published["model"])[0])
+
+
+def _described(row: dict[str, Any]) -> str:
+    """Return what a published step is, and what was assumed about it."""
+    return f"{row['what']} (assumed: {row['assumed']})" if "assumed" in row else str(row["what"])
+
+
+def _memory(row: dict[str, Any], what: str, prediction: PlannedStep) -> Entry:
+    """Return the entry of a published step's memory."""
+    return Entry(
+        kind="memory", what=what, machine=row["machine"], measured=row["memory_gib"],
+        predicted=prediction.memory.total / GIB, unit="GiB", source=row["source"],
+    )  # fmt: skip
 
 
 def papers() -> Iterator[Entry]:
