@@ -49,7 +49,15 @@ def test_megatrons_flags_say_how_a_model_is_split() -> None:
     )
     apart = dict.fromkeys(("hides_parameters", "hides_gradients", "fused_loss"), False)
     assert from_flags(flags) == OthersLayout(
-        tp=2, etp=2, pp=4, ep=8, all_to_all="deepep", global_batch=512, recompute=("block",), overlapped=True, **apart
+        tp=2,
+        etp=2,
+        pp=4,
+        ep=8,
+        all_to_all="deepep",
+        global_batch=512,
+        recompute=("block",),
+        overlapped=True,
+        **apart,  # type: ignore[arg-type]
     )
     assert from_flags("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1").etp == 1
     told = "--overlap-param-gather --overlap-grad-reduce --cross-entropy-loss-fusion"
@@ -548,28 +556,16 @@ def test_torchtitan_says_a_layout_and_reads_it_back(layout: OthersLayout) -> Non
 @pytest.mark.parametrize(
     ("system", "layout", "words"),
     [
-        (
-            "megatron",
-            OthersLayout(pp=2, schedule="zb-v"),
-            "--emit megatron: Megatron-LM 0.20 does not support schedule='zb-v': choose '1f1b', or another system",
-        ),
-        (
-            "torchtitan",
-            OthersLayout(recompute=("moe",)),
-            "torchtitan recomputes () or ('block',) or ('layernorm', 'moe'), not ('moe',)",
-        ),
-        (
-            "torchtitan",
-            OthersLayout(precision="fp8"),
-            "torchtitan 0.3.0 does not support precision='fp8': choose 'bf16'",
-        ),
-        (
-            "moesaic",
-            OthersLayout(pp=2, schedule="zb-h1"),
-            "does not support schedule='zb-h1': choose '1f1b', or another system",
-        ),
+        ("megatron", OthersLayout(pp=2, schedule="zb-v"),
+         "--emit megatron: Megatron-LM 0.20 does not support schedule='zb-v': choose '1f1b', or another system"),
+        ("torchtitan", OthersLayout(recompute=("moe",)), "0.3.0 does not support recompute=('moe',): choose () or"),
+        ("automodel", OthersLayout(recompute=("moe_act",)), "does not support recompute=('moe_act',): choose () or ('block',)"),
+        ("torchtitan", OthersLayout(precision="fp8"), "torchtitan 0.3.0 does not support precision='fp8': choose 'bf16'"),
+        ("torchtitan", OthersLayout(overlapped=True), "does not support overlapped=True: choose False, or another"),
+        ("moesaic", OthersLayout(pp=2, schedule="zb-h1"),
+         "does not support schedule='zb-h1': choose '1f1b', or another system"),
     ],
-)
+)  # fmt: skip
 def test_what_a_system_has_not_is_one_line(system: str, layout: OthersLayout, words: str) -> None:
     with pytest.raises(InputError) as refusal:
         SYSTEMS[system].flags(system, QWEN, layout)

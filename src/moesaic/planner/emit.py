@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -217,14 +217,19 @@ class System:
     """The version whose flags are written."""
     offers: Offers = field(default_factory=Offers)
     """What the system has, of the choices of a layout."""
+    any_parts: bool = False
+    """Whether any parts can be recomputed, not only the combinations that are offered."""
     lacks: tuple[tuple[str, Any], ...] = ()
     """Fields of a layout that the system has no flags for, with the only value that it runs."""
 
     def flags(self, name: str, job: Job, layout: OthersLayout, planned: PlannedStep | None = None) -> list[str]:
         """Return the layout as flags; raises InputError if the system named `name` lacks something of it."""
+        if planned is not None and not self.offers.overlaps:  # our chunks have no flag there
+            layout = replace(layout, overlapped=False)
         supported = {
             "schedule": tuple(dict.fromkeys(schedule for schedule, _ in self.offers.schedules)),
             "precision": self.offers.precisions,
+            **({} if self.any_parts else {"recompute": self.offers.recompute}),
             **{lacking: (only,) for lacking, only in self.lacks},
         }
         for choice, values in supported.items():
@@ -280,10 +285,6 @@ def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> li
 
 
 def _torchtitan(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> list[str]:
-    if layout.recompute not in MODES.values():
-        raise InputError(
-            f"--emit torchtitan: torchtitan recomputes {' or '.join(map(repr, MODES.values()))}, not {layout.recompute!r}"
-        )
     mode = next(mode for mode, parts in MODES.items() if parts == layout.recompute)
     lines = [
         f"--parallelism.tensor_parallel_degree {layout.tp}", "--parallelism.data_parallel_shard_degree -1",
@@ -354,6 +355,7 @@ SYSTEMS: dict[str, System] = {
     "megatron": System(
         write=_megatron,
         version="Megatron-LM 0.20",
+        any_parts=True,
         offers=Offers(
             schedules=(("1f1b", 1), ("1f1b", 2), ("1f1b", 4)),
             recompute=SELECTIVE,
