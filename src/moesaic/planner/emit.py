@@ -226,7 +226,7 @@ class System:
         """Return the layout as flags; raises InputError if the system named `name` lacks something of it."""
         if planned is not None and not self.offers.overlaps:  # our chunks have no flag there
             layout = replace(layout, overlapped=False)
-        supported = {
+        supported: dict[str, tuple[Any, ...]] = {
             "schedule": tuple(dict.fromkeys(schedule for schedule, _ in self.offers.schedules)),
             "precision": self.offers.precisions,
             **({} if self.any_parts else {"recompute": self.offers.recompute}),

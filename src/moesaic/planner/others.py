@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -410,7 +410,7 @@ def _starts(job: Job, cluster: ClusterSpec, offers: Offers, stages: int | None) 
 
 def _neighbours(layout: OthersLayout, offers: Offers) -> Iterator[OthersLayout]:
     """Yield the layouts of a system that differ in one choice."""
-    changes = [
+    changes: list[dict[str, Any]] = [
         {"micro_batch": size} for size in (2 * layout.micro_batch, layout.micro_batch // 2) if 1 <= size <= 16
     ]  # fmt: skip
     changes += [{"recompute": parts} for parts in offers.recompute]
@@ -425,7 +425,7 @@ def _neighbours(layout: OthersLayout, offers: Offers) -> Iterator[OthersLayout]:
             if offers.overlaps and name == "1f1b" and runs > 1
         ]
     for change in changes:
-        changed = replace(layout, **change)  # type: ignore[arg-type]
+        changed = replace(layout, **change)
         hides = changed.overlapped and ("block" in changed.recompute or (changed.pp > 1 and changed.virtual_pp == 1))
         if changed != layout and not hides:
             yield changed
