@@ -163,7 +163,7 @@ def _micro_batch(job: Job, best: PlannedStep, timelines: Mapping[str, Timeline])
     attention_seconds = seconds_of["attention"] / (3 + recomputes) / len(blocks)
     dense_seconds = seconds_of.get("dense", 0.0) / (3 + recomputes) / max(len(blocks) - sparse, 1)
     shared_seconds = seconds_of.get("shared experts", 0.0) / (3 + recomputes) / sparse
-    routing_seconds = (seconds_of.get("routing", 0.0) + seconds_of.get("small kernels", 0.0)) / sparse
+    routing_seconds = sum(seconds_of.get(part, 0.0) for part in ("routing", "small kernels", "launches")) / sparse
     layers = {
         "forward": seconds_of["moe forward"] / (1 + recomputes) / sparse, "backward": seconds_of["moe backward"] / sparse,
     }  # fmt: skip
