@@ -147,7 +147,9 @@ def test_reports_read_nothing_of_training_but_its_metrics():
         for path in SOURCES
         if part_of(path) == "report"
         for name in imports_of(path)
-        if re.match(r"moesaic\.(?!__version__|errors\b|report\b|program\b|traces\b|balance\b|planner\b)", name)
+        if re.match(
+            r"moesaic\.(?!__version__|configfile\b|errors\b|report\b|program\b|traces\b|balance\b|planner\b)", name
+        )
     }
     assert {name for name in used if not name.startswith(allowed)} == set()
 

@@ -10,7 +10,8 @@ import pytest
 from moesaic.configfile import as_json, differing_fields, override, read_table, suggestion
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
-from moesaic.train.config import PRESETS, MeshConfig, TrainConfig
+from moesaic.train.config import MeshConfig, TrainConfig
+from moesaic.train.presets import PRESETS
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -35,12 +35,14 @@ from moesaic.models.gpt import GPT
 from moesaic.program.grid import Grid, LinkLevel
 from moesaic.program.plan import Plan
 from moesaic.routing.routers import TopologyRouter
-from moesaic.train.config import EvaluateConfig, SaveConfig, TrainConfig, demo
+from moesaic.train.config import EvaluateConfig, SaveConfig, TrainConfig
 from moesaic.train.data import Batches, load_corpus
 from moesaic.train.loop import Trainer
 from moesaic.train.metrics import read_metrics
+from moesaic.train.optimizer import make_optimizer
 from moesaic.train.parallel import parallelize
-from moesaic.train.state import make_optimizer, open_run
+from moesaic.train.presets import demo
+from moesaic.train.state import open_run
 from moesaic_lab.across_ranks import gathered
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, KeptOptions, Shown, Told, each_kept, keeping, kept, notes_of
 from moesaic_lab.claims import Claim

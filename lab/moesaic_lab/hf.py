@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
-from transformers.distributed import DistributedConfig
 
 import moesaic.transformers
 from moesaic import Plan
@@ -84,7 +83,7 @@ def load(case: RankCase, **options: Any) -> Any:
     if case.plan is not None:
         name = "of-the-test"
         moesaic.transformers.register_plan(name, Plan(**case.plan))
-    config = DistributedConfig(tp_size=case.tp, ep_size=case.ep, ep_implementation=name)
+    config = moesaic.transformers.distributed_config(case.ep, tp_size=case.tp, ep_implementation=name)
     options = {"dtype": torch.float32, "attn_implementation": "eager", **options}
     model = AutoModelForCausalLM.from_pretrained(case.folder, distributed_config=config, **options)
     return model.train()

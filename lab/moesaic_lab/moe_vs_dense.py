@@ -18,7 +18,8 @@ from typing import Any
 
 from rich.table import Table
 
-from moesaic.train.config import SaveConfig, demo, demo_dense
+from moesaic.train.config import SaveConfig
+from moesaic.train.presets import demo, demo_dense
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
 from moesaic_lab.claims import Claim, figures
 from moesaic_lab.tables import spread

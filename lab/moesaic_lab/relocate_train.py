@@ -36,11 +36,13 @@ from moesaic.models.moving import MovingGPT
 from moesaic.testing.runner import on_ranks
 from moesaic.traces.load import locality
 from moesaic.train.balance import costs_in, make_calls, place_samples
-from moesaic.train.config import MeshConfig, SaveConfig, TrainConfig, demo
+from moesaic.train.config import MeshConfig, SaveConfig, TrainConfig
 from moesaic.train.data import Batches, load_corpus
 from moesaic.train.metrics import read_metrics
+from moesaic.train.optimizer import make_optimizer
 from moesaic.train.parallel import parallelize
-from moesaic.train.state import make_optimizer, open_run
+from moesaic.train.presets import demo
+from moesaic.train.state import open_run
 from moesaic.train.task import make_decoder
 from moesaic_lab.across_ranks import gathered, sent
 from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept, keeping, notes_of

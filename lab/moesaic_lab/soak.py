@@ -33,8 +33,9 @@ from moesaic.errors import InputError, TrainingError
 from moesaic.layer import MoE
 from moesaic.program.plan import Plan
 from moesaic.testing.runner import on_ranks
-from moesaic.train.config import TrainConfig, demo
+from moesaic.train.config import TrainConfig
 from moesaic.train.loop import Trainer
+from moesaic.train.presets import demo
 from moesaic.train.state import open_run
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim

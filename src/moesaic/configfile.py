@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import sys
+from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -19,6 +21,27 @@ else:
 T = TypeVar("T")
 SUCH_AS = "such as"
 """Metadata key of a field without a default: an example value, for the error if the field is missing."""
+WRITING = ".writing-"
+"""Prefix of the name that a file has while `write_whole` writes it."""
+
+
+def write_whole(path: Path, data: str | bytes | memoryview) -> None:
+    """Write a file atomically and flush it to disk: at every instant it holds all of the old data or all of the new.
+
+    Raises:
+        OSError: the file cannot be written; the old one is kept.
+    """
+    temporary = path.with_name(f"{WRITING}{path.name}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def read_table(path: Path) -> dict[str, Any]:

@@ -23,9 +23,10 @@ from moesaic.cli.main import main
 from moesaic.errors import InputError
 from moesaic.train import loop
 from moesaic.train.checkpoint import list_checkpoints, load_checkpoint
-from moesaic.train.config import PRESETS, TrainConfig
-from moesaic.train.config import preset as make_preset
+from moesaic.train.config import TrainConfig
 from moesaic.train.loop import TrainResult
+from moesaic.train.presets import PRESETS
+from moesaic.train.presets import preset as make_preset
 from runs import assert_same, losses, parameters, run_quietly, snapshot, tiny, write_config
 
 

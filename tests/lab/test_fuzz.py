@@ -48,7 +48,6 @@ ELSEWHERE = {
     ("train/metrics.py", "weights_and_biases"): "reads the one word by which a tracker knows the run",
     ("planner/profile.py", "_processor"): "reads /proc",
     ("kernels/products.py", "_is_zen_5"): "reads /proc, and is handed texts by tests/kernels/test_products.py",
-    ("train/run_folder.py", "seal"): "hashes what the run has written",
     ("train/watch.py", "_moved_bytes"): "reads /proc",
     ("comm/process_groups.py", "_other_threads_run"): "reads /proc",
     ("testing/runner.py", "on_ranks"): "reads what its processes wrote",

@@ -12,7 +12,8 @@ import torch
 from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, TwoStage
 from moesaic.configfile import override
 from moesaic.testing.runner import on_ranks
-from moesaic.train.config import MeshConfig, TrainConfig, demo
+from moesaic.train.config import MeshConfig, TrainConfig
+from moesaic.train.presets import demo
 from moesaic_lab.relocate_train import StepFound, StepJob, StepMethod, step_times
 
 SAMPLES: dict[str, Any] = {"samples": "two_stage"}

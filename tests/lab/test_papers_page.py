@@ -13,7 +13,7 @@ from moesaic.cli.main import COMMANDS, LABORATORY, main
 from moesaic.planner.cluster import presets
 from moesaic.planner.presets import CONFIGS
 from moesaic.planner.presets import PRESETS as PLANNED
-from moesaic.train.config import PRESETS as TRAINED
+from moesaic.train.presets import PRESETS as TRAINED
 from moesaic_lab.bench import BENCHMARKS, OTHERS
 from moesaic_lab.reproduce.records import PAPERS
 from moesaic_lab.vision.config import PRESETS as VISION

@@ -16,8 +16,8 @@ from moesaic.planner.cluster import Tflops
 from moesaic.planner.model import Job, job_of
 from moesaic.planner.presets import PRESETS, read_job
 from moesaic.shapes import BlockConfig, ModelShape, MoEShape
-from moesaic.train.config import PRESETS as TRAIN_PRESETS
 from moesaic.train.config import TrainConfig
+from moesaic.train.presets import PRESETS as TRAIN_PRESETS
 from moesaic_lab.paper_train.command import PRESETS as PAPER_PRESETS
 from moesaic_lab.paper_train.command import paper_preset
 from moesaic_lab.paper_train.models import Encoder, EncoderDecoder

@@ -20,7 +20,7 @@ def layer(load: list[int], violation: float, dead: int = 0, dropped: int = 0) ->
 
 
 def train_line(step: int, loss: float, speed: float, layers: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    line = {"kind": "train", "step": step, "loss": loss, "grad_norm": 0.5, "lr": 0.01, "churn": [0.25] * len(layers)}
+    line = {"kind": "train", "step": step, "loss": loss, "grad_norm": 0.5, "lr": 0.01}
     return line | {"tokens_per_second": speed, "mfu": speed / 1000, "seconds": step / 2, "layers": layers} | more
 
 

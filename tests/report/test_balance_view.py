@@ -1,14 +1,15 @@
-"""The balance section: shares, legends and charts match the metrics; a run without decisions gets no section."""
+"""The balance section: shares and charts match the metrics; a run without decisions gets no section."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
 import pytest
 
-from moesaic.report import balance
-from moesaic.report.page import write_report
+from moesaic.report.page import balance_section, write_report
+from moesaic.report.summary import summarise
 from report.folders import eval_line, layer, sparse_run, train_line, write_run
 
 
@@ -37,45 +38,28 @@ LINES = [
 
 
 @pytest.fixture
-def entries() -> balance.BalanceLines:
-    lines = balance.balance_of([*LINES, eval_line(20, 2.0), train_line(30, 2.0, 100.0, [])])
-    assert lines is not None
-    return lines
+def charts(tmp_path: Path) -> dict[str, go.Figure]:
+    run = write_run(tmp_path / "run", [*LINES, eval_line(20, 2.0), train_line(30, 2.0, 100.0, [])])
+    section = balance_section(summarise(run, "run"), "#123456")
+    assert section is not None
+    return {picture.title: picture.figure for picture in section.charts}
 
 
-def test_the_lines_are_those_with_decisions(entries: balance.BalanceLines) -> None:
-    assert entries.steps == (10, 20)
-    assert entries.options == ("alone", "shadow", "<spill>")
-    assert balance.balance_of([train_line(30, 2.0, 100.0, [])]) is None
+def test_loads_are_those_of_the_busiest_rank_over_the_mean(charts: dict[str, go.Figure]) -> None:
+    alone, decided = charts["Load of the busiest rank"].data
+    assert (alone.name, decided.name) == ("left alone", "as decided")
+    assert list(alone.x) == [10, 20]
+    assert list(alone.y) == pytest.approx([(1 + 1.8) / 2, (1.6 + 1.8) / 2])
+    assert list(decided.y) == pytest.approx([(1 + 1.8) / 2, (1 + 1.2) / 2])
 
 
-def test_loads_are_those_of_the_busiest_rank_over_the_mean(entries: balance.BalanceLines) -> None:
-    chart = balance.busiest_rank(entries)
-    assert [trace.name for trace in chart.data] == ["left alone", "as decided"]
-    assert list(chart.data[0].y) == pytest.approx([(1 + 1.8) / 2, (1.6 + 1.8) / 2])
-    assert list(chart.data[1].y) == pytest.approx([(1 + 1.8) / 2, (1 + 1.2) / 2])
+def test_decisions_are_shares_of_the_calls(charts: dict[str, go.Figure]) -> None:
+    traces = {trace.name: list(trace.y) for trace in charts["Decisions"].data}
+    assert traces == {"&lt;spill&gt;": [0, 0.375], "alone": [1, 0.125], "shadow": [0, 0.5]}
 
 
-def test_the_layer_with_most_skew_is_drawn_rank_by_rank(entries: balance.BalanceLines) -> None:
-    assert balance.most_skewed(entries) == 1
-    before, after = (balance.load_per_rank(entries, 1, name).data[0] for name in ("rows_alone", "rows"))
-    assert [list(row) for row in before.z] == [[1.8, 1.8], [0.2, 0.2]]
-    assert [list(row) for row in after.z] == [[1.8, 1.2], [0.2, 0.8]]
-    assert list(after.x) == [10, 20]
-
-
-def test_decisions_are_the_commonest_of_each_line(entries: balance.BalanceLines) -> None:
-    (trace,) = balance.decisions(entries).data
-    assert [list(row) for row in trace.z] == [[0, 2], [0, 1]]
-    assert trace.text[0][1] == "&lt;spill&gt;"
-    colours = balance.option_colours(entries.options)
-    assert len(set(colours.values())) == 3
-    assert trace.colorscale[0][1] == colours["alone"]
-    assert trace.colorscale[-1][1] == colours["<spill>"]
-
-
-def test_bytes_are_means_over_the_layers_that_have_them(entries: balance.BalanceLines) -> None:
-    traces = {trace.name: list(trace.y) for trace in balance.bytes_moved(entries).data}
+def test_bytes_are_means_over_the_layers_that_have_them(charts: dict[str, go.Figure]) -> None:
+    traces = {trace.name: list(trace.y) for trace in charts["Bytes that moved"].data}
     assert traces["tokens, left alone"] == [4, 4]
     assert traces["tokens"] == [2, 2]
     assert traces["weights of experts"] == [1, 1]
@@ -83,24 +67,9 @@ def test_bytes_are_means_over_the_layers_that_have_them(entries: balance.Balance
     assert "samples, inside nodes" not in traces
 
 
-def test_the_table_has_the_last_lines_numbers(entries: balance.BalanceLines) -> None:
-    table = balance.table(entries)
-    assert table.rows[1] == ("layer 1", "shadow x 4", "1.80", "1.20", "3", "2", "2.00")
-    assert [key.name for key in balance.legend(entries.options).keys] == list(entries.options)
-
-
-def test_long_runs_are_thinned_and_keep_their_last_line() -> None:
-    many = [told(step, [of_layer({"alone": 1}, [1, 1], [1, 1])]) for step in range(1, 451)]
-    entries = balance.balance_of(many)
-    assert entries is not None
-    steps = [step for step, _ in balance.thinned(entries)]
-    assert len(steps) <= 200
-    assert steps[-1] == 450
-
-
 def test_the_page_has_the_section_for_runs_that_decided_and_no_others(tmp_path: Path) -> None:
     page = write_report([write_run(tmp_path / "run", [*LINES, eval_line(20, 2.0)])]).read_text(encoding="utf-8")
-    for title in ("Balance of", "Load per rank of layer 1, if left alone", "Bytes that moved", "Decisions"):
+    for title in ("Balance of", "Load of the busiest rank", "Bytes that moved", "Decisions"):
         assert title in page
     assert "<spill>" not in page
     assert "Balance of" not in write_report([sparse_run(tmp_path / "plain")]).read_text(encoding="utf-8")

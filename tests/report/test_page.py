@@ -14,11 +14,12 @@ from report.folders import dense_run, eval_line, layer, sparse_run, train_line, 
 pytest.importorskip("plotly")
 
 from moesaic.errors import InputError
-from moesaic.report.page import Page, flattened, write_report
+from moesaic.report.page import flattened, report_text, write_report
+from moesaic.report.style import Drawn
 from moesaic.report.summary import read_runs
 
 NUM_RUN_CHARTS = 6
-NUM_LAYER_CHARTS = 6
+NUM_LAYER_CHARTS = 5
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(
     BROWSER is None, reason="no chromium, chromium-browser or google-chrome is installed"
@@ -87,33 +88,34 @@ def test_a_value_of_the_configuration_cannot_end_the_page(tmp_path: Path) -> Non
 
 
 def test_a_dense_run_has_no_empty_charts(tmp_path: Path) -> None:
-    page = Page(read_runs([dense_run(tmp_path / "dense")]))
-    text = page.text()
-    assert len(page.drawn.figures) == NUM_RUN_CHARTS
-    assert all(len(chart.data) for chart in page.drawn.figures.values())
+    drawn = Drawn()
+    text = report_text(read_runs([dense_run(tmp_path / "dense")]), drawn)
+    assert len(drawn.figures) == NUM_RUN_CHARTS
+    assert all(len(chart.data) for chart in drawn.figures.values())
     assert "<h2>Experts of" not in text
 
 
 def test_a_run_without_evaluation_has_no_validation_chart(tmp_path: Path) -> None:
-    page = Page(read_runs([write_run(tmp_path / "a", [train_line(5, 4.0, 9.0, [layer([1, 1], 0.0)])])]))
-    text = page.text()
+    drawn = Drawn()
+    text = report_text(read_runs([write_run(tmp_path / "a", [train_line(5, 4.0, 9.0, [layer([1, 1], 0.0)])])]), drawn)
     assert "Validation loss over training time" not in text
-    assert len(page.drawn.figures) == NUM_RUN_CHARTS - 1 + NUM_LAYER_CHARTS + 1
+    assert len(drawn.figures) == NUM_RUN_CHARTS - 1 + NUM_LAYER_CHARTS + 1
 
 
 def test_a_run_with_only_an_evaluation_has_a_page(tmp_path: Path) -> None:
-    page = Page(read_runs([write_run(tmp_path / "a", [eval_line(1, 2.0)])]))
-    assert "<span>2.000</span>" in page.text()
-    assert len(page.drawn.figures) == 2
+    drawn = Drawn()
+    text = report_text(read_runs([write_run(tmp_path / "a", [eval_line(1, 2.0)])]), drawn)
+    assert "<span>2.000</span>" in text
+    assert len(drawn.figures) == 2
 
 
 def test_two_sparse_runs_of_one_name_are_compared_and_told_apart(tmp_path: Path) -> None:
-    page = Page(read_runs([sparse_run(tmp_path / "a" / "moe"), sparse_run(tmp_path / "b" / "moe")]))
-    text = page.text()
+    drawn = Drawn()
+    text = report_text(read_runs([sparse_run(tmp_path / "a" / "moe"), sparse_run(tmp_path / "b" / "moe")]), drawn)
     assert "Balance compared" in text
     assert "a/moe" in text
     assert "b/moe" in text
-    assert len(page.drawn.figures) == NUM_RUN_CHARTS + 1 + 2 + 2 * (NUM_LAYER_CHARTS + 2)
+    assert len(drawn.figures) == NUM_RUN_CHARTS + 1 + 1 + 2 * (NUM_LAYER_CHARTS + 2)
 
 
 def test_configuration_is_flattened_into_words() -> None:
@@ -134,25 +136,24 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 @needs_browser
 def test_a_browser_draws_every_chart_without_a_complaint(tmp_path: Path) -> None:
     runs = read_runs([sparse_run(tmp_path / "<moe> & co"), dense_run(tmp_path / "dense")])
-    page = Page(runs)
-    path = tmp_path / "page.html"
-    path.write_text(page.text(), encoding="utf-8")
+    drawn, path = Drawn(), tmp_path / "page.html"
+    path.write_text(report_text(runs, drawn), encoding="utf-8")
     dom, log = open_in_browser(path, tmp_path / "profile")
     assert complaints(log) == []
-    assert len(page.drawn.figures) == NUM_RUN_CHARTS + 1 + NUM_LAYER_CHARTS + 2
-    for name in page.drawn.figures:
+    assert len(drawn.figures) == NUM_RUN_CHARTS + 1 + NUM_LAYER_CHARTS + 2
+    for name in drawn.figures:
         assert re.search(rf'id="{name}"[^>]*class="[^"]*js-plotly-plot|class="[^"]*js-plotly-plot[^>]*id="{name}"', dom)
-    drawn = dom[dom.index("<main>") :]
-    assert drawn.count('class="main-svg"') >= len(page.drawn.figures)
-    traces = [trace.type for chart in page.drawn.figures.values() for trace in chart.data]
-    assert len(re.findall('class="trace scatter', drawn)) == traces.count("scatter")
-    assert len(re.findall('<g class="hm"', drawn)) == traces.count("heatmap") == 2
-    assert "&lt;moe&gt; &amp; co, validation" in drawn
+    shown = dom[dom.index("<main>") :]
+    assert shown.count('class="main-svg"') >= len(drawn.figures)
+    traces = [trace.type for chart in drawn.figures.values() for trace in chart.data]
+    assert len(re.findall('class="trace scatter', shown)) == traces.count("scatter")
+    assert len(re.findall('<g class="hm"', shown)) == traces.count("heatmap") == 2
+    assert "&lt;moe&gt; &amp; co, validation" in shown
 
 
 @needs_browser
 def test_the_browser_check_sees_a_broken_page(tmp_path: Path) -> None:
-    text = Page(read_runs([dense_run(tmp_path / "dense")])).text()
+    text = report_text(read_runs([dense_run(tmp_path / "dense")]), Drawn())
     path = tmp_path / "broken.html"
     path.write_text(
         text.replace("</main>", "</main><script>nowhere.draw()</script><script src='https://x.invalid/y.js'></script>")

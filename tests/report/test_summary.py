@@ -37,13 +37,14 @@ def test_headline_numbers_are_those_of_the_file(tmp_path: Path) -> None:
 
 def test_series_follow_the_lines_of_their_kind(tmp_path: Path) -> None:
     run = summarise(sparse_run(tmp_path / "moe"), "moe")
-    assert run.loss == Series((10, 20, 30), (3.0, 2.0, 1.5))
-    assert run.val_loss == Series((10, 30), (2.5, 2.75))
-    assert run.val_seconds == Series((10, 30), (5.0, 15.0))
-    assert run.auxiliary == {"load_balance": Series((10, 20), (1.5, 1.25))}
-    assert run.layers[0].dropped_share == Series((10, 20, 30), (0.0, 0.25, 0.0))
+    assert run.over_steps("loss") == Series((10, 20, 30), (3.0, 2.0, 1.5))
+    assert run.over_steps("val_loss") == Series((10, 30), (2.5, 2.75))
+    assert run.over_steps("val_seconds") == Series((10, 30), (5.0, 15.0))
+    assert run.over_steps("nothing") == Series()
+    assert run.auxiliary == ["load_balance"]
+    assert run.over_steps("load_balance") == Series((10, 20), (1.5, 1.25))
+    assert run.layers[0].over_steps("dropped_share") == Series((10, 20, 30), (0.0, 0.25, 0.0))
     assert run.layers[1].loads[2] == (6, 0, 3, 3)
-    assert run.layers[1].churn == Series((10, 20, 30), (0.25, 0.25, 0.25))
 
 
 def test_a_dense_run_has_no_expert_numbers(tmp_path: Path) -> None:
@@ -72,7 +73,7 @@ def test_whole_numbers_that_no_float_holds_are_left_out(tmp_path: Path) -> None:
     loss = [line.replace('"loss": 3.0', f'"loss": {10**400}') for line in lines]
     assert loss != lines
     (folder / "metrics.jsonl").write_text("\n".join(loss))
-    assert summarise(folder, "moe").loss == Series((20, 30), (2.0, 1.5))
+    assert summarise(folder, "moe").over_steps("loss") == Series((20, 30), (2.0, 1.5))
 
 
 def test_an_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_mean_over_layers_keeps_the_steps_all_layers_have() -> None:
 
 
 def test_a_config_without_shapes_gives_no_token_count(tmp_path: Path) -> None:
-    assert summarise(write_run(tmp_path / "a", [eval_line(5, 1.0)], model={}), "a").total_tokens is None
+    assert summarise(write_run(tmp_path / "a", [eval_line(5, 1.0)], model={}), "a").headline()["tokens"] is None
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.report.charts import expert_loads
-from moesaic.report.page import drawn_layers, trace_in_words, violations, write_trace_page
+from moesaic.report.style import expert_loads
+from moesaic.report.trace_page import drawn_layers, trace_in_words, violations, write_trace_page
 from moesaic.traces.load import layer_loads
 from moesaic.traces.trace import Trace, write_segment
 from moesaic_lab.traces.synthetic import SyntheticRouting, make_segment

@@ -9,7 +9,7 @@ import torch
 
 from helpers import make_layer
 from moesaic import Capacity
-from moesaic.runtime.telemetry import LoadMeter, LoadStatistics, churn, expert_sets
+from moesaic.runtime.telemetry import LoadMeter, LoadStatistics
 
 
 def test_balance_has_no_violation_and_full_entropy() -> None:
@@ -72,17 +72,6 @@ def test_the_meter_leaves_routings_alone() -> None:
     meter.add([routing])
     meter.add([routing])
     assert torch.equal(routing.requested, before)
-
-
-def test_churn_is_the_share_of_tokens_that_moved() -> None:
-    layer, x = make_layer("softmax").eval(), torch.randn(4, 8)
-    before = expert_sets(layer(x, return_routing=True)[1])
-    assert before.sum(1).tolist() == [2, 2, 2, 2]
-    after = before.clone()
-    after[1] = ~after[1]
-    assert churn(before, before) == 0
-    assert churn(before, after) == 0.25
-    assert churn(before[:0], after[:0]) == 0
 
 
 def test_the_meter_counts_copies_whose_weight_is_not_finite() -> None:

@@ -37,9 +37,9 @@ from moesaic.train.checkpoint import (
     save_checkpoint,
 )
 from moesaic.train.config import OptimizerConfig
+from moesaic.train.optimizer import make_optimizer
 from moesaic.train.ranks import Ranks
 from moesaic.train.run_folder import LOCK
-from moesaic.train.state import make_optimizer
 from runs import assert_same, run_quietly, seal, snapshot, tiny
 
 SHAPE = ModelConfig(

@@ -11,7 +11,7 @@ import torch
 from moesaic.errors import TrainingError
 from moesaic.models.gpt import GPT, GPTOutput
 from moesaic.train.checkpoint import list_checkpoints
-from moesaic.train.loop import evaluate
+from moesaic.train.evaluate import evaluate
 from moesaic.train.state import open_run
 from moesaic.train.tokenizer import HubTokenizer
 from runs import lines, parameters, run_quietly, tiny, write_tokenizer

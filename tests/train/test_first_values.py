@@ -15,7 +15,8 @@ from moesaic import draw
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT
 from moesaic.routing.routers import ROUTERS
-from moesaic.train.config import PRESETS, TrainConfig
+from moesaic.train.config import TrainConfig
+from moesaic.train.presets import PRESETS
 from moesaic.train.state import load_trained, open_run
 from moesaic.train.task import DECODER
 from moesaic_lab.paper_train.command import PRESETS as PAPER_PRESETS

@@ -15,7 +15,8 @@ from moesaic.models.gpt import GPT
 from moesaic.planner.cluster import read_cluster
 from moesaic.planner.presets import CONFIGS, read_job
 from moesaic.planner.presets import PRESETS as MODELS
-from moesaic.train.config import PRESETS, EvaluateConfig, demo, demo_dense
+from moesaic.train.config import EvaluateConfig
+from moesaic.train.presets import PRESETS, demo, demo_dense
 from moesaic_lab.paper_train.command import PRESETS as PAPER_PRESETS
 from moesaic_lab.paper_train.command import paper_preset
 from moesaic_lab.paper_train.models import Encoder, EncoderDecoder

@@ -19,7 +19,7 @@ from moesaic.traces.trace import Trace, samples_of, segment_name
 from moesaic.train import loop, record
 from moesaic.train.config import TrainConfig
 from moesaic.train.loop import Trainer
-from moesaic.train.record import joined, prune, shape_of
+from moesaic.train.record import prune, shape_of
 from runs import assert_same, lines, losses, parameters, run_quietly, signal_after, skip_measuring, snapshot, tiny
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -292,17 +292,6 @@ def test_a_resumed_run_keeps_to_the_kind_of_its_trace(tmp_path):
     run_quietly(tiny(tmp_path, record_routing="counts"))
     with pytest.raises(InputError, match=r"routing holds a trace with holds=counts \(not tokens\): move it away"):
         run_quietly(tiny(tmp_path, record_routing="tokens", existing="resume", steps=6))
-
-
-def test_ranks_parts_become_one_table():
-    """Two groups of two ranks; columns tell whose row is where."""
-    rank = [np.full((1, 1, 1, rows, 2), number) for number, rows in enumerate((2, 3, 2, 3))]
-    assert joined(rank, 2, True, True)[0, 0, 0, :, 0].tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3]
-    assert joined(rank, 1, False, True)[0, 0, 0, :, 0].tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3]
-    alike = [np.full((1, 1, 1, 2, 2), number // 2) for number in range(4)]
-    assert joined(alike, 2, False, True)[0, 0, 0, :, 0].tolist() == [0, 0, 1, 1]
-    partial = [np.full((1, 1, 1, 2, 2), number + 1) for number in range(4)]
-    assert joined(partial, 2, True, False)[0, 0, 0, :, 0].tolist() == [3, 3, 7, 7]
 
 
 def test_the_loop_asks_before_it_builds(tmp_path, monkeypatch):

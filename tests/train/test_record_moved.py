@@ -9,12 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from moesaic.traces.trace import Trace
 from moesaic.train.config import TrainConfig
-from moesaic.train.record import in_batch_order
 from runs import lines, losses, parameters, run_quietly, skip_measuring, tiny
 from train.worlds import Outcome, difference, train_on
 
@@ -128,16 +126,3 @@ def test_a_replay_on_the_same_mesh_moves_the_same_samples_bit_by_bit(world: tupl
         [(layer["samples_moved"], layer["sample_bytes_across"]) for layer in layers_of(each)] for each in (first, again)
     ]
     assert decided[0] == decided[1]
-
-
-def test_a_table_of_places_becomes_one_of_sequences() -> None:
-    sequences = np.arange(2 * 1 * 3 * 4 * 5 * 2).reshape(2, 1, 3, 4, 5, 2)
-    random = np.random.default_rng(0)
-    places = np.array([[[random.permutation(4) for _ in range(3)]] for _ in range(2)])
-    where = np.empty_like(sequences)
-    for step in range(2):
-        for layer in range(3):
-            where[step, 0, layer, places[step, 0, layer]] = sequences[step, 0, layer]
-    found = in_batch_order(where.reshape(2, 1, 3, 20, 2), places)
-    assert (found == sequences.reshape(2, 1, 3, 20, 2)).all()
-    assert (where != sequences).any()

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from moesaic.train.config import OptimizerConfig
-from moesaic.train.loop import learning_rate
+from moesaic.train.optimizer import learning_rate
 from runs import lines, run_quietly, tiny
 
 

@@ -7,7 +7,6 @@ import importlib
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,8 @@ from torch import nn
 pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
 import transformers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import MoEParamShard
 
 import moesaic.transformers
@@ -204,32 +204,11 @@ def test_a_transformers_without_a_seam_is_refused_in_one_line(seam: str, monkeyp
     assert "\n" not in str(said.value)
 
 
-def test_an_ep_size_that_does_not_divide_the_experts_is_refused_in_one_line() -> None:
-    style = MoEParamShard(None, shards_expert_dim=True)
-    with pytest.raises(
-        InputError, match=r"^ep_size=3 does not divide the 4 experts of MixtralExperts: choose a divisor of 4$"
-    ):
-        style.shard_param(experts_of(tiny()), "down_proj", SimpleNamespace(size=lambda: 3))
-
-
-def test_a_model_without_the_interface_is_named(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path)
-    said = 'LlamaForCausalLM has no experts .*: experts_implementation="moesaic" changes nothing'
-    with pytest.warns(UserWarning, match=said):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="moesaic")
-    with pytest.warns(UserWarning, match=said):
-        model.set_experts_implementation("moesaic")
-    tiny().save_pretrained(tmp_path)
-    recwarn.clear()
-    AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="moesaic").set_experts_implementation("eager")
-    assert [str(each.message) for each in recwarn if "no experts" in str(each.message)] == []
+def test_importing_patches_nothing_of_transformers() -> None:
+    own = str(Path(moesaic.__file__).parent)
+    loading = (PreTrainedModel.from_pretrained, PreTrainedModel.set_experts_implementation)
+    for method in (DistributedConfig._resolve_parallelism, MoEParamShard.shard_param, *loading):
+        assert not method.__code__.co_filename.startswith(own), method
 
 
 def test_what_is_no_plan_is_refused() -> None:

@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
 from ep_ranks import find_plan, lines
-from transformers.distributed import DistributedConfig
 
 from moesaic.errors import InputError
+from moesaic.transformers import distributed_config
 from moesaic_lab.hf import cases_on, ep_errors, steps, write_models
 from worlds import on_ranks
 
@@ -58,16 +58,14 @@ def test_ranks_say_in_one_line_what_does_not_fit(folder: Path) -> None:
 def test_ranks_that_tp_leaves_have_batches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The documentation gives no fsdp_size, which transformers would take as 1 and then refuse."""
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert DistributedConfig(ep_size=4, ep_implementation="moesaic").fsdp_size == 8
-    assert DistributedConfig(ep_size=4, tp_size=2, ep_implementation="moesaic").fsdp_size == 4
-    assert DistributedConfig(ep_size=4, fsdp_size=4, ep_implementation="moesaic").fsdp_size == 4
-    for of_transformers in ("auto", "all_to_all", "no such name"):
-        with pytest.raises(ValueError, match="must divide `fsdp_size"):
-            DistributedConfig(ep_size=4, ep_implementation=of_transformers)
+    assert distributed_config(ep_size=4).fsdp_size == 8
+    assert distributed_config(ep_size=4, tp_size=2).fsdp_size == 4
+    assert distributed_config(ep_size=4, fsdp_size=4).fsdp_size == 4
+    assert distributed_config(ep_size=4, ep_implementation="of-a-plan").ep_implementation == "of-a-plan"
     with pytest.raises(
         InputError, match=r"^ep_size=3 does not divide .* 8 of them: start torchrun --nproc-per-node 3, or"
     ):
-        DistributedConfig(ep_size=3, ep_implementation="moesaic")
+        distributed_config(ep_size=3)
 
 
 def test_the_extra_brings_what_transformers_asks_for_on_several_ranks():

@@ -26,8 +26,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from moesaic.configfile import as_json, override
 from moesaic.errors import InputError
 from moesaic.train.checkpoint import list_checkpoints
-from moesaic.train.config import demo
 from moesaic.train.metrics import METRICS, read_metrics
+from moesaic.train.presets import demo
 from moesaic_lab.chaos.planted import become_rank
 from moesaic_lab.chaos.schedule import INTERVAL, KINDS, RANKS_PER_NODE, WORLD, Fault
 from moesaic_testbed.bed import Bed
@@ -236,7 +236,7 @@ class FaultedRun:
         self._undisturbed(until=None)
         for outcome in pending:
             outcome.same = outcome.same and self._is_same() and self._step() == self.course.steps
-            leftovers = [*(self.run / "checkpoints").glob(".*"), *self.run.glob("*.writing"), *self.run.glob(".lock")]
+            leftovers = [*(self.run / "checkpoints").glob(".*"), *self.run.glob(".writing-*"), *self.run.glob(".lock")]
             outcome.leftovers += len(leftovers)
 
     def _is_same(self) -> bool:

@@ -58,7 +58,7 @@ from moesaic.train.distributed_checkpoint import checksum
 from moesaic.train.documents import read_documents
 from moesaic.train.loop import train
 from moesaic.train.metrics import METRICS, read_metrics
-from moesaic.train.run_folder import HANG, HANG_SUMS, RunFolder
+from moesaic.train.run_folder import HANG, RunFolder
 from moesaic.train.shard_metadata import read_list
 from moesaic.train.state import open_run
 from moesaic.train.tokenizer import HubTokenizer
@@ -105,7 +105,7 @@ def make_bases(folder: Path) -> None:
     one.mkdir()
     (one / "config.json").write_text(as_json(config))
     stuck = {"rank": 0, "process": "process 1 on a", "at": "x", "waits_for": {"1": 8}, "stack": ["a"]}
-    RunFolder(folder / "run").write_hang(json.dumps({"line": "it hung", "ranks": [stuck]}).encode())
+    RunFolder(folder / "run").write(HANG, json.dumps({"line": "it hung", "ranks": [stuck]}))
     words = {word: number for number, word in enumerate(text.read_text(encoding="utf-8").split()[:10])}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="one")).save(str(one / "tokenizer.json"))
     _make_tables(one)
@@ -226,10 +226,6 @@ def _seal(checkpoint: Path) -> None:
     (checkpoint / SUMS).write_text("".join(f"{checksum(checkpoint / name)}  {name}\n" for name in sorted(names)))
 
 
-def _seal_hang(folder: Path) -> None:
-    (folder / HANG_SUMS).write_text(f"{checksum(folder / HANG)}  {HANG}\n")
-
-
 def _seal_last(folder: Path) -> None:
     _seal(folder / "checkpoints" / "step-00000002")
 
@@ -326,8 +322,7 @@ READERS = {
     "metrics": Reader(base="run", file=METRICS, read=read_metrics),
     "report": Reader(base="run", file=METRICS, read=_reported),
     "configuration in a report": Reader(base="run", file="config.json", read=_reported),
-    "record of a hang": Reader(base="run", file=HANG, seal=_seal_hang, read=read_hang),
-    "checksums of a hang": Reader(base="run", file=HANG_SUMS, read=read_hang),
+    "record of a hang": Reader(base="run", file=HANG, read=read_hang),
     "mark of a run": Reader(base="run", file="config.json", read=lambda folder: RunFolder(folder).is_a_run()),
     "state of a checkpoint": _of_step("state.json", _resumed),
     "tensors of a checkpoint": _of_step("shards/__0_0.distcp", _resumed),

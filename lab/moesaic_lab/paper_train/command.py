@@ -15,8 +15,9 @@ from moesaic.cli.train import train_from
 from moesaic.errors import InputError
 from moesaic.models.gpt import GPT
 from moesaic.planner.presets import PRESETS as MODELS
-from moesaic.train.config import TrainConfig, preset
+from moesaic.train.config import TrainConfig
 from moesaic.train.data import Corpus
+from moesaic.train.presets import preset
 from moesaic.train.state import load_trained
 from moesaic.train.task import DECODER, TrainingTask
 from moesaic_lab.paper_train.data import load_hidden, load_pairs

@@ -23,7 +23,7 @@ from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import Dropless
 from moesaic.runtime.data_parallel import expert_parameters
-from moesaic.train.config import demo
+from moesaic.train.presets import demo
 from moesaic_lab.peers import absence
 from moesaic_lab.peers.deepspeed import DeepSpeedLayer
 from moesaic_lab.peers.exchange import AbstractExchange, ReceiveFirst, TorchExchange

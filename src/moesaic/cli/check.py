@@ -131,7 +131,6 @@ def _print(evidence: Evidence) -> None:
     table = Table("check", "result", title="moesaic check")
     failed = sum(bool(checked.reason) for checked in evidence.loopback)
     table.add_row("cases on loopback", f"{len(evidence.loopback):,}, {failed} failed")
-    table.add_row("plans refused while drawing", f"{evidence.refused:,}")
     if missing := missing_codecs():
         table.add_row("codecs that are not installed, and so in no case", ", ".join(missing))
     for world, count in evidence.worlds.items():

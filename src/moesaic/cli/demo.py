@@ -47,8 +47,8 @@ def run(arguments: Sequence[str]) -> int:
     if options.model == "vision":
         return _vision(options)
     from moesaic.report.page import write_report
-    from moesaic.train.config import preset
     from moesaic.train.loop import train
+    from moesaic.train.presets import preset
 
     console = Console()
     results: dict[str, TrainResult] = {}

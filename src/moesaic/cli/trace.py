@@ -102,7 +102,7 @@ def _show(arguments: Sequence[str]) -> int:
     trace = Trace.open(Path(options.file))
     loads = layer_loads(trace)
     if options.picture is not None:
-        from moesaic.report.page import write_trace_page
+        from moesaic.report.trace_page import write_trace_page
 
         write_trace_page(trace, loads, Path(options.picture))
     if options.json:

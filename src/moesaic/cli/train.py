@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesaic.cli.arguments import parse
-from moesaic.errors import InputError, TrainingError
+from moesaic.errors import InputError
 
 if TYPE_CHECKING:
     from moesaic.train.config import TrainConfig
-    from moesaic.train.launch import Launch
     from moesaic.train.task import TrainingTask
 
 DESCRIPTION = """Train a language model with MoE layers, in one process or on ranks that torchrun (or another launcher) starts:
@@ -32,7 +31,7 @@ TAKEN = ("--preset", "--config", "--plan")
 
 def run(arguments: Sequence[str]) -> int:
     """Train a decoder; returns the exit code."""
-    from moesaic.train.config import PRESETS
+    from moesaic.train.presets import PRESETS
 
     return train_from(arguments, PRESETS)
 
@@ -65,27 +64,13 @@ def train_from(
         config = _configured(arguments, presets, command)
         result = train(config, task=DECODER if task_of is None else task_of(config))
     except Exception as error:
-        if _should_say(place, error):
+        if place.fails_first(error):
             raise
         return 2 if isinstance(error, InputError) else 1
     if place.is_first and not result.was_stopped:
         print(f"done: {result.folder}, step {result.step}; look at it with moesaic report {result.folder}")
     place.leave()
     return 0
-
-
-def _should_say(place: Launch, error: Exception) -> bool:
-    """Return whether this process reports why the run ends.
-
-    If the store of the ranks is lost, every process reports its own InputError or TrainingError, or else the lost store.
-    """
-    try:
-        return place.fails_first(error)
-    except ConnectionError as lost:
-        if isinstance(error, InputError | TrainingError):
-            return True
-        print(f"moesaic train: {lost}", file=sys.stderr)
-        return False
 
 
 def _start_patience(arguments: Sequence[str]) -> float:

@@ -18,7 +18,7 @@ from moesaic.planner.workload import Workload
 from moesaic.program.plan import plan_in_words
 from moesaic.program.timeline import Timeline
 from moesaic.report.gantt import bars_of, gantt, in_words, step_gantt, unit_of
-from moesaic.report.style import INK, Drawn, Picture, figure, line, page_text, rounded, run_colour, write_text
+from moesaic.report.style import INK, Picture, bars, charts_page, figure, line, run_colour
 
 
 def write_plan_page(
@@ -72,24 +72,20 @@ def write_plan_page(
             roofline(best, cluster, layer),
         ),
     ]  # fmt: skip
-    lead = " · ".join(answer)
-    return write_text(page_text("charts.html", Drawn(), what="plan", title=title, lead=lead, charts=pictures), path)
+    return charts_page(path, "plan", title, " · ".join(answer), pictures)
 
 
-def stacked(bars: Mapping[str, Mapping[str, float]], unit: str, *, limit: float | None = None) -> go.Figure:
+def stacked(named: Mapping[str, Mapping[str, float]], unit: str, *, limit: float | None = None) -> go.Figure:
     """Draw stacked bars.
 
     Args:
-        bars: name of a bar -> name of a part -> value.
+        named: name of a bar -> name of a part -> value.
         unit: unit of the values.
         limit: where to draw a vertical line; None for no line.
     """
-    chart = figure(unit, "", height=140 + 34 * len(bars), legend=True)
-    for number, part in enumerate(dict.fromkeys(part for parts in bars.values() for part in parts)):
-        values = [rounded(parts.get(part, 0.0)) for parts in bars.values()]
-        chart.add_trace(
-            go.Bar(name=part, orientation="h", y=list(bars), x=values, marker={"color": run_colour(number)})
-        )
+    chart = figure(unit, "", height=140 + 34 * len(named), legend=True)
+    for number, part in enumerate(dict.fromkeys(part for parts in named.values() for part in parts)):
+        chart.add_trace(bars(part, list(named), [parts.get(part, 0.0) for parts in named.values()], run_colour(number)))
     chart.update_yaxes(autorange="reversed", nticks=None)
     chart.update_layout(barmode="stack", hovermode="closest")
     if limit is not None:

@@ -27,6 +27,12 @@ RUN_COLOURS = ("#3a6ea5", "#d9772b", "#2f8f6f", "#b8478a", "#8a6d1f", "#4fa8c9",
 RUN_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
 """Markers of runs, used in addition to the colours."""
 INK = "#1f2937"
+BEFORE, AFTER = "#9aa1ac", "#3a6ea5"
+STEP = "optimizer step"
+MOST_COLUMNS = 200
+"""Largest number of columns of a heatmap. If there are more steps, the loads of neighbouring ones are added up."""
+LOAD_COLOURS = ((0.0, "#8c510a"), (0.25, "#d8b365"), (0.5, "#f5f5f5"), (0.75, "#67a9cf"), (1.0, "#2166ac"))
+"""Brown for less than the mean load, white for the mean, blue for more; colour-blind readers can distinguish them."""
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 GRID = "#e8ebf0"
 AXIS = "#b9c0cb"
@@ -104,6 +110,61 @@ def line(
     )
 
 
+def expert_loads(steps: Sequence[int], loads: Sequence[Sequence[float]]) -> go.Figure:
+    """Draw a heatmap of each expert's load relative to the layer's mean load, over steps; 1 is balanced.
+
+    Args:
+        steps: the steps at which loads were written.
+        loads: (steps, experts), copies per expert or any multiple of them.
+    """
+    steps, shares = load_shares(steps, loads)
+    num_experts = len(shares[0]) if shares else 0
+    chart = figure(STEP, "expert", height=min(max(150 + 10 * num_experts, 240), 460))
+    ticks = {"tickvals": [0, 0.5, 1, 1.5, 2], "ticktext": ["0", "0.5", "1", "1.5", "≥ 2"]}
+    chart.add_trace(
+        go.Heatmap(
+            x=list(steps),
+            y=list(range(num_experts)),
+            z=[list(row) for row in zip(*shares)],
+            zmin=0,
+            zmax=2,
+            colorscale=[list(stop) for stop in LOAD_COLOURS],
+            hovertemplate="step %{x}<br>expert %{y}<br>%{z:.2f} of the mean load<extra></extra>",
+            colorbar={"title": {"text": "load / mean", "side": "right"}, **ticks, "thickness": 10, "outlinewidth": 0},
+        )
+    )
+    chart.update_layout(hovermode="closest")
+    chart.update_yaxes(autorange="reversed", showgrid=False, tickformat="d")
+    return chart
+
+
+def load_shares(
+    steps: Sequence[int], loads: Sequence[Sequence[float]], most_columns: int = MOST_COLUMNS
+) -> tuple[list[int], list[list[float | None]]]:
+    """Return steps and, per step, each expert's load relative to the mean; None for a step without load.
+
+    Args:
+        steps: see `expert_loads`.
+        loads: see `expert_loads`.
+        most_columns: largest number of steps to return. If there are more, the loads of neighbouring steps are added up.
+    """
+    group = -(-len(loads) // most_columns) or 1
+    ends: list[int] = []
+    shares: list[list[float | None]] = []
+    for first in range(0, len(loads), group):
+        load = [sum(column) for column in zip(*loads[first : first + group])]
+        mean = sum(load) / len(load)
+        ends.append(steps[min(first + group, len(loads)) - 1])
+        shares.append([round(count / mean, 3) if mean else None for count in load])
+    return ends, shares
+
+
+def bars(name: str, y: Sequence[str], x: Sequence[float], colour: str, **options: Any) -> go.Bar:
+    """Return horizontal bars for a chart: a row and a length each, of one colour."""
+    values = [rounded(value) for value in x]
+    return go.Bar(name=name, orientation="h", y=list(y), x=values, marker={"color": colour}, **options)
+
+
 def rounded(value: float) -> float:
     """Round to six significant digits, which suffice for a chart and halve the size of the page."""
     return float(f"{value:.6g}")
@@ -126,31 +187,6 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class PictureGrid:
-    """Charts in rows. Empty charts are left out."""
-
-    charts: Sequence[Picture]
-    shape: str = ""
-    """CSS class: empty for two charts per row, "quarter" for four."""
-
-
-@dataclass(frozen=True)
-class Key:
-    """An entry of a legend: a colour and its meaning."""
-
-    name: str
-    colour: str
-    is_thick: bool = False
-
-
-@dataclass(frozen=True)
-class Legend:
-    """A legend above charts."""
-
-    keys: Sequence[Key]
-
-
-@dataclass(frozen=True)
 class Table:
     """A table of text; the first cell of each row is the row's head."""
 
@@ -160,7 +196,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A section of a page."""
+    """A section of a page. Empty charts are left out."""
 
     title: str
     run: str = ""
@@ -168,7 +204,8 @@ class Section:
     colour: str = ""
     """Colour of that run; empty for none."""
     text: str = ""
-    blocks: Sequence[PictureGrid | Legend | Table] = ()
+    charts: Sequence[Picture] = ()
+    table: Table | None = None
 
 
 class Drawn:
@@ -204,6 +241,15 @@ def page_text(template: str, drawn: Drawn, **content: Any) -> str:
     return pages.get_template(template).render(
         drawn=drawn, version=__version__, plotly_js=Markup(get_plotlyjs()), **content
     )
+
+
+def charts_page(path: Path, what: str, title: str, lead: str, charts: Sequence[Picture]) -> Path:
+    """Write a page of charts below each other, and return its path.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    return write_text(page_text("charts.html", Drawn(), what=what, title=title, lead=lead, charts=charts), path)
 
 
 def write_text(text: str, path: Path) -> Path:

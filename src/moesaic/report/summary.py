@@ -12,7 +12,6 @@ To find stragglers, each line of metrics has three times per rank, since the pre
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from moesaic.configfile import read_table
 from moesaic.errors import InputError
 from moesaic.train.metrics import read_metrics
 
@@ -117,20 +117,10 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSeries:
-    """Series of one MoE layer. Each value covers the steps since the previous line of metrics."""
+    """One MoE layer. Each value covers the steps since the previous line of metrics."""
 
-    max_violation: Series
-    """MaxVio: largest load over mean load, minus 1."""
-    dead_experts: Series
-    """Experts that no token chose."""
-    dropped_share: Series
-    """Dropped copies over all copies."""
-    entropy: Series
-    """Entropy of the load, relative to the entropy of a balanced load."""
-    needed_capacity_factor: Series
-    """The smallest capacity factor that drops nothing."""
-    churn: Series
-    """Share of the probe batch's tokens whose experts changed in one optimizer step."""
+    numbers: dict[str, Series]
+    """The layer's numbers in the metrics by name (docs/training.md), and the `dropped_share` of its copies."""
     load_steps: tuple[int, ...]
     """The steps at which loads were written."""
     loads: tuple[tuple[int, ...], ...]
@@ -138,10 +128,14 @@ class LayerSeries:
     dropped: int
     """Copies that were dropped over the whole run."""
 
+    def over_steps(self, name: str) -> Series:
+        """Return a number over the steps; empty if the layer has none of this name."""
+        return self.numbers.get(name, Series())
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """A run: its series and its headline numbers."""
+    """A run: its numbers over the steps, and its headline."""
 
     name: str
     """The folder's name, with as many parent folders as make it unique among the runs."""
@@ -149,84 +143,58 @@ class RunSummary:
     """The run folder."""
     config: dict[str, Any]
     """The run's config.json."""
+    lines: list[dict[str, Any]]
+    """The run's lines of metrics."""
     steps: int
     """The last step that was logged."""
     training_seconds: float
     """Time spent training, evaluation not counted."""
-    loss: Series
-    """Training loss in nats per token."""
-    grad_norm: Series
-    """Norm of the gradient before clipping."""
-    lr: Series
-    """Learning rate."""
-    tokens_per_second: Series
-    """Training speed."""
-    mfu: Series
-    """Model FLOPs utilisation: 1 is the measured matmul peak."""
-    val_loss: Series
-    """Validation loss in nats per token."""
-    val_nats_per_byte: Series
-    """Validation loss in nats per byte."""
-    val_seconds: Series
-    """Training seconds at each evaluation."""
-    auxiliary: dict[str, Series]
-    """Auxiliary losses by name, before their coefficients, averaged over the layers."""
+    numbers: dict[str, Series]
+    """The numbers of training lines and of evaluations, by name. `val_seconds` are the training seconds at evaluations."""
     layers: tuple[LayerSeries, ...]
     """The MoE layers; empty for a dense run."""
     stragglers: tuple[str, ...]
     """A phrase for each rank and each link that slows the run down."""
 
-    @property
-    def best_val(self) -> float | None:
-        """The lowest validation loss in nats per byte, None before the first evaluation."""
-        return min(self.val_nats_per_byte.values, default=None)
+    def over_steps(self, name: str) -> Series:
+        """Return a number over the steps; empty if the run has none of this name."""
+        return self.numbers.get(name, Series())
 
     @property
-    def total_tokens(self) -> int | None:
-        """Number of tokens trained on; None if the configuration lacks the sizes."""
-        try:
-            config = self.config
-            return int(self.steps * config["batch_size"] * config["accumulation"] * config["model"]["seq_len"])
-        except (KeyError, TypeError):
-            return None
-
-    @property
-    def final_max_violation(self) -> float | None:
-        """MaxVio at the end, mean over the layers."""
-        return _mean([layer.max_violation.last for layer in self.layers])
-
-    @property
-    def final_dead_experts(self) -> int | None:
-        """Dead experts at the end, over all layers."""
-        if not self.layers:
-            return None
-        return sum(int(layer.dead_experts.last or 0) for layer in self.layers)
-
-    @property
-    def dropped_share(self) -> float | None:
-        """Dropped copies over all copies of the run."""
-        copies = sum(sum(load) for layer in self.layers for load in layer.loads)
-        return sum(layer.dropped for layer in self.layers) / copies if copies else None
+    def auxiliary(self) -> list[str]:
+        """Names of the auxiliary losses, which are averaged over the layers, before their coefficients."""
+        known = (*_TRAIN_KEYS, "val_loss", "val_nats_per_byte", "val_seconds")
+        return [name for name in self.numbers if name not in known]
 
     def headline(self) -> dict[str, Any]:
         """Return the headline numbers as data for JSON, with None for numbers that the run does not have."""
+        try:
+            sizes = self.config["batch_size"] * self.config["accumulation"] * self.config["model"]["seq_len"]
+            tokens = int(self.steps * sizes)
+        except (KeyError, TypeError):
+            tokens = None
+        violations = [layer.over_steps("max_violation").last for layer in self.layers]
+        copies = sum(sum(load) for layer in self.layers for load in layer.loads)
+        dropped = sum(layer.dropped for layer in self.layers)
         numbers = {
             "name": self.name,
             "folder": str(self.folder),
             "steps": self.steps,
-            "tokens": self.total_tokens,
+            "tokens": tokens,
             "training_seconds": self.training_seconds,
-            "last_train_loss": self.loss.last,
-            "last_val_nats_per_byte": self.val_nats_per_byte.last,
-            "best_val_nats_per_byte": self.best_val,
-            "tokens_per_second_median": self.tokens_per_second.median,
-            "mfu_median": self.mfu.median,
-            "max_violation_per_layer": [layer.max_violation.last for layer in self.layers],
-            "max_violation_mean": self.final_max_violation,
-            "dead_experts": self.final_dead_experts,
-            "dropped_copies": sum(layer.dropped for layer in self.layers) if self.layers else None,
-            "dropped_share": self.dropped_share,
+            "last_train_loss": self.over_steps("loss").last,
+            "last_val_nats_per_byte": self.over_steps("val_nats_per_byte").last,
+            "best_val_nats_per_byte": min(self.over_steps("val_nats_per_byte").values, default=None),
+            "tokens_per_second_median": self.over_steps("tokens_per_second").median,
+            "mfu_median": self.over_steps("mfu").median,
+            "max_violation_per_layer": violations,
+            "max_violation_mean": _mean(violations),
+            "dead_experts": sum(int(layer.over_steps("dead_experts").last or 0) for layer in self.layers),
+            "dropped_copies": dropped,
+            "dropped_share": dropped / copies if copies else None,
         }
+        if not self.layers:
+            numbers |= {"dead_experts": None, "dropped_copies": None}
         return {name: _finite_or_none(value) for name, value in numbers.items()}
 
 
@@ -302,39 +270,26 @@ def damage_as_input_error(folder: Path) -> Iterator[None]:
 def _summary(folder: Path, name: str, config: dict[str, Any], lines: list[dict[str, Any]]) -> RunSummary:
     train = [line for line in lines if line["kind"] == "train"]
     evals = [line for line in lines if line["kind"] == "eval"]
-    numbers = {name: None for line in train for name, value in line.items() if _is_number(value)}
     with_layers = [line for line in train if line.get("layers")]
     num_layers = max((len(line["layers"]) for line in with_layers), default=0)
+    evaluated = {name: _series(evals, name) for name in ("val_loss", "val_nats_per_byte")}
     return RunSummary(
         name=name,
         folder=folder,
         config=config,
+        lines=lines,
         steps=max(line["step"] for line in lines),
         training_seconds=max(_series(lines, "seconds").values, default=0.0),
-        loss=_series(train, "loss"),
-        grad_norm=_series(train, "grad_norm"),
-        lr=_series(train, "lr"),
-        tokens_per_second=_series(train, "tokens_per_second"),
-        mfu=_series(train, "mfu"),
-        val_loss=_series(evals, "val_loss"),
-        val_nats_per_byte=_series(evals, "val_nats_per_byte"),
-        val_seconds=_series(evals, "seconds"),
-        auxiliary={name: _series(train, name) for name in numbers if name not in _TRAIN_KEYS},
-        layers=tuple(_layer(train, with_layers, index) for index in range(num_layers)),
+        numbers=_all_series(train) | evaluated | {"val_seconds": _series(evals, "seconds")},
+        layers=tuple(_layer(with_layers, index) for index in range(num_layers)),
         stragglers=tuple(stragglers(train)),
     )
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"{path.parent}: no run there (config.json is missing): name the folder of a run") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: does not parse ({error})") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{path}: must hold a table of fields, holds a {type(config).__name__}")
-    return config
+    if not path.exists():
+        raise InputError(f"{path.parent}: no run there (config.json is missing): name the folder of a run")
+    return read_table(path)
 
 
 def _is_number(value: Any) -> bool:
@@ -346,21 +301,19 @@ def _series(lines: Sequence[dict[str, Any]], key: str) -> Series:
     return Series(tuple(step for step, _ in points), tuple(value for _, value in points))
 
 
-def _layer(train: Sequence[dict[str, Any]], with_layers: Sequence[dict[str, Any]], index: int) -> LayerSeries:
+def _all_series(lines: Sequence[dict[str, Any]]) -> dict[str, Series]:
+    """Return every number of some lines over the steps, by name."""
+    names = dict.fromkeys(name for line in lines for name, value in line.items() if _is_number(value))
+    return {name: _series(lines, name) for name in names if name != "step"}
+
+
+def _layer(with_layers: Sequence[dict[str, Any]], index: int) -> LayerSeries:
     rows = [{"step": line["step"], **line["layers"][index]} for line in with_layers if index < len(line["layers"])]
     for row in rows:
         copies = sum(row.get("tokens_per_expert", ()))
         row["dropped_share"] = row.get("dropped", 0) / copies if copies else 0.0
-    moved = [
-        {"step": line["step"], "churn": line["churn"][index]} for line in train if index < len(line.get("churn", ()))
-    ]
     return LayerSeries(
-        max_violation=_series(rows, "max_violation"),
-        dead_experts=_series(rows, "dead_experts"),
-        dropped_share=_series(rows, "dropped_share"),
-        entropy=_series(rows, "entropy"),
-        needed_capacity_factor=_series(rows, "needed_capacity_factor"),
-        churn=_series(moved, "churn"),
+        numbers=_all_series(rows),
         load_steps=tuple(row["step"] for row in rows if row.get("tokens_per_expert")),
         loads=tuple(tuple(row["tokens_per_expert"]) for row in rows if row.get("tokens_per_expert")),
         dropped=sum(row.get("dropped", 0) for row in rows),
@@ -401,44 +354,37 @@ class Card:
 
 
 def cards(runs: Sequence[RunSummary]) -> list[Card]:
-    """Return the headline cards. Cards about experts are included only if a run has MoE layers."""
-    shown = [
-        _card(runs, "Validation loss", lambda run: number(run.val_nats_per_byte.last, "{:.3f}"), "nats/byte, last"),
-        _card(runs, "Best validation", lambda run: number(run.best_val, "{:.3f}"), "nats/byte, lowest"),
-        _card(runs, "Trained for", lambda run: duration(run.training_seconds), "evaluation not counted"),
-        _card(runs, "Tokens", lambda run: amount(run.total_tokens), _steps_note(runs)),
-        _card(runs, "Throughput", lambda run: amount(run.tokens_per_second.median), "tokens/s, median"),
+    """Return the headline cards. A card is left out if no run has its number."""
+    steps = {run.steps for run in runs}
+    trained = f"in {min(steps):,} to {max(steps):,} steps" if len(steps) > 1 else f"in {min(steps):,} steps"
+    rows: list[tuple[str, str, str, Callable[[Any], str]]] = [
+        ("last_val_nats_per_byte", "Validation loss", "nats/byte, last", "{:.3f}".format),
+        ("best_val_nats_per_byte", "Best validation", "nats/byte, lowest", "{:.3f}".format),
+        ("training_seconds", "Trained for", "evaluation not counted", duration),
+        ("tokens", "Tokens", trained, amount),
+        ("tokens_per_second_median", "Throughput", "tokens/s, median", amount),
+        ("mfu_median", "MFU", "of the matmul peak, median", percent),
+        ("max_violation_mean", "MaxVio", "mean over layers, at the end", "{:.2f}".format),
+        ("dead_experts", "Dead experts", "at the end, over all layers", "{}".format),
+        ("dropped_share", "Dropped", "share of copies", percent),
     ]
-    if any(run.mfu.values for run in runs):
-        shown.append(_card(runs, "MFU", lambda run: percent(run.mfu.median), "of the matmul peak, median"))
-    if any(run.layers for run in runs):
-        shown += [
-            _card(
-                runs, "MaxVio", lambda run: number(run.final_max_violation, "{:.2f}"), "mean over layers, at the end"
-            ),
-            _card(runs, "Dead · dropped", _dead_and_dropped, "experts at the end · share of copies"),
-        ]
+    shown, numbers = [], [run.headline() for run in runs]
+    for name, title, note, text in rows:
+        values = [of_run[name] for of_run in numbers]
+        if any(value is not None for value in values):
+            shown.append(Card(title, tuple(NONE if value is None else text(value) for value in values), note))
     return shown
 
 
-def number(value: float | None, form: str) -> str:
-    """Return a number in a format; a dash for None."""
-    return NONE if value is None else form.format(value)
-
-
-def percent(share: float | None) -> str:
+def percent(share: float) -> str:
     """Return a share as a percentage with two or three significant digits: 31 %, 3.1 %, 0.31 %."""
-    if share is None:
-        return NONE
     value = 100 * share
     digits = 0 if value >= 10 or value == 0 else 1 if value >= 1 else 2
     return f"{value:.{digits}f} %"
 
 
-def amount(value: float | None) -> str:
+def amount(value: float) -> str:
     """Return a count with three significant digits: 812, 9.21 k, 2.05 M."""
-    if value is None:
-        return NONE
     for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if value >= size:
             short = value / size
@@ -454,16 +400,3 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def _card(runs: Sequence[RunSummary], title: str, text: Callable[[RunSummary], str], note: str) -> Card:
-    return Card(title, tuple(text(run) for run in runs), note)
-
-
-def _steps_note(runs: Sequence[RunSummary]) -> str:
-    steps = {run.steps for run in runs}
-    return f"in {steps.pop():,} steps" if len(steps) == 1 else f"in {min(steps):,} to {max(steps):,} steps"
-
-
-def _dead_and_dropped(run: RunSummary) -> str:
-    return f"{run.final_dead_experts} · {percent(run.dropped_share)}" if run.layers else NONE

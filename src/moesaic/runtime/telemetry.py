@@ -99,15 +99,3 @@ class LoadMeter:
 
 def _counts(routing: Routing) -> tuple[Tensor, ...]:
     return routing.requested, routing.dropped, routing.nonfinite
-
-
-def expert_sets(routing: Routing) -> Tensor:
-    """Return which experts each token uses, (tokens, num_experts) bool."""
-    used = torch.zeros(routing.num_tokens, routing.num_experts + 1, dtype=torch.bool, device=routing.token.device)
-    used[routing.token, routing.expert] = True
-    return used[:, : routing.num_experts]  # the last column is for copies that no expert takes
-
-
-def churn(before: Tensor, after: Tensor) -> float:
-    """Return the share of tokens whose set of experts changed; both (tokens, num_experts) from `expert_sets`."""
-    return float((before != after).any(1).double().mean()) if len(before) else 0.0

@@ -133,21 +133,13 @@ def slow_policy(replication: str) -> AbstractReplicationPolicy | None:
     return None if replication == NO_REPLICATION else replication_policy(replication, costs)
 
 
-@dataclass
-class Refusals:
-    """Counts the plans that were drawn and then refused as illegal."""
-
-    count: int = 0
-
-
-def draw_case(seed: int, refusals: Refusals | None = None, *, world: int | None = None) -> Case:
+def draw_case(seed: int, *, world: int | None = None) -> Case:
     """Draw a case from a seed.
 
     Plans that `compile_plan` refuses on the mesh are drawn again, as are plans with a codec that is not installed.
 
     Args:
         seed: the same seed gives the same case on any machine on which the same codecs are installed.
-        refusals: counts the plans that were refused.
         world: number of ranks; None to draw it too.
     """
     rng = random.Random(seed)
@@ -161,8 +153,6 @@ def draw_case(seed: int, refusals: Refusals | None = None, *, world: int | None 
             for codec in (plan.codec, plan.backward_codec):
                 codec_named(codec)
         except InputError:
-            if refusals is not None:
-                refusals.count += 1
             continue
         case = _with_placement(random.Random(f"placement {seed}"), _draw_rest(rng, seed, grid, plan))
         return _with_budget(random.Random(f"budget {seed}"), _with_moves(random.Random(f"moves {seed}"), case))

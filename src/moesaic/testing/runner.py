@@ -41,7 +41,7 @@ from moesaic.program.task import HELPERS, Kind, Program, Slot, State
 from moesaic.runtime import executor
 from moesaic.runtime.executor import interpret
 from moesaic.runtime.tasks import Call, Environment, Value
-from moesaic.testing.cases import Case, Refusals, draw_case
+from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import Errors, Patch, Ran, compile_case, ran_case, run_rank
 from moesaic.testing.expected import Values, expect
 from moesaic.testing.workload import draw_workload
@@ -188,8 +188,6 @@ class Evidence:
 
     loopback: list[Checked] = field(default_factory=list)
     processes: list[Checked] = field(default_factory=list)
-    refused: int = 0
-    """Number of plans that were drawn but are illegal on their mesh; they do not count as cases."""
 
     @property
     def failures(self) -> list[Checked]:
@@ -233,9 +231,8 @@ def gather_evidence(
         progress: called with ("cases", cases done so far) and ("worlds", world sizes done so far).
     """
     evidence = Evidence()
-    for checked, refused in _run_parts([seeds[start : start + PART] for start in range(0, len(seeds), PART)], workers):
+    for checked in _run_parts([seeds[start : start + PART] for start in range(0, len(seeds), PART)], workers):
         evidence.loopback += checked
-        evidence.refused += refused
         progress("cases", len(evidence.loopback))
     evidence.loopback.sort(key=lambda each: each.case.seed)
     for number, (world, count) in enumerate(GLOO_CASES.items() if gloo else (), 1):
@@ -248,7 +245,7 @@ def gather_evidence(
     return evidence
 
 
-def _run_parts(parts: Sequence[Sequence[int]], workers: int) -> Iterator[tuple[list[Checked], int]]:
+def _run_parts(parts: Sequence[Sequence[int]], workers: int) -> Iterator[list[Checked]]:
     """Yield the results of each part as it is done."""
     if workers == 1:
         yield from map(run_part, parts)
@@ -258,10 +255,9 @@ def _run_parts(parts: Sequence[Sequence[int]], workers: int) -> Iterator[tuple[l
             yield future.result()
 
 
-def run_part(seeds: Iterable[int]) -> tuple[list[Checked], int]:
-    """Run the cases of `seeds` in this process; return them with the number of plans that were drawn and refused."""
-    refusals = Refusals()
-    return [check_case(draw_case(seed, refusals)) for seed in seeds], refusals.count
+def run_part(seeds: Iterable[int]) -> list[Checked]:
+    """Run the cases of `seeds` in this process."""
+    return [check_case(draw_case(seed)) for seed in seeds]
 
 
 def check_case(case: Case) -> Checked:

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from moesaic.configfile import write_whole
 from moesaic.errors import InputError
 
 FOLDER = "routing"
@@ -322,17 +321,10 @@ def write_segment(segment: TraceSegment, path: Path) -> None:
     table = {TABLES[segment.holds]: segment.table.astype(segment.shape.dtype(segment.holds))}
     data = io.BytesIO()
     np.savez_compressed(data, allow_pickle=False, header=np.array(json.dumps(header)), steps=segment.steps, **table)
-    temporary = path.with_name(f".writing-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(data.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_whole(path, data.getbuffer())
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise InputError(
             f"trace {path}: cannot be written ({error.strerror}): free space or choose another place"
         ) from error

@@ -1,4 +1,4 @@
-"""The configuration of a training run and its presets.
+"""The configuration of a training run.
 
 The configuration is a tree of frozen dataclasses. The docstring under each field is its `--help` text, and the run
 folder keeps the values.
@@ -7,16 +7,12 @@ folder keeps the values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from moesaic.balance import EXPERT_PLACERS, SAMPLE_PLACERS, check_replication
-from moesaic.configfile import override
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig
-from moesaic.planner.presets import PRESETS as MODELS
 from moesaic.program.plan import NO_REPLICATION, Plan, StaticPlan, check_budget
 
 UNMOVED = "none"
@@ -30,6 +26,14 @@ else:
 """Policies that place samples and experts, from their registries; the command line lists them as choices."""
 MOST_PATIENCE = 1500.0
 """Seconds. Gloo times out by itself after 1,800 seconds, and does not say which rank it waited for."""
+
+
+def _require_at_least_one(config: object, *names: str, prefix: str = "") -> None:
+    """Raise InputError for a field that is below 1; None is allowed."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise InputError(f"{prefix}{name}={value}: must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +64,7 @@ class DataConfig:
             raise InputError(
                 f"data.val_share={self.val_share}: must be above 0 and below 1; files are named by data.val"
             )
-        if self.vocab_size < 1:
-            raise InputError(f"data.vocab_size={self.vocab_size}: must be at least 1")
+        _require_at_least_one(self, "vocab_size", prefix="data.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +136,7 @@ class MeshConfig:
             raise InputError(
                 f"mesh.parts_per_stage={self.parts_per_stage}: one stage has the whole model: choose mesh.pp above 1"
             )
-        for name in ("tp", "ep", "etp", "pp", "parts_per_stage", "ranks_per_node"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"mesh.{name}={value}: must be at least 1")
+        _require_at_least_one(self, "tp", "ep", "etp", "pp", "parts_per_stage", "ranks_per_node", prefix="mesh.")
 
     @property
     def least_ranks(self) -> int:
@@ -218,8 +218,7 @@ class BalanceConfig:
             known = (UNMOVED, *policies)
             if value not in known:
                 raise InputError(f"balance.{name}={value!r} is unknown: choose one of {', '.join(known)}")
-        if self.experts_every < 1:
-            raise InputError(f"balance.experts_every={self.experts_every}: must be at least 1")
+        _require_at_least_one(self, "experts_every", prefix="balance.")
 
     @property
     def moves_samples(self) -> bool:
@@ -244,9 +243,7 @@ class SaveConfig:
     """Copy the tensors into CPU memory and write them while training continues."""
 
     def __post_init__(self) -> None:
-        for name in ("every", "keep"):
-            if getattr(self, name) < 1:
-                raise InputError(f"save.{name}={getattr(self, name)}: must be at least 1")
+        _require_at_least_one(self, "every", "keep", prefix="save.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,9 +256,7 @@ class EvaluateConfig:
     """Sequences of each evaluation, spread evenly over the validation data."""
 
     def __post_init__(self) -> None:
-        for name in ("every", "sequences"):
-            if getattr(self, name) < 1:
-                raise InputError(f"evaluate.{name}={getattr(self, name)}: must be at least 1")
+        _require_at_least_one(self, "every", "sequences", prefix="evaluate.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,24 +326,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if isinstance(self.plan, Plan):
             raise InputError("plan: is a StaticPlan here; replication and memory_budget are fields of balance")
-        for name in ("steps", "batch_size", "accumulation", "log_every", "nonfinite_steps", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"{name}={value}: must be at least 1")
+        _require_at_least_one(self, "steps", "batch_size", "accumulation", "log_every", "nonfinite_steps", "threads")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed={self.seed}: choose 0 or more, below 2**63")
         for name in ("start_patience", "patience"):
             if not 1 <= getattr(self, name) <= MOST_PATIENCE:
                 raise InputError(f"{name}={getattr(self, name)}: must be from 1 to {MOST_PATIENCE:g} seconds")
-        if self.model.num_heads % self.mesh.tp:
-            raise InputError(
-                f"mesh.tp={self.mesh.tp} does not divide model.num_heads={self.model.num_heads}: "
-                "choose a tp that divides the heads"
-            )
-        if self.model.kv_heads % self.mesh.tp:
-            raise InputError(
-                f"mesh.tp={self.mesh.tp} does not divide model.block.kv_heads={self.model.kv_heads}: choose a divisor"
-            )
         if self.on_spike == "rollback" and self.replay_routing:
             raise InputError(
                 "on_spike=rollback clashes with replay_routing, since a trace fixes the order of samples: leave one out"
@@ -361,8 +344,13 @@ class TrainConfig:
     def _check_shards(self) -> None:
         model, mesh = self.model, self.mesh
         sparse = [model.is_sparse(layer) for layer in range(model.num_layers)]
-        divisions = [("mesh.ep", mesh.ep, "model.moe.num_experts", model.moe.num_experts)] if any(sparse) else []
-        divisions += [("mesh.etp", mesh.etp, "model.moe.hidden", model.moe.hidden)] if any(sparse) else []
+        divisions = [
+            ("mesh.tp", mesh.tp, "model.num_heads", model.num_heads),
+            ("mesh.tp", mesh.tp, "model.block.kv_heads", model.kv_heads),
+        ]
+        if any(sparse):
+            divisions.append(("mesh.ep", mesh.ep, "model.moe.num_experts", model.moe.num_experts))
+            divisions.append(("mesh.etp", mesh.etp, "model.moe.hidden", model.moe.hidden))
         if not all(sparse):
             divisions.append(("mesh.tp", mesh.tp, "the dense layers' inner width", model.active_hidden))
         if mesh.sequence_parallel:
@@ -405,25 +393,22 @@ class TrainConfig:
             return
         if self.model.is_dense:
             raise InputError(f'{option}: model.ffn="dense" has no experts to move: leave it none')
-        if self.mesh.ep == 1 and not (
-            self.planner.file or self.planner.searches
-        ):  # a planned mesh is checked once it is known
+        is_planned = self.planner.file or self.planner.searches  # such a mesh is checked once it is known
+        if self.mesh.ep == 1 and not is_planned:
             raise InputError(f"{option} with mesh.ep=1, where every rank has all experts: choose an ep above 1")
 
     def _check_samples(self) -> None:
-        option = f"balance.samples={self.balance.samples}"
+        option, block = f"balance.samples={self.balance.samples}", self.model.block
         if not self.balance.moves_samples:
             return
         reasons = (
             (self.model.is_dense, 'model.ffn="dense", which has no MoE layers'),
             (
-                self.model.block.norm == "post_layer" or self.model.block.dropout > 0,
-                "model.block: only models without norms after the residual and without dropout can move samples",
+                block.norm == "post_layer",
+                "model.block.norm=post_layer: a norm after the residual needs samples that stay",
             ),
-            (
-                self.mesh.sequence_parallel,
-                "mesh.sequence_parallel, which gives each rank a part of every sample's positions",
-            ),
+            (block.dropout > 0, "model.block.dropout: its masks need samples that stay"),
+            (self.mesh.sequence_parallel, "mesh.sequence_parallel, which gives each rank a part of every sample"),
             (self.planner.is_auto, "planner.plan=auto, whose plans are predicted for samples that stay"),
         )
         for holds, what in reasons:
@@ -446,49 +431,3 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         """Tokens per optimizer step."""
         return self.batch_size * self.accumulation * self.model.seq_len
-
-
-WARM = {"lr": 6e-4, "warmup_steps": 500}
-RARELY = {"every": 1000}
-RUNS: dict[str, dict[str, Any]] = {
-    "demo": {"out": "runs/demo/moe", "steps": 600, "save": {"every": 300}},
-    "gpt-tiny": {
-        "steps": 50, "evaluate": {"every": 25, "sequences": 8}, "optimizer": {"lr": 1e-2, "warmup_steps": 10},
-    },
-    "gpt-small": {
-        "steps": 20_000, "evaluate": {"every": 500}, "save": RARELY, "optimizer": WARM,
-        "model": {"moe": {"z_loss": 0.001}},
-    },
-}  # fmt: skip
-"""Training settings of each preset; presets that are not listed use `PUBLISHED`."""
-PUBLISHED: dict[str, Any] = {
-    "steps": 100_000, "evaluate": RARELY, "save": RARELY, "model": {"conv_width": 1}, "optimizer": WARM,
-}  # fmt: skip
-
-
-def preset(name: str, settings: dict[str, Any] | None = None) -> TrainConfig:
-    """Return the configuration that trains a model of `planner/presets.py`; None: with the settings that `RUNS` has for it."""
-    config = override(TrainConfig(out=f"runs/{name}"), asdict(MODELS[name]), source=name)
-    if config.model.moe.top_k == 1:  # the weight of one expert of one would be 1, and the router would learn nothing
-        config = override(config, {"model": {"moe": {"router": "switch"}}}, source=name)
-    return override(config, settings or RUNS.get(name, PUBLISHED), source=name)
-
-
-def demo() -> TrainConfig:
-    """Return the sparse half of `make demo`: a byte-level GPT-MoE that trains in about three minutes on two CPU cores.
-
-    The experts are narrow on purpose: of the shapes tried, this one gained most over a dense model (docs/log.md).
-    """
-    return preset("demo")
-
-
-def demo_dense() -> TrainConfig:
-    """Return the dense half of `make demo`: the same active parameters, tokens and steps."""
-    config = demo()
-    return replace(config, out="runs/demo/dense", model=replace(config.model, ffn="dense"))
-
-
-PRESETS: dict[str, Callable[[], TrainConfig]] = {
-    "demo": demo, "demo-dense": demo_dense,
-    **{name: partial(preset, name) for name, job in MODELS.items() if job.model.block.kind == "decoder" and name != "demo"},
-}  # fmt: skip

@@ -65,21 +65,21 @@ class Launch:
         """Note that this process fails. Return whether it is the first one to fail, and should therefore report the
         error.
 
-        The first failure is also recorded for torchrun, which prints it in its summary.
-
-        Raises:
-            ConnectionError: if the store does not answer, because its process is gone or cut off.
+        The first failure is also recorded for torchrun, which prints it in its summary. If the store of the ranks is gone
+        or cut off, every process reports its own InputError or TrainingError, or else, here, the lost store.
         """
         if self._roll is None:
             return True
         try:
             store = self._roll.store
             is_first = ask_store(lambda: store.add("moesaic/failures", 1), ANSWER_SECONDS) == 1
-        except ConnectionError as lost:
-            raise ConnectionError(
-                f"rank {dist.get_rank()} of {dist.get_world_size()} lost the others: the process that kept their store is "
-                f"gone or cut off, look at what rank 0 and its node said last (here: {_first_line(error)})"
-            ) from lost
+        except ConnectionError:
+            if isinstance(error, InputError | TrainingError):
+                return True
+            who = f"rank {dist.get_rank()} of {dist.get_world_size()} lost the others"
+            why = "the process that kept their store is gone or cut off, look at what rank 0 and its node said last"
+            print(f"moesaic train: {who}: {why} (here: {_first_line(error)})", file=sys.stderr)
+            return False
         if is_first:
             get_error_handler().record_exception(error)
         return is_first
@@ -339,6 +339,32 @@ def handle_sigterm(roll: Roll, when: Callable[[], str]) -> SignalHandler:
     with suppress(ValueError):
         return signal.signal(signal.SIGTERM, end)
     return None
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[str]]:
+    """Yield a list to which the first SIGINT or SIGTERM appends its name. A second signal has its usual effect."""
+    received: list[str] = []
+    before: dict[signal.Signals, Any] = {}
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number).name)
+        signal.signal(number, before[signal.Signals(number)])
+
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        try:
+            before[kind] = signal.signal(kind, ask)
+        except ValueError:  # outside the main thread, signals cannot be handled
+            break
+    try:
+        yield received
+    except RuntimeError:
+        if dist.is_initialized() and before:  # torchrun sends SIGTERM to the remaining ranks; let them report first
+            before[signal.SIGTERM] = signal.SIG_IGN
+        raise
+    finally:
+        for stopped_by, handler in before.items():
+            signal.signal(stopped_by, handler)
 
 
 def ask_store(question: Callable[[], T], seconds: float) -> T:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
-import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -23,18 +19,18 @@ from torch import Tensor, nn
 from moesaic.errors import TrainingError
 from moesaic.layer import MoE, balance_on_step
 from moesaic.models.gpt import GPT, flops_per_token
-from moesaic.models.split import local_part
 from moesaic.parallel import clip, gradient_norm
 from moesaic.routing.injection import set_loss_scale
 from moesaic.routing.routing import Routing
-from moesaic.runtime.telemetry import LoadMeter, churn, expert_sets
+from moesaic.runtime.telemetry import LoadMeter
 from moesaic.train.auto_plan import Candidates, find_candidates, start_auto, with_planned
 from moesaic.train.balance import DecisionMeter, ExpertMover, budget_values
-from moesaic.train.checkpoint import PLAN_TABLE, Saving, list_checkpoints, save_checkpoint
-from moesaic.train.config import OptimizerConfig, TrainConfig
-from moesaic.train.data import Corpus, as_batch, share
+from moesaic.train.checkpoint import PLAN_TABLE, Saving, save_checkpoint
+from moesaic.train.config import TrainConfig
+from moesaic.train.evaluate import evaluate, largest_parameter
+from moesaic.train.launch import stop_requests
 from moesaic.train.machine import autocast, matmul_flops_per_second
-from moesaic.train.metrics import Metrics, NoMetrics
+from moesaic.train.metrics import Metrics
 from moesaic.train.numbers import (
     LossSpikeError,
     Spikes,
@@ -44,20 +40,16 @@ from moesaic.train.numbers import (
     weights_not_finite,
     wrong_numbers,
 )
+from moesaic.train.optimizer import learning_rate
 from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.progress import Clock, TrainingProgress, status
-from moesaic.train.ranks import Ranks
 from moesaic.train.record import RoutingObserver, check_routing
 from moesaic.train.run_folder import CHECKPOINTS
-from moesaic.train.state import RunState, open_run, rng_state
+from moesaic.train.state import RunState, open_run
 from moesaic.train.task import DECODER, TrainingTask
 from moesaic.train.watch import Watch
 
-DECAY_SHARE = 0.2
-"""Share of the steps after the warm-up over which the wsd schedule decays (Hu et al. 2024 take 10 to 20 %)."""
 T = TypeVar("T")
-PROBE_SEQUENCES = 2
-"""Number of validation sequences in the fixed batch on which churn is measured."""
 MOST_RETURNS = 3
 """How often a run may roll back from a spike to the same checkpoint. After that, spikes no longer roll it back."""
 
@@ -98,14 +90,14 @@ def train(config: TrainConfig, *, console: Console | None = None, task: Training
         if is_first:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    with _watch_start(config):
+    with _watch_start(config) as watch, watch.long():
         config = with_planned(config, say)
         check_routing(config)
         candidates = find_candidates(config)
     next_sample_step: int | None = None
     returns: Counter[int] = Counter()
     while True:
-        with _watch_start(config):
+        with _watch_start(config) as watch, watch.long():
             run = open_run(config, say, say, task)
             if next_sample_step is not None:  # the step whose samples come next
                 run.left_out = next_sample_step - run.step
@@ -113,9 +105,7 @@ def train(config: TrainConfig, *, console: Console | None = None, task: Training
             trainer = Trainer(run, console if run.ranks.is_first else Console(quiet=True), candidates)
         trainer.rolls_back = config.on_spike == "rollback" and returns[run.step] < MOST_RETURNS
         try:
-            long = (Trainer._save, Trainer._finish_saving, Trainer._evaluate)
-            with Watch(run.model, run.claim, config.patience, trainer.step_in_words, trainer.advice, long):
-                return trainer.run()
+            return trainer.run()
         except LossSpikeError:
             next_sample_step = run.step + 1 + run.left_out
             config = replace(config, existing="resume")
@@ -125,8 +115,7 @@ def train(config: TrainConfig, *, console: Console | None = None, task: Training
 
 def _watch_start(config: TrainConfig) -> Watch:
     """Return a watch over the ranks while they have no model yet."""
-    long = (with_planned, find_candidates, open_run)
-    return Watch(nn.Module(), None, config.start_patience, lambda: "the start", lambda: "start the run again", long)
+    return Watch(nn.Module(), None, config.start_patience, lambda: "the start", lambda: "start the run again")
 
 
 class Trainer:
@@ -136,8 +125,6 @@ class Trainer:
         self.state, self.config, self.model = run, run.config, run.model
         self.console = console
         self.ranks = run.ranks
-        probe_windows = share(run.eval_windows[:PROBE_SEQUENCES], self.ranks.dp_index, self.ranks.dp)
-        self.probe = as_batch(run.corpus.val, probe_windows, self.config.model.seq_len, run.corpus.objective)[0]
         self.peak = None  # ranks on CPUs share the cores, so that no rate measured on one of them is theirs
         if run.device.type != "cpu":
             self.peak = self.ranks.world * matmul_flops_per_second(run.device, run.dtype)
@@ -147,6 +134,11 @@ class Trainer:
         self.decisions = DecisionMeter(run.model, run.dtype.itemsize)
         self.spikes = Spikes()
         self.moe_layers = {name: part for name, part in run.model.named_modules() if isinstance(part, MoE)}
+        self._layers: Sequence[int] = range(len(self.moe_layers))
+        """Numbers of the model's MoE layers on this rank."""
+        if isinstance(run.model, PipelinedGPT):
+            self._layers = run.model.layers
+        self._watch = Watch(run.model, run.claim, run.config.patience, self.step_in_words, run.advice)
         self.rolls_back = False
         """Whether a loss spike rolls the run back to its last checkpoint."""
         self._saving: Saving | None = None
@@ -154,31 +146,23 @@ class Trainer:
         self._saving_group: str | bool = run.config.save.background
         self._skipped_in_row = 0
         self._collapsed: set[str] = set()
-        self._metrics: Metrics | NoMetrics = NoMetrics()
+        self._metrics: Metrics | None = None
+        """None on all ranks but the first."""
         self._say: Callable[[str], None] = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         self.auto = start_auto(run, candidates, lambda: self.clock.seconds, lambda line: self._say(line))
-        width = min(run.dtype.itemsize, 4)
-        self.experts = ExpertMover(run.config, run.model, run.ranks.mesh, run.optimizer, width)
+        self.experts = ExpertMover(run.config, run.model, run.ranks.mesh, run.optimizer, min(run.dtype.itemsize, 4))
 
     def run(self) -> TrainResult:
-        """Train until the last step or a signal. Return how the run ended."""
-        state, config = self.state, self.config
+        """Train until the last step or a signal, under a watch over the ranks. Return how the run ended."""
+        state, config, val_loss = self.state, self.config, None
         handle = balance_on_step(state.optimizer, self.model)
-        with self.ranks.together():
-            if self.ranks.is_first:
-                self._metrics = Metrics(
-                    state.folder,
-                    start_step=state.step,
-                    wandb=config.wandb,
-                    tensorboard=config.tensorboard,
-                    say=self._say,
-                )
-        val_loss = None
         try:
             with (
-                _stop_requests() as stop,
+                self._watch,
+                stop_requests() as stop,
                 TrainingProgress(config.steps, state.step, console=self.console, label=state.folder.name) as progress,
             ):
+                self._open_metrics()
                 self._say = progress.say
                 progress.say(self._describe())
                 stopped_by, _ = self.ranks.agree(stop)
@@ -186,30 +170,53 @@ class Trainer:
                     values = self._step()
                     if values:
                         values |= self._interval()
-                        self._metrics.write("train", state.step, values)
+                        self._log("train", state.step, values)
                         progress.advance(state.step, status(values))
                     progress.advance(state.step)
-                    if self._is_due(config.evaluate.every, state.step):
-                        val_loss = self._evaluate()
-                    if self._is_due(config.save.every, state.step):
-                        with self.experts.at_home():
-                            self._save()
+                    with self._watch.long():
+                        if self._is_due(config.evaluate.every, state.step):
+                            val_loss = self._evaluate()
+                        if self._is_due(config.save.every, state.step):
+                            with self.experts.at_home():
+                                self._save()
                     is_busy = self._saving is not None and not self._saving.is_written
                     stopped_by, is_busy = self.ranks.agree(stop, is_busy=is_busy)
                     if not is_busy:
                         self._finish_saving()
-                if state.step < config.steps and stopped_by:
-                    with self.experts.at_home():
-                        self._save()
-                self._finish_saving()
-                if state.step < config.steps and stopped_by:
-                    progress.say(f"stopped by {stopped_by} after step {state.step}, saved; go on with {self._resume()}")
-                elif val_loss is None:  # resumed after its last step
-                    val_loss = self._evaluate()
+                is_early = state.step < config.steps
+                with self._watch.long():
+                    if is_early:
+                        with self.experts.at_home():
+                            self._save()
+                    self._finish_saving()
+                    if val_loss is None and not is_early:  # resumed after its last step
+                        val_loss = self._evaluate()
+                if is_early:
+                    progress.say(
+                        f"stopped by {stopped_by} after step {state.step}, saved; go on with {state.resume_command()}"
+                    )
         finally:
-            self._metrics.close()
+            if self._metrics is not None:
+                self._metrics.close()
             handle.remove()
         return TrainResult(state.folder, state.step, val_loss, self.clock.seconds, state.step < config.steps)
+
+    def _open_metrics(self) -> None:
+        config = self.config
+        with self.ranks.together():
+            if self.ranks.is_first:
+                self._metrics = Metrics(
+                    self.state.folder,
+                    self.state.step,
+                    wandb=config.wandb,
+                    tensorboard=config.tensorboard,
+                    say=self._say,
+                )
+
+    def _log(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Write a line of metrics, on the first rank."""
+        if self._metrics is not None:
+            self._metrics.write(kind, step, values)
 
     def _is_due(self, every: int, step: int) -> bool:
         return step % every == 0 or step == self.config.steps
@@ -234,7 +241,6 @@ class Trainer:
             rate = learning_rate(state.step, config.steps, config.optimizer)
             for group in state.optimizer.param_groups:
                 group["lr"] = rate * group["rate"]
-        before = self._probe_sets() if logs else []
         with self.clock.training(config.tokens_per_step):
             self.decisions.take()
             state.optimizer.step()
@@ -245,8 +251,7 @@ class Trainer:
             self.experts.after_step()
         if not logs:
             return {}
-        values = {"loss": float(loss), "grad_norm": float(norm), "lr": rate, "churn": self._churn(before)}
-        return values | self._mean_losses(auxiliary)
+        return {"loss": float(loss), "grad_norm": float(norm), "lr": rate, **self._mean_losses(auxiliary)}
 
     def _gradient_norm(self) -> Tensor:
         if isinstance(self.model, PipelinedGPT):
@@ -348,16 +353,15 @@ class Trainer:
             raise self._not_finite(f"{wrong}, as were the {most - 1} before it" if most > 1 else wrong, origin)
         state.step += 1
         state.skipped += 1
-        self._metrics.write("skipped", state.step, {"why": wrong, "origin": origin})
+        self._log("skipped", state.step, {"why": wrong, "origin": origin})
         self._say(
             f"{wrong}: {origin}; the step is skipped on all ranks ({self._skipped_in_row} in a row, {most} end the run)"
         )
 
     def _not_finite(self, wrong: str, origin: str) -> TrainingError:
-        since = f": {origin}" if origin else ""
-        return TrainingError(
-            f"{wrong}{since}; {self._newest_checkpoint()}: lower --optimizer.lr, or raise --optimizer.warmup-steps"
-        )
+        where = ": ".join(filter(None, (wrong, origin)))
+        remedy = "lower --optimizer.lr, or raise --optimizer.warmup-steps"
+        return TrainingError(f"{where}; {self.state.newest_checkpoint()}: {remedy}")
 
     def _look_for_spike(self, loss: float) -> None:
         """Report a spike of the loss, and roll back to the last checkpoint if the run is configured to.
@@ -369,11 +373,11 @@ class Trainer:
         if usual is None:
             return
         self._finish_saving()
-        step, rolls_back = self.state.step + 1, self.rolls_back and bool(self._saved())
-        self._metrics.write("spike", step, {"loss": loss, "usual": usual, "rolled_back": rolls_back})
+        step, rolls_back = self.state.step + 1, self.rolls_back and bool(self.state.checkpoints())
+        self._log("spike", step, {"loss": loss, "usual": usual, "rolled_back": rolls_back})
         line = f"the loss of step {step} leaps to {loss:.4g} from {usual:.4g}"
         if rolls_back:
-            self._say(f"{line}: going back to {self._saved()[-1]}, the samples since are left out")
+            self._say(f"{line}: going back to {self.state.checkpoints()[-1]}, the samples since are left out")
             raise LossSpikeError
         hint = "" if self.config.on_spike == "rollback" else "; --on-spike rollback would take the run back"
         self._say(f"{line}, and the run goes on{hint}")
@@ -401,13 +405,6 @@ class Trainer:
         layers = self._gather_layers(means)
         return {name: sum(layer[name] for layer in layers) / len(layers) for name in (layers[0] if layers else ())}
 
-    @property
-    def _layers(self) -> Sequence[int]:
-        """Numbers of the model's MoE layers on this rank."""
-        if isinstance(self.model, PipelinedGPT):
-            return self.model.layers
-        return range(len(self.moe_layers))
-
     def _evaluate(self) -> float:
         """Measure and log the validation loss. Return it in nats per byte."""
         state = self.state
@@ -419,14 +416,9 @@ class Trainer:
             wrong = f"the validation loss of step {state.step} is not finite ({evaluation.per_token})"
             raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
         with self.experts.at_home():
-            require_same_weights(self.model, self.ranks, state.step, self.advice(), align=False)
-        if not self._metrics.has("eval", state.step):
-            values = {
-                "val_loss": evaluation.per_token,
-                "val_nats_per_byte": evaluation.per_byte,
-                "seconds": self.clock.seconds,
-            }
-            self._metrics.write("eval", state.step, values)
+            require_same_weights(self.model, self.ranks, state.step, self.state.advice(), align=False)
+        losses = {"val_loss": evaluation.per_token, "val_nats_per_byte": evaluation.per_byte}
+        self._log("eval", state.step, {**losses, "seconds": self.clock.seconds})
         speed = self.clock.tokens_per_second
         self._say(
             f"{state.folder.name}: step {state.step}, validation {evaluation.per_byte:.4f} nats/byte"
@@ -434,43 +426,20 @@ class Trainer:
         )
         return evaluation.per_byte
 
-    @torch.no_grad()
-    def _probe_sets(self) -> list[Tensor]:
-        """Return, per MoE layer, which experts each token of the fixed probe batch uses."""
-        if self.config.model.is_dense:
-            return []
-        self.model.eval()
-        with autocast(self.state.device, self.state.dtype):
-            output = self.model(self.probe.to(self.state.device))
-        self.model.train()
-        return [expert_sets(routing) for routing in output.routings]
-
-    def _churn(self, before: list[Tensor]) -> list[float]:
-        """Return, per MoE layer, the share of the probe's tokens whose experts changed, over all dp groups."""
-        changed = [(churn(a, b) * len(a), len(a)) for a, b in zip(before, self._probe_sets())]
-        layers = self.model.num_sparse if isinstance(self.model, PipelinedGPT) else len(self.moe_layers)
-        totals = torch.zeros(layers, 2, dtype=torch.float64)
-        if changed:
-            totals[list(self._layers)] = torch.tensor(changed, dtype=torch.float64)
-        return [moved / max(tokens, 1) for moved, tokens in self.ranks.total(totals).tolist()]
-
     def _save(self) -> None:
         state = self.state
         self._finish_saving()
         with self.ranks.together():
             state.claim.require()
-            self._metrics.flush()
+            if self._metrics is not None:
+                self._metrics.flush()
         self.routing.flush()
-        sealed: dict[str, Any] = {}
-        with self.ranks.together():
-            if self.ranks.is_first:
-                sealed = state.claim.seal()
         # The last step's gradient was checked, but its update may overflow. The earlier checkpoint must survive that.
         largest = largest_parameter(self.model, self.ranks)
         if not math.isfinite(largest):
             wrong = f"the largest parameter of step {state.step} is not finite ({largest})"
             raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
-        require_same_weights(self.model, self.ranks, state.step, self.advice(), align=True)
+        require_same_weights(self.model, self.ranks, state.step, self.state.advice(), align=True)
         if self._saving_group is True and self.ranks.mesh is not None:
             # Keep the name only: a reference would keep the group alive after torch destroyed it.
             self._saving_group = dist.new_group(backend="gloo").group_name
@@ -481,16 +450,7 @@ class Trainer:
             model_config=self.config.model,
             vocab_size=state.corpus.vocab_size,
             optimizer=state.optimizer,
-            extra={
-                "rng": rng_state(state.device),
-                "precision": self.config.precision,
-                "seconds": self.clock.seconds,
-                "train_tokens": state.fingerprint,
-                "skipped": state.skipped,
-                "left_out": state.left_out,
-                "has_text": state.corpus.tokenizer is not None,
-                "sealed": sealed,
-            },
+            extra=state.as_extra(self.clock.seconds),
             keep_last=self.config.save.keep,
             files=state.files | self._plan_table(),
             ranks=self.ranks,
@@ -503,152 +463,24 @@ class Trainer:
         """Publish the checkpoint that is being written, if any. All ranks call it together."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
-            saving.finish()
+            with self._watch.long():
+                saving.finish()
 
     def step_in_words(self) -> str:
         """Return the step that the run is in, in words."""
         return f"step {self.state.step + 1}"
-
-    def advice(self) -> str:
-        """Return which checkpoint is intact, and the command that resumes the run."""
-        return (
-            f"{self._newest_checkpoint()}: go on with {self._resume()}"
-            if self._saved()
-            else f"{self._newest_checkpoint()}: start it again"
-        )
 
     def _plan_table(self) -> dict[str, str]:
         """Return the plan table as a file of a checkpoint, on the first rank; empty on the others."""
         table = self.auto.state() if self.auto is not None and self.ranks.is_first else None
         return {} if table is None else {PLAN_TABLE: json.dumps(table) + "\n"}
 
-    def _saved(self) -> list[Path]:
-        return list_checkpoints(self.state.folder / CHECKPOINTS)
-
-    def _newest_checkpoint(self) -> str:
-        saved = self._saved()
-        return f"the checkpoint {saved[-1]} is intact" if saved else "no checkpoint was written yet"
-
-    def _resume(self) -> str:
-        config_file = shlex.quote(str(self.state.folder / "config.json"))
-        command = self.state.task.command
-        if self.ranks.mesh is not None:
-            command = f"torchrun --nproc-per-node {self.ranks.world} -m {command}"
-        return f"{command} --config {config_file} --existing resume"
-
     def _describe(self) -> str:
         model, corpus = self.model, self.state.corpus
         return (
             f"{self.state.folder.name}: {model.num_parameters() / 1e6:.2f} M parameters, "
             f"{model.num_active_parameters() / 1e6:.2f} M active; {corpus.description}, {len(corpus.train):,} training tokens; "
-            f"{self.config.precision} on {self.state.device}{self._ranks_in_words()}"
+            f"{self.config.precision} on {self.state.device}{self.ranks.in_words()}"
             + (f", matmul peak {self.peak / 1e9:,.0f} GFLOP/s" if self.peak else "")
             + (f"; resumed after step {self.state.step}" if self.state.step else "")
         )
-
-    def _ranks_in_words(self) -> str:
-        if self.ranks.mesh is None:
-            return ""
-        grid = self.ranks.mesh.grid
-        stages = f"pp {self.ranks.pp}, each " if self.ranks.pp > 1 else ""
-        return f" x {self.ranks.world} ranks ({stages}dp {grid.dp}, tp {grid.tp}; edp {grid.edp}, ep {grid.ep}, etp {grid.etp})"
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A model's loss on validation data, in nats."""
-
-    per_token: float
-    """Mean cross-entropy of the next token."""
-    per_byte: float
-    """The same loss per byte of the text behind the tokens, which makes different tokenizers comparable."""
-
-
-@torch.no_grad()
-def evaluate(
-    model: GPT | PipelinedGPT,
-    corpus: Corpus,
-    windows: list[int],
-    *,
-    batch_size: int,
-    dtype: torch.dtype,
-    ranks: Ranks | None = None,
-) -> Evaluation:
-    """Measure a model on windows of the validation data, and restore its training mode.
-
-    With several ranks, each data-parallel group takes its part of every batch, which may be empty. Batches, and with
-    them capacities and drops, are therefore the same as with one process.
-
-    Args:
-        model, corpus: the run's model and data.
-        ranks: the ranks that share the model; None for one process.
-        windows: numbers of the sequences of validation data to measure.
-        batch_size: sequences per forward pass.
-        dtype: autocast dtype of the forward pass; float32 turns autocast off.
-    """
-    ranks = ranks or Ranks()
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for first in range(0, len(windows), batch_size):
-        chosen = share(windows[first : first + batch_size], ranks.dp_index, ranks.dp)
-        tokens, targets = as_batch(corpus.val, chosen, model.config.seq_len, corpus.objective)
-        with autocast(device, dtype):
-            output = model(tokens.to(device), targets.to(device))
-        if chosen:
-            loss: Tensor = output.loss
-            total += loss.double() * len(chosen)
-    model.train(was_training)
-    per_token = float(ranks.mean(total)) * ranks.dp / len(windows)
-    return Evaluation(per_token, per_token * len(corpus.val) / corpus.val_bytes)
-
-
-@torch.no_grad()
-def largest_parameter(model: nn.Module, ranks: Ranks) -> float:
-    """Return the largest absolute value of all parameters on all ranks. The result is not finite if any parameter is
-    not."""
-    parts = [local_part(parameter.detach()) for parameter in model.parameters()]
-    largest = nn.utils.get_total_norm([part for part in parts if part.numel()], math.inf)
-    if ranks.mesh is not None:  # a maximum over ranks may drop a NaN
-        largest = largest.nan_to_num(nan=math.inf)
-    return float(ranks.largest(largest))
-
-
-def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Return the learning rate of step `step`, counted from 0: linear warm-up, then a decay to `final_share` of the
-    peak."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1)
-    if config.schedule == "wsd":
-        progress = 1 - (1 - progress) / DECAY_SHARE  # below 0 while the rate is stable
-    progress = min(max(progress, 0.0), 1.0)
-    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
-    return config.lr * (config.final_share + (1 - config.final_share) * left)
-
-
-@contextmanager
-def _stop_requests() -> Iterator[list[str]]:
-    """Yield a list to which the first SIGINT or SIGTERM appends its name. A second signal has its usual effect."""
-    received: list[str] = []
-    before: dict[signal.Signals, Any] = {}
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        received.append(signal.Signals(number).name)
-        signal.signal(number, before[signal.Signals(number)])
-
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        try:
-            before[kind] = signal.signal(kind, ask)
-        except ValueError:  # outside the main thread, signals cannot be handled
-            break
-    try:
-        yield received
-    except RuntimeError:
-        if dist.is_initialized() and before:  # torchrun sends SIGTERM to the remaining ranks; let them report first
-            before[signal.SIGTERM] = signal.SIG_IGN
-        raise
-    finally:
-        for stopped_by, handler in before.items():
-            signal.signal(stopped_by, handler)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moesaic.configfile import write_whole
 from moesaic.errors import InputError
 
 METRICS = "metrics.jsonl"
@@ -35,8 +36,8 @@ class Metrics:
     def __init__(
         self,
         run_folder: Path,
-        *,
         start_step: int,
+        *,
         tensorboard: bool = False,
         wandb: str = "",
         say: Callable[[str], None] = lambda _: None,
@@ -45,15 +46,12 @@ class Metrics:
         lines = _lines_up_to(self.path, start_step, say) if start_step else []
         self._written = {(line["kind"], line["step"]) for line in lines}
         text = "".join(json.dumps(line) + "\n" for line in lines)
-        temporary = self.path.with_suffix(".writing")
         try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, self.path)
+            write_whole(self.path, text)
             # Unbuffered, since closing must not retry a write that a full disk refused.
             self._file = self.path.open("ab", buffering=0)
             self._opened = os.stat(self.path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise _unwritable(self.path, error) from error
         self._trackers = [
             *([event_files(run_folder, start_step)] if tensorboard else []),
@@ -61,11 +59,14 @@ class Metrics:
         ]
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append a line, and send its numbers to the trackers, including numbers in lists of per-layer dicts.
+        """Append a line, unless there is one of this kind and step, and send its numbers to the trackers, including
+        numbers in lists of per-layer dicts.
 
         Raises:
             InputError: if the disk is full, or the file cannot be written.
         """
+        if (kind, step) in self._written:
+            return
         try:
             if not os.path.samestat(os.stat(self.path), self._opened):
                 raise FileNotFoundError(errno.ENOENT, "another file took its place")
@@ -88,10 +89,6 @@ class Metrics:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise _unwritable(self.path, error) from error
-
-    def has(self, kind: str, step: int) -> bool:
-        """Return whether a line of `kind` for `step` was already written."""
-        return (kind, step) in self._written
 
     def close(self) -> None:
         """Flush and close all files."""
@@ -145,25 +142,8 @@ def weights_and_biases(folder: Path, start_step: int, project: str) -> Tracker:
     id_file = folder / WANDB_ID
     run_id = id_file.read_text(encoding="utf-8", errors="replace").strip() if start_step and id_file.exists() else None
     run = wandb.init(project=project, name=folder.name, dir=str(folder), id=run_id, resume="allow")
-    id_file.write_text(f"{run.id}\n", encoding="utf-8")
+    write_whole(id_file, f"{run.id}\n")
     return Tracker(lambda numbers, step: run.log(numbers, step=step), run.finish)
-
-
-class NoMetrics:
-    """The metrics of ranks other than the first: writes nothing."""
-
-    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Do nothing."""
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def has(self, kind: str, step: int) -> bool:
-        """Return True: no line needs to be written."""
-        return True
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
@@ -173,24 +153,21 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
         InputError: if the run has no metrics, or a line before the last is damaged.
     """
     path = run_folder / METRICS
-    parsed, damages = _parsed(_read(path))
+    parsed, damages = _parsed(path)
     if damages:
         raise InputError(f"{path}: {damages[0]}: remove it")
     return parsed
 
 
-def _read(path: Path) -> bytes:
+def _parsed(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the parsed lines of metrics, and a description of each damaged line. A truncated last line is in neither."""
     try:
-        return path.read_bytes()
+        lines = path.read_bytes().splitlines()
     except FileNotFoundError as error:
         raise InputError(f"{path}: no metrics there: name the folder of a run") from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}): check the folder") from error
-
-
-def _parsed(data: bytes) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the parsed lines of metrics, and a description of each damaged line. A truncated last line is in neither."""
-    parsed, damages, lines = [], [], data.splitlines()
+    parsed, damages = [], []
     for number, line in enumerate(lines, start=1):
         try:
             values = json.loads(line)
@@ -207,8 +184,7 @@ def _parsed(data: bytes) -> tuple[list[dict[str, Any]], list[str]]:
 
 def _lines_up_to(path: Path, start_step: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Return the readable lines up to a step. Report damaged ones."""
-    data = _read(path) if path.exists() else b""
-    parsed, damages = _parsed(data)
+    parsed, damages = _parsed(path) if path.exists() else ([], [])
     if damages:
         say(f"{path}: {damages[0]}: what can be read of it is kept")
     return [line for line in parsed if line["step"] <= start_step]

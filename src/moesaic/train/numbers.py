@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -103,10 +102,7 @@ def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) ->
         repeat: runs the step's forward and backward passes again.
     """
     weights = not_finite(model)
-    passes = _Passes(model)
-    with passes.watched():
-        repeat()
-    forward, backward = passes.forward, passes.backward  # stages are ordered as activations and gradients flow
+    forward, backward = _first_faults(model, repeat)  # stages are ordered as activations and gradients flow
     in_order = forward and (ranks.stage, *forward), backward and (-ranks.stage, *backward)
     reports = ranks.gathered((weights, *in_order))
     faulty_weights = _faulty_weights_in_words([report[0] for report in reports])
@@ -133,7 +129,7 @@ def not_finite(model: nn.Module) -> list[tuple[str, list[int]]]:
         rows: list[int] = []
         if isinstance(module, AbstractExperts) and tensor.shape[0] == module.num_experts:
             faulty_rows = (~local.isfinite()).flatten(1).any(1).nonzero().flatten()
-            rows = (faulty_rows + _first_row(tensor)).tolist()
+            rows = (faulty_rows + held(tensor)[0].start).tolist()
         faulty.append((name, rows))
     return faulty
 
@@ -154,48 +150,43 @@ def _faulty_weights_in_words(by_rank: Sequence[Sequence[tuple[str, list[int]]]])
     return ""
 
 
-def _first_row(parameter: Tensor) -> int:
-    """Return the row of the full tensor with which this rank's part begins."""
-    return held(parameter)[0].start
+Fault = tuple[int, str, str]
+"""How many values were sound before the first that is not finite, the name of its module, and details."""
 
 
-class _Passes:
-    """Finds the first value that is not finite in a forward and in a backward pass of this rank."""
+def _first_faults(model: nn.Module, repeat: Callable[[], object]) -> tuple[Fault | None, Fault | None]:
+    """Repeat a step; return the first fault of this rank's forward pass and of its backward pass, where there is one."""
+    seen: Counter[str] = Counter()
+    faults: dict[str, Fault] = {}
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = [(name, module) for name, module in model.named_modules() if name]
-        self._calls = self._gradients = 0
-        self.forward: tuple[int, str, str] | None = None
-        """Number of module calls up to the first output that is not finite, the module's name, and details."""
-        self.backward: tuple[int, str, str] | None = None
-        """Number of gradients up to the first that is not finite, the name of the module with that output, and ""."""
+    def check(what: str, name: str, tensors: Sequence[Tensor], detail: Callable[[], str] = str) -> None:
+        if what not in faults and not all(bool(tensor.isfinite().all()) for tensor in tensors):
+            faults[what] = seen[what], name, detail()
+        seen[what] += 1
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Check every module's output, and the gradient of that output, while the block runs."""
-        hooks = [module.register_forward_hook(partial(self._check_output, name)) for name, module in self._modules]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _check_output(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
-        self._calls += 1
+    def check_output(name: str, module: nn.Module, _: Any, output: Any) -> None:
         parts = output if isinstance(output, tuple) else (output,)
         tensors = [local_part(part) for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
-        if self.forward is None and not all(bool(part.detach().isfinite().all()) for part in tensors):
-            routing = next((part for part in parts if isinstance(part, Routing)), None)
-            detail = "" if routing is None else _expert_of(tensors[0].detach(), routing)
-            self.forward = self._calls, name, detail
-        for part in tensors:
-            if part.requires_grad:
-                part.register_hook(partial(self._check_gradient, name))
+        routing = next((part for part in parts if isinstance(part, Routing)), None)
+        check(
+            "forward",
+            name,
+            [tensor.detach() for tensor in tensors],
+            lambda: "" if routing is None else _expert_of(tensors[0].detach(), routing),
+        )
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: check("backward", name, [local_part(gradient)]))
 
-    def _check_gradient(self, name: str, gradient: Tensor) -> None:
-        self._gradients += 1
-        if self.backward is None and not bool(local_part(gradient).isfinite().all()):
-            self.backward = self._gradients, name, ""
+    hooks = [
+        module.register_forward_hook(partial(check_output, name)) for name, module in model.named_modules() if name
+    ]
+    try:
+        repeat()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return faults.get("forward"), faults.get("backward")
 
 
 def _expert_of(y: Tensor, routing: Routing) -> str:

@@ -68,6 +68,15 @@ class Ranks:
         """Whether this rank writes files and prints."""
         return self.rank == 0
 
+    def in_words(self) -> str:
+        """Return number and mesh of the ranks, for a line that describes the run; empty for a single process."""
+        if self.mesh is None:
+            return ""
+        grid, stages = self.mesh.grid, f"pp {self.pp}, each " if self.pp > 1 else ""
+        return (
+            f" x {self.world} ranks ({stages}dp {grid.dp}, tp {grid.tp}; edp {grid.edp}, ep {grid.ep}, etp {grid.etp})"
+        )
+
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks, on its device; the tensor itself for one process."""
         return tensor if self.mesh is None else self._reduced(tensor, dist.ReduceOp.SUM)

@@ -4,13 +4,13 @@
     train --replay-routing FILE      experts come from a trace, weights from the router's scores
 
 Recording uses the routing cache that also serves activation checkpointing (`runtime/routing_cache.py`), so nothing is
-recorded twice if blocks are recomputed. Ranks keep what they routed and send it to the first rank one segment at a
+recorded twice if blocks are recomputed. Ranks keep what they routed and add it up on the first rank, one segment at a
 time. If samples move between ranks, the trace holds them in the order of the batch, as if they had not moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.balance.run.relocate import SampleTrip
 from moesaic.comm.collectives import share_of
 from moesaic.errors import InputError
 from moesaic.layer import MoE
@@ -57,21 +56,20 @@ class RoutingObserver:
     """Records the routing of a run, replays another's, or both, or neither."""
 
     def __init__(self, run: RunState) -> None:
-        self._ranks, self._model = run.ranks, run.model
-        self._layers = [module for module in run.model.modules() if isinstance(module, MoE)]
+        self._places = _Places(run)
         self._replay = check_routing(run.config, run.step)
-        with self._ranks.together():
-            if self._ranks.is_first:
+        with run.ranks.together():
+            if run.ranks.is_first:
                 prune(run.folder / FOLDER, run.step)
         if self._replay is not None:
             advice = "give every rank the same files"
             sums = [checksum(segment) for segment in segments_of(Path(self._replay.name))]
-            self._ranks.require_same("the trace that is replayed", sums, advice)
+            run.ranks.require_same("the trace that is replayed", sums, advice)
         self._recorder: _Recorder | None = None
         if run.config.record_routing != "none":
-            self._recorder = _Recorder(run.config, run.ranks, self._layers, run.folder / FOLDER)
-            with self._ranks.together():
-                if self._ranks.is_first:
+            self._recorder = _Recorder(run.config, run.ranks, self._places, run.folder / FOLDER)
+            with run.ranks.together():
+                if run.ranks.is_first:
                     self._recorder.check_continues()
 
     @contextmanager
@@ -86,7 +84,7 @@ class RoutingObserver:
         recorder = None if again else self._recorder
         if recorder is not None and micro == 0 and recorder.is_full:
             recorder.flush()
-        recording = nullcontext() if recorder is None else recorder.recording(step, micro, self._trip)
+        recording = nullcontext() if recorder is None else recorder.recording(step, micro)
         replaying = nullcontext() if self._replay is None else self._replaying(self._replay, step, micro)
         with recording, replaying:
             yield
@@ -100,90 +98,106 @@ class RoutingObserver:
         if self._recorder is not None:
             self._recorder.flush()
 
-    def _trip(self) -> SampleTrip | None:
-        """Return the current or last forward pass with moving samples; None if samples do not move."""
-        return self._model.trip if isinstance(self._model, MovingGPT) else None
-
     @contextmanager
     def _replaying(self, trace: Trace, step: int, micro: int) -> Iterator[None]:
-        part = [_tokens_of_rank(layer, trace.shape.tokens, self._ranks) for layer in self._layers]
-
         def experts(place: int) -> Tensor:
-            table, trip = trace.experts(place, step, micro), self._trip()
-            if trip is None:
-                here = table[part[place]]
-            else:
-                samples = trip.moves[place].before.samples[self._ranks.rank]
-                here = table.reshape(trace.shape.sequences, -1, trace.shape.top_k)[samples]
-            return torch.from_numpy(here.reshape(-1, trace.shape.top_k).astype(np.int64))
+            return torch.from_numpy(trace.experts(place, step, micro)[self._places.tokens(place)].astype(np.int64))
 
-        with replayed([layer.router for layer in self._layers], experts):
+        with replayed([layer.router for layer in self._places.layers], experts):
             yield
 
 
-class _Recorder:
-    """Keeps the recorded routing of recent steps until it is written as a segment."""
+class _Places:
+    """The MoE layers of this rank, and which tokens of a micro-batch each of them routes here."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, layers: list[MoE], folder: Path) -> None:
+    def __init__(self, run: RunState) -> None:
+        self._ranks, self._model = run.ranks, run.model
+        self.layers = [module for module in run.model.modules() if isinstance(module, MoE)]
+        self._shape = shape_of(run.config)
+
+    def tokens(self, place: int) -> np.ndarray:
+        """Return the tokens that a layer routes on this rank, by their number in the batch, (tokens,) int64.
+
+        If samples move, this is known once the layer is called.
+        """
+        ranks, shape = self._ranks, self._shape
+        sequences = np.arange(shape.sequences).reshape(ranks.dp, -1)[ranks.dp_index]
+        if isinstance(self._model, MovingGPT) and self._model.trip is not None:
+            trip = self._model.trip
+            sequences = trip.moves[place].before.samples[list(trip.relocator.group)].reshape(-1)
+        tokens = (sequences[:, None] * shape.seq_len + np.arange(shape.seq_len)).reshape(-1)
+        if not self._routes_slices(place):
+            return tokens
+        assert ranks.mesh is not None
+        grid = ranks.mesh.grid
+        return tokens[share_of(len(tokens), grid.coordinate(ranks.rank, "tp"), grid.tp)]
+
+    def are_recorded(self, place: int) -> bool:
+        """Return whether this rank records what a layer routes here. Otherwise another rank of its tensor-parallel group
+        routes the same tokens and records them."""
+        mesh = self._ranks.mesh
+        return mesh is None or self._routes_slices(place) or mesh.grid.coordinate(self._ranks.rank, "tp") == 0
+
+    def _routes_slices(self, place: int) -> bool:
+        """Return whether each rank of a tensor-parallel group routes a slice of the group's tokens (S1)."""
+        on_mesh = self.layers[place].on_mesh
+        return on_mesh is not None and on_mesh.compiled.routes_slices
+
+
+class _Recorder:
+    """Keeps the recorded routing of recent steps until it is written as a segment.
+
+    Every rank has tables of the whole batch, in which only its own tokens count. Their sum over the ranks is the trace.
+    """
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, places: _Places, folder: Path) -> None:
         assert config.record_routing != "none"
         self._shape, self._holds, self._ranks, self._folder = shape_of(config), config.record_routing, ranks, folder
-        self._layers = layers
+        self._places = places
         self._source = {
             "router": config.model.moe.router,
             "mesh": {"world": ranks.world, "dp": ranks.dp, "ep": config.mesh.ep, "etp": config.mesh.etp},
         }
         self._steps: list[int] = []
         self._tables: list[np.ndarray] = []
-        self._places: list[np.ndarray] = []
-        """Per micro-batch, where each sequence was, (layers, sequences). The list is empty if samples do not move."""
-        self._was_sliced = False
 
     @property
     def is_full(self) -> bool:
-        """Whether the segment is to be written: it is full, or the plan's kind of slicing changed. All ranks get the
-        same answer."""
-        at_most = max(1, min(SEGMENT_STEPS, SEGMENT_BYTES // self._shape.bytes_per_step(self._holds)))
-        return len(self._steps) >= at_most or (bool(self._steps) and self._was_sliced != self._is_sliced)
+        """Whether the segment is to be written."""
+        return len(self._steps) >= max(1, min(SEGMENT_STEPS, SEGMENT_BYTES // self._shape.bytes_per_step(self._holds)))
 
     @contextmanager
-    def recording(self, step: int, micro: int, trip: Callable[[], SampleTrip | None]) -> Iterator[None]:
-        """Record one call of each layer while the block runs.
-
-        Args:
-            trip: returns the forward pass afterwards, if samples moved in it.
-        """
-        routing_cache = _RecordingCache()
-        earlier_caches = [layer.routing_cache for layer in self._layers]
+    def recording(self, step: int, micro: int) -> Iterator[None]:
+        """Record one call of each layer while the block runs."""
+        routing_cache, layers = _RecordingCache(), self._places.layers
+        earlier_caches = [layer.routing_cache for layer in layers]
         try:
-            for layer in self._layers:
+            for layer in layers:
                 layer.routing_cache = routing_cache
             yield
         finally:
-            for layer, earlier in zip(self._layers, earlier_caches):
+            for layer, earlier in zip(layers, earlier_caches):
                 layer.routing_cache = earlier
-        tables = torch.stack([self._table(layer, routing_cache.records[layer]) for layer in self._layers]).cpu().numpy()
-        self._was_sliced = self._is_sliced
         if micro == 0:
             self._steps.append(step)
-        self._tables.append(tables.astype(self._shape.dtype(self._holds)))
-        forward_pass = trip()
-        if forward_pass is not None:
-            self._places.append(np.stack([move.before.place for move in forward_pass.moves]))
+        tables = [self._table(place, routing_cache.records[layer]) for place, layer in enumerate(layers)]
+        self._tables.append(np.stack(tables).astype(self._shape.dtype(self._holds)))
 
     def flush(self) -> None:
-        """Collect the ranks' parts and write them as a segment."""
-        shape, steps = self._shape, self._steps
+        """Add up the ranks' tables and write them as a segment."""
+        steps, tables = self._steps, self._tables
         if not steps:
             return
-        own_table = np.stack(self._tables).reshape(len(steps), shape.accumulation, *self._tables[0].shape)
-        places = np.stack(self._places).reshape(*own_table.shape[:3], -1) if self._places else None
-        self._steps, self._tables, self._places = [], [], []
-        parts = self._collect(own_table)
+        self._steps, self._tables = [], []
+        if self._ranks.mesh is not None:
+            for table in tables:
+                total = torch.from_numpy(table.astype(np.int32))
+                dist.reduce(total, 0)
+                table[...] = total.numpy()
         with self._ranks.together():
-            if parts is not None:
-                table = joined(parts, self._ranks.world // self._ranks.dp, self._was_sliced, self._holds == "tokens")
-                table = table if places is None else in_batch_order(table, places)
-                segment = TraceSegment(shape, self._holds, np.array(steps), table, self._ranks.dp, self._source)
+            if self._ranks.is_first:
+                whole = np.stack(tables).reshape(len(steps), self._shape.accumulation, *tables[0].shape)
+                segment = TraceSegment(self._shape, self._holds, np.array(steps), whole, self._ranks.dp, self._source)
                 write_segment(segment, self._folder / segment_name(steps[0]))
                 flush(self._folder)
 
@@ -203,30 +217,18 @@ class _Recorder:
                     f"{self._folder} holds a trace with {', '.join(problems)}: move it away, or resume as it was recorded"
                 )
 
-    @property
-    def _is_sliced(self) -> bool:
-        """Whether each rank of a tensor-parallel group routes a slice of the group's tokens. Otherwise each routes all
-        of them."""
-        return any(_routes_slices(layer) for layer in self._layers)
-
-    def _table(self, layer: MoE, record: RoutingRecord) -> Tensor:
-        """Return a call's part of the table: the tokens' experts, or counts per sequence of the data-parallel group."""
-        choice, shape = record.choice, self._shape
+    def _table(self, place: int, record: RoutingRecord) -> np.ndarray:
+        """Return a call's part of the table, zero for all other tokens: the tokens' experts, or counts per sequence."""
+        choice, shape, tokens = record.choice, self._shape, self._places.tokens(place)
+        rows, columns = (shape.tokens, shape.top_k) if self._holds == "tokens" else (shape.sequences, shape.num_experts)
+        table = np.zeros((rows, columns), dtype=np.int64)
+        if not self._places.are_recorded(place):
+            return table
         if self._holds == "tokens":
-            return encoded(choice, shape.top_k)
-        num_sequences = shape.sequences // self._ranks.dp
-        slices = _routes_slices(layer)
-        first = _tensor_slice(num_sequences * shape.seq_len, self._ranks).start if slices else 0
-        cell = (choice.token + first) // shape.seq_len * shape.num_experts + choice.expert
-        return count(cell, choice.sent, num_sequences * shape.num_experts).view(num_sequences, shape.num_experts)
-
-    def _collect(self, own_table: np.ndarray) -> list[np.ndarray] | None:
-        """Return every rank's part, by rank, on the first rank; None on the others."""
-        if self._ranks.mesh is None:
-            return [own_table]
-        parts: list[np.ndarray] | None = [own_table] * self._ranks.world if self._ranks.is_first else None
-        dist.gather_object(own_table, parts)
-        return parts
+            table[tokens] = encoded(choice, shape.top_k).cpu().numpy()
+            return table
+        sequence = torch.from_numpy(tokens // shape.seq_len).to(choice.token.device)[choice.token]
+        return count(sequence * columns + choice.expert, choice.sent, table.size).cpu().numpy().reshape(rows, columns)
 
 
 class _RecordingCache(RoutingCache):
@@ -244,54 +246,6 @@ class _RecordingCache(RoutingCache):
     def read(self, layer: RoutingCached) -> RoutingRecord | None:
         """Return None, so that the layer routes as usual."""
         return None
-
-
-def joined(parts: list[np.ndarray], tp: int, is_sliced: bool, by_token: bool) -> np.ndarray:
-    """Return the ranks' tables as one table.
-
-    Args:
-        parts: the table of each rank, (steps, accumulation, layers, tokens or sequences, columns).
-        tp: number of consecutive ranks in a tensor-parallel group.
-        is_sliced: whether each of these ranks routed a slice of the group's tokens; else all routed the same tokens.
-        by_token: whether rows are tokens; else they are the group's sequences, counted by each rank over its slice.
-    """
-    groups = [parts[first : first + tp] for first in range(0, len(parts), tp)]
-    if not is_sliced:
-        return np.concatenate([group[0] for group in groups], axis=3)
-    if by_token:
-        return np.concatenate([part for group in groups for part in group], axis=3)
-    return np.concatenate([np.sum(group, axis=0, dtype=group[0].dtype) for group in groups], axis=3)
-
-
-def in_batch_order(table: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Reorder a table with sequences in the order in which the ranks held them into the order of the batch.
-
-    Args:
-        table: (steps, accumulation, layers, tokens or sequences, columns), concatenated in rank order.
-        places: (steps, accumulation, layers, sequences) int64: the position of each sequence in that order.
-    """
-    split = table.reshape(*places.shape, -1, table.shape[-1])
-    return np.take_along_axis(split, places[..., None, None], axis=3).reshape(table.shape)
-
-
-def _tokens_of_rank(layer: MoE, tokens: int, ranks: Ranks) -> slice:
-    """Return which of a micro-batch's tokens a layer routes on this rank."""
-    num_tokens = tokens // ranks.dp
-    first = ranks.dp_index * num_tokens
-    within = _tensor_slice(num_tokens, ranks) if _routes_slices(layer) else slice(0, num_tokens)
-    return slice(first + within.start, first + within.stop)
-
-
-def _routes_slices(layer: MoE) -> bool:
-    """Return whether each rank of a tensor-parallel group routes a slice of the group's tokens (S1)."""
-    return layer.on_mesh is not None and layer.on_mesh.compiled.routes_slices
-
-
-def _tensor_slice(tokens: int, ranks: Ranks) -> slice:
-    """Return this rank's slice of its tensor-parallel group's tokens."""
-    assert ranks.mesh is not None
-    grid = ranks.mesh.grid
-    return share_of(tokens, grid.coordinate(ranks.rank, "tp"), grid.tp)
 
 
 def check_routing(config: TrainConfig, step: int = 0) -> Trace | None:

@@ -3,27 +3,25 @@ deleted.
 
 Only files that a run wrote are ever deleted. A non-empty folder counts as a run's if its `config.json` is a run's. That
 file is the first one that a run writes, atomically, and the last one deleted. Each checkpoint holds a checksummed copy
-of it, and the length and checksum of every file that a run writes once or appends to: metrics, events and traces.
+of it.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
-from moesaic.configfile import read_table
+from moesaic.configfile import WRITING, read_table, write_whole
 from moesaic.errors import InputError, TrainingError
 from moesaic.traces.trace import FOLDER, PATTERN
 from moesaic.train.checkpoint import CONFIG, TOKENIZER, find_copy, list_checkpoints, remove_checkpoint
-from moesaic.train.distributed_checkpoint import checksum
 from moesaic.train.metrics import METRICS, WANDB_ID
 
 try:
@@ -35,10 +33,8 @@ CHECKPOINTS, HANG, LOCK = "checkpoints", "hang.json", ".lock"
 """Further entries of a run folder, besides its configuration, tokenizer, metrics, events and traces."""
 FLIGHT = "flight-recorder-{library}-rank{rank}.json"
 """PyTorch's flight recording of the last collectives of a rank that hung, one file each for Gloo and NCCL."""
-HANG_SUMS = "hang.sha256"
-"""Checksums of `HANG` and of the flight recordings, in the format of the command sha256sum."""
-LASTING = (METRICS, WANDB_ID, "tensorboard/events.out.tfevents.*", f"{FOLDER}/{PATTERN}")
-"""Files that a run writes once or only appends to."""
+OWN_FILES = (TOKENIZER, HANG, METRICS, WANDB_ID)
+"""Files that a run writes after its configuration."""
 MARKS = ("out", "existing", "steps", "batch_size", "seed", "model", "data", "optimizer")
 """Fields that every version has written into `config.json`; no other program's file of that name has all of them."""
 
@@ -49,7 +45,6 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: IO[str] | None = None
-        self._digests: dict[str, tuple[int, Any]] = {}
 
     def is_a_run(self, *, resuming: bool = False) -> bool:
         """Return whether a run wrote the folder; False if it is missing or empty.
@@ -120,10 +115,9 @@ class RunFolder:
         checkpoints, events, traces = (self.path / name for name in (CHECKPOINTS, "tensorboard", FOLDER))
         for path in (*list_checkpoints(checkpoints), *checkpoints.glob(".writing-*")):
             remove_checkpoint(path)
-        files = [*events.glob("events.out.tfevents.*"), *traces.glob(PATTERN), *self._flights()]
-        for name in (TOKENIZER, HANG, HANG_SUMS, METRICS, WANDB_ID):
-            files += [self.path / name, (self.path / name).with_suffix(_WRITING)]
-        for path in files:
+        files = [*events.glob("events.out.tfevents.*"), *traces.glob(PATTERN)]
+        files += self.path.glob(FLIGHT.format(library="*", rank="*"))
+        for path in (*files, *(self.path / f"{prefix}{name}" for name in OWN_FILES for prefix in ("", WRITING))):
             path.unlink(missing_ok=True)
         for path in (checkpoints, events, traces):
             with suppress(OSError):
@@ -131,61 +125,7 @@ class RunFolder:
 
     def write(self, name: str, data: str | bytes) -> None:
         """Write a file of the folder atomically: at every instant it holds all of the old data or all of the new."""
-        temporary = (self.path / name).with_suffix(_WRITING)
-        with temporary.open("wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path / name)
-
-    def write_hang(self, data: bytes) -> None:
-        """Write `HANG`, after the checksums of `HANG` and of the flight recordings."""
-        sums = {path.name: checksum(path) for path in self._flights()}
-        sums[HANG] = hashlib.sha256(data).hexdigest()
-        self.write(HANG_SUMS, "".join(f"{value}  {name}\n" for name, value in sorted(sums.items())))
-        self.write(HANG, data)
-
-    def seal(self) -> dict[str, dict[str, Any]]:
-        """Return the size in bytes and the SHA-256 of each `LASTING` file, for the next checkpoint.
-
-        Bytes that were read in an earlier call are not read again.
-
-        Raises:
-            InputError: if a file cannot be read.
-        """
-        seals = {}
-        for path in self._lasting():
-            name = path.relative_to(self.path).as_posix()
-            size, digest = self._digests.get(name, (0, hashlib.sha256()))
-            try:
-                with path.open("rb") as file:
-                    file.seek(size)
-                    while block := file.read(1 << 20):
-                        digest.update(block)
-                        size += len(block)
-            except OSError as error:
-                raise InputError(f"{path}: cannot be read ({error.strerror}): check the folder") from error
-            self._digests[name] = size, digest
-            seals[name] = {"bytes": size, "sha256": digest.hexdigest()}
-        return seals
-
-    def altered(self, sealed: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Return one message for each file that changed or vanished since it was sealed."""
-        paths = {path.relative_to(self.path).as_posix(): path for path in self._lasting()}
-        problems = []
-        for name, seal in sealed.items():
-            try:
-                if checksum(paths[name], seal["bytes"]) != seal["sha256"]:
-                    problems.append(f"{paths[name]}: is not as it was: what can be read of it is kept")
-            except (KeyError, OSError):
-                problems.append(f"{str(self.path / name)!r:.300}: is gone, or cannot be read")
-        return problems
-
-    def _flights(self) -> list[Path]:
-        return list(self.path.glob(FLIGHT.format(library="*", rank="*")))
-
-    def _lasting(self) -> list[Path]:
-        return [path for pattern in LASTING for path in sorted(self.path.glob(pattern)) if path.is_file()]
+        write_whole(self.path / name, data)
 
     def require(self) -> None:
         """Check that the folder is still the one that was claimed.
@@ -217,8 +157,7 @@ def unwritable(path: Path, error: OSError) -> InputError:
     return InputError(f"out={path}: cannot be written ({error.strerror}): choose another --out")
 
 
-_WRITING = ".writing"
-_EARLY_NAMES = (LOCK, f"config{_WRITING}")
+_EARLY_NAMES = (LOCK, f"{WRITING}{CONFIG}")
 """Names that a run leaves behind if it is killed before it writes anything else."""
 
 
@@ -251,8 +190,7 @@ def _locked(path: Path) -> IO[str]:
     """Return the lock file, open, locked, and with its owner written into it.
 
     The system releases the lock when the process ends in any way. On a file system without locks, the owner in the file
-    decides. If the owner was a process of this host that is gone, the lock is stale. If it was a process of another
-    host, a person must decide.
+    decides: the lock is stale if the owner was a process of this host that is gone. Otherwise a person must decide.
     """
     while True:
         file = path.open("a+", encoding="utf-8")
@@ -260,7 +198,7 @@ def _locked(path: Path) -> IO[str]:
         if not is_ours:
             file.seek(0)
             owner = _read_owner(file.read(500))
-            if is_ours is False or (owner and not _is_stale(owner)):
+            if is_ours is False or (owner and not _is_gone(owner)):
                 file.close()
                 who = "process {process} on {host}, started {started},".format(**owner) if owner else "another process"
                 hint = "" if is_ours is False else f" (if it has ended, delete {path}: this file system knows no locks)"
@@ -272,13 +210,7 @@ def _locked(path: Path) -> IO[str]:
         file.close()
     file.truncate(0)
     started = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    owner = {
-        "process": os.getpid(),
-        "host": socket.gethostname(),
-        "started": started,
-        "ticks": _start_ticks(os.getpid()),
-    }
-    file.write(json.dumps(owner))
+    file.write(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "started": started}))
     file.flush()
     return file
 
@@ -292,35 +224,24 @@ def _has_name(file: IO[str], path: Path) -> bool:
 
 
 def _read_owner(text: str) -> dict[str, Any] | None:
-    """Return who wrote a lock file; None if its text is incomplete, for example because its owner was killed while
-    writing."""
+    """Return who wrote a lock file; None if its text is incomplete, as of an owner that was killed while writing."""
     with suppress(ValueError, RecursionError):
         owner = json.loads(text)
-        if isinstance(owner, dict) and owner.keys() == {"process", "host", "started", "ticks"}:
+        if isinstance(owner, dict) and owner.keys() == {"process", "host", "started"}:
             return owner if isinstance(owner["process"], int) and 0 < owner["process"] < 2**31 else None
     return None
 
 
-def _is_stale(owner: dict[str, Any]) -> bool:
-    """Return whether a lock's owner was a process of this host that has ended, even if its process id is in use again."""
-    if owner["host"] != socket.gethostname():
-        return False
-    try:
-        os.kill(owner["process"], 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass
-    return _start_ticks(owner["process"]) != owner["ticks"]
-
-
-def _start_ticks(process: int) -> int | None:
-    """Return when a process of this host started, in clock ticks since boot; None if the system does not say."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-        return int(text.rpartition(")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return None
+def _is_gone(owner: dict[str, Any]) -> bool:
+    """Return whether a lock's owner was a process of this host that has ended."""
+    if owner["host"] == socket.gethostname():
+        try:
+            os.kill(owner["process"], 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            pass
+    return False
 
 
 def _lock(file: IO[str]) -> bool | None:

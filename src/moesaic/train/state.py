@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 import random
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from moesaic.configfile import as_json, differing_fields, override, read_table
 from moesaic.draw import SeededDraw, draw_nothing
 from moesaic.errors import InputError
-from moesaic.layer import MoE
 from moesaic.models.gpt import GPT, reset_weights
-from moesaic.routing.router import AbstractRouter
 from moesaic.train.balance import hold_to_budget, make_calls, place_samples
 from moesaic.train.checkpoint import (
     CONFIG,
@@ -29,14 +28,15 @@ from moesaic.train.checkpoint import (
     load_checkpoint,
     load_into,
 )
-from moesaic.train.config import OptimizerConfig, TrainConfig
+from moesaic.train.config import TrainConfig
 from moesaic.train.data import Batches, Corpus, even_windows, fingerprint
 from moesaic.train.machine import pick_device, pick_precision
 from moesaic.train.numbers import require_same_weights
+from moesaic.train.optimizer import make_optimizer
 from moesaic.train.parallel import parallelize
 from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
-from moesaic.train.run_folder import CHECKPOINTS, HANG, HANG_SUMS, RunFolder, is_marked, read_config, unwritable
+from moesaic.train.run_folder import CHECKPOINTS, HANG, RunFolder, is_marked, read_config, unwritable
 from moesaic.train.task import DECODER, TrainingTask
 from moesaic.train.tokenizer import AbstractTokenizer, HubTokenizer, make_tokenizer
 
@@ -77,6 +77,39 @@ class RunState:
     """Texts of the run folder's own files by name, on the first rank. Each checkpoint gets copies of them."""
     saved: Checkpoint | None
     """Description of the checkpoint that the run resumed from, if any."""
+
+    def checkpoints(self) -> list[Path]:
+        """Return the run's checkpoints, oldest first."""
+        return list_checkpoints(self.folder / CHECKPOINTS)
+
+    def newest_checkpoint(self) -> str:
+        """Return in words which checkpoint is intact."""
+        saved = self.checkpoints()
+        return f"the checkpoint {saved[-1]} is intact" if saved else "no checkpoint was written yet"
+
+    def resume_command(self) -> str:
+        """Return the command that resumes the run."""
+        command = self.task.command
+        if self.ranks.mesh is not None:
+            command = f"torchrun --nproc-per-node {self.ranks.world} -m {command}"
+        return f"{command} --config {shlex.quote(str(self.folder / CONFIG))} --existing resume"
+
+    def as_extra(self, seconds: float) -> dict[str, Any]:
+        """Return what a checkpoint holds besides tensors and sizes; `seconds` are those of training so far."""
+        return {
+            "rng": rng_state(self.device),
+            "precision": self.config.precision,
+            "seconds": seconds,
+            "train_tokens": self.fingerprint,
+            "skipped": self.skipped,
+            "left_out": self.left_out,
+            "has_text": self.corpus.tokenizer is not None,
+        }
+
+    def advice(self) -> str:
+        """Return which checkpoint is intact, and how to continue."""
+        action = f"go on with {self.resume_command()}" if self.checkpoints() else "start it again"
+        return f"{self.newest_checkpoint()}: {action}"
 
 
 def open_run(
@@ -142,8 +175,6 @@ def _open(
             load_into(saved, model, optimizer, config.model, corpus.vocab_size)
             _require_same_data(corpus_hash, saved)
             if ranks.is_first:
-                for line in claim.altered(saved.extra["sealed"]):
-                    say(f"{line} (the checkpoint {saved.folder.name} has its checksum)")
                 _warn_of_changes(config, saved, folder, say)
             restore_rng(saved, device)
     files: dict[str, str] = {}
@@ -300,29 +331,6 @@ def load_trained(folder: Path, device: str = "auto", task: TrainingTask = DECODE
     return Trained(folder, config, model, tokenizer)
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
-    """Return AdamW with weight decay on matrices only; routers, norms and biases have none.
-
-    AdamW's fused kernels process a parameter group together, so parameters on different meshes get separate groups. A
-    group's `rate` is the multiple of the step's learning rate that it uses.
-    """
-    routers = {id(p) for m in model.modules() if isinstance(m, AbstractRouter) for p in m.parameters()}
-    rates = dict.fromkeys(routers, config.router_lr_scale)
-    expert_rate = config.expert_lr_scale
-    rates |= {id(p): expert_rate for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
-    groups: dict[tuple[bool, float, object], list[nn.Parameter]] = {}
-    for decays in (True, False):
-        for parameter in model.parameters():
-            if (parameter.dim() >= 2 and id(parameter) not in routers) == decays:
-                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-                groups.setdefault((decays, rates.get(id(parameter), 1.0), mesh), []).append(parameter)
-    described = [
-        {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0, "rate": rate}
-        for (decays, rate, _), parameters in groups.items()
-    ]
-    return torch.optim.AdamW(described, lr=config.lr, betas=config.betas, fused=True)
-
-
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy and torch."""
     random.seed(seed)
@@ -357,9 +365,6 @@ def _require_resumable(saved: Checkpoint) -> None:
         sound = sound and all(type(extra[name]) is int and extra[name] >= 0 for name in ("skipped", "left_out"))
         sound = sound and isinstance(extra["train_tokens"], str) and type(extra["has_text"]) is bool
         torch.Generator().set_state(_generator_state(extra["rng"]["cpu"]))
-        sealed = list(extra["sealed"].values())
-        sound = sound and all(type(seal["bytes"]) is int and seal["bytes"] >= 0 for seal in sealed)
-        sound = sound and all(isinstance(seal["sha256"], str) for seal in sealed)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
         sound = False
     if not sound:
@@ -424,8 +429,7 @@ def _write_folder(
     try:
         if saved is None:
             claim.clear()
-        for name in (HANG, HANG_SUMS):  # left by an earlier process
-            (claim.path / name).unlink(missing_ok=True)
+        (claim.path / HANG).unlink(missing_ok=True)  # left by an earlier process
         # The file is used to resume the run; "replace" in it would erase the run that it describes.
         files = {CONFIG: as_json(replace(config, existing="resume"))}
         claim.write(CONFIG, files[CONFIG])

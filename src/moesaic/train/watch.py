@@ -8,21 +8,21 @@ progress in saving or evaluating. The ranks may wait for those two as long as it
 stopped do not count. All ranks that still answer then write down where they are and for whose bytes they wait. The
 lowest of them puts that into one line and into the run folder's `hang.json`, and all end with code 1.
 
-The training code does not call the watch. The position of a rank is read from the frames of its threads: the frame that
-runs a program holds the task, the message, and the ranks that it comes from.
+The training code calls the watch only where a step may take long. The position of a rank is read from the frames of its
+threads: the frame that runs a program holds the task, the message, and the ranks that it comes from.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -48,7 +48,8 @@ from moesaic.train.launch import (
     naming_dead_ranks,
     process_name,
 )
-from moesaic.train.run_folder import FLIGHT, HANG, HANG_SUMS, RunFolder
+from moesaic.train.numbers import in_words
+from moesaic.train.run_folder import FLIGHT, HANG, RunFolder
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -79,8 +80,6 @@ class Watch:
         patience: seconds that a rank may stay at one place.
         step: returns what the run is doing, such as "step 12".
         advice: returns how to continue after the run has ended.
-        long: functions in which a rank may make the others wait for longer than the patience, as long as it makes
-            progress: it moves on in the code, or reads and writes bytes.
     """
 
     def __init__(
@@ -90,9 +89,8 @@ class Watch:
         patience: float,
         step: Callable[[], str],
         advice: Callable[[], str],
-        long: Sequence[Callable[..., object]] = (),
     ) -> None:
-        self._long = {function.__code__ for function in long}
+        self._is_long = False
         self._names = {id(part): name for name, part in model.named_modules() if name}
         layers = {name: part for name, part in model.named_modules() if isinstance(part, MoE)}
         self._layers = {id(part.experts): name for name, part in layers.items()}
@@ -139,6 +137,16 @@ class Watch:
             signal.signal(signal.SIGTERM, self._previous_handler)
         self._stopped.set()
 
+    @contextmanager
+    def long(self) -> Iterator[None]:
+        """Let this rank make the others wait for longer than the patience while the block runs, as long as it makes
+        progress: it moves on in the code, or reads and writes bytes."""
+        before, self._is_long = self._is_long, True
+        try:
+            yield
+        finally:
+            self._is_long = before
+
     def _when(self) -> str:
         """Return what the run is doing and how to continue, for an error message."""
         return f"in {self._step()}; {self._advice()}"
@@ -156,9 +164,7 @@ class Watch:
             place = (self._step(), [transport.next_tag for transport in self._transports], _place_of(main))
             if place != before[0]:
                 still = 0.0
-            makes_progress = (place, num_bytes) != before and any(
-                frame.f_code in self._long for frame in _outward(main)
-            )
+            makes_progress = self._is_long and (place, num_bytes) != before
             is_over = still > self._patience
             try:
                 is_given_up, new_progress = ask_store(
@@ -219,11 +225,11 @@ class Watch:
         table = {"line": line, "ranks": [asdict(position) for position in positions]}
         if self._folder is not None:
             with suppress(OSError):
-                self._folder.write_hang(json.dumps(table, indent=1).encode())
+                self._folder.write(HANG, json.dumps(table, indent=1))
         print(f"moesaic train: {line}", file=sys.stderr, flush=True)
         try:
             raise TrainingError(line)
-        except TrainingError as error:  # the handler records the exception that is being handled
+        except TrainingError as error:  # torchrun's summary shows the exception that is being handled
             get_error_handler().record_exception(error)
         os._exit(1)
 
@@ -231,8 +237,7 @@ class Watch:
         at, waits_for = self._activity(), {}
         handle = next(_locals(self._frames().values(), Handle), None)
         if handle is not None:
-            receives = handle.transfer.receives
-            waits_for = {str(peer): tensor.numel() * tensor.element_size() for peer, tensor in receives.items()}
+            waits_for = {str(peer): tensor.nbytes for peer, tensor in handle.transfer.receives.items()}
         stack = [
             f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
             for frame in reversed(list(_outward(self._frames()[self._main])))
@@ -277,17 +282,14 @@ def describe_hang(step: str, patience: float, positions: Sequence[Position], sil
     for position in positions:
         waiting.setdefault(position.at, []).append(position)
     for at, group in sorted(waiting.items(), key=lambda item: len(item[1])):  # the smallest group comes first
-        bytes_of: dict[str, int] = {}
+        bytes_of: Counter[str] = Counter()
         for position in group:
-            for peer, size in position.waits_for.items():
-                bytes_of[peer] = bytes_of.get(peer, 0) + size
-        elsewhere = {
-            peer: size for peer, size in bytes_of.items() if peer not in {str(position.rank) for position in group}
-        }
+            bytes_of.update(position.waits_for)
+        own = [position.rank for position in group]
+        elsewhere = {peer: size for peer, size in bytes_of.items() if int(peer) not in own}
         missing = ", ".join(f"{size:,} bytes of rank {peer}" for peer, size in sorted((elsewhere or bytes_of).items()))
         verb = "is" if len(group) == 1 else "are"
-        who = ("rank " if len(group) == 1 else "ranks ") + ", ".join(str(position.rank) for position in group)
-        parts.append(f"{who} {verb} {at}" + (f", waiting for {missing}" if missing else ""))
+        parts.append(f"{in_words(own)} {verb} {at}" + (f", waiting for {missing}" if missing else ""))
     line = f"{step} has stood still for {patience:g} s: {'; '.join(parts)}"
     return f"{line}: all are there, so look at the links between their nodes" if len(parts) == 1 else line
 
@@ -300,15 +302,9 @@ def read_hang(folder: Path) -> tuple[str, list[Position]]:
     """
     path = folder / HANG
     try:
-        data = path.read_bytes()
-        sums = (folder / HANG_SUMS).read_text(encoding="utf-8").splitlines()
-        if f"{hashlib.sha256(data).hexdigest()}  {HANG}" not in sums:
-            raise ValueError(f"it does not match {HANG_SUMS}")
-        table = json.loads(data)
+        table = json.loads(path.read_bytes())
         return str(table["line"]), [Position(**position) for position in table["ranks"]]
-    except FileNotFoundError as error:
-        if path.exists():
-            raise InputError(f"{error.filename}: is gone, so nothing vouches for {path}: delete it") from None
+    except FileNotFoundError:
         raise InputError(f"{path}: there is none: no run in {folder} was given up because it stood still") from None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read ({type(error).__name__}): it is damaged, delete it") from error

@@ -1,7 +1,7 @@
 """Moesaic as a backend of Hugging Face transformers. Importing this module registers "moesaic" with both of its registries.
 
 `experts_implementation="moesaic"` runs a model's experts on Moesaic's kernels (`experts.py`).
-`DistributedConfig(ep_implementation="moesaic")` runs them expert-parallel with Moesaic's programs (`expert_parallel.py`).
+`distributed_config(ep_size=...)` runs them expert-parallel with Moesaic's programs (`expert_parallel.py`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,10 @@ except ImportError as error:
         f"moesaic.transformers needs transformers 5.23 or later ({error}): {to_install('.[transformers]')}"
     ) from None
 
-from moesaic.transformers.expert_parallel import (
-    MoesaicEP,
-    fill_in_fsdp_size,
-    refuse_uneven_experts,
-    register_plan,
-    use_plan,
-)
-from moesaic.transformers.experts import experts_forward, warn_if_no_experts
+from moesaic.transformers.expert_parallel import MoesaicEP, distributed_config, register_plan, use_plan
+from moesaic.transformers.experts import experts_forward
 
 ALL_EXPERTS_FUNCTIONS.register("moesaic", experts_forward)
 EPImplementationInterface.register("moesaic", MoesaicEP)
-fill_in_fsdp_size()
-refuse_uneven_experts()
-warn_if_no_experts()
 
-__all__ = ["MoesaicEP", "experts_forward", "register_plan", "use_plan"]
+__all__ = ["MoesaicEP", "distributed_config", "experts_forward", "register_plan", "use_plan"]

@@ -11,18 +11,20 @@ token and of its routing weights are complete.
 from __future__ import annotations
 
 import os
-from functools import partial, wraps
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import (
     AllToAllEP,
     EPImplementation,
     EPImplementationInterface,
-    MoEParamShard,
 )
 
 from moesaic.chosen import ChosenExperts
@@ -67,6 +69,9 @@ class MoesaicEP(EPImplementation):
         spread = family_experts(experts, self.num_local_experts * ep_mesh.size())
         self.run = ChosenExperts(spread, hidden, experts.parameters, mesh, plan)
         experts._moesaic = self  # where `use_plan` finds it
+        # Nobody calls the experts under an adapter that fails, so until their first call every module's is looked at.
+        self._looking = register_module_forward_pre_hook(partial(_refuse_adapter, weakref.ref(experts)))
+        weakref.finalize(experts, self._looking.remove)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Run the experts of all ranks on this rank's tokens.
@@ -82,6 +87,7 @@ class MoesaicEP(EPImplementation):
         if self.instead is not None:
             rows: Tensor = self.instead(hidden_states, top_k_index, top_k_weights)
             return rows
+        self._looking.remove()
         return self.run(hidden_states, top_k_index.long(), top_k_weights)
 
 
@@ -127,44 +133,49 @@ def use_plan(model: nn.Module, plan: Plan | Compiled) -> None:
         implementation.run.use_plan(plan)
 
 
-def fill_in_fsdp_size() -> None:
-    """Patch `DistributedConfig` to fill in `fsdp_size` if the implementation is one of Moesaic's and the user gave none.
+def distributed_config(ep_size: int, *, ep_implementation: str = "moesaic", **options: Any) -> DistributedConfig:
+    """Return the configuration that spreads a model's experts over ranks, for `from_pretrained(distributed_config=...)`.
 
-    transformers would take 1 and then refuse the mesh. The value filled in gives every tensor-parallel group its own batch.
+    Unlike `DistributedConfig` itself it sets `fsdp_size` if none is given, so that every tensor-parallel group has its own
+    batch.
+
+    Args:
+        ep_size: ranks over which experts are spread.
+        ep_implementation: "moesaic", or a name from `register_plan`.
+        options: further fields of `DistributedConfig`.
+
+    Raises:
+        InputError: ep_size does not divide the processes that share a model.
     """
-    resolve = DistributedConfig._resolve_parallelism
-
-    @wraps(resolve)
-    def resolved(config: Any) -> None:
-        is_given = config.fsdp_size is not None
-        resolve(config)
-        registry: Any = EPImplementationInterface()
-        chosen = registry.get(config.ep_implementation)
-        if is_given or config.ep_size == 1 or getattr(chosen, "func", chosen) is not MoesaicEP:
-            return
+    if options.get("fsdp_size") is None and ep_size > 1:
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-        config.fsdp_size = max(world // (config.tp_size * config.pp_size * config.dp_replicate_size), 1)
-        if config.fsdp_size * config.tp_size % config.ep_size:
+        tp, others = (
+            (options.get("tp_size") or 1),
+            (options.get("pp_size") or 1) * (options.get("dp_replicate_size") or 1),
+        )
+        fsdp = max(world // (tp * others), 1)
+        if fsdp * tp % ep_size:
             raise InputError(
-                f"ep_size={config.ep_size} does not divide the processes that share a model, {world} of them: start "
-                f"torchrun --nproc-per-node {config.ep_size}, or choose an ep_size that divides them"
+                f"ep_size={ep_size} does not divide the processes that share a model, {world} of them: start "
+                f"torchrun --nproc-per-node {ep_size}, or choose an ep_size that divides them"
             )
+        options["fsdp_size"] = fsdp
+    return DistributedConfig(ep_size=ep_size, ep_implementation=ep_implementation, **options)
 
-    DistributedConfig._resolve_parallelism = resolved
 
+def _refuse_adapter(experts: Callable[[], nn.Module | None], module: nn.Module, _: Any) -> None:
+    """Refuse a call of an adapter on the parameters of experts that are spread over ranks.
 
-def refuse_uneven_experts() -> None:
-    """Patch transformers' loading to raise a clear error if ep_size does not divide the number of a model's experts."""
-    shard = MoEParamShard.shard_param
-
-    @wraps(shard)
-    def sharded(style: Any, module: nn.Module, name: str, mesh: DeviceMesh) -> None:
-        stacked = module._parameters.get(name)
-        if style.shards_expert_dim and stacked is not None and len(stacked) % mesh.size():
-            raise InputError(
-                f"ep_size={mesh.size()} does not divide the {len(stacked)} experts of {type(module).__name__}: "
-                f"choose a divisor of {len(stacked)}"
-            )
-        shard(style, module, name, mesh)
-
-    MoEParamShard.shard_param = sharded
+    PEFT gives it factors for the experts of all ranks and adds their product to this rank's before the experts are called.
+    """
+    spread = experts()
+    if spread is None or not hasattr(module, "parameter_name"):
+        return
+    inner: Any = module
+    while hasattr(inner, "base_layer"):
+        inner = inner.base_layer
+    if inner is spread:
+        raise InputError(
+            f"{type(spread).__name__}: LoRA adapts {module.parameter_name} of experts that are spread over ranks "
+            "(ep_size > 1): leave target_parameters out and adapt other modules by target_modules, or train with ep_size=1"
+        )

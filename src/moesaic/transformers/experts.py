@@ -10,14 +10,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from moesaic.errors import InputError
 from moesaic.experts.experts import BorrowedExperts, Weights, compute_dtype
 from moesaic.kernels.activation import ACTIVATIONS, Clamp, hidden_rows
 from moesaic.kernels.expert_ffn import expert_ffn
@@ -202,55 +199,6 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     counts = count(expert, None, self.num_experts)
     permutation = sort_by_expert(token, expert, counts, num_tokens, None if self._is_expert_parallel else top_k)
     return run_tokens(self, hidden_states, weight, permutation)
-
-
-def warn_if_no_experts() -> None:
-    """Patch model loading and `set_experts_implementation` to warn if a model has no experts that "moesaic" could run."""
-    load, choose = PreTrainedModel.from_pretrained.__func__, PreTrainedModel.set_experts_implementation
-
-    @wraps(load)
-    def from_pretrained(cls: type, *args: Any, **options: Any) -> Any:
-        loaded = load(cls, *args, **options)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        _warn_if_unused(model)
-        _refuse_adapters_on_ranks(model)
-        return loaded
-
-    @wraps(choose)
-    def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
-        choose(self, experts_implementation)
-        if experts_implementation == "moesaic":
-            _warn_if_unused(self, is_asked=True)
-
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
-    PreTrainedModel.set_experts_implementation = set_experts_implementation
-
-
-def _warn_if_unused(model: Any, is_asked: bool = False) -> None:
-    is_asked = is_asked or getattr(model.config, "_experts_implementation", None) == "moesaic"
-    if is_asked and not any(hasattr(module, FLAGS[0]) for module in model.modules()):
-        name = type(model).__name__
-        warn(f'{name} has no experts with transformers\' interface: experts_implementation="moesaic" changes nothing')
-
-
-def _refuse_adapters_on_ranks(model: nn.Module) -> None:
-    """Hook the parents of experts that are spread over ranks, to refuse a later adapter on the experts' parameters.
-
-    PEFT gives it factors for the experts of all ranks and adds their product to this rank's before the experts are called.
-    """
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if hasattr(child, "_moesaic"):
-                parent.register_forward_pre_hook(partial(_refuse_adapter, name))
-
-
-def _refuse_adapter(name: str, parent: nn.Module, _: Any) -> None:
-    adapter = parent.get_submodule(name)
-    if hasattr(adapter, "parameter_name"):
-        raise InputError(
-            f"{type(parent).__name__}.{name}: LoRA adapts {adapter.parameter_name} of experts that are spread over ranks "
-            "(ep_size > 1): leave target_parameters out and adapt other modules by target_modules, or train with ep_size=1"
-        )
 
 
 def warn(line: str) -> None:

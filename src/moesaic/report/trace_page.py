@@ -1,0 +1,60 @@
+"""Writes the page about a routing trace. It is self-contained and loads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import plotly.graph_objects as go
+
+from moesaic.report.page import MOST_NAMED, per_layer
+from moesaic.report.style import Picture, charts_page, expert_loads
+from moesaic.report.summary import Series
+from moesaic.traces.load import LayerLoad
+from moesaic.traces.trace import Trace, steps_in_words
+
+
+def write_trace_page(trace: Trace, loads: Sequence[LayerLoad], path: Path) -> Path:
+    """Write the page about a routing trace and return its path.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    shown = drawn_layers(len(loads))
+    pictures = [
+        Picture("MaxVio", "Largest load over mean load, minus 1; 0 is balanced.", violations(trace.steps, loads)),
+        *(
+            Picture(
+                f"Load of the experts, layer {load.layer}",
+                f"locality {load.locality:.3f}, drift {load.drift:.3f} a step, {load.dead_experts} dead experts",
+                expert_loads(trace.steps, load.shares.tolist()),
+            )
+            for load in (loads[number] for number in shown)
+        ),
+    ]
+    left_out = "" if len(shown) == len(loads) else f" The charts show {len(shown)} of {len(loads)} layers."
+    lead = f"{trace_in_words(trace)}.{left_out}"
+    return charts_page(path, "trace", Path(trace.name).name, lead, pictures)
+
+
+def violations(steps: Sequence[int], loads: Sequence[LayerLoad]) -> go.Figure:
+    """Draw MaxVio over steps: a line per layer, and the mean of the layers."""
+    return per_layer({f"layer {load.layer}": Series(tuple(steps), load.max_violation) for load in loads}, "MaxVio")
+
+
+def trace_in_words(trace: Trace) -> str:
+    """Return a one-line description of a trace."""
+    shape = trace.shape
+    contents = "every token's experts" if trace.holds == "tokens" else "counts"
+    micro = f" x {shape.accumulation} micro-batches" if shape.accumulation > 1 else ""
+    return (
+        f"{contents} of {shape.num_layers} MoE layers with {shape.num_experts} experts, {shape.top_k} per token; steps "
+        f"{steps_in_words(trace.steps)}{micro} of {shape.sequences} sequences of {shape.seq_len} tokens"
+    )
+
+
+def drawn_layers(count: int) -> list[int]:
+    """Return which of `count` layers get a heatmap of their experts."""
+    if count <= MOST_NAMED:
+        return list(range(count))
+    return sorted({round(place * (count - 1) / (MOST_NAMED - 1)) for place in range(MOST_NAMED)})

@@ -1,0 +1,52 @@
+"""The optimizer of a run and its learning rate."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from moesaic.layer import MoE
+from moesaic.routing.router import AbstractRouter
+from moesaic.train.config import OptimizerConfig
+
+DECAY_SHARE = 0.2
+"""Share of the steps after the warm-up over which the wsd schedule decays (Hu et al. 2024 take 10 to 20 %)."""
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
+    """Return AdamW with weight decay on matrices only; routers, norms and biases have none.
+
+    AdamW's fused kernels process a parameter group together, so parameters on different meshes get separate groups. A
+    group's `rate` is the multiple of the step's learning rate that it uses.
+    """
+    routers = {id(p) for m in model.modules() if isinstance(m, AbstractRouter) for p in m.parameters()}
+    rates = dict.fromkeys(routers, config.router_lr_scale)
+    expert_rate = config.expert_lr_scale
+    rates |= {id(p): expert_rate for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
+    groups: dict[tuple[bool, float, object], list[nn.Parameter]] = {}
+    for decays in (True, False):
+        for parameter in model.parameters():
+            if (parameter.dim() >= 2 and id(parameter) not in routers) == decays:
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                groups.setdefault((decays, rates.get(id(parameter), 1.0), mesh), []).append(parameter)
+    described = [
+        {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0, "rate": rate}
+        for (decays, rate, _), parameters in groups.items()
+    ]
+    return torch.optim.AdamW(described, lr=config.lr, betas=config.betas, fused=True)
+
+
+def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
+    """Return the learning rate of step `step`, counted from 0: linear warm-up, then a decay to `final_share` of the
+    peak."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1)
+    if config.schedule == "wsd":
+        progress = 1 - (1 - progress) / DECAY_SHARE  # below 0 while the rate is stable
+    progress = min(max(progress, 0.0), 1.0)
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    return config.lr * (config.final_share + (1 - config.final_share) * left)
