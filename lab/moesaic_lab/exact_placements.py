@@ -9,25 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.balance.experts import Balanced, ExpertLoad
-from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad
+from moesaic.balance.experts import ExpertLoad
+from moesaic.balance.samples import Homes, SampleLoad
 
 ROUNDING = 1e-6
 """Relative amount by which the second solve may exceed the busiest place of the first. HiGHS satisfies constraints only
 to about this tolerance, and with a smaller one rejects its own solutions."""
-
-
-def expert_gap(load: ExpertLoad, place: np.ndarray | None = None) -> float:
-    """Return the share by which the busiest place of a placement has more rows than the least possible number; 0 is
-    optimal.
-
-    Args:
-        load: a layer's load.
-        place: (num_experts,) place of each expert; None for the placement of `Balanced` with free moves.
-    """
-    best = load.busiest(best_experts(load))
-    busiest = load.busiest(Balanced().best(load) if place is None else place)
-    return busiest / best - 1 if best else float(busiest > 0)
 
 
 def best_experts(load: ExpertLoad) -> np.ndarray:
@@ -46,11 +33,11 @@ def _solve(load: ExpertLoad, most: float | None) -> np.ndarray:
     rows = vstack([kron(of_copy[None], np.eye(ep)) for of_copy in load.weight / scale])
     room, crossing = np.full(ep, experts // ep), load.crossing / max(load.crossing.sum(), 1.0)
     if most is None:
-        return _assigned(np.zeros((experts, ep)), room, loads=rows)
-    return _assigned(crossing.reshape(experts, ep), room, loads=rows, largest=most / scale)
+        return assign_by_program(np.zeros((experts, ep)), room, loads=rows)
+    return assign_by_program(crossing.reshape(experts, ep), room, loads=rows, largest=most / scale)
 
 
-def _assigned(
+def assign_by_program(
     cost: np.ndarray, room: np.ndarray, *, loads: Any = None, largest: float = np.inf, allowed: np.ndarray | None = None
 ) -> np.ndarray:
     """Return the place of each item, (things,) int64, with the least total cost. If all costs are 0, minimise the
@@ -86,19 +73,6 @@ def _assigned(
     return solution.x[:-1].reshape(things, places).argmax(1)
 
 
-def assign_by_program(cost: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Return the place of each sample with the least total cost, as `moesaic.balance.samples.assign` does."""
-    return _assigned(cost, room)
-
-
-def sample_gap(load: SampleLoad, placer: AbstractPlacer, intra: float, inter: float) -> float:
-    """Return the share by which a policy's placement takes longer than the best one; rates are those of
-    `SampleLoad.seconds`."""
-    best = load.seconds(best_samples(load, intra, inter), intra, inter)
-    seconds = load.seconds(placer.decide(load), intra, inter)
-    return seconds / best - 1 if best else float(seconds > 0)
-
-
 def best_samples(load: SampleLoad, intra: float, inter: float) -> Homes:
     """Return a placement with the least modelled time; rates are those of `SampleLoad.seconds`."""
     tables = [table.astype(np.float64) * rate for table, rate in zip(load.rows, (intra, inter))]
@@ -111,4 +85,4 @@ def best_samples(load: SampleLoad, intra: float, inter: float) -> Homes:
     scale = max(float(table.sum(0).max()) for table in tables) or 1.0
     times = csr_array(np.stack([table.reshape(-1) / scale for table in tables]))
     room = np.full(ranks, load.homes.slots)
-    return Homes.of_ranks(_assigned(np.zeros((samples, ranks)), room, loads=times, allowed=allowed), ranks)
+    return Homes.of_ranks(assign_by_program(np.zeros((samples, ranks)), room, loads=times, allowed=allowed), ranks)

@@ -31,6 +31,7 @@ from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES, Kind, Program, Task
 from moesaic.routing.routers.hash import Hash
 from moesaic.routing.routing import Choice, Scores
+from moesaic.runtime.tasks import Indices
 from moesaic.testing.runner import on_ranks
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
 from moesaic_lab.claims import Claim
@@ -68,8 +69,8 @@ def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> Counted:
     layer.parallelize(Mesh(grid, recorder), plan)
     x = torch.randn(TOKENS, DIM, dtype=torch.float64, requires_grad=True)
     assert layer.on_mesh is not None
-    sizes_of, seen = layer.on_mesh._sizes, list[CallSizes]()
-    layer.on_mesh._sizes = lambda *arguments: seen.append(sizes_of(*arguments)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
+    tables_of, seen = layer.on_mesh._tables, list[tuple[CallSizes, Indices]]()
+    layer.on_mesh._tables = lambda *arguments: seen.append(tables_of(*arguments)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
     layer(x, token_ids=torch.arange(TOKENS)).sum().backward()
     compiled: Compiled = compile_plan(plan, grid)
     bundle_of = {
@@ -88,7 +89,7 @@ def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> Counted:
         small = [task for task in tasks if program.slot((task.of or task.reads)[0]).kind in (Kind.LANE, Kind.INDEX)]
         if len(small) == len(tasks):
             continue
-        num_bytes = sent.num_bytes - sum(small_bytes(task, program, seen[0], sent) for task in small)
+        num_bytes = sent.num_bytes - sum(small_bytes(task, program, seen[0][0], sent) for task in small)
         key = f"{direction} {(tasks[-1].of or (*tasks[-1].reads, tasks[-1].writes[0]))[-1]}"
         inside, across = counted.get(key, (0, 0))
         crosses = grid.node_of(sent.source) != grid.node_of(sent.target)

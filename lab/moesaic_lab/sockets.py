@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.comm.transport import AbstractTransport, Handle, MessageSizeError, Transfer, as_bytes
+from moesaic.comm.transport import AbstractTransport, Handle, Transfer, as_bytes
 from moesaic.errors import InputError
 
 T = TypeVar("T")
@@ -59,6 +59,10 @@ _LONGEST_POLL = 2.0**31 - 1
 
 PATIENCE = 30 * 60.0
 """Seconds without any progress after which a wait fails, if the process group has no timeout."""
+
+
+class MessageSizeError(RuntimeError):
+    """A peer sent a message of another size than this rank expects, so the two do not run the same program."""
 
 
 @dataclass(eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from replication_loads import draw
 
 from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
@@ -22,23 +23,8 @@ from moesaic.balance.replication.tables import (
 from moesaic.balance.selector.options import gathered_work, is_even, work_of
 from moesaic.program.grid import Grid
 
-GRIDS = [
-    Grid(world=4, ep=4, ranks_per_node=2),
-    Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4),
-    Grid(world=8, ep=4, ranks_per_node=2),
-    Grid(world=8, ep=2, etp=2, innermost="ep", ranks_per_node=2),
-]
 QUICK = Machine(tflops=0.01, inter_gbps=300, intra_gbps=900, intra_latency_us=0, inter_latency_us=0)
 """A machine with slow products and fast links without latency."""
-
-
-def draw(seed: int) -> CallLoad:
-    rng = np.random.default_rng(seed)
-    grid = GRIDS[seed % len(GRIDS)]
-    experts = grid.ep * int(rng.integers(1, 5))
-    popular = rng.dirichlet(np.full(experts, rng.choice([0.1, 0.5, 5.0])))
-    copies = rng.multinomial(int(rng.integers(0, 400)), popular, size=grid.world)
-    return CallLoad(grid, copies, experts, int(rng.integers(1, 64)), int(rng.integers(1, 64)))
 
 
 def boards_of(seed: int, machine: Machine = QUICK) -> list[ReplicaLoad]:

@@ -27,7 +27,7 @@ from moesaic.balance.experts import (
 from moesaic.balance.machine import Machine
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic_lab.exact_placements import best_experts, expert_gap
+from moesaic_lab.exact_placements import best_experts
 
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
 GRIDS = [
@@ -39,6 +39,12 @@ GRIDS = [
 ]
 FREE = ExpertRates(machine=Machine(intra_gbps=1e9, inter_gbps=1e9, tflops=1e-3))
 """Rates with which only the busiest place costs time."""
+
+
+def expert_gap(load: ExpertLoad) -> float:
+    """Return by what share the busiest place under `Balanced` with free moves has more rows than the least possible number."""
+    best, busiest = load.busiest(best_experts(load)), load.busiest(Balanced().best(load))
+    return busiest / best - 1 if best else float(busiest > 0)
 
 
 def load_of(copies: object, grid: Grid = FOUR, order: object = None, **changes: object) -> ExpertLoad:

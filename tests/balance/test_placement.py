@@ -24,7 +24,7 @@ from moesaic.balance.samples import (
 )
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic_lab.exact_placements import best_samples, sample_gap
+from moesaic_lab.exact_placements import best_samples
 from moesaic_lab.policies.stay import Stay
 from moesaic_lab.traces.synthetic import SyntheticRouting, make_trace
 
@@ -39,6 +39,13 @@ GRIDS = [
 
 BARE = TwoStage(least_gain=0.0)
 """A placer that moves samples for any gain."""
+
+
+def sample_gap(load: SampleLoad, placer: AbstractPlacer, intra: float, inter: float) -> float:
+    """Return by what share a policy's placement takes longer than the best one."""
+    best = load.seconds(best_samples(load, intra, inter), intra, inter)
+    seconds = load.seconds(placer.decide(load), intra, inter)
+    return seconds / best - 1 if best else float(seconds > 0)
 
 
 def random_load(grid: Grid, seed: int, slots: int = 2, carried: int = 0, *, last: bool = False) -> SampleLoad:

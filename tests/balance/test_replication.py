@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from replication_loads import by_place, check_table, draw, flat
 
 from helpers import seed_ranges
 from moesaic.balance import replication_policy
@@ -14,7 +15,6 @@ from moesaic.balance.replication.policy import Replicated
 from moesaic.balance.replication.published import Published
 from moesaic.balance.replication.shadow import Shadow
 from moesaic.balance.replication.spill import Spill
-from moesaic.balance.replication.tables import Replications, rows_of
 from moesaic.errors import InputError
 from moesaic.named import REPLICATION
 from moesaic.program.grid import Grid
@@ -22,25 +22,6 @@ from moesaic.program.grid import Grid
 FAST_WEIGHTS = ReplicationCosts(machine=Machine(tflops=0.01, inter_gbps=1000, intra_gbps=1000))
 """Costs with which moving weights is almost free compared with products."""
 DEAR_WEIGHTS = ReplicationCosts(machine=Machine(tflops=1000, inter_gbps=0.1, intra_gbps=0.1))
-GRIDS = [
-    Grid(world=4, ep=4, ranks_per_node=2),
-    Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4),
-    Grid(world=8, ep=4, ranks_per_node=2),
-    Grid(world=8, ep=2, etp=2, innermost="ep", ranks_per_node=2),
-]
-
-
-def draw(seed: int) -> CallLoad:
-    rng = np.random.default_rng(seed)
-    grid = GRIDS[seed % len(GRIDS)]
-    experts = grid.ep * int(rng.integers(1, 5))
-    popular = rng.dirichlet(np.full(experts, rng.choice([0.1, 0.5, 5.0])))
-    copies = rng.multinomial(int(rng.integers(0, 400)), popular, size=grid.world)
-    return CallLoad(grid, copies, experts, int(rng.integers(1, 64)), int(rng.integers(1, 64)))
-
-
-def by_place(load: CallLoad, replicated: np.ndarray) -> list[np.ndarray]:
-    return [replicated[origins].sum(1) for origins in load.replicas]
 
 
 @pytest.mark.parametrize("costs", [FAST_WEIGHTS, DEAR_WEIGHTS, ReplicationCosts()], ids=["fast", "dear", "middling"])
@@ -51,10 +32,7 @@ def test_what_is_replicated_is_there_and_never_at_home(name: str, costs: Replica
         load = draw(seed)
         policy = replication_policy(name, costs)
         replicated = policy.decide(load)
-        assert replicated.shape == (load.grid.world, load.num_experts, load.grid.ep)
-        assert (replicated >= 0).all()
-        assert (replicated.sum(2) <= load.copies).all()
-        assert replicated[:, np.arange(load.num_experts), load.home].sum() == 0
+        check_table(load, replicated)
         assert (replicated == policy.decide(load)).all()
 
 
@@ -155,18 +133,6 @@ def test_given_lendings_are_cut_to_what_there_is():
     load = CallLoad(Grid(world=2, ep=2), np.array([[3, 1], [2, 0]]), 2, units=1, dim=1)
     replicated = Replicated(np.full((2, 2, 2), 2)).decide(load)
     assert replicated.tolist() == [[[2, 1], [1, 0]], [[2, 0], [0, 0]]]
-
-
-def flat(loads: list[int], ep: int, ranks_per_node: int = 2) -> CallLoad:
-    """Return a load in which the copies of every expert are spread evenly over the places."""
-    copies = np.tile(np.array(loads) // ep, (ep, 1))
-    return CallLoad(Grid(world=ep, ep=ep, ranks_per_node=ranks_per_node), copies, len(loads), 4, 4)
-
-
-def busiest(load: CallLoad, replicated: np.ndarray) -> int:
-    (replica,) = replica_loads(load, ReplicationCosts())
-    rows = rows_of(replica, Replications.of(replicated))
-    return int((rows.home + rows.replicated).sum(0).max())
 
 
 def test_eplb_shares_the_hottest_experts_equally_with_the_least_loaded_places():

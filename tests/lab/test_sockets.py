@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 import torch
 
-from moesaic.comm.transport import MessageSizeError, Transfer
+from moesaic.comm.transport import Transfer
 from moesaic_lab import sockets
-from moesaic_lab.sockets import Sockets, _accept_ranks, _connect_to, _Endpoint
+from moesaic_lab.sockets import MessageSizeError, Sockets, _accept_ranks, _connect_to, _Endpoint
 
 LARGE = 1 << 25
 """More bytes than the kernel buffers."""

@@ -38,8 +38,10 @@ def replicated(*entries: tuple[int, int, int, int]) -> np.ndarray:
     return counts
 
 
-def messages(task_name: str, sizes: CallSizes, *, backward: bool = False) -> dict[tuple[int, int], int]:
-    program = replicate(SCHEDULES["s1"](), sizes.num_chunks)
+def messages(
+    task_name: str, sizes: CallSizes, *, backward: bool = False, grid: Grid | None = None
+) -> dict[tuple[int, int], int]:
+    program = replicate(SCHEDULES["s1"](), sizes.num_chunks, grid)
     program = transpose(program) if backward else program
     task = next(task for task in program.tasks if task.name == task_name)
     slots = {slot.name: slot for slot in program.slots}
@@ -141,11 +143,7 @@ def on_nodes(*entries: tuple[int, int, int, int], grid: Grid = NODES, num_expert
 
 
 def relayed(task_name: str, sizes: CallSizes, *, backward: bool = False) -> dict[tuple[int, int], int]:
-    program = replicate(SCHEDULES["s1"](), 1, sizes.grid)
-    program = transpose(program) if backward else program
-    task = next(task for task in program.tasks if task.name == task_name)
-    slots = {slot.name: slot for slot in program.slots}
-    return {(source, target): rows for source, target, rows in messages_of(task, slots, sizes)}
+    return messages(task_name, sizes, backward=backward, grid=sizes.grid)
 
 
 def test_weights_enter_a_node_once_and_are_passed_on_inside() -> None:

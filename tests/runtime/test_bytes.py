@@ -77,8 +77,8 @@ def run(work: Compiled, kind: str, seed: int = 0) -> tuple[list[Recorder], CallS
         recorder = Recorder(transport)
         layer = on_mesh(whole, work.grid, recorder, work)  # type: ignore[arg-type]
         assert layer.on_mesh is not None
-        sizes_of = layer.on_mesh._sizes
-        layer.on_mesh._sizes = lambda *a: found.append(sizes_of(*a)) or found[-1]  # type: ignore[method-assign, func-returns-value]
+        tables_of = layer.on_mesh._tables
+        layer.on_mesh._tables = lambda *a: found.append(tables_of(*a)) or found[-1]  # type: ignore[method-assign, func-returns-value]
         x = tokens_of(
             work.grid.coordinate(transport.rank, "dp"), count=5 + work.grid.coordinate(transport.rank, "dp"), seed=seed
         )
@@ -87,7 +87,7 @@ def run(work: Compiled, kind: str, seed: int = 0) -> tuple[list[Recorder], CallS
         return recorder
 
     recorders = run_ranks(work.grid.world, rank, seed=seed)
-    return recorders, next(each for each in found if isinstance(each, CallSizes)), found[-1]
+    return recorders, next(each[0] for each in found if isinstance(each, tuple)), found[-1]
 
 
 def sent_by_task(work: Compiled, recorders: list[Recorder], node_of: Any) -> Counter[tuple[str, str, bool]]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractChooser, AbstractReplicationPolicy, programs_of
+from moesaic.balance.replication.tables import spread
 from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.planner.cluster import ClusterSpec, read_cluster
 from moesaic.planner.rates import costs_of
@@ -114,16 +115,10 @@ class Larger:
         policy = self._policy(self.methods[OURS], tokens)
         assert isinstance(policy, Arbiter)
         programs = programs_of(self._plans[OURS], policy)
-        offers = policy.start({name: each.plan for name, each in programs.items()}).offers(load)
-        results = [
-            (
-                self._cached_seconds(programs[option.program], load, table, tokens),
-                0.0,
-                _num_replicated_experts(table),
-            )
-            for option, table in offers
-        ]
-        return min(results)
+        weigher = policy.start({name: each.plan for name, each in programs.items()}).weigher
+        replicas = weigher.replica_loads(load)
+        options = ((programs[each.program], spread(replicas, each.replicated)) for each in weigher.all(replicas))
+        return min((self._cached_seconds(of, load, t, tokens), 0.0, _num_replicated_experts(t)) for of, t in options)
 
     def _cached_seconds(self, compiled: Compiled, load: CallLoad, replicated: np.ndarray | None, tokens: int) -> float:
         """Return the seconds of forward and backward of a call. Equal programs and counts are simulated once."""

@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from moesaic.kernels.triton import expert_stage
 from moesaic.kernels.triton.rows import launch
-from moesaic.kernels.triton.rows.tiles import Tile, TileDevice
+from moesaic.kernels.triton.rows.tiles import TileDevice
 from moesaic_lab.gpu.shapes import LAYERS, GpuLayer
 
 DEVICES = {
@@ -157,9 +157,10 @@ def compile_one(layer: GpuLayer, product: str, number: int, capability: int, cac
         sizes = expert_stage.shapes(
             layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, 2, gated=True
         )
-        tile = list(candidates(sizes[product], DEVICES[capability]))[number].as_ints()
+        candidate = list(candidates(sizes[product], DEVICES[capability]))[number]
+        tile = list(astuple(candidate))
         with compiling_for(capability, Path(cache), private) as kernels, torch.no_grad():
-            products(Inputs.untouched(layer), is_compiling=True)[product](Tile.of(tile))
+            products(Inputs.untouched(layer), is_compiling=True)[product](candidate)
     return [
         {
             "layer": layer.name, "product": product, "tile": tile, "kernel": kernel.name,

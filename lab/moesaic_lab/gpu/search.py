@@ -25,6 +25,7 @@ from moesaic.kernels.triton.rows.tiles import (
     TileDevice,
     deepest,
     default_tile,
+    power_of_two,
     shared_bytes,
 )
 from moesaic_lab.claims import write_whole
@@ -52,7 +53,7 @@ class Tuned:
 
     device: TileDevice
     by_bucket: Mapping[str, Tile] = field(default_factory=dict)
-    """Tiles by `Shape.bucket`."""
+    """Tiles by `bucket`."""
 
     @property
     def key(self) -> str:
@@ -61,7 +62,7 @@ class Tuned:
 
     def tile(self, shape: Shape) -> Tile:
         """Return the tile found for a product of this shape, or the default tile."""
-        return self.by_bucket.get(shape.bucket) or default_tile(shape, self.device)
+        return self.by_bucket.get(bucket(shape)) or default_tile(shape, self.device)
 
     def tiles(self, shapes: Mapping[str, Shape]) -> dict[str, Tile]:
         """Return the tiles of a layer's products by name.
@@ -73,7 +74,16 @@ class Tuned:
 
     def with_tile(self, shape: Shape, tile: Tile) -> Tuned:
         """Return a copy with one more tile."""
-        return Tuned(device=self.device, by_bucket={**self.by_bucket, shape.bucket: tile})
+        return Tuned(device=self.device, by_bucket={**self.by_bucket, bucket(shape): tile})
+
+
+def bucket(shape: Shape) -> str:
+    """Return the key under which a tile is stored: the exact sizes that affect the choice, row counts rounded up to powers of
+    two."""
+    # A weight gradient sums over rows.
+    depth = power_of_two(shape.depth) if shape.product == "weight_grad" else shape.depth
+    sizes = f"{power_of_two(shape.rows_per_expert)}-{shape.columns}-{depth}-{shape.itemsize}"
+    return f"{shape.product}-{sizes}{'-gated' if shape.gated else ''}"
 
 
 def load(path: Path | str | None, device: TileDevice) -> Tuned:
@@ -133,9 +143,9 @@ def search(
         try:
             seconds = seconds_of(tile)
         except Exception as error:  # whatever the compiler or the driver raises for a bad tile
-            say(f"{shape.bucket}: {_described(tile)}: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+            say(f"{bucket(shape)}: {_described(tile)}: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
             continue
-        say(f"{shape.bucket}: {_described(tile)}: {seconds * 1e3:.3f} ms")
+        say(f"{bucket(shape)}: {_described(tile)}: {seconds * 1e3:.3f} ms")
         if seconds * (WORSE if number else 1.0) < best_seconds:
             best, best_seconds = tile, seconds
     return best, best_seconds < float("inf")

@@ -17,7 +17,7 @@ from moesaic.kernels.triton.rows.sort import sort
 from moesaic.kernels.triton.rows.tiles import Tile
 from moesaic.kernels.triton.up import up
 from moesaic_lab.gpu.layers import Inputs
-from moesaic_lab.gpu.search import Tuned, save, search
+from moesaic_lab.gpu.search import Tuned, bucket, save, search
 from moesaic_lab.gpu.shapes import GpuLayer
 from moesaic_lab.gpu.timing import seconds_of
 
@@ -73,7 +73,7 @@ def tune(
     runs = products(inputs)
     sizes = (layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, inputs.x.itemsize)
     for name, shape in shapes(*sizes, gated=True).items():
-        if shape.bucket in tuned.by_bucket or (only and name not in only):
+        if bucket(shape) in tuned.by_bucket or (only and name not in only):
             continue
         time_tile = partial(_seconds_with, runs[name])
         tile, is_done = search(shape, tuned.device, time_tile, deadline=deadline, say=say)

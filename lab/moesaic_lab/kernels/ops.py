@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.kernels.activation import hidden_rows_into
-from moesaic.kernels.encode import decode_reference, encode_reference, encoding, fast_decode, fast_encode
+from moesaic.kernels.encode import Encoding, encoding, fast_decode, fast_encode
 from moesaic.kernels.expert_ffn import expert_ffn
 from moesaic.kernels.permute import Permutation, dot_rows, sort_by_expert, sum_rows
 from moesaic.kernels.work import ExpertWork
@@ -181,3 +181,20 @@ def _one_by_one(work: ExpertWork) -> Tensor:
         y = y.index_add(0, token, (F.silu(gate) * up) @ work.down[expert].T * weight)
         start = end
     return y
+
+
+def mask_of(form: Encoding, gates: Tensor) -> Tensor:
+    """Return GShard's combine mask, (T, E, C): each copy's weight at its place (Lepikhin et al. 2020, section 2.2)."""
+    flat = gates.new_zeros(len(gates), form.num_experts * form.capacity + 1).scatter(1, form.place, gates)
+    return flat[:, :-1].view(len(gates), form.num_experts, form.capacity)
+
+
+def encode_reference(x: Tensor, form: Encoding) -> Tensor:
+    """Compute `fast_encode` by GShard's einsum; the oracle."""
+    mask = mask_of(form, torch.ones(form.place.shape, dtype=x.dtype, device=x.device))
+    return torch.einsum("tec,td->ecd", mask, x)
+
+
+def decode_reference(rows: Tensor, gates: Tensor, form: Encoding) -> Tensor:
+    """Compute `fast_decode` by GShard's einsum; the oracle."""
+    return torch.einsum("tec,ecd->td", mask_of(form, gates), rows)

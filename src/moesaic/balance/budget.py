@@ -125,35 +125,30 @@ class MemoryBudget:
         self, compiled: Compiled, replicated: np.ndarray | None, copies: np.ndarray, call: CountedCall
     ) -> CallSizes:
         """Return the sizes of a call or a slice; under multicast an upper bound that counts every copy as a separate token."""
-        grid, chunks, node_tokens = compiled.grid, compiled.plan.chunks, None
+        chunks, node_tokens = compiled.plan.chunks, None
         if compiled.is_multicast:
-            copies_by_place = [copies.reshape(len(copies), places, -1).sum(2) for places in grid.cast_levels]
+            copies_by_place = [copies.reshape(len(copies), places, -1).sum(2) for places in compiled.grid.cast_levels]
             visits = np.minimum(np.concatenate(copies_by_place, axis=1), call.tokens[:, None])
             node_tokens = np.repeat(-(-visits // chunks)[:, :, None], chunks, axis=2)
-        return CallSizes(
-            grid, copies, call.tokens, chunks, node_tokens=node_tokens, units=call.units, replicated=replicated,
-            shapes=compiled.shapes(self.num_experts),
-        )  # fmt: skip
+        return compiled.sizes(copies, call.tokens, units=call.units, node_tokens=node_tokens, replicated=replicated)
 
     def _options(
         self, compiled: Compiled, replicated: np.ndarray | None, load: CallLoad, call: CountedCall, budget: int
     ) -> Iterator[_Option]:
         """Yield ways to run a call within the budget: as without a budget, without replication, with other replicated rows."""
-        for slices in self._cuts(compiled, replicated, call, budget):
-            yield compiled, replicated, slices
-        if not self.compiled.replicates:
-            return
-        bare = self.unreplicated
-        # A program that may replicate holds more bytes even in calls that replicate nothing.
-        if replicated is not None or compiled.digest != bare.digest:
-            for slices in self._cuts(bare, None, call, budget):
-                yield bare, None, slices
-        replication = compiled if compiled.replicates else self.compiled
-        nothing_replicated = np.zeros((*call.copies.shape, self.compiled.grid.ep), dtype=np.int64)
-        rows, fewest = self._rows_that_fit(call, budget)
-        for table in fitting_tables(load, nothing_replicated if replicated is None else replicated, rows, fewest):
-            for slices in self._cuts(replication, table, call, budget):
-                yield replication, table, slices
+        ways = [(compiled, replicated)]
+        if self.compiled.replicates:
+            bare = self.unreplicated
+            # A program that may replicate holds more bytes even in calls that replicate nothing.
+            if replicated is not None or compiled.digest != bare.digest:
+                ways.append((bare, None))
+            replication = compiled if compiled.replicates else self.compiled
+            given = _nothing_replicated(load) if replicated is None else replicated
+            tables = fitting_tables(load, given, *self._rows_that_fit(call, budget))
+            ways += [(replication, table) for table in tables]
+        for program, table in ways:
+            for slices in self._cuts(program, table, call, budget):
+                yield program, table, slices
 
     @property
     def unreplicated(self) -> Compiled:
@@ -225,18 +220,12 @@ class MemoryBudget:
 
     def _cheapest(self, options: list[_Option], load: CallLoad) -> _Option:
         """Return the fastest way, by the cost model of the replication policies."""
-        nothing_replicated = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
+        nothing = _nothing_replicated(load)
 
         def cost(option: _Option) -> float:
             _, replicated, slices = option
-            share_recomputed = slices.share_again
-            return seconds(
-                load,
-                self.costs,
-                nothing_replicated if replicated is None else replicated,
-                slices.num_slices,
-                share_recomputed,
-            )
+            table = nothing if replicated is None else replicated
+            return seconds(load, self.costs, table, slices.num_slices, slices.share_again)
 
         return min(options, key=cost)
 
@@ -266,6 +255,10 @@ class MemoryBudget:
         """Return the statistics since the last `take`."""
         use, self.use = self.use, BudgetUse()
         return use
+
+
+def _nothing_replicated(load: CallLoad) -> np.ndarray:
+    return np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
 
 
 def _without_copies(call: CountedCall) -> CountedCall:

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from moesaic.balance.machine import Machine
-from moesaic.balance.replication.cost import nodes_of, ranks_by_place, seconds_per_byte
+from moesaic.balance.replication.cost import nodes_of, ranks_by_place, seconds_per_byte, slowness_of
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.runtime.counted import check_order
@@ -94,9 +94,7 @@ class ExpertLoad:
     @cached_property
     def slowness(self) -> np.ndarray:
         """(edp, ep) float64: the time of a row on the slowest shard of each place, relative to the rates."""
-        speeds = np.array(self.speeds or (1.0,))
-        slowest: np.ndarray = (1 / speeds[self.ranks % len(speeds)]).max(2)
-        return slowest
+        return slowness_of(self.speeds, self.ranks)
 
     @cached_property
     def node(self) -> np.ndarray:

@@ -227,14 +227,6 @@ class SampleLoad:
         return table
 
 
-def check(least_gain: float, rest: int) -> None:
-    """Raise InputError if `least_gain` is not a share, or `rest` is negative."""
-    if not 0 <= least_gain < 1:
-        raise InputError(f"placement least_gain={least_gain}: choose a share from 0 to below 1")
-    if rest < 0:
-        raise InputError(f"placement rest={rest}: choose 0 or more passes")
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlacerOptions:
     """The options of a run for its sample placer, which uses those that it needs."""
@@ -309,7 +301,10 @@ class TwoStage(AbstractPlacer):
     """
 
     def __init__(self, least_gain: float = LEAST_GAIN, *, rest: int = REST, solve: Solver | None = None) -> None:
-        check(least_gain, rest)
+        if not 0 <= least_gain < 1:
+            raise InputError(f"placement least_gain={least_gain}: choose a share from 0 to below 1")
+        if rest < 0:
+            raise InputError(f"placement rest={rest}: choose 0 or more passes")
         self.least_gain, self.rest, self._solve = least_gain, rest, solve or assign
 
     def decide(self, load: SampleLoad) -> Homes:
@@ -349,7 +344,7 @@ def _with_fewest_moves(rows: np.ndarray, home: np.ndarray, places: np.ndarray) -
     return cost
 
 
-class Weighed(AbstractPlacer):
+class Weighed(TwoStage):
     """This library's sample placer: minimises the modelled time of the slower kind of link.
 
     `TwoStage` always prefers links within nodes. If these are no faster (shared memory on a CPU, a node with many ranks and
@@ -368,8 +363,7 @@ class Weighed(AbstractPlacer):
     """
 
     def __init__(self, machine: Machine | None = None, *, least_gain: float = LEAST_GAIN, rest: int = REST) -> None:
-        check(least_gain, rest)
-        self.least_gain, self.rest = least_gain, rest
+        super().__init__(least_gain, rest=rest)
         machine = machine or Machine()
         self.rates = 1 / machine.intra_gbps, 1 / machine.inter_gbps
         """Time of a row within a node, and of a row between nodes, up to a common factor."""

@@ -103,7 +103,7 @@ def share(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
     Forward it is the identity. Backward it sums the gradients of all peers. Every peer's loss must depend on it, if
     only through empty tensors: if one rank's backward pass omits it, the other ranks wait forever.
     """
-    return _with_gradient(tensor, lambda whole: whole.view_as(whole), partial(all_reduce_sum, transport, peers))
+    return with_gradient(tensor, lambda whole: whole.view_as(whole), partial(all_reduce_sum, transport, peers))
 
 
 def slice_rows(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def slice_rows(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Te
     are gathered, so every peer has the whole gradient. Like `share`, it needs every peer in the backward pass.
     """
     mine, num_rows = share_of(len(tensor), peers.index(transport.rank), len(peers)), len(tensor)
-    return _with_gradient(
+    return with_gradient(
         tensor, lambda whole: whole[mine].clone(), lambda part: all_gather_rows(transport, peers, part, num_rows)
     )
 
@@ -125,12 +125,12 @@ def gather_rows(transport: AbstractTransport, peers: Peers, part: Tensor, num_ro
     move, since every peer has the whole gradient.
     """
     mine = share_of(num_rows, peers.index(transport.rank), len(peers))
-    return _with_gradient(
+    return with_gradient(
         part, lambda part: all_gather_rows(transport, peers, part, num_rows), lambda whole: whole[mine]
     )
 
 
-def _with_gradient(tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+def with_gradient(tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
     """Return `forward(tensor)`, with `backward` applied to the gradient."""
     out: Tensor = _WithGradient.apply(tensor, forward, backward)
     return out

@@ -19,10 +19,6 @@ TAG_LIMIT = 2**31
 """Tags are below this number, which every backend accepts."""
 
 
-class MessageSizeError(RuntimeError):
-    """A peer sent a message of another size than this rank expects, so the two do not run the same program."""
-
-
 @dataclass(frozen=True)
 class Transfer:
     """One rank's part of one movement. A rank's rows for itself are not part of a transfer."""

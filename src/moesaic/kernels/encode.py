@@ -1,9 +1,9 @@
 """Fast encode and decode: from tokens to a padded (experts, capacity, dim) tensor, and back with routing weights.
 
 Names and contract are Tutel's ("Tutel: Adaptive Mixture-of-Experts at Scale", 2023, section 3.3), for code that computes with
-padded experts. `MoE` itself is dropless and has no such tensor. GShard's formulation, kept here as the oracle, multiplies by a
-(tokens, experts, capacity) mask. Encode and decode only read and write rows: encode sums at most one token per place, decode
-sums the weighted places of each token. Each is the other's backward; both are deterministic.
+padded experts. `MoE` itself is dropless and has no such tensor. GShard's formulation multiplies by a mask, (tokens, experts,
+capacity). Encode and decode only read and write rows: encode sums at most one token per place, decode sums the weighted places
+of each token. Each is the other's backward; both are deterministic.
 """
 
 from __future__ import annotations
@@ -86,23 +86,6 @@ def fast_decode(rows: Tensor, gates: Tensor, form: Encoding) -> Tensor:
     """
     y: Tensor = _Decode.apply(rows.reshape(-1, rows.shape[-1]), gates, form)
     return y
-
-
-def mask_of(form: Encoding, gates: Tensor) -> Tensor:
-    """Return GShard's combine mask, (T, E, C): each copy's weight at its place (Lepikhin et al. 2020, section 2.2)."""
-    flat = gates.new_zeros(len(gates), form.num_experts * form.capacity + 1).scatter(1, form.place, gates)
-    return flat[:, :-1].view(len(gates), form.num_experts, form.capacity)
-
-
-def encode_reference(x: Tensor, form: Encoding) -> Tensor:
-    """Compute `fast_encode` by GShard's einsum; the oracle."""
-    mask = mask_of(form, torch.ones(form.place.shape, dtype=x.dtype, device=x.device))
-    return torch.einsum("tec,td->ecd", mask, x)
-
-
-def decode_reference(rows: Tensor, gates: Tensor, form: Encoding) -> Tensor:
-    """Compute `fast_decode` by GShard's einsum; the oracle."""
-    return torch.einsum("tec,ecd->td", mask_of(form, gates), rows)
 
 
 def _weights(gates: Tensor, form: Encoding) -> Tensor:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
+import numpy as np
+
 from moesaic.codecs import codec_spec
 from moesaic.errors import InputError
 from moesaic.program.build import SCHEDULES
@@ -27,6 +29,7 @@ from moesaic.program.passes.replicate import replicate
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
 from moesaic.program.passes.split import split_capacity, split_peers
 from moesaic.program.plan import Crossing, Plan
+from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Program, State
 from moesaic.program.text import to_text
 from moesaic.program.transpose import saved, transpose, up_to_experts
@@ -84,6 +87,28 @@ class Compiled:
     def shapes(self, num_experts: int) -> LayoutIndex:
         """Return the pieces of every slot for a number of experts; the result is cached."""
         return self._index(num_experts)
+
+    def sizes(
+        self,
+        copies: np.ndarray,
+        tokens: np.ndarray,
+        *,
+        units: int,
+        node_tokens: np.ndarray | None = None,
+        replicated: np.ndarray | None = None,
+    ) -> CallSizes:
+        """Return the rows of every slot and movement in a call of a layer; the arguments are those of `CallSizes`."""
+        chunks, shapes = self.plan.chunks, self.shapes(copies.shape[1])
+        return CallSizes(
+            self.grid,
+            copies,
+            tokens,
+            chunks,
+            node_tokens=node_tokens,
+            units=units,
+            replicated=replicated,
+            shapes=shapes,
+        )
 
     def held(self, num_experts: int, experts: ExpertSizes) -> HeldBytes:
         """Return the model of the bytes that calls of a layer hold; the result is cached."""

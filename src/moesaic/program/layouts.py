@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -230,12 +231,16 @@ class AbstractLayoutIndex(ABC):
         """Return the pieces that a slot of a layout holds on a rank."""
 
     @abstractmethod
+    def matched(self, move: Move, rank: int) -> tuple[Matched, Matched]:
+        """Return the pieces that a rank sends in a movement, and those that it receives."""
+
     def sent(self, move: Move, rank: int) -> Matched:
         """Return the pieces that a rank sends in a movement."""
+        return self.matched(move, rank)[0]
 
-    @abstractmethod
     def received(self, move: Move, rank: int) -> Matched:
         """Return the pieces that a rank receives in a movement."""
+        return self.matched(move, rank)[1]
 
     @abstractmethod
     def held(self, layout: Layout) -> Held:
@@ -314,8 +319,7 @@ class LayoutIndex(AbstractLayoutIndex):
     ) -> None:
         super().__init__(grid, num_experts, num_chunks, replicates=replicates)
         self._parts = num_chunks if parts is None else parts
-        self._sent: dict[tuple[Move, int], Matched] = {}
-        self._received: dict[tuple[Move, int], Matched] = {}
+        self._matched: dict[tuple[Move, int], tuple[Matched, Matched]] = {}
 
     @memoised
     def pieces(self, layout: Layout, rank: int) -> Pieces:
@@ -328,18 +332,6 @@ class LayoutIndex(AbstractLayoutIndex):
             expert, origin, chunk = expert[inside], origin[inside], chunk[inside]
         number = self.number(origin, expert, chunk)
         return Pieces(number, origin, expert, chunk, np.argsort(number, kind="stable"))
-
-    def sent(self, move: Move, rank: int) -> Matched:
-        """Return the pieces that a rank sends in a movement."""
-        if (move, rank) not in self._sent:
-            self._match(move, rank)
-        return self._sent[(move, rank)]
-
-    def received(self, move: Move, rank: int) -> Matched:
-        """Return the pieces that a rank receives in a movement."""
-        if (move, rank) not in self._received:
-            self._match(move, rank)
-        return self._received[(move, rank)]
 
     @memoised
     def held(self, layout: Layout) -> Held:
@@ -364,25 +356,15 @@ class LayoutIndex(AbstractLayoutIndex):
         """Return None: tokens stand where the tokens of their origin start."""
         return None
 
-    def _match(self, move: Move, rank: int) -> None:
-        """Compute the sent and received pieces of all ranks that exchange with `rank`."""
-        members = self.grid.group(rank, move.group)
-        exchanged = self._exchanged(move, members)
-        for table, own, peer, places in (
-            (self._sent, exchanged.source, exchanged.target, exchanged.source_place),
-            (self._received, exchanged.target, exchanged.source, exchanged.target_place),
-        ):
-            order = np.lexsort((peer, own))
-            cuts = np.searchsorted(own[order], np.arange(len(members) + 1))
-            for number, member in enumerate(members):
-                selected = order[cuts[number] : cuts[number + 1]]
-                starts = (
-                    np.flatnonzero(np.diff(peer[selected], prepend=-1, append=-1))
-                    if len(selected)
-                    else np.zeros(1, dtype=np.int64)
-                )
-                peers = tuple(members[index] for index in peer[selected][starts[:-1]].tolist())
-                table[(move, member)] = Matched(peers, starts, places[selected])
+    def matched(self, move: Move, rank: int) -> tuple[Matched, Matched]:
+        """Return the pieces that a rank sends and receives, computed for all ranks that exchange with it at once."""
+        if (move, rank) not in self._matched:
+            members = self.grid.group(rank, move.group)
+            found = self._exchanged(move, members)
+            sent = _by_member(members, found.source, found.target, found.source_place)
+            received = _by_member(members, found.target, found.source, found.target_place)
+            self._matched |= {(move, member): pair for member, pair in zip(members, zip(sent, received))}
+        return self._matched[(move, rank)]
 
     def _exchanged(self, move: Move, members: tuple[int, ...]) -> _Exchanged:
         """Match the pieces of a group of ranks, with one sort of all pieces that they hold."""
@@ -457,6 +439,19 @@ class _Exchanged(NamedTuple):
     """Position in the target's slot."""
 
 
+def _by_member(members: tuple[int, ...], own: np.ndarray, peer: np.ndarray, places: np.ndarray) -> list[Matched]:
+    """Return the exchanged pieces of each member of a group, peer after peer, from the member and the peer of each piece."""
+    order = np.lexsort((peer, own))
+    cuts = np.searchsorted(own[order], np.arange(len(members) + 1))
+    found = []
+    for begin, end in pairwise(cuts):
+        selected = order[begin:end]
+        starts = np.flatnonzero(np.diff(peer[selected], prepend=-1, append=-1)) if len(selected) else np.zeros(1, int)
+        peers = tuple(members[index] for index in peer[selected][starts[:-1]].tolist())
+        found.append(Matched(peers, starts, places[selected]))
+    return found
+
+
 def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the numbers start, ..., start + count - 1 of all runs, one run after the other, (sum of counts,) int64."""
     if len(counts) and (counts == counts[0]).all():
@@ -473,7 +468,7 @@ def find(held: Pieces, wanted: np.ndarray) -> np.ndarray:
     return np.where(held.number[index] == wanted, index, -1)
 
 
-def matched(splits: list[tuple[int, np.ndarray]]) -> Matched:
+def joined(splits: list[tuple[int, np.ndarray]]) -> Matched:
     """Return the pieces per peer as one `Matched`, without the peers that have none."""
     non_empty = [(peer, places) for peer, places in splits if len(places)]
     starts = np.cumsum([0, *(len(places) for _, places in non_empty)])

@@ -13,7 +13,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moesaic.program.grid import Grid
-from moesaic.program.layouts import AbstractLayoutIndex, Held, LayoutIndex, Matched, Move, Pieces, find, matched
+from moesaic.program.layouts import (
+    AbstractLayoutIndex,
+    Held,
+    LayoutIndex,
+    Matched,
+    Move,
+    Pieces,
+    find,
+    joined,
+    memoised,
+)
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Layout
 
@@ -39,29 +49,17 @@ class PlacedIndex(AbstractLayoutIndex):
     def __init__(self, index: LayoutIndex, targets: Targets, length: int) -> None:
         super().__init__(index.grid, index.num_experts, index.num_chunks, replicates=False)
         self._of_all_calls, self._targets, self.length = index, targets, length
-        self._pieces: dict[tuple[Layout, int], Pieces] = {}
-        self._matched: dict[tuple[Move, int], tuple[Matched, Matched]] = {}
 
+    @memoised
     def pieces(self, layout: Layout, rank: int) -> Pieces:
         """Return the pieces that a slot of a layout holds on a rank."""
+        all_pieces = self._of_all_calls.pieces(layout, rank)
         if not isinstance(layout, Placed):
-            return self._of_all_calls.pieces(layout, rank)
-        key = (layout, rank)
-        if key not in self._pieces:
-            all_pieces = self._of_all_calls.pieces(layout, rank)
-            is_home = self._targets()[0][all_pieces.origin, all_pieces.chunk] == rank
-            number = all_pieces.number[is_home]
-            indices = (all_pieces.origin[is_home], all_pieces.expert[is_home], all_pieces.chunk[is_home])
-            self._pieces[key] = Pieces(number, *indices, np.argsort(number, kind="stable"))
-        return self._pieces[key]
-
-    def sent(self, move: Move, rank: int) -> Matched:
-        """Return the pieces that a rank sends in a movement."""
-        return self._match(move, rank)[0] if _is_placed(move) else self._of_all_calls.sent(move, rank)
-
-    def received(self, move: Move, rank: int) -> Matched:
-        """Return the pieces that a rank receives in a movement."""
-        return self._match(move, rank)[1] if _is_placed(move) else self._of_all_calls.received(move, rank)
+            return all_pieces
+        is_home = self._targets()[0][all_pieces.origin, all_pieces.chunk] == rank
+        number = all_pieces.number[is_home]
+        indices = (all_pieces.origin[is_home], all_pieces.expert[is_home], all_pieces.chunk[is_home])
+        return Pieces(number, *indices, np.argsort(number, kind="stable"))
 
     def held(self, layout: Layout) -> Held:
         """Return which pieces slots of a layout hold on each rank. A placed piece is on the new home of its sample only."""
@@ -79,14 +77,15 @@ class PlacedIndex(AbstractLayoutIndex):
         later: np.ndarray = (self._targets()[1][pieces.origin, pieces.chunk] - pieces.chunk) * self.length
         return later
 
-    def _match(self, move: Move, rank: int) -> tuple[Matched, Matched]:
-        """Return the pieces that one rank sends, and those that it receives.
+    @memoised
+    def matched(self, move: Move, rank: int) -> tuple[Matched, Matched]:
+        """Return the pieces that a rank sends in a movement, and those that it receives.
 
         A piece that is placed or at its origin is on one rank. A piece at its expert is on all shards. So the receiver
         of a piece gets it from all ranks that hold it, which is a single rank unless the movement sums.
         """
-        if (move, rank) in self._matched:
-            return self._matched[(move, rank)]
+        if not (isinstance(move.source, Placed) or isinstance(move.target, Placed)):
+            return self._of_all_calls.matched(move, rank)
         members = self.grid.group(rank, move.group)
         source_pieces, target_numbers = self.pieces(move.source, rank), self.pieces(move.target, rank).number
         sent, received = [], []
@@ -94,8 +93,7 @@ class PlacedIndex(AbstractLayoutIndex):
             positions = find(source_pieces, self.pieces(move.target, peer).number)
             sent.append((peer, positions[positions >= 0]))
             received.append((peer, np.flatnonzero(find(self.pieces(move.source, peer), target_numbers) >= 0)))
-        self._matched[(move, rank)] = matched(sent), matched(received)
-        return self._matched[(move, rank)]
+        return joined(sent), joined(received)
 
 
 def placed_sizes(grid: Grid, copies: np.ndarray, shapes: PlacedIndex, units: int = 0) -> CallSizes:
@@ -111,7 +109,3 @@ def placed_sizes(grid: Grid, copies: np.ndarray, shapes: PlacedIndex, units: int
     return CallSizes(
         grid, copies.sum(1), tokens, shapes.num_chunks, units=units, shapes=shapes, parts=copies.transpose(0, 2, 1)
     )
-
-
-def _is_placed(move: Move) -> bool:
-    return isinstance(move.source, Placed) or isinstance(move.target, Placed)

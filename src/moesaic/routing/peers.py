@@ -203,26 +203,6 @@ class Peers:
         slots: maps experts to the slots that hold them.
     """
 
-    number: int
-    """P: the number of peers, this rank included."""
-    place: int
-    """The index of this rank among the peers."""
-    slices: int
-    """The number of neighbouring peers that hold slices of one batch of tokens (the tensor-parallel group of schedule S1); 1
-    if every peer has whole sequences."""
-    slice: int
-    """The index of this rank's slice."""
-    digest: Tensor
-    """(4,) float64: a digest of the plan and of the arguments with which this rank calls the layer."""
-    all_agree: bool
-    """Whether all ranks are known to run the same programs; False after a switch of plans."""
-    length: int
-    """The length of the last message, the same on all ranks; before the first message, the length of an announcement."""
-    skips_digests: bool
-    """Whether a rank that calls the layer with unchanged settings does not compare digests in this call."""
-    weights: Mapping[str, Tensor]
-    """The router's weights by name, which are the same on all ranks that route tokens of their own."""
-
     def __init__(
         self,
         transport: AbstractTransport,
@@ -236,11 +216,16 @@ class Peers:
         self._all_are_peers = grid.tp == 1
         self.ranks = tuple(range(grid.world)) if slices else grid.group(transport.rank, ("dp",))
         self.number, self.place = len(self.ranks), self.ranks.index(transport.rank)
+        """P, the number of peers, this rank included; and the index of this rank among the peers."""
         self.slices = grid.tp if slices else 1
+        """The number of neighbouring peers that hold slices of one batch of tokens (the tensor-parallel group of schedule S1);
+        1 if every peer has whole sequences."""
         self.slice = grid.coordinate(transport.rank, "tp") if slices else 0
+        """The index of this rank's slice."""
         self._plan_digest = digest
         self._settings: dict[str, object] = {}
         self.digest = _as_numbers(digest)
+        """(4,) float64: a digest of the plan and of the arguments with which this rank calls the layer."""
         self._device_digest = (torch.empty(0), torch.empty(0))
         self._find_node_tokens = find if self.number == transport.world else None
         self._slots_of = slots
@@ -249,9 +234,13 @@ class Peers:
         self._node_tokens: tuple[Choice, NodeTokens] | None = None
         self._sorted_experts: tuple[Tensor, Tensor] | None = None
         self.all_agree = True
+        """Whether all ranks are known to run the same programs; False after a switch of plans."""
         self.length = 2 + len(self.digest)
+        """The length of the last message, the same on all ranks; before the first message, the length of an announcement."""
         self.skips_digests = False
-        self.weights = {}
+        """Whether a rank that calls the layer with unchanged settings does not compare digests in this call."""
+        self.weights: Mapping[str, Tensor] = {}
+        """The router's weights by name, which are the same on all ranks that route tokens of their own."""
 
     def weights_hash(self) -> Tensor | float:
         """Return a hash of `weights`, () int64 on their device; 0 if there is nothing to compare them with."""

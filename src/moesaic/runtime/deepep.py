@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moesaic.comm.collectives import with_gradient
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
 from moesaic.experts.experts import AbstractExperts, ExpertCall, Weights, compute_dtype
@@ -122,8 +123,10 @@ class DeepEP:
 
     def combine(self, rows: Tensor, received: Received) -> Tensor:
         """Sum each token's rows at its origin: (R, dim) -> (tokens, dim); differentiable."""
-        out: Tensor = _Combine.apply(received.route, rows)
-        return out
+        route = received.route
+        return with_gradient(
+            rows, lambda rows: route.combine(rows)[0], lambda d_sums: route.redispatch(d_sums.contiguous())
+        )
 
 
 class _Dispatch(torch.autograd.Function):
@@ -158,18 +161,6 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, d_rows: Tensor, d_weights: Tensor, _: Tensor) -> tuple[Any, ...]:
         d_x, d_weight = ctx.route.combine(d_rows.contiguous(), d_weights.contiguous())
         return None, None, None, None, d_x, d_weight, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, route: DispatchRoute, rows: Tensor) -> Tensor:
-        ctx.route = route
-        return route.combine(rows)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_sums: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.route.redispatch(d_sums.contiguous())
 
 
 def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed: Routed) -> Tensor:

@@ -58,6 +58,8 @@ class Chosen(NamedTuple):
     """(world, num_experts, ep) int64: copies that helpers compute; None if the programs replicate nothing."""
     run_slices: Callable[[UncutCall, Tensor, Tensor, Weights, Weights], Tensor] | None = None
     """Runs the call slice by slice, given x, gates, split and common parameters; None if the call runs as a whole."""
+    sizes: CallSizes | None = None
+    """The sizes of the call, if they do not follow from its counts alone."""
 
 
 class AbstractCallPolicy(ABC):
@@ -112,8 +114,10 @@ class UncutCall:
     """(rows,) int64: each row's expert, ascending."""
     find: Callable[[Tensor, Tensor], NodeTokens] | None
     """Finds the node tokens of this rank's own rows from their tokens and experts, under multicast; None under other plans."""
-    sizes: Callable[[np.ndarray | None, np.ndarray, NodeTokens | None], CallSizes]
-    """Returns the call's sizes, given replicated copies, copies and node tokens."""
+    tokens: np.ndarray
+    """(world,) int64: tokens of each rank."""
+    units: int
+    """Hidden units of one shard of an expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +145,8 @@ class CallInputs:
     """Dtype of the products."""
     padded_rows: int | None = None
     """Rows that each expert is sent under a padded capacity; None under other capacities."""
+    choose: Callable[[CountedCall], Chosen] | None = None
+    """Decides how the call runs in place of the call policy."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +199,7 @@ class ExpertParallel:
         None if the plan is fixed."""
         """Times every task separately; None if tasks are not timed."""
         self._order: ExpertOrder | None = None
-        self._weight_first = weight_first
+        self.weight_first = weight_first
         self._tensor_group = grid.group(self.rank, ("tp",))
         self._tp_place = grid.coordinate(self.rank, "tp")
         by_deepep = compiled.plan.crossing is Crossing.DEEPEP
@@ -311,7 +317,7 @@ class ExpertParallel:
                 sequence_length=max(len(x_TD) // batch.num_sequences, 1),
             )
             x_TD = slice_rows(self.transport, self._tensor_group, x_TD)
-            sharing = shared_parameters(router, self.transport, self._tensor_group)
+            sharing = parameters_as(router, self._shared)
         with sharing:
             return route(
                 router,
@@ -342,7 +348,19 @@ class ExpertParallel:
             weight_TK = slice_rows(self.transport, self._tensor_group, weight_TK)
         return route_chosen(expert_TK, weight_TK, self.num_experts, self.peers)
 
-    def run_experts(self, experts: AbstractExperts, x_TD: Tensor, routed: Routed, padded_rows: int | None) -> Tensor:
+    def _shared(self, parameter: nn.Parameter) -> Tensor:
+        """Return a parameter whose gradient is summed over the tensor-parallel group, which uses it on different tokens."""
+        trains = parameter.requires_grad and torch.is_grad_enabled()
+        return share(self.transport, self._tensor_group, parameter) if trains else parameter
+
+    def run_experts(
+        self,
+        experts: AbstractExperts,
+        x_TD: Tensor,
+        routed: Routed,
+        padded_rows: int | None,
+        inputs: CallInputs | None = None,
+    ) -> Tensor:
         """Run dispatch, experts and combine: (tokens, dim) -> (tokens, dim).
 
         Args:
@@ -350,20 +368,26 @@ class ExpertParallel:
             x_TD: all tokens of the tensor-parallel group.
             routed: the result of `route`.
             padded_rows: the result of `padded_rows`.
+            inputs: what this rank brings into the call; None for what follows from the other arguments.
         """
         if self._deepep is not None:
-            self._check_digests(routed)
+            self.check_digests(routed)
             by_slot = routed if self._order is None else self._order.routed(routed)
             return run_by_deepep(self._deepep, experts, x_TD, by_slot)
-        routing = routed.routing if self._order is None else self._order.in_slots(routed.routing)
-        take = self._counted if padded_rows is None else partial(self._padded, rows=padded_rows)
-        inputs = take(experts, routed, routing, compute_dtype(x_TD.dtype, x_TD.device))
+        if inputs is None:
+            routing = self.in_slots(routed.routing)
+            take = self._counted if padded_rows is None else partial(self._padded, rows=padded_rows)
+            inputs = take(experts, routed, routing, compute_dtype(x_TD.dtype, x_TD.device))
         y: Tensor = experts(x_TD, inputs.gates.unsqueeze(1), run=partial(self._run, inputs))
         return y.to(x_TD.dtype)
 
+    def in_slots(self, routing: Routing) -> Routing:
+        """Return a routing to the slots of the experts."""
+        return routing if self._order is None else self._order.in_slots(routing)
+
     def _counted(self, experts: AbstractExperts, routed: Routed, routing: Routing, dtype: torch.dtype) -> CallInputs:
         """Return the inputs of a call whose counts all ranks have on the host. `routing` has slots for experts."""
-        self._check_digests(routed)
+        self.check_digests(routed)
         self.peers.skips_digests = False
         order, node_tokens = self.peers.order(routing.expert), None
         if routing.has_unsent:  # unsent copies come last
@@ -389,7 +413,7 @@ class ExpertParallel:
         """Return the inputs of a call under a padded capacity, which needs no counts. `routing` has slots for experts."""
         always = routing.token.device.type == "cpu"
         if always or not self._digests_checked or self._is_due():
-            self._check_digests(routed, together=always)
+            self.check_digests(routed, together=always)
         self.peers.skips_digests = not always
         order = self.peers.order(routing.expert)
         token, expert, gates = (t.index_select(0, order) for t in (routing.token, routing.expert, routing.weight))
@@ -405,13 +429,13 @@ class ExpertParallel:
         assert gate is not None
         experts, x, units = inputs.experts, x.to(inputs.dtype), inputs.experts.num_units(sharded)
         counted = CountedCall(inputs.copies, inputs.tokens, units, partial(experts.sizes, sharded, inputs.dtype))
-        chosen = self.calls.choose(inputs.record, counted)
+        chosen = inputs.choose(counted) if inputs.choose else self.calls.choose(inputs.record, counted)
         node_tokens = inputs.node_tokens
         if node_tokens is not None:
             node_tokens = None if chosen.run_slices else self._with_all_counts(node_tokens)
         sizes, indices = self._tables(inputs, chosen, node_tokens, units)
         call = Call(
-            rank=self.rank, sizes=sizes, experts=experts, weight_first=self._weight_first, codecs=self.codecs,
+            rank=self.rank, sizes=sizes, experts=experts, weight_first=self.weight_first, codecs=self.codecs,
             has_empty_rows=inputs.padded_rows is not None, indices=indices,
         )  # fmt: skip
         own = {"index": inputs.token.unsqueeze(1)} if node_tokens is None else dict(node_tokens.indices)
@@ -426,10 +450,15 @@ class ExpertParallel:
         self, inputs: CallInputs, chosen: Chosen, node_tokens: NodeTokens | None, units: int
     ) -> tuple[CallSizes, Indices]:
         """Return the sizes of a call and its index tensors; under a padded capacity, those of the first such call."""
+        if chosen.sizes is not None:
+            return chosen.sizes, Indices()
         key = (inputs.padded_rows, inputs.num_tokens, units)
         if inputs.padded_rows is not None and key in self._padded_tables:
             return self._padded_tables[key]
-        sizes = self._sizes(chosen.compiled, chosen.replicated, inputs.copies, inputs.tokens, node_tokens, units)
+        table = None if node_tokens is None else node_tokens.of_all
+        sizes = chosen.compiled.sizes(
+            inputs.copies, inputs.tokens, units=units, node_tokens=table, replicated=chosen.replicated
+        )
         tables = sizes, Indices()
         if inputs.padded_rows is not None:
             self._padded_tables[key] = tables
@@ -496,7 +525,7 @@ class ExpertParallel:
         self._unchecked_calls += 1
         return self._unchecked_calls % CHECKED_CALLS == 0 and not torch.cuda.is_current_stream_capturing()
 
-    def _check_digests(self, routed: Routed, *, together: bool = True) -> None:
+    def check_digests(self, routed: Routed, *, together: bool = True) -> None:
         """Raise InputError on every rank if ranks run different programs, or a recomputation runs others than its forward pass,
         or if ranks with tokens of their own have different routers.
 
@@ -517,21 +546,6 @@ class ExpertParallel:
             values = {name: description(weight) for name, weight in self.peers.weights.items()}
             check_same(self.transport, values, peers=self.peers.ranks, advice=dict.fromkeys(values, DRIFTED))
 
-    def _sizes(
-        self,
-        compiled: Compiled,
-        replicated: np.ndarray | None,
-        copies: np.ndarray,
-        tokens: np.ndarray,
-        node_tokens: NodeTokens | None,
-        units: int,
-    ) -> CallSizes:
-        chunks, shapes = compiled.plan.chunks, compiled.shapes(self.num_experts)
-        table = None if node_tokens is None else node_tokens.of_all
-        return CallSizes(
-            compiled.grid, copies, tokens, chunks, node_tokens=table, units=units, replicated=replicated, shapes=shapes
-        )
-
     def _with_all_counts(self, node_tokens: NodeTokens) -> NodeTokens:
         """Return node tokens with the counts of every rank, which are exchanged now unless they were before."""
         if node_tokens.of_all is not None:
@@ -546,12 +560,8 @@ class ExpertParallel:
         find = None
         if compiled.is_multicast:
             find = partial(_find_nodes, self.num_experts, compiled, num_tokens=inputs.num_tokens)
-
-        def sizes_of(replicated: np.ndarray | None, copies: np.ndarray, node_tokens: NodeTokens | None) -> CallSizes:
-            return self._sizes(compiled, replicated, copies, inputs.tokens, node_tokens, units)
-
         origins = (self.rank,) if is_alone else self._tensor_group
-        return UncutCall(run, origins, inputs.token, inputs.expert, find, sizes_of)
+        return UncutCall(run, origins, inputs.token, inputs.expert, find, inputs.tokens, units)
 
     def _node_tokens(self, token: Tensor, expert: Tensor, num_tokens: int, num_copies: int) -> NodeTokens:
         """Find the node tokens of the `num_copies` copies that this rank sends."""
@@ -626,13 +636,12 @@ def pad_copies(gates: Tensor, token: Tensor, expert: Tensor, num_experts: int, r
 
 
 @contextmanager
-def shared_parameters(module: nn.Module, transport: AbstractTransport, group: tuple[int, ...]) -> Iterator[None]:
-    """Sum the gradients of a module's parameters over a group of ranks that use the module on different tokens."""
+def parameters_as(module: nn.Module, value_of: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
+    """Return a context in which a module computes with `value_of` each of its parameters."""
     parameters = [(part, name, value) for part in module.modules() for name, value in part._parameters.items()]
     try:
         for part, name, value in parameters:
-            if value is not None and value.requires_grad and torch.is_grad_enabled():
-                part._parameters[name] = share(transport, group, value)  # type: ignore[assignment]
+            part._parameters[name] = value if value is None else value_of(value)  # type: ignore[assignment]
         yield
     finally:
         for part, name, value in parameters:

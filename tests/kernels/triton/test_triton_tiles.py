@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason='the GPU extra is not installed: pip instal
 
 from moesaic.kernels.triton.expert_stage import shapes
 from moesaic.kernels.triton.rows.tiles import Shape, Tile, TileDevice, default_tile, shared_bytes
-from moesaic_lab.gpu.search import Tuned, candidates, fits, load, save, search
+from moesaic_lab.gpu.search import Tuned, bucket, candidates, fits, load, save, search
 
 DEVICES = [
     TileDevice(name="Ampere", capability=(8, 0), multiprocessors=108, shared_bytes=166_912),
@@ -53,11 +53,6 @@ def test_a_tile_that_spills_or_wastes_is_left_out():
     assert not fits(Tile(rows=128, columns=256, depth=64, warps=8, stages=3, programs=2), shape, DEVICES[2])
 
 
-def test_tiles_survive_as_numbers():
-    tile = Tile(rows=64, columns=128, depth=32, warps=8, stages=4, group=2, programs=1, descriptors=1)
-    assert Tile.of(tile.as_ints()) == tile
-
-
 def a_shape() -> Shape:
     return shapes(327_680, 128, 768, 256, 2, gated=True)["down"]
 
@@ -95,7 +90,7 @@ def test_a_file_serves_only_the_device_it_was_made_on(tmp_path):
     here, there = Tuned(device=DEVICES[2]).with_tile(shape, tile), Tuned(device=DEVICES[1])
     save(path, here)
     save(path, there.with_tile(shape, default_tile(shape, DEVICES[1])))
-    assert load(path, DEVICES[2]).by_bucket == {shape.bucket: tile}
+    assert load(path, DEVICES[2]).by_bucket == {bucket(shape): tile}
     assert load(path, DEVICES[0]).by_bucket == {}
     assert len(json.loads(path.read_text())) == 2
     assert [entry.name for entry in path.parent.iterdir()] == ["tiles.json"]

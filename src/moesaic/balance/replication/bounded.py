@@ -124,9 +124,7 @@ def seconds(load: CallLoad, costs: ReplicationCosts, replicated: np.ndarray, sli
     worst = 0.0
     for replica in replica_loads(load, costs):
         of_places = replicated[replica.origins].sum(1)
-        computed = of_places.copy()
-        computed[:, np.arange(load.num_experts), load.home] += replica.copies - of_places.sum(2)
-        rows = computed.sum(1)
+        rows = replica.rows(of_places)
         repeat_seconds = replica.busiest(rows.sum(0)) * replica.seconds_per_copy / 3
         repeat_seconds += replica.row_bytes * replica.fullest(rows)
         starts = (slices - 1) * (replica.passes + 1) * (len(rows) - 1) * costs.machine.inter_latency_us * 1e-6

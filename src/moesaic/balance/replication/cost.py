@@ -49,6 +49,13 @@ def seconds_per_byte(machine: Machine, node: np.ndarray, node_links: tuple[float
     return seconds
 
 
+def slowness_of(speeds: tuple[float, ...], ranks: np.ndarray) -> np.ndarray:
+    """Return the time of a copy on the slowest rank of each place, relative to the rates, from the ranks of each place."""
+    speed = np.array(speeds or (1.0,))
+    slowest: np.ndarray = (1 / speed[ranks % len(speed)]).max(-1)
+    return slowest
+
+
 @lru_cache(maxsize=64)
 def relays_of(grid: Grid, places: tuple[tuple[int, ...], ...]) -> np.ndarray | None:
     """Return the place that relays the weights of each home to each helper, (home, helper) int64; None without relays.
@@ -129,6 +136,11 @@ class ReplicationCosts:
             if getattr(self, name) < 1:
                 raise InputError(f"replication.{name}={getattr(self, name)}: must be at least 1")
 
+    @property
+    def passes(self) -> int:
+        """How often a dispatched row crosses a link: to the expert and back, and again for gradients."""
+        return 4 if self.backward else 2
+
 
 @dataclass(frozen=True)
 class ReplicaLinks:
@@ -148,9 +160,7 @@ class ReplicaLinks:
     @cached_property
     def slowness(self) -> np.ndarray:
         """(ep,): the time of a copy on the slowest rank of each place, relative to the rates."""
-        speeds = np.array(self.costs.speeds or (1.0,))
-        of_places: np.ndarray = (1 / speeds[self.origins % len(speeds)]).max(1)
-        return of_places
+        return slowness_of(self.costs.speeds, self.origins)
 
     @cached_property
     def fair(self) -> np.ndarray:
@@ -276,17 +286,20 @@ class ReplicaLoad:
 
     @property
     def passes(self) -> int:
-        """How often a dispatched row crosses a link: to the expert and back, and again for gradients."""
-        return 4 if self.costs.backward else 2
+        """See `ReplicationCosts`."""
+        return self.costs.passes
+
+    def rows(self, replicated: np.ndarray) -> np.ndarray:
+        """Return the copies of place i that place j computes, (ep, ep) int64, under a table of replicated copies, (ep,
+        num_experts, ep) int64: copies of a place, for an expert, that another place computes."""
+        computed = replicated.copy()
+        computed[:, np.arange(self.load.num_experts), self.load.home] += self.copies - replicated.sum(2)
+        rows: np.ndarray = computed.sum(1)
+        return rows
 
     def seconds(self, replicated: np.ndarray) -> float:
-        """Return the modelled seconds under a table of replicated copies, (ep, num_experts, ep) int64: copies of a place, for
-        an expert, that another place computes."""
-        home = self.load.home
-        computed = replicated.copy()
-        computed[:, np.arange(self.load.num_experts), home] += self.copies - replicated.sum(2)
-        rows = computed.sum(1)
-        return self.seconds_of(rows, self.sent(replicated.sum(0) > 0))
+        """Return the modelled seconds under a table of replicated copies, in the form that `rows` takes."""
+        return self.seconds_of(self.rows(replicated), self.sent(replicated.sum(0) > 0))
 
     def sent(self, helped: np.ndarray) -> np.ndarray:
         """Return how many experts' weights each place sends to each other place, (ep, ep) int64.

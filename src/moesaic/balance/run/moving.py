@@ -6,22 +6,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from moesaic.balance.run.calls import BalancedCalls, bare_of
 from moesaic.balance.run.relocate import SampleMove
-from moesaic.balance.run.residual import Residual, WithResidual, rides_along, with_shares
+from moesaic.balance.run.residual import Residual, WithResidual, rides_along
 from moesaic.comm.collectives import gather_rows, slice_rows
 from moesaic.errors import InputError
-from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
+from moesaic.experts.experts import AbstractExperts, compute_dtype
 from moesaic.program.placed import PlacedIndex, placed_sizes
 from moesaic.routing.route import Routed, RoutedCall
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routing import Routing
-from moesaic.runtime.executor import LayerRun, run_program
-from moesaic.runtime.expert_parallel import ExpertParallel
-from moesaic.runtime.tasks import Call
+from moesaic.runtime.counted import CountedCall
+from moesaic.runtime.expert_parallel import CallInputs, Chosen, ExpertParallel
 
 
 class WrappedLayer(Protocol):
@@ -109,18 +109,9 @@ def _on_mesh(layer: WrappedLayer) -> ExpertParallel:
 
 
 def _run_moved(layer: WrappedLayer, call: RoutedCall, move: SampleMove, residual: Residual | None) -> Tensor | None:
-    """Decide where samples go, and deliver results there: from tokens of the present samples to tokens of the new ones.
+    """Decide where samples go, and deliver results there, (tokens, dim); None if results must return home first.
 
     The decision starts as soon as all ranks have the counts. It is awaited when results are sent.
-
-    Args:
-        layer: a layer on a mesh.
-        call: its routed call.
-        move: the layer's move in this forward pass.
-        residual: the residual to add to the result. Afterwards `move.rides` says whether it was added.
-
-    Returns:
-        (tokens, dim); None if results must return home first, as under plans that cannot deliver them elsewhere.
     """
     on_mesh, experts, routed, x_TD = _on_mesh(layer), layer.experts, call.routed, call.x_TD
     samples = move.before.slots * len(move.relocator.group)
@@ -139,9 +130,9 @@ def _run_moved(layer: WrappedLayer, call: RoutedCall, move: SampleMove, residual
     num_tokens = len(x_TD) // (on_mesh.grid.tp if plain.routes_slices else 1)
     # The shared expert's result is sent separately anyway, and the residual is added to it.
     riding = residual if layer.shared is None and programs is not None else None
-    rides = rides_along(riding, plain.plan, on_mesh._weight_first)
+    rides = rides_along(riding, plain.plan, on_mesh.weight_first)
     if programs is not None:
-        on_mesh._check_digests(routed)
+        on_mesh.check_digests(routed)
     if move.copies is None:
         own_tokens = move.tokens(len(x_TD)) if num_tokens == len(x_TD) else slice(0, num_tokens)
         inside = (token >= own_tokens.start) & (token < own_tokens.stop)
@@ -160,16 +151,24 @@ def _run_moved(layer: WrappedLayer, call: RoutedCall, move: SampleMove, residual
         )
     if programs is None:
         return None
-    if riding is None or not rides:
-        return _run(on_mesh, experts, experts, x_TD, gates.unsqueeze(1), token, move, routed)
-    gates_and_shares = with_shares(gates, token, num_tokens)
-    computing, x = WithResidual(experts, riding.norm), riding.x.view(x_TD.shape)
-    return _add_alone(_run(on_mesh, experts, computing, x, gates_and_shares, token, move, routed), x, token, move)
+    assert move.copies is not None
+    computing, x = experts, x_TD
+    if riding is not None and rides:
+        num_copies = torch.bincount(token, minlength=num_tokens)[token]
+        computing = WithResidual(experts, riding.norm, num_copies, move.relocator.mesh)
+        x = riding.x.view(x_TD.shape)
+    inputs = CallInputs(
+        experts=computing, record=routed.record, token=token, expert=expert, gates=gates, node_tokens=None,
+        copies=move.copies.sum(1), tokens=np.full(on_mesh.grid.world, num_tokens), num_tokens=num_tokens,
+        dtype=compute_dtype(x.dtype, x.device), choose=lambda counted: _programs(on_mesh, computing, move, routed, counted),
+    )  # fmt: skip
+    y = on_mesh.run_experts(computing, x, routed, None, inputs)
+    return _add_alone(y, x, token, move) if computing is not experts else y
 
 
 def _copies(on_mesh: ExpertParallel, routed: Routed, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, slots and weights of the copies that this rank sends, sorted by slot."""
-    routing = on_mesh.order.in_slots(routed.routing)
+    routing = on_mesh.in_slots(routed.routing)
     token, expert, gates = routing.token, routing.expert, routing.weight
     if routing.has_unsent:
         sent = (expert < num_experts).nonzero().squeeze(1)
@@ -201,40 +200,16 @@ def _add_alone(y: Tensor, x: Tensor, token: Tensor, move: SampleMove) -> Tensor:
     return y + gather_rows(transport, group, added, len(x))
 
 
-def _run(
-    on_mesh: ExpertParallel,
-    storing: AbstractExperts,
-    computing: AbstractExperts,
-    x_TD: Tensor,
-    gates: Tensor,
-    token: Tensor,
-    move: SampleMove,
-    routed: Routed,
-) -> Tensor:
-    """Run the programs with the weights of `storing` and the arithmetic of `computing`, which is `storing` or wraps it."""
-    plain, relocator, transport = bare_of(on_mesh.calls), move.relocator, on_mesh.transport
-    shapes = relocator.shapes(plain, storing.num_experts, move.before.slots)
-    dtype, copies = compute_dtype(x_TD.dtype, x_TD.device), move.copies
+def _programs(
+    on_mesh: ExpertParallel, experts: AbstractExperts, move: SampleMove, routed: Routed, call: CountedCall
+) -> Chosen:
+    """Return the programs that deliver results to the new homes, and the sizes of the call."""
+    plain, copies = bare_of(on_mesh.calls), move.copies
     assert copies is not None
-
-    def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
-        assert gate is not None
-        if isinstance(computing, WithResidual):
-            local = storing.num_experts // plain.grid.ep
-            common = computing.joined(common, local, plain.grid.etp, transport, relocator.group)
-        if isinstance(on_mesh.calls, BalancedCalls):
-            on_mesh.calls.note_move(routed.record, move, copies.sum(1), storing.num_units(sharded))
-        compiled = relocator.compiled(plain, bias=bool(common))
-        assert compiled is not None
-        placed_index = PlacedIndex(shapes, move.targets, move.length)
-        sizes = placed_sizes(plain.grid, copies, placed_index, storing.num_units(sharded))
-        call = Call(
-            rank=on_mesh.rank, sizes=sizes, experts=computing, weight_first=on_mesh._weight_first, codecs=on_mesh.codecs
-        )
-        layer_run = LayerRun(compiled, transport, call, {"index": token.unsqueeze(1)})
-        layer_run.take_tags()
-        cast = (tuple(weight.to(dtype) for weight in weights) for weights in (sharded, common))
-        return run_program(layer_run, x.to(dtype), gate, *cast)
-
-    y: Tensor = storing(x_TD, gates, run=run)
-    return y.to(x_TD.dtype)
+    if isinstance(on_mesh.calls, BalancedCalls):
+        on_mesh.calls.note_move(routed.record, move, call.copies, call.units)
+    compiled = move.relocator.compiled(plain, bias=bool(experts.names[1]))
+    assert compiled is not None
+    shapes = move.relocator.shapes(plain, experts.num_experts, move.before.slots)
+    placed_index = PlacedIndex(shapes, move.targets, move.length)
+    return Chosen(compiled, sizes=placed_sizes(plain.grid, copies, placed_index, call.units))

@@ -21,19 +21,16 @@ on an emulated cluster, even if no sample moves. So after passes without moves a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, TwoStage, Volume
-from moesaic.comm.collectives import all_gather, all_gather_rows, gather_rows, share_of, slice_rows
+from moesaic.comm.collectives import all_gather, all_gather_rows, gather_rows, share_of, slice_rows, with_gradient
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.draw import is_dtensor
@@ -44,6 +41,7 @@ from moesaic.program.sizes import Runs
 from moesaic.routing.replay import own_choice
 from moesaic.routing.router import AbstractRouter
 from moesaic.runtime.expert_order import ExpertOrder
+from moesaic.runtime.expert_parallel import parameters_as
 
 
 def carry(
@@ -68,29 +66,16 @@ def carry(
         return x
     if not x.is_floating_point():
         return _exchange(transport, transport.take_tags(1), x, before, after, rows)
-    out: Tensor = _Carry.apply(transport, before, after, rows, x)
-    return out
+    # The backward pass has a tag of its own from the start, since ranks may run different operations before it.
+    tag = transport.take_tags(2)
+    tags_back, arrived = [tag + 1], rows_after(rows, before, after)
 
+    def back(gradient: Tensor) -> Tensor:
+        """Exchange in the other direction."""
+        tag_back = tags_back.pop() if tags_back else transport.take_tags(1)
+        return _exchange(transport, tag_back, gradient, after, before, arrived)
 
-class _Carry(torch.autograd.Function):
-    """The exchange; its backward pass exchanges in the other direction."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, transport: AbstractTransport, before: Homes, after: Homes, rows: np.ndarray, x: Tensor
-    ) -> Tensor:
-        # The backward pass has a tag of its own from the start, since ranks may run different operations before it.
-        tag = transport.take_tags(2)
-        ctx.transport, ctx.before, ctx.after, ctx.tag, ctx.was_run = transport, before, after, tag + 1, False
-        ctx.rows = rows_after(rows, before, after)
-        return _exchange(transport, tag, x, before, after, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None, Tensor]:
-        tag = ctx.transport.take_tags(1) if ctx.was_run else ctx.tag
-        ctx.was_run = True
-        return None, None, None, None, _exchange(ctx.transport, tag, gradient, ctx.after, ctx.before, ctx.rows)
+    return with_gradient(x, lambda own: _exchange(transport, tag, own, before, after, rows), back)
 
 
 def rows_after(rows: np.ndarray, before: Homes, after: Homes) -> np.ndarray:
@@ -484,7 +469,7 @@ class SampleMove:
         x_TD = x_TD[own_tokens]
         valid_T, token_ids = (None if each is None else each[own_tokens] for each in (valid_T, token_ids))
         router, top_k = self._following.router, self._following.top_k
-        with torch.no_grad(), torch.autocast(x_TD.device.type, enabled=False), _whole_parameters(router):
+        with torch.no_grad(), torch.autocast(x_TD.device.type, enabled=False), parameters_as(router, _whole):
             scores = router.scores(x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)), None, token_ids)
             choice = own_choice(router)(scores, top_k, valid_T, None)
         alive = slice(None) if valid_T is None else valid_T[choice.token]
@@ -503,18 +488,9 @@ class SampleMove:
         return torch.bincount(cell, minlength=self.before.slots * num_experts).view(-1, num_experts)
 
 
-@contextmanager
-def _whole_parameters(router: nn.Module) -> Iterator[None]:
-    """Gather the parameters of a router that is sharded over data-parallel ranks, for the duration of the context."""
-    parameters = [(part, name, value) for part in router.modules() for name, value in part._parameters.items()]
-    try:
-        for part, name, value in parameters:
-            if is_dtensor(value):
-                part._parameters[name] = value.full_tensor()
-        yield
-    finally:
-        for part, name, value in parameters:
-            part._parameters[name] = value
+def _whole(parameter: nn.Parameter) -> Tensor:
+    """Return a parameter, gathered if it is sharded over data-parallel ranks."""
+    return parameter.full_tensor() if is_dtensor(parameter) else parameter
 
 
 def _check_router(router: AbstractRouter, device: torch.device) -> None:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from moesaic.comm.collectives import share
-from moesaic.comm.transport import AbstractTransport
+from moesaic.comm.mesh import Mesh
 from moesaic.draw import Draw, draw_globally
-from moesaic.experts.experts import AbstractExperts, DeferredWgrad, ExpertCall, Weights, compute_dtype
+from moesaic.experts.experts import AbstractExperts, DeferredWgrad, ExpertCall, Runner, Weights, compute_dtype
 from moesaic.program.plan import Plan
 
 
@@ -50,18 +50,6 @@ def rides_along(residual: Residual | None, plan: Plan, weight_first: bool) -> bo
     return compute_dtype(dtype, residual.x.device) is dtype and dtype.itemsize >= 4
 
 
-def with_shares(gates: Tensor, token: Tensor, num_tokens: int) -> Tensor:
-    """Return each copy's routing weight and its share of its token's residual, (copies, 2).
-
-    Args:
-        gates: (copies,) routing weights.
-        token: (copies,) int64, each copy's token.
-        num_tokens: number of tokens.
-    """
-    copies = torch.bincount(token, minlength=num_tokens)
-    return torch.stack([gates, copies[token].to(gates.dtype).reciprocal()], dim=1)
-
-
 class WithResidual(AbstractExperts):
     """Experts that apply the norm to tokens themselves, and add a share of the token to each weighted result.
 
@@ -71,17 +59,33 @@ class WithResidual(AbstractExperts):
     Args:
         inner: the experts.
         norm: the norm before them; None for none.
+        num_copies: (rows,) int64, number of copies of each row's token.
+        mesh: the mesh of the layer.
     """
 
-    def __init__(self, inner: AbstractExperts, norm: nn.Module | None) -> None:
+    def __init__(self, inner: AbstractExperts, norm: nn.Module | None, num_copies: Tensor, mesh: Mesh) -> None:
         super().__init__(inner.dim, inner.num_experts)
-        self.inner, self.norm = inner, norm
+        self.inner, self.norm, self._num_copies, self._mesh = inner, norm, num_copies, mesh
         self._shapes = {} if norm is None else {name: value.shape for name, value in norm.named_parameters()}
         self._columns = sum(shape.numel() for shape in self._shapes.values())
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return self.inner.names
+        sharded, common = self.inner.names
+        return sharded, (*common, *(f"norm.{name}" for name in self._shapes))
+
+    def forward(
+        self, rows: Tensor, weight: Tensor | None, ends: Tensor | None = None, run: Runner | None = None
+    ) -> Tensor:
+        """Run the experts with their own weights; `weight`, (rows, 1), and `run` are needed."""
+        assert run is not None
+        assert weight is not None, "a residual rides on copies that have weights"
+        shares = self._num_copies.unsqueeze(1).to(weight.dtype).reciprocal()
+        gates_and_shares = torch.cat([weight, shares], dim=1)
+        y: Tensor = self.inner(
+            rows, gates_and_shares, run=lambda x, gates, sharded, common: run(x, gates, sharded, self._joined(common))
+        )
+        return y
 
     def compute(self, call: ExpertCall) -> Tensor:
         return self.inner.compute(self._inner_call(call)) + self._share(call.rows, call)
@@ -129,28 +133,20 @@ class WithResidual(AbstractExperts):
     def first(self, sharded: Weights, num_experts: int) -> Weights:
         return self.inner.first(sharded, num_experts)
 
-    def joined(
-        self, common: Weights, num_experts: int, shards: int, transport: AbstractTransport, group: tuple[int, ...]
-    ) -> Weights:
+    def _joined(self, common: Weights) -> Weights:
         """Return the parameters that an expert's shards have in common, with the norm's parameters appended; differentiable.
 
         Every shard of an expert computes the whole gradient of the norm, and all of these gradients are summed over
         data-parallel ranks. So each is divided by the number of shards. Each rank of a tensor-parallel group applies the norm
         to its own rows.
-
-        Args:
-            common: the common parameters of the inner experts.
-            num_experts: number of experts on this rank.
-            shards: number of shards of an expert.
-            transport: the transport between the ranks.
-            group: this rank's tensor-parallel group.
         """
         if self.norm is None or not self._columns:
             return common
+        grid, rank = self._mesh.grid, self._mesh.rank
         norm_row = torch.cat([value.reshape(-1) for value in self.norm.parameters()])
-        norm_row = norm_row if len(group) == 1 else share(transport, group, norm_row)
-        norm_row = norm_row if shards == 1 else norm_row / shards + (norm_row - norm_row / shards).detach()
-        return (torch.cat([*common, norm_row.expand(num_experts, -1)], dim=1),)
+        norm_row = norm_row if grid.tp == 1 else share(self._mesh.transport, grid.group(rank, ("tp",)), norm_row)
+        norm_row = norm_row if grid.etp == 1 else norm_row / grid.etp + (norm_row - norm_row / grid.etp).detach()
+        return (torch.cat([*common, norm_row.expand(self.num_experts // grid.ep, -1)], dim=1),)
 
     def _inner_call(self, call: ExpertCall, normed: Tensor | None = None) -> ExpertCall:
         """Return the call of the inner experts, with rows after the norm."""

@@ -56,7 +56,7 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
         cut: how the call is cut.
         call: the call.
     """
-    transport, token, expert, bind = call.whole.transport, call.token, call.expert, call.sizes
+    transport, token, expert, compiled = call.whole.transport, call.token, call.expert, call.whole.compiled
     rows, node_tokens = [], []
     for number in range(cut.num_slices):
         places, origin = cut.rows(number, call.origins)
@@ -74,7 +74,9 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
     slices = []
     for number in range(cut.num_slices):
         own_node_tokens = node_tokens[number] if node_tokens else None
-        sizes = partial(bind, cut.replicated(number), cut.copies(number), own_node_tokens)
+        table, replicated = None if own_node_tokens is None else own_node_tokens.of_all, cut.replicated(number)
+        of_call = partial(compiled.sizes, tokens=call.tokens, units=call.units)
+        sizes = partial(of_call, cut.copies(number), node_tokens=table, replicated=replicated)
         indices = {"index": token[rows[number]].unsqueeze(1)} if own_node_tokens is None else own_node_tokens.indices
         slices.append(Slice(rows[number], sizes, indices))
     return slices

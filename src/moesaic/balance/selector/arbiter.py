@@ -123,12 +123,6 @@ class Arbitration(AbstractChooser):
             decision_seconds=time.thread_time() - started,
         )  # fmt: skip
 
-    def offers(self, load: CallLoad) -> list[tuple[Option, np.ndarray | None]]:
-        """Return all options for a call, each with its table of replicated copies, (world, num_experts, ep) int64, without
-        deciding."""
-        replicas = self.weigher.replica_loads(load)
-        return [(option, spread(replicas, option.replicated)) for option in self.weigher.all(replicas)]
-
     def _is_due(self, load: CallLoad) -> bool:
         """Return whether all options must be compared: in the first call, after a change of load, or after many calls."""
         busiest = _busiest_place(load, 1.0)

@@ -13,7 +13,7 @@ that travel while the experts at home compute, and the host's time for each repl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -166,26 +166,23 @@ class Weigher:
     def alone(self, replicas: Sequence[ReplicaLoad]) -> Option:
         """Return the option of leaving a call alone."""
         nothing = (NOTHING,) * len(replicas)
-        return self._option(ALONE, Recipe(), nothing, self.works(ALONE, replicas, nothing), replicas[0].passes)
+        return self._option(ALONE, Recipe(), nothing, self.works(ALONE, replicas, nothing))
 
     def all(self, replicas: Sequence[ReplicaLoad]) -> list[Option]:
         """Return all options for a call, first that of leaving the call alone."""
-        alone, passes = self.alone(replicas), replicas[0].passes
-        tables = self._best_tables(replicas)
+        alone, tables = self.alone(replicas), self._best_tables(replicas)
         options = [alone]
         for program, plan in list(self._plans.items())[1:]:
             if plan.replicates:
-                options += [self._option(program, *each, passes) for each in tables]
+                options += [self._option(program, *each) for each in tables]
             else:
                 works = self.works(program, replicas, alone.replicated)
-                options.append(self._option(program, Recipe(), alone.replicated, works, passes))
+                options.append(self._option(program, Recipe(), alone.replicated, works))
         return options
 
-    def _option(
-        self, program: str, recipe: Recipe, replicated: tuple[Replications, ...], works: list[Work], passes: int
-    ) -> Option:
+    def _option(self, program: str, recipe: Recipe, replicated: tuple[Replications, ...], works: list[Work]) -> Option:
         plan, steps = self._plans[program], self._plans[program].peer_groups
-        parts = (steps - self._plans[ALONE].peer_groups) * passes / 2 * self._costs.part_us * 1e-6
+        parts = (steps - self._plans[ALONE].peer_groups) * self._costs.passes / 2 * self._costs.part_us * 1e-6
         seconds = max(work.seconds(plan.chunks * steps) for work in works)
         return Option(program, recipe, replicated, round(seconds + parts, DECIMALS))
 
@@ -193,30 +190,28 @@ class Weigher:
         self, replicas: Sequence[ReplicaLoad]
     ) -> list[tuple[Recipe, tuple[Replications, ...], list[Work]]]:
         """Return recipe, table and work of the best table of each policy, without policies that replicate nothing."""
-        passes, price = replicas[0].passes, self._costs.expert_us * 1e-6
-
-        def best(tables: Iterable[tuple[Recipe, tuple[Replications, ...]]]) -> None:
-            priced = [(recipe, table, self.works(REPLICATED, replicas, table)) for recipe, table in tables]
-            options = [self._option(REPLICATED, recipe, table, works, passes) for recipe, table, works in priced]
-            found.append(priced[min(range(len(options)), key=lambda number: options[number].seconds)])
-
-        def shadowed(price: float, whole: bool) -> tuple[Recipe, tuple[Replications, ...]]:
-            tables = tuple(shadows(each, price, at_most=self._at_most, whole=whole) for each in replicas)
-            thresholds = tuple(
-                1.0 if table.is_empty else least_of(replica, table, whole=whole)
-                for replica, table in zip(replicas, tables)
-            )
-            return Recipe(shadows=True, whole=whole, least=thresholds), tables
-
-        found: list[tuple[Recipe, tuple[Replications, ...], list[Work]]] = []
-        for whole in (False, True):
-            best(shadowed(each, whole) for each in dict.fromkeys((price, 0.0)))
+        prices = dict.fromkeys((self._costs.expert_us * 1e-6, 0.0))
+        tables = [[self._shadowed(replicas, price, whole) for price in prices] for whole in (False, True)]
         spilling = [Recipe(limit=limit) for limit in SPILLS]
         if len(set(replicas[0].links.nodes.tolist())) > 1:
             spilling += [replace(recipe, near_first=True) for recipe in spilling]
         for recipes in (spilling, [Recipe(redundant=each) for each in REDUNDANT]):
-            best((recipe, self.tables(recipe, replicas)) for recipe in recipes)
+            tables.append([(recipe, self.tables(recipe, replicas)) for recipe in recipes])
+        found = []
+        for of_policy in tables:
+            priced = [(recipe, table, self.works(REPLICATED, replicas, table)) for recipe, table in of_policy]
+            found.append(min(priced, key=lambda each: self._option(REPLICATED, *each).seconds))
         return [each for each in found if not all(table.is_empty for table in each[1])]
+
+    def _shadowed(
+        self, replicas: Sequence[ReplicaLoad], price: float, whole: bool
+    ) -> tuple[Recipe, tuple[Replications, ...]]:
+        """Return the recipe and the table of shadows if each expert costs `price` more seconds."""
+        tables = tuple(shadows(each, price, at_most=self._at_most, whole=whole) for each in replicas)
+        thresholds = tuple(
+            1.0 if table.is_empty else least_of(replica, table, whole=whole) for replica, table in zip(replicas, tables)
+        )
+        return Recipe(shadows=True, whole=whole, least=thresholds), tables
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,21 @@ from moesaic.kernels.codecs.codec import AbstractCodec
 from moesaic.kernels.pick import codes_by_triton
 
 
+class AbstractEightBit(AbstractCodec):
+    """Sends one byte per value, and scales that several values share."""
+
+    def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+        scale, codes = fields
+        if codes_by_triton(scale.device, dtype):
+            from moesaic.kernels.triton.quantise import decode
+
+            decoded: Tensor = decode(scale, codes, dtype)
+            return decoded
+        return saturate(codes.to(scale.dtype) * per_value(scale, dim), dtype)
+
+
 @final
-class Int8(AbstractCodec):
+class Int8(AbstractEightBit):
     """Sends `round(127 x / max|x|)` for each row, and the scale `max|x| / 127` as float32 (float64 for float64 rows).
 
     The scale is never below the smallest normal number. A row of zeros therefore stays zero, and a row with all values below
@@ -38,15 +51,6 @@ class Int8(AbstractCodec):
         values = rows.to(scale.dtype)
         scale.copy_(scales(values.abs().amax(1, keepdim=True), INT8_LARGEST))
         integers.copy_((values / scale).round_().clamp_(-INT8_LARGEST, INT8_LARGEST).nan_to_num_(0.0))
-
-    def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
-        if codes_by_triton(fields[0].device, dtype):
-            from moesaic.kernels.triton.quantise import decode
-
-            decoded: Tensor = decode(*fields, dtype)
-            return decoded
-        scale, integers = fields
-        return saturate(integers * scale, dtype)
 
     def _bound(self, rows: Tensor) -> Tensor:
         values = rows.to(compute_dtype(rows.dtype))
@@ -69,7 +73,7 @@ def scales(largest: Tensor, levels: float) -> Tensor:
 
 
 @final
-class Fp8(AbstractCodec):
+class Fp8(AbstractEightBit):
     """Scales each block to a largest magnitude of 448 and casts it to e4m3, to nearest.
 
     The error of a value is at most 1/16 of the value, or 2**-10 of the scale where e4m3 is subnormal: for values below
@@ -91,15 +95,6 @@ class Fp8(AbstractCodec):
         scaled = values / per_value(scale, rows.shape[1])
         codes.copy_(scaled.clamp_(-FP8_LARGEST, FP8_LARGEST).nan_to_num_(0.0))
 
-    def _read(self, fields: list[Tensor], num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
-        if codes_by_triton(fields[0].device, dtype):
-            from moesaic.kernels.triton.quantise import decode
-
-            decoded: Tensor = decode(*fields, dtype)
-            return decoded
-        scale, codes = fields
-        return saturate(codes.to(scale.dtype) * per_value(scale, dim), dtype)
-
     def _bound(self, rows: Tensor) -> Tensor:
         values = rows.to(compute_dtype(rows.dtype))
         scale = per_value(scales(block_max(values), FP8_LARGEST), rows.shape[1]).double()
@@ -116,5 +111,5 @@ def block_max(values: Tensor) -> Tensor:
 
 
 def per_value(scale: Tensor, dim: int) -> Tensor:
-    """Return each value's scale: (R, ceil(D / FP8_WIDTH)) -> (R, D)."""
-    return scale.repeat_interleave(FP8_WIDTH, dim=1)[:, :dim]
+    """Return each value's scale: (R, ceil(D / FP8_WIDTH)) -> (R, D), or (R, 1) unchanged."""
+    return scale if scale.shape[1] == 1 else scale.repeat_interleave(FP8_WIDTH, dim=1)[:, :dim]

@@ -4,7 +4,7 @@ ScheMoE (section 6) uses it on CUDA. The algorithm is Lindstrom, "Fixed-Rate Com
 package zfpy computes it on the CPU. Rows on another device are copied to the CPU and back, which waits for the device. The
 fixed rate lets sender and receiver know a message's length.
 
-The error bound follows from the block's exponent and the bits that its coefficients take. zfp (Lindstrom 2014, section 2; the
+The error bound follows from the block's exponent and the rate. zfp (Lindstrom 2014, section 2; the
 documentation's "Algorithm") turns a block of 4 x 4 values into 30-bit integers (62-bit for float64) relative to the block's
 largest exponent. It transforms rows and columns, writes the coefficients in negabinary and sends their bit planes from the top
 until the block's bits are used up. If p planes are sent whole, the last one at place k, then:
@@ -16,8 +16,8 @@ until the block's bits are used up. If p planes are sent whole, the last one at 
 - the casts and the halvings of the transform lose at most 128 units of the integers, and the cast of a large integer to
   a float loses a few units of the float.
 
-From p = 6 on no integer wraps around. A block takes at most 16 p + 15 bits for p planes, so rate 8 always reaches p = 6. If a
-lower rate does not, only the range of the integers bounds the error: 3 times the block's largest power of two.
+From p = 6 on no integer wraps around. A block takes at most 16 p + 15 bits for p planes, so rate 8 always reaches p = 6. Below
+that only the range of the integers bounds the error: 3 times the block's largest power of two.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ from moesaic.kernels.codecs.codec import AbstractCodec
 
 BLOCK = 4
 """The number of rows, and of columns, of a zfp block."""
-ORDER = np.array([0, 1, 4, 5, 2, 8, 6, 9, 3, 12, 10, 7, 13, 11, 14, 15])
-"""The coefficients of a zfp block (row-major indices) in the order in which a plane's bits are sent: by total frequency."""
 FLUSH = {torch.float32: 2.0**-90, torch.float64: 2.0**-900}
 """Values below this fraction of the message's largest value are sent as zero. Blocks below 2**-98 (float32) or 2**-962
 (float64) would decode to noise, since zfp's own scale overflows for them."""
@@ -55,8 +53,7 @@ class Zfp(AbstractCodec):
 
     The error is relative to the largest value of the *block*: small values in a block with large ones lose some or all of their
     digits. zfp suits smooth blocks. For independent Gaussian values int8 is the better codec at 8 bits. The worst error at rate
-    8 and above is 0.62 * 2**e per block, e being the exponent of its largest value. `error_bound` counts the bits that each
-    block's own coefficients take; for Gaussian values it is a tenth of that or less.
+    8 and above is 0.62 * 2**e per block, e being the exponent of its largest value; Gaussian values have a tenth of that.
     """
 
     name: ClassVar[str] = "zfp"
@@ -154,81 +151,13 @@ def block_errors(values: np.ndarray, rate: int) -> np.ndarray:
         (R / 4, D / 4) float64.
     """
     rows, dim = values.shape
-    blocks = values.reshape(rows // BLOCK, BLOCK, dim // BLOCK, BLOCK).swapaxes(1, 2).reshape(-1, BLOCK, BLOCK)
-    exponent = np.frexp(np.abs(blocks).max((1, 2)))[1].astype(np.int64)
-    planes = whole_planes(coefficients(blocks, exponent), block_bits(values.dtype, rate))
-    width = values.dtype.itemsize * 8
-    relative = CUT * np.exp2(2.0 - planes) + LOSSES * 2.0 ** (2 - width) + 2 * float(np.finfo(values.dtype).eps)
-    errors = np.ldexp(np.where(planes < SAFE_PLANES, WRAPPED, relative), exponent)
-    errors[~blocks.any((1, 2))] = 0.0  # a block of zeros is sent as such
-    return errors.reshape(rows // BLOCK, dim // BLOCK)
+    largest = np.abs(values).reshape(rows // BLOCK, BLOCK, dim // BLOCK, BLOCK).max((1, 3))
+    width, planes = values.dtype.itemsize * 8, (block_bits(values.dtype, rate) - 15) // 16
+    relative = CUT * 2.0 ** (2 - planes) + LOSSES * 2.0 ** (2 - width) + 2 * float(np.finfo(values.dtype).eps)
+    errors = np.ldexp(WRAPPED if planes < SAFE_PLANES else relative, np.frexp(largest)[1])
+    return np.where(largest == 0, 0.0, errors)  # a block of zeros is sent as such
 
 
 def block_bits(dtype: np.dtype, rate: int) -> int:
     """Return how many of a block's bits its planes get: all but a flag and the exponent."""
     return BLOCK * BLOCK * rate - (9 if dtype == np.float32 else 12)
-
-
-def coefficients(blocks: np.ndarray, exponent: np.ndarray) -> np.ndarray:
-    """Return the negabinary coefficients of blocks, in the order in which they are sent.
-
-    Args:
-        blocks: (B, 4, 4) float32 or float64.
-        exponent: (B,) int64, the `frexp` exponent of the block's largest magnitude.
-
-    Returns:
-        (B, 16) uint32 or uint64.
-    """
-    width = blocks.dtype.itemsize * 8
-    signed, unsigned = np.dtype(f"i{width // 8}"), np.dtype(f"u{width // 8}")
-    integers = np.ldexp(blocks.astype(np.float64), (width - 2 - exponent)[:, None, None]).astype(signed)
-    integers = _transform(_transform(integers).swapaxes(1, 2)).swapaxes(1, 2)
-    mask = np.array(0xAAAAAAAAAAAAAAAA >> (64 - width), dtype=unsigned)
-    twos_complement: np.ndarray = np.ascontiguousarray(integers).view(unsigned)
-    negabinary: np.ndarray = np.bitwise_xor(twos_complement + mask, mask)
-    return negabinary.reshape(-1, BLOCK * BLOCK)[:, ORDER]
-
-
-def _transform(integers: np.ndarray) -> np.ndarray:
-    """Apply zfp's lifting steps along the last axis: (B, 4, 4) -> (B, 4, 4) integers, halves rounded down."""
-    x, y, z, w = np.moveaxis(integers, -1, 0).copy()
-    x = (x + w) >> 1
-    w = w - x
-    z = (z + y) >> 1
-    y = y - z
-    x = (x + z) >> 1
-    z = z - x
-    w = (w + y) >> 1
-    y = y - w
-    w = w + (y >> 1)
-    y = y - (w >> 1)
-    return np.stack([x, y, z, w], axis=-1)
-
-
-def whole_planes(sent: np.ndarray, bits: int) -> np.ndarray:
-    """Return how many bit planes of each block fit whole into its bits.
-
-    A plane has a bit for each coefficient that an earlier plane has reached. Of the other coefficients it has a bit each up to
-    the last one that is set (the 16th coefficient needs none), a one before each run that ends in a set bit, and a zero if
-    coefficients remain.
-
-    Args:
-        sent: (B, 16) uint32 or uint64, from `coefficients`.
-        bits: the number of bits of a block, from `block_bits`.
-
-    Returns:
-        (B,) int64.
-    """
-    places = np.arange(1, BLOCK * BLOCK + 1)
-    bits_left = np.full(len(sent), bits, dtype=np.int64)
-    reached = np.zeros(len(sent), dtype=np.int64)
-    planes = np.zeros(len(sent), dtype=np.int64)
-    for place in reversed(range(sent.dtype.itemsize * 8)):
-        is_set = (sent >> sent.dtype.type(place)) & sent.dtype.type(1) != 0
-        is_new = is_set & (places > reached[:, None])
-        reached_now = np.maximum(reached, (is_new * places).max(1))
-        is_last_new = (reached_now == BLOCK * BLOCK) & (reached < BLOCK * BLOCK)
-        bits_left -= reached_now + is_new.sum(1) + (reached_now < BLOCK * BLOCK) - is_last_new
-        planes += bits_left >= 0
-        reached = reached_now
-    return planes

@@ -145,22 +145,28 @@ def activation_grad_in_splits(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> tl.tensor:
-    """Run `activation_grad` on SPLITS parts of the columns: in one part, its operands do not fit the registers."""
+    """Write a tile of d(pre) and of the weighted hidden rows; return the tile's partial sum of each row's weight gradient.
+
+    This is done in SPLITS parts of the columns: in one part, the operands do not fit the registers.
+    """
     if SPLITS == 1:
-        d_row = activation_grad(
-            d_hidden,
-            factor,
-            pre,
-            d_pre,
-            hidden,
-            row,
-            is_row,
-            start,
-            width,
-            ACTIVATION,
-            PARTS,
-            BLOCK_N,
-        )
+        column = start + tl.arange(0, BLOCK_N)
+        inside = is_row[:, None] & (column < width)[None, :]
+        first = row.to(tl.int64)[:, None] * width
+        from_pre, to_pre, to_hidden = pre + first * PARTS, d_pre + first * PARTS, hidden + first
+        offset = column[None, :]
+        pre_first = tl.load(from_pre + offset, mask=inside, other=0.0).to(tl.float32)
+        active = act(pre_first, ACTIVATION)
+        d_active = d_hidden * factor[:, None]
+        d_first = d_active * slope(pre_first, ACTIVATION)
+        if PARTS == 2:
+            pre_second = tl.load(from_pre + offset + width, mask=inside, other=0.0).to(tl.float32)
+            tl.store(to_pre + offset + width, (d_active * active).to(d_pre.dtype.element_ty), mask=inside)
+            d_first *= pre_second
+            active *= pre_second
+        tl.store(to_pre + offset, d_first.to(d_pre.dtype.element_ty), mask=inside)
+        tl.store(to_hidden + offset, (active * factor[:, None]).to(hidden.dtype.element_ty), mask=inside)
+        d_row = tl.sum(tl.where(inside, d_hidden * active, 0.0), 1)
     else:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = halves(d_hidden, BLOCK_R, BLOCK_N)
@@ -173,38 +179,3 @@ def activation_grad_in_splits(
             ACTIVATION, PARTS, BLOCK_R, HALF, SPLITS // 2,
         )  # fmt: skip
     return d_row
-
-
-@triton.jit
-def activation_grad(
-    d_hidden: tl.tensor,
-    factor: tl.tensor,
-    pre: tl.tensor,
-    d_pre: tl.tensor,
-    hidden: tl.tensor,
-    row: tl.tensor,
-    is_row: tl.tensor,
-    start: tl.tensor,
-    width: tl.tensor,
-    ACTIVATION: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> tl.tensor:
-    """Write a tile of d(pre) and of the weighted hidden rows; return the tile's partial sum of each row's weight gradient."""
-    column = start + tl.arange(0, BLOCK_N)
-    inside = is_row[:, None] & (column < width)[None, :]
-    first = row.to(tl.int64)[:, None] * width
-    from_pre, to_pre, to_hidden = pre + first * PARTS, d_pre + first * PARTS, hidden + first
-    offset = column[None, :]
-    pre_first = tl.load(from_pre + offset, mask=inside, other=0.0).to(tl.float32)
-    active = act(pre_first, ACTIVATION)
-    d_active = d_hidden * factor[:, None]
-    d_first = d_active * slope(pre_first, ACTIVATION)
-    if PARTS == 2:
-        pre_second = tl.load(from_pre + offset + width, mask=inside, other=0.0).to(tl.float32)
-        tl.store(to_pre + offset + width, (d_active * active).to(d_pre.dtype.element_ty), mask=inside)
-        d_first *= pre_second
-        active *= pre_second
-    tl.store(to_pre + offset, d_first.to(d_pre.dtype.element_ty), mask=inside)
-    tl.store(to_hidden + offset, (active * factor[:, None]).to(hidden.dtype.element_ty), mask=inside)
-    return tl.sum(tl.where(inside, d_hidden * active, 0.0), 1)

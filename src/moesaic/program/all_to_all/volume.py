@@ -9,10 +9,10 @@ import numpy as np
 
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.all_to_all import legs_by_hop
-from moesaic.program.layouts import Move
+from moesaic.program.layouts import move_of
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import INDEX_BYTES, Flow, Kind, Op, Program, Slot, Task
-from moesaic.program.validate import collective, reduces
+from moesaic.program.validate import collective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def traffic(program: Program, sizes: CallSizes, node_of: Callable[[int], int]) -
     for task in program.tasks:
         if task.op not in (Op.MOVE, Op.HOP):
             continue
-        source, target = _ends(task, slots)
+        source, target = (slots[name] for name in task.of or (task.reads[0], task.writes[0]))
         rows, messages = [0, 0], [0, 0]
         for sender, receiver, count in messages_of(task, slots, sizes):
             crosses = node_of(sender) != node_of(receiver)
@@ -86,12 +86,6 @@ def traffic(program: Program, sizes: CallSizes, node_of: Callable[[int], int]) -
     return entries
 
 
-def _ends(task: Task, slots: dict[str, Slot]) -> tuple[Slot, Slot]:
-    """Return the source and target slots of a movement, or of the movement to which a hop belongs."""
-    source, target = task.of or (task.reads[0], task.writes[0])
-    return slots[source], slots[target]
-
-
 def messages_of(task: Task, slots: dict[str, Slot], sizes: CallSizes) -> Iterator[tuple[int, int, int]]:
     """Yield (source, target, rows) of every message of a movement or hop that has rows.
 
@@ -99,9 +93,7 @@ def messages_of(task: Task, slots: dict[str, Slot], sizes: CallSizes) -> Iterato
         task: a move or hop.
         slots: the slots of its program, by name.
     """
-    before, after = _ends(task, slots)
-    move = Move(before.layout, after.layout, task.group, reduces(before, after))
-    moved = sizes.moved(move)
+    moved = sizes.moved(move_of(task, slots))
     if task.op is Op.HOP:
         legs = legs_by_hop(ALL_TO_ALLS[task.link], sizes.grid, task.group)
         moved = moved.on_legs(legs.get(task.hop, np.zeros((4, 0), dtype=np.int64)))

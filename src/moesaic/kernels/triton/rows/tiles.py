@@ -5,11 +5,8 @@ This module imports neither Triton nor torch. `gpu/search.py` in the laboratory 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, replace
 
-PRODUCTS = ("up", "down", "down_grad", "rows_grad", "weight_grad")
-"""The five kinds of grouped products of a layer, explained in `expert_stage.py`."""
 RESERVED_BYTES = 1024
 """The shared memory of each program that CUDA reserves."""
 HOPPER = (9, 0)
@@ -37,15 +34,6 @@ class Tile:
     descriptors: int = 0
     """1: operands that are not gathered are loaded through tensor descriptors (TMA on Hopper); 0: through pointers."""
 
-    def as_ints(self) -> list[int]:
-        """Return the fields in order, as the argument of a custom op."""
-        return list(astuple(self))
-
-    @staticmethod
-    def of(numbers: Sequence[int]) -> Tile:
-        """Return the tile with these fields, the inverse of `as_ints`."""
-        return Tile(**dict(zip((field.name for field in fields(Tile)), numbers, strict=True)))
-
 
 @dataclass(frozen=True, kw_only=True)
 class TileDevice:
@@ -64,7 +52,7 @@ class Shape:
     """The sizes of one grouped product."""
 
     product: str
-    """A name in `PRODUCTS`."""
+    """"up", "down", "down_grad", "rows_grad" or "weight_grad", explained in `expert_stage.py`."""
     rows: int
     """Token copies of all experts together."""
     num_experts: int
@@ -86,16 +74,6 @@ class Shape:
     def rows_per_expert(self) -> int:
         """Mean rows of an expert, at least 1."""
         return max(1, self.rows // self.num_experts)
-
-    @property
-    def bucket(self) -> str:
-        """The key under which a tuned tile is stored: the exact sizes that affect the choice, row counts rounded up to powers
-        of two."""
-        depth = (
-            _power_of_two(self.depth) if self.product == "weight_grad" else self.depth
-        )  # a weight gradient sums over rows
-        sizes = f"{_power_of_two(self.rows_per_expert)}-{self.columns}-{depth}-{self.itemsize}"
-        return f"{self.product}-{sizes}{'-gated' if self.gated else ''}"
 
 
 def shared_bytes(tile: Tile, shape: Shape) -> int:
@@ -129,9 +107,9 @@ def default_tile(shape: Shape, device: TileDevice) -> Tile:
     """
     is_wide, is_hopper = shape.itemsize == 4, device.capability >= HOPPER
     most = 64 if is_wide else 128
-    rows = most if shape.product == "weight_grad" else min(most, max(16, _power_of_two(shape.rows_per_expert)))
-    columns = min(most // 2 if shape.is_doubled else most, max(16, _power_of_two(shape.columns)))
-    depth = min(deepest(shape), max(16, _power_of_two(shape.depth)))
+    rows = most if shape.product == "weight_grad" else min(most, max(16, power_of_two(shape.rows_per_expert)))
+    columns = min(most // 2 if shape.is_doubled else most, max(16, power_of_two(shape.columns)))
+    depth = min(deepest(shape), max(16, power_of_two(shape.depth)))
     is_full = rows * columns * (2 if shape.is_doubled else 1) >= 128 * 128
     tile = Tile(
         rows=rows, columns=columns, depth=depth, stages=3,
@@ -148,6 +126,6 @@ def deepest(shape: Shape) -> int:
     return 128 // shape.itemsize
 
 
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
     """Return the smallest power of two that is at least `size`, and at least 1."""
     return 1 << (max(1, size) - 1).bit_length()

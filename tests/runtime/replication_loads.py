@@ -1,0 +1,49 @@
+"""Loads for tests of replication policies, and what their tables do to them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.tables import Replications, rows_of
+from moesaic.program.grid import Grid
+
+GRIDS = [
+    Grid(world=4, ep=4, ranks_per_node=2),
+    Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4),
+    Grid(world=8, ep=4, ranks_per_node=2),
+    Grid(world=8, ep=2, etp=2, innermost="ep", ranks_per_node=2),
+]
+
+
+def draw(seed: int) -> CallLoad:
+    rng = np.random.default_rng(seed)
+    grid = GRIDS[seed % len(GRIDS)]
+    experts = grid.ep * int(rng.integers(1, 5))
+    popular = rng.dirichlet(np.full(experts, rng.choice([0.1, 0.5, 5.0])))
+    copies = rng.multinomial(int(rng.integers(0, 400)), popular, size=grid.world)
+    return CallLoad(grid, copies, experts, int(rng.integers(1, 64)), int(rng.integers(1, 64)))
+
+
+def flat(loads: list[int], ep: int, ranks_per_node: int = 2) -> CallLoad:
+    """Return a load in which the copies of every expert are spread evenly over the places."""
+    copies = np.tile(np.array(loads) // ep, (ep, 1))
+    return CallLoad(Grid(world=ep, ep=ep, ranks_per_node=ranks_per_node), copies, len(loads), 4, 4)
+
+
+def by_place(load: CallLoad, replicated: np.ndarray) -> list[np.ndarray]:
+    return [replicated[origins].sum(1) for origins in load.replicas]
+
+
+def busiest(load: CallLoad, replicated: np.ndarray) -> int:
+    (replica,) = replica_loads(load, ReplicationCosts())
+    rows = rows_of(replica, Replications.of(replicated))
+    return int((rows.home + rows.replicated).sum(0).max())
+
+
+def check_table(load: CallLoad, replicated: np.ndarray) -> None:
+    """Assert that what is replicated is there, and never at home."""
+    assert replicated.shape == (load.grid.world, load.num_experts, load.grid.ep)
+    assert (replicated >= 0).all()
+    assert (replicated.sum(2) <= load.copies).all()
+    assert replicated[:, np.arange(load.num_experts), load.home].sum() == 0
