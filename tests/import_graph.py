@@ -69,3 +69,16 @@ def _circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
         reached[start] = seen
     groups = {frozenset(b for b in graph if b in reached[a] and a in reached[b]) for a in graph if a in reached[a]}
     return sorted(sorted(group) for group in groups)
+
+
+def package(folder: Path, **files: str) -> Path:
+    """Write a package named `rooms`; `a__b` stands for a/b.py."""
+    made = folder / "rooms"
+    for name, text in files.items():
+        path = made / (name.replace("__", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for path in [made, *made.rglob("*")]:
+        if path.is_dir():
+            path.joinpath("__init__.py").touch()
+    return made

@@ -4,20 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from import_graph import cycles
-
-
-def package(folder: Path, **files: str) -> Path:
-    """Write a package named `rooms`; `a__b` stands for a/b.py."""
-    made = folder / "rooms"
-    for name, text in files.items():
-        path = made / (name.replace("__", "/") + ".py")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    for path in [made, *made.rglob("*")]:
-        if path.is_dir():
-            path.joinpath("__init__.py").touch()
-    return made
+from import_graph import cycles, package
 
 
 def test_files_that_import_each_other_are_a_cycle_lazily_and_relatively_too(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from moesaic.errors import InputError
 from moesaic_lab.benchmark import Benchmark
 
 BENCHMARKS = {
-    "against_float64": ("against_float64", "every operator of layers, routers and codecs against itself in float64"),
     "auto": ("auto", "the plan that plan=auto chooses against fixed plans, on emulated clusters"),
     "balance": (
         "balance.benchmark",

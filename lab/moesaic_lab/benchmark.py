@@ -26,7 +26,7 @@ from moesaic.configfile import override, read_table, suggestion
 from moesaic.errors import InputError
 from moesaic_lab.claims import Claim, Measurement, write_whole
 from moesaic_lab.pictures import Panel, check_picture, write_picture
-from moesaic_lab.tables import Column, Marks, claims_table, table, write_page
+from moesaic_lab.tables import Columns, Marks, claims_table, table, write_page
 from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Cluster, Launcher
 
@@ -102,7 +102,7 @@ class Shown:
     """Describes a table that the terminal shows of a benchmark's rows."""
 
     title: str
-    columns: Sequence[Column] = ()
+    columns: Columns = ()
     """Columns from left to right; () shows all keys of the first row."""
     where: Mapping[str, Sequence[Any]] | None = None
     """By key, the values that a row may have to be shown; None shows all rows."""
@@ -113,10 +113,7 @@ class Shown:
         """Return the table of these rows in a list, which is empty if no row is shown."""
         where = self.where or {}
         chosen = [row for row in rows if all(row.get(key) in values for key, values in where.items())]
-        if not chosen:
-            return []
-        columns = self.columns or [Column(key=key, title=key.replace("_", " "), show=_plain) for key in chosen[0]]
-        return [table(self.title, chosen, columns, group_by=self.group_by)]
+        return [table(self.title, chosen, self.columns, group_by=self.group_by)] if chosen else []
 
 
 def _once(options: object) -> Any:
@@ -375,7 +372,3 @@ def _progress() -> Iterator[Told]:
         task = bar.add_task("starting", total=None)
         yield lambda what: bar.update(task, description=what)
     console.print(f"measured in {time.monotonic() - start:.0f} s")
-
-
-def _plain(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -46,11 +46,12 @@ from moesaic.testing.certify import (
 from moesaic.testing.runner import on_ranks
 from moesaic_lab.benchmark import Benchmark, PagedOptions, Told, notes_of
 from moesaic_lab.claims import Claim
-from moesaic_lab.tables import Column, markdown_table, table
+from moesaic_lab.tables import markdown_table, table
 
 DESCRIPTION = "Hold the expert parallelism of Moesaic and of others against dense experts, situation by situation."
 WORLDS = (2, 4)
 TIMEOUT_SECONDS = 300.0
+MARKS = ("<!-- tables: moesaic_lab/certificates.py -->", "<!-- end of tables -->")
 SYSTEMS_ASKED = 4
 """Least number of other systems' packages that must have run."""
 NEXT_TO_NOTHING = 1e-30
@@ -638,22 +639,20 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     own = [row["error"] for row in rows if row["system"] == "moesaic" and "quantity" in row]
     others = len(ran - {"moesaic"})
     return [
-        Claim(name="certificates.systems", value=others, unit="1", target=SYSTEMS_ASKED, op=">="),
-        Claim(name="certificates.moesaic_worst", value=max(own, default=None), unit="1", target=1e-5, op="<="),
+        Claim(name="certificates.systems", value=others, target=SYSTEMS_ASKED, op=">="),
+        Claim(name="certificates.moesaic_worst", value=max(own, default=None), target=1e-5),
     ]
 
 
 def page(found: Sequence[Mapping[str, Any]]) -> str:
-    """Return docs/certificates.md from the rows of a result."""
+    """Return the tables and differences of docs/certificates.md from the rows of a result."""
     experts, layers = _parted(found)
-    lines = [_HEAD, _markdown(_COLUMNS, _summary(experts, [each.name for each in SITUATIONS]))]
-    lines += ["", "The situations:", ""]
+    lines = [_markdown(_COLUMNS, _summary(experts, [each.name for each in SITUATIONS])), "", "The situations:", ""]
     lines += [f"- **{each.name}**: {each.says}." for each in SITUATIONS]
     lines += ["", "The tested part of each system:", ""]
     lines += [f"- **{name}**: {each.what}." for name, each in SYSTEMS.items()]
-    if layers:
-        lines += [_LAYER_HEAD, _markdown(_LAYER_COLUMNS, _layer_summary(layers)), "", "The situations:", ""]
-        lines += [f"- **{each.name}**: {each.says}." for each in LAYER_SITUATIONS]
+    lines += ["", "Whole layers:", "", _markdown(_LAYER_COLUMNS, _layer_summary(layers)), "", "The situations:", ""]
+    lines += [f"- **{each.name}**: {each.says}." for each in LAYER_SITUATIONS]
     wrong = [row for row in found if "quantity" in row and not row["holds"]]
     lines += ["", "## Differences", ""] if wrong else ["", "No difference was found in these versions."]
     said = (
@@ -661,37 +660,7 @@ def page(found: Sequence[Mapping[str, Any]]) -> str:
         f"{_wrong(row)}"
         for row in wrong
     )
-    known = {(row["system"], row["situation"]) for row in wrong}
-    smallest = [f"\n{words}\n\n    {code}" for case, (words, code) in CASES.items() if case in known]
-    return "\n".join([*lines, *dict.fromkeys(said), *smallest, _TAIL])
-
-
-CASES = {
-    ("automodel", "no tokens"): (
-        "Smallest example for automodel: experts that get no tokens, as on a rank with an empty micro-batch.",
-        "GroupedExperts.forward(torch.empty(0, dim), no_mask, no_gates, no_experts)    # IndexError",
-    ),
-    ("transformers", "empty rank"): (
-        "Smallest example for transformers: a mean over no tokens. Neither the loss nor its gradient is a number.",
-        "load_balancing_loss_func((torch.empty(0, 8),), num_experts=8, top_k=2)    # tensor(nan)",
-    ),
-    ("deepspeed-autoep", "in a model"): (
-        "Smallest example for AutoEP in a model, with transformers 5.23: it passes a default to `get` of transformers'\n"
-        "registry of recorded outputs, which takes none.",
-        'auto_ep = AutoEP(MixtralForCausalLM(config), parse_autoep_config({"enabled": True}))\n'
-        "    auto_ep.replace_moe_layer(auto_ep.ep_parser()[0], 1, 0)    # TypeError",
-    ),
-    ("deepspeed", "empty rank"): (
-        "Smallest example for deepspeed: the same mean.",
-        "TopKGate(16, 8, k=2, min_capacity=0, drop_tokens=False)(torch.empty(0, 16))[0]    # tensor(nan), the loss",
-    ),
-    ("deepspeed", "even"): (
-        "Smallest example for DeepSpeed's norm (without ZeRO, in float32): it is the mean of the ranks' norms over\n"
-        "their own experts, so gradients are clipped too little. Take two ranks with an expert each, with gradients 3 and 4:",
-        "deepspeed.runtime.utils.clip_grad_norm_(model.parameters(), math.inf)    # 3.5 on both ranks, where the norm is 5",
-    ),
-}
-"""Minimal reproductions by (system, situation), in words and in code."""
+    return "\n".join([*lines, *dict.fromkeys(said)])
 
 
 def _parted(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
@@ -700,26 +669,23 @@ def _parted(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]],
 
 
 def _markdown(columns: Sequence[tuple[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = [[title for title, _ in columns], *([str(row[key] or "") for _, key in columns] for row in rows)]
+    lines = [[title for _, title in columns], *([str(row[key] or "") for key, _ in columns] for row in rows)]
     return markdown_table(lines)
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Return two tables, for experts and for whole layers, with the situations that each system passes."""
     experts, layers = _parted(rows)
-    columns = [
-        [Column(key=key, title=title, is_text=True) for title, key in each] for each in (_COLUMNS, _LAYER_COLUMNS)
-    ]
     return [
-        table("experts beside dense ones", _summary(experts, [each.name for each in SITUATIONS]), columns[0]),
-        table("whole layers beside dense ones", _layer_summary(layers), columns[1]),
+        table("experts beside dense ones", _summary(experts, [each.name for each in SITUATIONS]), _COLUMNS),
+        table("whole layers beside dense ones", _layer_summary(layers), _LAYER_COLUMNS),
     ]
 
 
 _COLUMNS = [("system", "system"), ("version", "version"), *((each.name, each.name) for each in SITUATIONS)]
 _LAYER_COLUMNS = [
-    ("system", "system"), *((each.name, each.name) for each in LAYER_SITUATIONS), ("auxiliary loss is over", "over"),
-    ("gradient norm", "norm"),
+    ("system", "system"), *((each.name, each.name) for each in LAYER_SITUATIONS), ("over", "auxiliary loss is over"),
+    ("norm", "gradient norm"),
 ]  # fmt: skip
 AUXILIARY = "auxiliary loss over "
 
@@ -765,40 +731,8 @@ def _wrong(row: Mapping[str, Any]) -> str:
     return row["failed"] or f"{row['quantity']} wrong by {row['error']:.1e}{by}"
 
 
-_HEAD = """# Certificates: systems that compute the same as dense experts
-
-This page shows which expert-parallel systems compute the same outputs and gradients as dense experts, and lists the
-differences. Use it before you trust or compare a system, or to test your own. `moesaic.testing.certify`
-treats a system as a black box. It gives each rank tokens, their experts and their routing weights, and compares outputs
-and all gradients with dense experts in float64. A system passes a situation if the output and the gradients of tokens,
-routing weights and experts are correct to 1e-4 on 2 and on 4 Gloo processes. Later changes of gradients by a trainer
-are not tested.
-
-`moesaic bench certificates --page docs/certificates.md` writes this page from the installed systems.
-"""
-_LAYER_HEAD = """
-## Whole layers
-
-For whole layers, `certify` includes the router. It compares the output, the gradients of tokens, router
-(summed over the ranks) and experts, the auxiliary loss and its gradient, the gradient norm if the layer's own package
-computes it, and capacities. A loss over a rank's own tokens depends on the mesh: the mean of its values is not the loss
-over all tokens. The factor is relative to `E * sum_e f_e P_e`, with shares f and P that add up to 1.
-"""
-_TAIL = """
-## Your own system
-
-```python
-from moesaic.testing.certify import AbstractMoELayer, AbstractRoutedExperts, certify
-```
-
-Write a class of either kind with `run` and `gradients`, which is made from a `LayerSpec`, start a process group, of one rank or
-more, and call `certify(YourClass)` on every rank. Each finding
-prints the wrong quantity, its error, and the factor if one explains the error. `lab/moesaic_lab/certificates.py` has
-twelve such classes of about 20 lines each.
-"""
-
-
 BENCHMARK = Benchmark(
-    name="certificates", description=DESCRIPTION, options=CertificateOptions, notes=notes_of(__doc__), measure=measure,
-    claims=claims, columns=tables, page=page, packages=("torch", *(system.package for system in SYSTEMS.values())),
+    name="certificates", description=DESCRIPTION, options=CertificateOptions, notes=notes_of(__doc__),
+    measure=measure, claims=claims, columns=tables, page=page, page_marks=MARKS,
+    packages=("torch", *(system.package for system in SYSTEMS.values())),
 )  # fmt: skip

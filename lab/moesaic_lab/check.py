@@ -1,5 +1,8 @@
 """Run `moesaic check`, verify that its cases notice planted bugs, and turn both into claims.
 
+Relative errors of cases in float64 whose expected values are exact; cases run on loopback unless a number of
+processes is given.
+
 moesaic bench check --json benchmarks/results/check.json
 """
 
@@ -12,20 +15,15 @@ import torch
 from rich.table import Table
 
 from moesaic.cli.check import CheckOptions, as_dict, gather
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.planted.mutants import judge_all, judge_all_on_gloo
-from moesaic_lab.tables import Column
 
 DESCRIPTION = (
     "Run what `moesaic check` runs, and plant bugs in the library that its cases must notice. Exit code 1 if a case fails or "
     "a bug escapes."
 )
 LEAST_CASES, LEAST_MUTANTS = 2000, 40
-NOTES = (
-    "Relative errors of cases in float64 whose expected values are exact; cases run on loopback unless a number of processes "
-    "is given."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +61,7 @@ def claims(result: dict[str, Any]) -> list[Claim]:
     reason = "" if worlds else "run without processes (--no-gloo)"
 
     def claim(name: str, value: float | None, target: float, op: Literal["<=", ">="], why: str = "") -> Claim:
-        return Claim(name=f"check.{name}", value=value, unit="1", target=target, op=op, reason=why)
+        return Claim(name=f"check.{name}", value=value, target=target, op=op, reason=why)
 
     return [
         claim("cases", result["cases"], LEAST_CASES, ">="),
@@ -93,8 +91,7 @@ def planted(options: CheckOptions, told: Told) -> list[dict[str, Any]]:
 
 def tables(result: dict[str, Any]) -> list[Table]:
     """Return one table with the worst error of every quantity, and one with the planted bugs."""
-    columns = [Column(key=key, title=key, is_text=True) for key in ("mutant", "source", "caught_by", "off_by")]
-    bugs = Shown(title="Planted bugs", columns=columns).of(result["mutants"])
+    bugs = Shown(title="Planted bugs").of(result["mutants"])
     return Shown(title="Worst errors").of(rows(result)[: len(result["worst_errors"])]) + bugs
 
 
@@ -107,6 +104,6 @@ def measure(options: CheckedOptions, cases: CheckOptions, told: Told) -> dict[st
 
 
 BENCHMARK = Benchmark(
-    name="check", description=DESCRIPTION, options=CheckedOptions, notes=NOTES, cases=lambda options: options.asked,
+    name="check", description=DESCRIPTION, options=CheckedOptions, notes=notes_of(__doc__), cases=lambda options: options.asked,
     measure=measure, rows=rows, claims=claims, columns=tables, is_proof=True,
 )  # fmt: skip

@@ -31,11 +31,11 @@ class Claim:
     """Dotted name, which the documentation uses too."""
     value: float | None
     """The measured figure; None if it was not measured."""
-    unit: str
+    unit: str = "1"
     """Unit of value and target; "1" for a ratio."""
     target: float | None = None
     """The figure to reach; None if the value is only reported."""
-    op: Literal[">=", "<="]
+    op: Literal[">=", "<="] = "<="
     """How `value` must compare with `target`."""
     reason: str = ""
     """Why `value` is None."""

@@ -24,15 +24,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from moesaic.program.plan import StaticPlan
-from moesaic.train.config import MeshConfig, SaveConfig, TrainConfig
+from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.state import Trained, load_trained
 from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.paper_train.command import paper_preset, task_of
 from moesaic_lab.paper_train.data import load_pairs
 from moesaic_lab.paper_train.models import PADDING, EncoderDecoder, translate
-from moesaic_lab.tables import Column
-from moesaic_lab.training import trained_on
+from moesaic_lab.training import short_run, trained_on
 
 Task = Literal["translation", "language"]
 DENSE = "dense"
@@ -82,11 +81,8 @@ def configuration(name: str, out: Path, steps: int, seed: int, codecs: str, devi
         device: cpu or cuda.
     """
     base, (forward, backward) = paper_preset(name), pair(codecs)
-    config = replace(
-        base, out=str(out), existing="replace", steps=steps, seed=seed, precision="float32", tensorboard=False, log_every=steps,
-        evaluate=replace(base.evaluate, every=steps), save=SaveConfig(every=steps), device=device,
-        threads=1 if device == "cpu" else None,
-    )  # fmt: skip
+    where: dict[str, Any] = {"device": device, "threads": 1 if device == "cpu" else None}
+    config = short_run(base, steps, out=str(out), existing="replace", seed=seed, **where)
     if codecs == DENSE:
         return replace(config, model=replace(base.model, ffn="dense"), mesh=MeshConfig(), plan=StaticPlan())
     return replace(config, mesh=MeshConfig(ep=WORLD), plan=StaticPlan(codec=forward, backward_codec=backward))
@@ -199,19 +195,13 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
             measured_gap, name = gap(rows, task, codec), f"codec.{codec}_gap_{what}"
             if measured_gap is None:
                 reason = "not run"
-                result.append(Claim(name=name, value=None, unit=what, op="<=", reason=reason))
+                result.append(Claim(name=name, value=None, unit=what, reason=reason))
             else:
-                result.append(Claim(name=name, value=measured_gap[0], unit=what, target=measured_gap[1], op="<="))
+                result.append(Claim(name=name, value=measured_gap[0], unit=what, target=measured_gap[1]))
     return result
 
 
-COLUMNS = (
-    Column(key="codec", title="codec", is_text=True), Column(key="backward_codec", title="of gradients", is_text=True),
-    Column(key="steps", title="steps"), Column(key="score", title="mean", show="{:.2f}".format),
-    Column(key="least", title="least", show="{:.2f}".format), Column(key="most", title="most", show="{:.2f}".format),
-    Column(key="val_loss", title="loss, nats", show="{:.3f}".format),
-    Column(key="published", title="ScheMoE's"),
-)  # fmt: skip
+COLUMNS = ("codec", "backward_codec", "steps", "score", "least", "most", "val_loss", "published")
 TITLES = {"translation": "BLEU of translations", "language": "perplexity"}
 
 BENCHMARK = Benchmark(

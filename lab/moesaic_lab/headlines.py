@@ -15,9 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
-import torch
-
 from moesaic.balance.samples import TwoStage
 from moesaic.planner.algorithm1 import choose
 from moesaic.planner.simulate import Simulator
@@ -44,10 +41,10 @@ from moesaic_lab.layer.cells import SINGLES, LayerJob, all_ep
 from moesaic_lab.layer.config import LayerPlace
 from moesaic_lab.measure import TimedCell, Timing
 from moesaic_lab.netmoe import ranks as travel
-from moesaic_lab.netmoe.benchmark import ALWAYS, BED_LAYER, GFLOPS, INTER
-from moesaic_lab.netmoe.setting import Setting, routing
+from moesaic_lab.netmoe.benchmark import ALWAYS, BED_LAYER, GFLOPS, INTER, job_of
+from moesaic_lab.netmoe.setting import Setting
 from moesaic_lab.reproduce.records import PAPERS, read_book
-from moesaic_lab.tables import Column, markdown_table, percent, share
+from moesaic_lab.tables import markdown_table, share
 from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Launcher
 
@@ -284,7 +281,7 @@ def fastermoe() -> Comparison:
 
     def run(launcher: Launcher, repeats: int) -> tuple[TimedCell, float]:
         timed = replace(place, repeats=repeats, pairs=repeats)
-        (case,) = BalanceBenchConfig(skewed=(timed,)).cases()
+        (case,) = BalanceBenchConfig(cells=(timed,)).cases()
         with launcher.open(timed.bed) as ranks:
             (cell,) = balance.measure(ranks, [BalanceJob(case=case, methods=chosen)])
         return cell, cell.charged[PLAIN]
@@ -332,15 +329,9 @@ def netmoe() -> Comparison:
     fast, faster, placed = "FastMoE", "FasterMoE", "NetMoE"
 
     def run(launcher: Launcher, repeats: int) -> tuple[TimedCell, float]:
-        trace = routing(setting, LOCALITY, tokens=True)
-        experts = np.stack([trace.experts(layer, 0) for layer in range(LAYERS)])
-        steps = compile_plan(Plan(peer_groups=setting.nodes), setting.grid)
-        job = travel.TravelJob(
-            grid=setting.grid, compiled=compile_plan(Plan(), setting.grid),
-            methods={fast: None, faster: None, placed: TwoStage(**ALWAYS)}, plans={faster: steps},
-            experts=torch.from_numpy(experts.astype(np.int64)), length=BED_LAYER.tokens, dim=BED_LAYER.dim,
-            hidden=BED_LAYER.hidden, num_experts=BED_LAYER.num_experts, gflops=GFLOPS, repeats=repeats,
-        )  # fmt: skip
+        plans = {faster: compile_plan(Plan(peer_groups=setting.nodes), setting.grid)}
+        methods = {fast: None, faster: None, placed: TwoStage(**ALWAYS)}
+        job = job_of(setting, LOCALITY, methods, plans=plans, repeats=repeats)
         with launcher.open(bed) as ranks:
             measured = ranks.run(travel.measure, job)[0]
         copies = setting.on_a_rank.copies
@@ -458,12 +449,7 @@ def section(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table(lines)
 
 
-COLUMNS = (
-    Column(key="paper", title="paper", is_text=True), Column(key="what", title="comparison", is_text=True),
-    Column(key="published", title="published", show=share), Column(key="here", title="here", show=share),
-    Column(key="pairs", title="pairs"), Column(key="share", title="share", show=percent),
-    Column(key="share_here", title="here", show=percent), Column(key="off", title="off", show=percent),
-)  # fmt: skip
+COLUMNS = ("paper", "what", "published", "here", "pairs", "share", "share_here", "off")
 
 BENCHMARK = Benchmark(
     name="headlines", description="Repeat the headline of each of the five papers on emulated clusters.",

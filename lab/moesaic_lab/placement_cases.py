@@ -38,7 +38,6 @@ from moesaic.testing.expected import shard_of
 from moesaic.testing.reference import reference, relative
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
-from moesaic_lab.tables import Column
 
 DIM, HIDDEN, EXPERTS, LENGTH, SAMPLES = 4, 6, 4, 3, 8
 EXACT = 1e-10
@@ -220,10 +219,6 @@ BENCHMARK = Benchmark(
     name="placement_cases", description="Compare layers whose samples change home with a dense loop.", options=BenchmarkOptions,
     notes=notes_of(__doc__), measure=measure, claims=claims, is_proof=True,
     columns=(
-        Shown(title="largest error relative to the largest expected value", columns=(
-            Column(key="case", title="case", is_text=True), Column(key="mesh", title="mesh", is_text=True),
-            Column(key="rides", title="rides", is_text=True, show=str),
-            Column(key="error", title="error", show="{:.1e}".format),
-        )),
+        Shown(title="largest error relative to the largest expected value", columns=("case", "mesh", "rides", "error")),
     ),
 )  # fmt: skip

@@ -27,7 +27,6 @@ from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, note
 from moesaic_lab.claims import Claim, claimed, figures
 from moesaic_lab.exact_placements import assign_by_program, best_experts, best_samples
 from moesaic_lab.policies.stay import Stay
-from moesaic_lab.tables import Column, percent
 
 NODES = ((2, 2), (3, 2), (2, 4), (4, 2))
 """Numbers of nodes, and ranks per node."""
@@ -162,12 +161,7 @@ def claims(rows: Rows) -> list[Claim]:
     ]
 
 
-COLUMNS = (
-    Column(key="links", title="links", is_text=True), Column(key="method", title="method", is_text=True),
-    Column(key="cases", title="cases"), Column(key="gap_mean", title="mean", show=percent),
-    Column(key="gap_median", title="median", show=percent), Column(key="gap_worst", title="worst", show=percent),
-    Column(key="share_optimal", title="optimal", show=percent),
-)  # fmt: skip
+COLUMNS = ("links", "method", "cases", "gap_mean", "gap_median", "gap_worst", "share_optimal")
 
 
 def measure(options: PlacementGapsOptions, cases: None, told: Told) -> Rows:

@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.balance import EXPERT_PLACERS
@@ -31,12 +30,11 @@ from moesaic.balance.samples import AbstractPlacer, TwoStage
 from moesaic.comm.mesh import Mesh
 from moesaic.configfile import override
 from moesaic.layer import MoE, finish_step
-from moesaic.measure.together import hold_still, latest, start_together
 from moesaic.models.moving import MovingGPT
 from moesaic.testing.runner import on_ranks
 from moesaic.traces.load import locality
 from moesaic.train.balance import costs_in, make_calls, place_samples
-from moesaic.train.config import MeshConfig, SaveConfig, TrainConfig
+from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.data import Batches, load_corpus
 from moesaic.train.metrics import read_metrics
 from moesaic.train.optimizer import make_optimizer
@@ -44,14 +42,12 @@ from moesaic.train.parallel import parallelize
 from moesaic.train.presets import demo
 from moesaic.train.state import open_run
 from moesaic.train.task import make_decoder
-from moesaic_lab.across_ranks import gathered, sent
+from moesaic_lab.across_ranks import sent_by_all, timed_still
 from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept, keeping, notes_of
-from moesaic_lab.bounds import crossing
 from moesaic_lab.claims import Claim, claimed, figures
-from moesaic_lab.measure import Timing, in_turn, paired, without_collections
+from moesaic_lab.measure import Timing, paired
 from moesaic_lab.recorder import Recorder
-from moesaic_lab.tables import Column, byte_size, milliseconds, percent, share
-from moesaic_lab.training import steps_of, train_all, train_quietly
+from moesaic_lab.training import short_run, steps_of, train_all, train_quietly
 from moesaic_testbed import cluster
 
 INTER, INTER_GBPS, BED = "200mbit", 0.2, "bed-2x2"
@@ -98,12 +94,8 @@ def configuration(steps: int, batch_size: int, changes: dict[str, Any] | None = 
     """Return the demo's configuration with sequences of 128, on four ranks in two nodes, with the tables of `changes`
     applied."""
     plain = demo()
-    config = replace(
-        plain, steps=steps, batch_size=batch_size, precision="float32", device="cpu", threads=1, tensorboard=False,
-        log_every=1, evaluate=replace(plain.evaluate, every=steps), save=SaveConfig(every=steps),
-        model=replace(plain.model, seq_len=128),
-        mesh=MeshConfig(ep=4, ranks_per_node=2),
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"model": replace(plain.model, seq_len=128), "mesh": MeshConfig(ep=4, ranks_per_node=2)}
+    config = short_run(plain, steps, batch_size=batch_size, log_every=1, **sizes)
     return override(config, (changes or {}) | {"planner": {"cluster": BED}}, source="the method")
 
 
@@ -278,7 +270,6 @@ class Training:
 
 def step_times(job: StepJob) -> dict[str, StepFound]:
     """Time steps of all methods in turn, on the same batches and weights. All ranks return the same results."""
-    hold_still(dist.get_rank())
     plain = mesh_of(next(iter(job.methods.values())).config)
     recorder = Recorder(plain.transport)
     mesh = replace(plain, transport=recorder)
@@ -291,11 +282,10 @@ def step_times(job: StepJob) -> dict[str, StepFound]:
         trainings[name].step(job.batches[steps_taken[name]])
         steps_taken[name] += 1
         if steps_taken[name] == 1:
-            inter_bytes[name] = _across(recorder, mesh)
+            inter_bytes[name] = sent_by_all(recorder, mesh.grid)[1]
 
     steps = {name: partial(step, name) for name in job.methods}
-    with without_collections():
-        seconds = gathered(in_turn(steps, len(job.batches) - 1, barrier=start_together(latest)))
+    seconds = timed_still(steps, len(job.batches) - 1)
     return {
         name: StepFound(
             seconds=seconds[name], inter_bytes=inter_bytes[name], experts_moved=training.experts_moved,
@@ -331,13 +321,6 @@ def _of_trip(training: Training) -> dict[str, float]:
     }
 
 
-def _across(recorder: Recorder, mesh: Mesh) -> int:
-    """Return the bytes that all ranks sent between nodes."""
-    total = torch.tensor(crossing(sent(recorder), mesh.grid.node_of)[0])
-    dist.all_reduce(total)
-    return int(total)
-
-
 def mesh_of(config: TrainConfig) -> Mesh:
     """Return the mesh of a configuration, over all processes."""
     mesh = config.mesh
@@ -363,28 +346,15 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     ]
 
 
-METHOD = Column(key="method", title="method", is_text=True)
+TIMES = (
+    *("method", "step_seconds", "time_ratio", "time_ratio_low", "time_ratio_high", "total_ratio", "inter_bytes"),
+    *("inter_saved", "decided_saved", "moved_nodes", "moved_ranks", "predicted_right", "locality", "experts_moved"),
+)
+LOSSES = ("method", "last_loss", "loss_difference", "samples_moved", "copies_replicated", "experts_moved")
 TABLES = (
-    Shown(
-        title="steps on 2 nodes of 2, 200 Mbit/s", where={"part": ("time",)},
-        columns=(METHOD, Column(key="step_seconds", title="ms", show=milliseconds),
-         Column(key="time_ratio", title="over plain", show=share), Column(key="time_ratio_low", title="low", show=share),
-         Column(key="time_ratio_high", title="high", show=share), Column(key="total_ratio", title="in sum", show=share),
-         Column(key="inter_bytes", title="between nodes", show=byte_size),
-         Column(key="inter_saved", title="saved", show=percent), Column(key="decided_saved", title="decided", show=percent),
-         Column(key="moved_nodes", title="change node", show=percent), Column(key="moved_ranks", title="rank", show=percent),
-         Column(key="predicted_right", title="predicted", show=percent), Column(key="locality", title="locality", show=share),
-         Column(key="experts_moved", title="experts"), Column(key="chosen", title="chosen", is_text=True)),
-    ),
-    Shown(
-        title="the same losses", where={"part": ("curves",)},
-        columns=(METHOD, Column(key="last_loss", title="last loss", show="{:.6f}".format),
-         Column(key="loss_difference", title="largest difference", show="{:.1e}".format),
-         Column(key="samples_moved", title="samples", show="{:.0f}".format),
-         Column(key="copies_replicated", title="copies replicated", show="{:.0f}".format),
-         Column(key="experts_moved", title="experts")),
-    ),
-)  # fmt: skip
+    Shown(title="steps on 2 nodes of 2, 200 Mbit/s", where={"part": ("time",)}, columns=TIMES),
+    Shown(title="the same losses", where={"part": ("curves",)}, columns=LOSSES),
+)
 
 
 def measure(options: RelocateTrainOptions, cases: None, told: Told) -> list[dict[str, Any]]:

@@ -160,7 +160,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     for row in rows:
         worst[row["ranks"]] = max(worst.get(row["ranks"], 0.0), row["cold_seconds"])
     return [
-        Claim(name=name, value=worst[world], unit="s", target=target, op="<=")
+        Claim(name=name, value=worst[world], unit="s", target=target)
         for name, world, target in (
             ("plan.seconds_64", PLANNED, 10),
             ("model.simulate_2048_seconds", 2048, 1),

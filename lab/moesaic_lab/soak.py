@@ -175,7 +175,7 @@ def _row(rank: int, samples: list[dict[str, float]]) -> dict[str, Any]:
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return claims on the largest growth of each sampled quantity and on the length of the run."""
     worst = {f"{name}_growth": max(row[f"{name}_growth"] for row in rows) for name in LOOKED}
-    grew = [Claim(name=f"soak.{each}", value=worst[each], unit="1", target=MOST_GROWTH, op="<=") for each in worst]
+    grew = [Claim(name=f"soak.{each}", value=worst[each], target=MOST_GROWTH) for each in worst]
     minutes = min(row["minutes"] for row in rows)
     return [*grew, Claim(name="soak.minutes", value=minutes, unit="min", target=MINUTES, op=">=")]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +16,49 @@ Marks = tuple[str, str]
 """The two lines of a page that enclose its generated text."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    """A column of a table: which key of the rows it shows, and how."""
-
-    key: str
-    """Key of the rows."""
-    title: str
-    """Column header, with the unit."""
-    show: Callable[[Any], str] = str
-    """Converts a value to text; the cell is empty if the row lacks the key or has None."""
-    is_text: bool = False
-    """Whether cells are words, which are aligned to the left."""
+Columns = Sequence[str | tuple[str, str]]
+"""Keys of the rows that a table shows, from left to right; a pair gives a key a shorter title than its own words."""
 
 
 def table(
-    title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], *, group_by: tuple[str, ...] = ()
+    title: str, rows: Sequence[Mapping[str, Any]], columns: Columns = (), *, group_by: tuple[str, ...] = ()
 ) -> Table:
-    """Return rows as a table.
+    """Return rows as a table; how a value is shown follows from its type and from the unit in its key.
 
     Args:
         title: title of the table.
         rows: the rows from top to bottom.
-        columns: the columns from left to right.
+        columns: the columns; () for all keys of the first row.
         group_by: keys; a line separates two rows that differ in one of them.
     """
     shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
-    for column in columns:
-        shown.add_column(column.title, justify="left" if column.is_text else "right", no_wrap=True)
+    named = [(column, title_of(column)) if isinstance(column, str) else column for column in columns or rows[0]]
+    for key, name in named:
+        is_text = any(isinstance(row.get(key), str) for row in rows)
+        shown.add_column(name, justify="left" if is_text else "right", no_wrap=True)
     for row, following in zip(rows, [*rows[1:], None]):
-        cells = ["" if row.get(column.key) is None else column.show(row[column.key]) for column in columns]
         ends = following is not None and any(row[key] != following[key] for key in group_by)
-        shown.add_row(*cells, end_section=ends)
+        shown.add_row(*(cell(key, row.get(key)) for key, _ in named), end_section=ends)
     return shown
+
+
+def title_of(key: str) -> str:
+    """Return a key in words; seconds are shown in milliseconds."""
+    words = key.replace("_", " ")
+    return f"{words.removesuffix('seconds').strip()} ms".strip() if words.endswith("seconds") else words
+
+
+def cell(key: str, value: object) -> str:
+    """Return a value in words; nothing for None and False."""
+    if value is None or isinstance(value, bool):
+        return "yes" if value else ""
+    if isinstance(value, int | float) and key.endswith("seconds"):
+        return milliseconds(value)
+    if isinstance(value, int | float) and key.endswith("bytes"):
+        return byte_size(value)
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1e3 else f"{value:,.0f}"
+    return str(value)
 
 
 def spread(rows: Sequence[Mapping[str, Any]], figure: str, *by: str) -> list[dict[str, Any]]:
@@ -99,21 +108,7 @@ def share(value: float) -> str:
     return f"{value:.2f}"
 
 
-def percent(value: float) -> str:
-    """Return a share as a percentage with one decimal."""
-    return f"{100 * value:.1f} %"
-
-
-def quartiles(row: Mapping[str, Any]) -> str:
-    """Return the quartiles of a row with the keys of `Timing.row`, in milliseconds."""
-    return f"{milliseconds(row['low_seconds'])}-{milliseconds(row['high_seconds'])}"
-
-
-QUARTILES = (
-    Column(key="median_seconds", title="median ms", show=milliseconds),
-    Column(key="low_seconds", title="quartile", show=milliseconds),
-    Column(key="high_seconds", title="quartile", show=milliseconds),
-)
+QUARTILES = ("median_seconds", "low_seconds", "high_seconds")
 """Columns for the keys of `Timing.row`."""
 
 

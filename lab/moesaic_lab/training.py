@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from moesaic.testing.runner import on_ranks
-from moesaic.train.config import TrainConfig
+from moesaic.train.config import SaveConfig, TrainConfig
 from moesaic.train.loop import TrainResult, train
 from moesaic.train.metrics import read_metrics
 from moesaic_lab.paper_train.command import task_of
+
+
+def short_run(config: TrainConfig, steps: int, **changes: Any) -> TrainConfig:
+    """Return a run of some steps in float32 on one thread of a CPU that evaluates and saves at its end.
+
+    Args:
+        config: the configuration of the model and the data.
+        steps: optimizer steps; the learning-rate schedule ends with them.
+        changes: further fields of the configuration.
+    """
+    end: dict[str, Any] = {"evaluate": replace(config.evaluate, every=steps), "save": SaveConfig(every=steps)}
+    plain: dict[str, Any] = {"precision": "float32", "device": "cpu", "threads": 1, "tensorboard": False}
+    return replace(config, **{"steps": steps, "log_every": steps} | plain | end | changes)
 
 
 def train_quietly(config: TrainConfig) -> TrainResult:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from replication_loads import draw
 
 from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
@@ -22,6 +21,7 @@ from moesaic.balance.replication.tables import (
 )
 from moesaic.balance.selector.options import gathered_work, is_even, work_of
 from moesaic.program.grid import Grid
+from replication_loads import draw
 
 QUICK = Machine(tflops=0.01, inter_gbps=300, intra_gbps=900, intra_latency_us=0, inter_latency_us=0)
 """A machine with slow products and fast links without latency."""

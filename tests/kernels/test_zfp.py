@@ -12,7 +12,7 @@ from torch import Tensor
 from moesaic.codecs import CODECS
 from moesaic.errors import InputError
 from moesaic.kernels.codecs.zfp import WRAPPED, Zfp, block_errors
-from moesaic_lab.gpu.stand_in import DEVICE, StandIn, pretending, values
+from stand_in import DEVICE, StandIn, pretending, values
 
 zfpy = pytest.importorskip("zfpy")
 

@@ -7,23 +7,20 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
 import pytest
 from balance_cells import cell
 from rich.console import Console
 
 from moesaic.program.plan import Plan
 from moesaic_lab.balance import page
-from moesaic_lab.balance.benchmark import panels
-from moesaic_lab.balance.cells import NOTES, all_rows, share_rows, tables
+from moesaic_lab.balance.benchmark import BENCHMARK, panels
+from moesaic_lab.balance.cells import all_rows, share_rows, tables
 from moesaic_lab.balance.claims import claims
 from moesaic_lab.balance.config import BalancePlace, RecordedLoads
 from moesaic_lab.balance.memory import BudgetHeld
 from moesaic_lab.balance.methods import BOUNDED, LAER, NETMOE, OURS, OURS_PLACED, PLACED, PLAIN, SMART
-from moesaic_lab.balance.page import needed
 from moesaic_lab.balance.shares import MADE_UP, RECORDED, SLOW, Share
 from moesaic_lab.balance.simulated import BEST, decisions
-from moesaic_lab.measure import paired
 from moesaic_lab.pictures import figure
 from moesaic_lab.tables import Marks
 
@@ -247,7 +244,7 @@ def test_tables_and_pictures_show_every_part() -> None:
     gain = {series.name: (series.x, series.y) for series in made[4].series}
     assert gain["smart schedule, 4x2"] == ((1.5, 1.5), (1.25, 1.25))
     assert all("virtual compute" in panel.y_title for panel in (made[0], made[2], made[4]))
-    assert any("virtual compute" in on.get_ylabel() for on in figure("title", made, NOTES).axes)
+    assert any("virtual compute" in on.get_ylabel() for on in figure("title", made, BENCHMARK.notes).axes)
 
 
 def test_a_share_of_forced_balance_counts_a_call_s_part_of_moving_experts() -> None:
@@ -285,29 +282,3 @@ def test_the_pages_hold_what_the_result_says(name: str, write: Callable[[dict[st
     written = write(result)
     assert written.count("| plain ep |") >= 1
     assert f"{marks[0]}\n\n{written.strip()}\n\n{marks[1]}" in text
-
-
-def test_the_pairs_that_equivalence_would_need_follow_from_the_spread_of_the_steps() -> None:
-    def row(case: str, method: str, median: float, spread: float) -> dict[str, Any]:
-        ends = {"low_seconds": median * np.exp(-spread * 0.6745), "high_seconds": median * np.exp(spread * 0.6745)}
-        return {"part": "bed", "case": case, "method": method, "median_seconds": median, **ends}
-
-    rows = [row("a", PLAIN, 1.0, 0.03), row("a", OURS, 1.0, 0.04), row("a", OURS_PLACED, 0.5, 0.0)]
-    rows += [row("b", PLAIN, 2.0, 0.0), row("b", "shadow", 1.0, 0.03), row("b", OURS, 1.015, 0.04)]
-    rows += [row("c", PLAIN, 1.0, 0.03), row("c", OURS, 1.04, 0.04)]
-    same, near, apart = needed(rows)
-    assert (same.best, near.best) == (PLAIN, "shadow"), "the fastest of the single techniques"
-    assert same.sigma == near.sigma == pytest.approx(0.05, rel=1e-3)
-    assert same.pairs == same.pairs_if_same == near.pairs_if_same == 39  # (1.2533 * 0.05 * 2.9266 / ln 1.03)^2 = 38.5
-    assert near.pairs == 113  # (1.2533 * 0.05 * 2.4866 / (ln 1.03 - ln 1.015))^2 = 112.6
-    assert apart.pairs is None
-    text = page.equivalence([near, apart])
-    assert "| b | shadow | 1.01 | 39 | 113 |" in text
-    assert "| c | plain ep | 1.04 | 39 | no number suffices |" in text
-    random = np.random.default_rng(0)
-    passed = 0
-    for _ in range(100):
-        ratios = np.exp(random.normal(0, 0.05, size=39))
-        found = paired(ratios.tolist(), [1.0] * 39, 0.9)
-        passed += found.low >= 1 / 1.03 and found.high <= 1.03
-    assert 65 <= passed <= 95, "about four runs of five"

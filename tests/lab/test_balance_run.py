@@ -27,6 +27,7 @@ from moesaic_lab.balance.claims import claims
 from moesaic_lab.balance.config import (
     COMMITTED,
     BalancePlace,
+    Recorded,
     SharesOfForced,
     Skewed,
     SkewedCase,
@@ -338,7 +339,7 @@ def test_the_committed_file_covers_what_the_claims_need() -> None:
     config = read_config().narrowed()
     labels = {case.label: case for case in config.cases()}
     assert {"2x2-0", "2x2-0.5", "2x2-1", "2x2-2", "4x2-0", "4x2-2", "4x2-4", "trace"} <= set(labels)
-    assert all(place.repeats >= 8 and place.pairs >= 30 for place in (*config.skewed, *config.recorded))
+    assert all(place.repeats >= 8 and place.pairs >= 30 for place in config.cells)
     assert {"laer-4x2-5", "laer-4x2-11", "laer-4x2-17"} <= set(labels)
     assert labels["laer-4x2-5"].max_vio is None
     assert config.shares is not None
@@ -361,32 +362,13 @@ def test_a_part_can_be_asked_for() -> None:
     assert (simulated.cases(), simulated.has("shares")) == ([], True)
     assert not replace(config, only=("2x2",)).has("shares")
     few = config.narrowed(repeats=3)
-    assert {place.repeats for place in (*few.skewed, *few.recorded)} == {3}
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("speed = 1", "unknown field speed"),
-        ("skewed = 3", r"skewed must be a list of tables: write \[\[skewed\]\] above each"),
-        ("shares = 3", r"shares must be a table: write \[shares\]"),
-        ('[[skewed]]\nname = "a"\n[[recorded]]\nname = "a"', "two beds have one name"),
-        ("[[skewed]]\ngflops = 0", "gflops=0.0: must be above 0"),
-        ("[[skewed]]\ngflop = 1", "gflop"),
-        ('[[skewed]]\ninter = "fast"', "is no rate"),
-    ],
-)
-def test_bad_files_get_one_line(tmp_path: Path, text: str, line: str) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text(text)
-    with pytest.raises(InputError, match=line) as found:
-        read_config(path)
-    assert "\n" not in str(found.value)
+    assert {place.repeats for place in few.cells} == {3}
 
 
 def test_a_trace_of_another_shape_is_refused() -> None:
     config = read_config()
-    other = replace(config, recorded=(replace(config.recorded[0], experts_per_rank=4),), skewed=())
+    trace = next(place for place in config.cells if isinstance(place, Recorded))
+    other = replace(config, cells=(replace(trace, experts_per_rank=4),))
     with pytest.raises(InputError, match="trace: the trace has 8 experts, top_k=2, 8 samples of 64 tokens; the layer"):
         other.cases()
 

@@ -49,32 +49,6 @@ def test_the_committed_configuration_measures_what_the_claims_rest_on():
     assert max(size for s in config.cells if s.kind == "exchange" and s.shape == "4x4" for size in s.sizes_kib) == 1024
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[[exchange]]\nnodez = 2", "exchange[0].nodez: did you mean nodes?"),
-        ("[[exchange]]\nmethods = ['linaer']", "unknown method linaer: did you mean linear?"),
-        ("[[exchange]]\nsizes_kib = [3]", "exchange on 2x2: 3 KiB are not a whole number of rows of 256 float32"),
-        ("[[exchange]]\nsizes_kib = []", "exchange on 2x2: sizes_kib is empty: list at least one size"),
-        ("[[exchange]]\nrepeats = 0", "2x2: repeats=0: must be above 0"),
-        ("[[dispatch]]\nnum_experts = 6", "dispatch on 2x2: num_experts=6 does not split over 4 ranks"),
-        ("[[dispatch]]\ntop_k = 17", "dispatch on 2x2: top_k=17 of num_experts=16"),
-        ("[[dispatch]]\nchunks = [0]", "dispatch on 2x2: chunks=(0,): list numbers from 1 on"),
-        ("[exchange]\nnodes = 2", "exchange must be a list of tables: write [[exchange]] above each"),
-        ("dimm = 4", "unknown field dimm: did you mean dim?"),
-        ("dim = 0", "dim=0, warmup=1: must be at least 1 and 0"),
-        ("dim = 'x'", "dim must be a whole number, got 'x'"),
-    ],
-)
-def test_a_bad_configuration_gets_one_line(tmp_path, text, message):
-    path = tmp_path / "comm.toml"
-    path.write_text(text)
-    with pytest.raises(InputError) as error:
-        read_config(path)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 def test_narrowing_keeps_shapes_and_sets_repeats():
     config = CommConfig(cells=(Sweep(), Sweep(nodes=4, repeats=30)))
     assert [s.shape for s in config.narrowed(only=("4x2",)).cells] == ["4x2"]

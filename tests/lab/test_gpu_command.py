@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from moesaic.errors import InputError
 from moesaic.planner.cluster import read_cluster
 from moesaic_lab.gpu import command, profile
-from moesaic_lab.gpu.checks import graph_error, padded_graph_error
 from moesaic_lab.gpu.command import FILES, GpuStep, run
 from moesaic_lab.gpu.shapes import LAYERS
 
@@ -68,15 +66,9 @@ def test_the_steps_fit_the_time_and_the_files(tmp_path: Path) -> None:
     tuned = sum(each.seconds for each in planned if each.name.startswith("tune"))
     assert before + tuned + 10 * len(LAYERS) < command.SECONDS
     assert {each.output for each in planned if each.output} <= set(FILES)
-    assert len(FILES) == 8
     assert [each.name for each in planned if each.name.startswith("layer.")] == [
         f"layer.{each.name}" for each in LAYERS
     ]
-
-
-@pytest.mark.parametrize("find", [padded_graph_error, partial(graph_error, "bfloat16", {"capacity": 0.75})])
-def test_a_step_has_nothing_that_a_graph_cannot_hold(find) -> None:
-    assert find(dry=True) == 0
 
 
 @pytest.mark.slow
@@ -88,7 +80,7 @@ def test_a_dry_run_goes_through_every_step(tmp_path: Path) -> None:
         ), each
     assert {path.name for path in tmp_path.iterdir()} <= set(FILES)
     assert json.loads((tmp_path / "compiled.json").read_text())["failures"] == []
-    assert {claim.name for claim in found.claims if claim.value is not None} >= {"gpu.host_waits.linear.padded"}
+    assert {claim.name for claim in found.claims if claim.value == 0} >= {"gpu.tests_failed", "gpu.checks_failed"}
 
 
 def test_the_planner_reads_the_profile(tmp_path: Path) -> None:

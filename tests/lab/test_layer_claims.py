@@ -9,7 +9,7 @@ from layer_cells import cell
 from rich.console import Console
 
 from moesaic.program.grid import Grid
-from moesaic_lab.layer.benchmark import NOTES, all_rows, claims, panels, rows_of, tables
+from moesaic_lab.layer.benchmark import BENCHMARK, all_rows, claims, panels, rows_of, tables
 from moesaic_lab.layer.config import AdaptiveR
 from moesaic_lab.layer.ranks import Switch
 from moesaic_lab.pictures import figure
@@ -122,7 +122,7 @@ def test_rows_say_virtual_compute_and_what_is_the_same() -> None:
     assert rows["s1"]["first_over_this"] == 2.0
     assert rows["baseline"]["bound_seconds"] == 0.75
     assert rows["baseline"]["across_bytes"] == 1000
-    assert "virtual compute" in NOTES.lower()
+    assert "virtual compute" in BENCHMARK.notes.lower()
 
 
 def some_cells() -> list[Any]:
@@ -150,7 +150,8 @@ def test_all_rows_and_tables_hold_everything() -> None:
     text = console.export_text()
     assert text.count("virtual compute") == 6
     assert "Switching plans" in text
-    assert "1.0000%" in text
+    assert "share of step" in text
+    assert "0.00125" in text
 
 
 def test_panels_show_each_mesh_size_and_part_with_bounds() -> None:
@@ -165,4 +166,4 @@ def test_panels_show_each_mesh_size_and_part_with_bounds() -> None:
     assert first["best"].y == first["s2"].y == (2000.0,)
     assert first["baseline"].bounds == (750.0,)
     assert made[3].series[0].x == (1.0, 8.0)
-    assert any("virtual compute" in on.get_ylabel() for on in figure("title", made, NOTES).axes)
+    assert any("virtual compute" in on.get_ylabel() for on in figure("title", made, BENCHMARK.notes).axes)

@@ -70,24 +70,6 @@ def test_every_plan_of_a_case_is_there_once() -> None:
     assert set(some) <= set(plans)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "beds must be a list"),
-        ('[[beds]]\nname="a"\n[[cases]]\nbed="b"', "case case: bed='b' is unknown"),
-        ('[[beds]]\nname="a"\n[[cases]]\nbed="a"\netp=3', "etp=3 does not divide"),
-        ('[[beds]]\nname="a"\n[[cases]]\nbed="a"\ntokens_per_rank=10', "multiple of num_experts"),
-        ('[[beds]]\nname="a"\n[[cases]]\nbed="a"\ngflops=0', "gflops=0"),
-        ('[[beds]]\nname="a"\n[[beds]]\nname="a"\n[[cases]]\nbed="a"', "two beds have one name"),
-        ('[[beds]]\nname="a"\n[[cases]]\nbedd="a"', "cases\\[0\\].bedd"),
-    ],
-)
-def test_configurations_that_cannot_be_are_refused(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / "m.toml").write_text(text)
-    with pytest.raises(InputError, match=words):
-        read_config(tmp_path / "m.toml")
-
-
 def test_parts_beds_and_cases_can_be_asked_for() -> None:
     config = read_config()
     assert narrowed(config, ()) == config

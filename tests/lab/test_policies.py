@@ -6,7 +6,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from replication_loads import busiest, by_place, check_table, draw, flat
 
 from moesaic.balance.replication.cost import CallLoad
 from moesaic.errors import InputError
@@ -14,15 +13,13 @@ from moesaic.program.grid import Grid
 from moesaic_lab.policies.laer import LAERLayout, layout
 from moesaic_lab.policies.least_loaded import LeastLoaded
 from moesaic_lab.policies.lplb import LPLB, least_busiest_flow
+from replication_loads import busiest, by_place, check_table, draw, flat
 
 
 @pytest.mark.parametrize("kind", [LeastLoaded, LPLB, LAERLayout])
 def test_what_is_replicated_is_there_and_never_at_home(kind: type):
     for seed in range(30):
-        load = draw(seed)
-        replicated = kind().decide(load)
-        check_table(load, replicated)
-        assert (replicated == kind().decide(load)).all()
+        check_table(kind(), draw(seed))
 
 
 @pytest.mark.parametrize("limit", [1.0, 1.3])

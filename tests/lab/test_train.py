@@ -197,8 +197,8 @@ def test_the_committed_configuration():
     config = read_config(COMMITTED)
     assert config.candidates[0].plan.all_to_all == "linear"
     sweep = [case for case in config.cases if case.in_sweep]
-    assert [(case.mode, case.top_k, case.model, case.peers) for case in sweep] == [
-        ("training", top_k, "gpt", ("plain",)) for top_k in (None, 4, 8)
+    assert [(case.mode, case.top_k, case.peers) for case in sweep] == [
+        ("training", top_k, ("plain",)) for top_k in (None, 4, 8)
     ]
     assert all(case.repeats >= 8 for case in config.cases)
     assert all(case.coded for case in sweep)
@@ -208,29 +208,6 @@ def test_the_committed_configuration():
     assert (
         Candidate(etp=2, chunks=2, codec="bf16", order="early").label(4) == "ep 2 etp 2 linear, 2 chunks, early, bf16"
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("repeats = 3", "unknown field repeats"),
-        ("[[case]]\nrepeat = 3", "unknown field case[0].repeat: did you mean repeats?"),
-        ("[[case]]\nrepeats = 0", "repeats=0: must be above 0"),
-        ('[[case]]\npeers = ["deepsped"]', "unknown peer deepsped: did you mean deepspeed?"),
-        ("[[case]]\nbatch_size = 6", "batch_size=6 does not split over 4 ranks"),
-        ("[[candidate]]\netp = 3\n[[case]]", "etp=3 does not divide the 4 ranks"),
-        ("[case]\nrepeats = 3", "case must be a list of tables"),
-        ("[[layout]]\nworlds = [3]", "3 does not divide rows_per_expert=512"),
-        ("[[case]]\nshare_low = 0.9\nshare_high = 0.1", "give a range in 0 to 1"),
-    ],
-)
-def test_bad_configurations_are_refused_in_one_line(tmp_path, text, message):
-    path = tmp_path / "bench.toml"
-    path.write_text(text)
-    with pytest.raises(InputError) as error:
-        read_config(path)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_parts_of_a_configuration():
@@ -265,8 +242,7 @@ def test_a_tiny_run_on_a_bed(tmp_path, capsys):
         trials = 1
         peers = ["plain"]
         [[case]]
-        name = "swin"
-        model = "swin"
+        name = "answers"
         mode = "inference"
         coded = false
         batch_size = 4
@@ -293,7 +269,5 @@ def test_a_tiny_run_on_a_bed(tmp_path, capsys):
     coded = [case for case, system in rows if "bf16" in system]
     assert coded == ["demo"]
     assert 0 < plain["communication_share"] < 1
-    assert plain["item"] == "tokens"
-    assert rows["swin", "ours: ep 4 linear"]["item"] == "images"
     assert found["claims"][0]["reason"] == "its cases were not all run"
     assert picture.read_text().count("<svg") == 1

@@ -16,7 +16,7 @@ from moesaic.parallel import parameter_groups
 from moesaic.program.grid import Grid
 from moesaic.routing.peers import hash_of
 from moesaic.runtime import expert_parallel
-from moesaic_lab.gpu.stand_in import DEVICE, StandIn, pretending, to_device
+from stand_in import DEVICE, StandIn, pretending, to_device
 from worlds import on_ranks
 
 SAYS = re.compile(

@@ -26,27 +26,10 @@ from moesaic_lab.balance.simulated import TimedDecision
 from moesaic_lab.benchmark import Told, on_beds
 from moesaic_lab.bounds import Message, crossing, link_limit
 from moesaic_lab.measure import TimedCell, Timing, timed
-from moesaic_lab.tables import QUARTILES, Column, byte_size, milliseconds, share, table
+from moesaic_lab.tables import QUARTILES, table
 from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Cluster
 
-NOTES = (
-    "Virtual compute: experts sleep for as long as an accelerator of the configured rate would compute. Everything else is "
-    "real: one layer on the runtime, forward and backward, with real bytes between processes over emulated links (network "
-    "namespaces, veth pairs shaped by htb). Times are those of this machine, with several ranks on a core; only ratios carry "
-    "over to others. Methods run in turn, each on its own layer. Before that, every method runs with real experts: its "
-    "results and gradients are compared with the plain layer's, and its bytes and peak memory are counted (the tensors alive "
-    "at once beyond those before the step, on the rank with the highest peak). MaxVio is of ranks: the busiest rank's copies "
-    "over the mean, minus 1. Each case cycles through several calls, whose hot experts differ in part. Expert placement "
-    "learns from an earlier call and moves no weights in the timed steps. Under NetMoE the residual does not move, and "
-    "samples do not return home. Ours is given what a replicated expert costs the host, and the speed of a slow rank or "
-    "link, as a profile of the cluster has them. "
-    "Ratios under 1.10 are the worse end of the median's 95 % interval over 30 pairs. Simulated rows come "
-    "from the cost simulator and are not measured. In the simulated shares, `moving_seconds` is the time to move experts "
-    "with their optimizer state from their initial ranks to their placement, alone on the links. It is spent once in "
-    "`moves_every` calls, and `of_forced` includes each call's part of it. Weights that a call replicates (shadows, "
-    "spilling, EPLB, LPLB, LAER's re-layout) and their gradients are sent within the call, so `seconds` includes them."
-)
 NOTHING_DECIDED = Decided(seconds=(0.0,), options=(), replicated_experts=(0.0,), replicated_copies=(0.0,))
 """Decisions of a method that replicates nothing."""
 BUDGET = 1.5
@@ -211,34 +194,11 @@ def cell_of(rows: Sequence[dict[str, Any]], case: SkewedCase) -> BalanceCell:
 
 
 COLUMNS = (
-    Column(key="case", title="case", is_text=True),
-    Column(key="max_vio", title="MaxVio", show=share),
-    Column(key="method", title="method", is_text=True),
-    Column(key="is_best", title="best", show=lambda is_best: "*" if is_best else ""),
-    *QUARTILES,
-    Column(key="plain_over_this", title="plain / this", show=share),
-    Column(key="communication_seconds", title="links ms", show=milliseconds),
-    Column(key="computing_seconds", title="computing ms", show=milliseconds),
-    Column(key="across_bytes", title="across", show=byte_size),
-    Column(key="peak_bytes", title="peak", show=byte_size),
-    Column(key="replicated_experts", title="replicated experts", show=lambda value: f"{value:.1f}" if value else ""),
-    Column(key="decision_seconds", title="deciding ms", show=lambda value: milliseconds(value) if value else ""),
+    *("case", "max_vio", "method", "is_best", *QUARTILES, "plain_over_this", ("communication_seconds", "links ms")),
+    *("computing_seconds", "across_bytes", "peak_bytes", "replicated_experts", "decision_seconds"),
 )
 """Columns of the terminal's table."""
-SHARE_COLUMNS = (
-    Column(key="cluster", title="cluster", is_text=True),
-    Column(key="ranks", title="ranks"),
-    Column(key="load", title="load", is_text=True),
-    Column(key="ratio", title="weights / rows", show=lambda value: f"{value:g}"),
-    Column(key="method", title="method", is_text=True),
-    Column(key="max_vio", title="MaxVio", show=share),
-    Column(key="median", title="of forced", show=share),
-    Column(key="low", title="least", show=share),
-    Column(key="high", title="most", show=share),
-    Column(key="of_own", title="of own forced", show=share),
-    Column(key="decision_seconds", title="deciding ms", show=milliseconds),
-    Column(key="calls", title="calls"),
-)
+SHARE_COLUMNS = ("cluster", "ranks", "load", "ratio", "method", "max_vio", "median", "low", "high", "of_own", "calls")
 
 
 def share_rows(shares: Sequence[Share]) -> list[dict[str, Any]]:

@@ -3,9 +3,8 @@ beforehand."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,9 +16,9 @@ from moesaic.planner.predict import CPU
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
-from moesaic_lab.balance.loads import Routes, Skew, by_shares, made_up, recorded_shares
-from moesaic_lab.balance.loads import recorded as recorded_routes
-from moesaic_lab.benchmark import read_parts, require_positive
+from moesaic_lab.balance.loads import Routes, Skew, by_shares, made_up, recorded, recorded_shares
+from moesaic_lab.beds import BedConfig, Place
+from moesaic_lab.benchmark import read_parts
 from moesaic_lab.emulated import emulated
 from moesaic_testbed.bed import Bed
 
@@ -35,19 +34,13 @@ NO_ROUTES = Routes(experts=np.zeros((0, 0, 0, 0), dtype=np.int64), history=np.ze
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalancePlace:
+class BalancePlace(Place):
     """A bed, its virtual accelerators, and one layer: what all cases on this bed have in common."""
 
     name: str = "bed"
     """Name that `--only` accepts."""
-    nodes: int = 2
-    """Nodes of the bed."""
-    ranks_per_node: int = 2
-    """Ranks on each node."""
     inter: str = "100mbit"
-    """Rate of each node's link, in each direction."""
-    intra: str = "1gbit"
-    """Rate of `lo` inside each node."""
+    intra: str | None = "1gbit"
     message_us: float = 500.0
     """Microseconds that a message costs, since ranks share a core. Policies with a cost model get this figure."""
     expert_us: float = 2500.0
@@ -65,8 +58,6 @@ class BalancePlace:
     """Samples (sequences) per rank, which sample placement may move."""
     sample_tokens: int = 32
     """Tokens of a sample."""
-    repeats: int = 8
-    """How often each method is timed, in turn with the others."""
     slow_rank: float = 1.0
     """Speed of the last rank's matrix products relative to those of the other ranks."""
     slow_link: str = ""
@@ -77,27 +68,50 @@ class BalancePlace:
     of many methods, and these rounds judge it."""
 
     def __post_init__(self) -> None:
-        shared = {option.name: getattr(self, option.name) for option in fields(BalancePlace)}
-        require_positive(shared, f"{self.name}: ")
+        super().__post_init__()
         if self.top_k > self.num_experts:
             raise InputError(f"{self.name}: top_k={self.top_k} of {self.num_experts} experts")
-        _ = self.bed
+
+    @property
+    def part(self) -> str:
+        """The name by which --only chooses the bed."""
+        return self.name
+
+    @property
+    def may_be_zero(self) -> tuple[str, ...]:
+        """Names of the numbers that need not be above 0."""
+        return ("per_message", "layer", "history_step", "persistence", "locality")
 
     @property
     def bed(self) -> Bed:
         """The emulated cluster."""
         inter = (*(self.inter,) * (self.nodes - 1), self.slow_link) if self.slow_link else self.inter
-        return Bed(nodes=self.nodes, ranks_per_node=self.ranks_per_node, inter=inter, intra=self.intra)
+        return replace(super().bed, inter=inter)
+
+    def cases(self) -> list[SkewedCase]:
+        """Return the cases on this bed, without their routing."""
+        return [SkewedCase(place=self, label=self.name, max_vio=None)]
+
+    def routes(self, case: SkewedCase, seed: int, folder: Path) -> Routes:
+        """Return the routing of one of the cases; the paths of traces are relative to `folder`."""
+        raise NotImplementedError
+
+    def skew(self, max_vio: float | None, seed: int) -> Skew:
+        """Return the sizes of the layer, for synthetic routing."""
+        return Skew(
+            ranks=self.world, num_experts=self.num_experts, top_k=self.top_k, samples=self.world * self.samples_per_rank,
+            sample_tokens=self.sample_tokens, max_vio=max_vio or 0.0, seed=seed,
+        )  # fmt: skip
 
     @property
     def grid(self) -> Grid:
         """The mesh: every rank has its own experts and its own tokens."""
-        return Grid(world=self.bed.world, ep=self.bed.world, ranks_per_node=self.ranks_per_node)
+        return Grid(world=self.world, ep=self.world, ranks_per_node=self.ranks_per_node)
 
     @property
     def num_experts(self) -> int:
         """Experts of the layer, over all ranks."""
-        return self.nodes * self.ranks_per_node * self.experts_per_rank
+        return self.world * self.experts_per_rank
 
     @property
     def tokens_per_rank(self) -> int:
@@ -141,6 +155,15 @@ class Skewed(BalancePlace):
     locality: float = 0.2
     """How strongly the choice of experts depends on the sample, from 0 to 1."""
 
+    def cases(self) -> list[SkewedCase]:
+        """Return a case for each MaxVio."""
+        return [SkewedCase(place=self, label=f"{self.name}-{load:g}", max_vio=load) for load in self.max_vio]
+
+    def routes(self, case: SkewedCase, seed: int, folder: Path) -> Routes:
+        """Return synthetic routing."""
+        skew = self.skew(case.max_vio, seed)
+        return made_up(replace(skew, calls=self.calls, persistence=self.persistence, locality=self.locality))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded(BalancePlace):
@@ -155,6 +178,19 @@ class Recorded(BalancePlace):
     history_step: int = 25
     """Step of the trace from which expert placement learns."""
 
+    def routes(self, case: SkewedCase, seed: int, folder: Path) -> Routes:
+        """Read the routing, and check that its sizes match the layer's."""
+        trace = Trace.open(folder / self.trace)
+        shape, samples = trace.shape, self.world * self.samples_per_rank
+        expected = (self.num_experts, self.top_k, samples, self.sample_tokens)
+        found = (shape.num_experts, shape.top_k, shape.sequences, shape.seq_len)
+        if expected != found:
+            raise InputError(
+                f"{self.name}: the trace has {found[0]} experts, top_k={found[1]}, {found[2]} samples of {found[3]} "
+                f"tokens; the layer on this bed {expected[0]}, {expected[1]}, {expected[2]} of {expected[3]}: make them equal"
+            )
+        return recorded(trace, self.layer, self.steps, self.history_step)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedLoads(BalancePlace):
@@ -168,6 +204,16 @@ class RecordedLoads(BalancePlace):
     """Steps of the trace, one call each."""
     history_step: int = 0
     """Step of the trace from which expert placement learns."""
+
+    def cases(self) -> list[SkewedCase]:
+        """Return a case for each layer."""
+        return [SkewedCase(place=self, label=f"{self.name}-{at}", max_vio=None, layer=at) for at in self.layers]
+
+    def routes(self, case: SkewedCase, seed: int, folder: Path) -> Routes:
+        """Return routing with the recorded loads of the ranks."""
+        trace, steps = Trace.open(folder / self.trace), (self.history_step, *self.steps)
+        shares = [recorded_shares(trace, case.layer, step, self.world, self.experts_per_rank) for step in steps]
+        return by_shares(np.stack(shares), self.skew(None, seed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,20 +282,15 @@ class SkewedCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalanceBenchConfig:
-    """Configuration of the whole benchmark."""
+class BalanceBenchConfig(BedConfig[BalancePlace]):
+    """Configuration of the whole benchmark. `seed` is that of synthetic routing and of the inputs."""
 
-    seed: int = 0
-    """Seed of synthetic routing and of the inputs."""
-    skewed: tuple[Skewed, ...] = ()
-    recorded: tuple[Recorded, ...] = ()
-    loads: tuple[RecordedLoads, ...] = ()
     shares: SharesOfForced | None = None
     memory: bool = False
     """Whether to count the bytes that a layer holds under memory budgets."""
     decisions: bool = False
     """Whether to time decisions separately. This needs a quiet machine."""
-    only: tuple[str, ...] = field(default=())
+    only: tuple[str, ...] = ()
     """Cases, beds, or parts without a bed; () for everything."""
     folder: Path = Path()
     """Folder of the configuration file; the paths of traces are relative to it."""
@@ -257,17 +298,7 @@ class BalanceBenchConfig:
     @property
     def every(self) -> list[SkewedCase]:
         """All cases on beds, bed by bed, without their routing. Cases that `only` excludes are listed as well."""
-        cases = [
-            SkewedCase(place=place, label=f"{place.name}-{load:g}", max_vio=load)
-            for place in self.skewed
-            for load in place.max_vio
-        ]
-        cases += [SkewedCase(place=place, label=place.name, max_vio=None) for place in self.recorded]
-        return cases + [
-            SkewedCase(place=place, label=f"{place.name}-{layer}", max_vio=None, layer=layer)
-            for place in self.loads
-            for layer in place.layers
-        ]
+        return [case for place in self.cells for case in place.cases()]
 
     @property
     def selected(self) -> list[SkewedCase]:
@@ -280,7 +311,7 @@ class BalanceBenchConfig:
         Raises:
             InputError: if no routing has the requested load.
         """
-        return [replace(case, routes=self._routes(case)) for case in self.selected]
+        return [replace(case, routes=case.place.routes(case, self.seed, self.folder)) for case in self.selected]
 
     def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> BalanceBenchConfig:
         """Return the configuration for the selected cases only.
@@ -297,38 +328,16 @@ class BalanceBenchConfig:
         for word in only:
             if word not in known:
                 raise InputError(f"--only {word}: unknown case{suggestion(word, list(dict.fromkeys(known)))}")
-        if repeats is None:
-            return replace(self, only=only)
-        places: dict[str, Any] = {
-            name: tuple(replace(place, repeats=repeats, pairs=repeats) for place in getattr(self, name)) for name in LISTS
-        }  # fmt: skip
-        return replace(self, only=only, **places)
+        return replace(super().narrowed(repeats=repeats), only=only)
+
+    @staticmethod
+    def repeated(cell: BalancePlace, repeats: int) -> BalancePlace:
+        """Return a bed on which the close methods are not timed more often than the others."""
+        return replace(cell, repeats=repeats, pairs=repeats)
 
     def has(self, part: str) -> bool:
         """Whether a part that needs no bed is configured and selected."""
         return bool(getattr(self, part)) and (not self.only or part in self.only)
-
-    def _routes(self, case: SkewedCase) -> Routes:
-        place = case.place
-        if isinstance(place, Recorded):
-            return _recorded(place, self.folder)
-        ranks = place.bed.world
-        sizes = Skew(
-            ranks=ranks, num_experts=place.num_experts, top_k=place.top_k, samples=ranks * place.samples_per_rank,
-            sample_tokens=place.sample_tokens, max_vio=case.max_vio or 0.0, seed=self.seed,
-        )  # fmt: skip
-        if isinstance(place, RecordedLoads):
-            trace, steps = Trace.open(self.folder / place.trace), (place.history_step, *place.steps)
-            per_rank = place.experts_per_rank
-            return by_shares(
-                np.stack([recorded_shares(trace, case.layer, step, ranks, per_rank) for step in steps]), sizes
-            )
-        assert isinstance(place, Skewed)
-        return made_up(replace(sizes, calls=place.calls, persistence=place.persistence, locality=place.locality))
-
-
-LISTS: dict[str, BalancePlace] = {"skewed": Skewed(), "recorded": Recorded(), "loads": RecordedLoads()}
-"""Names of the lists of beds in the file, each with the defaults of its entries."""
 
 
 def read_config(path: Path = COMMITTED) -> BalanceBenchConfig:
@@ -340,24 +349,7 @@ def read_config(path: Path = COMMITTED) -> BalanceBenchConfig:
     Raises:
         InputError: naming the file and the field.
     """
-    lists = {name: (name, default) for name, default in LISTS.items()}
+    kinds = {"skewed": Skewed(), "recorded": Recorded(), "loads": RecordedLoads()}
+    lists = {name: ("cells", place) for name, place in kinds.items()}
     config = read_parts(path, BalanceBenchConfig(), lists=lists, tables={SHARES: SharesOfForced()})
-    names = [place.name for place in (*config.skewed, *config.recorded, *config.loads)]
-    if len(set(names)) < len(names):
-        raise InputError(f"config {path}: two beds have one name: give each bed its own name")
     return replace(config, folder=path.parent)
-
-
-def _recorded(place: Recorded, folder: Path) -> Routes:
-    """Read the routing of a recorded case, and check that its sizes match the layer's."""
-    trace = Trace.open(folder / place.trace)
-    shape, samples = trace.shape, place.bed.world * place.samples_per_rank
-    expected = (place.num_experts, place.top_k, samples, place.sample_tokens)
-    recorded = (shape.num_experts, shape.top_k, shape.sequences, shape.seq_len)
-    if expected != recorded:
-        raise InputError(
-            f"{place.name}: the trace has {recorded[0]} experts, top_k={recorded[1]}, {recorded[2]} samples of "
-            f"{recorded[3]} tokens; the layer on this bed {expected[0]}, {expected[1]}, {expected[2]} of {expected[3]}: "
-            "make them equal"
-        )
-    return recorded_routes(trace, place.layer, place.steps, place.history_step)

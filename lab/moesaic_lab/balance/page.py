@@ -1,28 +1,20 @@
 """Writes the tables and picture of docs/balance.md and docs/balance_figures.md from results of `moesaic bench balance`.
 
 python -m moesaic_lab.balance.page benchmarks/results/balance.json
-
-The page also says how many pairs a test would need to show that ours takes as long as the fastest single technique. The
-test consists of two one-sided tests (Schuirmann 1987) on the median of the logarithm of the pairs' ratios. Its 90 %
-interval must lie within `EQUIVALENT` on both sides. The median of n normal values has a standard error of 1.2533 sigma
-/ sqrt(n). Sigma comes from the quartiles of both methods' steps, as if they were independent. Pairs that the machine
-disturbs equally therefore need fewer.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from moesaic_lab.balance.benchmark import panels, rebuild
-from moesaic_lab.balance.cells import BED, share_rows
-from moesaic_lab.balance.claims import EQUIVALENT
-from moesaic_lab.balance.config import BalancePlace, SharesOfForced
-from moesaic_lab.balance.methods import OURS, OURS_PLACED, PLAIN, methods
+from moesaic_lab.balance.cells import share_rows
+from moesaic_lab.balance.config import SharesOfForced
+from moesaic_lab.balance.methods import OURS, OURS_PLACED, PLAIN
 from moesaic_lab.balance.shares import MADE_UP, RECORDED, SYNTHETIC, Share
 from moesaic_lab.performance_page import line
 from moesaic_lab.pictures import write_picture
@@ -37,54 +29,6 @@ HEADLINE_CLUSTER = "dgx-h100"
 HEADLINE_METHODS = (PLAIN, "shadow", "EPLB", "expert placement", OURS, OURS_PLACED)
 HEADLINE_MARKS = ("<!-- headline: moesaic_lab/balance/page.py -->", "<!-- end of headline -->")
 MARKS = ("<!-- tables: moesaic_lab/balance/page.py -->", "<!-- end of tables -->")
-
-QUARTILES, MEDIAN = 1.349, 1.2533
-"""Standard deviations between the quartiles of a normal distribution; standard error of a median over that of a mean."""
-LEVEL, SAME, OTHER = 1.645, 1.2816, 0.8416
-"""Normal quantiles. LEVEL: 95 % for each one-sided test. The test shall pass in four of five runs: SAME (90 % on each
-side) if both methods take the same time, OTHER (80 % on the nearer side) if they do not."""
-
-
-class Needed(NamedTuple):
-    """Number of pairs that a test of equivalence needs in one case."""
-
-    case: str
-    best: str
-    """The single technique with the shortest median."""
-    ratio: float
-    """Our median over that of `best`."""
-    sigma: float
-    """Standard deviation of the logarithm of a pair's ratio."""
-
-    @property
-    def pairs_if_same(self) -> int:
-        """Pairs with which the test passes in four of five runs, if both methods take the same time."""
-        return math.ceil((MEDIAN * self.sigma * (LEVEL + SAME) / math.log(EQUIVALENT)) ** 2)
-
-    @property
-    def pairs(self) -> int | None:
-        """Pairs with which the test passes in four of five runs, if the methods differ as their medians do. None if
-        they differ by more than `EQUIVALENT` allows, since no number of pairs would then do."""
-        margin = math.log(EQUIVALENT) - abs(math.log(self.ratio))
-        if margin <= 0:
-            return None
-        return max(self.pairs_if_same, math.ceil((MEDIAN * self.sigma * (LEVEL + OTHER) / margin) ** 2))
-
-
-def needed(rows: Sequence[dict[str, Any]]) -> list[Needed]:
-    """Return the number of pairs needed in each case on a bed."""
-    singles = {name for name, method in methods(BalancePlace().grid).items() if method.is_single}
-    cases: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        cases.setdefault(row["case"], {})[row["method"]] = row
-    result = []
-    for case, by_method in cases.items():
-        ours = by_method[OURS]
-        best = min((row for name, row in by_method.items() if name in singles), key=lambda row: row["median_seconds"])
-        spread = [math.log(row["high_seconds"] / row["low_seconds"]) / QUARTILES for row in (ours, best)]
-        ratio = ours["median_seconds"] / best["median_seconds"]
-        result.append(Needed(case, best["method"], ratio, math.hypot(*spread)))
-    return result
 
 
 def main() -> int:
@@ -111,7 +55,7 @@ def headline(result: dict[str, Any]) -> str:
 
 def tables(result: dict[str, Any]) -> str:
     """Return the tables of the page: shares of forced balance by load for each cluster, then by weight ratio, then the
-    claims, and the pairs that a test of equivalence would need."""
+    claims."""
     rows = share_rows(rebuild(result["rows"], Share))
     parts = []
     for cluster, ranks in dict.fromkeys((row["cluster"], row["ranks"]) for row in rows):
@@ -127,17 +71,7 @@ def tables(result: dict[str, Any]) -> str:
         ["claim", "value", "target", "holds"],
         *(line([claim]) for claim in result["claims"] if claim["target"] is not None),
     ]
-    beds = needed([row for row in result["rows"] if row["part"] == BED])
-    return "\n\n".join([*parts, markdown_table(lines), *([equivalence(beds)] if beds else [])])
-
-
-def equivalence(cases: Sequence[Needed]) -> str:
-    """Return a table with the number of pairs that would show equivalence in each case on a bed."""
-    lines = [["on a bed", "best single technique", "ours over it", "pairs if times were equal", "pairs as measured"]]
-    for case in cases:
-        pairs = "no number suffices" if case.pairs is None else str(case.pairs)
-        lines.append([case.case, case.best, f"{case.ratio:.2f}", str(case.pairs_if_same), pairs])
-    return markdown_table(lines)
+    return "\n\n".join([*parts, markdown_table(lines)])
 
 
 def crossed(title: str, rows: Sequence[dict[str, Any]], across: str) -> str:

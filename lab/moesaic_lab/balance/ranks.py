@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.balance.replication.cost import CallLoad
-from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.run.calls import calls_by, decisions_of
+from moesaic.balance.replication.policy import AbstractChooser, CallDecision
+from moesaic.balance.run.calls import BalancedCalls, calls_by
 from moesaic.balance.run.moving import MovingMoE
 from moesaic.balance.run.relocate import Following, Relocator, SampleTrip
 from moesaic.balance.samples import TwoStage
@@ -93,28 +93,24 @@ class BalanceFound:
     """By method: seconds of virtual compute per step, averaged over the calls."""
 
 
-class Watched(AbstractReplicationPolicy):
-    """Wraps a replication policy to time and count its decisions.
+class Watched(AbstractChooser):
+    """Keeps what another chooser decides, with the processor time that it took.
 
     Args:
-        policy: the wrapped policy.
-        name: its name.
+        chooser: what decides.
+        decided: the list to which each decision is added.
     """
 
-    def __init__(self, policy: AbstractReplicationPolicy, name: str) -> None:
-        self._policy, self.name = policy, name
-        self.seconds: list[float] = []
-        """Processor time of each decision."""
-        self.replicated: list[tuple[int, int]] = []
-        """Numbers of experts and copies that each decision replicated."""
+    def __init__(self, chooser: AbstractChooser, decided: list[CallDecision]) -> None:
+        self._chooser, self._decided = chooser, decided
 
-    def decide(self, load: CallLoad) -> np.ndarray:
-        """Return the wrapped policy's decision."""
+    def choose(self, load: CallLoad) -> CallDecision:
+        """Return the other chooser's decision."""
         start = time.thread_time()
-        replicated = self._policy.decide(load)
-        self.seconds.append(time.thread_time() - start)
-        self.replicated.append(_num_replicated(replicated))
-        return replicated
+        decision = self._chooser.choose(load)
+        seconds = decision.decision_seconds or time.thread_time() - start
+        self._decided.append(replace(decision, decision_seconds=seconds))
+        return decision
 
 
 class Subject:
@@ -144,10 +140,15 @@ class Subject:
             weights.data = weights.data[torch.from_numpy(np.argsort(self.experts_at))]
         is_arbiter = method.plan.replication == "arbiter"
         policy = policy_of(method, place.profiled_costs if is_arbiter else place.costs)
-        self.watched = None if policy is None or is_arbiter else Watched(policy, method.plan.replication)
+        self.decided: list[CallDecision] = []
+        """Decisions since `start_over`."""
         mesh = Mesh(grid, transport)
-        policy = self.watched or policy
         self.layer.parallelize(mesh, compiled, calls=None if policy is None else calls_by(policy))
+        assert self.layer.on_mesh is not None
+        calls = self.layer.on_mesh.calls
+        if policy is not None and isinstance(calls, BalancedCalls):
+            calls._chooser = Watched(calls._chooser, self.decided)
+        self._option = "" if policy is None or policy.has_choice else method.plan.replication
         self.relocator = (
             Relocator(mesh, TwoStage(least_gain=0.0, rest=0), ends_home=False) if method.moves_samples else None
         )
@@ -179,12 +180,8 @@ class Subject:
 
     def start_over(self) -> None:
         """Restart with the first call, and reset the counts of steps and decisions."""
-        assert self.layer.on_mesh is not None
         self.steps = 0
-        decisions_of(self.layer.on_mesh.calls)
-        if self.watched is not None:
-            self.watched.seconds.clear()
-            self.watched.replicated.clear()
+        self.decided.clear()
 
     def decisions(self, calls: int) -> Decided:
         """Return the decisions since `start_over`: the time of every decision, and the outcome of the first one for
@@ -193,24 +190,11 @@ class Subject:
         Args:
             calls: number of calls of the case, which repeat in a cycle.
         """
-        assert self.layer.on_mesh is not None
-        if self.watched is not None:
-            experts, copies = zip(*self.watched.replicated[:calls])
-            options = (self.watched.name,) * calls
-            return Decided(
-                seconds=tuple(self.watched.seconds),
-                options=options,
-                replicated_experts=experts,
-                replicated_copies=copies,
-            )
-        verdicts = decisions_of(self.layer.on_mesh.calls)
-        experts, copies = zip(*(_num_replicated(verdict.replicated) for verdict in verdicts[:calls]))
+        experts, copies = zip(*(_num_replicated(decision.replicated) for decision in self.decided[:calls]))
         return Decided(
-            seconds=tuple(verdict.decision_seconds for verdict in verdicts),
-            options=tuple(verdict.option for verdict in verdicts[:calls]),
-            replicated_experts=experts,
-            replicated_copies=copies,
-        )
+            seconds=tuple(decision.decision_seconds for decision in self.decided), replicated_experts=experts,
+            options=tuple(self._option or decision.option for decision in self.decided[:calls]), replicated_copies=copies,
+        )  # fmt: skip
 
     def clear(self) -> None:
         """Reset the gradients."""

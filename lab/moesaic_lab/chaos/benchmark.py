@@ -27,7 +27,6 @@ from moesaic.errors import InputError
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, keeping, kept, notes_of, words_of
 from moesaic_lab.chaos.schedule import INTERVAL, KINDS, Fault, draw_faults, kinds_of
 from moesaic_lab.claims import Claim
-from moesaic_lab.tables import Column
 from moesaic_testbed import Bed, Launcher, refusal
 
 LEAST_FAULTS, LEAST_STEPS = 200, 24
@@ -170,22 +169,19 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return a claim per promise: faults and kinds covered, nothing lost beyond an interval, no hangs, and so on."""
 
     def none(name: str, count: int) -> Claim:
-        return Claim(name=f"chaos.{name}", value=count, unit="1", target=0, op="<=")
+        return Claim(name=f"chaos.{name}", value=count, target=0)
 
     restarts = [row for row in rows if row["kind"] == "restart"]
     return [
-        Claim(name="chaos.faults", value=len(rows), unit="1", target=LEAST_FAULTS, op=">="),
-        Claim(name="chaos.kinds", value=len({row["kind"] for row in rows}), unit="1", target=12, op=">="),
+        Claim(name="chaos.faults", value=len(rows), target=LEAST_FAULTS, op=">="),
+        Claim(name="chaos.kinds", value=len({row["kind"] for row in rows}), target=12, op=">="),
         none("steps_lost_beyond_interval", sum(max(row["lost"] - row.get("may_be_lost", INTERVAL), 0) for row in rows)),
         none("hangs", sum(row["hung"] for row in rows)),
         none("leftovers", sum(row["leftovers"] for row in rows)),
         none("unnamed", sum(not row["named"] for row in rows)),
         none("losses_that_differ", sum(not row["same"] for row in rows)),
         none("not_recovered", sum(not row["recovered"] for row in rows)),
-        Claim(
-            name="chaos.restarts_recovered", value=sum(row["recovered"] for row in restarts), unit="1",
-            target=len(restarts), op=">=",
-        ),
+        Claim(name="chaos.restarts_recovered", value=sum(row["recovered"] for row in restarts), target=len(restarts), op=">="),
     ]  # fmt: skip
 
 
@@ -204,9 +200,7 @@ def tables(rows: list[dict[str, Any]]) -> list[Any]:
             }
         )
     wrong = [row for row in rows if row["is_wrong"]]
-    columns = [
-        Column(key=key, title=key, is_text=True) for key in ("number", "kind", "way", "rank", "transport", "line")
-    ]
+    columns = ("number", "kind", "way", "rank", "transport", "line")
     return Shown(title="Faults").of(summed) + Shown(title="What was wrong", columns=columns).of(wrong)
 
 

@@ -1,5 +1,12 @@
 """`moesaic bench comm`: all-to-alls on an emulated cluster, timed in turn and compared with the limit of its links.
 
+Real bytes between real processes over emulated links (network namespaces, veth pairs shaped by htb); times are of
+this machine, ratios are what carries over. Even all-to-alls and the dispatch of a layer, each as a program on the
+interpreter, packing and unpacking included, methods in turn. bound: bytes over rate on the slowest link; where a
+packet is charged a minimum, one packet per pair of ranks. The shaper lets 20 KB through at once, so that messages of
+that size may come in under it. Claims under a ratio of 1.10 are the worse end of the median's 95 % interval over 30
+pairs.
+
 Each all-to-all runs as a program on the interpreter. The picture shows times as multiples of the link limit, the lowest of all
 methods at that size: from 16 KiB to 32 MiB milliseconds differ by a factor of 1000, methods only by tenths.
 """
@@ -15,23 +22,15 @@ from typing import Any
 from rich.table import Table
 
 from moesaic_lab.beds import BedCell, bars, drawn, joined
-from moesaic_lab.benchmark import Told, emulated, on_beds
+from moesaic_lab.benchmark import Told, emulated, notes_of, on_beds
 from moesaic_lab.claims import Claim, claimed, enough, some
 from moesaic_lab.comm import ranks as side
 from moesaic_lab.comm.config import CommConfig, Sweep, read_config
 from moesaic_lab.measure import paired
 from moesaic_lab.pictures import Panel
-from moesaic_lab.tables import Column, byte_size, milliseconds, quartiles, share, table
+from moesaic_lab.tables import QUARTILES, byte_size, table
 from moesaic_testbed.cluster import Cluster
 
-NOTES = (
-    "Real bytes between real processes over emulated links (network namespaces, veth pairs shaped by htb); times are of "
-    "this machine, ratios are what carries over. Even all-to-alls and the dispatch of a layer, each as a program on the "
-    "interpreter, packing and unpacking included, methods in turn. bound: bytes over rate on the slowest link; where a "
-    "packet is charged a minimum, one packet per pair of ranks. The shaper lets 20 KB through at once, so that messages of "
-    "that size may come in under it. Claims under a ratio of 1.10 are the worse end of the "
-    "median's 95 % interval over 30 pairs."
-)
 DOMINATES = 2
 """The charge per message dominates if it is at least this many times the bytes of one of linear's messages."""
 FOUR_MIB_KIB = 4096
@@ -139,25 +138,15 @@ def rows_of(cell: CommCell) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-COLUMNS = (
-    Column(key="size_bytes", title="per rank", show=byte_size),
-    Column(key="method", title="method", is_text=True),
-    Column(key="median_seconds", title="ms", show=milliseconds),
-    Column(key="quartiles", title="quartiles"),
-    Column(key="bound_seconds", title="bound", show=milliseconds),
-    Column(key="share_of_bound", title="share", show=share),
-    Column(key="over_first", title="ratio", show=share),
-    Column(key="across_bytes", title="across", show=byte_size),
-)
-"""Columns of the tables on the terminal. "share" is the bound over the median time, "ratio" the time over that of linear (or of
-the first method if linear was not measured), and "across" the bytes that all ranks send between nodes."""
+COLUMNS = ("size_bytes", "method", *QUARTILES, "bound_seconds", "share_of_bound", "over_first", "across_bytes")
+"""Columns on the terminal. "over first": over linear, or over the first method if linear was not measured."""
 
 
 def tables(cells: Sequence[CommCell]) -> list[Table]:
     """Return the tables for a terminal, one per kind and bed."""
     all_tables = []
     for (kind, label), of_bed in itertools.groupby(cells, key=lambda cell: (cell.sweep.kind, cell.sweep.label)):
-        rows = [row | {"quartiles": quartiles(row)} for cell in of_bed for row in rows_of(cell)]
+        rows = [row for cell in of_bed for row in rows_of(cell)]
         all_tables.append(table(f"{kind} on {label}", rows, COLUMNS, group_by=("size_bytes",)))
     return all_tables
 
@@ -192,7 +181,7 @@ def _label(cell: CommCell) -> str:
 
 BENCHMARK = emulated(
     name="comm", description="Measure all-to-alls in turn on an emulated cluster, beside the limit of its links.",
-    notes=NOTES, read_config=read_config, run=run, claims=claims, columns=tables, panels=panels,
+    notes=notes_of(__doc__), read_config=read_config, run=run, claims=claims, columns=tables, panels=panels,
     rows=lambda cells: [row for cell in cells for row in rows_of(cell)],
     title="All-to-alls over emulated links", panels_in_a_row=3,
 )  # fmt: skip

@@ -1,4 +1,13 @@
-"""`moesaic bench device`: one layer on one device, compared with its matrix products alone and with other people's layers."""
+"""`moesaic bench device`: one layer on one device, compared with its matrix products alone and with other people's layers.
+
+Forward and backward with the input's gradient, one process, methods in turn. LB: the experts' matrix products alone,
+per expert torch.mm(out=), and an in-place pass each for the activation and its derivative; 'router's products' are
+its three products alone. Claims over LB: the whole layer, with router, top-k and load-balance loss, over the experts'
+products, the worse of GELU and SwiGLU; over_lb_with_router has the router's products below the line too. Zipf: logits
+-0.7 ln i plus unit normal noise. layer_over: our layer's time over that peer's; a peer far from the fastest has fewer
+repeats. growth_bytes: peak of tensors alive beyond those before the call, new gradients included. kept_memory says
+whether the allocator was told to keep what is freed, for all methods alike. Peers have SwiGLU experts.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +19,13 @@ import torch
 
 from moesaic.errors import InputError
 from moesaic.kernels.memory import keep_freed_memory
-from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, keeping, kept
+from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, keeping, kept, notes_of, require_positive
 from moesaic_lab.claims import Claim
 from moesaic_lab.device import run
 from moesaic_lab.device.cases import DeviceCase
 from moesaic_lab.device.cases import cases as all_cases
 from moesaic_lab.device.run import LAYER
-from moesaic_lab.tables import Column, byte_size, milliseconds, share
 
-NOTES = (
-    "Forward and backward with the input's gradient, one process, methods in turn. LB: the experts' matrix products alone, "
-    "per expert torch.mm(out=), and an in-place pass each for the activation and its derivative; 'router's products' are its "
-    "three products alone. Claims over LB: the whole layer, with router, top-k and load-balance loss, over the experts' "
-    "products, the worse of GELU and SwiGLU; over_lb_with_router has the router's products below the line too. "
-    "Zipf: logits -0.7 ln i plus unit normal noise. layer_over: our layer's time over that peer's; a peer far from the fastest "
-    "has fewer repeats. growth_bytes: peak of tensors alive beyond those before the call, new gradients included. kept_memory "
-    "says whether the allocator was told to keep what is freed, for all methods alike. Peers have SwiGLU experts."
-)
 TARGETS = {"balanced": 1.10, "zipf": 1.15}
 PEER_TARGET = 0.9
 CASE = ("shape", "dtype", "activation", "routing", "kept_memory")
@@ -57,8 +56,7 @@ def cases(options: DeviceOptions) -> list[DeviceCase]:
     Raises:
         InputError: `repeats` or `threads` is below 1, or `only` matches no case.
     """
-    if options.repeats < 1 or options.threads < 1:
-        raise InputError(f"--repeats {options.repeats} --threads {options.threads}: both must be at least 1")
+    require_positive({"repeats": options.repeats, "threads": options.threads}, "--")
     alternatives = [set(words.split()) for words in (options.only or "").split(",")]
     chosen = [case for case in all_cases() if any(words <= _words(case) for words in alternatives)]
     if not chosen:
@@ -106,7 +104,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
                 ratios = [row["over_lb"] for row in ours if (row["dtype"], row["routing"]) == (dtype, routed)]
                 if ratios:
                     name = f"{head}.{dtype}.{routed}_over_lb"
-                    all_claims.append(Claim(name=name, value=max(ratios), unit="1", target=target, op="<="))
+                    all_claims.append(Claim(name=name, value=max(ratios), target=target))
         all_claims.append(_over_peers(head, of_shape))
         all_claims.append(_memory(head, of_shape))
     return all_claims
@@ -118,7 +116,7 @@ def _over_peers(head: str, rows: Sequence[Row]) -> Claim:
     best = [min(peers, key=lambda row: float(row["median_seconds"])) for peers in _peers(rows)]
     value = max((float(row["layer_over"]) for row in best), default=None)
     reason = "" if best else _why_absent(rows)
-    return Claim(name=name, value=value, unit="1", target=PEER_TARGET, op="<=", reason=reason)
+    return Claim(name=name, value=value, target=PEER_TARGET, reason=reason)
 
 
 def _memory(head: str, rows: Sequence[Row]) -> Claim:
@@ -127,7 +125,7 @@ def _memory(head: str, rows: Sequence[Row]) -> Claim:
     ours = {_case(row): row["growth_bytes"] for row in rows if row["method"] == LAYER}
     ratios = [ours[_case(peers[0])] / min(row["growth_bytes"] for row in peers) for peers in _peers(rows)]
     reason = "" if ratios else _why_absent(rows)
-    return Claim(name=name, value=max(ratios, default=None), unit="1", target=1.0, op="<=", reason=reason)
+    return Claim(name=name, value=max(ratios, default=None), target=1.0, reason=reason)
 
 
 def _peers(rows: Sequence[Row]) -> list[list[Row]]:
@@ -145,22 +143,11 @@ def _why_absent(rows: Sequence[Row]) -> str:
     return "; ".join(reasons) or "peers were not asked for"
 
 
-COLUMNS = (
-    Column(key="shape", title="shape", is_text=True),
-    Column(key="dtype", title="dtype", is_text=True),
-    Column(key="activation", title="experts", is_text=True),
-    Column(key="routing", title="routing", is_text=True),
-    Column(key="method", title="method", is_text=True),
-    Column(key="median_seconds", title="ms", show=milliseconds),
-    Column(key="over_lb", title="over LB", show=share),
-    Column(key="over_lb_with_router", title="with router", show=share),
-    Column(key="layer_over", title="ours over it", show=share),
-    Column(key="growth_bytes", title="growth", show=byte_size),
-)
+COLUMNS = (*CASE[:4], "method", "median_seconds", "over_lb", "over_lb_with_router", "layer_over", "growth_bytes")
 
 BENCHMARK = Benchmark(
     name="device", description="Measure one MoE layer against its matrix products alone and against other people's layers.",
-    options=DeviceOptions, notes=NOTES, cases=cases, measure=measure, claims=claims,
+    options=DeviceOptions, notes=notes_of(__doc__), cases=cases, measure=measure, claims=claims,
     columns=(Shown(title="One layer, forward + backward", columns=COLUMNS, group_by=CASE),),
     packages=("torch", "numpy", "transformers", "deepspeed"),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Run one part of `moesaic bench gpu` in its own process: layers, checks, compiled or profile.
+"""Run one part of `moesaic bench gpu` in its own process: layers, compiled or profile.
 
 The part `layers` measures the twelve layers of SonicMoE's paper, forward and backward, against other implementations. It
 needs only torch, Triton and a CUDA device, and compares with liger-kernel if that can be imported. An interrupted run
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from moesaic.errors import InputError
 
-PARTS = ("checks", "compiled", "profile")
+PARTS = ("compiled", "profile")
 """Modules of this package with a function `write`, which writes a file of results."""
 
 

@@ -1,10 +1,10 @@
 """`moesaic bench gpu`: all figures of one GPU in one command of nine minutes.
 
 Each step runs in its own process under a deadline. A step that crashes, hangs or leaves the GPU in error loses only its own
-figures. Results are written to one folder as soon as they are known: at most eight files, listed in `FILES`. Scratch files and
-Triton's cache go to a temporary folder. With `--dry` every step runs on a CPU: the stand-in and Triton's interpreter replace
-the GPU. The command needs torch and Triton. If pytest, liger-kernel, sonic-moe, compute-sanitizer or ncu is missing, the
-results give that as a reason; it is not an error.
+figures. Results are written to one folder as soon as they are known: at most seven files, listed in `FILES`. Scratch files and
+Triton's cache go to a temporary folder. With `--dry` every step runs on a CPU, under Triton's interpreter. The command needs
+torch and Triton. If pytest, liger-kernel, sonic-moe, compute-sanitizer or ncu is missing, the results give that as a reason;
+it is not an error.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from moesaic_lab.gpu.shapes import LAYERS, claims
 
 SECONDS = 540.0
 """Time limit of the whole command: borrowed GPUs often allow ten minutes per command."""
-FILES = ("gpu.json", "rows.json", "tiles.json", "compiled.json", "checks.json", "cluster.json", "tests.txt", "ncu.csv")
+FILES = ("gpu.json", "rows.json", "tiles.json", "compiled.json", "cluster.json", "tests.txt", "ncu.csv")
 TUNED = ("T40960_H768_I256", "T32768_H4096_I512_E128")
 """Two layers, at both ends of the range of shapes, for which tiles are searched. Other layers use default tiles, except for
 products that fall under the same key."""
 PRODUCTS = ("up", "down", "down_grad", "rows_grad", "weight_grad", "weight_grad_down")
 SANITIZERS = ("memcheck", "racecheck")
 """Tools of compute-sanitizer that are run, for accesses out of bounds and for races in shared memory."""
+CHECKS = "tests/runtime/test_on_gpu.py"
+"""Tests of whole layers: results, host waits, graphs, and meshes of ranks that share the GPU."""
 NOTES = "One process per step; a step that did not end well is named with its reason in the row `steps`."
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -89,13 +91,13 @@ def steps(folder: Path, scratch: Path, *, dry: bool) -> list[GpuStep]:
     def layer(*words: str) -> tuple[str, ...]:
         return *part("layers", scratch / "part.json"), "--folder", str(folder), *words
 
+    pytest = (python, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short")
     tests = "tests/kernels/triton/test_triton_top_k.py" if dry else "tests/kernels/triton"
-    pytest = (python, "-m", "pytest", tests, "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short")
     layers = ["T24"] if dry else [layer.name for layer in LAYERS]
     planned = [
         GpuStep(name="compile", command=part("compiled", folder / "compiled.json"), seconds=100, background=True),
-        GpuStep(name="tests", command=(*pytest, *(() if dry else ("-n", "8"))), seconds=100, output="tests.txt"),
-        GpuStep(name="checks", command=part("checks", folder / "checks.json"), seconds=60),
+        GpuStep(name="tests", command=(*pytest, tests, *(() if dry else ("-n", "8"))), seconds=100, output="tests.txt"),
+        GpuStep(name="checks", command=(*pytest, CHECKS), seconds=60, output="tests.txt"),
     ]
     for tool in SANITIZERS:
         command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *layer("--stages", "check"))
@@ -210,15 +212,14 @@ def merged(folder: Path, outcomes: Sequence[StepOutcome], *, dry: bool = False) 
         name = outcome.name.removeprefix("layer.")
         if outcome.name.startswith("layer.") and name not in rows and outcome.ended != "ok":
             rows[name] = {"name": name, "error": f"its process: {outcome.ended}; {' '.join(outcome.tail[-1:])[:200]}"}
-    checked = _read(folder / "checks.json").get("claims", [])
     outcomes_by_name = {outcome.name: outcome for outcome in outcomes}
-    other_claims = [Claim(**{key: value for key, value in claim.items() if key != "holds"}) for claim in checked]
-    for name in ("tests", *SANITIZERS):
+    other_claims = list[Claim]()
+    for name in ("tests", "checks", *SANITIZERS):
         step = outcomes_by_name.get(name)
         is_known = step is not None and not step.ended.startswith(("not begun", "ended after"))
         reason = "" if is_known else "the step did not run to its end" if step is None else step.ended
         value = float(step is not None and step.ended != "ok") if is_known else None
-        other_claims.append(Claim(name=f"gpu.{name}_failed", value=value, unit="1", target=0, op="<=", reason=reason))
+        other_claims.append(Claim(name=f"gpu.{name}_failed", value=value, target=0, reason=reason))
     described = rows.get("dense", {})
     return Measurement(
         rows=[{"name": "steps", "steps": [asdict(outcome) for outcome in outcomes]}, *rows.values()],

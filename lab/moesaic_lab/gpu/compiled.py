@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from moesaic.kernels.triton import expert_stage
 from moesaic.kernels.triton.rows import launch
-from moesaic.kernels.triton.rows.tiles import TileDevice
+from moesaic.kernels.triton.rows.tiles import Tile, TileDevice
 from moesaic_lab.gpu.shapes import LAYERS, GpuLayer
 
 DEVICES = {
@@ -125,42 +125,39 @@ def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
     )
 
 
-def work(*, dry: bool) -> list[tuple[GpuLayer, str, int]]:
-    """Return (layer, product, number of the candidate tile): the layers to check, then all candidates of the tile search."""
+Job = tuple[GpuLayer, str, list[int] | None]
+"""A layer, a product and its tile; for an entry of `CHECKS`, no tile."""
+
+
+def work(*, dry: bool) -> list[Job]:
+    """Return the layers to check, then all candidates of the tile search."""
     from moesaic_lab.gpu.command import PRODUCTS, TUNED
     from moesaic_lab.gpu.run import SMALL
     from moesaic_lab.gpu.search import candidates
 
-    entries = [] if dry else [(SMALL, check, 0) for check in CHECKS]
+    entries: list[Job] = [] if dry else [(SMALL, check, None) for check in CHECKS]
     for layer in (layer for layer in LAYERS if any(part in layer.name for part in TUNED)):
-        sizes = expert_stage.shapes(
-            layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, 2, gated=True
-        )
+        copies = layer.tokens * layer.top_k
+        sizes = expert_stage.shapes(copies, layer.num_experts, layer.dim, layer.hidden, 2, gated=True)
         for product in PRODUCTS:
-            entries += [(layer, product, n) for n, _ in enumerate(candidates(sizes[product], DEVICES[90]))]
+            entries += [(layer, product, list(astuple(tile))) for tile in candidates(sizes[product], DEVICES[90])]
     return entries[:1] if dry else entries
 
 
-def compile_one(layer: GpuLayer, product: str, number: int, capability: int, cache: str) -> list[dict[str, Any]]:
+def compile_one(job: Job, capability: int, cache: str) -> list[dict[str, Any]]:
     """Compile one product of a layer with one tile, or one of `CHECKS`, and return one row per kernel."""
     from moesaic_lab.gpu.layers import Inputs
-    from moesaic_lab.gpu.search import candidates
     from moesaic_lab.gpu.tune import products
 
+    layer, product, tile = job
     private = Path(cache) / f"of_process_{os.getpid()}"
     private.mkdir(parents=True, exist_ok=True)
-    tile = None
-    if product in CHECKS:
-        with compiling_for(capability, Path(cache), private) as kernels:
+    with compiling_for(capability, Path(cache), private) as kernels:
+        if tile is None:
             _compile_layer(layer, getattr(torch, product.removeprefix("check ")))
-    else:
-        sizes = expert_stage.shapes(
-            layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, 2, gated=True
-        )
-        candidate = list(candidates(sizes[product], DEVICES[capability]))[number]
-        tile = list(astuple(candidate))
-        with compiling_for(capability, Path(cache), private) as kernels, torch.no_grad():
-            products(Inputs.untouched(layer), is_compiling=True)[product](candidate)
+        else:
+            with torch.no_grad():
+                products(Inputs.untouched(layer), is_compiling=True)[product](Tile(*tile))
     return [
         {
             "layer": layer.name, "product": product, "tile": tile, "kernel": kernel.name,
@@ -189,13 +186,13 @@ def write(out: Path, *, dry: bool) -> int:
     """
     cache, failures, rows, jobs = triton.knobs.cache.dir, list[str](), list[Any](), work(dry=dry)
     with ProcessPoolExecutor(max_workers=max(1, (os.cpu_count() or 2) - 2)) as pool:
-        futures = {pool.submit(compile_one, *job, 90, cache): job for job in jobs}
+        futures = {pool.submit(compile_one, job, 90, cache): job for job in jobs}
         for future in as_completed(futures):
-            layer, product, number = futures[future]
+            layer, product, tile = futures[future]
             try:
                 rows += future.result()
             except Exception as error:  # a tile that the compiler refuses is a result
-                failures.append(f"{layer.name} {product} {number}: {type(error).__name__}: {error}"[:300])
+                failures.append(f"{layer.name} {product} {tile}: {type(error).__name__}: {error}"[:300])
             slow = [row for row in rows if row["spilled_bytes"] > SPILLED_BYTES or row["is_serialized"]]
             report = {
                 "compiled": len(rows), "of": len(jobs), "failures": failures, "spilled_or_serialized": slow, "rows": rows,

@@ -1,18 +1,11 @@
-"""Triton's interpreter on a machine without a GPU: corrections, and support for tensors of the stand-in."""
+"""Corrections of Triton's interpreter, which runs kernels on a machine without a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
-
-from moesaic_lab.gpu.stand_in import DeviceTensor, values
 
 
 def mend_the_interpreter() -> None:
@@ -49,21 +42,3 @@ def mend_the_interpreter() -> None:
     interpreter._patch_lang_tensor = patched
     builder.cast_impl = cast_impl
     builder.create_dot = lambda self, a, b, *others: dot(self, widened(a), widened(b), *others)
-
-
-@contextmanager
-def interpreting() -> Iterator[None]:
-    """Let Triton's interpreter, if it is on, accept tensors of the stand-in. This holds for all threads."""
-    from triton.runtime import interpreter
-
-    launch = interpreter.GridExecutor.__call__
-
-    def on_values(self: Any, *args: Any, **kwargs: Any) -> None:
-        for argument in tree_leaves((args, kwargs)):
-            if hasattr(argument, "base"):  # a tensor descriptor
-                argument.base = values(argument.base)
-        with _disable_current_modes():
-            launch(self, *tree_map_only(DeviceTensor, values, args), **tree_map_only(DeviceTensor, values, kwargs))
-
-    with mock.patch.object(interpreter.GridExecutor, "__call__", on_values):
-        yield

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.kernels import whole_batch
+from moesaic.kernels.expert_ffn import expert_ffn
 from moesaic.kernels.permute import sort_by_expert
-from moesaic.kernels.work import ExpertWork, Wanted
+from moesaic.kernels.work import ExpertWork
 from moesaic_lab.gpu.shapes import GpuLayer
 
 SAMPLE = 8
@@ -104,10 +104,19 @@ def ours(inputs: Inputs, tiles: Mapping[str, Any] | None) -> Implementation:
 
 def grouped_mm(inputs: Inputs) -> Implementation:
     """Return the implementation by torch's `grouped_mm`, one operation after the other."""
+    num_experts, top_k = len(inputs.w13), inputs.expert.shape[1]
+    token = torch.arange(len(inputs.x), device=inputs.x.device).repeat_interleave(top_k)
 
     def forward() -> Tensor:
-        y: Tensor = _WholeBatch.apply(inputs.x, inputs.w13, inputs.w2, inputs.weight, inputs.expert)
-        return y
+        flat = inputs.expert.view(-1).long()
+        counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+        order = sort_by_expert(token, flat, counts, len(inputs.x), top_k)
+        work = ExpertWork(
+            x=inputs.x, dispatch=order.dispatch, gates=inputs.weight.view(-1)[order.order], gates_first=False,
+            ends=order.ends, up=inputs.w13, up_bias=None, down=inputs.w2, down_bias=None, activation="silu",
+            kernel="grouped_mm",
+        )  # fmt: skip
+        return expert_ffn(work)
 
     return Implementation(forward=forward, leaves=inputs.leaves)
 
@@ -220,32 +229,3 @@ def _expert_gradients(inputs: Inputs, e: int) -> dict[str, Tensor]:
         rows = (F.silu(x @ w13[0].T) * (x @ w13[1].T)) @ w2.T
         weighted = rows * inputs.weight.detach()[token, slot, None]
     return dict(zip(("w13", "w2"), torch.autograd.grad(weighted, (w13, w2), inputs.dy[token].float())))
-
-
-class _WholeBatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        work = _work(*tensors)
-        y, pre = whole_batch.forward(work, work.x.dtype)
-        ctx.work = work
-        ctx.save_for_backward(pre)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        grads = whole_batch.backward(ctx.work, ctx.saved_tensors[0], dy, Wanted())
-        by_token = ctx.work.dispatch.by_token
-        assert grads.gates is not None
-        d_weight = grads.gates.index_select(0, by_token).view(len(dy), -1)
-        return grads.x, grads.up, grads.down, d_weight, None
-
-
-def _work(x: Tensor, w13: Tensor, w2: Tensor, weight: Tensor, expert: Tensor) -> ExpertWork:
-    token = torch.arange(len(x), device=x.device).repeat_interleave(expert.shape[1])
-    flat = expert.view(-1).long()
-    counts = torch.zeros(len(w13), dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
-    permutation = sort_by_expert(token, flat, counts, len(x), expert.shape[1])
-    return ExpertWork(
-        x=x, dispatch=permutation.dispatch, gates=weight.view(-1)[permutation.order], gates_first=False,
-        ends=permutation.ends, up=w13, up_bias=None, down=w2, down_bias=None, activation="silu",
-    )  # fmt: skip

@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +47,8 @@ SMALL = GpuLayer(tokens=1000, dim=264, hidden=136, num_experts=7, top_k=3)
 """The layer of the stage `check`: no size is a multiple of a tile."""
 TINY = GpuLayer(tokens=24, dim=40, hidden=24, num_experts=3, top_k=2)
 """The layer that a dry run measures: Triton's interpreter takes a second per kernel."""
+
+
 NOTES = (
     "One SwiGLU layer, bfloat16, forward 6 T H I K and backward 12 T H I K FLOPs, router excluded, sorting of copies "
     "included; random router. Ways run in turn, median over the repeats by CUDA events, the host ahead of the GPU as in "
@@ -157,77 +159,66 @@ def _attempt(stage: str, layer: GpuLayer, options: GpuOptions, results: _ResultF
 
 
 def _run(stage: str, layer: GpuLayer, options: GpuOptions, results: _ResultFile, deadline: float) -> None:
+    from moesaic.kernels.triton.expert_stage import shapes
     from moesaic.kernels.triton.rows.launch import device_of
     from moesaic_lab.gpu.search import load
-    from moesaic_lab.gpu.tune import tune
+    from moesaic_lab.gpu.tune import breakdown, tune
 
     inputs = Inputs.random(layer, options.device, torch.bfloat16)
     path = options.folder / "tiles.json"
     tuned = load(path, device_of(inputs.x.device))
     if stage == "tune":
         tune(layer, inputs, tuned, path, deadline, _say, options.products)
-    elif stage == SONIC:
-        results.write(_row_name(stage, layer), _compared_with_sonic(layer, inputs, tuned, options))
-    else:
-        results.write(layer.name, _row(layer, inputs, tuned, options))
+        return
+    sizes = (layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, inputs.x.itemsize)
+    own = ours(inputs, tuned.tiles(shapes(*sizes, gated=True)))
+    if stage == SONIC:
+        row = _compared(layer, inputs, own, {SONIC: sonic}, options.repeats)
+        if f"{SONIC}_absent" in row:
+            raise RuntimeError(row[f"{SONIC}_absent"])
+        results.write(_row_name(stage, layer), row[SONIC])
+        return
+    exact = own.forward()
+    found = _errors_within_tolerance(inputs, exact, torch.autograd.grad(exact, inputs.leaves, inputs.dy))
+    del exact
+    row = {"rows_per_expert": layer.tokens * layer.top_k // layer.num_experts, "errors": found}
+    row |= _compared(layer, inputs, own, {"grouped_mm": grouped_mm, "liger": liger, "layer": layer_of}, options.repeats)
+    results.write(layer.name, row | {"steps": breakdown(layer, inputs, tuned)})
+    _say(f"{layer.name}: {row['ours']['forward_tflops']:.0f} / {row['ours']['backward_tflops']:.0f} TFLOP/s")
 
 
 def _row_name(stage: str, layer: GpuLayer) -> str:
     return f"{SONIC}.{layer.name}" if stage == SONIC else layer.name
 
 
-def _compared_with_sonic(layer: GpuLayer, inputs: Inputs, tuned: Any, options: GpuOptions) -> dict[str, Any]:
-    """Time SonicMoE's kernels and ours in turn."""
-    implementations = {"ours": ours(inputs, _tiles(layer, inputs, tuned)), SONIC: sonic(inputs)}
-    error = relative(implementations[SONIC].forward().detach(), implementations["ours"].forward().detach())
-    assert error < TOLERANCE, f"its result differs from ours by {error:.3g}"
-    seconds = _timed(implementations, inputs.dy, options.repeats)
-    forward, backward = (statistics.median(seconds[f"{SONIC} {which}"]) for which in ("forward", "backward"))
-    return {
-        "forward_tflops": layer.forward_flops / forward / 1e12,
-        "backward_tflops": 2 * layer.forward_flops / backward / 1e12, "over_ours": _ratio(seconds, SONIC),
-    }  # fmt: skip
-
-
-def _tiles(layer: GpuLayer, inputs: Inputs, tuned: Any) -> Any:
-    from moesaic.kernels.triton.expert_stage import shapes
-
-    sizes = (layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, inputs.x.itemsize)
-    return tuned.tiles(shapes(*sizes, gated=True))
-
-
-def _row(layer: GpuLayer, inputs: Inputs, tuned: Any, options: GpuOptions) -> dict[str, Any]:
-    """Check one layer, measure its times and memory, and return its row."""
-    from moesaic_lab.gpu.tune import breakdown
-
-    implementations: dict[str, Implementation] = {"ours": ours(inputs, _tiles(layer, inputs, tuned))}
-    row: dict[str, Any] = {"rows_per_expert": layer.tokens * layer.top_k // layer.num_experts}
-    exact = implementations["ours"].forward()
-    row["errors"] = _errors_within_tolerance(inputs, exact, torch.autograd.grad(exact, inputs.leaves, inputs.dy))
-    for name, make in {"grouped_mm": grouped_mm, "liger": liger, "layer": layer_of}.items():
+def _compared(
+    layer: GpuLayer, inputs: Inputs, own: Implementation, others: Mapping[str, Callable[[Inputs], Implementation]],
+    repeats: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Return times and memory of our kernels and of others that compute the same, or why another could not be run."""
+    implementations, row = {"ours": own}, dict[str, Any]()
+    exact = own.forward().detach()
+    for name, make in others.items():
         try:
             implementation = make(inputs)
-            distance = relative(implementation.forward().detach(), exact.detach())
+            distance = relative(implementation.forward().detach(), exact)
             if name != "layer" and not distance < TOLERANCE:  # `layer_of` routes by itself
                 raise AssertionError(f"its result differs from ours by {distance:.3g}")
             implementations[name] = implementation
         except Exception as error:  # an optional peer: absent, too old or out of memory
             row[f"{name}_absent"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
     del exact
-    seconds = _timed(implementations, inputs.dy, options.repeats)
+    seconds = _timed(implementations, inputs.dy, repeats)
     for name, implementation in implementations.items():
-        forward, backward = (statistics.median(seconds[f"{name} {which}"]) for which in ("forward", "backward"))
-        row[name] = {
-            "forward_ms": forward * 1e3, "backward_ms": backward * 1e3,
-            "forward_tflops": layer.forward_flops / forward / 1e12,
-            "backward_tflops": 2 * layer.forward_flops / backward / 1e12,
-            "forward_ms_spread": _spread(seconds[f"{name} forward"]),
-            "backward_ms_spread": _spread(seconds[f"{name} backward"]),
-            "over_ours": _ratio(seconds, name),
-            "memory_gib": vars(memory_of(implementation.forward, inputs.x, implementation.leaves, inputs.dy)),
-        }  # fmt: skip
-    row["steps"] = breakdown(layer, inputs, tuned)
-    _say(f"{layer.name}: {row['ours']['forward_tflops']:.0f} / {row['ours']['backward_tflops']:.0f} TFLOP/s")
+        row[name] = {"over_ours": _ratio(seconds, name)}
+        for direction, flops in (("forward", layer.forward_flops), ("backward", 2 * layer.forward_flops)):
+            times = seconds[f"{name} {direction}"]
+            low, median, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
+            row[name] |= {
+                f"{direction}_ms": median * 1e3, f"{direction}_tflops": flops / median / 1e12,
+                f"{direction}_ms_spread": [low * 1e3, high * 1e3],
+            }  # fmt: skip
+        row[name]["memory_gib"] = vars(memory_of(implementation.forward, inputs.x, implementation.leaves, inputs.dy))
     return row
 
 
@@ -246,12 +237,6 @@ def _ratio(seconds: dict[str, list[float]], name: str) -> float:
     """Return the median over the repeats of an implementation's forward plus backward time divided by ours."""
     pairs = zip(*(seconds[f"{own} {which}"] for own in (name, "ours") for which in ("forward", "backward")))
     return statistics.median((a + b) / (c + d) for a, b, c, d in pairs)
-
-
-def _spread(seconds: list[float]) -> list[float]:
-    """Return the first and third quartile in milliseconds."""
-    low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
-    return [low * 1e3, high * 1e3]
 
 
 def _check_small(dtype: torch.dtype, device: str) -> None:

@@ -118,11 +118,11 @@ def _largest_claims(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, 
     if LARGEST not in layers:
         return []
     ours, dense = rows.get(LARGEST.name, {}).get("ours"), rows.get("dense", {}).get("tflops")
-    reason = "" if ours is not None and dense is not None else "the largest layer or the dense rate was not measured"
+    reason = "the largest layer or the dense rate was not measured"
+    values: dict[str, float | None] = {"forward": None, "backward": None}
+    if ours is not None and dense is not None:
+        reason, values = "", {way: ours[f"{way}_tflops"] / dense for way in values}
     return [
-        Claim(
-            name=f"gpu.largest.{direction}_over_dense", unit="1", target=OVER_DENSE, op=">=", reason=reason,
-            value=ours[f"{direction}_tflops"] / dense if ours is not None and dense is not None else None,
-        )
-        for direction in ("forward", "backward")
-    ]  # fmt: skip
+        Claim(name=f"gpu.largest.{way}_over_dense", value=value, target=OVER_DENSE, op=">=", reason=reason)
+        for way, value in values.items()
+    ]

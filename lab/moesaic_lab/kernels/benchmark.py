@@ -1,5 +1,10 @@
 """`moesaic bench kernels`: each operation of a layer on this device, compared with plain PyTorch code and with the roofline.
 
+Each operation in turn with the plain way to write it (fast encode and decode: GShard's einsum; experts: one after the
+other by autograd), caches flushed before each call. Bound: arithmetic over the rate of a large matrix product or
+bytes over the rate of a large copy, the longer one; of_bound: the bound over the measured time. error: distance from
+the plain way in float64, relative. growth: peak of tensors alive beyond those before.
+
 The roofline (Williams, Waterman and Patterson, CACM 2009) is a lower bound on an operation's time. It is the larger of two
 times: its FLOPs over the rate of a large matrix product, and its bytes over the rate of a large copy. Both rates are measured
 first.
@@ -15,24 +20,16 @@ from typing import Any
 
 import torch
 
-from moesaic.errors import InputError
-from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown
+from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, notes_of, require_positive
 from moesaic_lab.claims import Claim
 from moesaic_lab.device.cases import DTYPES, SHAPES, DeviceShape, peak_growth_bytes
 from moesaic_lab.kernels.ops import KernelOp, ops
 from moesaic_lab.measure import Timing, in_turn, over_ranks, paired
 from moesaic_lab.pictures import Panel, PlottedSeries
-from moesaic_lab.tables import Column, byte_size, milliseconds, share
 
 OURS, PLAIN = "ours", "plain"
 CACHE_BYTES = 2**26
 """Bytes written between two timed calls, to evict their inputs from the cache."""
-NOTES = (
-    "Each operation in turn with the plain way to write it (fast encode and decode: GShard's einsum; experts: one after "
-    "the other by autograd), caches flushed before each call. Bound: arithmetic over the rate of a large matrix product or "
-    "bytes over the rate of a large copy, the longer one; of_bound: the bound over the measured time. error: distance from "
-    "the plain way in float64, relative. growth: peak of tensors alive beyond those before."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +44,7 @@ class KernelOptions(DrawnOptions):
 
 def cases(options: KernelOptions) -> None:
     """Raise an `InputError` for numbers below 1."""
-    if options.repeats < 1 or options.threads < 1:
-        raise InputError(f"--repeats {options.repeats} --threads {options.threads}: both must be at least 1")
+    require_positive({"repeats": options.repeats, "threads": options.threads}, "--")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,59 +110,25 @@ def claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
     all_claims = []
     for row in rows:
         name = f"kernels.{row['op'].replace(', ', '_').replace(' ', '_')}.{row['dtype']}"
-        all_claims.append(Claim(name=f"{name}.of_bound", value=row["of_bound"], unit="1", op=">="))
+        all_claims.append(Claim(name=f"{name}.of_bound", value=row["of_bound"], op=">="))
         if row["op"].startswith("fast"):
             memory = row["growth_bytes"] / row["plain_growth_bytes"]
-            all_claims.append(Claim(name=f"{name}.over_einsum", value=row["over_plain"], unit="1", target=1.0, op="<="))
-            all_claims.append(Claim(name=f"{name}.memory_over_einsum", value=memory, unit="1", target=1.0, op="<="))
+            all_claims.append(Claim(name=f"{name}.over_einsum", value=row["over_plain"], target=1.0))
+            all_claims.append(Claim(name=f"{name}.memory_over_einsum", value=memory, target=1.0))
     return all_claims
 
 
 def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
-    """Return two panels per dtype: the roofline, and the time of each operation divided by that of the plain code."""
+    """Return a panel per dtype: the time of each operation over that of the plain code."""
     all_panels = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         of_dtype = [row for row in rows if row["dtype"] == dtype]
-        flops, bandwidth = of_dtype[0]["peak_flops"], of_dtype[0]["bandwidth"]
-        least, most = 2.0**-4, 2.0**12
-        corner = min(max(flops / bandwidth, least), most)
-        roof = PlottedSeries(
-            name="roof",
-            x=(least, corner, most),
-            y=tuple(min(flops, bandwidth * intensity) / 1e9 for intensity in (least, corner, most)),
-        )
-        points = [_point(row, least) for row in of_dtype]
-        all_panels.append(
-            Panel(
-                title=f"roofline, {dtype}", x_title="operations per byte", y_title="Gop/s", series=(roof, *points),
-                log_x=True, log_y=True,
-            )
-        )  # fmt: skip
-        names = tuple(row["op"] for row in of_dtype)
-        places = tuple(map(float, range(len(names))))
-        over = PlottedSeries(
-            name="ours over plain",
-            x=places,
-            y=tuple(row["over_plain"] for row in of_dtype),
-            low=tuple(row["over_plain_low"] for row in of_dtype),
-            high=tuple(row["over_plain_high"] for row in of_dtype),
-        )
-        all_panels.append(
-            Panel(
-                title=f"time over the plain way, {dtype}", x_title="", y_title="ratio", series=(over,), categories=names
-            )
-        )
+        keys = {"y": "over_plain", "low": "over_plain_low", "high": "over_plain_high"}
+        values = {end: tuple(row[key] for row in of_dtype) for end, key in keys.items()}
+        over = PlottedSeries(name="ours over plain", x=tuple(map(float, range(len(of_dtype)))), **values)
+        names, title = tuple(row["op"] for row in of_dtype), f"time over the plain way, {dtype}"
+        all_panels.append(Panel(title=title, x_title="", y_title="ratio", series=(over,), categories=names))
     return all_panels
-
-
-def _point(row: dict[str, Any], least: float) -> PlottedSeries:
-    """Return an operation's point in the roofline plot.
-
-    An operation without FLOPs is drawn at the left end, as if it did `least` operations per byte.
-    """
-    intensity = max(row["flops"] / row["bytes"], least)
-    rate = max(row["flops"], least * row["bytes"]) / row["median_seconds"]
-    return PlottedSeries(name=row["op"], x=(intensity,), y=(rate / 1e9,))
 
 
 def _best(call: Callable[[], object], times: int) -> float:
@@ -180,17 +142,11 @@ def _best(call: Callable[[], object], times: int) -> float:
     return min(seconds)
 
 
-COLUMNS = (
-    Column(key="dtype", title="dtype", is_text=True), Column(key="op", title="operation", is_text=True),
-    Column(key="median_seconds", title="ms", show=milliseconds), Column(key="over_plain", title="over plain", show=share),
-    Column(key="of_bound", title="of the bound", show=share), Column(key="error", title="error", show="{:.1e}".format),
-    Column(key="growth_bytes", title="growth", show=byte_size),
-    Column(key="plain_growth_bytes", title="plain growth", show=byte_size),
-)  # fmt: skip
+COLUMNS = ("dtype", "op", "median_seconds", "over_plain", "of_bound", "error", "growth_bytes", "plain_growth_bytes")
 
 BENCHMARK = Benchmark(
     name="kernels", description="Measure each operation of a layer against the plain way to write it and the roofline.",
-    options=KernelOptions, notes=NOTES, cases=cases, claims=claims,
+    options=KernelOptions, notes=notes_of(__doc__), cases=cases, claims=claims,
     columns=(Shown(title="Operations of one layer", columns=COLUMNS, group_by=("dtype",)),), panels=panels,
     title="Operations of one layer", measure=lambda options, _, told: measure(options.repeats, threads=options.threads),
 )  # fmt: skip

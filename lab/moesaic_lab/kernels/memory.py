@@ -1,5 +1,9 @@
 """Memory of one layer at the sizes of Tutel's Table 5: measured for few tokens, where it takes seconds, else by a formula.
 
+Peak of all tensors in a training step of one layer, weights and gradients included: width 4,096, hidden 4,096, top-2,
+2 experts, float32, GELU; Tutel's figures from its Table 5. Sizes that were not measured are by the formula of
+docs/kernels.md.
+
 Tutel (Hwang et al. 2023), Table 5: model width = hidden width = 4,096, top-2, 2 experts per GPU, float32. The figure is the
 peak of a training step of one layer: weights and their gradients, input, output, both their gradients, and all intermediates.
 """
@@ -13,10 +17,9 @@ import torch
 
 from moesaic.kernels.blocks import CACHE_BYTES, MIN_ROWS
 from moesaic.layer import MoE
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.device.cases import peak_growth_bytes, step
-from moesaic_lab.tables import Column, share
 
 TUTEL_GIB = {4096: 2.9, 8192: 3.2, 16384: 4.0, 32768: 5.7}
 """Tutel's figures in GiB, by number of tokens."""
@@ -79,7 +82,7 @@ def claims(measured_rows: list[dict[str, Any]]) -> list[Claim]:
         is_measured = row["measured_gib"] is not None
         value = row["measured_gib"] if is_measured else row["formula_gib"]
         name = f"memory.table5.{row['tokens']}_tokens" + ("" if is_measured else ".by_formula")
-        all_claims.append(Claim(name=name, value=value, unit="GiB", target=row["tutel_gib"], op="<="))
+        all_claims.append(Claim(name=name, value=value, unit="GiB", target=row["tutel_gib"]))
     return all_claims
 
 
@@ -91,19 +94,8 @@ class LayerMemoryOptions(BenchmarkOptions):
     """Largest number of tokens to measure, half a minute for 8192; the memory of more tokens is computed by the formula."""
 
 
-NOTES = (
-    "Peak of all tensors in a training step of one layer, weights and gradients included: width 4,096, hidden 4,096, "
-    "top-2, 2 experts, float32, GELU; Tutel's figures from its Table 5. Sizes that were not measured are by the formula of "
-    "docs/kernels.md."
-)
-TITLES = {"measured_gib": "measured", "formula_gib": "formula", "tutel_gib": "Tutel"}
-COLUMNS = (
-    Column(key="tokens", title="tokens"),
-    *(Column(key=key, title=f"{title}, GiB", show=share) for key, title in TITLES.items()),
-)
-
 BENCHMARK: Benchmark[LayerMemoryOptions, None, list[dict[str, Any]]] = Benchmark(
     name="layer_memory", description="Measure the memory of one layer at the sizes of Tutel's Table 5.",
-    options=LayerMemoryOptions, notes=NOTES, measure=lambda options, _, told: rows(options.measured_up_to),
-    claims=claims, columns=(Shown(title="Memory of one layer", columns=COLUMNS),),
+    options=LayerMemoryOptions, notes=notes_of(__doc__), measure=lambda options, _, told: rows(options.measured_up_to),
+    claims=claims, columns=(Shown(title="Memory of one layer"),),
 )  # fmt: skip

@@ -1,4 +1,12 @@
-"""`moesaic bench layer`: plans of one MoE layer, timed in turn on an emulated cluster with virtual compute."""
+"""`moesaic bench layer`: plans of one MoE layer, timed in turn on an emulated cluster with virtual compute.
+
+Virtual compute: experts and codecs sleep for as long as an accelerator of the configured rate would take; everything
+else is real: a layer on the runtime, forward and backward, real bytes between real processes over emulated links
+(network namespaces, veth pairs shaped by htb). Times are of this machine, with several ranks on a core; ratios are
+what carries over. Loads are balanced. Methods in turn, plans switched between steps. bound: bytes over rate on the
+slowest link, forward plus backward, or the computing if that is longer. Ratios under 1.10 are the worse end of the
+median's 95 % interval over 30 pairs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +19,7 @@ from typing import Any
 from rich.table import Table
 
 from moesaic_lab.beds import BedCell, bars, drawn, joined
-from moesaic_lab.benchmark import Told, emulated, on_beds
+from moesaic_lab.benchmark import Told, emulated, notes_of, on_beds
 from moesaic_lab.claims import Claim, claimed, enough, some
 from moesaic_lab.layer import ranks as side
 from moesaic_lab.layer.cells import BEST, COMPETE, LayerJob, jobs
@@ -19,17 +27,9 @@ from moesaic_lab.layer.config import LayerBenchConfig, read_config
 from moesaic_lab.layer.ranks import LayerFound, Switch
 from moesaic_lab.measure import Ratio
 from moesaic_lab.pictures import Panel
-from moesaic_lab.tables import QUARTILES, Column, byte_size, milliseconds, share, table
+from moesaic_lab.tables import QUARTILES, table
 from moesaic_testbed.cluster import Cluster
 
-NOTES = (
-    "Virtual compute: experts and codecs sleep for as long as an accelerator of the configured rate would take; everything "
-    "else is real: a layer on the runtime, forward and backward, real bytes between real processes over emulated links "
-    "(network namespaces, veth pairs shaped by htb). Times are of this machine, with several ranks on a core; ratios are what "
-    "carries over. Loads are balanced. Methods in turn, plans switched between steps. bound: bytes over rate on the "
-    "slowest link, forward plus backward, or the computing if that is longer. Ratios under 1.10 are the worse end of the "
-    "median's 95 % interval over 30 pairs."
-)
 TITLES = {
     "schedules": "Schedules", "adaptive_r": "Adaptive r over capacity factors", "pipelining": "Pipelining",
     "orders": "Orders", "codecs": "Codecs", "ablation": "ScheMoE's steps",
@@ -188,26 +188,8 @@ def switch_rows(cell: LayerCell) -> list[dict[str, Any]]:
 
 
 COLUMNS = (
-    Column(key="cell", title="cell", is_text=True),
-    Column(key="method", title="method", is_text=True),
-    Column(key="same_program_as", title="same as", is_text=True),
-    Column(key="is_best", title="best", show=lambda is_best: "*" if is_best else ""),
-    *QUARTILES,
-    Column(key="bound_seconds", title="bound ms", show=milliseconds),
-    Column(key="computing_seconds", title="computing ms", show=milliseconds),
-    Column(key="first_over_this", title="first / this", show=share),
-    Column(key="across_bytes", title="across", show=byte_size),
-    Column(key="across_messages", title="messages"),
-)
-SWITCH_COLUMNS = (
-    Column(key="cell", title="cell", is_text=True),
-    Column(key="method", title="to", is_text=True),
-    Column(key="first_seconds", title="first time ms", show=milliseconds),
-    Column(key="first_call_seconds", title="its first step, more ms", show=milliseconds),
-    Column(key="again_seconds", title="again ms", show=lambda seconds: f"{1e3 * seconds:.4f}"),
-    Column(key="messages", title="messages"),
-    Column(key="allocated_bytes", title="tensors", show=byte_size),
-    Column(key="share_of_step", title="of a step", show=lambda value: f"{value:.4%}"),
+    *("cell", "method", ("same_program_as", "same as"), "is_best", *QUARTILES, "bound_seconds", "computing_seconds"),
+    *("first_over_this", "across_bytes", "across_messages"),
 )
 
 
@@ -220,9 +202,7 @@ def tables(cells: Sequence[LayerCell]) -> list[Table]:
             all_tables.append(table(f"{title}, virtual compute, {rows[0]['bed']}", rows, COLUMNS, group_by=("cell",)))
     switches = [row for cell in cells for row in switch_rows(cell)]
     if switches:
-        all_tables.append(
-            table("Switching plans: processor time of a rank", switches, SWITCH_COLUMNS, group_by=("cell",))
-        )
+        all_tables.append(table("Switching plans: processor time of a rank", switches, group_by=("cell",)))
     return all_tables
 
 
@@ -267,6 +247,6 @@ def _over_factors(title: str, cells: Sequence[LayerCell]) -> Panel:
 
 BENCHMARK = emulated(
     name="layer", description="Measure ways to run an MoE layer in turn on an emulated cluster, with virtual compute.",
-    notes=NOTES, read_config=read_config, run=run, rows=all_rows, claims=claims, columns=tables, panels=panels,
+    notes=notes_of(__doc__), read_config=read_config, run=run, rows=all_rows, claims=claims, columns=tables, panels=panels,
     title="One MoE layer over emulated links, virtual compute", panels_in_a_row=3,
 )  # fmt: skip

@@ -1,12 +1,21 @@
-"""`moesaic bench model`: predicted times of layers compared with measured ones, on an emulated cluster."""
+"""`moesaic bench model`: predicted times of layers compared with measured ones, on an emulated cluster.
+
+A layer on the library's runtime over emulated links, forward and backward. compute virtual: experts sleep for as long
+as an accelerator of the given rate would take; real: they multiply. Ranks are bound to cores, under the batch policy.
+Predictions use the cluster's own profile, measured on the same bed before and brought to the wall times of other
+layers; no constant is fitted to these points. Claims named hour_later use profiles that were taken at least an hour
+before the last case was timed. Regret: the plan that is predicted to be fastest, over the fastest of those that were
+timed again (the fastest of all plans by the first times, and the first ones by prediction), medians of repeats in
+turn.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from moesaic_lab.benchmark import Benchmark, DrawnOptions, Told, require_cluster, words_of
-from moesaic_lab.model.claims import NOTES, case_rows, case_table, claims, panels, rows_of
+from moesaic_lab.benchmark import Benchmark, DrawnOptions, Told, notes_of, require_cluster, words_of
+from moesaic_lab.model.claims import case_rows, case_table, claims, panels, rows_of
 from moesaic_lab.model.config import COMMITTED, ModelBenchConfig, narrowed, read_config
 from moesaic_lab.model.run import ModelFound, kept, kept_earlier, run
 
@@ -52,7 +61,7 @@ def measure(options: ModelOptions, cases: tuple[ModelBenchConfig, ModelBenchConf
 
 BENCHMARK = Benchmark(
     name="model", description="Predict the times of MoE layers from a profile of an emulated cluster, and measure them there.",
-    options=ModelOptions, notes=NOTES, cases=cases, measure=measure,
+    options=ModelOptions, notes=notes_of(__doc__), cases=cases, measure=measure,
     rows=lambda timed: [*case_rows(timed[0]), *rows_of(timed[0])], claims=lambda timed: claims(*timed),
     columns=lambda timed: [case_table(timed[0])] if timed[0] else [], panels=lambda timed: panels(timed[0]),
     title="One MoE layer over emulated links: predicted and measured",

@@ -13,20 +13,11 @@ from scipy.stats import spearmanr
 from moesaic_lab.claims import Claim
 from moesaic_lab.model.run import ModelFound, points
 from moesaic_lab.pictures import Panel, PlottedSeries
-from moesaic_lab.tables import Column, milliseconds, table
+from moesaic_lab.tables import table
 
 LEAST_POINTS, LEAST_CASES, LEAST_PLANS = 60, 10, 40
 """Least data for the claims: points (plans of cases) for the errors; cases with at least `LEAST_PLANS` plans for the regret.
 The regret also includes cases with fewer plans."""
-NOTES = (
-    "A layer on the library's runtime over emulated links, forward and backward. compute virtual: experts sleep for as long as "
-    "an accelerator of the given rate would take; real: they multiply. Ranks are bound to cores, under the batch policy. "
-    "Predictions use the cluster's own profile, measured on the same bed before and brought to the wall times of other layers; "
-    "no constant is fitted to these points. Claims named hour_later use profiles that were taken at least an hour before the "
-    "last case was timed. Regret: the plan that is predicted to be fastest, over the fastest of those that were timed again "
-    "(the fastest of all plans by the first times, and the first ones by prediction), medians of repeats in turn."
-)
-"""Notes that a reader needs to judge the figures."""
 
 
 def rows_of(results: Sequence[ModelFound]) -> list[dict[str, Any]]:
@@ -65,22 +56,22 @@ def case_rows(results: Sequence[ModelFound]) -> list[dict[str, Any]]:
 
 
 COLUMNS = (
-    Column(key="case", title="case", is_text=True),
-    Column(key="plans", title="plans"),
-    Column(key="median_error", title="error", show=lambda value: f"{value:.1%}"),
-    Column(key="p95_error", title="95 %", show=lambda value: f"{value:.1%}"),
-    Column(key="rank_correlation", title="rank", show=lambda value: f"{value:.3f}"),
-    Column(key="pick", title="picked", is_text=True),
-    Column(key="pick_seconds", title="ms", show=milliseconds),
-    Column(key="best", title="best", is_text=True),
-    Column(key="best_seconds", title="ms", show=milliseconds),
-    Column(key="regret", title="regret", show=lambda value: f"{value:.1%}"),
+    "case",
+    "plans",
+    "median_error",
+    "p95_error",
+    "rank_correlation",
+    "pick",
+    "pick_seconds",
+    "best",
+    "best_seconds",
+    "regret",
 )
 
 
 def case_table(results: Sequence[ModelFound]) -> Table:
     """Return the table of cases for a terminal."""
-    return table("Predicted and measured layers", case_rows(results), COLUMNS, group_by=("bed",))
+    return table("Predicted and measured layers", case_rows(results), group_by=("bed",))
 
 
 def claims(results: Sequence[ModelFound], earlier: Sequence[ModelFound] = ()) -> list[Claim]:
@@ -141,4 +132,4 @@ def panels(results: Sequence[ModelFound]) -> list[Panel]:
 def _claim(
     name: str, value: float | None, target: float | None, missing: str, *, op: Literal[">=", "<="] = "<="
 ) -> Claim:
-    return Claim(name=name, value=None if missing else value, unit="1", target=target, op=op, reason=missing)
+    return Claim(name=name, value=None if missing else value, target=target, op=op, reason=missing)

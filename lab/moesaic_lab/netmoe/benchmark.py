@@ -15,7 +15,7 @@ included. Decisions are timed on one core of this machine; the time that hides t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -38,7 +38,6 @@ from moesaic_lab.netmoe.ranks import measure as measure_steps
 from moesaic_lab.netmoe.setting import Costs, Setting, decision_seconds, paper_cluster, paper_setting, routing, travel
 from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.policies.stay import Stay
-from moesaic_lab.tables import Column, byte_size, milliseconds, percent, share
 from moesaic_testbed import cluster
 from moesaic_testbed.bed import Bed
 
@@ -108,14 +107,7 @@ def on_bed(name: str, repeats: int) -> Rows:
     rows = Rows()
     with cluster(nodes=nodes, ranks_per_node=per_node, inter=INTER) as bed:
         for locality in BED_LOCALITIES[name]:
-            trace = routing(setting, locality, tokens=True)
-            experts = np.stack([trace.experts(layer, 0) for layer in range(setting.num_layers)])
-            job = TravelJob(
-                grid=setting.grid, compiled=compile_plan(Plan(), setting.grid), methods=METHODS,
-                experts=torch.from_numpy(experts.astype(np.int64)), length=BED_LAYER.tokens, dim=BED_LAYER.dim,
-                hidden=BED_LAYER.hidden, num_experts=BED_LAYER.num_experts, gflops=GFLOPS, repeats=repeats,
-            )  # fmt: skip
-            results = bed.run(measure_steps, job)[0]
+            results = bed.run(measure_steps, job_of(setting, locality, METHODS, repeats=repeats))[0]
             plain = results["plain"]
             for method, placer in METHODS.items():
                 own, model = results[method], predicted(setting, costs, locality, placer, method)
@@ -129,6 +121,17 @@ def on_bed(name: str, repeats: int) -> Rows:
                     }
                 )  # fmt: skip
     return rows
+
+
+def job_of(setting: Setting, locality: float, methods: Mapping[str, Method], **options: Any) -> TravelJob:
+    """Return the job that times methods in a setting; `options` are further fields of `TravelJob`."""
+    trace, layer = routing(setting, locality, tokens=True), setting.layer
+    experts = np.stack([trace.experts(number, 0) for number in range(setting.num_layers)])
+    return TravelJob(
+        grid=setting.grid, compiled=compile_plan(Plan(), setting.grid), methods=methods, gflops=GFLOPS,
+        experts=torch.from_numpy(experts.astype(np.int64)), length=layer.tokens, dim=layer.dim, hidden=layer.hidden,
+        num_experts=layer.num_experts, **options,
+    )  # fmt: skip
 
 
 def decisions() -> Rows:
@@ -199,34 +202,19 @@ def panels(rows: Rows) -> list[Panel]:
     return [panel for panel in charts if any(series.x for series in panel.series)]
 
 
-LOCAL = (Column(key="locality", title="locality"), Column(key="method", title="method", is_text=True))
-PREDICTED = (
-    Column(key="predicted_inter_saved", title="saved, pred.", show=percent),
-    Column(key="predicted_time_ratio", title="time, pred.", show=share),
-    Column(key="moved_nodes", title="change node", show=percent),
-    Column(key="moved_devices", title="change rank", show=percent),
-)
+PREDICTED = ("predicted_inter_saved", "predicted_time_ratio", "moved_nodes", "moved_devices")
+SAVED = ("inter_bytes", "inter_saved", "seconds", "time_ratio", "time_ratio_low", "time_ratio_high")
+DECIDING = ("samples", "method", "decision_seconds", "hidden_seconds", "share_of_hidden")
 TABLES = (
     Shown(
-        title="NetMoE's cluster, simulated", where={"part": ("simulated",)}, group_by=("part",),
-        columns=(Column(key="per_node", title="per node"), *LOCAL,
-         Column(key="decided_inter_saved", title="decided", show=percent), *PREDICTED,
-         Column(key="predicted_intra_ratio", title="inside", show=share)),
+        title="NetMoE's cluster, simulated", where={"part": ("simulated",)},
+        columns=("per_node", "locality", "method", "decided_inter_saved", *PREDICTED, "predicted_intra_ratio"),
     ),
     Shown(
         title="emulated clusters, 200 Mbit/s", where={"part": tuple(BEDS)}, group_by=("part",),
-        columns=(Column(key="part", title="bed"), *LOCAL, Column(key="inter_bytes", title="between nodes", show=byte_size),
-         Column(key="inter_saved", title="saved", show=percent), Column(key="seconds", title="ms", show=milliseconds),
-         Column(key="time_ratio", title="over plain", show=share), Column(key="time_ratio_low", title="low", show=share),
-         Column(key="time_ratio_high", title="high", show=share), *PREDICTED),
+        columns=("part", "locality", "method", *SAVED, *PREDICTED),
     ),
-    Shown(
-        title="decisions", where={"part": ("decisions",)}, group_by=("part",),
-        columns=(Column(key="samples", title="samples"), LOCAL[1],
-         Column(key="decision_seconds", title="ms", show=milliseconds),
-         Column(key="hidden_seconds", title="hidden, ms", show=milliseconds),
-         Column(key="share_of_hidden", title="of it", show=share)),
-    ),
+    Shown(title="decisions", where={"part": ("decisions",)}, columns=DECIDING),
 )  # fmt: skip
 
 

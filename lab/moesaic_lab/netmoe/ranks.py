@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from moesaic.balance.run.moving import MovingMoE
@@ -23,14 +22,11 @@ from moesaic.balance.samples import AbstractPlacer
 from moesaic.comm.mesh import Mesh, open_transport
 from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE
-from moesaic.measure.together import hold_still, latest, start_together
 from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
 from moesaic.routing.routers import SoftmaxTopK
 from moesaic.routing.routing import Scores
-from moesaic_lab.across_ranks import gathered, sent
-from moesaic_lab.bounds import crossing
-from moesaic_lab.measure import in_turn, without_collections
+from moesaic_lab.across_ranks import sent_by_all, timed_still
 from moesaic_lab.recorder import Recorder
 from moesaic_lab.virtual import Accelerator, virtual_experts
 
@@ -168,7 +164,6 @@ def check(stack: Stack, name: str) -> None:
 
 def measure(job: TravelJob) -> dict[str, TravelFound]:
     """Time the methods of a job in turn; all ranks call it together and return the same."""
-    hold_still(dist.get_rank())
     transport = open_transport(name="sockets")
     recorder = Recorder(transport)
     watched, stack = Stack(job, recorder), Stack(job, transport)
@@ -176,18 +171,8 @@ def measure(job: TravelJob) -> dict[str, TravelFound]:
     for name in job.methods:
         recorder.ranges.clear()
         check(watched, name)
-        num_bytes[name] = _bytes(recorder, job.grid)
+        num_bytes[name] = sent_by_all(recorder, job.grid)
         check(stack, name)
     steps = {name: partial(stack.step, name) for name in job.methods}
-    with without_collections():
-        seconds = gathered(in_turn(steps, job.repeats, barrier=start_together(latest)))
+    seconds = timed_still(steps, job.repeats)
     return {name: TravelFound(seconds[name], *num_bytes[name]) for name in job.methods}
-
-
-def _bytes(recorder: Recorder, grid: Grid) -> tuple[int, int]:
-    """Return the bytes that all ranks sent inside nodes and between them."""
-    messages = sent(recorder)
-    across = crossing(messages, grid.node_of)[0]
-    totals = torch.tensor([round(sum(num_bytes for _, _, num_bytes in messages)) - across, across])
-    dist.all_reduce(totals)
-    return int(totals[0]), int(totals[1])

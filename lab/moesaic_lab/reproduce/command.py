@@ -15,7 +15,7 @@ from moesaic.configfile import suggestion
 from moesaic.errors import InputError
 from moesaic_lab.reproduce.papers import NOTES, REPRODUCTIONS, PapersMeasured, claims
 from moesaic_lab.reproduce.records import Book, Chart, Reproduction, read_book
-from moesaic_lab.tables import Column, claims_table, table
+from moesaic_lab.tables import claims_table, table
 
 if TYPE_CHECKING:
     from moesaic_lab.pictures import Panel
@@ -106,11 +106,7 @@ def _print(reproduction: Reproduction) -> None:
         }
         for row in reproduction.rows
     ]
-    columns = [
-        Column(key="cell", title=reproduction.paper, is_text=True), Column(key="published", title="published"),
-        Column(key="ours", title="simulated"), Column(key="unit", title="unit", is_text=True),
-        Column(key="error", title="off by"), Column(key="role", title="role", is_text=True),
-    ]  # fmt: skip
+    columns = (("cell", reproduction.paper), "published", ("ours", "simulated"), "unit", ("error", "off by"), "role")
     console.print(table(reproduction.title, rows, columns))
     for finding in reproduction.findings:
         mark = {True: "holds", False: "does not hold", None: "found"}[finding.holds]

@@ -1,5 +1,15 @@
 """`moesaic bench train`: training steps of the demo model on an emulated cluster.
 
+Real bytes and real compute over emulated links (network namespaces, veth pairs shaped by htb); 4 ranks of one thread
+on this machine's cores: with fewer cores than ranks compute is stretched by as much, and host time too. All systems
+in one run, in turn, from the same weights and tokens (bytes drawn evenly), float32 on the wire, auxiliary losses off;
+the same loop, optimizer and reduction of dense gradients. Before timing, loss and gradients of each lossless system
+are compared with the model in one process. plain: expert parallelism as in torchtitan; receive-first: over the same
+transport as ours (sockets); torch's: by all_to_all_single (Gloo). best: our lossless plan that a separate trial
+chose. bound: bytes of a step over rate on the slowest link. Communication share: seconds in exchanges and the dense
+reduction, waiting for slower ranks included. Coded plans change results and carry no claim. Layouts: one process, one
+thread, no links.
+
 Its MoE layers run by our plans and by the layers of others, timed in turn.
 """
 
@@ -12,13 +22,13 @@ from typing import Any
 
 from rich.table import Table
 
-from moesaic_lab.benchmark import Told, emulated, on_beds
+from moesaic_lab.benchmark import Told, emulated, notes_of, on_beds
 from moesaic_lab.bounds import Limit, Message, crossing, link_limit
 from moesaic_lab.claims import Claim, NotMeasuredError, claimed
 from moesaic_lab.measure import MANY, NEAR, Ratio, Timing, over_ranks, paired
 from moesaic_lab.peers import absence
 from moesaic_lab.pictures import Panel, PlottedSeries
-from moesaic_lab.tables import Column, byte_size, milliseconds, quartiles, share, table
+from moesaic_lab.tables import QUARTILES, table
 from moesaic_lab.train import layout
 from moesaic_lab.train import ranks as side
 from moesaic_lab.train.config import Layouts, TrainBenchConfig, TrainCase, read_config
@@ -27,17 +37,6 @@ from moesaic_lab.train.ranks import MeasuredSystem, TrainFound
 from moesaic_testbed import Bed
 from moesaic_testbed.cluster import Cluster
 
-NOTES = (
-    "Real bytes and real compute over emulated links (network namespaces, veth pairs shaped by htb); 4 ranks of one "
-    "thread on this machine's cores: with fewer cores than ranks compute is stretched by as much, and host time too. All "
-    "systems in one run, in turn, from the same weights and tokens (bytes drawn evenly), float32 on the wire, auxiliary "
-    "losses off; the same loop, optimizer and reduction of dense gradients. Before timing, loss and gradients of each "
-    "lossless system are compared with the model in one process. plain: expert parallelism as in torchtitan; "
-    "receive-first: over the same transport as ours (sockets); torch's: by all_to_all_single (Gloo). best: our lossless plan "
-    "that a separate trial chose. bound: bytes of a step over rate on the slowest link. Communication share: seconds in "
-    "exchanges and the dense reduction, waiting for slower ranks included. Coded plans change results "
-    "and carry no claim. Layouts: one process, one thread, no links."
-)
 LEAST = 8
 """Least number of pairs for any ratio."""
 SWEEP = (2, 4, 8)
@@ -81,7 +80,7 @@ class TrainCell:
     most_over_mean_load: float
     """Rows of the fullest expert over the mean."""
     items: int
-    """Tokens or images per step."""
+    """Tokens per step."""
 
     @property
     def label(self) -> str:
@@ -269,7 +268,7 @@ def rows_of(cell: TrainCell) -> list[dict[str, Any]]:
                 "best": outcome.name == cell.best, **(untimed if timing is None else timing.row()),
                 "trial_seconds": outcome.trial_seconds,
                 "items_per_second": cell.items / timing.median if timing else None,
-                "item": "images" if cell.case.model == "swin" else "tokens", "over_plain": over and over.median,
+                "over_plain": over and over.median,
                 "over_plain_low": over and over.low, "over_plain_high": over and over.high,
                 "communication_share": outcome.communication_share,
                 "share_of_papers": [cell.case.share_low, cell.case.share_high], "inter_bytes": outcome.inter_bytes,
@@ -287,36 +286,19 @@ def measurement_rows(results: TrainResults) -> list[dict[str, Any]]:
 
 
 COLUMNS = (
-    Column(key="system", title="system", is_text=True),
-    Column(key="median_seconds", title="ms", show=milliseconds),
-    Column(key="quartiles", title="quartiles"),
-    Column(key="items_per_second", title="items/s", show=lambda value: f"{value:,.0f}"),
-    Column(key="over_plain", title="over plain", show=share),
-    Column(key="communication_share", title="comm share", show=share),
-    Column(key="inter_bytes", title="inter", show=byte_size),
-    Column(key="bound_seconds", title="bound", show=milliseconds),
-    Column(key="worst_error", title="error", show=lambda value: f"{value:.0e}"),
+    *("system", "best", *QUARTILES, "trial_seconds", "items_per_second", "over_plain", "communication_share"),
+    *("inter_bytes", "bound_seconds", "worst_error"),
 )
-"""Columns of the tables on the terminal. "over plain" is a step's time over that of the plain layer with receive-first."""
+"""Columns on the terminal. "over plain": a step's time over that of the plain layer with receive-first."""
 
-LAYOUT_COLUMNS = (
-    Column(key="world", title="ranks"),
-    Column(key="layout", title="rows lie", is_text=True),
-    Column(key="median_seconds", title="ms", show=milliseconds),
-    Column(key="gflops_per_second", title="GFLOP/s", show=lambda value: f"{value:.1f}"),
-)
+LAYOUT_COLUMNS = ("world", "layout", ("median_seconds", "ms"), ("gflops_per_second", "GFLOP/s"))
 """Columns of the table of layouts."""
 
 
 def tables(results: TrainResults) -> list[Table]:
     """Return the tables for a terminal: one per case, and one of the layouts."""
 
-    def shown(row: dict[str, Any]) -> dict[str, Any]:
-        tried = row["median_seconds"] is None
-        spread = f"trial {milliseconds(row['trial_seconds'])}" if tried else quartiles(row)
-        return row | {"quartiles": spread, "system": row["system"] + (" *" if row["best"] else "")}
-
-    all_tables = [table(f"{cell.label}, best *", list(map(shown, rows_of(cell))), COLUMNS) for cell in results.cells]
+    all_tables = [table(cell.label, rows_of(cell), COLUMNS) for cell in results.cells]
     if results.layout:
         all_tables.append(table("layouts", results.layout, LAYOUT_COLUMNS, group_by=("world",)))
     return all_tables
@@ -363,7 +345,8 @@ def _line(rows: Sequence[dict[str, Any]]) -> PlottedSeries:
 BENCHMARK = emulated(
     name="train",
     description="Train the demo model on an emulated cluster, its MoE layers by our plans and by others, in turn.",
-    notes=NOTES, read_config=read_config, run=run, needs_cluster=lambda config: bool(config.cases), rows=measurement_rows,
+    notes=notes_of(__doc__), read_config=read_config, run=run, rows=measurement_rows,
+    needs_cluster=lambda config: bool(config.cases),
     claims=claims, columns=tables, panels=panels, title="The demo model over emulated links",
     packages=("torch", "numpy", "deepspeed"),
 )  # fmt: skip

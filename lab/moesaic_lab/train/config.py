@@ -53,18 +53,16 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCase(Place):
-    """One case: a model on one bed, trained or only run forward."""
+    """One case: the demo's model on one bed, trained or only run forward."""
 
     name: str = "demo"
     """Name of the case in tables and `--only`."""
     in_sweep: bool = False
     """Whether the claims' medians include this case, whose best plan and peers near it are timed 30 times."""
-    model: Literal["gpt", "swin"] = "gpt"
-    """gpt: the model of `make demo`. swin: a small vision model."""
     mode: Pass = "training"
     """training: forward, backward, reduction of gradients, optimizer. inference: forward without gradients."""
     batch_size: int = 8
-    """Sequences or images per step over all ranks; the demo trains with 8."""
+    """Sequences per step over all ranks; the demo trains with 8."""
     top_k: int | None = None
     """Experts per token; None for the model's own number."""
     trials: int = 2

@@ -57,7 +57,7 @@ class TrainFound:
     most_over_mean_load: float
     """Rows of the fullest expert over the mean with the initial weights, the largest of all layers."""
     items: int
-    """Tokens or images per step over all ranks."""
+    """Tokens per step over all ranks."""
 
 
 def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
@@ -101,8 +101,7 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
         )
         for system in systems
     ]  # fmt: skip
-    shape = systems[0].step.batch.inputs.shape
-    items = case.batch_size * (1 if case.model == "swin" else shape[1])
+    items = case.batch_size * systems[0].step.batch.inputs.shape[1]
     return TrainFound(systems=measured, best=best, most_over_mean_load=_imbalance(config, case), items=items)
 
 

@@ -30,9 +30,9 @@ class GivenBatch:
     """The batch of one rank, the same in every step."""
 
     inputs: Tensor
-    """(batch, ...) tokens or images."""
+    """(batch, positions) tokens."""
     targets: Tensor
-    """Target tokens or classes."""
+    """Target tokens."""
 
 
 class TimedStep:

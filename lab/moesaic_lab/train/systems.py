@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
@@ -21,7 +20,6 @@ from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
-from moesaic.routing.capacity import Dropless
 from moesaic.runtime.data_parallel import expert_parameters
 from moesaic.train.presets import demo
 from moesaic_lab.peers import absence
@@ -31,16 +29,9 @@ from moesaic_lab.peers.plain import PlainExpertParallel
 from moesaic_lab.recorder import Recorder
 from moesaic_lab.train.config import Candidate, TrainBenchConfig, TrainCase
 from moesaic_lab.train.step import GivenBatch, TimedStep
-from moesaic_lab.vision.config import SwinConfig
-from moesaic_lab.vision.swin import SwinMoE
 
 VOCAB_SIZE = 256
 """Size of the vocabulary; tokens are bytes, as in the demo."""
-SWIN = SwinConfig(
-    ffn="moe", image_size=64, channels=3, num_classes=100, patch_size=4, window=8, dim=48, depths=(2, 2, 2), heads=(3, 6, 12),
-    mlp_ratio=2.0, norm="pre", num_experts=16, top_k=1, dense_stages=0, balance_loss=0.0, capacity=Dropless(),
-)  # fmt: skip
-"""The model of Tutel's paper in a size for CPU cores. It is dropless, since the layers of others here are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,43 +55,18 @@ class System:
         return self.candidate is None or self.candidate.plan.is_lossless
 
 
-class Classifier(nn.Module):
-    """An image classifier that returns its loss, as `TimedStep` requires."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Tensor, targets: Tensor) -> Loss:
-        return Loss(F.cross_entropy(self.model(images), targets))
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The output of `Classifier`."""
-
-    loss: Tensor
-    """() mean cross-entropy."""
-
-
 def make_model(case: TrainCase, seed: int) -> nn.Module:
     """Create the unsharded model of a case; the seed determines its weights."""
     torch.manual_seed(seed)
-    if case.model == "swin":
-        shape = replace(SWIN, top_k=case.top_k or SWIN.top_k, router="switch" if (case.top_k or 1) == 1 else "softmax")
-        return Classifier(SwinMoE(shape))
     config = demo().model
     moe = replace(config.moe, load_balance=0.0, top_k=case.top_k or config.moe.top_k)
     return GPT(replace(config, moe=moe), VOCAB_SIZE)
 
 
 def make_batch(case: TrainCase, seed: int, rank: int, world: int) -> GivenBatch:
-    """Return a rank's part of the batch: uniformly drawn bytes with the next byte as target, or random images and classes."""
+    """Return a rank's part of the batch: uniformly drawn bytes with the next byte as target."""
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
     count = case.batch_size // world
-    if case.model == "swin":
-        images = torch.randn(count, SWIN.channels, SWIN.image_size, SWIN.image_size, generator=generator)
-        return GivenBatch(inputs=images, targets=torch.randint(SWIN.num_classes, (count,), generator=generator))
     tokens = torch.randint(VOCAB_SIZE, (count, demo().model.seq_len + 1), generator=generator)
     return GivenBatch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
 

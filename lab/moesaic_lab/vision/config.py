@@ -49,8 +49,6 @@ class SwinConfig:
     """Where a block normalises: the outputs of its layers ("post", Swin V2) or their inputs ("pre"). A norm after an MoE layer
     of top_k 1 cancels the routing weight, and the router then learns from little more than the auxiliary loss. So Swin's
     published MoE code uses "pre", as do the presets with MoE layers."""
-    drop_path: float = 0.0
-    """Stochastic depth: probability to skip the last block for an image in training; it grows linearly from 0."""
     num_experts: int = 32
     """Experts per MoE layer."""
     top_k: int = 1
@@ -71,7 +69,6 @@ class SwinConfig:
             _check(self, name, getattr(self, name) >= 1, "at least 1")
         _check(self, "dense_stages", self.dense_stages >= 0, "at least 0")
         _check(self, "balance_loss", 0 <= self.balance_loss < math.inf, "at least 0 and finite")
-        _check(self, "drop_path", 0 <= self.drop_path < 1, "at least 0 and below 1")
         _check(self, "mlp_ratio", 0 < self.mlp_ratio < math.inf, "above 0 and finite")
         for name, allowed in (("ffn", ("moe", "dense")), ("norm", ("post", "pre"))):
             _check(self, name, getattr(self, name) in allowed, " or ".join(allowed))

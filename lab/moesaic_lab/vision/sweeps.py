@@ -21,7 +21,6 @@ from typing import Any, Literal, get_args
 
 from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept, notes_of
 from moesaic_lab.claims import Claim, claimed, figures
-from moesaic_lab.tables import Column, percent
 from moesaic_lab.vision.train import VisionOptions, train
 
 Order = Literal["position", "score"]
@@ -139,20 +138,17 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     return [claimed(f"vision.{name}", value, None, ">=", "share") for name, value in of_claims.items()]
 
 
-SHARES = (
-    Column(key="accuracy", title="recognised", show=percent), Column(key="least", title="least", show=percent),
-    Column(key="most", title="most", show=percent), Column(key="published", title="Tutel's, %"),
-)  # fmt: skip
-K, FACTOR = Column(key="top_k", title="k"), Column(key="capacity", title="capacity")
+SHARES = ("accuracy", "least", "most", "published")
+BY_CAPACITY = ("top_k", "capacity", *SHARES)
+SWEEPS = {
+    "1": ("Table 1: weight of the balance loss", ("weight", *SHARES)),
+    "12": ("Table 12: capacity in inference and k (0: dense)", BY_CAPACITY),
+    "figure 22": ("figure 22: admitted by score", BY_CAPACITY[:-1]),
+}
+"""Title and columns of each of Tutel's sweeps."""
 
 BENCHMARK = Benchmark(
     name="vision_sweeps", description="Sweep balance loss, inference capacity, k and admission of a vision model.",
-    options=SweepOptions, notes=notes_of(__doc__), measure=measure, claims=claims,
-    columns=(
-        Shown(title="Table 1: weight of the balance loss", where={"table": ("1",)},
-              columns=(Column(key="weight", title="weight"), *SHARES)),
-        Shown(title="Table 12: capacity in inference and k (0: dense)", where={"table": ("12",)}, columns=(K, FACTOR, *SHARES)),
-        Shown(title="figure 22: admitted by score", where={"table": ("figure 22",)}, columns=(K, FACTOR, *SHARES[:3])),
-    ),
-    packages=("torch", "numpy", "scikit-learn"),
+    options=SweepOptions, notes=notes_of(__doc__), measure=measure, claims=claims, packages=("torch", "numpy", "scikit-learn"),
+    columns=[Shown(title=title, where={"table": (key,)}, columns=keys) for key, (title, keys) in SWEEPS.items()],
 )  # fmt: skip

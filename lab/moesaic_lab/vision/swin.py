@@ -40,13 +40,12 @@ class SwinBlock(nn.Module):
         config: the model's configuration.
         stage: the block's stage.
         block: the block's index in the stage.
-        drop_path: probability to skip a residual branch for an image in training.
     """
 
-    def __init__(self, config: SwinConfig, stage: int, block: int, drop_path: float) -> None:
+    def __init__(self, config: SwinConfig, stage: int, block: int) -> None:
         super().__init__()
         dim = config.width(stage)
-        self.post_norm, self.drop_path = config.norm == "post", drop_path
+        self.post_norm = config.norm == "post"
         self.attention = WindowAttention(
             dim,
             config.heads[stage],
@@ -62,29 +61,12 @@ class SwinBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, height, width, dim) to the same shape."""
-        # Both are drawn before the router draws: a recomputation replays routing without draws, so later ones would differ.
-        first, second = self._branch_factors(x)
-        x = _add(x, self._normed(x, self.attention, self.attention_norm), first)
-        return _add(x, self._normed(x.flatten(1, 2), self.ffn, self.ffn_norm).view(x.shape), second)
+        x = x + self._normed(x, self.attention, self.attention_norm)
+        return x + self._normed(x.flatten(1, 2), self.ffn, self.ffn_norm).view(x.shape)
 
     def _normed(self, x: Tensor, layer: nn.Module, norm: nn.LayerNorm) -> Tensor:
         y: Tensor = norm(layer(x)) if self.post_norm else layer(norm(x))
         return y
-
-    def _branch_factors(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return a factor per image for each of the two residual branches: 0 if skipped, else 1 / (1 - drop_path).
-
-        This is stochastic depth (Huang et al. 2016). Each factor is (batch, 1, 1, 1), or None if no branch can be skipped.
-        """
-        if not self.training or not self.drop_path:
-            return None, None
-        keep = torch.rand(2, len(x), 1, 1, 1, device=x.device) >= self.drop_path
-        first, second = (keep / (1 - self.drop_path)).to(x.dtype)
-        return first, second
-
-
-def _add(x: Tensor, y: Tensor, factor: Tensor | None) -> Tensor:
-    return x + y if factor is None else x + factor * y
 
 
 class PatchMerging(nn.Module):
@@ -122,11 +104,8 @@ class SwinMoE(nn.Module):
         self.config = config
         self.patches = nn.Conv2d(config.channels, config.dim, config.patch_size, config.patch_size)
         self.patch_norm = nn.LayerNorm(config.dim)
-        rates = torch.linspace(0, config.drop_path, sum(config.depths), device="cpu").tolist()
         self.blocks = nn.ModuleList(
-            SwinBlock(config, stage, block, rates[sum(config.depths[:stage]) + block])
-            for stage, depth in enumerate(config.depths)
-            for block in range(depth)
+            SwinBlock(config, stage, block) for stage, depth in enumerate(config.depths) for block in range(depth)
         )
         self.merges = nn.ModuleList(
             PatchMerging(config.width(stage), config.norm) for stage in range(config.num_stages - 1)

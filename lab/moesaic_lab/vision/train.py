@@ -35,7 +35,6 @@ from moesaic.train.launch import launch
 from moesaic_lab.vision.config import PRESETS, SwinConfig
 from moesaic_lab.vision.data import ImageBatches, Images, load_digits, load_folder
 from moesaic_lab.vision.swin import SwinMoE
-from moesaic_lab.vision.timm import from_timm, is_timm
 
 TIMED_STEPS = 10
 """Number of batches over which speed is measured, after the same number to warm up."""
@@ -52,8 +51,7 @@ class VisionOptions:
     out: str = "runs/vision"
     """Folder for the weights and the results."""
     init: str = ""
-    """Initial weights, as safetensors: from another run, or SwinV2's with the names of timm, which need norm "post". With
-    these, every expert starts as the dense layer. A head with another number of classes is initialised anew."""
+    """Initial weights of another run, as safetensors. A head with another number of classes is initialised anew."""
     steps: int = 1000
     """Optimizer steps; 0 only evaluates."""
     batch_size: int = 64
@@ -67,7 +65,7 @@ class VisionOptions:
     ffn: Literal["preset", "moe", "dense"] = "preset"
     """Feed-forward layers; dense gives the dense twin with the same active parameters."""
     norm: Literal["preset", "post", "pre"] = "preset"
-    """Where blocks normalise: after or before each layer; timm's weights need post."""
+    """Where blocks normalise: after or before each layer."""
     freeze_moe: bool = False
     """Do not train MoE layers, as in Tutel's fine-tuning."""
     num_experts: int | None = None
@@ -278,12 +276,8 @@ def load_weights(model: SwinMoE, path: Path) -> None:
     if not path.exists():
         raise InputError(f"init={path}: no such file")
     weights, own = load_file(path), model.state_dict()
-    if is_timm(weights):
-        weights = from_timm(weights, model)
-    for name in [name for name in weights if name.startswith("head.") and weights[name].shape != own[name].shape]:
-        weights[name] = own[name]
-    for name in [name for name in weights if name.endswith(".qkv.weight") and name in own]:
-        weights[name] = weights[name].unflatten(0, (3, -1)) if weights[name].dim() == 2 else weights[name]
+    heads = {name: own[name] for name in weights if name in ("head.weight", "head.bias")}
+    weights |= {name: value for name, value in heads.items() if weights[name].shape != value.shape}
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:

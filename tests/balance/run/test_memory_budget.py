@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from alive import AliveBytes, Unwatched
 from meshes import DIM, EXPERTS, every_rank, make_layer, on_mesh, tokens_of
 from torch import Tensor, nn
 
@@ -39,6 +38,7 @@ from moesaic.runtime.counted import CountedCall
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import budget_by_rows, failures, run_case
+from moesaic_lab.balance.memory import Alive, Unwatched
 from moesaic_lab.recorder import Recorder
 
 
@@ -116,11 +116,11 @@ def peak_bytes(plan: Plan, shares: list[int], grid: Grid = EIGHT) -> tuple[int, 
         layer = copy.deepcopy(whole)
         layer.parallelize(Mesh(grid, Unwatched(transport)), plan)
         x = torch.randn(TOKENS, WIDTH, requires_grad=True)
-        with AliveBytes() as alive:
+        with Alive() as alive:
             layer(x, token_ids=ids(shares)).sin().sum().backward()
         assert layer.on_mesh is not None
         calls = layer.on_mesh.calls
-        return alive.peak, calls.budget.take() if plan.memory_budget is not None else BudgetUse()  # type: ignore[attr-defined]
+        return alive.peak_bytes, calls.budget.take() if plan.memory_budget is not None else BudgetUse()  # type: ignore[attr-defined]
 
     found = run_ranks(grid.world, rank)
     assert all(use == found[0][1] for _, use in found), "all ranks count the same"

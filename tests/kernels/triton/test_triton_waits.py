@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from moesaic import Capacity, GatedExperts, MoE
-from moesaic_lab.gpu.interpreter import interpreting
-from moesaic_lab.gpu.stand_in import DEVICE, DeviceTensor, StandIn, pretending, to_device, values
+from stand_in import DEVICE, DeviceTensor, StandIn, interpreting, pretending, to_device, values
 
 CASES = {
     "dropless": {},

@@ -1,4 +1,4 @@
-"""Windowed attention against pixel pairs written out, with shifts, and the coordinates by hand."""
+"""Windowed attention against pixel pairs written out, with shifts; windows, coordinates and biases are in the pairs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic_lab.vision.attention import WindowAttention, log_coordinates, pair_index, strangers
+from moesaic_lab.vision.attention import WindowAttention
 
-SHAPES = [(8, 4, 0), (8, 4, 2), (6, 3, 1), (12, 4, 3), (6, 2, 1), (4, 4, 0), (3, 1, 0)]
+SHAPES = [(8, 4, 0), (8, 4, 2), (8, 4, 1), (6, 3, 1), (12, 4, 3), (6, 2, 1), (4, 4, 0), (3, 1, 0)]
 """Resolution, window, shift."""
 
 
@@ -86,25 +86,3 @@ def test_no_temperature_falls_below_a_hundredth() -> None:
     torch.testing.assert_close(layer(image), limit)
     layer.log_scale.data.fill_(math.log(50))
     assert not torch.allclose(layer(image), limit)
-
-
-def test_coordinates_are_logarithms_of_distances() -> None:
-    one, two = math.log2(5) / 3, math.log2(9) / 3
-    sides = [-two, -one, 0.0, one, two]
-    expected = torch.tensor([[row, column] for row in sides for column in sides])
-    torch.testing.assert_close(log_coordinates(3), expected)
-    assert log_coordinates(1).tolist() == [[0.0, 0.0]]
-
-
-def test_pairs_name_the_row_of_their_distance() -> None:
-    index = pair_index(2)
-    assert index[0].tolist() == [4, 3, 1, 0]  # from the upper left: itself, right, below, across
-    assert index[3].tolist() == [8, 7, 5, 4]
-    assert pair_index(3).unique().tolist() == list(range(25))
-
-
-def test_strangers_are_in_the_windows_at_the_edges_only() -> None:
-    hidden = strangers(8, 4, 1)
-    assert hidden.shape == (4, 16, 16)
-    assert not hidden[0].any()
-    assert [int(window.sum()) for window in hidden] == [0, 2 * 12 * 4, 2 * 12 * 4, 16**2 - (9**2 + 2 * 3**2 + 1)]

@@ -30,7 +30,6 @@ BAD: dict[str, tuple[SwinConfig, dict[str, object]]] = {
     "swin.depths=(): must be blocks of at least one stage": (SMALL, {"depths": ()}),
     "swin.depths=(2, 0, 18, 2): must be": (SMALL, {"depths": (2, 0, 18, 2)}),
     "swin.dim=0: must be at least 1": (SMALL, {"dim": 0}),
-    "swin.drop_path=1.0: must be at least 0 and below 1": (SMALL, {"drop_path": 1.0}),
     "swin.balance_loss=-1: must be at least 0 and finite": (MOE, {"balance_loss": -1}),
     "swin.mlp_ratio=nan: must be above 0 and finite": (MOE, {"mlp_ratio": float("nan")}),
     "swin.dense_stages=-1: must be at least 0": (MOE, {"dense_stages": -1}),

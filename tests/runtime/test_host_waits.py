@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from helpers import from_file, thinned
+from host_waits import WaitCase, cases, count_waits
 from moesaic.comm import loopback
 from moesaic.kernels import pick
-from moesaic_lab.gpu import waits
-from moesaic_lab.gpu.stand_in import DEVICE, StandIn, pretending
-from moesaic_lab.gpu.waits import WaitCase, cases, count_waits
+from stand_in import DEVICE, StandIn, pretending
 
 CASES = {case.name: case for case in cases()}
 FIRST = ("linear.dropless", "s2.padded", "multicast.capacity", "optsche.padded", "spill.capacity", "int8.dropless")
@@ -107,11 +106,8 @@ def test_the_stand_in_sees_sums_in_any_order(places: list[int], dtype: torch.dty
 def test_only_files_of_the_packages_are_named_wherever_the_environment_lies() -> None:
     torchs = from_file("/clones/moesaic/.venv/lib/python3.11/site-packages/torch/_ops.py", "lambda x: x.sum().item()")
     assert seen(torchs) == ["a number brought to the host: nowhere in Moesaic"]
-    for module in (pick, waits):
-        called = from_file(module.__file__, "lambda function, x: function(x)")
-        assert seen(partial(called, torchs)) == [
-            f"a number brought to the host: {Path(module.__file__).name}:1 <lambda>"
-        ]
+    called = from_file(pick.__file__, "lambda function, x: function(x)")
+    assert seen(partial(called, torchs)) == [f"a number brought to the host: {Path(pick.__file__).name}:1 <lambda>"]
     assert seen(partial(from_file(loopback.__file__, "lambda function, x: function(x)"), torchs)) == []
 
 

@@ -5,8 +5,6 @@ Each operator of torch is run again on float64 copies of its inputs, in dense me
 errors of earlier ones do not add up, and the first wrong one is named, with the line that called it. New memory is filled with
 NaN, so that results which nobody writes show.
 
-    moesaic bench against_float64 [--only "experts bfloat16"] [--json FILE]
-
 The cases are layers with every kind of expert and every activation on the kernels that a CPU runs, all routers, and all codecs,
 in the dtypes that people train in.
 """
@@ -18,7 +16,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,8 +38,6 @@ from moesaic.kernels.activation import ACTIVATIONS
 from moesaic.kernels.codecs import codec_named
 from moesaic.routing.routers import ROUTERS
 from moesaic.testing.cases import missing_codecs
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
-from moesaic_lab.claims import Claim
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The dtypes that people train in."""
@@ -298,49 +294,3 @@ def compare(case: Case) -> Comparison:
     with AgainstFloat64() as mode:
         case.run()
     return mode.found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Float64Options(BenchmarkOptions):
-    """Which cases to run."""
-
-    only: str = ""
-    """Run only the cases whose name has all of these words."""
-
-
-def chosen(options: Float64Options) -> list[Case]:
-    """Return the cases that the options choose.
-
-    Raises:
-        InputError: if there are none.
-    """
-    words = options.only.split()
-    fitting = [case for case in cases() if all(word in case.name.replace(",", "").split() for word in words)]
-    if not fitting:
-        raise InputError(f"--only {options.only!r} fits no case: write words such as experts, router, codec, float32")
-    return fitting
-
-
-def measure(options: Float64Options, chosen_cases: list[Case], told: Told) -> list[dict[str, Any]]:
-    """Run the cases; return a row per case and one per operator that differs."""
-    rows = []
-    for case in chosen_cases:
-        told(case.name)
-        found = compare(case)
-        skipped = ", ".join(found.skipped)
-        rows.append({"part": "case", "case": case.name, "compared": found.compared.total(), "skipped": skipped})
-        rows += [{"part": "difference", "case": case.name, **asdict(each)} for each in found.differences.values()]
-    return rows
-
-
-def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the claim that no operator differs."""
-    differ = sum(row["part"] == "difference" for row in rows)
-    return [Claim(name="float64.operators_that_differ", value=differ, unit="1", target=0, op="<=")]
-
-
-BENCHMARK = Benchmark(
-    name="against_float64", description="Compare every operator of layers and codecs with the same one in float64.",
-    options=Float64Options, notes=notes_of(__doc__), cases=chosen, measure=measure, claims=claims, is_proof=True,
-    columns=(Shown(title="operators that differ", where={"part": ("difference",)}),),
-)  # fmt: skip

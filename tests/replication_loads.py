@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.policy import AbstractReplicationPolicy
 from moesaic.balance.replication.tables import Replications, rows_of
 from moesaic.program.grid import Grid
 
@@ -41,9 +42,11 @@ def busiest(load: CallLoad, replicated: np.ndarray) -> int:
     return int((rows.home + rows.replicated).sum(0).max())
 
 
-def check_table(load: CallLoad, replicated: np.ndarray) -> None:
-    """Assert that what is replicated is there, and never at home."""
+def check_table(policy: AbstractReplicationPolicy, load: CallLoad) -> None:
+    """Assert that a policy replicates copies that are there, never to their home, and the same each time."""
+    replicated = policy.decide(load)
     assert replicated.shape == (load.grid.world, load.num_experts, load.grid.ep)
     assert (replicated >= 0).all()
     assert (replicated.sum(2) <= load.copies).all()
     assert replicated[:, np.arange(load.num_experts), load.home].sum() == 0
+    assert (replicated == policy.decide(load)).all()

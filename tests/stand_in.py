@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import moesaic
@@ -32,9 +32,8 @@ from moesaic.kernels import pick
 
 DEVICE = torch.device("cuda", 0)
 """The device that the tensors report."""
-_HERE = Path(__file__)
-_PACKAGES = (Path(moesaic.__file__).parent, _HERE.parents[1])
-"""Folders of the library and the laboratory. An environment may lie in a clone whose folder has the library's name."""
+_PACKAGE = Path(moesaic.__file__).parent
+"""The library's folder. An environment may lie in a clone whose folder has the library's name."""
 _IGNORED = "loopback.py"
 """File whose waits are not recorded: the loopback transport compares messages, which no GPU transport does."""
 aten = torch.ops.aten
@@ -255,6 +254,24 @@ def pretending(*, triton: bool = False) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Let Triton's interpreter, if it is on, accept tensors of the stand-in, for all threads."""
+    from triton.runtime import interpreter
+
+    launch = interpreter.GridExecutor.__call__
+
+    def on_values(self: Any, *args: Any, **kwargs: Any) -> None:
+        for argument in tree_leaves((args, kwargs)):
+            if hasattr(argument, "base"):  # a tensor descriptor
+                argument.base = values(argument.base)
+        with _disable_current_modes():
+            launch(self, *tree_map_only(DeviceTensor, values, args), **tree_map_only(DeviceTensor, values, kwargs))
+
+    with mock.patch.object(interpreter.GridExecutor, "__call__", on_values):
+        yield
+
+
 class _Event:
     """A CUDA event for which all earlier work has already finished."""
 
@@ -318,9 +335,9 @@ def _written_into(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _line() -> str:
-    """Return the innermost line of Moesaic in the call stack, outside this file."""
+    """Return the innermost line of Moesaic in the call stack."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
-        if path != _HERE and any(map(path.is_relative_to, _PACKAGES)):
+        if path.is_relative_to(_PACKAGE):
             return f"{path.name}:{frame.lineno} {frame.name}"
     return "nowhere in Moesaic"

@@ -26,7 +26,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.order import ORDERS
 from moesaic.program.plan import Crossing, Plan
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
-from moesaic_lab.gpu.stand_in import DEVICE, StandIn, pretending, to_device, values
+from stand_in import DEVICE, StandIn, pretending, to_device, values
 
 EP = Grid(world=4, ep=4, ranks_per_node=2)
 SHARDS = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
