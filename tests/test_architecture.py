@@ -27,12 +27,12 @@ TESTBED = ROOT / "lab" / "moesaic_testbed"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAB_SOURCES = [*sorted(LAB.rglob("*.py")), *sorted(TESTBED.rglob("*.py"))]
 PARTS = (
-    "errors", "configfile", "codecs", "shapes", "traces", "program", "kernels", "comm", "draw", "routing", "experts", "runtime",
-    "named", "chosen", "layer", "balance", "planner", "measure", "auto", "models", "parallel", "transformers", "train",
-    "weights", "testing", "report", "cli",
+    "errors", "files", "configfile", "codecs", "shapes", "traces", "program", "kernels", "comm", "draw", "routing", "experts",
+    "runtime", "named", "chosen", "layer", "balance", "planner", "measure", "auto", "models", "parallel", "transformers",
+    "train", "weights", "testing", "report", "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
-TORCH_FREE = ("errors", "configfile", "codecs", "shapes", "program", "traces", "planner", "report")
+TORCH_FREE = ("errors", "files", "configfile", "codecs", "shapes", "program", "traces", "planner", "report")
 """Parts that neither import torch nor a part that does: planning and reporting work without it."""
 FACES = ("__init__", "__main__")
 """Files of the package itself, which belong to no part."""
@@ -148,7 +148,8 @@ def test_reports_read_nothing_of_training_but_its_metrics():
         if part_of(path) == "report"
         for name in imports_of(path)
         if re.match(
-            r"moesaic\.(?!__version__|configfile\b|errors\b|report\b|program\b|traces\b|balance\b|planner\b)", name
+            r"moesaic\.(?!__version__|errors\b|files\b|configfile\b|report\b|program\b|traces\b|balance\b|planner\b)",
+            name,
         )
     }
     assert {name for name in used if not name.startswith(allowed)} == set()
@@ -350,3 +351,39 @@ def test_nothing_but_methods_of_an_abstract_class_is_overridden_in_the_models_of
         if base in classes and not base.startswith(("Abstract", "_Comparable")) and base not in free
     ]
     assert wrong == []
+
+
+OPENED_ELSEWHERE = {
+    "cli/main.py": "a stream of the process, in place of one that nobody reads",
+    "testing/runner.py": "results of test processes, in a temporary folder that was just made",
+    "train/checkpoint.py": "whole folders get their final names",
+    "train/distributed_checkpoint.py": "files that were written are flushed",
+    "train/signals.py": "a stream of the process, whose terminal is gone",
+    "weights/files.py": "the claim on an output, which must be new",
+}
+"""Files of the package that write without `moesaic.files`, and what."""
+WRITERS = {
+    "write_text", "write_bytes", "touch", "rename", "symlink_to", "hardlink_to", "mkstemp", "NamedTemporaryFile", "copyfile",
+    "copy2", "copytree", "tofile",
+}  # fmt: skip
+
+
+def writes(node: ast.Call) -> bool:
+    """Return whether a call opens a file for writing, or puts one in place."""
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if name in WRITERS or ast.unparse(node.func) in ("os.open", "os.replace", "os.rename", "shutil.move"):
+        return True
+    words = [*node.args, *(keyword.value for keyword in node.keywords)]
+    modes = [word.value for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+    return name == "open" and any(re.fullmatch(r"[rwaxbt+]+", mode) and set(mode) & set("wax+") for mode in modes)
+
+
+def test_files_are_opened_for_writing_in_one_place():
+    """A file that a stranger made may be a link: `moesaic.files` sees to that."""
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in SOURCES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and writes(node)
+    }
+    assert found - {"files.py"} == OPENED_ELSEWHERE.keys()

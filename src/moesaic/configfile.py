@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import sys
-from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from moesaic.errors import InputError
+from moesaic.files import read_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -21,27 +20,6 @@ else:
 T = TypeVar("T")
 SUCH_AS = "such as"
 """Metadata key of a field without a default: an example value, for the error if the field is missing."""
-WRITING = ".writing-"
-"""Prefix of the name that a file has while `write_whole` writes it."""
-
-
-def write_whole(path: Path, data: str | bytes | memoryview) -> None:
-    """Write a file atomically and flush it to disk: at every instant it holds all of the old data or all of the new.
-
-    Raises:
-        OSError: the file cannot be written; the old one is kept.
-    """
-    temporary = path.with_name(f"{WRITING}{path.name}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -53,7 +31,7 @@ def read_table(path: Path) -> dict[str, Any]:
     if path.suffix not in (".toml", ".json"):
         raise InputError(f"config {path}: unknown kind of file, use .toml or .json")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError as error:
         raise InputError(f"config {path}: no such file") from error
     except (OSError, UnicodeDecodeError) as error:

@@ -12,3 +12,9 @@ class TrainingError(RuntimeError):
 def to_install(what: str) -> str:
     """Return how to install `what`: a folder of the repository with extras in brackets, such as ".[train]"."""
     return f'in a clone of the repository, pip install "{what}"'
+
+
+def in_one_line(text: str) -> str:
+    """Return `text` with line breaks and control characters as escapes: names of files and values in them come from others,
+    and a terminal would obey them."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

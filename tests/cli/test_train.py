@@ -189,7 +189,7 @@ def has_lines(folder: Path, count: int) -> bool:
     return path.exists() and path.read_bytes().count(b"\n") >= count
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda kind: kind.name)
 def test_a_signal_saves_says_how_to_go_on_and_exits_0(tmp_path, kind):
     config = tiny(
         tmp_path,

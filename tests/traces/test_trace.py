@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import resource
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from moesaic.errors import InputError
+from moesaic.traces.arrays import read_array
 from moesaic.traces.load import drift, layer_loads, locality, max_violation
 from moesaic.traces.trace import (
     Trace,
@@ -270,3 +273,57 @@ def test_a_layers_figures_are_over_all_micro_batches():
         each = [locality(counted(segment)[step, micro, layer], 2) for step in range(3) for micro in range(2)]
         assert row.locality == pytest.approx(np.mean(each))
         assert row.dead_experts == 0
+
+
+def test_arrays_are_not_inflated_beyond_what_their_bytes_can_hold(tmp_path):
+    """3 MB of zeros would become 3 GB: the header is read first."""
+    header = {
+        "format": "moesaic routing trace",
+        "version": 1,
+        "shape": {},
+        "holds": "counts",
+        "groups": 1,
+        "source": {},
+    }
+    with zipfile.ZipFile(tmp_path / "bomb.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, array in (("header", np.array(json.dumps(header))), ("steps", np.zeros(0, np.int64))):
+            with archive.open(f"{name}.npy", "w") as file:
+                np.lib.format.write_array(file, array)
+        with archive.open("steps.npy", "w") as file:
+            np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (100 << 20,)})
+            for _ in range(100):
+                file.write(bytes(8 << 20))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InputError, match="is damaged or cut short"):
+        Trace.open(tmp_path / "bomb.npz")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+
+def test_an_array_that_says_more_than_its_file_holds_is_refused_before_memory_is_asked_for(tmp_path):
+    with (tmp_path / "counts.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (1 << 40,)})
+    with pytest.raises(ValueError, match="its header says 8,796,093,022,208 bytes"):
+        read_array(tmp_path / "counts.npy")
+
+
+@pytest.mark.parametrize(
+    "array", [np.arange(6).reshape(2, 3), np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.array(3)]
+)
+def test_arrays_are_read_as_numpy_reads_them(array, tmp_path):
+    np.save(tmp_path / "a.npy", array)
+    read = read_array(tmp_path / "a.npy")
+    assert (read.dtype, read.shape) == (array.dtype, array.shape)
+    assert np.array_equal(read, array)
+
+
+def test_a_trace_is_not_listed_through_a_link_below_the_typed_path(tmp_path):
+    write_segment(tokens([0]), tmp_path / "other" / segment_name(0))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "routing").symlink_to(tmp_path / "other")
+    with pytest.raises(InputError, match="routing': is a symbolic link"):
+        Trace.open(run)
+    with pytest.raises(InputError, match="routing': is a symbolic link"):
+        write_segment(tokens([0]), run / "routing" / segment_name(0))
+    (tmp_path / "typed").symlink_to(tmp_path / "other")
+    assert Trace.open(tmp_path / "typed").steps == [0]

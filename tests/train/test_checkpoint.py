@@ -506,3 +506,55 @@ def test_an_unwritable_folder_is_an_error(tmp_path):
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(InputError, match=r"could not be written, .*: check the folder"):
         save(tmp_path / "checkpoints", 1)
+
+
+def test_sums_of_other_files_than_a_checkpoints_are_not_taken(tmp_path):
+    """`SHA256SUMS` of a stranger could name a device that has no end."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    for name in ("/dev/zero", "../../secret", "shards/../../secret", "notes.txt"):
+        sums = tmp_path / "step-00000002" / SUMS
+        before = sums.read_text()
+        sums.write_text(f"{before}{'0' * 64}  {name}\n")
+        said: list[str] = []
+        assert load_checkpoint(tmp_path, said.append).step == 1
+        assert f"{SUMS} lists {name!r}, which no checkpoint has" in said[0]
+        sums.write_text(before)
+
+
+def test_two_checkpoints_that_were_renamed_into_each_other_are_told_so(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step)
+    one, two = (tmp_path / f"step-{step:08d}" for step in (1, 2))
+    one.rename(tmp_path / "aside")
+    two.rename(one)
+    (tmp_path / "aside").rename(two)
+    with pytest.raises(InputError, match="is of step 1: rename the folder as it was"):
+        load_checkpoint(tmp_path, pytest.fail)
+
+
+def test_nothing_of_a_linked_checkpoint_is_deleted(tmp_path):
+    outside = tmp_path / "outside"
+    save(outside, 1)
+    before = snapshot(outside)
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "step-00000001").symlink_to(outside / "step-00000001")
+    save(folder, 2)
+    assert snapshot(outside) == before
+    assert [path.name for path in list_checkpoints(folder)] == ["step-00000002"]
+    (tmp_path / "linked").symlink_to(outside)
+    with pytest.raises(InputError, match="linked': is a symbolic link"):
+        save(tmp_path / "linked", 3)
+    assert snapshot(outside) == before
+
+
+@pytest.mark.parametrize("name", ["step-00000003", ".writing-00000003"])
+def test_a_link_where_a_checkpoint_is_to_come_is_an_error(name, tmp_path):
+    (tmp_path / "outside").mkdir()
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(InputError):
+        save(folder, 3)
+    assert list((tmp_path / "outside").iterdir()) == []

@@ -170,16 +170,18 @@ def test_bad_input_is_one_line_for_all_ranks(tmp_path, flags, line):
 
 
 @pytest.mark.slow
-def test_sigterm_saves_on_all_ranks(tmp_path):
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP], ids=lambda kind: kind.name)
+def test_a_signal_to_the_launcher_saves_on_all_ranks(tmp_path, kind):
     config = tiny(tmp_path, steps=1_000_000, batch_size=4, mesh={"tp": 2, "ep": 2}, plan={"schedule": "s1"})
     run = tmp_path / "run"
     process = start(config, tmp_path)
     wait_for(lambda: has_lines(run, 3), process)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(kind)
     out, _ = process.communicate(timeout=300)
     step = losses(run)[-1][0]
     assert (
-        f"stopped by SIGTERM after step {step}, saved; go on with torchrun --nproc-per-node 2 -m moesaic train" in out
+        f"stopped by {kind.name} after step {step}, saved; go on with torchrun --nproc-per-node 2 -m moesaic train"
+        in out
     )
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == [f"step-{step:08d}"]
 

@@ -18,7 +18,7 @@ from moesaic.cli.main import main
 from moesaic.errors import InputError, TrainingError
 from moesaic.train import watch as of_watch
 from moesaic.train.checkpoint import list_checkpoints
-from moesaic.train.launch import Roll, handle_sigterm, naming_dead_ranks
+from moesaic.train.launch import Roll, handle_ends, naming_dead_ranks
 from moesaic.train.run_folder import FLIGHT, HANG, RunFolder
 from moesaic.train.watch import Position, Watch, describe_hang, read_hang
 from runs import tiny
@@ -223,7 +223,7 @@ def test_the_launchers_sigterm_names_the_dead_and_has_its_usual_effect_without_a
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(Roll, "dead", lambda self: dead)
     monkeypatch.setattr(os, "kill", lambda *sending: sent.append(sending))
-    before = handle_sigterm(Roll(dist.HashStore(), 0, 2), lambda: "in step 3")
+    before = handle_ends(Roll(dist.HashStore(), 0, 2), lambda: "in step 3")
     try:
         handler = signal.getsignal(signal.SIGTERM)
         if dead:
@@ -234,7 +234,8 @@ def test_the_launchers_sigterm_names_the_dead_and_has_its_usual_effect_without_a
             handler(signal.SIGTERM, None)
             assert (sent, signal.getsignal(signal.SIGTERM)) == ([(os.getpid(), signal.SIGTERM)], signal.SIG_DFL)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
 
 
 class Looks:
@@ -362,3 +363,18 @@ def test_json_is_what_was_written_down(tmp_path, capsys):
     RunFolder(tmp_path).write(HANG, json.dumps(table))
     assert main(["why-hung", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == table
+
+
+def test_escape_sequences_of_a_record_do_not_reach_the_terminal(tmp_path, capsys):
+    where = {
+        "rank": 0,
+        "process": "process 1 on \x1b]52;c;x\x07",
+        "at": "\x1b[2J",
+        "waits_for": {},
+        "stack": ["\x1b[31m"],
+    }
+    RunFolder(tmp_path).write(HANG, json.dumps({"line": "it hung\x1b[2J", "ranks": [where]}))
+    assert main(["why-hung", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "it hung\\x1b[2J" in said
+    assert "\x1b" not in said

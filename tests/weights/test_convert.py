@@ -6,8 +6,10 @@ import json
 import os
 import pickle
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -354,3 +356,81 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     exec(block, {})
     assert capsys.readouterr().out == "0.0\n"
     assert "layers.1.moe.routed_experts.inner_experts.w2_EDF" in tensors_of(tmp_path / "tiny-titan")
+
+
+def test_what_a_link_shows_outside_a_checkpoint_is_not_copied(hub: Path, tmp_path: Path) -> None:
+    (tmp_path / "credentials").write_text("secret")
+    (hub / "tokenizer_notes.txt").symlink_to(tmp_path / "credentials")
+    assert refusal(hub, tmp_path / "out", to="hf") == (
+        f"{str(hub / 'tokenizer_notes.txt')!r}: is a link to a file outside the checkpoint: take it away, or put that file in "
+        "its place"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_within_a_checkpoint_and_a_hubs_cache_are_copied_as_files(hub: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "models--me--mixtral"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "snapshots").mkdir()
+    (cache / "blobs" / "a1").write_text("template")
+    commit = hub.rename(cache / "snapshots" / "c0ffee")
+    (commit / "chat_template.jinja").symlink_to("../../blobs/a1")
+    (commit / "vocab.txt").symlink_to("chat_template.jinja")
+    moesaic.convert(commit, tmp_path / "out", to="hf", logits=False)
+    for name in ("chat_template.jinja", "vocab.txt"):
+        assert not (tmp_path / "out" / name).is_symlink()
+        assert (tmp_path / "out" / name).read_text() == "template"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("kind", ["a named pipe", "a folder", "a device"])
+def test_what_is_not_a_file_is_refused_at_once(name: str, kind: str, tmp_path: Path) -> None:
+    hub = tmp_path / "hub"
+    build("Mixtral").save_pretrained(hub)
+    (hub / name).unlink(missing_ok=True)
+    if kind == "a named pipe":
+        os.mkfifo(hub / name)
+    elif kind == "a folder":
+        (hub / name).mkdir()
+    else:
+        (hub / name).symlink_to("/dev/zero")
+    message = refusal(hub, tmp_path / "out", to="hf")
+    is_outside = kind == "a device" and name == "tokenizer.json"
+    assert ("is a link to a file outside" if is_outside else f"it is {kind}, not a file") in message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_a_configuration_chooses_no_code(key: str, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers fetches the kernels of a repository that is named as an implementation."""
+    asked: list[str] = []
+    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=lambda name, **_: asked.append(name)))
+    config = json.loads((hub / "config.json").read_text())
+    (hub / "config.json").write_text(json.dumps(config | {key: "somebody/kernel@rev"}))
+    moesaic.convert(hub, tmp_path / "out", to="hf")
+    assert asked == []
+    assert "somebody/kernel" not in (tmp_path / "out" / "config.json").read_text()
+
+
+def test_a_header_that_says_more_than_a_header_has_is_not_read(hub: Path, tmp_path: Path) -> None:
+    first = min(hub.glob("*.safetensors"))
+    with first.open("wb") as file:
+        file.write((60 << 30).to_bytes(8, "little"))
+        file.truncate(61 << 30)  # sparse
+    assert "is not a safetensors file" in refusal(hub, tmp_path / "out", to="hf")
+
+
+def test_an_output_that_another_process_writes_is_left_alone(hub: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "writing").touch()
+    assert "another process writes there" in refusal(hub, tmp_path / "out", to="hf")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["writing"]
+
+
+def test_all_files_of_an_output_have_the_mode_that_the_umask_gives(hub: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        moesaic.convert(hub, tmp_path / "out", to="hf", logits=False)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}

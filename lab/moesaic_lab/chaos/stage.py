@@ -345,10 +345,10 @@ class FaultedRun:
                 self.wiring.switch(fault.node, True)
 
     def _stop_gracefully(self, attempt: Attempt, outcome: FaultOutcome) -> None:
-        """Let an attempt take `INTERVAL` more steps, then send SIGTERM; all ranks must save and exit with code 0."""
+        """Let an attempt take `INTERVAL` more steps, then send SIGTERM or SIGHUP; all ranks must save and exit with code 0."""
         goal = self._step() + INTERVAL
         attempt.wait(lambda: self._step() >= goal, START_SECONDS)
-        attempt.signal(signal.SIGTERM)
+        attempt.signal((signal.SIGTERM, signal.SIGHUP)[goal % 2])
         attempt.wait(lambda: False, PATIENCE + SLACK)
         outcome.named = outcome.named and set(attempt.codes.values()) == {0}
 
@@ -515,7 +515,7 @@ def _fork(child: Callable[[], None]) -> int:
         try:
             gc.freeze()  # else the first collection visits all objects of torch and copies their shared pages
             die_with_parent()
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             child()
         finally:

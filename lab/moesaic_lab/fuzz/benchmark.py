@@ -21,10 +21,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from multiprocessing import Pipe
+from multiprocessing import Pipe, get_context
+from pathlib import Path
 from typing import Any, Literal
 
-from moesaic.errors import InputError, to_install
+from moesaic.errors import InputError, TrainingError, to_install
 from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, keeping, kept, notes_of, words_of
 from moesaic_lab.claims import Claim
 
@@ -38,8 +39,9 @@ class FuzzOptions(KeptOptions):
 
     inputs: int = LEAST_INPUTS
     """Number of inputs per engine, over all readers and commands."""
-    engine: Literal["hypothesis", "atheris", "both"] = "hypothesis"
-    """How inputs are chosen: at random (hypothesis), or guided by the code that they reach (atheris)."""
+    engine: Literal["hypothesis", "atheris", "both", "kinds"] = "hypothesis"
+    """How inputs are chosen: at random (hypothesis), guided by the code that they reach (atheris), or every name that a command
+    uses as every kind of file (kinds), whatever --inputs says."""
     seed: int = 0
     """Seed of the inputs."""
     only: str | None = None
@@ -48,6 +50,8 @@ class FuzzOptions(KeptOptions):
 
 def measure(options: FuzzOptions, cases: object, told: Told) -> list[dict[str, Any]]:
     """Run the targets on `options.inputs` inputs per engine and return a row per target, with its crashes."""
+    if options.engine == "kinds":
+        return _kinds(words_of(options.only), told)
     if options.inputs < 1:
         raise InputError(f"--inputs {options.inputs}: must be at least 1")
     engines = ("hypothesis", "atheris") if options.engine == "both" else (options.engine,)
@@ -64,6 +68,21 @@ def measure(options: FuzzOptions, cases: object, told: Told) -> list[dict[str, A
                 for number, size in enumerate(sizes, options.seed):
                     batch_rows += kept(folder / f"{engine}-{number}.json", partial(run_batch, size, number))
     return _rows(batch_rows)
+
+
+def _kinds(only: Sequence[str], told: Told) -> list[dict[str, Any]]:
+    """Return a row per command, tried with every name of every kind."""
+    from moesaic_lab.fuzz.kinds import rows
+    from moesaic_lab.fuzz.readers import make_bases
+
+    with tempfile.TemporaryDirectory(prefix="moesaic-fuzz-") as made:
+        told("folders of valid files")
+        process = get_context("spawn").Process(target=make_bases, args=(Path(made, "bases"),))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise TrainingError(f"the folders of valid files could not be made (code {process.exitcode})")
+        return rows(Path(made, "bases"), only, told)
 
 
 @contextmanager
@@ -138,7 +157,14 @@ _ADDED = ("inputs", "edited", "refused")
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return claims on the numbers of inputs, edited valid inputs, crashes and targets."""
+    """Return claims on the numbers of inputs, edited inputs, crashes and targets, or on what went wrong by kinds of files."""
+    by_kind = [row for row in rows if row["name"].startswith("kinds of ")]
+    if by_kind:
+        wrong = sum(len(row["crashes"]) for row in by_kind)
+        return [
+            Claim(name="fuzz.kinds_tried", value=sum(row["inputs"] for row in by_kind), unit="1", op=">="),
+            Claim(name="fuzz.kinds", value=wrong, unit="1", target=0, op="<="),
+        ]
     inputs, edited = (sum(row[key] for row in rows) for key in ("inputs", "edited"))
     crashes = sum(len(row["crashes"]) for row in rows)
     return [

@@ -48,7 +48,7 @@ from moesaic.report.page import write_page
 from moesaic.report.summary import read_runs
 from moesaic.traces.formats import FORMATS, ReadOptions
 from moesaic.traces.load import faults
-from moesaic.traces.trace import Trace, read_header, write_segment
+from moesaic.traces.trace import Trace, read_header, segment_name, write_segment
 from moesaic.traces.trace import read_table as read_trace_table
 from moesaic.train.auto_plan import read_plan_table
 from moesaic.train.checkpoint import SUMS, load_checkpoint
@@ -140,6 +140,10 @@ def _make_texts(one: Path, text: Path) -> None:
 
 def _make_traces(folder: Path, one: Path) -> None:
     write_segment(make_segment(SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8)), one / "trace.npz")
+    write_segment(
+        make_segment(SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8)),
+        folder / "segments" / segment_name(0),
+    )
     tokens = make_trace(SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8, tokens=True))
     for name, format in FORMATS.items():
         (folder / name).mkdir()
@@ -180,7 +184,10 @@ def _make_weights(folder: Path) -> None:
 _TINY: dict[str, Any] = {
     "steps": 2, "batch_size": 2, "device": "cpu", "threads": 1, "precision": "float32", "log_every": 1,
     "evaluate": {"every": 2, "sequences": 2}, "save": {"every": 1}, "tensorboard": False,
-    "model": {"dim": 16, "num_layers": 1, "num_heads": 2, "seq_len": 8, "moe": {"num_experts": 4, "top_k": 2, "hidden": 8}},
+    "model": {
+        "dim": 16, "num_layers": 1, "num_heads": 2, "seq_len": 8, "conv_width": 1,
+        "moe": {"num_experts": 4, "top_k": 2, "hidden": 8},
+    },
 }  # fmt: skip
 _HUB = {
     "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 32, "intermediate_size": 16,

@@ -101,7 +101,7 @@ def _write(path: Path, make: Callable[[], TraceSegment]) -> int:
     if path.suffix != ".npz":
         raise InputError(f"trace {path}: choose a name that ends in .npz")
     segment = make()
-    write_segment(segment, path)
+    write_segment(segment, path, typed=True)
     trace = Trace.of(segment, str(path))
     print_loads(trace, layer_loads(trace))
     return 0

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from moesaic.cli.arguments import parse
-from moesaic.errors import InputError
+from moesaic.errors import InputError, in_one_line
 
 LOGITS = {"auto": None, "yes": True, "no": False}
 """What each value of --logits means to `convert`."""
@@ -68,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
         description="Convert a checkpoint into another format, compare the result with the source, and write a receipt. "
         "moesaic convert verify OUT compares a converted folder with its receipt.",
     )
-    from moesaic.weights.convert import RECEIPT, convert
+    from moesaic.weights.convert import convert
     from moesaic.weights.run import export_run, is_run
     from moesaic.weights.upcycle import Upcycling
 
@@ -92,7 +92,7 @@ def run(arguments: Sequence[str]) -> int:
         )
         lines = [f"{summary['model']}: {summary['parameters']:,} parameters in {options.out}; {about_tokenizer}"]
         lines += _logits_lines(summary["logits"])
-        print(json.dumps(summary) if options.json else "\n".join(lines))
+        print(json.dumps(summary) if options.json else "\n".join(map(in_one_line, lines)))
         return 0
     receipt = convert(
         options.source,
@@ -103,7 +103,8 @@ def run(arguments: Sequence[str]) -> int:
         upcycle=upcycle,
         logits=LOGITS[options.logits],
     )
-    print(json.dumps(receipt) if options.json else "\n".join(_receipt_lines(receipt, f"{options.out}/{RECEIPT}")))
+    lines = _receipt_lines(receipt, f"{options.out}/receipt.json")
+    print(json.dumps(receipt) if options.json else "\n".join(map(in_one_line, lines)))
     return 0
 
 
@@ -145,5 +146,5 @@ def _verify(arguments: Sequence[str]) -> int:
     verified = verify(options.out)
     states = f", and {', '.join(verified['states'][1:])} of an optimizer" if len(verified["states"]) > 1 else ""
     line = f"{options.out}: {verified['tensors']} entries and {verified['experts']} experts are what the receipt says{states}"
-    print(json.dumps(verified) if options.json else line)
+    print(json.dumps(verified) if options.json else in_one_line(line))
     return 0

@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from moesaic import __version__
-from moesaic.errors import InputError, TrainingError, to_install
+from moesaic.errors import InputError, TrainingError, in_one_line, to_install
 
 COMMANDS = {
     "train": "train a language model and write a run folder",
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except (InputError, TrainingError) as error:
-        print(f"moesaic {command}: {_in_one_line(str(error))}", file=sys.stderr)
+        print(f"moesaic {command}: {in_one_line(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     except SystemExit as stop:  # tyro exits this way after printing the help of a subcommand
         if stop.code:
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # a path too long or without permission can fail wherever it is first looked up
         if error.errno not in (errno.ENAMETOOLONG, errno.EACCES):
             raise
-        where = _in_one_line(str(error.filename))
+        where = in_one_line(str(error.filename))
         print(
             f"moesaic {command}: {where:.200}: cannot be reached ({error.strerror}): name another path", file=sys.stderr
         )
@@ -104,11 +104,6 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
     if name in LABORATORY:
         raise InputError(f"needs the package moesaic-lab: {to_install('./lab')}")
     raise InputError(f"unknown command: choose one of {', '.join([*COMMANDS, *LABORATORY])}")
-
-
-def _in_one_line(text: str) -> str:
-    """Return `text` with line breaks and control characters (for example from file names) as escapes."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 _EXTRAS = {

@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from moesaic.cli.arguments import parse
-from moesaic.errors import InputError
+from moesaic.errors import InputError, in_one_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,5 +46,9 @@ def run(arguments: Sequence[str]) -> int:
     from moesaic.report.page import write_page
 
     path = write_page(runs, Path(options.out) if options.out else None)
-    print(json.dumps({"page": str(path), "runs": [one.headline() for one in runs]}) if options.json else path)
+    print(
+        json.dumps({"page": str(path), "runs": [one.headline() for one in runs]})
+        if options.json
+        else in_one_line(str(path))
+    )
     return 0

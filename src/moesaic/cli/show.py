@@ -16,6 +16,7 @@ from moesaic.balance.budget import MemoryBudget
 from moesaic.balance.samples import Homes
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError
+from moesaic.files import write
 from moesaic.planner.call_sizes import copies_by_rank, sizes_of
 from moesaic.planner.cluster import ClusterSpec, Dtype, read_cluster
 from moesaic.planner.files import read_plan, write_plan
@@ -269,7 +270,7 @@ def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline]) -> Non
         for number, timeline in enumerate(timelines.values()):
             events += [{**event, "pid": number} for event in to_trace(timeline)["traceEvents"]]
         try:
-            Path(options.trace).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+            write(Path(options.trace), json.dumps({"traceEvents": events}), typed=True)
         except OSError as error:
             raise InputError(
                 f"--trace {options.trace}: cannot be written ({error.strerror}): choose another path"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ from rich.table import Table
 
 from moesaic.cli.arguments import parse
 from moesaic.configfile import suggestion
-from moesaic.errors import InputError
+from moesaic.errors import InputError, in_one_line
+from moesaic.files import writing
 from moesaic.traces.formats import FORMATS, ReadOptions, TraceFormat
 from moesaic.traces.load import LayerLoad, faults, layer_loads
 from moesaic.traces.trace import Trace, TraceSegment, steps_in_words, write_segment
@@ -123,14 +123,12 @@ def _counts(arguments: Sequence[str]) -> int:
     trace = Trace.open(Path(options.file))
     step = trace.steps[-1] if options.step is None else options.step
     table = trace.counts(options.layer, step, options.micro, groups=options.groups)
-    aside = path.with_name(f".writing-{path.name}")
     try:
-        with aside.open("wb") as file:
+        with writing(path, typed=True) as file:
             if path.suffix == ".npy":
                 np.save(file, table)
             else:
                 np.savetxt(file, table, fmt="%d", delimiter=",")
-        os.replace(aside, path)
     except OSError as error:
         raise InputError(f"--out {path}: cannot be written ({error.strerror}): choose another place") from error
     print(f"{path}: layer {options.layer}, step {step}, {table.shape[0]} ranks x {table.shape[1]} experts")
@@ -144,9 +142,9 @@ def _check(arguments: Sequence[str]) -> int:
     trace = _open(options)
     problems, shape = faults(trace), trace.shape
     for line in problems:
-        print(line)
+        print(in_one_line(line))
     print(
-        f"{trace.name}: {len(problems) or 'no'} faults; {trace.holds}, steps {steps_in_words(trace.steps)}, "
+        f"{in_one_line(trace.name)}: {len(problems) or 'no'} faults; {trace.holds}, steps {steps_in_words(trace.steps)}, "
         f"{shape.num_layers} layers, {shape.num_experts} experts, top {shape.top_k}, "
         f"{shape.accumulation} x {shape.sequences} sequences of {shape.seq_len}"
     )
@@ -168,7 +166,7 @@ def _convert(arguments: Sequence[str]) -> int:
     elif out.suffix != ".npz":
         raise InputError(f"--out {out}: choose a name that ends in .npz")
     else:
-        write_segment(_read(options), out)
+        write_segment(_read(options), out, typed=True)
     print(out)
     return 0
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moesaic.cli.arguments import parse
-from moesaic.errors import InputError
+from moesaic.errors import InputError, in_one_line
+from moesaic.train.signals import say_ends
 
 if TYPE_CHECKING:
     from moesaic.train.config import TrainConfig
@@ -54,6 +55,7 @@ def train_from(
     if {"-h", "--help", "-H"} & set(arguments):
         _configured(arguments, presets, command)  # prints, without torch, and exits
     if os.environ.get("RANK", "0") == "0":
+        say_ends(command)
         print(f"{command}: loading PyTorch", flush=True)  # takes seconds
     from moesaic.train.launch import launch
     from moesaic.train.loop import train
@@ -125,7 +127,7 @@ def _table(path: Path) -> dict[str, Any]:
     except InputError:
         from moesaic.train.run_folder import read_config
 
-        return read_config(path, lambda line: print(f"moesaic train: {line}", file=sys.stderr))
+        return read_config(path, lambda line: print(in_one_line(f"moesaic train: {line}"), file=sys.stderr))
 
 
 def _take(words: list[str], flags: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:

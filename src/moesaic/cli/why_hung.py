@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from moesaic.cli.arguments import parse
-from moesaic.errors import InputError
+from moesaic.errors import InputError, in_one_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,9 @@ def run(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({"line": line, "ranks": [asdict(position) for position in positions]}))
         return 0
-    print(line)
+    print(in_one_line(line))
     for position in positions:
-        print(f"\nrank {position.rank} ({position.process}): {position.at}")
+        print("\n" + in_one_line(f"rank {position.rank} ({position.process}): {position.at}"))
         for call in position.stack:
-            print(f"  {call}")
+            print(f"  {in_one_line(call)}")
     return 0

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from moesaic.comm.mesh import open_transport
 from moesaic.configfile import override, read_table
 from moesaic.errors import InputError
+from moesaic.files import write
 from moesaic.measure.compute import codecs, copy_bytes_per_second, memory_gib, products
 from moesaic.measure.host import Calibration, CalibrationStep, calibrations, host_steps, sharing
 from moesaic.measure.links import TimedMovements, collectives, movements, partners
@@ -213,7 +214,7 @@ def write_measured(measured: MeasuredMachine, path: Path) -> None:
         "rest": asdict(measured.rest),
         "steps": {calibration.name: asdict(step) for calibration, step in measured.steps},
     }
-    path.write_text(json.dumps(table) + "\n", encoding="utf-8")
+    write(path, json.dumps(table) + "\n", typed=True)
 
 
 def read_measured(path: Path) -> MeasuredMachine:

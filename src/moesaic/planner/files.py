@@ -13,6 +13,7 @@ from typing import Any
 
 from moesaic.configfile import override, read_table
 from moesaic.errors import InputError
+from moesaic.files import write
 from moesaic.planner.memory import GIB
 from moesaic.planner.search import PlannedStep
 from moesaic.program.plan import Plan
@@ -103,7 +104,7 @@ def _write(table: dict[str, Any], path: Path) -> None:
         raise InputError(f"plan {path}: choose a name that ends in .toml or .json")
     text = json.dumps(table, indent=2) + "\n" if path.suffix == ".json" else _to_toml(table)
     try:
-        path.write_text(text, encoding="utf-8")
+        write(path, text, typed=True)
     except OSError as error:
         raise InputError(f"plan {path}: cannot be written ({error.strerror}): choose another path") from error
 

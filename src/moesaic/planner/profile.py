@@ -19,6 +19,7 @@ from pathlib import Path
 from moesaic.codecs import codec_spec
 from moesaic.configfile import differing_fields, override, read_table
 from moesaic.errors import InputError
+from moesaic.files import write
 from moesaic.planner.cluster import ClusterSpec, Device, Host, Link, Tflops, check_above_zero, check_not_negative
 from moesaic.planner.fit import Fit
 
@@ -277,9 +278,7 @@ class ClusterProfile:
         """Write the profile to a file, replacing an existing file atomically."""
         text = json.dumps(asdict(self), indent=2) + "\n"
         try:
-            partial = path.with_name(path.name + ".part")
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
+            write(path, text, typed=True)
         except OSError as error:
             raise InputError(f"profile {path}: cannot be written ({error.strerror or error})") from error
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
-from zipfile import BadZipFile
 
 import numpy as np
 
 from moesaic.errors import InputError
+from moesaic.files import read_text
 from moesaic.planner.cluster import ELEMENT_BYTES, Dtype, check_above_zero, check_not_negative
+from moesaic.traces.arrays import read_array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +146,11 @@ def read_counts(path: Path) -> np.ndarray:
     if path.suffix not in (".npy", ".csv"):
         raise InputError(f"counts {path}: unknown kind of file, use .npy or .csv")
     try:
-        table = np.load(path) if path.suffix == ".npy" else np.loadtxt(path, delimiter=",", ndmin=2)
+        is_array = path.suffix == ".npy"
+        table = read_array(path) if is_array else np.loadtxt(read_text(path).splitlines(), delimiter=",", ndmin=2)
     except OSError as error:
         raise InputError(f"counts {path}: cannot be read ({error.strerror or error})") from error
-    except (ValueError, EOFError, TokenError, MemoryError, OverflowError, BadZipFile) as error:
+    except (ValueError, EOFError, TokenError, MemoryError, OverflowError) as error:
         raise InputError(f"counts {path}: does not parse ({' '.join(str(error).split())})") from error
     if not isinstance(table, np.ndarray) or table.dtype.kind not in "iuf":
         raise InputError(f"counts {path}: must be an array of numbers")

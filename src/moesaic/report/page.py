@@ -29,8 +29,8 @@ from moesaic.report.style import (
     line,
     page_text,
     run_colour,
+    save_page,
     time_unit,
-    write_text,
 )
 from moesaic.report.summary import (
     NONE,
@@ -96,7 +96,7 @@ def write_page(runs: Sequence[RunSummary], out: Path | None = None) -> Path:
     """
     with damage_as_input_error(runs[0].folder):
         text = report_text(runs, Drawn())
-    return write_text(text, out or runs[0].folder / "report.html")
+    return save_page(text, out or runs[0].folder / "report.html", typed=out is not None)
 
 
 def report_text(runs: Sequence[RunSummary], drawn: Drawn) -> str:

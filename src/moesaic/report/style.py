@@ -21,6 +21,7 @@ from plotly.offline import get_plotlyjs
 
 from moesaic import __version__
 from moesaic.errors import InputError
+from moesaic.files import write
 
 RUN_COLOURS = ("#3a6ea5", "#d9772b", "#2f8f6f", "#b8478a", "#8a6d1f", "#4fa8c9", "#5b5f6b")
 """Colours of runs, in the order of the command line. They differ in lightness, so that colour-blind readers can tell them."""
@@ -249,11 +250,11 @@ def charts_page(path: Path, what: str, title: str, lead: str, charts: Sequence[P
     Raises:
         InputError: the file cannot be written.
     """
-    return write_text(page_text("charts.html", Drawn(), what=what, title=title, lead=lead, charts=charts), path)
+    return save_page(page_text("charts.html", Drawn(), what=what, title=title, lead=lead, charts=charts), path)
 
 
-def write_text(text: str, path: Path) -> Path:
-    """Write a page, with missing parent folders, and return its path.
+def save_page(text: str, path: Path, *, typed: bool = True) -> Path:
+    """Write a page, with missing parent folders, and return its path; `typed` says that a user typed it.
 
     Raises:
         InputError: the path is a folder, or cannot be written.
@@ -262,7 +263,7 @@ def write_text(text: str, path: Path) -> Path:
         raise InputError(f"{path}: is a folder: name a file, for example {path / 'page.html'}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write(path, text, typed=typed)
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror}): choose another place") from error
     return path

@@ -26,8 +26,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moesaic.configfile import write_whole
 from moesaic.errors import InputError
+from moesaic.files import entries, folder_below, write
+from moesaic.traces.arrays import read_arrays
 
 FOLDER = "routing"
 """The subfolder of a run folder that holds the run's trace."""
@@ -179,7 +180,7 @@ def segments_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     for folder in (path / FOLDER, path):
-        segments = sorted(folder.glob(PATTERN))
+        segments = entries(folder, PATTERN, typed=folder == path)
         if segments:
             return segments
     raise InputError(
@@ -308,8 +309,8 @@ class Header:
     source: Mapping[str, Any]
 
 
-def write_segment(segment: TraceSegment, path: Path) -> None:
-    """Write a segment to a temporary file, flush it to disk and rename it to `path`, which is therefore always complete.
+def write_segment(segment: TraceSegment, path: Path, *, typed: bool = False) -> None:
+    """Write a segment, whole or not at all; `typed` says that a user typed the path, which may then be a link.
 
     Raises:
         InputError: the file cannot be written; an earlier file at `path` is kept.
@@ -322,8 +323,12 @@ def write_segment(segment: TraceSegment, path: Path) -> None:
     data = io.BytesIO()
     np.savez_compressed(data, allow_pickle=False, header=np.array(json.dumps(header)), steps=segment.steps, **table)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, data.getbuffer())
+        if typed:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        else:
+            path.parent.parent.mkdir(parents=True, exist_ok=True)
+            folder_below(path.parent)
+        write(path, data.getvalue(), typed=typed)
     except OSError as error:
         raise InputError(
             f"trace {path}: cannot be written ({error.strerror}): free space or choose another place"
@@ -392,12 +397,7 @@ def read_table(header: Header) -> np.ndarray:
 def _read_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
     """Read the named arrays of an `.npz` file."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in names}
-            # numpy returns other members than arrays as bytes.
-            if not all(isinstance(array, np.ndarray) for array in arrays.values()):
-                raise TypeError("a member is not an array")
-            return arrays
+        return read_arrays(path, names)
     except FileNotFoundError as error:
         raise InputError(
             f"trace {path}: no such file: name a trace, or the folder of a run that recorded one"
@@ -415,7 +415,7 @@ def _read_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         raise InputError(
             f"trace {path}: is damaged or cut short: remove the file and use the other steps, or record it again"
         ) from error
-    except (KeyError, AttributeError, TypeError) as error:  # another .npz, or an .npy
+    except KeyError as error:  # another .npz
         raise InputError(
             f"trace {path}: is not a routing trace: make one with moesaic train --record-routing counts"
         ) from error

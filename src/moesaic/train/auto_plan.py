@@ -19,6 +19,7 @@ from moesaic.auto import AutoPlan
 from moesaic.comm.mesh import ranks_of_a_node
 from moesaic.configfile import override
 from moesaic.errors import InputError
+from moesaic.files import read_text
 from moesaic.layer import MoE
 from moesaic.planner.algorithm1 import choose
 from moesaic.planner.candidates import name_of
@@ -221,7 +222,7 @@ def _require_plannable(config: TrainConfig, ranks: Ranks) -> None:
 def read_plan_table(path: Path) -> dict[str, Any] | None:
     """Return the saved plan table of a resumed run; None if it has none."""
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(read_text(path))
         if not isinstance(table, dict):
             raise TypeError("it holds no table")
     except FileNotFoundError:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moesaic.configfile import override
 from moesaic.errors import InputError
+from moesaic.files import WRITING, entries, folder_below, kind_of, leftovers, read_text, refuse_link, write
 from moesaic.models.config import ModelConfig
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
 from moesaic.train.distributed_checkpoint import (
@@ -106,7 +108,7 @@ class Saving:
         background: bool,
     ) -> None:
         self.target, self._texts, self._keep_last, self._ranks = target, texts, keep_last, ranks
-        self._unfinished = target.with_name(f".writing-{_step_of(target):08d}")
+        self._unfinished = target.with_name(f"{WRITING}{_step_of(target):08d}")
         self._sums: Future[dict[str, str]] = Future()
         work = partial(_run_into, self._sums, partial(write, self._unfinished))
         if background:
@@ -178,7 +180,7 @@ def save_checkpoint(
         InputError: if the folder cannot be written; earlier checkpoints are kept.
     """
     ranks = ranks or Ranks()
-    target, unfinished = folder / f"step-{step:08d}", folder / f".writing-{step:08d}"
+    target, unfinished = folder / f"step-{step:08d}", folder / f"{WRITING}{step:08d}"
     state = {
         "format": FORMAT, "step": step, "model_config": asdict(model_config), "vocab_size": vocab_size, "extra": extra
     }  # fmt: skip
@@ -186,10 +188,11 @@ def save_checkpoint(
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(model, optimizer).items()}
     with _reporting_write_errors(target, unfinished, ranks):
         if ranks.is_first:
-            folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob(".writing-*"):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            for leftover in entries(folder_below(folder), f"{WRITING}*"):
                 remove_checkpoint(leftover)
-            unfinished.mkdir(exist_ok=True)
+            refuse_link(target)
+            unfinished.mkdir()  # anew, since torch opens the files in it itself
     if background:
         tensors = stage(tensors)
     group = background if isinstance(background, str) else None
@@ -201,10 +204,10 @@ def save_checkpoint(
 def _write_texts(unfinished: Path, texts: Mapping[str, str], sums: dict[str, str]) -> None:
     """Write the texts and checksums of a checkpoint, after its tensors are written, and flush all files to disk."""
     for name, text in texts.items():
-        (unfinished / name).write_text(text, encoding="utf-8", newline="\n")
+        write(unfinished / name, text)
         sums[name] = checksum(unfinished / name)
     lines = [f"{value}  {name}\n" for name, value in sorted(sums.items())]
-    (unfinished / SUMS).write_text("".join(lines), encoding="utf-8", newline="\n")
+    write(unfinished / SUMS, "".join(lines))
     for name in (*texts, SUMS, SHARDS, ""):  # all files must be on disk before the folder gets its final name
         flush(unfinished / name)
 
@@ -225,12 +228,15 @@ def _publish(unfinished: Path, target: Path, keep_last: int) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete the files of a checkpoint. Delete its folder too unless it holds other files."""
-    for file in _own_files(path):
+    """Delete the files of a checkpoint, unless it is a link. Delete its folder too unless it holds other files."""
+    if kind_of(path) != "a folder":
+        return
+    unfinished = [file for name in (STATE, SUMS, CONFIG, TOKENIZER, PLAN_TABLE) for file in leftovers(path / name)]
+    for file in (*_own_files(path), *unfinished):
         with suppress(OSError):
             file.unlink()
     for folder in (path / SHARDS, path):
-        with suppress(OSError):
+        with suppress(OSError):  # a folder with other files, or a link
             folder.rmdir()
 
 
@@ -258,7 +264,7 @@ def _reporting_write_errors(target: Path, unfinished: Path, ranks: Ranks) -> Ite
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a run, oldest first. An earlier checkpoint of a step (`.replaced-*`) comes before the
     newer one of that step."""
-    checkpoints = [path for path in folder.glob("*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    checkpoints = [path for path in entries(folder) if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(checkpoints, key=lambda path: (_step_of(path), path.name.startswith("step-"), path.name))
 
 
@@ -270,7 +276,15 @@ def _step_of(path: Path) -> int:
 
 
 def _own_files(path: Path) -> list[Path]:
-    return [file for pattern in OWN_FILES for file in path.glob(pattern)]
+    """Return the files in a checkpoint's folder that saving wrote, by name; none through a link."""
+    shards = path / SHARDS
+    inside = [*entries(path, typed=True), *(entries(shards) if kind_of(shards) == "a folder" else [])]
+    return [file for file in inside if file.is_file() and _is_own(file.relative_to(path).as_posix())]
+
+
+def _is_own(name: str) -> bool:
+    """Return whether saving writes a file of this name, given below a checkpoint's folder."""
+    return any(fnmatchcase(name, each) and name.count("/") == each.count("/") for each in OWN_FILES)
 
 
 def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
@@ -296,14 +310,15 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
             warn(f"{folder}: a checkpoint is damaged ({line}): taking {path.name} instead")
         return loaded
     raise InputError(
-        f"{folder}: every checkpoint there is damaged ({'; '.join(damages)}): train anew with --existing replace"
+        f"{folder}: every checkpoint there is damaged ({'; '.join(damages)}): mend one, or train anew with another --out, or "
+        "with --existing replace, which deletes them"
     )
 
 
 def find_copy(folder: Path, name: str) -> Path | None:
     """Return the newest copy of a run's file whose checksum in its checkpoint is correct; None if there is none."""
     for path in reversed(list_checkpoints(folder)):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, _DamagedError):
             if checksum(path / name) == _listed_sums(path).get(name):
                 return path / name
     return None
@@ -425,13 +440,13 @@ def _checked_state(path: Path) -> dict[str, Any]:
         _DamagedError, OSError, ValueError, KeyError, TypeError: for a damaged checkpoint.
     """
     _require_checksums(path, _listed_sums(path))
-    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+    state: dict[str, Any] = json.loads(read_text(path / STATE))
     if state["format"] != FORMAT:
         raise InputError(
             f"checkpoint {path} has format {state['format']}, this Moesaic reads {FORMAT}: use the version that wrote it"
         )
     if type(state["step"]) is not int or state["step"] != _step_of(path):
-        raise _DamagedError(f"{STATE} is of step {state['step']}")
+        raise _DamagedError(f"{STATE} is of step {state['step']}: rename the folder as it was")
     if type(state["vocab_size"]) is not int:
         raise _DamagedError(f"{STATE} has a vocabulary of {state['vocab_size']!r}")
     return state
@@ -439,7 +454,11 @@ def _checked_state(path: Path) -> dict[str, Any]:
 
 def _listed_sums(path: Path) -> dict[str, str]:
     """Return the checksums in a checkpoint's `SHA256SUMS`, by path."""
-    rows = [line.partition("  ") for line in (path / SUMS).read_text(encoding="utf-8").splitlines()]
+    rows = [line.partition("  ") for line in read_text(path / SUMS).splitlines()]
+    if strange := [name for _, _, name in rows if not _is_own(name)]:
+        raise _DamagedError(f"{SUMS} lists {strange[0]!r:.100}, which no checkpoint has")
+    if kind_of(path / SHARDS) == "a symbolic link":
+        raise _DamagedError(f"{SHARDS} is a link")
     return {name: value for value, _, name in rows}
 
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
+from moesaic.files import open_file
 from moesaic.models.split import local_part
 from moesaic.parallel import num_copies
 from moesaic.train.numbers import ROUNDING
@@ -48,7 +49,7 @@ def flush(path: Path) -> None:
 def checksum(path: Path, size: int | None = None) -> str:
     """Return the SHA-256 of a file, or of its first `size` bytes (or all, if it is shorter)."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while block := file.read(1 << 20 if size is None else min(size, 1 << 20)):
             digest.update(block)
             size = None if size is None else size - len(block)

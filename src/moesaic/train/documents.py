@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.errors import InputError, to_install
+from moesaic.files import read_bytes
 
 LINES = ".jsonl"
 """The suffix of JSON lines."""
@@ -34,9 +35,11 @@ def read_documents(path: Path, field: str) -> list[bytes]:
         documents = list(_rows(path, field))
     else:
         try:
-            data = path.read_bytes()
+            data = read_bytes(path)
         except OSError as error:
             raise InputError(f"data: {path} cannot be read ({error.strerror})") from error
+        except MemoryError as error:
+            raise InputError(f"data: {path} is larger than this process's memory: split it") from error
         if b"\0" in data:
             raise InputError(
                 f"data: {path} is not text, it has zero bytes: leave it out, convert it to UTF-8, or name it .bin if it holds "

@@ -31,6 +31,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from moesaic.errors import InputError, TrainingError
 from moesaic.train.config import TrainConfig
+from moesaic.train.signals import ENDS, end_by, is_ignored, leave_terminal
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -128,7 +129,7 @@ def launch(patience: float = TrainConfig.start_patience) -> Launch:
         store = PrefixStore(f"moesaic/{meet(store, rank, world, patience)}", store)
         roll = Roll(store, rank, world)
         roll.sign()
-        handle_sigterm(roll, lambda: "in the start; start the run again")
+        handle_ends(roll, lambda: "in the start; start the run again")
         with naming_dead_ranks(roll, "while the ranks met: start the run again"):
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     except dist.DistError as error:
@@ -226,6 +227,8 @@ SignalHandler = Callable[[int, FrameType | None], Any] | int | None
 """The type of the handlers that `signal.signal` takes and returns."""
 ANSWER_SECONDS = 10.0
 """Seconds that the store may take to answer."""
+GONE = ("died", "is stopped")
+"""How the fates of ranks begin for which nobody needs to wait."""
 CONNECTION_WORDS = ("gloo", "NCCL", "connection closed by rank")
 """Words that mark an error as a broken connection between ranks."""
 
@@ -258,7 +261,7 @@ class Roll:
         return _state_of_process(int(process.split()[1]))
 
     def dead(self) -> dict[int, str]:
-        """Return the ranks with a dead process, and what is known about each.
+        """Return the ranks with a dead or stopped process, and what is known about each.
 
         Raises:
             RuntimeError: if the store is gone or cut off.
@@ -266,7 +269,7 @@ class Roll:
         others = [rank for rank in range(self.world) if rank != self.rank]
         before = {rank: self._entry("beats", rank) for rank in others}
         for _ in range(30):  # a process may still exist for a moment after its connections are closed
-            dead = {rank: fate for rank in others if (fate := self.fate(rank)).startswith("died")}
+            dead = {rank: fate for rank in others if (fate := self.fate(rank)).startswith(GONE)}
             if dead:
                 return dead
             time.sleep(0.1)
@@ -286,7 +289,7 @@ class Roll:
 
 @contextmanager
 def naming_dead_ranks(roll: Roll | None, when: str) -> Iterator[None]:
-    """Turn errors that the death of other ranks, or a broken connection to them, caused into one TrainingError line.
+    """Turn errors that the death or stop of other ranks, or a broken connection, caused into one TrainingError line.
 
     After such an error in a run of several ranks, the process ignores SIGTERM. It ends anyway, but first reports the
     reason.
@@ -316,14 +319,15 @@ def naming_dead_ranks(roll: Roll | None, when: str) -> Iterator[None]:
         raise TrainingError(f"{_fates_in_words(dead)}, {when}") from error
 
 
-def handle_sigterm(roll: Roll, when: Callable[[], str]) -> SignalHandler:
-    """Make SIGTERM end this process with an error that names the dead ranks. torchrun sends SIGTERM once a rank has
-    died.
+def handle_ends(roll: Roll, when: Callable[[], str]) -> dict[signal.Signals, SignalHandler]:
+    """Make SIGTERM and SIGHUP end this process with an error that names the dead ranks. torchrun sends SIGTERM once a
+    rank has died.
 
-    SIGTERM may come before this process noticed the death. If no rank is dead, SIGTERM has its usual effect.
+    A signal may come before this process noticed the death. If no rank is dead, it has its usual effect, after a line of
+    the first rank.
 
     Returns:
-        the previous handler of SIGTERM; None outside the main thread, where signals cannot be handled.
+        the previous handlers; none outside the main thread, where signals cannot be handled.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -333,33 +337,42 @@ def handle_sigterm(roll: Roll, when: Callable[[], str]) -> SignalHandler:
             dead = ask_store(roll.dead, ANSWER_SECONDS)
         if dead:
             raise TrainingError(f"{_fates_in_words(dead)}, {when()}")
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        end_by(number, "moesaic train", says=roll.rank == 0)
 
     with suppress(ValueError):
-        return signal.signal(signal.SIGTERM, end)
-    return None
+        return {kind: signal.signal(kind, end) for kind in ENDS if not is_ignored(kind)}
+    return {}
 
 
 @contextmanager
 def stop_requests() -> Iterator[list[str]]:
-    """Yield a list to which the first SIGINT or SIGTERM appends its name. A second signal has its usual effect."""
+    """Yield a list to which the first SIGINT, SIGTERM or SIGHUP appends its name. A second one has its usual effect.
+
+    A terminal that closes sends SIGHUP, more than once, and is gone. nohup starts a process that ignores it.
+    """
     received: list[str] = []
     before: dict[signal.Signals, Any] = {}
 
     def ask(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number).name)
-        signal.signal(number, before[signal.Signals(number)])
+        if number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, before[signal.Signals(number)])
+        else:
+            signal.signal(number, signal.SIG_IGN)
+            leave_terminal()
 
-    for kind in (signal.SIGINT, signal.SIGTERM):
+    for kind in (signal.SIGINT, *ENDS):
         try:
-            before[kind] = signal.signal(kind, ask)
+            if not is_ignored(kind):
+                before[kind] = signal.signal(kind, ask)
         except ValueError:  # outside the main thread, signals cannot be handled
             break
     try:
         yield received
     except RuntimeError:
-        if dist.is_initialized() and before:  # torchrun sends SIGTERM to the remaining ranks; let them report first
+        if (
+            dist.is_initialized() and signal.SIGTERM in before
+        ):  # torchrun sends it to the remaining ranks; let them report
             before[signal.SIGTERM] = signal.SIG_IGN
         raise
     finally:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
-from moesaic.errors import TrainingError
+from moesaic.errors import TrainingError, in_one_line
 from moesaic.layer import MoE, balance_on_step
 from moesaic.models.gpt import GPT, flops_per_token
 from moesaic.parallel import clip, gradient_norm
@@ -88,7 +88,7 @@ def train(config: TrainConfig, *, console: Console | None = None, task: Training
 
     def say(line: str) -> None:
         if is_first:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(in_one_line(line), highlight=False, markup=False, soft_wrap=True)
 
     with _watch_start(config) as watch, watch.long():
         config = with_planned(config, say)

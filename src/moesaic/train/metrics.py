@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.configfile import write_whole
 from moesaic.errors import InputError
+from moesaic.files import folder_below, open_to_append, read_bytes, write
 
 METRICS = "metrics.jsonl"
 """File name of the metrics, in a run folder."""
 WANDB_ID = "wandb_id.txt"
 """Name of the file with the run's id at Weights & Biases, in a run folder."""
+MOST_BYTES = 1 << 30
+"""The most bytes of metrics that are read: some three million lines."""
 
 
 class Metrics:
@@ -47,9 +49,9 @@ class Metrics:
         self._written = {(line["kind"], line["step"]) for line in lines}
         text = "".join(json.dumps(line) + "\n" for line in lines)
         try:
-            write_whole(self.path, text)
+            write(self.path, text)
             # Unbuffered, since closing must not retry a write that a full disk refused.
-            self._file = self.path.open("ab", buffering=0)
+            self._file = open_to_append(self.path)
             self._opened = os.stat(self.path)
         except OSError as error:
             raise _unwritable(self.path, error) from error
@@ -119,7 +121,7 @@ def event_files(folder: Path, start_step: int) -> Tracker:
         raise InputError(
             "tensorboard=true needs the package tensorboard: pip install tensorboard, or tensorboard=false"
         ) from error
-    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else None)
+    writer = SummaryWriter(str(folder_below(folder / "tensorboard")), purge_step=start_step + 1 if start_step else None)
 
     def log(numbers: dict[str, float], step: int) -> None:
         for name, value in numbers.items():
@@ -140,9 +142,12 @@ def weights_and_biases(folder: Path, start_step: int, project: str) -> Tracker:
     except ImportError as error:
         raise InputError(f"wandb={project} needs the package wandb: pip install wandb, or leave it empty") from error
     id_file = folder / WANDB_ID
-    run_id = id_file.read_text(encoding="utf-8", errors="replace").strip() if start_step and id_file.exists() else None
+    run_id = None
+    if start_step and id_file.exists():
+        run_id = read_bytes(id_file, at_most=1000).decode(errors="replace").strip()
+    folder_below(folder / "wandb")
     run = wandb.init(project=project, name=folder.name, dir=str(folder), id=run_id, resume="allow")
-    write_whole(id_file, f"{run.id}\n")
+    write(id_file, f"{run.id}\n")
     return Tracker(lambda numbers, step: run.log(numbers, step=step), run.finish)
 
 
@@ -162,7 +167,7 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
 def _parsed(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the parsed lines of metrics, and a description of each damaged line. A truncated last line is in neither."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_bytes(path, at_most=MOST_BYTES).splitlines()
     except FileNotFoundError as error:
         raise InputError(f"{path}: no metrics there: name the folder of a run") from error
     except OSError as error:

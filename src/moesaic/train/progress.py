@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from moesaic.errors import in_one_line
+
 
 class TrainingProgress:
     """A progress bar for a run of `steps` steps, as a context manager."""
@@ -49,7 +51,7 @@ class TrainingProgress:
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(in_one_line(line), highlight=False, markup=False, soft_wrap=True)
 
 
 def status(values: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moesaic.comm.collectives import share_of
 from moesaic.errors import InputError
+from moesaic.files import entries
 from moesaic.layer import MoE
 from moesaic.models.moving import MovingGPT
 from moesaic.routing.capacity import count
@@ -207,7 +208,7 @@ class _Recorder:
         Raises:
             InputError: if they do not.
         """
-        for path in sorted(self._folder.glob(PATTERN))[:1]:
+        for path in entries(self._folder, PATTERN)[:1]:
             header = read_header(path)
             problems = differences(header.shape, self._shape)
             if header.holds != self._holds:
@@ -310,7 +311,7 @@ def prune(folder: Path, step: int) -> None:
     Raises:
         InputError: if a segment that contains the step is damaged, or the folder cannot be changed.
     """
-    for path in sorted(folder.glob(PATTERN)):
+    for path in entries(folder, PATTERN):
         header = read_header(path) if step else None
         if header is None or header.steps[0] >= step:
             try:

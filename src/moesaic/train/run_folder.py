@@ -18,8 +18,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
-from moesaic.configfile import WRITING, read_table, write_whole
+from moesaic.configfile import read_table
 from moesaic.errors import InputError, TrainingError
+from moesaic.files import WRITING, entries, kind_of, leftovers, open_to_append, read_text, write
 from moesaic.traces.trace import FOLDER, PATTERN
 from moesaic.train.checkpoint import CONFIG, TOKENIZER, find_copy, list_checkpoints, remove_checkpoint
 from moesaic.train.metrics import METRICS, WANDB_ID
@@ -44,7 +45,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: IO[str] | None = None
+        self._lock: IO[bytes] | None = None
 
     def is_a_run(self, *, resuming: bool = False) -> bool:
         """Return whether a run wrote the folder; False if it is missing or empty.
@@ -56,7 +57,8 @@ class RunFolder:
             InputError: if the folder holds anything else.
         """
         try:
-            names = sorted(entry.name for entry in self.path.iterdir() if entry.name not in _EARLY_NAMES)
+            early = {LOCK, *(path.name for path in leftovers(self.path / CONFIG))}  # all that a killed start may leave
+            names = sorted(entry.name for entry in self.path.iterdir() if entry.name not in early)
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -113,19 +115,22 @@ class RunFolder:
     def clear(self) -> None:
         """Delete an earlier run's files except `config.json`, and those of its folders that are then empty."""
         checkpoints, events, traces = (self.path / name for name in (CHECKPOINTS, "tensorboard", FOLDER))
-        for path in (*list_checkpoints(checkpoints), *checkpoints.glob(".writing-*")):
+        files = [*entries(events, "events.out.tfevents.*"), *entries(traces, PATTERN)]
+        files += entries(self.path, FLIGHT.format(library="*", rank="*"), typed=True)
+        for path in (*list_checkpoints(checkpoints), *entries(checkpoints, f"{WRITING}*")):
             remove_checkpoint(path)
-        files = [*events.glob("events.out.tfevents.*"), *traces.glob(PATTERN)]
-        files += self.path.glob(FLIGHT.format(library="*", rank="*"))
-        for path in (*files, *(self.path / f"{prefix}{name}" for name in OWN_FILES for prefix in ("", WRITING))):
-            path.unlink(missing_ok=True)
+        for name in OWN_FILES:
+            files += [self.path / name, *leftovers(self.path / name)]
+        for path in files:
+            if kind_of(path) != "a folder":
+                path.unlink(missing_ok=True)
         for path in (checkpoints, events, traces):
             with suppress(OSError):
                 path.rmdir()
 
     def write(self, name: str, data: str | bytes) -> None:
         """Write a file of the folder atomically: at every instant it holds all of the old data or all of the new."""
-        write_whole(self.path / name, data)
+        write(self.path / name, data)
 
     def require(self) -> None:
         """Check that the folder is still the one that was claimed.
@@ -157,10 +162,6 @@ def unwritable(path: Path, error: OSError) -> InputError:
     return InputError(f"out={path}: cannot be written ({error.strerror}): choose another --out")
 
 
-_EARLY_NAMES = (LOCK, f"{WRITING}{CONFIG}")
-"""Names that a run leaves behind if it is killed before it writes anything else."""
-
-
 def read_config(path: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Read a configuration. If a run's is lost or does not parse, read the newest copy in its checkpoints.
 
@@ -180,24 +181,24 @@ def read_config(path: Path, say: Callable[[str], None]) -> dict[str, Any]:
 def is_marked(path: Path) -> bool:
     """Return whether a file is a configuration that a run of any version wrote."""
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(table, dict) and all(name in table for name in MARKS) and isinstance(table["model"], dict)
 
 
-def _locked(path: Path) -> IO[str]:
+def _locked(path: Path) -> IO[bytes]:
     """Return the lock file, open, locked, and with its owner written into it.
 
     The system releases the lock when the process ends in any way. On a file system without locks, the owner in the file
     decides: the lock is stale if the owner was a process of this host that is gone. Otherwise a person must decide.
     """
     while True:
-        file = path.open("a+", encoding="utf-8")
+        file = open_to_append(path, "a+b")
         is_ours = _lock(file)
         if not is_ours:
             file.seek(0)
-            owner = _read_owner(file.read(500))
+            owner = _read_owner(file.read(500).decode(errors="replace"))
             if is_ours is False or (owner and not _is_gone(owner)):
                 file.close()
                 who = "process {process} on {host}, started {started},".format(**owner) if owner else "another process"
@@ -210,12 +211,11 @@ def _locked(path: Path) -> IO[str]:
         file.close()
     file.truncate(0)
     started = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    file.write(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "started": started}))
-    file.flush()
+    file.write(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "started": started}).encode())
     return file
 
 
-def _has_name(file: IO[str], path: Path) -> bool:
+def _has_name(file: IO[bytes], path: Path) -> bool:
     """Return whether an open file is still the one at `path`."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
@@ -244,7 +244,7 @@ def _is_gone(owner: dict[str, Any]) -> bool:
     return False
 
 
-def _lock(file: IO[str]) -> bool | None:
+def _lock(file: IO[bytes]) -> bool | None:
     """Lock a file for this process. Return whether that succeeded; None if the file system has no locks."""
     if fcntl is None:
         return None

@@ -26,8 +26,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from moesaic.errors import InputError
+from moesaic.files import read_bytes
 
 T = TypeVar("T")
+MOST_LIST = 1 << 30
+"""The most bytes of the list of a checkpoint's tensors."""
 
 
 class ShardReader(FileSystemReader):
@@ -45,7 +48,7 @@ class ShardReader(FileSystemReader):
             OSError: if there is no metadata file.
         """
         path = self._folder / ".metadata"
-        metadata = read_list(path.read_bytes(), str(path))
+        metadata = read_list(read_bytes(path, at_most=MOST_LIST), str(path))
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from moesaic.configfile import as_json, differing_fields, override, read_table
 from moesaic.draw import SeededDraw, draw_nothing
-from moesaic.errors import InputError
+from moesaic.errors import InputError, in_one_line
+from moesaic.files import kind_of, read_bytes, read_text
 from moesaic.models.gpt import GPT, reset_weights
 from moesaic.train.balance import hold_to_budget, make_calls, place_samples
 from moesaic.train.checkpoint import (
@@ -314,7 +315,7 @@ def load_trained(folder: Path, device: str = "auto", task: TrainingTask = DECODE
     """
 
     def say(line: str) -> None:
-        print(line, file=sys.stderr)
+        print(in_one_line(line), file=sys.stderr)
 
     try:
         table = read_config(folder / CONFIG, say)
@@ -446,8 +447,8 @@ def _write_tokenizer(
     """Write the run's tokenizer into its folder unless it is there already. A resumed run takes it from the checkpoint.
     Return its text."""
     path = claim.path / TOKENIZER
-    text = tokenizer.text if saved is None else (saved.folder / TOKENIZER).read_text(encoding="utf-8")
-    if not path.exists() or path.read_bytes() != text.encode():
+    text = tokenizer.text if saved is None else read_text(saved.folder / TOKENIZER)
+    if kind_of(path) != "a file" or read_bytes(path) != text.encode():
         claim.write(TOKENIZER, text)
         if saved is not None:
             say(f"{path}: was lost or damaged, and is taken from {saved.folder.name}")

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from moesaic.errors import InputError
+from moesaic.files import write, writing
 from moesaic.train.config import DataConfig
 from moesaic.train.data import find_files
 from moesaic.train.documents import read_documents
@@ -47,11 +48,11 @@ def pack(out: Path, paths: Sequence[str], data: DataConfig) -> Packed:
     tokenizer = make_tokenizer(data, None)
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     counts = np.zeros((len(sources), 2), dtype=np.int64)
-    with out.open("wb") as file:
+    with writing(out, typed=True) as file:
         for index, files in enumerate(sources):
             for document in (document for path in files for document in read_documents(path, data.text_field)):
                 ids = np.append(tokenizer.encode(document), tokenizer.separator).astype(dtype.newbyteorder("<"))
-                ids.tofile(file)
+                file.write(ids.tobytes())
                 counts[index] += (len(ids), 1)
     return _describe(out, dtype.name, tokenizer, counts)
 
@@ -62,11 +63,11 @@ def _describe(out: Path, dtype: str, tokenizer: AbstractTokenizer, counts: np.nd
     tokenizer_path = None
     if isinstance(tokenizer, HubTokenizer):
         tokenizer_path = out.with_suffix(".tokenizer.json")
-        tokenizer_path.write_text(tokenizer.text, encoding="utf-8", newline="\n")
+        write(tokenizer_path, tokenizer.text)
     packed = Packed(
         out, dtype, tokenizer.vocab_size, tuple(counts[:, 0].tolist()), tuple(counts[:, 1].tolist()), tokenizer_path
     )
     table = {"dtype": dtype, "vocab_size": packed.vocab_size, "separator": tokenizer.separator, "tokens": packed.tokens,
              "documents": packed.documents}  # fmt: skip
-    out.with_suffix(".json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    write(out.with_suffix(".json"), json.dumps(table, indent=2) + "\n")
     return packed

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from moesaic.errors import InputError, to_install
+from moesaic.files import read_text
 from moesaic.train.config import DataConfig
 
 BYTES = 256
@@ -73,7 +74,7 @@ class HubTokenizer(AbstractTokenizer):
         except ImportError as error:
             raise InputError(f"data.tokenizer needs the package tokenizers: {to_install('.[data]')}") from error
         try:
-            return cls(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
+            return cls(tokenizers.Tokenizer.from_str(read_text(path)))
         except FileNotFoundError as error:
             raise InputError(
                 f"{path}: the tokenizer is missing: restore it, or name another with data.tokenizer"

@@ -36,7 +36,8 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from moesaic.comm.transport import Handle
-from moesaic.errors import InputError, TrainingError
+from moesaic.errors import InputError, TrainingError, in_one_line
+from moesaic.files import MOST_TEXT, read_bytes
 from moesaic.layer import MoE
 from moesaic.runtime.executor import LayerRun, drive, interpret, run_backward
 from moesaic.train.launch import (
@@ -44,7 +45,7 @@ from moesaic.train.launch import (
     Roll,
     SignalHandler,
     ask_store,
-    handle_sigterm,
+    handle_ends,
     naming_dead_ranks,
     process_name,
 )
@@ -102,7 +103,7 @@ class Watch:
         self._main = threading.get_ident()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._previous_handler: SignalHandler = None
+        self._previous_handlers: dict[signal.Signals, SignalHandler] = {}
 
     def __enter__(self) -> Watch:
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -115,7 +116,7 @@ class Watch:
             self._roll = Roll(self._store, self._rank, self._world, self._pause)
             self._roll.sign()
             self._roll.beat(0)
-            self._previous_handler = handle_sigterm(self._roll, self._when)
+            self._previous_handlers = handle_ends(self._roll, self._when)
             self._thread = threading.Thread(target=self._run, name="moesaic-watch", daemon=True)
             self._thread.start()
         return self
@@ -133,8 +134,9 @@ class Watch:
                     raise error
             finally:  # keep watching until then, since asking the store may block for ever
                 self._stopped.set()
-        elif self._previous_handler is not None:
-            signal.signal(signal.SIGTERM, self._previous_handler)
+        else:
+            for kind, handler in self._previous_handlers.items():
+                signal.signal(kind, handler)
         self._stopped.set()
 
     @contextmanager
@@ -226,7 +228,7 @@ class Watch:
         if self._folder is not None:
             with suppress(OSError):
                 self._folder.write(HANG, json.dumps(table, indent=1))
-        print(f"moesaic train: {line}", file=sys.stderr, flush=True)
+        print(in_one_line(f"moesaic train: {line}"), file=sys.stderr, flush=True)
         try:
             raise TrainingError(line)
         except TrainingError as error:  # torchrun's summary shows the exception that is being handled
@@ -302,7 +304,7 @@ def read_hang(folder: Path) -> tuple[str, list[Position]]:
     """
     path = folder / HANG
     try:
-        table = json.loads(path.read_bytes())
+        table = json.loads(read_bytes(path, at_most=MOST_TEXT))
         return str(table["line"]), [Position(**position) for position in table["ranks"]]
     except FileNotFoundError:
         raise InputError(f"{path}: there is none: no run in {folder} was given up because it stood still") from None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moesaic import __version__
 from moesaic.errors import InputError
+from moesaic.files import MOST_TEXT, read_bytes, read_text, write
 from moesaic.weights.checkpoint import FORMATS, Checkpoint, format_of, open_checkpoint
 from moesaic.weights.files import filling, require_room
 from moesaic.weights.layout import Layout, Readable, first_names
@@ -64,11 +65,11 @@ def convert(
     layout = Layout(FORMATS[to].blocks(before.model, ()), before.model.shapes, FORMATS[to].title)
     tensors, unplaced = _named(before, layout, FORMATS[to])
     size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
+    others = _others(folder) if to == "hf" or came_from == "hf" else {}
     with filling(target):
         before.model.config.save_pretrained(target)
+        _write_all(target, others)
         FORMATS[to].write(target, tensors)
-        if to == "hf" or came_from == "hf":
-            _copy_others(folder, target)
         after = open_checkpoint(target, to, Architecture(read_config(target, None)))
         receipt = _receipt(before, after) | {
             "tensors": len(tensors), "bytes": size,
@@ -79,7 +80,7 @@ def convert(
         if compares_logits(size, logits):
             old = Side(opened, folder, came_from, source_config)
             receipt["logits"] = compare_logits(old, Side(after, target, to, after.model.config))
-        (target / RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
+        write(target / RECEIPT, json.dumps(receipt, indent=1) + "\n")
     return receipt
 
 
@@ -97,12 +98,34 @@ def _named(before: Checkpoint, layout: Layout, format: AbstractFormat) -> tuple[
     return named, unplaced
 
 
-def _copy_others(folder: Path, target: Path) -> None:
-    """Copy the files that accompany the weights: tokenizer, chat template, generation settings."""
+def _write_all(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, data in files.items():
+        write(folder / name, data)
+
+
+def _others(folder: Path) -> dict[str, bytes]:
+    """Return the files that accompany the weights, by name: tokenizer, chat template, generation settings.
+
+    Links count only within the folder, or within the cache of a hub that holds it: others may lead to files of the reader that
+    the sender of the folder wants to see in the output.
+    """
+    others = {}
     for path in sorted(folder.iterdir()):
         is_ours = path.name in ("config.json", RECEIPT) or path.name.endswith(".index.json") or "quant" in path.name
-        if path.suffix in (".json", ".txt", ".model", ".jinja") and not is_ours:
-            shutil.copyfile(path, target / path.name)
+        if path.suffix not in (".json", ".txt", ".model", ".jinja") or is_ours:
+            continue
+        # The hub's cache keeps a model's files in models--NAME/blobs, and in models--NAME/snapshots/COMMIT links to them.
+        home, cache = folder.resolve(), folder.resolve().parent.parent
+        homes = [home, cache / "blobs"] if cache.name.startswith("models--") else [home]
+        if not any(path.resolve().is_relative_to(each) for each in homes):
+            raise InputError(
+                f"{str(path)!r}: is a link to a file outside the checkpoint: take it away, or put that file in its place"
+            )
+        try:
+            others[path.name] = read_bytes(path, at_most=MOST_TEXT)
+        except OSError as error:
+            raise InputError(f"{str(path)!r}: cannot be read ({error.strerror}): take it away") from error
+    return others
 
 
 def _receipt(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
@@ -177,7 +200,7 @@ def verify(out: str | Path) -> dict[str, Any]:
 def _read_receipt(path: Path) -> tuple[str, dict[str, dict[str, Any]], set[str], dict[str, float]]:
     """Return (the format written, digests by state and tensor, entries left behind, the logits' difference) of a receipt."""
     try:
-        receipt = json.loads(path.read_text(encoding="utf-8"))
+        receipt = json.loads(read_text(path))
         format, digests, left_behind = receipt["target"]["format"], receipt["sha256"], set(receipt["left_behind"])
         logits = {name: float(value) for name, value in (receipt["logits"] or {"largest_difference": 0}).items()}
         if (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import shutil
 import struct
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from moesaic.errors import InputError
-from moesaic.train.shard_metadata import read_list
+from moesaic.files import kind_of, open_file, read_bytes, read_text, write, writing
+from moesaic.train.shard_metadata import MOST_LIST, read_list
 from moesaic.weights.layout import Readable, Region, first_names, full_region, integer, pieces, volume
 
 CODES = {
@@ -46,6 +48,10 @@ CODES = {
 """Safetensors' name of a dtype -> the dtype."""
 INDEX = "model.safetensors.index.json"
 DCP_FILE = "__0_0.distcp"
+CLAIM = "writing"
+"""The file that lies in an output while it is written."""
+MOST_HEADER = 10**8
+"""The most bytes of a safetensors file's header, as in the library safetensors."""
 SHARD_BYTES = 5 * 10**9
 """Largest size of a safetensors file, unless a single tensor is larger."""
 
@@ -73,7 +79,7 @@ class Part:
         """
         assert self.archive is not None
         try:
-            with self.path.open("rb") as file, FakeTensorMode():
+            with open_file(self.path) as file, FakeTensorMode():
                 view: Any = _create_file_view(file, self.start, self.archive)
                 tensor: Any = torch.load(view, weights_only=True)
         except Exception as error:  # a damaged archive may raise anything
@@ -113,11 +119,27 @@ class Stored:
         return out.reshape([len(dim) for dim in at if isinstance(dim, range)])
 
 
+def opened(path: Path) -> BinaryIO:
+    """Open a file of a checkpoint to read it.
+
+    Raises:
+        InputError: it cannot be opened, or is not a file.
+    """
+    try:
+        return open_file(path)
+    except OSError as error:
+        raise InputError(f"{str(path)!r}: cannot be read ({error.strerror}): fetch it again") from error
+
+
 def require_room(target: Path) -> None:
     """Raise InputError unless `target` is an empty folder, or does not exist and can be created."""
     for folder in (target, *target.parents):
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{folder}: exists and is not a folder: choose another one")
+    if (target / CLAIM).exists():
+        raise InputError(
+            f"{target}: another process writes there, or was killed as it did: choose another folder, or delete this one"
+        )
     if target.exists() and any(target.iterdir()):
         raise InputError(f"{target}: is not empty: choose another folder, or delete it")
 
@@ -132,7 +154,7 @@ def filling(target: Path) -> Iterator[None]:
     require_room(target)
     is_new = not target.exists()
     target.mkdir(parents=True, exist_ok=True)
-    claim = target / "writing"
+    claim = target / CLAIM
     try:
         claim.touch(exist_ok=False)
     except FileExistsError:
@@ -141,7 +163,7 @@ def filling(target: Path) -> Iterator[None]:
         yield
     except BaseException:
         for path in target.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if kind_of(path) == "a folder" else path.unlink()
         if is_new:
             target.rmdir()
         raise
@@ -195,11 +217,14 @@ def read_safetensors(folder: Path) -> dict[str, Stored]:
 
 
 def _header(path: Path) -> dict[str, Stored]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    """Return the tensors that a safetensors file holds, by its header."""
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
         try:
-            header = json.loads(file.read(min(length, size)), object_pairs_hook=_unique)
+            if length > min(size, MOST_HEADER):
+                raise ValueError("the header is longer than the file, or than a header may be")
+            header = json.loads(file.read(length), object_pairs_hook=_unique)
             header.pop("__metadata__", None)
             tensors = {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
             spans = sorted((entry["data_offsets"], name) for name, entry in header.items())
@@ -239,7 +264,7 @@ def _stored(path: Path, name: str, entry: dict[str, Any], begin: int, size: int)
 def _index(path: Path) -> dict[str, str]:
     """Return the file name of each tensor, from the index."""
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        listed = json.loads(read_text(path))["weight_map"]
         if all(
             name.endswith(".safetensors") and len(name) < 256 and Path(name).name == name for name in listed.values()
         ):
@@ -269,7 +294,7 @@ def write_safetensors(folder: Path, tensors: Mapping[str, Readable]) -> None:
         total += _write_file(folder / name, shard)
     if several:
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def _write_file(path: Path, tensors: Mapping[str, Readable]) -> int:
@@ -281,7 +306,7 @@ def _write_file(path: Path, tensors: Mapping[str, Readable]) -> int:
         header[name] = {"dtype": codes[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with writing(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors.values():
             for region in pieces(tensor.shape, tensor.dtype.itemsize):
@@ -297,7 +322,7 @@ def read_dcp(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     """
     others: list[str] = []
     try:
-        data = (folder / ".metadata").read_bytes()
+        data = read_bytes(folder / ".metadata", at_most=MOST_LIST)
     except OSError as error:
         raise InputError(
             f"{folder / '.metadata'}: cannot be read ({error.strerror}): name the folder that holds it"
@@ -310,7 +335,8 @@ def read_dcp(folder: Path) -> tuple[dict[str, Stored], list[str]]:
         if place.relative_path not in sizes:
             if not path.exists():
                 raise InputError(f"{path} is missing: the list of tensors names it, fetch it")
-            sizes[place.relative_path] = path.stat().st_size
+            with opened(path) as file:
+                sizes[place.relative_path] = os.fstat(file.fileno()).st_size
         if place.offset + place.length > sizes[place.relative_path]:
             raise InputError(f"{path}: ends before {index.fqn}: it is cut off or of another checkpoint, fetch it again")
         entry = metadata.state_dict_metadata[index.fqn]
@@ -336,7 +362,7 @@ def write_dcp(folder: Path, tensors: Mapping[str, Readable]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     entries: dict[str, STORAGE_TYPES] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    with (folder / DCP_FILE).open("wb") as file:
+    with writing(folder / DCP_FILE) as file:
         for name, tensor in tensors.items():
             chunks: list[ChunkStorageMetadata] = []
             for number, region in enumerate(pieces(tensor.shape, tensor.dtype.itemsize)):
@@ -347,4 +373,4 @@ def write_dcp(folder: Path, tensors: Mapping[str, Readable]) -> None:
             properties = TensorProperties(dtype=tensor.dtype)
             entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
     metadata = Metadata(entries, storage_data=places, version=CURRENT_DCP_VERSION)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    write(folder / ".metadata", pickle.dumps(metadata))

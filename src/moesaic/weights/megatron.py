@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from moesaic.errors import InputError
-from moesaic.weights.files import read_dcp, write_dcp
+from moesaic.files import write, writing
+from moesaic.weights.files import opened, read_dcp, write_dcp
 from moesaic.weights.layout import Computed, Readable, Region, StoredBlock
 from moesaic.weights.model import LAYER, AbstractFormat, Architecture, Part, Place, Rules, by_rules, half
 
@@ -151,7 +152,8 @@ class Megatron(AbstractFormat):
         mark = folder / "latest_checkpointed_iteration.txt"
         if not mark.exists():
             return folder
-        iteration = mark.read_text(encoding="utf-8", errors="replace").strip()
+        with opened(mark) as file:
+            iteration = file.read(100).decode(errors="replace").strip()
         return folder / (f"iter_{int(iteration):07}" if iteration.isdecimal() and len(iteration) < 10 else self.folder)
 
     def recognises(self, folder: Path) -> bool:
@@ -167,9 +169,10 @@ class Megatron(AbstractFormat):
         write_dcp(inside, tensors)
         kind = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
         text = json.dumps(kind | {"common_backend_version": 1})
-        (inside / "metadata.json").write_text(text, encoding="utf-8")
-        torch.save({"checkpoint_version": 3.0, "iteration": 0}, inside / "common.pt")
-        (folder / "latest_checkpointed_iteration.txt").write_text("release", encoding="utf-8")
+        write(inside / "metadata.json", text)
+        with writing(inside / "common.pt") as file:
+            torch.save({"checkpoint_version": 3.0, "iteration": 0}, file)
+        write(folder / "latest_checkpointed_iteration.txt", "release")
 
     def converted(self, stored: str, tensor: Readable, *, to_model: bool) -> Readable:
         if not stored.endswith("self_attention.out_norm.weight"):

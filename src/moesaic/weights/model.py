@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from moesaic.errors import InputError
+from moesaic.files import read_text
 from moesaic.weights.layout import Readable, Region, StoredBlock, first_names, full_region
 from moesaic.weights.quantized import METHODS, quantization
 
@@ -144,9 +145,15 @@ class Architecture:
         return parts
 
 
-def _number(table: dict[str, Any]) -> Any:
-    """Return the number that a table stands for where transformers saved an infinite one, else the table."""
-    return float(table["__float__"]) if table.keys() == {"__float__"} else table
+CODE = re.compile(r"_?(attn|experts)_implementation(_internal)?")
+"""Names under which a configuration asks for an implementation, which may be a repository whose code transformers fetches."""
+
+
+def _table(table: dict[str, Any]) -> Any:
+    """Return a table of a configuration without choices of code, or the number for which it stands where that is infinite."""
+    if table.keys() == {"__float__"}:
+        return float(table["__float__"])
+    return {name: value for name, value in table.items() if not CODE.fullmatch(name)}
 
 
 def read_config(folder: Path, config_path: Path | None) -> Any:
@@ -164,7 +171,7 @@ def read_config(folder: Path, config_path: Path | None) -> Any:
     if not path.exists():
         raise InputError(f"{path}: no configuration there: name the model's transformers config.json with --config")
     try:
-        table = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
+        table = json.loads(read_text(path), object_hook=_table)
         table.pop("quantization_config", None)  # weights are dequantized as they are read
         config = transformers.AutoConfig.for_model(**table)
     except Exception as error:  # transformers' checks may raise anything

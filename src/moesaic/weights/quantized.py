@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import InputError
+from moesaic.files import read_text
 from moesaic.weights.files import Stored
 from moesaic.weights.layout import Computed, Readable, Region, full_region
 
@@ -80,7 +81,7 @@ def quantization(path: Path) -> dict[str, Any]:
         InputError: it is no table, or the file is damaged.
     """
     try:
-        table = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") if path.exists() else None
+        table = json.loads(read_text(path)).get("quantization_config") if path.exists() else None
     except (OSError, ValueError, AttributeError, RecursionError):
         table = "damaged"
     if table is None or isinstance(table, dict):

@@ -7,7 +7,6 @@ name. Capacities and losses are dropped, since they matter in training only; the
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import transformers
 from torch import Tensor
 
 from moesaic.errors import InputError, to_install
+from moesaic.files import MOST_TEXT, read_bytes, write
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention
 from moesaic.models.config import ModelConfig
@@ -59,7 +59,7 @@ def export_run(folder: Path, out: Path, *, logits: bool | None = None) -> dict[s
     with filling(out):
         model.save_pretrained(out)
         if tokenizer.exists():
-            shutil.copy2(tokenizer, out / tokenizer.name)
+            write(out / tokenizer.name, read_bytes(tokenizer, at_most=MOST_TEXT))
         found = _compared(trained, out) if compares_logits(size, logits) else None
     return {
         "model": type(model).__name__,

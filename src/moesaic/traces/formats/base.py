@@ -13,6 +13,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from moesaic.errors import InputError
+from moesaic.files import entries, open_file
 from moesaic.traces.trace import Trace, TraceSegment, TraceShape
 
 DAMAGED = (
@@ -103,8 +104,8 @@ def lines_of(path: Path) -> Iterator[str]:
         InputError: the file cannot be read.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            yield from (line.rstrip("\n") for line in file)
+        with open_file(path) as file:
+            yield from (line.decode().rstrip("\r\n") for line in file)
     except DAMAGED as error:
         raise InputError(f"trace {path}: cannot be read ({error}): name the file that was recorded") from error
 
@@ -119,7 +120,7 @@ def files_by_number(path: Path, pattern: str) -> dict[tuple[int, ...], Path]:
     Raises:
         InputError: no file matches.
     """
-    candidates = [path] if path.is_file() else sorted(path.glob("*")) if path.is_dir() else []
+    candidates = [path] if path.is_file() else entries(path, typed=True) if path.is_dir() else []
     files = {}
     for file in candidates:
         match = re.fullmatch(pattern, file.name)

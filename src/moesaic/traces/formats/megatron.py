@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from moesaic.errors import InputError
+from moesaic.files import write as write_file
 from moesaic.traces.formats.base import (
     DAMAGED,
     ReadOptions,
@@ -92,7 +93,7 @@ def write(trace: Trace, path: Path) -> None:
                         }  # fmt: skip
                         lines[rank].append(json.dumps(record))
     for rank, rank_lines in lines.items():
-        (path / f"router_trace_rank{rank}.jsonl").write_text("\n".join(rank_lines) + "\n", encoding="utf-8")
+        write_file(path / f"router_trace_rank{rank}.jsonl", "\n".join(rank_lines) + "\n")
 
 
 def _record(line: str, where: str) -> tuple[int, Layer, int, np.ndarray]:

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 
 from moesaic.errors import InputError
+from moesaic.files import entries, read_text, write, writing
+from moesaic.traces.arrays import array_of, read_array
 from moesaic.traces.formats.base import DAMAGED, ReadOptions, TraceFormat, require_tokens, sent, tokens_segment
 from moesaic.traces.trace import Trace, TraceSegment
 
@@ -33,7 +35,8 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
     Raises:
         InputError: a file has no routed experts, or requests have different layers or top-k.
     """
-    files = sorted(item for item in path.glob("*") if item.suffix in (".npy", ".json")) if path.is_dir() else [path]
+    listed = entries(path, typed=True) if path.is_dir() else [path]
+    files = [item for item in listed if item.suffix in (".npy", ".json")]
     if not files:
         raise InputError(f"trace {path}: holds no .npy or .json file: name what vLLM or SGLang returned")
     requests = [_request(file, options) for file in files]
@@ -50,7 +53,8 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
 def write_vllm(trace: Trace, path: Path) -> None:
     """Write a folder of int16 `.npy` files, a request for each step, micro-batch and sequence."""
     for name, experts in _sequences(trace, path, "vllm"):
-        np.save(path / f"{name}.npy", experts.astype(np.int16))
+        with writing(path / f"{name}.npy") as file:
+            np.save(file, experts.astype(np.int16))
 
 
 def write_sglang(trace: Trace, path: Path) -> None:
@@ -58,7 +62,7 @@ def write_sglang(trace: Trace, path: Path) -> None:
     for name, experts in _sequences(trace, path, "sglang"):
         text = base64.b64encode(experts.astype("<i4").tobytes()).decode("ascii")
         answer = {"meta_info": {FIELD: text}, "shape": list(experts.shape)}
-        (path / f"{name}.json").write_text(json.dumps(answer), encoding="utf-8")
+        write(path / f"{name}.json", json.dumps(answer))
 
 
 def _sequences(trace: Trace, folder: Path, name: str) -> Iterator[tuple[str, np.ndarray]]:
@@ -77,9 +81,9 @@ def _request(file: Path, options: ReadOptions) -> np.ndarray:
     """Read the experts of one request, (tokens, layers, top_k) int64."""
     try:
         if file.suffix == ".npy":
-            experts = np.load(file, allow_pickle=False)
+            experts = read_array(file)
         else:
-            answer = json.loads(file.read_text(encoding="utf-8"))
+            answer = json.loads(read_text(file))
             parts = [
                 _array(value, answer, options) for value in (_field(answer, PROMPT), _field(answer, FIELD)) if value
             ]
@@ -108,8 +112,7 @@ def _array(value: Any, answer: Any, options: ReadOptions) -> np.ndarray:
         return np.array(value)
     data = base64.b64decode(value, validate=True)
     if data.startswith(MAGIC):
-        loaded: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
-        return loaded
+        return array_of(io.BytesIO(data), len(data))
     flat = np.frombuffer(data, dtype="<i4")
     if isinstance(answer, dict) and "shape" in answer:
         return flat.reshape(answer["shape"])

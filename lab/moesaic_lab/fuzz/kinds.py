@@ -1,0 +1,293 @@
+"""Change the kind of each file that a command opens: links, pipes, sockets, devices, folders and very large files.
+
+Each command runs once on a folder as its owner made it, while an audit hook notes the names that it opens, lists, makes or
+removes below that folder. Then, for every such name and every kind, the command runs on a copy of the folder in which that name
+is of that kind. It may do its work or refuse in one line. It may not change a file outside the folder, run on without end, or
+show a traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moesaic.cli import main
+
+MOST_SECONDS = 20
+"""A command that runs longer has no end."""
+MOST_BYTES = 2 << 30
+"""Limit of memory on top of what the process has at its start."""
+HUGE_BYTES = 3 << 30
+"""Size of a file with nothing in it, which takes no room on disk and does not fit into memory."""
+TRAIN = ("train", "--config", "run/config.json", "--out", "run")
+COMMANDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "report": (("run", "text"), ("report", "run")),
+    "resume": (("run", "text"), (*TRAIN, "--existing", "resume", "--steps", "3")),
+    "replace": (("run", "text"), (*TRAIN, "--existing", "replace", "--steps", "1")),
+    "sample": (("run", "text"), ("sample", "run", "--tokens", "2", "--prompt", "one")),
+    "why-hung": (("run",), ("why-hung", "run")),
+    "convert a run": (("run", "text"), ("convert", "run", "out", "--to", "hf", "--logits", "no")),
+    "convert": (("whole",), ("convert", "whole", "out", "--to", "moesaic", "--logits", "no")),
+    "verify": (("converted",), ("convert", "verify", "converted")),
+    "trace": (("one",), ("trace", "show", "one/trace.npz")),
+    "trace of a folder": (("segments",), ("trace", "check", "segments")),
+    "trace of Megatron": (("megatron",), ("trace", "check", "megatron/trace", "--from", "megatron")),
+    "trace of vLLM": (("vllm",), ("trace", "check", "vllm/trace", "--from", "vllm")),
+    "plan": (("one",), ("show", "--plan-file", "one/plan.json")),
+}
+"""By name: the folders of `readers.make_bases` that the command gets, and its words."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int | None
+    """Its exit code; None if it was stopped because it had no end."""
+    output: str
+    """What it printed, on both streams."""
+    names: tuple[str, ...] = ()
+    """The names below its folder that it opened, listed, made or removed."""
+
+
+def _link(place: Path, outside: Path, original: Path | None) -> None:
+    place.symlink_to(outside / "file")
+
+
+def _link_to_folder(place: Path, outside: Path, original: Path | None) -> None:
+    place.symlink_to(outside / "folder")
+
+
+def _hard_link(place: Path, outside: Path, original: Path | None) -> None:
+    place.hardlink_to(outside / "file")
+
+
+def _socket(place: Path, outside: Path, original: Path | None) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        short = outside.parent / "s"  # the name of a socket has at most 107 bytes
+        listening.bind(str(short))
+        short.rename(place)
+
+
+def _huge(place: Path, outside: Path, original: Path | None) -> None:
+    with place.open("wb") as file:
+        file.truncate(HUGE_BYTES)
+
+
+PRELOAD = (
+    "torch", "torch.distributed.checkpoint", "transformers", "safetensors.torch", "moesaic.cli.train", "moesaic.cli.sample",
+    "moesaic.train.loop", "moesaic.weights.convert", "moesaic.weights.run", "moesaic.report.page", "moesaic.traces.load",
+)  # fmt: skip
+"""Imported once, by the process from which all others are forked."""
+KINDS: Mapping[str, Callable[[Path, Path, Path | None], None]] = {
+    "link to a file": _link,
+    "link to a folder": _link_to_folder,
+    "dangling link": lambda place, outside, original: place.symlink_to(outside / "nothing"),
+    "link to /dev/zero": lambda place, outside, original: place.symlink_to("/dev/zero"),
+    "pipe": lambda place, outside, original: os.mkfifo(place),
+    "socket": _socket,
+    "folder": lambda place, outside, original: place.mkdir(),
+    "hard link": _hard_link,
+    "huge": _huge,
+}
+"""By name: makes something of that kind at a place, given a folder outside and what was at the place before."""
+
+
+def rows(bases: Path, only: Sequence[str], told: Callable[[str], object], *, every: int = 1) -> list[dict[str, Any]]:
+    """Run every command once with every name of every kind.
+
+    Args:
+        bases: a folder that `readers.make_bases` has filled.
+        only: prefixes of "kinds of COMMAND"; () for all commands.
+        told: called with what is tried, before it is.
+        every: try only one of so many pairs of a name and a kind.
+
+    Returns:
+        a row per command: its "name", the numbers of "inputs", of "edited" ones (none) and of "names", the "seconds", and by
+        name and kind what went wrong ("crashes").
+    """
+    found = []
+    for command in COMMANDS:
+        if only and not f"kinds of {command}".startswith(tuple(only)):
+            continue
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="moesaic-kinds-") as made:
+            scratch = Path(made, "one")
+            names = names_of(bases, command, scratch)
+            tries = [(name, kind) for name in names for kind in KINDS][::every]
+            crashes = {}
+            for name, kind in tries:
+                told(f"kinds of {command}: {name} as {kind}")
+                if problem := tried(bases, command, name, kind, scratch):
+                    crashes[f"{name} as {kind}"] = problem
+        found.append(
+            {
+                "name": f"kinds of {command}",
+                "inputs": len(tries),
+                "edited": 0,
+                "refused": 0,
+                "names": len(names),
+                "seconds": round(time.monotonic() - started, 1),
+                "crashes": crashes,
+            }
+        )
+    return found
+
+
+def names_of(bases: Path, command: str, scratch: Path) -> tuple[str, ...]:
+    """Return the names that a command uses below its folder when nothing is wrong with it.
+
+    Raises:
+        AssertionError: the command fails on a folder with which nothing is wrong.
+    """
+    with_folders, words = COMMANDS[command]
+    folder = _copied(bases, with_folders, scratch)
+    ended = _run(words, folder)
+    assert ended.code == 0, f"{command}: {ended.output}"
+    shutil.rmtree(scratch)
+    return ended.names
+
+
+def tried(bases: Path, command: str, name: str, kind: str, scratch: Path) -> str:
+    """Run a command in a folder in which a name is of another kind; return what is wrong with how it ended, or ""."""
+    with_folders, words = COMMANDS[command]
+    folder, outside = _copied(bases, with_folders, scratch), scratch / "outside"
+    place = folder / name
+    _make_outside(outside, place)
+    kept = scratch / "before"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(place):
+        place.rename(kept)
+    KINDS[kind](place, outside, kept if kept.exists() else None)
+    before = _contents(outside)
+    ended = _run(words, folder)
+    is_typed = name in words  # what the user typed may be a link, and is then written through
+    problem = _problem(ended, before, before if is_typed else _contents(outside))
+    shutil.rmtree(scratch)
+    return problem
+
+
+def _make_outside(outside: Path, place: Path) -> None:
+    """Make a file and a folder outside that look like what is at a place, so that they are not refused for their contents."""
+    (outside / "folder").mkdir(parents=True)
+    (outside / "folder" / "mine").write_text("mine")
+    (outside / "file").write_text("mine")
+    if place.is_file():
+        shutil.copyfile(place, outside / "file")
+    elif place.is_dir():
+        shutil.copytree(place, outside / "folder", dirs_exist_ok=True)
+
+
+def _problem(ended: Ended, before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """Return what a command should not have done, or ""."""
+    changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+    if changed:
+        return f"wrote outside: {', '.join(changed)}"
+    if ended.code is None:
+        return "had no end"
+    if "Traceback (most recent call last)" in ended.output or ended.code not in (0, 1, 2):
+        return f"code {ended.code}: {ended.output[-300:]}"
+    return ""
+
+
+def _contents(folder: Path) -> dict[str, str]:
+    """Return the names below a folder with the hashes of their contents."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else "folder"
+        for path in folder.rglob("*")
+    }
+
+
+def _copied(bases: Path, names: Sequence[str], scratch: Path) -> Path:
+    """Copy some of the folders of `bases` to a new folder below `scratch`, and return it."""
+    folder = scratch / "gift"
+    for name in names:
+        shutil.copytree(bases / name, folder / name)
+    return folder
+
+
+def _run(words: Sequence[str], folder: Path) -> Ended:
+    """Run a command in a new process, in a folder."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    output = folder.parent / "output"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    process = context.Process(target=_command, args=(theirs, words, folder, output))
+    process.start()
+    theirs.close()
+    has_ended = ours.poll(MOST_SECONDS)
+    names: tuple[str, ...] = ()
+    if has_ended:
+        with contextlib.suppress(EOFError):
+            names = ours.recv()
+        process.join(MOST_SECONDS)
+        has_ended = process.exitcode is not None
+    process.kill()
+    process.join()
+    return Ended(process.exitcode if has_ended else None, output.read_text("utf-8", "replace"), names)
+
+
+def _command(line: Any, words: Sequence[str], folder: Path, output: Path) -> None:
+    """Run a command in this process, with its streams in a file; send the names that it used, and leave with its code."""
+    log = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    os.chdir(folder)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_BYTES, resource.RLIM_INFINITY))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    names: dict[str, None] = {}
+    sys.addaudithook(lambda event, arguments: names.update(_names(event, arguments, folder)))
+    try:
+        code = main.main(list(words))
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 3
+    sys.stdout.flush()
+    sys.stderr.flush()
+    line.send(tuple(names))
+    os._exit(code)
+
+
+EVENTS = (
+    "open", "os.listdir", "os.scandir", "os.mkdir", "os.remove", "os.rmdir", "os.rename", "os.link", "os.symlink",
+    "os.truncate",
+)  # fmt: skip
+"""Python's audit events whose first argument is a path; that of os.rename has a second one."""
+
+
+def _names(event: str, arguments: tuple[Any, ...], folder: Path) -> Iterator[tuple[str, None]]:
+    """Yield the names below a folder that an audit event is about."""
+    if event not in EVENTS:
+        return
+    for argument in arguments[: 2 if event == "os.rename" else 1]:
+        if isinstance(argument, (str, bytes, os.PathLike)):
+            name = os.path.relpath(os.path.join(folder, os.fsdecode(argument)), folder)
+            if name != "." and not name.startswith(("..", "/")) and not _is_new(name):
+                yield name, None
+
+
+def _is_new(name: str) -> bool:
+    """Return whether a name is drawn anew in every run, so that nobody can put anything there beforehand."""
+    return "/.writing-" in f"/{name}" and not name.rpartition("/.writing-")[2].isdigit()

@@ -1,0 +1,195 @@
+"""Reads, writes, lists and deletes files of folders that somebody else may have made.
+
+An archive or a clone may hold symbolic links, named pipes and devices in place of files. So only regular files are read, with a
+limit of size where a file has one. Below the path that a user typed, nothing is written, listed or deleted through a link: a
+link where a file is to be written is an error that names it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, BinaryIO
+
+from moesaic.errors import InputError
+
+MOST_TEXT = 1 << 28
+"""The most bytes of a text that is read whole: a configuration, an index, a tokenizer, a receipt."""
+WRITING = ".writing-"
+"""How the names of files begin that are being written."""
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_BINARY = getattr(os, "O_BINARY", 0)
+_KINDS = {
+    stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+}  # fmt: skip
+
+
+def kind_of(path: Path) -> str | None:
+    """Return what a path is, without following a link: "a file", "a folder", "a symbolic link" ...; None if it is nothing."""
+    try:
+        return _KINDS.get(stat.S_IFMT(os.lstat(path).st_mode), "a file")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def open_file(path: Path, *, at_most: int | None = None) -> BinaryIO:
+    """Open a regular file for reading, at once: a named pipe or a device is refused instead of waited for.
+
+    A link is followed, as the hub's cache consists of links.
+
+    Args:
+        at_most: the most bytes that such a file may have; None for any number.
+
+    Raises:
+        OSError: it cannot be opened, is not a regular file, or is larger.
+    """
+    descriptor = os.open(path, os.O_RDONLY | _AT_ONCE | _BINARY)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+            raise OSError(errno.EINVAL, f"it is {kind}, not a file", str(path))
+        if at_most is not None and status.st_size > at_most:
+            words = f"it has {status.st_size:,} bytes, and such a file at most {at_most:,}"
+            raise OSError(errno.EFBIG, words, str(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path, *, at_most: int | None = None) -> bytes:
+    """Return the contents of a regular file; see `open_file`."""
+    with open_file(path, at_most=at_most) as file:
+        return file.read()
+
+
+def read_text(path: Path, *, at_most: int = MOST_TEXT) -> str:
+    """Return the text of a regular file in UTF-8, with line ends as "\\n"; see `open_file`.
+
+    Raises:
+        OSError: see `open_file`.
+        UnicodeDecodeError: the file is not UTF-8.
+    """
+    return read_bytes(path, at_most=at_most).decode("utf-8").replace("\r\n", "\n")
+
+
+@contextmanager
+def writing(path: Path, *, typed: bool = False) -> Iterator[BinaryIO]:
+    """Write a file whole or not at all: into a new file beside it, flushed to disk, then renamed over the name.
+
+    Args:
+        path: the file.
+        typed: whether the user typed this path, which may then be a link, or a device such as /dev/stdout.
+
+    Raises:
+        InputError: `path` is a link, a folder or anything else but a file.
+        OSError: it cannot be written; an earlier file at `path` is kept.
+    """
+    path = Path(os.path.realpath(path)) if typed else path
+    kind = kind_of(path)
+    if typed and kind in ("a device", "a named pipe"):
+        with path.open("wb") as file:
+            yield file
+        return
+    if kind not in (None, "a file"):
+        raise _refused(path, str(kind))
+    aside = path.with_name(f"{WRITING}{secrets.token_hex(4)}-{path.name}"[:255])
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK | _BINARY, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()
+        raise
+
+
+def write(path: Path, data: str | bytes, *, typed: bool = False) -> None:
+    """Write a file whole or not at all; see `writing`. Text becomes UTF-8."""
+    with writing(path, typed=typed) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+def leftovers(path: Path) -> list[Path]:
+    """Return the unfinished files that processes which were killed as they wrote `path` have left beside it."""
+    return entries(path.parent, f"{WRITING}{'[0-9a-f]' * 8}-{path.name}", typed=True)
+
+
+def open_to_append(path: Path, mode: str = "ab") -> IO[bytes]:
+    """Open a file, made if missing, to append to it without a buffer ("ab"), or to read it too ("a+b").
+
+    Raises:
+        InputError: it is a link, has another name elsewhere (a hard link), or is anything else but a file.
+        OSError: it cannot be opened.
+    """
+    access = os.O_RDWR if "+" in mode else os.O_WRONLY
+    try:
+        descriptor = os.open(path, access | os.O_APPEND | os.O_CREAT | _NO_LINK | _AT_ONCE | _BINARY, 0o666)
+    except OSError as error:
+        kind = kind_of(path)
+        if kind in (None, "a file"):
+            raise
+        raise _refused(path, str(kind)) from error
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(descriptor)
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a hard link, whose other name would change too")
+        raise _refused(path, kind)
+    return os.fdopen(descriptor, mode, buffering=0)
+
+
+def folder_below(path: Path) -> Path:
+    """Return a folder below the path that a user typed, made if missing.
+
+    Raises:
+        InputError: it is a link, or no folder.
+        OSError: it cannot be made.
+    """
+    with suppress(FileExistsError):
+        path.mkdir()
+    kind = kind_of(path)
+    if kind == "a file":
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    if kind != "a folder":
+        raise _refused(path, str(kind))
+    return path
+
+
+def entries(folder: Path, pattern: str = "*", *, typed: bool = False) -> list[Path]:
+    """Return what a folder holds and matches a pattern, sorted by name: files and folders that are really there, no links.
+
+    Args:
+        folder: the folder; nothing is listed if it is missing.
+        pattern: a glob pattern without separators.
+        typed: whether the user typed this path, which may then be a link.
+
+    Raises:
+        InputError: the folder is a link.
+    """
+    if not typed:
+        refuse_link(folder)
+    return sorted(path for path in folder.glob(pattern) if kind_of(path) in ("a file", "a folder"))
+
+
+def refuse_link(path: Path) -> None:
+    """Raise InputError if a path is a link."""
+    if kind_of(path) == "a symbolic link":
+        raise _refused(path, "a symbolic link")
+
+
+def _refused(path: Path, kind: str) -> InputError:
+    """Return the error for something else where a file or a folder of ours should be."""
+    return InputError(
+        f"{str(path)!r}: is {kind}: nothing is written, listed or deleted through it: take it away, or choose another place"
+    )
