@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -125,7 +125,7 @@ def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
     )
 
 
-Job = tuple[GpuLayer, str, list[int] | None]
+Job = tuple[GpuLayer, str, dict[str, Any] | None]
 """A layer, a product and its tile; for an entry of `CHECKS`, no tile."""
 
 
@@ -140,7 +140,7 @@ def work(*, dry: bool) -> list[Job]:
         copies = layer.tokens * layer.top_k
         sizes = expert_stage.shapes(copies, layer.num_experts, layer.dim, layer.hidden, 2, gated=True)
         for product in PRODUCTS:
-            entries += [(layer, product, list(astuple(tile))) for tile in candidates(sizes[product], DEVICES[90])]
+            entries += [(layer, product, asdict(tile)) for tile in candidates(sizes[product], DEVICES[90])]
     return entries[:1] if dry else entries
 
 
@@ -157,7 +157,7 @@ def compile_one(job: Job, capability: int, cache: str) -> list[dict[str, Any]]:
             _compile_layer(layer, getattr(torch, product.removeprefix("check ")))
         else:
             with torch.no_grad():
-                products(Inputs.untouched(layer), is_compiling=True)[product](Tile(*tile))
+                products(Inputs.untouched(layer), is_compiling=True)[product](Tile(**tile))
     return [
         {
             "layer": layer.name, "product": product, "tile": tile, "kernel": kernel.name,

@@ -468,8 +468,8 @@ class StepCostModel:
     def _hop_seconds(self) -> float:
         """Seconds in which all ranks of a stage send a micro-batch's tokens to the ranks of the next stage."""
         model, world = self.model, self.grid.world
-        num_bytes = model.layer.tokens * model.layer.dim * model.layer.element_bytes
-        num_bytes /= self.grid.tp if model.sequence_parallel else 1
+        ways = self.grid.tp if model.sequence_parallel else 1
+        num_bytes = model.layer.tokens * model.layer.dim * model.layer.element_bytes / ways
         inside = world < self.cluster.devices_per_node
         links = [link for link in self.cluster.links if link.carries in ("all", "inside" if inside else "outside")]
         seconds = (

@@ -135,8 +135,8 @@ class Watch:
             finally:  # keep watching until then, since asking the store may block for ever
                 self._stopped.set()
         else:
-            for kind, handler in self._previous_handlers.items():
-                signal.signal(kind, handler)
+            for number, handler in self._previous_handlers.items():
+                signal.signal(number, handler)
         self._stopped.set()
 
     @contextmanager

@@ -80,7 +80,8 @@ class Part:
         assert self.archive is not None
         try:
             with open_file(self.path) as file, FakeTensorMode():
-                view: Any = _create_file_view(file, self.start, self.archive)
+                opened_file: Any = file
+                view: Any = _create_file_view(opened_file, self.start, self.archive)
                 tensor: Any = torch.load(view, weights_only=True)
         except Exception as error:  # a damaged archive may raise anything
             reason = " ".join(str(error).split())
