@@ -36,7 +36,7 @@ def tables(result: dict[str, Any]) -> str:
         rows = [row for row in result["rows"] if row["paper"] == paper]
         parts += [
             f"### {about['title']}",
-            *(rows_table(paper, rows, role) for role in ("validation", "fit", "kept back")),
+            *(rows_table(paper, rows, role) for role in ("validation", "fit", "kept back", "no prediction")),
         ]
         parts.append("\n".join(_finding(each) for each in about["findings"]))
         constants = [["constant", "value", "from", "how"]]
@@ -50,13 +50,23 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def rows_table(paper: str, rows: list[dict[str, Any]], role: str) -> str:
-    """Return a folded table of a paper's rows that have one role ("validation", "fit", "kept back"); "" if none has."""
-    lines = [[role, "published", "simulated", "unit", "off by"]]
+    """Return a folded table of a paper's rows that have one role; "" if none has."""
+    no_prediction = role == "no prediction"
+    last = ["simulated with assumed sizes", "unit", "not printed"] if no_prediction else ["simulated", "unit", "off by"]
+    lines = [[role, "published", *last]]
     for row in rows:
         if row["role"] != role:
             continue
         error = row["error"]
-        off = "" if error is None else f"{error:.1f}" if row["unit"] == "points" else f"{error:.1%}"
+        off = (
+            row["not_printed"]
+            if no_prediction
+            else ""
+            if error is None
+            else f"{error:.1f}"
+            if row["unit"] == "points"
+            else f"{error:.1%}"
+        )
         published = "." if row["published"] is None else f"{row['published']:g}"
         name = row["cell"].removeprefix(f"{paper}.")
         lines.append([f"`{name}`", published, f"{row['ours']:.4g}", row["unit"], off])

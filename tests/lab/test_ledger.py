@@ -16,7 +16,7 @@ from moesaic_lab.ledger import parts
 from moesaic_lab.ledger.fitting import FITS, fitted
 from moesaic_lab.ledger.held_out import fitted_launches, held_out_ratios, pairs, published_steps, spread
 from moesaic_lab.ledger.page import claims, entries, page, rows
-from moesaic_lab.ledger.records import Entry, counted, median_error, read_published, worst_error
+from moesaic_lab.ledger.records import Entry, counted, median_error, read_figures, read_published, worst_error
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +50,7 @@ def test_presets_have_the_numbers_that_their_fitted_rows_give(name: str) -> None
         device = spec.device
         return [
             *(each for link in links for each in link),
-            device.tflops.bf16,
+            device.flops("bf16", grouped=True) / 1e12,
             device.activation_traffic,
             *device.gemm_share,
         ]
@@ -66,6 +66,31 @@ def test_h100_has_the_numbers_fitted_on_h200_and_none_of_its_rows_is_a_fit(found
         h200.device, memory_gib=1, memory_gigabytes_per_second=1
     )
     assert not any(each.fitted for each in found if each.machine == "dgx-h100")
+
+
+def test_our_own_stages_are_fitted_without_one_width_and_tested_on_it(found: list[Entry]) -> None:
+    own = [each for each in found if each.kind in ("own products", "own stages", "own layers")]
+    assert len(own) == 3 * 24
+    assert all(each.fitted == (" experts 1536 x " not in each.what) for each in own)
+    for direction in ("forward", "backward"):
+        counts = [each for each in counted(own, "own stages") if each.what.endswith(direction)]
+        assert len(counts) == 3
+        assert median_error(counts, "own stages") <= 0.05
+        assert worst_error(counts, "own stages") <= 0.10
+    claimed = {claim.name: claim for claim in claims(found)}
+    assert claimed["ledger.h200_stage_median"].holds
+    assert claimed["ledger.h200_stage_worst"].holds
+
+
+def test_the_sort_of_copies_has_the_rate_that_was_measured() -> None:
+    device = read_cluster("dgx-h200").device
+    rows = read_figures("own_stages")
+    rates = [float(row["sort_us"]) / (int(row["tokens"]) * int(row["top_k"]) / 1000) for row in rows]
+    assert statistics.median(rates) == pytest.approx(device.sort_us_per_1000_copies, rel=0.02)
+    summed = [float(row["sum_us"]) for row in rows if row["dim"] == "4096"]
+    values = [int(row["tokens"]) * (int(row["top_k"]) + 1) * 4096 * 2 for row in rows if row["dim"] == "4096"]
+    for us, num_bytes in zip(summed, values):
+        assert num_bytes / us / 1e3 == pytest.approx(device.memory_gigabytes_per_second, rel=0.07)
 
 
 def test_fitted_rows_count_nowhere() -> None:

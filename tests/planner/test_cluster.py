@@ -89,6 +89,8 @@ def test_the_papers_test_beds_and_common_machines_are_presets() -> None:
         (changed(nodes="two"), "here: nodes must be a whole number, got 'two'"),
         (changed(device={"memory_gib": 1, "memory_gigabytes_per_second": 1, "tflops": {}}), "tflops is missing"),
         (changed(device={**PLAIN["device"], "tflops": {"bf16": -1}}), "cluster.device.tflops.bf16=-1.0"),
+        (changed(device={**PLAIN["device"], "router_us": -1}), "cluster.device.router_us=-1.0"),
+        (changed(devices_per_host=-1), "cluster.devices_per_host=-1"),
         (
             changed(device={**PLAIN["device"], "gemm_rows": [1, 2], "gemm_share": [1]}),
             "gemm_rows has 2 values and gemm_share 1: give one share for each",

@@ -11,8 +11,17 @@ import numpy as np
 import pytest
 
 from moesaic.planner.call_sizes import sizes_of
-from moesaic.planner.compute import compute_seconds, rates_of
-from moesaic.planner.memory import GIB, layer_memory, peak_bytes, usable_bytes
+from moesaic.planner.cluster import Tflops
+from moesaic.planner.compute import compute_seconds, rates_of, router_seconds, sort_seconds
+from moesaic.planner.memory import (
+    GIB,
+    Memory,
+    about_fragments,
+    layer_memory,
+    peak_bytes,
+    usable_bytes,
+    what_is_missing,
+)
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import Workload, zipf_counts
 from moesaic.program.compile import compile_plan
@@ -40,6 +49,42 @@ def test_the_rate_of_a_product_is_interpolated_over_the_logarithm_of_rows() -> N
 def test_no_product_is_faster_than_reading_its_weights() -> None:
     seconds = rates_of(SPEC, "bf16").product_seconds(np.array([1.0, 1000.0]), 1.0, weight_bytes=1e9)
     assert seconds.tolist() == pytest.approx([1e-3, 1e-3])
+
+
+def test_grouped_products_have_a_rate_of_their_own() -> None:
+    grouped = replace(SPEC, device=replace(SPEC.device, grouped_tflops=Tflops(bf16=80.0)))
+    rows = np.array([1000.0])
+    seconds = [rates_of(grouped, "bf16").product_seconds(rows, 1e9, 0.0, grouped=each)[0] for each in (False, True)]
+    assert seconds == pytest.approx([1e12 / 100e12, 1e12 / 80e12])
+    assert rates_of(grouped, "fp32").grouped_flops == rates_of(grouped, "fp32").flops == 50e12, "no other rate is given"
+    twice = grouped.device.with_products(2.0)
+    assert (twice.flops("bf16"), twice.flops("bf16", grouped=True)) == (200e12, 160e12)
+    narrow = grouped.device.with_products(3.0, ("fp32",))
+    assert (narrow.flops("fp32"), narrow.flops("bf16", grouped=True)) == (150e12, 80e12)
+
+
+def test_a_router_and_the_sort_by_hand() -> None:
+    device = replace(SPEC.device, router_us=100.0, sort_us_per_1000_copies=0.5, memory_gigabytes_per_second=1000.0)
+    spec = replace(SPEC, device=device)
+    assert sort_seconds(spec, 4096.0) == pytest.approx(4.096 * 0.5e-6)
+    work = 2 * 1024 * 256 * 8 / 50e12 + 1024 * 256 * (2 + 4) / 1e12
+    assert router_seconds(spec, 1024, 256, 8, 2) == pytest.approx((100e-6 + work, 50e-6 + 2 * work))
+
+
+def test_one_rank_copies_nothing_before_and_behind_its_experts() -> None:
+    """Its kernels read tokens in place; only the sum over a token's experts reads and writes rows."""
+    spec, grid = tree(1, 1), Grid(world=1)
+    compiled = compile_plan(Plan(), grid)
+    moved = {Op.MOVE, Op.PERMUTE}
+    for program in (compiled.forward, compiled.backward):
+        seconds = Simulator(spec).durations(program, WORKLOAD, grid)
+        assert {seconds[task.name] for task in program.tasks if task.op in moved} == {0.0}
+        added = next(task for task in program.tasks if task.op is Op.COMBINE)
+        values = (WORKLOAD.copies + WORKLOAD.tokens) * WORKLOAD.dim
+        assert seconds[added.name] == pytest.approx(
+            2 * values / spec.device.memory_gigabytes_per_second / 1e9, rel=0.01
+        )
+    assert seconds_of(Op.PERMUTE)[0] > 0, "the programs of several ranks copy"
 
 
 def seconds_of(op: Op, counts: np.ndarray | None = None, **plan: object) -> np.ndarray:
@@ -124,3 +169,15 @@ def test_memory_does_not_depend_on_the_order_of_hashes() -> None:
 
 def test_a_device_holds_less_than_its_memory_by_a_reserve_and_fragments() -> None:
     assert usable_bytes(tree(1, 4, device=replace(DEVICE, memory_gib=45.1)), 1.0) == pytest.approx(42 * GIB)
+
+
+def test_fragments_are_told_apart_from_what_tensors_need() -> None:
+    spec = replace(SPEC, device=replace(SPEC.device, memory_gib=100.0))
+
+    def of(gib: float) -> Memory:
+        return Memory(weights=gib * GIB, gradients=0.0, optimizer=0.0, activations=0.0, buffers=0.0)
+
+    assert about_fragments(of(80.0), spec) == "fragments: 5% in addition, 4.0 GiB: 84.0 of 100 GiB with them"
+    assert what_is_missing(of(95.0), spec) == ""
+    assert what_is_missing(of(98.0), spec) == ", which leaves less than 5% of a device of 100 for fragments"
+    assert what_is_missing(of(101.0), spec) == ", which a device of 100 does not have"

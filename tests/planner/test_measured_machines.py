@@ -118,6 +118,35 @@ def test_a_cluster_of_some_devices_is_whole_nodes_or_a_part_of_one() -> None:
         spec.of_devices(12)
 
 
+def test_a_job_uses_whole_hosts_of_equal_parts_of_large_switches() -> None:
+    spec = read_cluster("gb200-nvl72")
+    sizes = {count: (1, count) for count in (4, 64, 72)} | {144: (2, 72), 256: (4, 64), 96: (2, 48)}
+    for count, (nodes, per_node) in sizes.items():
+        part = spec.of_devices(count)
+        assert (part.nodes, part.devices_per_node, part.world) == (nodes, per_node, count)
+    for count in (73, 76, 100):
+        with pytest.raises(
+            InputError, match=f"{count} devices are not whole nodes of gb200-nvl72, which have 72: try 72"
+        ):
+            spec.of_devices(count)
+
+
+def test_products_of_blackwell_are_faster_than_whole_published_steps() -> None:
+    """Model TFLOP/s per device in bf16 and mxfp8 (Megatron-Bridge's performance summary, 25.11 and 26.08)."""
+    for name, steps in (("gb200-nvl72", (782, 1276)), ("gb300-nvl72", (961, 1635))):
+        device = read_cluster(name).device
+        for dtype, step in zip(("bf16", "mxfp8"), steps):
+            assert device.flops(dtype) / 1e12 > device.flops(dtype, grouped=True) / 1e12 > 1.2 * step
+            assert device.flops(dtype) / 1e12 < device.peak_tflops * (2 if dtype == "mxfp8" else 1)
+
+
+def test_h800_is_an_h100_with_slower_links_inside_a_node() -> None:
+    h800, h100 = read_cluster("h800"), read_cluster("dgx-h100")
+    assert replace(h800.device, tflops=h100.device.tflops) == h100.device
+    assert h800.links[0].gbps[0] < 0.6 * h100.links[0].gbps[0]
+    assert h800.links[1:] == h100.links[1:]
+
+
 @pytest.mark.parametrize("name", [name for name in presets() if read_cluster(name).devices_per_node > 2])
 def test_a_part_of_a_node_is_any_number_of_devices_that_its_links_hold(name: str) -> None:
     """Fewer devices are behind a node-wide link, and bridges to missing devices are dropped."""

@@ -40,13 +40,12 @@ MODELS = [name for name in CONFIGS if name != "mixtral-8x7b"]
 def better(cluster: ClusterSpec) -> dict[str, ClusterSpec]:
     """Return the cluster with one thing twice as good."""
     device = cluster.device
-    rates = {name: 2 * rate for name, rate in vars(device.tflops).items()}
     found = {
         "inside": cluster.with_links("inside", 2.0),
         "memory": replace(
             cluster, device=replace(device, memory_gigabytes_per_second=2 * device.memory_gigabytes_per_second)
         ),
-        "products": replace(cluster, device=replace(device, tflops=replace(device.tflops, **rates))),
+        "products": replace(cluster, device=device.with_products(2.0)),
     }
     return found | ({"outside": cluster.with_links("outside", 2.0)} if cluster.nodes > 1 else {})
 

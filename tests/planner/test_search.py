@@ -10,7 +10,8 @@ import pytest
 
 from moesaic.errors import InputError
 from moesaic.planner.candidates import Pins, SearchSpace, layouts
-from moesaic.planner.memory import GIB
+from moesaic.planner.loads import memory_under_skew
+from moesaic.planner.memory import GIB, Memory
 from moesaic.planner.model import DataShape, Job
 from moesaic.planner.search import LOSSLESS, LOSSY, Result, Settings, TooLargeError, neighbours, search
 from moesaic.planner.simulate import Simulator
@@ -156,7 +157,7 @@ def test_memory_decides_and_the_refusal_says_by_how_much() -> None:
     assert "more than a device of flat has (1.01)" in text
     assert "\n" not in text
     over = float(text.split(" in reserve: ")[1].split(" more")[0])
-    needed = float(text.split(" needs at least ")[1].split(" GiB")[0])
+    needed = float(text.split(", needs ")[1].split(" GiB")[0])
     assert over == pytest.approx(needed + 1 - 1.01, abs=0.11)
 
 
@@ -219,6 +220,77 @@ def test_counts_rank_anew() -> None:
     assert even.best.seconds < both.best.seconds < skewed.best.seconds
     with pytest.raises(InputError, match=r"counts of shape \(8, 3\) .* do not fit 8 experts"):
         search(JOB, CLUSTER, how, counts=[np.ones((8, 3), dtype=np.int64)])
+
+
+EP_8 = Pins(tp=1, ep=8, etp=1)
+KEPT, USED = 256 * 2 + 2 * 512 * 2 + 4, 2 * 256 * 2 + 4
+"""Bytes of a row that a layer of `JOB` keeps (input, gate and up rows, routing weight), and of its largest buffers."""
+
+
+def of_even_rank(grid: Grid) -> tuple[StepCostModel, Memory]:
+    cost_model = StepCostModel(JOB.step_model(CLUSTER, grid.dp), grid, Simulator(CLUSTER))
+    compiled = compile_plan(Plan(), grid)
+    return cost_model, cost_model.memory(compiled.forward, compiled.backward, compiled.grid)
+
+
+@pytest.mark.parametrize("ep", [8, 4, 2])
+def test_memory_grows_with_skew_from_that_of_even_counts(ep: int) -> None:
+    grid = Grid(world=8, ep=ep, ranks_per_node=4)
+    cost_model, even = of_even_rank(grid)
+    layer, compiled = cost_model.model.layer, compile_plan(Plan(), grid)
+    found = [
+        memory_under_skew(cost_model.memory, cost_model.simulator, compiled, layer, max_vio)
+        for max_vio in (0.0, 0.25, 0.5, 1.0, 3.0)
+    ]
+    assert found[0] == even
+    totals = [each.total for each in found]
+    assert totals == sorted(totals)
+    assert found[3].activations == even.activations + 2 * 1024 * KEPT, "two layers, twice the mean of 1,024 rows"
+    assert found[3].buffers == even.buffers + 1024 * USED
+    assert found[4].total == found[3].total if ep == 2 else found[4].total > found[3].total, "2 ranks allow at most 1"
+
+
+def of_calls_by_hand() -> list[np.ndarray]:
+    """Return the counts of two calls on eight ranks with an expert each: the busiest get 3,712 and 1,472 rows of 8,192."""
+    first, second = np.full((8, 8), 80), np.full((8, 8), 120)
+    first[:, 0], second[:, 3] = 464, 184
+    return [first, second]
+
+
+def test_the_memory_under_a_trace_is_that_of_its_busiest_ranks_by_hand() -> None:
+    _, even = of_even_rank(Grid(world=8, ep=8, ranks_per_node=4))
+    one = Settings(space=SearchSpace(chunks=(1,), all_to_alls=("linear",)), keep=1, refine=1, pins=EP_8)
+    planned = search(JOB, CLUSTER, one, counts=of_calls_by_hand()).best
+    assert planned.memory.activations == even.activations + 2 * ((3712 + 1472) / 2 - 1024) * KEPT, "a mean over layers"
+    assert planned.memory.buffers == even.buffers + (3712 - 1024) * USED, "one layer at a time"
+    assert (planned.memory.weights, planned.memory.optimizer) == (even.weights, even.optimizer)
+
+
+def test_plans_that_fit_only_even_loads_are_not_offered() -> None:
+    how = Settings(space=SMALL, keep=1, refine=1, pins=EP_8)
+    even, loaded = search(JOB, CLUSTER, how).best, search(JOB, CLUSTER, how, counts=of_calls_by_hand()).best
+    assert loaded.memory.total > 1.05 * even.memory.total
+    tight = with_memory(1 + 1.05 * 1.01 * even.memory.total / GIB)
+    assert search(JOB, tight, how).best.memory.total <= 1.01 * even.memory.total
+    for more in ({"counts": of_calls_by_hand()}, {"settings": replace(how, max_vio=1.0)}):
+        with pytest.raises(
+            TooLargeError, match="fits no layout of 8 ranks under the given loads: the smallest, tp 1, ep 8"
+        ):
+            search(JOB, tight, **{"settings": how, **more})  # type: ignore[arg-type]
+    enough = with_memory(1 + 1.05 * 1.01 * loaded.memory.total / GIB)
+    assert search(JOB, enough, how, counts=of_calls_by_hand()).best.memory.total <= 1.01 * loaded.memory.total
+
+
+def test_what_does_not_fit_and_what_was_not_searched_are_told_apart() -> None:
+    assert 1 not in found(pins=EP_8).by_ep
+    whole = found(pins=Pins(tp=1, etp=1))
+    sizes = {ep: results.best.memory.total for ep, results in whole.by_ep.items() if results.best is not None}
+    assert not any(results.is_too_large for results in whole.by_ep.values())
+    small, large = min(sizes, key=lambda ep: sizes[ep]), max(sizes, key=lambda ep: sizes[ep])
+    least = min(each.memory.total for each in whole.ranking if each.grid.ep == large)
+    tight = found(cluster=with_memory(1 + 1.05 * 0.99 * least / GIB), pins=Pins(tp=1, etp=1)).by_ep
+    assert tight[large].is_too_large
+    assert not tight[small].is_too_large
 
 
 def test_neighbours_differ_in_one_choice() -> None:

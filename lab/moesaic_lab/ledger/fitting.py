@@ -1,4 +1,4 @@
-"""Fit those numbers of presets that rest on others' measurements, from the ledger entries that are marked as fitted.
+"""Fit those numbers of presets that rest on measurements, from the ledger entries that are marked as fitted.
 
 A link has a rate, a start-up and a share of the rate by the bytes of a movement; a shared medium has a share by its users. A
 device has a rate of matrix products, a share of that rate by the rows of an expert, and the part of the activations' memory
@@ -17,7 +17,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from moesaic.planner.cluster import ClusterSpec
-from moesaic_lab.ledger.parts import cluster_of, expert_stages, grouped_products, nccl
+from moesaic_lab.ledger.parts import cluster_of, expert_stages, grouped_products, nccl, own_products
 from moesaic_lab.ledger.records import Entry
 
 SIZES = (1e6, 16e6, 64e6, 256e6)
@@ -41,18 +41,17 @@ def shared_bus(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
     return replace(cluster, links=(cluster.links[0], link, *cluster.links[2:]))
 
 
-def device(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
-    """Return the cluster with other devices.
+def experts(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
+    """Return the cluster with other devices: `at` holds the rate of grouped bfloat16 products (TFLOP/s), and the part of the
+    activation traffic that takes time."""
+    rates = replace(cluster.device.grouped_tflops or cluster.device.tflops, bf16=float(at[0]))
+    return replace(cluster, device=replace(cluster.device, grouped_tflops=rates, activation_traffic=at[1]))
 
-    Args:
-        cluster: gives everything that `at` does not set.
-        at: the rate of bfloat16 products (TFLOP/s), the part of activation traffic that takes time, and the shares of the rate
-            by `ROWS` from 64 rows on, except for the last.
-    """
-    rates = replace(cluster.device.tflops, bf16=float(at[0]))
-    shares = (at[2] / 64, at[2] / 4, *at[2:], 1.0)
-    fitted_device = replace(cluster.device, tflops=rates, activation_traffic=at[1], gemm_rows=ROWS, gemm_share=shares)
-    return replace(cluster, device=fitted_device)
+
+def few_rows(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
+    """Return the cluster with the shares `at` of its devices' rate by `ROWS` from 64 rows on, except for the last."""
+    shares = (at[0] / 64, at[0] / 4, *at, 1.0)
+    return replace(cluster, device=replace(cluster.device, gemm_rows=ROWS, gemm_share=shares))
 
 
 GROUPED_ROWS = (128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
@@ -91,7 +90,8 @@ def fit(
 FITS: dict[str, tuple[tuple[Make, Callable[[ClusterSpec], Iterable[Entry]], tuple[float, ...]], ...]] = {
     "dgx-h200": (
         (switched_links, lambda cluster: nccl(lambda _: cluster), (2500, 5, 0.6, 0.75, 0.9)),
-        (device, lambda cluster: expert_stages(lambda _: cluster), (800, 0.5, 0.35, 0.7, 0.9)),
+        (experts, lambda cluster: own_products(lambda _: cluster), (650, 0.7)),
+        (few_rows, lambda cluster: expert_stages(lambda _: cluster), (0.35, 0.7, 0.9)),
     ),
     "dgx-b200": ((grouped, lambda cluster: grouped_products(lambda _: cluster), (0.3, 0.4, 0.6, 0.75, 0.9)),),
     "8xl40s-pcie": ((shared_bus, lambda cluster: nccl(lambda _: cluster), (360, 0.4, 0.3)),),

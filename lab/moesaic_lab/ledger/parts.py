@@ -17,7 +17,7 @@ import numpy as np
 from moesaic.configfile import override
 from moesaic.planner.call_sizes import node_tokens_per_node
 from moesaic.planner.cluster import ClusterSpec, read_cluster
-from moesaic.planner.compute import rates_of
+from moesaic.planner.compute import rates_of, router_seconds, sort_seconds
 from moesaic.planner.hub import read_shape
 from moesaic.planner.memory import GIB
 from moesaic.planner.model import DataShape, Job
@@ -32,7 +32,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.passes.multicast import in_pieces
 from moesaic.program.plan import Plan
 from moesaic.program.task import Op, Stage
-from moesaic_lab.ledger.records import Entry, read_figures, read_published
+from moesaic_lab.ledger.records import Entry, Kind, read_figures, read_published
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 FITTED_GPUS = {"dgx-h200": ("2", "8"), "8xl40s-pcie": ("2", "4", "8")}
@@ -43,6 +43,8 @@ FITTED_EXPERTS = ("8", "128")
 """Numbers of experts of the expert stages to which devices were fitted."""
 UNFITTED_DIM = "2048"
 """Width of the expert stages that were left out of the fit."""
+UNFITTED_OWN_DIM = "1536"
+"""Width of our own expert stages that were left out of the fit."""
 
 cluster_of = functools.lru_cache(read_cluster)
 """`read_cluster`, which reads each preset only once."""
@@ -159,7 +161,7 @@ def expert_stage(cluster: ClusterSpec, row: dict[str, str]) -> float:
     """Return the predicted seconds of the forward pass of one device's experts, each with the same number of rows."""
     tokens, dim, hidden, top_k, experts = (int(row[name]) for name in ("tokens", "dim", "hidden", "top_k", "experts"))
     rates, rows = rates_of(cluster, "bf16"), np.full(experts, tokens * top_k / experts)
-    seconds = rates.product_seconds(rows, 6.0 * dim * hidden, 6.0 * dim * hidden)
+    seconds = rates.product_seconds(rows, 6.0 * dim * hidden, 6.0 * dim * hidden, grouped=True)
     return float((seconds + rates.traffic_seconds(rows, dim, hidden, 3, 2)).sum()) + cluster.host.task_us * 1e-6
 
 
@@ -175,12 +177,73 @@ def expert_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterato
         )  # fmt: skip
 
 
+PRODUCTS = {"forward": ("up", "down"), "backward": ("down_grad", "rows_grad", "weight_grad", "weight_grad_down")}
+"""The products of gated experts by direction, as columns of our own measurements are called."""
+
+
+def own_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
+    """Yield the products of our own expert kernels on one GPU, each timed alone and added up."""
+    for row in read_figures("own_stages"):
+        rates, layer = rates_of(machine(row["machine"]), "bf16"), _own_layer(row)
+        rows, work = np.full(layer.num_experts, layer.copies / layer.num_experts), 6.0 * layer.dim * layer.hidden
+        once = rates.product_seconds(rows, work, work, grouped=True)
+        once += rates.traffic_seconds(rows, layer.dim, layer.hidden, 3, 2)
+        for (direction, names), times in zip(PRODUCTS.items(), (1, 2)):
+            measured = sum(float(row[f"{name}_us"]) for name in names)
+            yield _own_entry("own products", row, direction, measured, times * float(once.sum()))
+
+
+def own_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
+    """Yield expert stages of our own kernels on one GPU, from sorted copies to summed rows: forward and backward."""
+    for row in read_figures("own_stages"):
+        cluster, layer = machine(row["machine"]), _own_layer(row)
+        compiled = compile_plan(Plan(order="fifo"), Grid(world=1))
+        forward, backward = Simulator(cluster.of_devices(1)).passes(
+            compiled.forward, compiled.backward, layer, compiled.grid
+        )
+        sorting = sort_seconds(cluster, layer.copies)
+        yield _own_entry("own stages", row, "forward", float(row["forward_us"]), forward.seconds + sorting)
+        yield _own_entry("own stages", row, "backward", float(row["backward_us"]), backward.seconds)
+
+
+def own_layers() -> Iterator[Entry]:
+    """Yield our `MoE` on one GPU: its measured expert stage, and the predicted router with its kernels."""
+    for row in read_figures("own_stages"):
+        layer = _own_layer(row)
+        sizes = layer.tokens, layer.dim, layer.num_experts, layer.element_bytes
+        for direction, router in zip(("forward", "backward"), router_seconds(cluster_of(row["machine"]), *sizes)):
+            seconds = float(row[f"{direction}_us"]) * 1e-6 + router
+            yield _own_entry("own layers", row, direction, float(row[f"layer_{direction}_us"]), seconds)
+
+
+def _own_layer(row: dict[str, str]) -> Workload:
+    """Return the layer of a measurement of our own."""
+    sizes: dict[str, Any] = {name: int(row[name]) for name in ("tokens", "dim", "hidden", "num_experts", "top_k")}
+    return Workload(**sizes)
+
+
+def _own_entry(kind: Kind, row: dict[str, str], direction: str, measured_us: float, seconds: float) -> Entry:
+    """Return the entry of one pass of a measurement of our own."""
+    experts = f"{row['top_k']} of {row['num_experts']} experts {row['dim']} x {row['hidden']}"
+    return Entry(
+        kind=kind,
+        what=f"{int(row['tokens']):,} tokens, {experts}, {direction}",
+        machine=row["machine"],
+        measured=measured_us,
+        predicted=seconds * 1e6,
+        unit="us",
+        source="own",
+        fitted=row["dim"] != UNFITTED_OWN_DIM,
+    )
+
+
 def grouped_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
     """Yield the products of gated experts on one device: forward, and for both gradients, which are accumulated in float32."""
     for row in read_figures("grouped_products"):
         experts, count, dim, hidden = (int(row[name]) for name in ("experts", "rows", "dim", "hidden"))
         rates = rates_of(machine(row["machine"]), "bf16")
-        seconds = 3 * rates.product_seconds(np.full(experts, float(count)), 6.0 * dim * hidden, 6.0 * dim * hidden)
+        rows = np.full(experts, float(count))
+        seconds = 3 * rates.product_seconds(rows, 6.0 * dim * hidden, 6.0 * dim * hidden, grouped=True)
         yield Entry(
             kind="expert stages",
             what=f"{experts} experts {dim} x {hidden}, {count:,} rows each, products forward and backward",
@@ -217,7 +280,7 @@ def laer() -> Iterator[Entry]:
         hidden = 14336 // (2 if "e16" in row["model"] else 1)
         rates = rates_of(cluster_of("dgx-a100"), "bf16")
         rows = np.array([float(row["copies"])])
-        once = rates.product_seconds(rows, 6.0 * 4096 * hidden, 6.0 * 4096 * hidden)
+        once = rates.product_seconds(rows, 6.0 * 4096 * hidden, 6.0 * 4096 * hidden, grouped=True)
         once += rates.traffic_seconds(rows, 4096, hidden, 3, 2)
         yield Entry(
             kind="layers", what=f"LAER's artifact, experts of {row['model']} under {row['method']}, a step", machine="dgx-a100",
@@ -238,8 +301,6 @@ def predicted_step(
     shape = read_shape(models[row["model"]] | row.get("routing", {}), row["model"], seq_len=row["seq_len"])
     machine, gpus = row["machine"], row["gpus"]
     cluster = cluster_of(machine).of_devices(gpus) if gpus <= 32 else cluster_of(machine, nodes=gpus // 8)
-    if "inside" in row:
-        cluster = cluster.with_links("inside", row["inside"])
     layout = override(OthersLayout(), row["layout"], source=row["what"])
     job = Job(batch_size=row["gpus"], precision="bfloat16", model=shape, data=DataShape(vocab_size=shape.vocab))
     prediction = predict(job, cluster, layout, launches=launches)

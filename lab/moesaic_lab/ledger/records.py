@@ -12,7 +12,20 @@ from typing import Any, Literal
 
 from moesaic.configfile import read_table
 
-Kind = Literal["collectives", "products", "expert stages", "layers", "steps", "memory", "papers", "beds", "trace"]
+Kind = Literal[
+    "collectives",
+    "products",
+    "expert stages",
+    "own products",
+    "own stages",
+    "own layers",
+    "layers",
+    "steps",
+    "memory",
+    "papers",
+    "beds",
+    "trace",
+]
 DATA = "data"
 
 
@@ -49,6 +62,8 @@ class Entry:
 SOURCES = {
     "aiconfigurator": "NVIDIA aiconfigurator, commit 095f58a, Apache-2.0: NCCL by operation, number of GPUs in a node and "
     "bytes; DeepEP's normal kernels with 24 SMs; bf16 products and expert stages, the fastest of vLLM and SGLang",
+    "own": "this library's kernels at commit d03c1216 on one NVIDIA H200, `moesaic_lab.gpu layers`, 26 November 2026: bf16, "
+    "SwiGLU, random routing, kernel times",
     "deepep": "DeepEP's README, its second version (V2): 8,192 tokens, the best 8 of 256, dispatch in float8 "
     "and combine in bfloat16",
     "megatron": "Megatron-LM, its baseline of module performance, December 2025",

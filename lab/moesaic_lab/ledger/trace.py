@@ -104,7 +104,7 @@ def predicted() -> float:
     """
     table = read_published()["model"]["deepseek-v3"]
     shape = read_shape(table, "deepseek-v3", seq_len=4096)
-    cluster = cluster_of("dgx-h100", nodes=8).with_links("inside", 0.444)
+    cluster = cluster_of("h800", nodes=8)
     job = Job(batch_size=64, precision="bfloat16", model=shape, data=DataShape(vocab_size=shape.vocab))
     grid = Grid(world=64, ep=64, ranks_per_node=8)
     model = job.step_model(cluster, 64)
@@ -121,7 +121,7 @@ def trace(path: Path) -> list[Entry]:
     measured = (max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels)) * 1e-3
     return [
         Entry(
-            kind="trace", what=what, machine="dgx-h100", measured=measured, predicted=seconds * 1e3, unit="ms",
+            kind="trace", what=what, machine="h800", measured=measured, predicted=seconds * 1e3, unit="ms",
             source="deepseek",
         )
         for what, seconds in (("measured durations in their order", laid_out(kernels)), ("predicted durations", predicted()))

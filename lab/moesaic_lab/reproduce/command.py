@@ -102,7 +102,7 @@ def _print(reproduction: Reproduction) -> None:
             "published": "." if row.cell.value is None else f"{row.cell.value:g}",
             "ours": f"{row.ours:.4g}",
             "error": _error(row.cell.unit, row.error),
-            "role": row.role,
+            "role": row.role + f" ({row.cell.not_printed} not printed)" * (row.role == "no prediction"),
         }
         for row in reproduction.rows
     ]

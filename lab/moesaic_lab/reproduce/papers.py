@@ -91,9 +91,10 @@ def _row(paper: str, row: Row) -> dict[str, Any]:
         "unit": cell.unit,
         "published": cell.value,
         "ours": row.ours,
-        "ratio": None if cell.value is None or cell.unit == "points" else cell.ratio(row.ours),
+        "ratio": None if row.error is None or cell.unit == "points" else cell.ratio(row.ours),
         "error": row.error,
         "role": row.role,
         "source": cell.source,
+        "not_printed": cell.not_printed,
         "note": cell.note,
     }

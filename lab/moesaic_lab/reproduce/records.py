@@ -18,7 +18,9 @@ from moesaic.errors import InputError
 
 PAPERS = ("parm", "schemoe", "tutel", "netmoe", "fastermoe")
 """Names of the papers, in the order in which they are reproduced."""
-Role = Literal["fit", "validation", "kept back"]
+Role = Literal["fit", "validation", "kept back", "no prediction"]
+"""Role of a figure: a constant was fitted to it; nothing was; it is kept back; or it cannot be predicted, since the paper does
+not print the batch or the length that it was measured with."""
 Unit = Literal["x", "ms", "us", "ns", "MiB", "%", "gain %", "points", "1"]
 
 
@@ -36,6 +38,8 @@ class PublishedCell:
     """Paper, table and row."""
     derived: tuple[str, ...] = ()
     """Cells from which this one follows. Such a cell is no independent evidence."""
+    not_printed: str = ""
+    """Sizes that the paper does not print and without which the figure cannot be predicted; ours then assumes them."""
     note: str = ""
     """Remarks on the figure."""
 
@@ -83,8 +87,9 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """The error as in `PublishedCell.error`; None if the paper's figure is kept back."""
-        return None if self.cell.value is None else self.cell.error(self.ours)
+        """The error as in `PublishedCell.error`; None if the paper's figure is kept back, or ours is no prediction."""
+        is_compared = self.cell.value is not None and self.role != "no prediction"
+        return self.cell.error(self.ours) if is_compared else None
 
 
 @dataclass(frozen=True)
@@ -211,9 +216,11 @@ class Book:
     def role(self, name: str) -> Role:
         """Return the role of rows with a cell."""
         cell = self.cells[name]
-        if cell.value is None:
-            return "kept back"
-        return "fit" if name in self.used or any(other in self.used for other in cell.derived) else "validation"
+        if name in self.used or any(other in self.used for other in cell.derived if cell.value is not None):
+            return "fit"
+        if cell.not_printed:
+            return "no prediction"
+        return "kept back" if cell.value is None else "validation"
 
     def rows(self, figures: Mapping[str, float]) -> tuple[Row, ...]:
         """Return a row per cell, with its role; `figures` holds our values by the cells' names."""
@@ -251,6 +258,7 @@ def read_book() -> Book:
                 cells[name] = PublishedCell(
                     name=name, value=None if value == "." else float(value), unit=group["unit"],
                     source=group["source"], derived=tuple(table.get("derived", {}).get(name, ())),
+                    not_printed=group.get("not_printed", ""),
                     note=table.get("notes", {}).get(name, ""),
                 )  # fmt: skip
     constants = {

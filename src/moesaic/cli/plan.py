@@ -81,10 +81,10 @@ class PlanOptions:
     """A file that moesaic profile measured, instead of --cluster."""
     trace: str | None = None
     """Rank the best plans again under recorded routing: a trace (docs/traces.md), or one table of copies with a row per
-    data-parallel group and a column per expert (.npy, .csv). Bounds still assume even routing."""
+    data-parallel group and a column per expert (.npy, .csv). They must fit the memory under it. Bounds assume even routing."""
     max_vio: float | None = None
     """Also print the time and memory of each step under this MaxVio over ranks: in every layer the experts of one ep rank get
-    1 + MAX_VIO times their share of the copies."""
+    1 + MAX_VIO times their share of the copies. Plans that do not fit the memory under it are left out."""
     batch_size: int | None = None
     """Sequences per micro-batch over all ranks; None for that of the model (one per rank for a Hugging Face model)."""
     accumulation: int | None = None
@@ -366,6 +366,7 @@ def _settings(options: PlanOptions) -> Settings:
         exhaustive=options.exhaustive,
         finished_eps=FINISHED,
         reserve_gib=options.reserve_gib,
+        max_vio=options.max_vio or 0.0,
     )
 
 

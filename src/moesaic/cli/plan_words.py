@@ -21,7 +21,7 @@ from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.emit import SYSTEMS, from_flags, unread_flags
 from moesaic.planner.hub import HubShape
-from moesaic.planner.memory import GIB, Memory, usable_bytes
+from moesaic.planner.memory import GIB, Memory, about_fragments, what_is_missing
 from moesaic.planner.model import Job
 from moesaic.planner.others import OthersLayout, fills_pipeline, longer_by_narrow_rate, predict
 from moesaic.planner.predict import APART
@@ -108,6 +108,7 @@ def answer(
     yield (
         f"memory: {best.memory.total / GIB:.1f} of {cluster.device.memory_gib:g} GiB: {_memory_in_words(best.memory)}"
     )
+    yield about_fragments(best.memory, cluster)
     changed = changes(job, cluster, result, reserve_gib=reserve_gib)
     gains = [f"{each.what}: {each.speedup:.2f} times the speed" for each in changed if each.speedup > 1]
     yield f"change first: {'; '.join(gains[:5]) or 'no change that was tried helps by more than half a percent'}"
@@ -195,11 +196,9 @@ def explained(job: Job, cluster: ClusterSpec, ours: Speed | None, flags: str) ->
     step, sequences = predict(job, cluster, layout), layout.sequences(cluster.world)
     longer = longer_by_narrow_rate(job, cluster, layout)
     speed = speed_of(job, step, cluster, devices=cluster.world, sequences=sequences, longer=longer)
-    fits = step.memory.total <= usable_bytes(cluster, 0)
     yield (
         f"yours: {_speed_in_words(speed, step.seconds, sequences * job.model.seq_len)}; limited by {_limit(step)}; "
-        f"{step.memory.total / GIB:.1f} GiB"
-        + (f", which a device of {cluster.device.memory_gib:g} does not have" if not fits else "")
+        f"{step.memory.total / GIB:.1f} GiB{what_is_missing(step.memory, cluster)}"
     )
     yield (
         f"your parts: {', '.join(f'{part} {seconds * 1e3:,.1f} ms' for part, seconds in step.estimate.parts.items())}; "
@@ -265,8 +264,10 @@ def _other_eps(result: Result) -> Iterator[str]:
 def _about_whole_experts(result: Result) -> str:
     """Return a line about ep = 1, under which every rank has all experts."""
     best, by_ep = result.best, result.by_ep
-    if 1 not in by_ep or by_ep[1].is_too_large:
-        return "ep = 1, every rank with all experts, needs more memory than a device has"
+    if 1 not in by_ep:
+        return "ep = 1, every rank with all experts, was not searched: the given sizes of axes exclude it"
+    if by_ep[1].is_too_large:
+        return "ep = 1, every rank with all experts, does not fit: it needs more memory than a device has"
     whole = by_ep[1].best
     if best.grid.ep == 1:
         return "ep = 1 wins: gathering experts' parameters costs less than sending tokens"
@@ -290,9 +291,8 @@ def _about_skew(job: Job, cluster: ClusterSpec, best: PlannedStep, max_vio: floa
     if step is None:
         yield f"a MaxVio of {asked:g}: not predicted, since more than {APART} ranks share a copy of the experts"
         return
-    lacks = f", which a device of {cluster.device.memory_gib:g} does not have"
     yield (
         f"a MaxVio of {asked:g} (one rank's experts get {1 + asked:g} times their share in every layer) makes a step "
         f"{step.longer:.2f} times as long and takes {step.memory.total / GIB:.1f} GiB instead of "
-        f"{best.memory.total / GIB:.1f}" + lacks * (step.memory.total > usable_bytes(cluster, 0))
+        f"{best.memory.total / GIB:.1f}{what_is_missing(step.memory, cluster)}"
     )

@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from moesaic.errors import InputError
-from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.candidates import Pins, layouts, name_of
 from moesaic.planner.cluster import ClusterSpec
-from moesaic.planner.loads import simulate_counts
+from moesaic.planner.loads import memory_under_counts, on_replica, simulate_counts
 from moesaic.planner.memory import FRAGMENTED, GIB, Memory, usable_bytes
 from moesaic.planner.model import Job
 from moesaic.planner.predict import APART
@@ -29,7 +29,7 @@ from moesaic.planner.timing import SpecTiming
 from moesaic.planner.workload import largest_max_vio, skewed_counts, uniform_counts
 from moesaic.program.compile import Compiled, compile_plan
 
-SPREADS = {"hopper": (0.79, 1.11), "blackwell": (0.95, 1.12), "": (0.83, 1.12)}
+SPREADS = {"hopper": (0.77, 1.01), "blackwell": (0.94, 1.14), "": (0.82, 1.08)}
 """Quartiles of measured over predicted speed of the published steps in docs/ledger.md, each predicted without its own system in
 the fit (`moesaic_lab.ledger.fitting`), widened to include 1: on two generations of GPUs, and on all."""
 
@@ -189,14 +189,7 @@ def under_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep, max_vio: fl
         return None
     counts = skewed_counts(compiled.grid.dp, layer, ep=grid.ep, max_vio=max_vio)
     seconds = cost_model.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
-    memory = step_memory(
-        cost_model,
-        compiled.forward,
-        compiled.backward,
-        compiled.grid,
-        memory_budget=planned.plan.memory_budget,
-        sizes=sizes_of(compiled.forward, layer, compiled.grid, counts),
-    )
+    memory = memory_under_counts(partial(step_memory, cost_model), simulator, compiled, layer, [counts])
     return SkewedStep(longer=seconds / again(job, cluster, planned)[0], memory=memory)
 
 
@@ -241,13 +234,8 @@ def longer_by_rank_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep) ->
 
 def _replica(job: Job, planned: PlannedStep, simulator: Simulator) -> Compiled | None:
     """Return a plan compiled for one replica of the experts, on whole nodes; None if it has more than `APART` ranks."""
-    grid, cluster = planned.grid, simulator.cluster
-    small = compile_plan(planned.plan, grid)
-    unit = max(grid.ep * grid.etp, cluster.devices_per_node, grid.tp)
-    if unit > APART:
-        return None
-    one = replace(grid, world=min(unit, grid.world))
-    return replace(small, grid=replace(one, etp_inner=small.grid.etp_inner))
+    one = on_replica(compile_plan(planned.plan, planned.grid), simulator.cluster)
+    return None if one.grid.world > APART else one
 
 
 def _machines(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
@@ -260,8 +248,7 @@ def _machines(cluster: ClusterSpec) -> Iterator[tuple[str, ClusterSpec]]:
         if names and (kind == "inside" or cluster.nodes > 1):
             yield f"{words} twice as fast ({', '.join(names)})", cluster.with_links(kind, 2.0)
     device = cluster.device
-    rates = {name: 2 * rate for name, rate in vars(device.tflops).items()}
-    yield "products twice as fast", replace(cluster, device=replace(device, tflops=replace(device.tflops, **rates)))
+    yield "products twice as fast", replace(cluster, device=device.with_products(2.0))
     faster = replace(device, memory_gigabytes_per_second=2 * device.memory_gigabytes_per_second)
     yield "memory twice as fast", replace(cluster, device=faster)
 

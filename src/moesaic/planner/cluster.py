@@ -123,7 +123,7 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Tflops:
-    """Rates of large dense matrix products, 10^12 operations per second; 0 if unknown."""
+    """Rates of large matrix products, 10^12 operations per second; 0 if unknown."""
 
     fp64: float = 0.0
     fp32: float = 0.0
@@ -197,8 +197,8 @@ class ScoreShares:
 class Device:
     """One accelerator, or one process on a CPU."""
 
-    tflops: Tflops = field(metadata={SUCH_AS: "{ bf16 = 677 } for H100, { bf16 = 213 } for A100"})
-    """Rates of large matrix products, by dtype."""
+    tflops: Tflops = field(metadata={SUCH_AS: "{ bf16 = 778 } for H100, { bf16 = 213 } for A100"})
+    """Rates of large matrix products, by dtype: of dense ones, and of grouped ones unless `grouped_tflops` has another."""
     memory_gib: float = field(metadata={SUCH_AS: "80 for H100, 24 for RTX 4090"})
     """Memory in GiB."""
     memory_gigabytes_per_second: float = field(metadata={SUCH_AS: "2850 for H100, 850 for RTX 4090"})
@@ -210,6 +210,12 @@ class Device:
     (rows + 170). `moesaic profile` measures the real curve."""
     scores: ScoreShares = field(default_factory=ScoreShares)
     """Speed of attention scores."""
+    grouped_tflops: Tflops | None = None
+    """Rates of grouped products, in which each expert multiplies rows of its own; None, or 0 for a dtype: as in `tflops`."""
+    sort_us_per_1000_copies: float = 0.0
+    """Microseconds in which a thousand copies of tokens are sorted by expert."""
+    router_us: float = 0.0
+    """Microseconds of a router's forward pass besides its product: kernels of top-k, weights, counts and losses."""
     activation_traffic: float = 0.0
     """Share of the memory traffic of experts' activations, between one product and the next, that costs extra time: 0
     if products hide or fuse all of it, 1 if every product and the activation run as separate kernels."""
@@ -224,7 +230,7 @@ class Device:
     """Rate of encoding or decoding, in bytes of rows; None: a copy that reads rows and writes messages."""
 
     def __post_init__(self) -> None:
-        for name in ("peak_tflops", "activation_traffic", "contention"):
+        for name in ("peak_tflops", "activation_traffic", "contention", "sort_us_per_1000_copies", "router_us"):
             check_not_negative(f"cluster.device.{name}", getattr(self, name))
         for name in ("memory_gib", "memory_gigabytes_per_second"):
             check_above_zero(f"cluster.device.{name}", getattr(self, name))
@@ -237,6 +243,24 @@ class Device:
         if not self.gemm_rows:
             raise InputError("cluster.device.gemm_rows is empty: give the rows at which gemm_share is known")
         check_curve("cluster.device.", "gemm_rows", "gemm_share", self)
+
+    def flops(self, dtype: str, *, grouped: bool = False) -> float:
+        """Return the operations per second of large products in `dtype`: dense ones, or grouped ones.
+
+        Raises:
+            InputError: if the rate of this dtype is not known.
+        """
+        of_experts: float = getattr(self.grouped_tflops, dtype, 0.0) if grouped else 0.0
+        return of_experts * 1e12 or self.tflops.of(dtype)
+
+    def with_products(self, times: float, dtypes: Sequence[str] = get_args(Dtype)) -> Device:
+        """Return a device whose products in some dtypes, dense and grouped, are `times` as fast."""
+
+        def faster(rates: Tflops) -> Tflops:
+            return replace(rates, **{dtype: times * getattr(rates, dtype) for dtype in dtypes})
+
+        grouped = None if self.grouped_tflops is None else faster(self.grouped_tflops)
+        return replace(self, tflops=faster(self.tflops), grouped_tflops=grouped)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,8 +305,11 @@ class ClusterSpec:
     nodes: int = field(metadata={SUCH_AS: "2"})
     """Number of machines."""
     devices_per_node: int = field(metadata={SUCH_AS: "8"})
-    """Devices per machine, one rank each."""
-    device: Device = field(metadata={SUCH_AS: "[device] with tflops = { bf16 = 677 } and memory_gib = 80 for H100"})
+    """Devices per machine, or behind one switch of direct links, one rank each."""
+    devices_per_host: int = 0
+    """Devices of one host, of which a switch serves several (4 of 72 in an NVL72): a job on several nodes may use equal
+    parts of them that are whole hosts. 0: a node is one host."""
+    device: Device = field(metadata={SUCH_AS: "[device] with tflops = { bf16 = 778 } and memory_gib = 80 for H100"})
     """Description of a device."""
     links: tuple[Link, ...] = ()
     """Link levels, innermost first."""
@@ -309,6 +336,7 @@ class ClusterSpec:
         for name in ("nodes", "devices_per_node"):
             if getattr(self, name) < 1:
                 raise InputError(f"cluster.{name}={getattr(self, name)}: must be at least 1")
+        check_not_negative("cluster.devices_per_host", self.devices_per_host)
         if len(self.speeds) not in (0, self.devices_per_node, self.world):
             raise InputError(
                 f"cluster.speeds has {len(self.speeds)} values: give one for each of a node's {self.devices_per_node} devices, "
@@ -340,27 +368,29 @@ class ClusterSpec:
         return self.nodes * self.devices_per_node
 
     def of_devices(self, count: int) -> ClusterSpec:
-        """Return a cluster of `count` devices: whole nodes, or part of one node.
+        """Return a cluster of `count` devices: whole nodes, part of one node, or equal parts of nodes of several hosts.
 
         Raises:
-            InputError: if `count` is neither.
+            InputError: if `count` is none of these.
         """
         per_node = self.devices_per_node
-        if count < 1 or (count > per_node and count % per_node):
+        nodes = math.ceil(count / per_node)
+        used, unit = count // max(nodes, 1), self.devices_per_host or per_node
+        if count < 1 or (nodes > 1 and (used * nodes != count or used % unit)):
             near = max(count // per_node, 1) * per_node
             raise InputError(f"{count} devices are not whole nodes of {self.name}, which have {per_node}: try {near}")
-        speeds = self.speeds[: count if len(self.speeds) > per_node or count < per_node else per_node]
+        speeds = self.speeds[: count if len(self.speeds) > per_node else used]
         # In part of a node, fewer devices are behind a link, and some direct links lose an end.
         links = tuple(
-            replace(link, devices=min(link.devices, count), gbps=link.gbps[: max(count // link.devices, 1)])
+            replace(link, devices=min(link.devices, used), gbps=link.gbps[: max(used // link.devices, 1)])
             for link in self.links
         )
         return replace(
             self,
-            nodes=max(count // per_node, 1),
-            devices_per_node=min(count, per_node),
-            links=links if count < per_node else self.links,
-            peers=tuple(peer for peer in self.peers if max(peer.devices) < count),
+            nodes=nodes,
+            devices_per_node=used,
+            links=links if used < per_node else self.links,
+            peers=tuple(peer for peer in self.peers if max(peer.devices) < used),
             speeds=speeds,
         )
 

@@ -21,11 +21,13 @@ class Rates:
     """A device's rates for one dtype."""
 
     flops: float
-    """Operations per second of large products."""
+    """Operations per second of large dense products."""
+    grouped_flops: float
+    """Operations per second of large grouped products."""
     rows: tuple[float, ...]
     """Row counts at which `share` is known."""
     share: tuple[float, ...]
-    """Share of `flops` that a product of that many rows reaches."""
+    """Share of the rate that a product of that many rows reaches."""
     memory: float
     """Bytes per second of copies."""
     codec: float | None
@@ -36,22 +38,26 @@ class Rates:
     """Bytes read and written per value that a product reads, if its numbers are narrower than those in memory. Two
     bytes are read, and one is written by rows and one by columns, for the products of the gradients."""
 
-    def product_seconds(self, rows: np.ndarray, flops_per_row: float, weight_bytes: float) -> np.ndarray:
-        """Return the seconds of products, one expert each, (n,).
+    def product_seconds(
+        self, rows: np.ndarray, flops_per_row: float, weight_bytes: float, *, grouped: bool = False
+    ) -> np.ndarray:
+        """Return the seconds of dense products, or of grouped ones of an expert each, (n,).
 
         The share is interpolated over the logarithm of the rows. Below the first point a product takes as long as at
         that point; above the last point the share is constant. No product is faster than reading its weights.
 
         Args:
-            rows: (n,) rows of each expert.
+            rows: (n,) rows of each product.
             flops_per_row: 2 * columns in * columns out, summed over the matrices.
-            weight_bytes: bytes of one expert's weights.
+            weight_bytes: bytes of one product's weights.
+            grouped: whether the products are those of experts, each with rows of its own.
         """
+        flops = self.grouped_flops if grouped else self.flops
         seconds = np.zeros(len(rows))
         used = rows > 0
         clamped_rows = np.maximum(rows[used], self.rows[0])
         share = np.interp(np.log(clamped_rows), np.log(self.rows), self.share)
-        seconds[used] = np.maximum(clamped_rows * flops_per_row / (self.flops * share), weight_bytes / self.memory)
+        seconds[used] = np.maximum(clamped_rows * flops_per_row / (flops * share), weight_bytes / self.memory)
         return seconds
 
     def traffic_seconds(
@@ -82,7 +88,8 @@ def rates_of(spec: ClusterSpec, dtype: str) -> Rates:
     device, slowest = spec.device, min(spec.speeds, default=1.0)
     codec = device.codec_gigabytes_per_second
     return Rates(
-        flops=device.tflops.of(dtype) * slowest,
+        flops=device.flops(dtype) * slowest,
+        grouped_flops=device.flops(dtype, grouped=True) * slowest,
         rows=device.gemm_rows,
         share=device.gemm_share,
         memory=device.memory_gigabytes_per_second * 1e9 * slowest,
@@ -92,8 +99,32 @@ def rates_of(spec: ClusterSpec, dtype: str) -> Rates:
     )
 
 
+def sort_seconds(spec: ClusterSpec, copies: float) -> float:
+    """Return the seconds in which a rank sorts copies of tokens by expert."""
+    return spec.device.sort_us_per_1000_copies * 1e-9 * copies
+
+
+def router_seconds(
+    spec: ClusterSpec, tokens: float, dim: int, num_experts: int, element_bytes: int
+) -> tuple[float, float]:
+    """Return the seconds in which a rank routes its tokens, forward and backward, without sorting the copies.
+
+    Tokens are cast to float32, whose product with the router's matrix gives the scores, as in `moesaic.routing`. Both
+    count twice backward, and the small kernels behind them half.
+    """
+    device, slowest = spec.device, min(spec.speeds, default=1.0)
+    dtype = "fp32" if device.tflops.fp32 else "bf16"
+    product = 2.0 * tokens * dim * num_experts / (device.flops(dtype) * slowest)
+    cast = tokens * dim * (element_bytes + 4) / (device.memory_gigabytes_per_second * 1e9 * slowest)
+    small = device.router_us * 1e-6
+    return small + product + cast, small / 2 + 2 * (product + cast)
+
+
 def compute_seconds(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates) -> np.ndarray:
     """Return the seconds that each actor computes on a task, (actors,); for a movement, the copies before and after it.
+
+    On one rank no program runs: the experts' products read tokens in place and write rows in experts' order, so nothing
+    is copied before and behind them.
 
     Args:
         task: any task.
@@ -105,7 +136,9 @@ def compute_seconds(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolu
         return _experts(task, slots, volumes, rates)
     read, written = (_bytes(names, slots, volumes) for names in (task.reads, task.writes))
     needs_no_copies = task.op is Op.MOVE and task.of is not None
-    if task.op is Op.HOP or needs_no_copies or (task.op is Op.SCALE and task.power == 0):
+    reads_in_place = volumes.topology.world == 1 and task.op in (Op.MOVE, Op.PERMUTE)
+    is_free = task.op is Op.HOP or (task.op is Op.SCALE and task.power == 0)
+    if is_free or needs_no_copies or reads_in_place:
         return np.zeros(volumes.num_actors)
     if task.op in (Op.PACK, Op.UNPACK):
         return _coding(task, slots, volumes, rates)
@@ -123,7 +156,7 @@ def _experts(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, ra
     weight_bytes = layer.dim * units * layer.matrices * layer.element_bytes
     passes = 2 if task.op is Op.EXPERT_GRAD else 1
     rows_by_expert = volumes.rows_per_expert(rows.layout)
-    seconds_by_expert = rates.product_seconds(rows_by_expert.reshape(-1), per_row, weight_bytes).reshape(
+    seconds_by_expert = rates.product_seconds(rows_by_expert.reshape(-1), per_row, weight_bytes, grouped=True).reshape(
         rows_by_expert.shape
     )
     if rates.activation_traffic or rates.cast_bytes:

@@ -1,6 +1,10 @@
-"""Plans under uneven loads: fits counts to a layout, and simulates plans under counts."""
+"""Plans under uneven loads: fits counts to a layout, and predicts the time and memory of plans under counts."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
@@ -9,12 +13,17 @@ from moesaic.balance.replication.cost import CallLoad
 from moesaic.balance.replication.policy import programs_of
 from moesaic.errors import InputError
 from moesaic.planner.call_sizes import copies_by_rank, sizes_of
+from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.even import MAX_RANKS_APART
+from moesaic.planner.memory import Memory, of_calls
 from moesaic.planner.rates import costs_of
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.timing import Simulated
-from moesaic.planner.workload import Workload, imbalance, uniform_counts
+from moesaic.planner.workload import Workload, imbalance, largest_max_vio, skewed_counts, uniform_counts
 from moesaic.program.compile import Compiled
+from moesaic.program.grid import Grid
+from moesaic.program.sizes import CallSizes
+from moesaic.program.task import Program
 from moesaic.traces.trace import Trace
 
 
@@ -39,6 +48,51 @@ def simulate_counts(
         for program in (runs.forward, runs.backward)
     )
     return simulator.passes(runs.forward, runs.backward, layer, runs.grid, sizes=(forward_sizes, backward_sizes))
+
+
+class MemoryOf(Protocol):
+    """Returns the memory of a rank, as `StepCostModel.memory` does."""
+
+    def __call__(
+        self, forward: Program, backward: Program, grid: Grid, *, memory_budget: int | None, sizes: CallSizes
+    ) -> Memory: ...
+
+
+def memory_under_counts(
+    memory_of: MemoryOf, simulator: Simulator, compiled: Compiled, layer: Workload, tables: Sequence[np.ndarray]
+) -> Memory:
+    """Return the memory of a rank in a step whose layers have the counts of some tables, each like those of `simulate_counts`.
+
+    In each call the rank with the most rows counts.
+    """
+    budget, calls = compiled.plan.memory_budget, []
+    for counts in tables:
+        runs, replicated = decided(simulator, compiled, layer, counts)
+        shapes = runs.shapes(layer.num_experts)
+        sizes = sizes_of(runs.forward, layer, runs.grid, counts, replicated=replicated, shapes=shapes)
+        calls.append(memory_of(runs.forward, runs.backward, runs.grid, memory_budget=budget, sizes=sizes))
+    return of_calls(calls)
+
+
+def memory_under_skew(
+    memory_of: MemoryOf, simulator: Simulator, compiled: Compiled, layer: Workload, max_vio: float
+) -> Memory:
+    """Return the memory of a rank if the experts of one ep rank get 1 + `max_vio` times the mean load in every layer.
+
+    A layout that allows no such skew has the largest that it allows. One replica of the experts stands for all.
+    """
+    grid = compiled.grid
+    most = min(max_vio, largest_max_vio(grid.ep, layer))
+    replica = on_replica(compiled, simulator.cluster)
+    counts = skewed_counts(replica.grid.dp, layer, ep=grid.ep, max_vio=most)
+    return memory_under_counts(memory_of, simulator, replica, layer, [counts])
+
+
+def on_replica(compiled: Compiled, cluster: ClusterSpec) -> Compiled:
+    """Return a plan compiled for one replica of the experts, on whole nodes."""
+    grid = compiled.grid
+    unit = max(grid.ep * grid.etp, cluster.devices_per_node, grid.tp)
+    return replace(compiled, grid=replace(grid, world=min(unit, grid.world)))
 
 
 def simulate_even(simulator: Simulator, compiled: Compiled, layer: Workload) -> tuple[Simulated, Simulated]:

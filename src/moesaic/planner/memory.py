@@ -7,8 +7,8 @@ or cut into chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.movement import AbstractVolumes, row_bytes
@@ -46,6 +46,33 @@ class Memory:
     def total(self) -> float:
         """Sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+def of_calls(calls: Sequence[Memory]) -> Memory:
+    """Return the memory of a rank in a step whose layers have the loads of some calls, one result of each.
+
+    A rank keeps the activations of all layers, so their mean counts, and has the buffers of one layer at a time, so the
+    largest count.
+    """
+    activations = sum(call.activations for call in calls) / len(calls)
+    return replace(calls[0], activations=activations, buffers=max(call.buffers for call in calls))
+
+
+def about_fragments(memory: Memory, cluster: ClusterSpec) -> str:
+    """Return a line with the memory that the allocator reserves in addition to tensors."""
+    whole, device = memory.total * FRAGMENTED / GIB, cluster.device.memory_gib
+    added = whole - memory.total / GIB
+    return f"fragments: {FRAGMENTED - 1:.0%} in addition, {added:.1f} GiB: {whole:.1f} of {device:g} GiB with them"
+
+
+def what_is_missing(memory: Memory, cluster: ClusterSpec) -> str:
+    """Return a clause that says whether tensors exceed a device, or exceed it only with fragments; "" if both fit."""
+    if memory.total <= usable_bytes(cluster, 0):
+        return ""
+    device = cluster.device.memory_gib
+    if memory.total <= device * GIB:
+        return f", which leaves less than {FRAGMENTED - 1:.0%} of a device of {device:g} for fragments"
+    return f", which a device of {device:g} does not have"
 
 
 def layer_memory(

@@ -323,8 +323,8 @@ def longer_by_narrow_rate(job: Job, cluster: ClusterSpec, layout: OthersLayout) 
     at_usual_rate = predict(job, cluster, layout).seconds
 
     def seconds(times: float) -> float:
-        rates = replace(device.tflops, **{layout.precision: times * getattr(device.tflops, layout.precision)})
-        return predict(job, replace(cluster, device=replace(device, tflops=rates)), layout).seconds
+        faster = device.with_products(times, (layout.precision,))
+        return predict(job, replace(cluster, device=faster), layout).seconds
 
     slow, fast = map(seconds, device.narrow_between)
     return fast / at_usual_rate, slow / at_usual_rate

@@ -36,7 +36,7 @@ DEARER = {
     **dict.fromkeys((Op.PACK, Op.UNPACK, Op.TAKE, Op.JOIN), "copy"), Op.COMBINE: "combine", Op.EXPERT_GRAD: "gradient",
 }  # fmt: skip
 """Tasks that cost the host more than others do, whatever their bytes, and the name of the extra cost."""
-_BYTES = Rates(flops=1.0, rows=(1.0,), share=(1.0,), memory=1.0, codec=None)
+_BYTES = Rates(flops=1.0, grouped_flops=1.0, rows=(1.0,), share=(1.0,), memory=1.0, codec=None)
 """Rates under which compute "seconds" are bytes."""
 
 
@@ -283,7 +283,9 @@ class ProfileTiming(AbstractTiming):
     def _rates(self, dtype: str) -> Rates:
         if self._virtual_flops is None:
             return rates_of(self._cluster, dtype)
-        return Rates(flops=self._virtual_flops, rows=(1.0,), share=(1.0,), memory=float("inf"), codec=None)
+        flops = self._virtual_flops
+        at_once = float("inf")
+        return Rates(flops=flops, grouped_flops=flops, rows=(1.0,), share=(1.0,), memory=at_once, codec=None)
 
 
 def profiled_simulator(

@@ -70,7 +70,7 @@ def machine_of(spec: ClusterSpec, grid: Grid, layer: Workload) -> Machine:
     rates = rates_of(spec, layer.dtype)
     rows = np.array([max(1.0, grid.dp * layer.copies / layer.num_experts / grid.edp)])
     flops = 2.0 * layer.matrices * layer.dim * layer.hidden / grid.etp
-    seconds = float(rates.product_seconds(rows, flops, 0.0)[0])
+    seconds = float(rates.product_seconds(rows, flops, 0.0, grouped=True)[0])
     return Machine(
         intra_gbps=near[0],
         inter_gbps=far[0],

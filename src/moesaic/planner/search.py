@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from moesaic.errors import InputError
 from moesaic.planner.candidates import Pins, SearchSpace, layouts, name_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.even import MAX_RANKS_APART
-from moesaic.planner.loads import fit_counts, simulate_counts
+from moesaic.planner.loads import fit_counts, memory_under_counts, memory_under_skew, simulate_counts
 from moesaic.planner.memory import FRAGMENTED, GIB, Memory, usable_bytes
 from moesaic.planner.model import Job
 from moesaic.planner.movement import coded_bytes
@@ -73,7 +74,7 @@ class EpResults:
     best: PlannedStep | None
     """The best simulated plan that fits the memory; None if there is none."""
     is_too_large: bool
-    """Whether plans were simulated and none of them fits the memory."""
+    """Whether no layout fits the memory: by its parameters alone, or with any plan that was simulated."""
     is_searched: bool
     """Whether these layouts were searched as far as with ep pinned; else `best` may be far from their best plan."""
 
@@ -139,6 +140,8 @@ class Settings:
     Smaller values search faster and may miss a plan."""
     reserve_gib: float = 1.0
     """Memory set aside for the framework, in addition to allocator fragmentation (`planner/memory.py`)."""
+    max_vio: float = 0.0
+    """A plan must also fit if one ep rank's load is 1 + this times the mean in every layer."""
 
     @property
     def compression(self) -> float:
@@ -184,6 +187,7 @@ class _Search:
         self.cluster = simulator.cluster
         self.tried: dict[tuple[Grid, Plan], PlannedStep | None] = {}
         self.times: dict[tuple[Grid, bytes], tuple[Simulated, Simulated]] = {}
+        self.loaded: dict[tuple[Grid, bytes], Memory] = {}
         self.refusal = ""
 
     def run(self, counts: Sequence[np.ndarray]) -> Result:
@@ -192,7 +196,7 @@ class _Search:
         cost_models = []
         for number, grid in enumerate(grids):
             self.progress("bounding layouts", number, len(grids))
-            cost_models.append(StepCostModel(self.job.step_model(self.cluster, grid.dp), grid, self.simulator))
+            cost_models.append(self._cost_model(grid))
         fitting = [each for each in cost_models if least_bytes(each) <= self._usable_bytes]
         if not fitting:
             raise self._too_large(*smallest_layout(cost_models))
@@ -203,11 +207,13 @@ class _Search:
         searched = self._finish_eps(fitting)
         ranking = self._ranking(counts)
         if not ranking:
-            smallest = min(filter(None, self.tried.values()), key=lambda each: each.memory.total)
-            raise self._too_large(smallest.grid, smallest.memory.total)
+            needs = [(memory.total, grid) for (grid, _), memory in self.loaded.items()]
+            needs = needs or [(each.memory.total, each.grid) for each in self.tried.values() if each is not None]
+            num_bytes, smallest = min(needs, key=lambda need: need[0])
+            raise self._too_large(smallest, num_bytes)
         return Result(
             ranking=tuple(ranking[: self.settings.keep]),
-            by_ep=self._by_ep(fitting, ranking, searched),
+            by_ep=self._by_ep(cost_models, ranking, searched),
             bound_seconds=min(max(each.compute_bound, each.link_bound) for each in fitting),
             num_layouts=len(grids),
             num_left_out=len(grids) - len({grid for grid, _ in self.tried}),
@@ -228,18 +234,18 @@ class _Search:
         return set(sizes)
 
     def _by_ep(
-        self, fitting: list[StepCostModel], ranking: list[PlannedStep], searched: set[int]
+        self, cost_models: list[StepCostModel], ranking: list[PlannedStep], searched: set[int]
     ) -> dict[int, EpResults]:
         results = {}
-        for ep in sorted({each.grid.ep for each in fitting}):
-            floors = [each.floor(compression=self.settings.compression) for each in fitting if each.grid.ep == ep]
+        for ep in sorted({each.grid.ep for each in cost_models}):
+            of_ep = [each for each in cost_models if each.grid.ep == ep]
+            floors = [each.floor(compression=self.settings.compression) for each in of_ep]
             best = min((plan for plan in ranking if plan.grid.ep == ep), key=lambda plan: plan.seconds, default=None)
-            tried = any(grid.ep == ep and plan is not None for (grid, _), plan in self.tried.items())
+            simulated = [plan for (grid, _), plan in self.tried.items() if grid.ep == ep and plan is not None]
+            fits = any(least_bytes(each) <= self._usable_bytes for each in of_ep)
+            is_too_large = not fits or (bool(simulated) and all(self._cost(plan)[0] for plan in simulated))
             results[ep] = EpResults(
-                floor_seconds=min(floors),
-                best=best,
-                is_too_large=tried and best is None,
-                is_searched=ep in searched,
+                floor_seconds=min(floors), best=best, is_too_large=is_too_large, is_searched=ep in searched
             )
         return results
 
@@ -368,36 +374,68 @@ class _Search:
             planned for planned in self.tried.values() if planned is not None and self._cost(planned)[0] is False
         ]
         fitting.sort(key=lambda planned: planned.seconds)
+        fitting = _without_duplicates(fitting)
         if not counts:
-            return _without_duplicates(fitting)
+            return fitting if self.settings.max_vio == 0 else list(self._that_fit_skew(fitting))
         if self.cluster.world > MAX_RANKS_APART:
             raise InputError(
                 f"counts: {self.cluster.world} ranks cannot be simulated one by one: plan without them, or use at most "
                 f"{MAX_RANKS_APART} ranks"
             )
-        best = _without_duplicates(fitting)[: 3 * self.settings.keep]
+        loaded = (replace(each, memory=self._loaded(each, counts)) for each in fitting)
+        best = list(itertools.islice((each for each in loaded if self._fits(each.memory)), 3 * self.settings.keep))
         reranked = []
         for number, planned in enumerate(best):
             self.progress("simulating under counts", number, len(best))
-            cost_model = StepCostModel(self.job.step_model(self.cluster, planned.grid.dp), planned.grid, self.simulator)
+            cost_model = self._cost_model(planned.grid)
             layer = cost_model.model.layer
             compiled = compile_plan(planned.plan, planned.grid)
             tables = [fit_counts(table, planned.grid.dp, layer) for table in counts]
             runs = [simulate_counts(self.simulator, compiled, layer, table) for table in tables]
-            reranked.append(
-                replace(
-                    planned, estimate=mean_of([cost_model.estimate(forward, backward) for forward, backward in runs])
-                )
-            )
+            estimate = mean_of([cost_model.estimate(forward, backward) for forward, backward in runs])
+            reranked.append(replace(planned, estimate=estimate))
         return sorted(reranked, key=lambda planned: planned.seconds)
+
+    def _that_fit_skew(self, ranking: list[PlannedStep]) -> Iterator[PlannedStep]:
+        """Yield the plans that fit under the MaxVio of the settings; only the best, and the best of each ep, are examined."""
+        kept, sizes_of_ep = 0, set[int]()
+        for planned in ranking:
+            if kept < self.settings.keep or planned.grid.ep not in sizes_of_ep:
+                if not self._fits(self._loaded(planned, ())):
+                    continue
+                kept += 1
+                sizes_of_ep.add(planned.grid.ep)
+            yield planned
+
+    def _loaded(self, planned: PlannedStep, counts: Sequence[np.ndarray]) -> Memory:
+        """Return the memory of a plan under counts, or without any under the MaxVio of the settings."""
+        compiled = compile_plan(planned.plan, planned.grid)
+        key = planned.grid, compiled.digest
+        if key not in self.loaded:
+            cost_model = self._cost_model(planned.grid)
+            layer, of_plan = cost_model.model.layer, (partial(step_memory, cost_model), self.simulator, compiled)
+            tables = [fit_counts(table, planned.grid.dp, layer) for table in counts]
+            self.loaded[key] = (
+                memory_under_counts(*of_plan, layer, tables)
+                if counts
+                else memory_under_skew(*of_plan, layer, self.settings.max_vio)
+            )
+        return self.loaded[key]
+
+    def _fits(self, memory: Memory) -> bool:
+        return memory.total <= self._usable_bytes
+
+    def _cost_model(self, grid: Grid) -> StepCostModel:
+        return StepCostModel(self.job.step_model(self.cluster, grid.dp), grid, self.simulator)
 
     def _too_large(self, grid: Grid, num_bytes: float) -> TooLargeError:
         device, reserve = self.cluster.device.memory_gib, self.settings.reserve_gib
         over = (num_bytes - self._usable_bytes) * FRAGMENTED / GIB
         recomputed = ", even with blocks recomputed" * self.job.model.checkpoint_activations
+        under = " under the given loads" * bool(self.loaded)
         return TooLargeError(
-            f"the model fits no layout of {self.cluster.world} ranks{recomputed}: the smallest, {name_of(grid)}, needs at "
-            f"least {num_bytes / GIB:.1f} GiB, plus {FRAGMENTED - 1:.0%} for fragments and {reserve:g} in reserve: {over:.1f} "
+            f"the model fits no layout of {self.cluster.world} ranks{recomputed}{under}: the smallest, {name_of(grid)}, needs "
+            f"{num_bytes / GIB:.1f} GiB, plus {FRAGMENTED - 1:.0%} for fragments and {reserve:g} in reserve: {over:.1f} "
             f"more than a device of {self.cluster.name} has ({device:g})",
             self.job,
             grid,

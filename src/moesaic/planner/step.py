@@ -18,14 +18,14 @@ import numpy as np
 from moesaic.errors import InputError
 from moesaic.planner.call_sizes import node_tokens_per_node
 from moesaic.planner.cluster import ELEMENT_BYTES, ClusterSpec, Link, ScoreKernel
-from moesaic.planner.compute import Rates, rates_of
+from moesaic.planner.compute import rates_of
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.timing import Simulated
 from moesaic.planner.topology import Topology, check_fit
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 
-LAUNCHES = (0.9e-3, 0.045e-3)
+LAUNCHES = (1.2e-3, 0.04e-3)
 """Seconds of an MoE layer and micro-batch, forward and backward, in launches, counts, sorting and the router; and more for each
 expert of a rank. Fitted to the published steps of docs/ledger.md (`moesaic_lab.ledger.fitting`), equal for all systems."""
 NARROW_LAUNCHES = 2.0
@@ -309,11 +309,6 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
     )
 
 
-def product_rate(spec: ClusterSpec, dtype: str, kind: Literal["dense", "grouped"]) -> Rates:
-    """Return the rates of dense products, or of grouped products of experts; one rate serves both until a cluster gives two."""
-    return rates_of(spec, dtype)
-
-
 def bubble_seconds(schedule: Schedule, stages: int, runs: int, forward: float, inputs: float, weights: float) -> float:
     """Return the seconds in which a rank of a pipeline waits per step.
 
@@ -372,7 +367,7 @@ class StepCostModel:
                 f"{model.replicas} replicas of the shards do not divide {grid.dp} data-parallel groups and {grid.edp} replicas "
                 "of the experts: choose a divisor of both"
             )
-        self._rates = product_rate(self.cluster, model.layer.dtype, "dense")
+        self._rates = rates_of(self.cluster, model.layer.dtype)
         self.forward = self._block_seconds()
         self.routing = simulator.timing.around_seconds
         """Seconds of an MoE layer outside its programs, forward and backward, if measured. A recomputed forward pass
@@ -551,7 +546,7 @@ class StepCostModel:
         """
         model, grid, layer = self.model, self.grid, self.model.layer
         tokens, dim, size = layer.tokens, layer.dim, layer.element_bytes
-        rates, rows = product_rate(self.cluster, layer.products or layer.dtype, "dense"), np.array([float(tokens)])
+        rates, rows = rates_of(self.cluster, layer.products or layer.dtype), np.array([float(tokens)])
         values = tokens * dim * size
         over_tp = (
             reduce_seconds(self.cluster, grid, values, 1, grid.tp)
@@ -777,8 +772,8 @@ class StepCostModel:
         layer, grid = self.model.layer, self.grid
         rows = np.array([grid.dp * layer.copies / layer.num_experts / grid.edp])
         work = layer.matrices * layer.dim * layer.hidden / grid.etp
-        rates = product_rate(self.cluster, layer.products or layer.dtype, "grouped")
-        seconds = rates.product_seconds(rows, 2.0 * work, work * layer.element_bytes)
+        rates = rates_of(self.cluster, layer.products or layer.dtype)
+        seconds = rates.product_seconds(rows, 2.0 * work, work * layer.element_bytes, grouped=True)
         return float(seconds[0]) * layer.num_experts / grid.ep
 
     @property
@@ -828,9 +823,9 @@ def layer_passes(cluster: ClusterSpec, grid: Grid, layer: Workload, *, deepep: b
     experts = layer.num_experts // grid.ep
     rows = grid.dp * layer.copies / layer.num_experts / grid.edp
     padded = rows + NARROW_ROWS.get(layer.products or "", 0) / 2
-    rates, per_expert = product_rate(cluster, layer.products or layer.dtype, "grouped"), np.array([padded])
+    rates, per_expert = rates_of(cluster, layer.products or layer.dtype), np.array([padded])
     work, units = layer.matrices * layer.dim * layer.hidden / grid.etp, layer.hidden / grid.etp
-    seconds = rates.product_seconds(per_expert, 2.0 * work, work * layer.element_bytes)
+    seconds = rates.product_seconds(per_expert, 2.0 * work, work * layer.element_bytes, grouped=True)
     seconds += rates.traffic_seconds(per_expert, layer.dim, units, layer.matrices, layer.element_bytes)
     products, moves = float(seconds[0]) * experts, 2 if deepep or grid.ep == 1 else 4
     copies = moves * 2 * rows * experts * layer.dim * layer.element_bytes / rates.memory

@@ -100,14 +100,14 @@ def roofline(best: PlannedStep, cluster: ClusterSpec, layer: Workload) -> go.Fig
     plan_rows = best.grid.dp * layer.copies / layer.num_experts / best.grid.edp
 
     def reached(rows: np.ndarray) -> np.ndarray:
-        seconds = rates.product_seconds(rows, 2 * work, work * layer.element_bytes)
+        seconds = rates.product_seconds(rows, 2 * work, work * layer.element_bytes, grouped=True)
         rate: np.ndarray = rows * 2 * work / seconds / 1e12
         return rate
 
     rows = np.geomspace(1, max(8192.0, 2 * plan_rows), 60)
     chart = figure("rows of an expert", "TFLOP/s", height=340, legend=True, type="log")
     chart.update_xaxes(type="log")
-    memory = np.minimum(2 * rows * rates.memory / layer.element_bytes, rates.flops) / 1e12
+    memory = np.minimum(2 * rows * rates.memory / layer.element_bytes, rates.grouped_flops) / 1e12
     chart.add_trace(line("memory and the best rate", rows.tolist(), memory.tolist(), run_colour(6), width=1.2))
     chart.add_trace(line("reached", rows.tolist(), reached(rows).tolist(), run_colour(0), width=2.4))
     if cluster.device.peak_tflops:

@@ -40,7 +40,8 @@ def test_no_cell_that_a_constant_rests_on_is_validation(cell: PublishedCell) -> 
     follows = {cell.name, *cell.derived}
     rests = any(follows & set(constant.cells) for constant in BOOK.constants.values())
     role = BOOK.role(cell.name)
-    assert role == ("kept back" if cell.value is None else "fit" if rests else "validation")
+    others = "no prediction" if cell.not_printed else "kept back" if cell.value is None else "validation"
+    assert role == ("fit" if cell.value is not None and rests else others)
     assert cell.source
     assert all(name in BOOK.cells for name in cell.derived)
 
@@ -102,6 +103,18 @@ def test_a_figure_that_is_printed_twice_counts_once() -> None:
     assert [row.role for row in rows] == ["validation", "validation", "fit", "kept back"]
     assert made.errors() == pytest.approx([1 - 3.0 / 3.37])
     assert made.median_error == made.errors()[0]
+
+
+def test_figures_of_an_unknown_batch_or_length_are_no_predictions() -> None:
+    unknown = {name for name in BOOK.cells if BOOK.role(name) == "no prediction"}
+    assert {name for name in unknown if name.startswith("parm.")} == {
+        name for name in BOOK.cells if name.startswith("parm.step.")
+    }
+    assert "tutel.swin.infer.fairseq.128" in unknown
+    rows = BOOK.rows(dict.fromkeys(sorted(unknown), 100.0) | {"parm.s1.b8.m2s4": 3.37})
+    assert {row.error for row in rows if row.role == "no prediction"} == {None}, "printed or kept back"
+    assert len(Reproduction(paper="parm", title="", rows=rows, constants=()).errors()) == 1
+    assert all(BOOK.cells[name].not_printed for name in unknown)
 
 
 def test_all_papers_have_a_reproduction_and_a_target() -> None:
