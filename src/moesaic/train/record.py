@@ -112,16 +112,15 @@ class _Places:
     """The MoE layers of this rank, and which tokens of a micro-batch each of them routes here."""
 
     def __init__(self, run: RunState) -> None:
-        self._ranks, self._model = run.ranks, run.model
+        self._ranks, self._model, self._config = run.ranks, run.model, run.config
         self.layers = [module for module in run.model.modules() if isinstance(module, MoE)]
-        self._shape = shape_of(run.config)
 
     def tokens(self, place: int) -> np.ndarray:
         """Return the tokens that a layer routes on this rank, by their number in the batch, (tokens,) int64.
 
         If samples move, this is known once the layer is called.
         """
-        ranks, shape = self._ranks, self._shape
+        ranks, shape = self._ranks, shape_of(self._config)
         sequences = np.arange(shape.sequences).reshape(ranks.dp, -1)[ranks.dp_index]
         if isinstance(self._model, MovingGPT) and self._model.trip is not None:
             trip = self._model.trip
