@@ -226,6 +226,7 @@ def _run(words: Sequence[str], folder: Path) -> Ended:
     """Run a command in a new process, in a folder."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     output = folder.parent / "output"
+    output.touch()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     process = context.Process(target=_command, args=(theirs, words, folder, output))
