@@ -50,7 +50,10 @@ ELSEWHERE = {
     ("kernels/products.py", "_is_zen_5"): "reads /proc, and is handed texts by tests/kernels/test_products.py",
     ("train/watch.py", "_moved_bytes"): "reads /proc",
     ("comm/process_groups.py", "_other_threads_run"): "reads /proc",
-    ("weights/convert.py", "_others"): "copies bytes; tests/weights/test_convert.py and kinds.py try other kinds of files",
+    (
+        "weights/convert.py",
+        "_others",
+    ): "copies bytes; tests/weights/test_convert.py and kinds.py try other kinds of files",
     ("weights/run.py", "export_run"): "copies a tokenizer's bytes; kinds.py tries other kinds of files",
     ("testing/runner.py", "on_ranks"): "reads what its processes wrote",
 }

@@ -178,7 +178,9 @@ def test_claims_on_unseen_systems_hold(found: list[Entry]) -> None:
     of = {claim.name: claim for claim in claims(found)}
     for name in ("steps_median", "steps_worst", "steps_held_out_median", "steps_order"):
         assert of[f"ledger.{name}"].holds, name
-    assert of["ledger.steps_coverage_off"].value == pytest.approx(4 / 28)  # missed: 18 of 28 steps lie inside, 17 at most may
+    assert of["ledger.steps_coverage_off"].value == pytest.approx(
+        4 / 28
+    )  # missed: 18 of 28 steps lie inside, 17 at most may
 
 
 def test_a_ring_and_an_all_to_all_by_hand() -> None:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moesaic.configfile import override
 from moesaic.errors import InputError
-from moesaic.files import WRITING, entries, folder_below, kind_of, leftovers, read_text, refuse_link, write
+from moesaic.files import MOST_TEXT, WRITING, entries, folder_below, kind_of, leftovers, read_text, refuse_link, write
 from moesaic.models.config import ModelConfig
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
 from moesaic.train.distributed_checkpoint import (
@@ -319,7 +319,7 @@ def find_copy(folder: Path, name: str) -> Path | None:
     """Return the newest copy of a run's file whose checksum in its checkpoint is correct; None if there is none."""
     for path in reversed(list_checkpoints(folder)):
         with suppress(OSError, ValueError, _DamagedError):
-            if checksum(path / name) == _listed_sums(path).get(name):
+            if checksum(path / name, at_most=MOST_TEXT) == _listed_sums(path).get(name):
                 return path / name
     return None
 
@@ -466,7 +466,7 @@ def _require_checksums(path: Path, sums: dict[str, str]) -> None:
     """Raise _DamagedError for a file that differs from its checksum or has none, and FileNotFoundError for a missing
     file."""
     for name, expected in sums.items():
-        if checksum(path / name) != expected:
+        if checksum(path / name, at_most=None if name.startswith(SHARDS) else MOST_TEXT) != expected:
             raise _DamagedError(f"{name} does not match its checksum")
     for file in _own_files(path):
         name = file.relative_to(path).as_posix()

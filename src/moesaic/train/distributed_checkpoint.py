@@ -46,13 +46,19 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def checksum(path: Path, size: int | None = None) -> str:
-    """Return the SHA-256 of a file, or of its first `size` bytes (or all, if it is shorter)."""
+def checksum(path: Path, *, at_most: int | None = None) -> str:
+    """Return the SHA-256 of a file.
+
+    Args:
+        at_most: the most bytes that such a file may have; None for any number.
+
+    Raises:
+        OSError: it cannot be read, is not a file, or is larger.
+    """
     digest = hashlib.sha256()
-    with open_file(path) as file:
-        while block := file.read(1 << 20 if size is None else min(size, 1 << 20)):
+    with open_file(path, at_most=at_most) as file:
+        while block := file.read(1 << 20):
             digest.update(block)
-            size = None if size is None else size - len(block)
     return digest.hexdigest()
 
 
