@@ -86,13 +86,15 @@ class RunFolder:
         )
 
     def claim(self) -> None:
-        """Lock an existing folder against other processes.
+        """Lock an existing folder against other processes, and delete files that a killed owner has not finished.
 
         Raises:
             InputError: if another process has locked it, or it is not writable.
         """
         try:
             self._lock = _locked(self.path / LOCK)
+            for path in (path for name in (CONFIG, *OWN_FILES) for path in leftovers(self.path / name)):
+                path.unlink()
         except OSError as error:
             raise unwritable(self.path, error) from error
 
