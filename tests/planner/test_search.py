@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -230,7 +231,7 @@ KEPT, USED = 256 * 2 + 2 * 512 * 2 + 4, 2 * 256 * 2 + 4
 def of_even_rank(grid: Grid) -> tuple[StepCostModel, Memory]:
     cost_model = StepCostModel(JOB.step_model(CLUSTER, grid.dp), grid, Simulator(CLUSTER))
     compiled = compile_plan(Plan(), grid)
-    return cost_model, cost_model.memory(compiled.forward, compiled.backward, compiled.grid)
+    return cost_model, step_memory(cost_model, compiled.forward, compiled.backward, compiled.grid)
 
 
 @pytest.mark.parametrize("ep", [8, 4, 2])
@@ -239,7 +240,7 @@ def test_memory_grows_with_skew_from_that_of_even_counts(ep: int) -> None:
     cost_model, even = of_even_rank(grid)
     layer, compiled = cost_model.model.layer, compile_plan(Plan(), grid)
     found = [
-        memory_under_skew(cost_model.memory, cost_model.simulator, compiled, layer, max_vio)
+        memory_under_skew(partial(step_memory, cost_model), cost_model.simulator, compiled, layer, max_vio)
         for max_vio in (0.0, 0.25, 0.5, 1.0, 3.0)
     ]
     assert found[0] == even
