@@ -51,7 +51,7 @@ def simulate_counts(
 
 
 class MemoryOf(Protocol):
-    """Returns the memory of a rank, as `StepCostModel.memory` does."""
+    """Returns the memory of a rank, as `step_memory` does for its model of the step."""
 
     def __call__(
         self, forward: Program, backward: Program, grid: Grid, *, memory_budget: int | None, sizes: CallSizes
