@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from moesaic.files import write
 from moesaic_lab.measure import MANY, NEAR, Ratio
 
 T = TypeVar("T")
@@ -143,9 +144,7 @@ class Measurement:
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically, and create its folder if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.writing")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write(path, text, typed=True)
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -32,7 +32,7 @@ def test_netmoe_as_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "netmoe.concentration" in shown
     assert "kept back" in shown
     assert picture.read_text(encoding="utf-8").count("<svg") == 1
-    assert not list(tmp_path.glob("*.writing"))
+    assert not list(tmp_path.glob(".writing-*"))
 
 
 @pytest.mark.parametrize(
