@@ -107,16 +107,23 @@ def spread(steps: Sequence[PublishedStep], ratios: np.ndarray, kind: str) -> tup
     return min(float(low), 1.0), max(float(high), 1.0)
 
 
-def coverage(steps: Sequence[PublishedStep]) -> float:
-    """Return the share of steps inside the interval, with the fit and the interval from other systems, the mean over steps."""
-    inside = []
+def inside(steps: Sequence[PublishedStep]) -> dict[str, list[bool]]:
+    """Return whether each step of a system lies inside the interval, with the fit and the interval from other systems."""
+    found: dict[str, list[bool]] = {}
     for system in dict.fromkeys(step.system for step in steps):
         others = [step for step in steps if step.system != system]
         launches, ratios = fitted_launches(others), held_out_ratios(others)
+        found[system] = []
         for step in (each for each in steps if each.system == system):
             low, high = spread(others, ratios, step.generation)
-            inside.append(low <= step.measured / step.speed(launches) <= high)
-    return sum(inside) / len(inside)
+            found[system].append(low <= step.measured / step.speed(launches) <= high)
+    return found
+
+
+def coverage(steps: Sequence[PublishedStep]) -> float:
+    """Return the share of steps inside the interval; systems have equal weight, as in the fit and the interval."""
+    shares = [sum(steps) / len(steps) for steps in inside(steps).values()]
+    return sum(shares) / len(shares)
 
 
 def pairs(steps: Sequence[PublishedStep]) -> list[tuple[PublishedStep, PublishedStep]]:
@@ -145,7 +152,9 @@ def main() -> None:
     for step, ratio in sorted(zip(steps, ratios), key=lambda pair: pair[1]):
         print(f"  {ratio:.3f} {step.system}: {step.what}")
     print("spreads:", {kind: spread(steps, ratios, kind) for kind in SPREADS})
-    print(f"coverage {coverage(steps):.2f}; {len(pairs(steps))} pairs, ordered right {ordered_right(steps):.2f}")
+    single = list(itertools.chain(*inside(steps).values()))
+    print(f"coverage {coverage(steps):.2f} with equal weight for systems, {sum(single)} of {len(single)} steps")
+    print(f"{len(pairs(steps))} pairs, ordered right {ordered_right(steps):.2f}")
 
 
 if __name__ == "__main__":

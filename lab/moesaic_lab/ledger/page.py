@@ -9,6 +9,7 @@ commands committed.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from moesaic.planner.cluster import presets, read_cluster
 from moesaic_lab.benchmark import Benchmark, PagedOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.ledger import parts
-from moesaic_lab.ledger.held_out import coverage, held_out_ratios, ordered_right, published_steps
+from moesaic_lab.ledger.held_out import coverage, held_out_ratios, inside, ordered_right, published_steps
 from moesaic_lab.ledger.records import SOURCES, Entry, Kind, counted, median_error, worst_error
 from moesaic_lab.ledger.trace import trace
 from moesaic_lab.tables import markdown_table
@@ -84,6 +85,12 @@ def step_claims() -> list[Claim]:
     ]
 
 
+def _steps_inside() -> str:
+    """Return the count of published steps inside their interval, in words."""
+    single = list(itertools.chain(*inside(published_steps()).values()))
+    return f"{sum(single)} of {len(single)}"
+
+
 def _word(kind: str) -> str:
     """Return a kind as a part of a claim's name."""
     return "h200_stage" if kind == "own stages" else kind
@@ -125,7 +132,7 @@ def page(ledger: list[Entry]) -> str:
         "kind", "figures", "used for a fit", "median error", "worst", "median ratio", "middle half of the ratios",
     ]  # fmt: skip
     text = [
-        "# Ledger of errors: predictions and measurements by others", INTRODUCTION, "## By kind",
+        "# Ledger of errors: predictions and measurements by others", INTRODUCTION.format(inside=_steps_inside()), "## By kind",
         markdown_table([names, *of_kinds]), markdown_table([["claim", "value", "target", "holds"], *of_claims]),
         MISSES,
         "## Measured numbers of presets",
@@ -142,9 +149,9 @@ INTRODUCTION = """\
 This page compares predictions of the planner with figures that others measured. It tells you how far you can trust a
 prediction, by kind of figure. Rows marked *fit* were used to fit a preset and are not counted. To the steps one term with two
 numbers was fitted, equal for all systems (`LAUNCHES` in `planner/step.py`). The claims `steps_held_out_median`,
-`steps_coverage_off` (how far the share of steps inside the interval is from one half) and `steps_order` (pairs of layouts of a
-model on a machine whose speeds differ by more than 3 %) predict every system by a fit and an interval without it
-(`python -m moesaic_lab.ledger.held_out`). A
+`steps_coverage_off` (how far the share of steps inside the interval is from one half; systems have equal weight, as in the fit)
+and `steps_order` (pairs of layouts of a model on a machine whose speeds differ by more than 3 %) predict every system by a fit
+and an interval without it (`python -m moesaic_lab.ledger.held_out`). Counted one by one, {inside} steps lie inside. A
 ratio is predicted over measured time (for memory, bytes); an error is its distance from 1.
 `lab/moesaic_lab/ledger/data/README.md` lists the data and their licences.
 
