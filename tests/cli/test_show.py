@@ -237,6 +237,7 @@ def test_a_plan_that_was_written_is_shown_again(tmp_path: Path, capsys: pytest.C
         ("--mesh.innermost tp", "innermost"),
         ("--plan.chunks 0", "plan.chunks=0"),
         ("--plan.chunks two", "two"),
+        ("--plan.replication hott", "plan.replication='hott' is unknown: choose one of none, shadow"),
         ("--plan.gather-weights 3", "plan.gather_weights=3 does not divide mesh.etp=2"),
         ("--plan.overlap-gather --plan.peer-groups 2", "overlap_gather clashes with split_peers"),
         ("--layer.tokens 0", "--layer.tokens 0: must be at least 1"),

@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from moesaic.balance import check_replication
 from moesaic.balance.budget import MemoryBudget
 from moesaic.balance.samples import Homes
 from moesaic.cli.arguments import parse
@@ -128,6 +129,8 @@ def run(arguments: Sequence[str]) -> int:
             "plan.all_to_all=deepep runs the kernels of DeepEP, so there is no program to show: choose multicast, which sends "
             "a token once per node"
         )
+    if plan.replicates:
+        check_replication("plan.replication", plan.replication)
     grid = Grid(**vars(options.mesh))
     cluster = _cluster(options)
     layer, simulator = options.layer.workload, Simulator(cluster)
