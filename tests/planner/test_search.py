@@ -342,7 +342,7 @@ def test_progress_is_told() -> None:
 
 
 def test_sizes_of_ep_that_are_searched_to_the_end_agree_with_ep_pinned() -> None:
-    settings = Settings(give_up=1.5, refine=4, finished_eps=2)
+    settings = Settings(space=SMALL, give_up=1.5, refine=4, finished_eps=2)
     result = search(JOB, CLUSTER, settings)
     done = [ep for ep, results in result.by_ep.items() if results.is_searched]
     assert result.best.grid.ep in done
