@@ -127,7 +127,7 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench collectives --json $(RESULTS)/collectives.json
 	$(BIN)/moesaic bench model --json $(RESULTS)/model.json --picture $(PICTURES)/model.svg
 	$(BIN)/moesaic bench device --json $(RESULTS)/device_cpu.json
-	$(BIN)/moesaic bench kernels --json $(RESULTS)/kernels_cpu.json --picture $(PICTURES)/kernels_cpu.svg
+	$(BIN)/moesaic bench device --part operations --json $(RESULTS)/kernels_cpu.json --picture $(PICTURES)/kernels_cpu.svg
 	$(BIN)/moesaic reproduce all --json $(RESULTS)/reproduce.json
 	$(BIN)/moesaic bench codec_convergence --json $(RESULTS)/codec_convergence.json
 	$(BIN)/moesaic bench check --json $(RESULTS)/check.json

@@ -28,8 +28,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAB_SOURCES = [*sorted(LAB.rglob("*.py")), *sorted(TESTBED.rglob("*.py"))]
 PARTS = (
     "errors", "files", "configfile", "codecs", "shapes", "traces", "program", "kernels", "comm", "draw", "routing", "experts",
-    "runtime", "named", "chosen", "layer", "balance", "planner", "measure", "auto", "models", "parallel", "transformers",
-    "train", "weights", "testing", "report", "cli",
+    "runtime", "named", "chosen", "layer", "captured", "balance", "planner", "measure", "auto", "models", "parallel",
+    "transformers", "train", "weights", "testing", "report", "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
 TORCH_FREE = ("errors", "files", "configfile", "codecs", "shapes", "program", "traces", "planner", "report")
@@ -257,8 +257,9 @@ def test_nothing_reads_environment_variables_but_what_the_launcher_says():
         "src/moesaic/train/launch.py",  # reads RANK, WORLD_SIZE and their like: whether others were started, which attempt
         "src/moesaic/transformers/expert_parallel.py",  # reads WORLD_SIZE: how many ranks were started
         "lab/moesaic_lab/chaos/planted.py",  # sets, as a launcher does, what its ranks are to read
+        "lab/moesaic_lab/device/ranks.py",  # sets what NCCL reads, for ranks that share a GPU
+        "lab/moesaic_lab/device/steps.py",  # passes its own environment on to its steps, with what Triton reads
         "lab/moesaic_lab/extending.py",  # passes its own environment on to a copy of the package
-        "lab/moesaic_lab/gpu/command.py",  # passes its own environment on to its steps, with what Triton reads
         "lab/moesaic_lab/hf.py",  # sets, as a launcher does, what transformers reads
         "lab/moesaic_lab/sockets.py",  # reads MASTER_ADDR, GLOO_SOCKET_IFNAME: which network leads to the others
         "lab/moesaic_testbed/rank.py",  # sets, as a launcher does, what its ranks are to read

@@ -22,7 +22,10 @@ BENCHMARKS = {
     "codec_error": ("codec_error", "error and bytes of each codec"),
     "collectives": ("collectives", "start-up and rate of every collective in a profile, on emulated clusters"),
     "comm": ("comm.benchmark", "all-to-alls on an emulated cluster, against the limit of its links"),
-    "device": ("device.benchmark", "one layer on one device, against its matrix products and other libraries' layers"),
+    "device": (
+        "device.benchmark",
+        "one layer on a CPU or a GPU: its operations, products and memory, and other libraries' layers",
+    ),
     "extending": ("extending", "the promises of docs/extending.md, checked on the code"),
     "fuzz": ("fuzz.benchmark", "every reader and every command line on odd inputs"),
     "gates_loss": ("gates_loss", "losses and step times of the demo model under five gates"),
@@ -30,10 +33,8 @@ BENCHMARKS = {
     "headlines": ("headlines", "the main result of each of the five papers, on emulated clusters"),
     "hf": ("hf", "Moesaic inside transformers, against transformers' own loop over experts"),
     "house": ("house", "lines of code, statements, the path from the layer to the transport"),
-    "kernels": ("kernels.benchmark", "each operation of a layer against plain PyTorch and the roofline"),
     "layer": ("layer.benchmark", "schedules, adaptive r, pipelining, codecs and task orders on an emulated cluster"),
     "ledger": ("ledger.page", "published measurements against the models of time and memory"),
-    "layer_memory": ("kernels.memory", "memory of one layer, against a formula and Tutel's layer"),
     "model": ("model.benchmark", "predicted against measured times of layers, on an emulated cluster"),
     "tiny": ("tiny", "tiny models of every kind against their dense twins"),
     "moe_vs_dense": ("moe_vs_dense", "the demo against a dense model with as many operations per token"),
@@ -49,10 +50,6 @@ BENCHMARKS = {
 }
 """By name: the module with the `BENCHMARK`, and a summary for --help."""
 OTHERS = {
-    "gpu": (
-        "gpu.command:main",
-        "all figures of one GPU in nine minutes, one process per step; --dry to run without a GPU",
-    ),
     "paper-train": (
         "paper_train.command:run",
         "training of the papers' encoders and encoder-decoders; see moesaic train",

@@ -135,8 +135,8 @@ class Benchmark(Generic[O, C, F]):
     description: str
     """Shown by --help."""
     options: type[O]
-    notes: str
-    """What a reader must know to judge the figures."""
+    notes: str | Callable[[F], str]
+    """What a reader must know to judge the figures, or a function that makes it from the results."""
     cases: Callable[[O], C] = _once
     """Makes cases, or a configuration of them, from the options; returns None if `measure` needs only the options. It
     refuses invalid options, and options that this machine cannot run."""
@@ -176,7 +176,9 @@ class Benchmark(Generic[O, C, F]):
             results = self.measure(options, cases, told)
         self.show(results, options)
         if picture is not None and self.panels is not None:
-            write_picture(picture, self.title, self.panels(results), self.notes, columns=self.panels_in_a_row)
+            write_picture(
+                picture, self.title, self.panels(results), self.notes_on(results), columns=self.panels_in_a_row
+            )
         if isinstance(options, PagedOptions) and options.page and self.page is not None:
             write_page(Path(options.page), self.page(results), self.page_marks)
         return 1 if self.is_proof and any(claim.holds is False for claim in self.claims(results)) else 0
@@ -196,8 +198,12 @@ class Benchmark(Generic[O, C, F]):
     def measurement(self, results: F) -> Measurement:
         """Return the results as rows and claims, with notes and packages."""
         return Measurement(
-            rows=self.rows(results), claims=self.claims(results), notes=self.notes, packages=self.packages
+            rows=self.rows(results), claims=self.claims(results), notes=self.notes_on(results), packages=self.packages
         )
+
+    def notes_on(self, results: F) -> str:
+        """Return what a reader must know to judge these results."""
+        return self.notes(results) if callable(self.notes) else self.notes
 
 
 def notes_of(documentation: str | None) -> str:

@@ -61,13 +61,13 @@ def batch(sequences: int) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor that may be sharded over ranks."""
     if not isinstance(tensor, DTensor):
-        return tensor.detach()
+        return tensor.detach().cpu()
     if "ep" not in (tensor.device_mesh.mesh_dim_names or ()):
-        return tensor.full_tensor().detach()
+        return tensor.full_tensor().detach().cpu()
     # `full_tensor` would not join the parts of a strided shard in the order of the ranks.
     parts: list[Any] = [None] * dist.get_world_size()
     place = (tensor.device_mesh.get_local_rank("ep"), dist.get_rank())
-    dist.all_gather_object(parts, (place, tensor.to_local().detach()))
+    dist.all_gather_object(parts, (place, tensor.to_local().detach().cpu()))
     return torch.cat([part for _, part in sorted(parts, key=lambda entry: entry[0])])
 
 
@@ -90,22 +90,23 @@ def load(case: RankCase, **options: Any) -> Any:
 
 def step(model: Any, ids: Tensor) -> Step:
     """Run a model forward and backward; return its logits and gradients."""
+    ids = ids.to(model.device)
     out = model(input_ids=ids, labels=ids, use_cache=False)
     out.loss.backward()
-    return out.logits.detach(), gradients(model)
+    return out.logits.detach().cpu(), gradients(model)
 
 
-def as_launched() -> None:
-    """Set the environment variables of a launcher."""
-    for name in ("RANK", "LOCAL_RANK"):
-        os.environ[name] = str(dist.get_rank())
+def as_launched(device: str = "cpu") -> None:
+    """Set the environment variables of a launcher. Ranks on GPUs share the first one, as if each were alone on its node."""
+    os.environ["RANK"] = str(dist.get_rank())
+    os.environ["LOCAL_RANK"] = str(dist.get_rank() if device == "cpu" else 0)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ[name] = str(dist.get_world_size())
 
 
-def steps(cases: list[RankCase]) -> list[Step]:
-    """Run the cases; return for each the logits of this rank's sequence and all gradients."""
-    as_launched()
+def steps(device: str, cases: list[RankCase]) -> list[Step]:
+    """Run the cases; return for each the logits of this rank's sequence and all gradients, on the CPU."""
+    as_launched(device)
     results = []
     for case in cases:
         model = load(case)
@@ -267,7 +268,7 @@ def measure(options: HFOptions, selected: list[Family], told: Told) -> list[dict
 def _on_ranks(world: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         cases = cases_on(world, *write_models(Path(folder)))
-        errors = ep_errors(world, cases, on_ranks(world, steps, cases))
+        errors = ep_errors(world, cases, on_ranks(world, steps, "cpu", cases))
     return [
         {
             "world": world, "model": Path(case.folder).name, "ep": case.ep, "tp": case.tp,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from moesaic.errors import to_install
 
 if TYPE_CHECKING:
+    from moesaic.captured import capture
     from moesaic.comm.mesh import Mesh
     from moesaic.experts import GatedExperts, ModuleExperts, PlainExperts
     from moesaic.kernels.encode import encoding, fast_decode, fast_encode
@@ -31,6 +32,7 @@ _HOMES = {
     "MoE": "moesaic.layer",
     "balance_on_step": "moesaic.layer",
     "finish_step": "moesaic.layer",
+    "capture": "moesaic.captured",
     "Mesh": "moesaic.comm.mesh",
     "Plan": "moesaic.program.plan",
     "average_gradients": "moesaic.runtime.data_parallel",
@@ -73,6 +75,7 @@ __all__ = [
     "ZLoss",
     "average_gradients",
     "balance_on_step",
+    "capture",
     "checkpoint",
     "clip_grad_norm_",
     "collect_losses",

@@ -7,7 +7,7 @@ import torch
 
 from moesaic.errors import InputError
 from moesaic.kernels.encode import encoding, fast_decode, fast_encode
-from moesaic_lab.kernels.ops import decode_reference, encode_reference
+from moesaic_lab.device.ops import decode_reference, encode_reference
 
 SHAPES = [(0, 2, 2, 3), (1, 1, 1, 1), (7, 4, 2, 2), (13, 5, 5, 13), (16, 8, 2, 0), (9, 3, 1, 20)]
 """(tokens, experts, top_k, capacity): with dropped copies, without, and with a capacity of 0."""

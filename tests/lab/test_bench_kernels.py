@@ -9,10 +9,10 @@ import torch
 
 from moesaic.cli.main import main
 from moesaic_lab.device.cases import DeviceShape
-from moesaic_lab.kernels.benchmark import Roof, claims, measure, panels
-from moesaic_lab.kernels.memory import LayerSizes, measured_bytes
-from moesaic_lab.kernels.memory import claims as memory_claims
-from moesaic_lab.kernels.ops import KernelOp, ops
+from moesaic_lab.device.memory import LayerSizes, measured_bytes
+from moesaic_lab.device.memory import claims as memory_claims
+from moesaic_lab.device.operations import Roof, claims, measure, panels
+from moesaic_lab.device.ops import KernelOp, ops
 from moesaic_lab.pictures import write_picture
 
 SMALL = DeviceShape(tokens=32, dim=16, hidden=8, experts=4, top_k=2)
@@ -76,7 +76,13 @@ def test_a_size_that_was_not_measured_says_so() -> None:
     ]
 
 
-@pytest.mark.parametrize("words", ["--repeats 0", "--threads 0", "--picture x.gif"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--part operations --repeats 0", "--threads 0", "--part operations --picture x.gif", "--picture x.svg",
+        "--only nothing", "--device cuda", "--seconds y",
+    ],
+)  # fmt: skip
 def test_bad_input_is_refused_in_one_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "kernels", *words.split()]) == 2
+    assert main(["bench", "device", *words.split()]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1

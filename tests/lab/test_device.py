@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from moesaic_lab.device import benchmark
-from moesaic_lab.device.benchmark import claims
+from moesaic_lab.device import on_cpu
 from moesaic_lab.device.bound import Bound, RouterBound
 from moesaic_lab.device.cases import SHAPES, DeviceCase, DeviceShape, cases, peak_growth_bytes
-from moesaic_lab.device.run import LAYER, LB, ROUTER, DeviceCell, measure
+from moesaic_lab.device.on_cpu import LAYER, LB, ROUTER, DeviceCell, claims, measure, measure_all
 
 SMALL = DeviceShape(tokens=32, dim=16, hidden=8, experts=4, top_k=2)
 
@@ -107,13 +107,14 @@ def test_claims_of_the_systems_own_allocator_say_so() -> None:
 
 
 def test_a_kept_case_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(benchmark.run, "measure", lambda chosen, *_: cell(1.1, dtype=chosen.dtype))
-    options = benchmark.DeviceOptions(
-        only="e8 float32 gelu balanced", keep_freed_memory=False, threads=torch.get_num_threads(), keep=str(tmp_path)
-    )
-    rows = benchmark.measure(options, benchmark.cases(options), lambda _: None)
-    monkeypatch.setattr(benchmark.run, "measure", None)
-    assert benchmark.measure(options, benchmark.cases(options), lambda _: None) == rows
+    monkeypatch.setattr(on_cpu, "measure", lambda chosen, *_: cell(1.1, dtype=chosen.dtype))
+    rows = rows_with("e8 float32 gelu balanced", keep=str(tmp_path))
+    monkeypatch.setattr(on_cpu, "measure", None)
+    assert rows_with("e8 float32 gelu balanced", keep=str(tmp_path)) == rows
+
+
+def rows_with(only: str, keep: str | None = None, told: Callable[[str], object] = len) -> list[dict[str, object]]:
+    return measure_all(only, 20, threads=torch.get_num_threads(), peers=True, keep_freed=False, keep=keep, told=told)
 
 
 def test_a_missing_peer_leaves_a_claim_without_a_value() -> None:
@@ -129,7 +130,7 @@ def test_methods_are_repeated_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def peers() -> dict[str, object]:
         return {"same": lambda layer: layer, "gone": "not installed"}
 
-    monkeypatch.setattr("moesaic_lab.device.run.peers", peers)
+    monkeypatch.setattr("moesaic_lab.device.on_cpu.peers", peers)
     found = measure(case(), 7)
     assert {name: len(seconds) for name, seconds in found.seconds.items() if name != "same"} == {
         LB: 7, ROUTER: 7, LAYER: 7,
@@ -150,10 +151,9 @@ def test_bfloat16_is_measured_where_the_processor_has_it(
         measured.append(chosen)
         return cell(1.1, dtype=chosen.dtype)
 
-    monkeypatch.setattr(benchmark.run, "measure", one)
-    options = benchmark.DeviceOptions(only="e8 gelu balanced", keep_freed_memory=False, threads=torch.get_num_threads())
+    monkeypatch.setattr(on_cpu, "measure", one)
     told: list[str] = []
-    rows = benchmark.measure(options, benchmark.cases(options), told.append)
+    rows = rows_with("e8 gelu balanced", told=told.append)
     assert {row["dtype"] for row in rows} == {each.dtype for each in measured}
     assert [each.dtype for each in measured] == ["float32", "bfloat16"][: 1 + has_instructions]
     assert sum("no instructions for bfloat16" in line for line in told) == (not has_instructions)

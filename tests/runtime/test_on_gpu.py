@@ -1,7 +1,7 @@
 """A layer on a GPU: results against the CPU, host waits, CUDA graphs, and meshes whose ranks share one GPU without NCCL.
 
 Without a GPU the stand-in takes its place. It cannot replay a graph, so there a step is searched for what no graph can hold.
-`moesaic bench gpu` runs this file on the GPU.
+`moesaic bench device --device cuda` runs this file on the GPU.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 
 from host_waits import CAPACITIES, WaitCase, cases
+from moesaic.captured import capture
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
+from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.program.grid import Grid
+from moesaic.routing.capacity import AbstractCapacity, Capacity
 from stand_in import DEVICE, StandIn, pretending, to_device, values
 
 HAS_GPU = torch.cuda.is_available()
@@ -34,10 +37,13 @@ SIZES, TOKENS = (64, 96, 8, 2), 200
 """(dim, hidden, experts, top_k) and the number of tokens."""
 on_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 capacities = pytest.mark.parametrize("capacity", ["dropless", "capacity"])
+EVERY_CAPACITY: dict[str, AbstractCapacity] = CAPACITIES | {
+    "fitted": Capacity.fitted(at_most=1.5), "by score": Capacity.fixed(0.75, order="score"),
+}  # fmt: skip
 
 
 def layer_of(dtype: torch.dtype, capacity: str, router: str = "softmax") -> tuple[MoE, Tensor]:
-    layer = MoE(*SIZES, losses=(), router=router, capacity=CAPACITIES[capacity]).to(dtype)
+    layer = MoE(*SIZES, losses=(), router=router, capacity=EVERY_CAPACITY[capacity]).to(dtype)
     return layer, torch.randn(TOKENS, SIZES[0]).to(dtype)
 
 
@@ -123,12 +129,38 @@ def check_graph(layer: MoE, x: Tensor, transport: AbstractTransport | None = Non
         assert largest_error(replayed, step(layer, other)[:2]) < DTYPES[x.dtype]
 
 
-@capacities
+@pytest.mark.parametrize("capacity", EVERY_CAPACITY)
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, *(pytest.param(dtype, marks=on_gpu) for dtype in (torch.float32, torch.float16))], ids=str
 )
 def test_a_graph_can_hold_a_step(dtype: torch.dtype, capacity: str) -> None:
     check_graph(*layer_of(dtype, capacity))
+
+
+@on_gpu
+@pytest.mark.parametrize("capacity", EVERY_CAPACITY)
+@pytest.mark.parametrize("router", ROUTERS[:3])
+def test_a_captured_layer_equals_the_layer(router: str, capacity: str) -> None:
+    layer, x = layer_of(torch.bfloat16, capacity, router)
+    layer, x = layer.cuda(), x.cuda().requires_grad_()
+    captured = capture(layer, x)
+    for other in (x.detach().flip(0).requires_grad_(), x):
+        results = []
+        for run in (layer, captured):
+            layer.zero_grad(set_to_none=True)
+            for _ in range(2):  # gradients add up
+                other.grad = None
+                y = run(other)
+                (y * y).sum().backward()
+            results.append([y.detach().clone(), other.grad, *(each.grad for each in layer.parameters())])
+        assert largest_error(*results) == 0
+
+
+@on_gpu
+def test_a_layer_that_waits_is_not_captured() -> None:
+    layer = MoE(*SIZES, losses=()).cuda().double()
+    with pytest.raises(InputError, match="the host waits for the GPU in"):
+        capture(layer, torch.randn(TOKENS, SIZES[0], device="cuda", dtype=torch.float64, requires_grad=True))
 
 
 def test_a_graph_can_hold_a_plan_of_a_padded_capacity() -> None:

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_ranks_equal_one_process(folder: Path, world: int) -> None:
     cases = cases_on(world, *(str(folder / name) for name in ("mixtral", "gpt_oss", "skewed")))
-    for case, error in zip(cases, ep_errors(world, cases, on_ranks(world, steps, cases))):
+    for case, error in zip(cases, ep_errors(world, cases, on_ranks(world, steps, "cpu", cases))):
         assert 0 < error <= 1e-5, (case, error)
 
 

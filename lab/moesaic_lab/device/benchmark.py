@@ -1,153 +1,135 @@
-"""`moesaic bench device`: one layer on one device, compared with its matrix products alone and with other people's layers.
+"""`moesaic bench device`: what a layer costs on one device, a CPU or a GPU.
 
-Forward and backward with the input's gradient, one process, methods in turn. LB: the experts' matrix products alone,
-per expert torch.mm(out=), and an in-place pass each for the activation and its derivative; 'router's products' are
-its three products alone. Claims over LB: the whole layer, with router, top-k and load-balance loss, over the experts'
-products, the worse of GELU and SwiGLU; over_lb_with_router has the router's products below the line too. Zipf: logits
--0.7 ln i plus unit normal noise. layer_over: our layer's time over that peer's; a peer far from the fastest has fewer
-repeats. growth_bytes: peak of tensors alive beyond those before the call, new gradients included. kept_memory says
-whether the allocator was told to keep what is freed, for all methods alike. Peers have SwiGLU experts.
+On a CPU, `--part layer` compares a whole layer with its matrix products and with other people's layers, `operations` each
+operation with plain PyTorch code and the roofline, and `memory` the memory of a training step with Tutel's. On a GPU
+(`--device cuda`) all figures come from one command, whose steps `steps.py` lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-import torch
+from rich.table import Table
 
 from moesaic.errors import InputError
-from moesaic.kernels.memory import keep_freed_memory
-from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, keeping, kept, notes_of, require_positive
+from moesaic_lab.benchmark import Benchmark, DrawnOptions, KeptOptions, Shown, Told, notes_of, require_positive
 from moesaic_lab.claims import Claim
-from moesaic_lab.device import run
-from moesaic_lab.device.cases import DeviceCase
-from moesaic_lab.device.cases import cases as all_cases
-from moesaic_lab.device.run import LAYER
+from moesaic_lab.device import memory, on_cpu, operations, steps
+from moesaic_lab.pictures import Panel
 
-TARGETS = {"balanced": 1.10, "zipf": 1.15}
-PEER_TARGET = 0.9
-CASE = ("shape", "dtype", "activation", "routing", "kept_memory")
-"""Keys of a row that identify its case."""
-Row = Mapping[str, Any]
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceOptions(KeptOptions):
-    """Options of the benchmark."""
+class DeviceOptions(KeptOptions, DrawnOptions):
+    """Options of the benchmark. Those about steps are for --device cuda, the others for --device cpu."""
 
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What is measured. cuda: all figures of one GPU; --keep names the folder of results, by default gpu_results."""
+    part: Literal["layer", "operations", "memory"] = "layer"
+    """What is measured on a CPU: a whole layer, each of its operations, or the memory of one layer."""
     threads: int = 2
     """Number of torch's threads."""
     repeats: int = 20
     """Timed rounds of all methods per case."""
     only: str | None = None
-    """Measure only the cases whose name has all of these words, e.g. "e32 bfloat16 swiglu zipf"; separate alternatives by
-    commas, e.g. "e8 gelu,e32"."""
+    """Measure only the cases whose name has all of these words, e.g. "e32 bfloat16 swiglu zipf", or the steps whose name
+    begins with one of them; separate alternatives by commas, e.g. "e8 gelu,e32"."""
     peers: bool = True
     """Also measure the layers of others that are installed (transformers, deepspeed)."""
     keep_freed_memory: bool = True
     """Let the allocator keep freed memory, as a training program may; applies to all methods."""
+    measured_up_to: int = 8192
+    """Largest number of tokens whose memory is measured, half a minute for 8192; that of more is computed by the formula."""
+    seconds: float = steps.SECONDS
+    """Time limit of all steps together."""
+    dry: bool = False
+    """Test that every step runs, without a GPU."""
 
 
-def cases(options: DeviceOptions) -> list[DeviceCase]:
-    """Return the cases that the options choose.
+@dataclass(frozen=True, kw_only=True)
+class DevicePart:
+    """One part of the benchmark, on one kind of device."""
+
+    notes: str
+    measure: Callable[[DeviceOptions, Told], Rows]
+    claims: Callable[[Rows], list[Claim]]
+    shown: Shown
+    panels: Callable[[Rows], Sequence[Panel]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a part has measured."""
+
+    part: DevicePart
+    rows: Rows
+
+
+def _layers(options: DeviceOptions, told: Told) -> Rows:
+    return on_cpu.measure_all(
+        options.only, options.repeats, threads=options.threads, peers=options.peers,
+        keep_freed=options.keep_freed_memory, keep=options.keep, told=told,
+    )  # fmt: skip
+
+
+def _steps(options: DeviceOptions, told: Told) -> Rows:
+    folder = Path(options.keep or "gpu_results")
+    return steps.run(folder, dry=options.dry, seconds=options.seconds, only=options.only, told=told)
+
+
+PARTS = {
+    "layer": DevicePart(
+        notes=notes_of(on_cpu.__doc__), measure=_layers, claims=on_cpu.claims,
+        shown=Shown(title="One layer, forward + backward", columns=on_cpu.COLUMNS, group_by=on_cpu.CASE),
+    ),
+    "operations": DevicePart(
+        notes=notes_of(operations.__doc__), claims=operations.claims, panels=operations.panels,
+        measure=lambda options, _: operations.measure(options.repeats, threads=options.threads),
+        shown=Shown(title="Operations of one layer", columns=operations.COLUMNS, group_by=("dtype",)),
+    ),
+    "memory": DevicePart(
+        notes=notes_of(memory.__doc__), measure=lambda options, _: memory.rows(options.measured_up_to),
+        claims=memory.claims, shown=Shown(title="Memory of one layer"),
+    ),
+    "steps": DevicePart(
+        notes=steps.NOTES, measure=_steps, claims=steps.claims,
+        shown=Shown(title="Steps on a GPU", columns=("step", "seconds", "ended"), where={"what": ("step",)}),
+    ),
+}  # fmt: skip
+"""The parts on a CPU by name, and the one of a GPU."""
+
+
+def part_of(options: DeviceOptions) -> DevicePart:
+    """Return the part that the options choose.
 
     Raises:
-        InputError: `repeats` or `threads` is below 1, or `only` matches no case.
+        InputError: a number is below 1, `only` matches nothing, or there is no GPU.
     """
     require_positive({"repeats": options.repeats, "threads": options.threads}, "--")
-    alternatives = [set(words.split()) for words in (options.only or "").split(",")]
-    chosen = [case for case in all_cases() if any(words <= _words(case) for words in alternatives)]
-    if not chosen:
-        raise InputError(
-            f"--only {options.only!r} leaves no case: give words such as e8, e32, e64, float32, gelu, zipf"
-        )
-    return chosen
+    name = options.part if options.device == "cpu" else "steps"
+    if options.picture and PARTS[name].panels is None:
+        raise InputError(f"--picture {options.picture}: only --part operations has a picture")
+    if name == "layer":
+        on_cpu.chosen(options.only)
+    if name == "steps":
+        steps.require(dry=options.dry)
+    return PARTS[name]
 
 
-def measure(options: DeviceOptions, cases: list[DeviceCase], told: Told) -> list[dict[str, Any]]:
-    """Measure the cases one after another and return their rows. An interrupted run with a folder `keep` loses one case."""
-    is_kept = options.keep_freed_memory and keep_freed_memory()
-    setting = {"threads": options.threads, "kept_memory": is_kept}
-    torch.set_num_threads(options.threads)
-    rows: list[dict[str, Any]] = []
-    with keeping(options.keep) as folder:
-        for number, case in enumerate(cases, 1):
-            if case.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-                told(f"{number} of {len(cases)}  {case.name}: left out, this CPU has no instructions for bfloat16")
-                continue  # without them the products take 70 times as long, and hide the rest of a layer
-            told(f"{number} of {len(cases)}  {case.name}")
-            name = "-".join(map(str, (case.name.replace(" ", "-"), options.repeats, *setting.values())))
+def tables(found: Found) -> list[Table]:
+    """Return the table of a part's rows."""
+    return found.part.shown.of(found.rows)
 
-            def measure_case(case: DeviceCase = case) -> list[dict[str, Any]]:
-                return [row | setting for row in run.measure(case, options.repeats, options.peers).rows()]
-
-            rows += kept(folder / f"{name}.json", measure_case)
-    return rows
-
-
-def _words(case: DeviceCase) -> set[str]:
-    """Return the words by which `only` can choose a case."""
-    return {*case.shape.name.split("_"), case.shape.name, case.dtype, case.activation, case.routed}
-
-
-def claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return the claims of the measured shapes. Claims measured with the system's default allocator have it in their name."""
-    all_claims: list[Claim] = []
-    for shape, is_kept in dict.fromkeys((row["shape"], row["kept_memory"]) for row in rows):
-        of_shape = [row for row in rows if (row["shape"], row["kept_memory"]) == (shape, is_kept)]
-        head = f"cpu.{shape}" if is_kept else f"cpu.default_allocator.{shape}"
-        ours = [row for row in of_shape if row["method"] == LAYER]
-        for dtype in dict.fromkeys(row["dtype"] for row in ours):
-            for routed, target in TARGETS.items():
-                ratios = [row["over_lb"] for row in ours if (row["dtype"], row["routing"]) == (dtype, routed)]
-                if ratios:
-                    name = f"{head}.{dtype}.{routed}_over_lb"
-                    all_claims.append(Claim(name=name, value=max(ratios), target=target))
-        all_claims.append(_over_peers(head, of_shape))
-        all_claims.append(_memory(head, of_shape))
-    return all_claims
-
-
-def _over_peers(head: str, rows: Sequence[Row]) -> Claim:
-    """Return the claim on the time of our whole layer over that of the fastest peer, the worst of all cases with a peer."""
-    name = f"{head}.over_best_peer"
-    best = [min(peers, key=lambda row: float(row["median_seconds"])) for peers in _peers(rows)]
-    value = max((float(row["layer_over"]) for row in best), default=None)
-    reason = "" if best else _why_absent(rows)
-    return Claim(name=name, value=value, target=PEER_TARGET, reason=reason)
-
-
-def _memory(head: str, rows: Sequence[Row]) -> Claim:
-    """Return the claim on our layer's memory growth over the smallest growth of a peer, the worst of all cases."""
-    name = f"{head}.memory_over_best_peer"
-    ours = {_case(row): row["growth_bytes"] for row in rows if row["method"] == LAYER}
-    ratios = [ours[_case(peers[0])] / min(row["growth_bytes"] for row in peers) for peers in _peers(rows)]
-    reason = "" if ratios else _why_absent(rows)
-    return Claim(name=name, value=max(ratios, default=None), target=1.0, reason=reason)
-
-
-def _peers(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return one list per case of the rows of the peers that ran."""
-    ran = [row for row in rows if "layer_over" in row]
-    return [[row for row in ran if _case(row) == case] for case in dict.fromkeys(map(_case, ran))]
-
-
-def _case(row: Row) -> tuple[Any, ...]:
-    return tuple(row[key] for key in CASE)
-
-
-def _why_absent(rows: Sequence[Row]) -> str:
-    reasons = dict.fromkeys(row["reason"] for row in rows if "reason" in row)
-    return "; ".join(reasons) or "peers were not asked for"
-
-
-COLUMNS = (*CASE[:4], "method", "median_seconds", "over_lb", "over_lb_with_router", "layer_over", "growth_bytes")
 
 BENCHMARK = Benchmark(
-    name="device", description="Measure one MoE layer against its matrix products alone and against other people's layers.",
-    options=DeviceOptions, notes=notes_of(__doc__), cases=cases, measure=measure, claims=claims,
-    columns=(Shown(title="One layer, forward + backward", columns=COLUMNS, group_by=CASE),),
-    packages=("torch", "numpy", "transformers", "deepspeed"),
+    name="device", description="Measure what a MoE layer costs on one device, a CPU or a GPU, beside the layers of others.",
+    options=DeviceOptions, notes=lambda found: found.part.notes, cases=part_of, rows=lambda found: found.rows,
+    measure=lambda options, part, told: Found(part=part, rows=part.measure(options, told)),
+    claims=lambda found: found.part.claims(found.rows), columns=tables, title="Operations of one layer",
+    panels=lambda found: [] if found.part.panels is None else found.part.panels(found.rows),
+    packages=("torch", "numpy", "triton", "transformers", "deepspeed", "liger_kernel"),
 )  # fmt: skip

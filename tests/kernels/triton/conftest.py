@@ -29,7 +29,7 @@ elif not CAN_RUN:
 
 
 if CAN_RUN and IS_INTERPRETED:
-    from moesaic_lab.gpu.interpreter import mend_the_interpreter
+    from moesaic_lab.device.interpreter import mend_the_interpreter
 
     mend_the_interpreter()
 

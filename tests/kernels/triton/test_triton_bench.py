@@ -4,111 +4,76 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from moesaic.errors import InputError
 from moesaic.kernels.triton.rows.tiles import default_tile
-from moesaic_lab.gpu import layers as gpu_layers
-from moesaic_lab.gpu import run as gpu_device
-from moesaic_lab.gpu import timing as gpu_timing
-from moesaic_lab.gpu import tune as gpu_tune
-from moesaic_lab.gpu.layers import Inputs, errors, grouped_mm, ours, sonic
-from moesaic_lab.gpu.run import GpuOptions, measure
-from moesaic_lab.gpu.shapes import LARGEST, LAYERS, GpuLayer, claims
+from moesaic_lab.device import layers as gpu_layers
+from moesaic_lab.device import on_gpu
+from moesaic_lab.device import tune as gpu_tune
+from moesaic_lab.device.layers import Inputs, errors, grouped_mm, ours, sonic
+from moesaic_lab.device.shapes import LARGEST, LAYERS, GpuLayer, claims
+from moesaic_lab.device.steps import PRODUCTS
 
 TINY = GpuLayer(tokens=24, dim=40, hidden=24, num_experts=3, top_k=2)
 
 
 @pytest.fixture
-def no_gpu(monkeypatch, device):
-    """Run the benchmark without a GPU: with the host's clock, no memory counter and one small layer."""
-
-    def in_turn(methods: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 0) -> dict[str, list[float]]:
-        seconds: dict[str, list[float]] = {name: [] for name in methods}
-        for _ in range(2):
-            for name, run in methods.items():
-                start = time.perf_counter()
-                run()
-                seconds[name].append(time.perf_counter() - start)
-        return seconds
-
+def one_layer(monkeypatch, device):
+    """Measure one small layer, on the tests' device."""
     random = Inputs.random
     monkeypatch.setattr(Inputs, "random", staticmethod(lambda layer, _, dtype: random(layer, device, dtype)))
-    monkeypatch.setattr(gpu_device, "_require", lambda options: None)
-    monkeypatch.setattr(gpu_device, "_chosen", lambda options: [TINY])
-    monkeypatch.setattr(gpu_device, "SMALL", TINY)
-    monkeypatch.setattr(gpu_device, "in_turn", in_turn)
-    monkeypatch.setattr(gpu_device, "dense_tflops", lambda *_: 100.0)
-    monkeypatch.setattr(gpu_tune, "seconds_of", lambda run: in_turn({"it": run}, 1)["it"][0])
-    memory = gpu_timing.GpuMemory(kept=1.0, forward_peak=2.0, backward_peak=3.0)
-    monkeypatch.setattr(gpu_device, "memory_of", lambda *_: memory)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(on_gpu, "chosen", lambda names, dry: [TINY])
+
+
+def rows_of(folder: Path) -> dict[str, dict]:
+    return json.loads((folder / "rows.json").read_text())["rows"]
 
 
 @pytest.mark.random
-def test_measure_from_checks_to_claims_and_once_more_from_its_files(no_gpu, tmp_path):
-    options = GpuOptions(folder=tmp_path, stages=("check", "measure"), repeats=2)
-    report = measure(options)
-    row = next(row for row in report.rows if row["name"] == TINY.name)
-    assert "error" not in row
+def test_measure_from_checks_to_claims_and_once_more_from_its_files(one_layer, tmp_path, monkeypatch):
+    assert on_gpu.measure(tmp_path, dry=True) == 0
+    rows = rows_of(tmp_path)
+    row = rows[TINY.name]
     assert set(row["errors"]) == {"y", "x", "weight", "w13", "w2"}
     assert row["ours"]["forward_tflops"] > 0
     assert row.get("grouped_mm_absent") is None
     assert row["grouped_mm"]["over_ours"] > 0
     assert "liger" in row["liger_absent"]
-    assert set(row["steps"]) == {
-        "up",
-        "down",
-        "down_grad",
-        "rows_grad",
-        "weight_grad",
-        "weight_grad_down",
-        "sum",
-        "sort",
-    }
-    values = {claim.name.rsplit(".", 1)[1]: claim for claim in report.claims}
+    assert set(row["steps"]) == {*PRODUCTS, "sum", "sort"}
+    values = {claim.name.rsplit(".", 1)[1]: claim for claim in claims([TINY], rows)}
     assert values["forward_tflops"].value == row["ours"]["forward_tflops"]
-    assert values["activation_gib"].value == 1.0
+    assert values["activation_gib"].value == row["ours"]["memory_gib"]["kept"]
     assert values["over_liger"].value is None
     assert "liger-kernel could not be run" in values["over_liger"].reason
-    report.write(str(tmp_path / "out.json"))
-    assert json.loads((tmp_path / "out.json").read_text())["claims"][0]["name"].startswith("gpu.T24_H40")
-    assert measure(options).rows == report.rows  # nothing is timed again: the same figures
+    monkeypatch.setattr(on_gpu, "_row", lambda *_: 1 / 0)
+    assert on_gpu.measure(tmp_path, dry=True) == 0, "nothing is measured again"
+    assert rows_of(tmp_path) == rows
 
 
-def test_versions_include_the_distribution_liger_kernel(no_gpu, tmp_path):
-    assert "liger_kernel" in measure(GpuOptions(folder=tmp_path, stages=())).packages
-
-
-def test_logits_of_nan_are_checked(no_gpu, device, monkeypatch):
-    gpu_device._check_odd_logits(device)
-    monkeypatch.setattr(torch.Tensor, "softmax", lambda self, _: torch.ones_like(self))
-    with pytest.raises(AssertionError, match="are not those of the tokens"):
-        gpu_device._check_odd_logits(device)
-
-
-def test_tune_writes_every_tile_and_stops_at_the_deadline(no_gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr("moesaic_lab.gpu.search.candidates", lambda shape, device: iter([default_tile(shape, device)]))
-    measure(GpuOptions(folder=tmp_path, stages=("tune",)))
+def test_tune_writes_every_tile_and_stops_at_the_deadline(one_layer, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "moesaic_lab.device.search.candidates", lambda shape, device: iter([default_tile(shape, device)])
+    )
+    for product in PRODUCTS:
+        on_gpu.tune(tmp_path, TINY.name, product, "60", dry=True)
     (tiles,) = json.loads((tmp_path / "tiles.json").read_text()).values()
     assert len(tiles) == 6
-    measure(GpuOptions(folder=tmp_path / "late", stages=("tune", "measure"), seconds=-1.0))
+    on_gpu.tune(tmp_path / "late", TINY.name, "up", "-1", dry=True)
     assert not (tmp_path / "late" / "tiles.json").exists()
 
 
-def test_a_layer_that_fails_is_a_row_with_its_reason(no_gpu, tmp_path, monkeypatch):
+def test_a_layer_that_fails_is_a_row_with_its_reason(one_layer, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_tune, "breakdown", lambda *_: 1 / 0)
-    report = measure(GpuOptions(folder=tmp_path, stages=("measure",), repeats=2))
-    assert {row["name"]: row.get("error") for row in report.rows}[TINY.name] == "ZeroDivisionError: division by zero"
-    assert {claim.value for claim in report.claims} == {None}
-    assert all("ZeroDivisionError" in claim.reason for claim in report.claims)
+    assert on_gpu.measure(tmp_path, dry=True) == 1
+    rows = rows_of(tmp_path)
+    assert rows[TINY.name]["error"] == "ZeroDivisionError: division by zero"
+    found = claims([TINY], rows)
+    assert {claim.value for claim in found} == {None}
+    assert all("ZeroDivisionError" in claim.reason for claim in found if "sonic" not in claim.name)
 
 
 def test_wrong_results_are_found(device):
@@ -146,13 +111,20 @@ def imitated_sonic(x, scores, token, expert, gate_up, bias, down, other_bias, nu
 
 @pytest.fixture
 def sonic_moe(monkeypatch):
-    """Install a fake package sonicmoe with a slow implementation."""
+    """Install fake packages sonicmoe, with a slow implementation, and quack."""
     functional, enums = ModuleType("sonicmoe.functional"), ModuleType("sonicmoe.enums")
     functional.moe_general_routing_inputs = imitated_sonic
     enums.ActivationType = SimpleNamespace(SWIGLU="swiglu")
-    modules = {"sonicmoe": ModuleType("sonicmoe"), "sonicmoe.functional": functional, "sonicmoe.enums": enums}
+    products = ModuleType("quack.gemm_interface")
+    for name in ("gemm", "gemm_gated", "gemm_dgated"):
+        setattr(products, name, lambda *, tuned=True: tuned)
+    modules = {
+        "sonicmoe": ModuleType("sonicmoe"), "sonicmoe.functional": functional, "sonicmoe.enums": enums,
+        "quack": ModuleType("quack"), "quack.gemm_interface": products,
+    }  # fmt: skip
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
+    return products
 
 
 def test_sonic_moe_computes_the_same_layer(sonic_moe, device):
@@ -163,13 +135,18 @@ def test_sonic_moe_computes_the_same_layer(sonic_moe, device):
     assert max(errors(inputs, y.detach(), (d_x, None, d_w2, d_weight)).values()) < 1e-4
 
 
-def test_sonic_moe_is_timed_beside_ours(no_gpu, sonic_moe, device, tmp_path, monkeypatch):
-    random = Inputs.random  # as replaced by no_gpu
+def test_sonic_moe_is_timed_beside_ours_without_a_search_of_its_own(one_layer, sonic_moe, tmp_path, monkeypatch):
+    random = Inputs.random  # as replaced by one_layer
     monkeypatch.setattr(Inputs, "random", staticmethod(lambda layer, at, _: random(layer, at, torch.float32)))
-    report = measure(GpuOptions(folder=tmp_path, stages=("sonic",), repeats=2))
-    row = next(row for row in report.rows if row["name"] == f"sonic.{TINY.name}")
+    assert on_gpu.measure_sonic(tmp_path, dry=True) == 0
+    rows = rows_of(tmp_path)
+    row = rows[f"sonic.{TINY.name}"]
     assert row["forward_tflops"] > 0
-    assert {claim.name: claim.value for claim in report.claims}[f"gpu.{TINY.name}.over_sonic"] == row["over_ours"]
+    assert {claim.name: claim.value for claim in claims([TINY], rows | {TINY.name: {}})}[
+        f"gpu.{TINY.name}.over_sonic"
+    ] == row["over_ours"]
+    assert not sonic_moe.gemm()
+    assert not sonic_moe.gemm_dgated()
 
 
 def test_claims_of_layers_that_were_not_measured_say_so():
@@ -180,9 +157,3 @@ def test_claims_of_layers_that_were_not_measured_say_so():
     assert targets["gpu.T40960_H768_I256_E128_K8.forward_tflops"] == 337
     assert targets[f"gpu.{LARGEST.name}.backward_tflops"] == 586
     assert targets["gpu.T24576_H1536_I512_E64_K4.activation_gib"] == pytest.approx(0.66)
-
-
-def test_without_a_gpu_one_line_says_so(tmp_path: Path, interpreted):
-    if interpreted:
-        with pytest.raises(InputError, match="needs a CUDA device"):
-            measure(GpuOptions(folder=tmp_path))

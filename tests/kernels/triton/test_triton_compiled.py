@@ -19,8 +19,8 @@ from moesaic.kernels.triton.rows.sort import sort
 from moesaic.kernels.triton.rows.tiles import Shape, Tile, default_tile, shared_bytes
 from moesaic.kernels.triton.rows.top_k import top_k_columns
 from moesaic.kernels.triton.up import up
-from moesaic_lab.gpu.compiled import DEVICES, CompiledKernel, compiling_for
-from moesaic_lab.gpu.mlp import moe_mlp
+from moesaic_lab.device.compiled import DEVICES, CompiledKernel, compiling_for
+from moesaic_lab.device.mlp import moe_mlp
 
 PRODUCTS = {"_up_kernel", "_rows_kernel", "_down_grad_kernel", "_outer_kernel"}
 TOKENS, TOP_K, EXPERTS, DIM, HIDDEN = 512, 8, 16, 1024, 256

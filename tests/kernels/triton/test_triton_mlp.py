@@ -12,7 +12,8 @@ from moesaic.kernels.activation import ACTIVATIONS
 from moesaic.kernels.triton.expert_stage import TILES, shapes
 from moesaic.kernels.triton.rows.sort import sort
 from moesaic.kernels.triton.rows.tiles import Tile
-from moesaic_lab.gpu.mlp import moe_mlp
+from moesaic.kernels.triton.rows.top_k import top_k_columns
+from moesaic_lab.device.mlp import moe_mlp
 
 #        tokens, top_k, experts, dim, hidden
 SIZES = [
@@ -154,3 +155,19 @@ def test_shapes_name_every_tile():
     actual = shapes(80, 4, 40, 24, 2, gated=True)
     assert tuple(actual) == TILES
     assert (actual["rows_grad"].columns, actual["rows_grad"].depth) == (40, 48)
+
+
+def test_logits_of_nan_and_experts_that_do_not_exist_spoil_no_other_token(device):
+    num_tokens, top_k, num_experts, dim, hidden = 20, 3, 7, 16, 16
+    logits = torch.randn(num_tokens, num_experts, device=device)
+    logits[::3] = float("nan")
+    logits[1::7, 2] = float("nan")
+    expert = top_k_columns(logits, top_k)
+    weight = logits.gather(1, expert.long()).softmax(1)
+    expert[2::5, 0] = num_experts
+    inputs = layer((num_tokens, top_k, num_experts, dim, hidden), torch.float32, device, gated=True)
+    y, leaves = run(inputs | {"expert": expert, "weight": weight.reshape(-1)}, "silu")
+    y.sum().backward()
+    is_odd = logits.isnan().any(1)
+    assert torch.equal(y.isnan().any(1), is_odd)
+    assert torch.equal(leaves["x"].grad.isnan().any(1), is_odd)

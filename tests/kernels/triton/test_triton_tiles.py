@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason='the GPU extra is not installed: pip instal
 
 from moesaic.kernels.triton.expert_stage import shapes
 from moesaic.kernels.triton.rows.tiles import Shape, Tile, TileDevice, default_tile, shared_bytes
-from moesaic_lab.gpu.search import Tuned, bucket, candidates, fits, load, save, search
+from moesaic_lab.device.search import Tuned, bucket, candidates, fits, load, save, search
 
 DEVICES = [
     TileDevice(name="Ampere", capability=(8, 0), multiprocessors=108, shared_bytes=166_912),

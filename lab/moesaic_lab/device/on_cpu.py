@@ -1,5 +1,13 @@
 """Measures one MoE layer on a CPU, forward and backward, against its matrix products alone and the layers of others.
 
+Forward and backward with the input's gradient, one process, methods in turn. LB: the experts' matrix products alone,
+per expert torch.mm(out=), and an in-place pass each for the activation and its derivative; 'router's products' are
+its three products alone. Claims over LB: the whole layer, with router, top-k and load-balance loss, over the experts'
+products, the worse of GELU and SwiGLU; over_lb_with_router has the router's products below the line too. Zipf: logits
+-0.7 ln i plus unit normal noise. layer_over: our layer's time over that peer's; a peer far from the fastest has fewer
+repeats. growth_bytes: peak of tensors alive beyond those before the call, new gradients included. kept_memory says
+whether the allocator was told to keep what is freed, for all methods alike. Peers have SwiGLU experts.
+
 Methods run in turn in one process on the same inputs: the bound (`bound.py`), the whole layer with its router and
 load-balancing loss, the router's products alone, and the layers of others (`peers.py`).
 """
@@ -8,21 +16,33 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
 
+import torch
 from torch import nn
 
+from moesaic.errors import InputError
+from moesaic.kernels.memory import keep_freed_memory
 from moesaic.layer import MoE
+from moesaic_lab.benchmark import Told, each_kept
+from moesaic_lab.claims import Claim
 from moesaic_lab.device.bound import Bound, RouterBound
 from moesaic_lab.device.cases import DeviceCase, peak_growth_bytes, step
+from moesaic_lab.device.cases import cases as all_cases
 from moesaic_lab.device.peers import MAX_BATCHED_BYTES, peers
 from moesaic_lab.measure import Ratio, Timing, in_turn, over_ranks, paired
 
 LB, ROUTER, LAYER = "LB", "router's products", "layer"
+TARGETS = {"balanced": 1.10, "zipf": 1.15}
+PEER_TARGET = 0.9
+CASE = ("shape", "dtype", "activation", "routing", "kept_memory")
+"""Keys of a row that identify its case."""
+COLUMNS = (*CASE[:4], "method", "median_seconds", "over_lb", "over_lb_with_router", "layer_over", "growth_bytes")
+Row = Mapping[str, Any]
 SLOW = 4.0
 """A peer that takes more than this many times as long as our layer in the warm-up is timed in two repeats only."""
 FEW = 5
@@ -145,3 +165,92 @@ def _too_large(name: str, case: DeviceCase) -> str | None:
     if name.endswith("batched_mm") and copied_bytes > MAX_BATCHED_BYTES:
         return f"it would copy {copied_bytes / 2**30:.0f} GiB of weights, a row's expert's matrices for each row"
     return None
+
+
+def chosen(only: str | None) -> list[DeviceCase]:
+    """Return the cases whose names have all words of one of the alternatives in `only`, which commas separate.
+
+    Raises:
+        InputError: no case has.
+    """
+    alternatives = [set(words.split()) for words in (only or "").split(",")]
+    found = [case for case in all_cases() if any(words <= _words(case) for words in alternatives)]
+    if not found:
+        raise InputError(f"--only {only!r} leaves no case: give words such as e8, e32, e64, float32, gelu, zipf")
+    return found
+
+
+def measure_all(
+    only: str | None, repeats: int, *, threads: int, peers: bool, keep_freed: bool, keep: str | None, told: Told
+) -> list[dict[str, Any]]:
+    """Measure the chosen cases and return their rows. An interrupted run with a folder `keep` loses one case."""
+    setting = {"threads": threads, "kept_memory": keep_freed and keep_freed_memory()}
+    torch.set_num_threads(threads)
+    runs: dict[str, Callable[[], Any]] = {}
+    for case in chosen(only):
+        if case.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            told(f"{case.name}: left out, this CPU has no instructions for bfloat16")
+            continue  # without them the products take 70 times as long, and hide the rest of a layer
+        name = "-".join(map(str, (case.name.replace(" ", "-"), repeats, *setting.values())))
+        runs[name] = partial(_measured_rows, case, repeats, peers, setting)
+    return [row for _, rows in each_kept(keep, runs, told) for row in rows]
+
+
+def _measured_rows(case: DeviceCase, repeats: int, peers: bool, setting: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row | setting for row in measure(case, repeats, peers).rows()]
+
+
+def _words(case: DeviceCase) -> set[str]:
+    """Return the words by which `only` can choose a case."""
+    return {*case.shape.name.split("_"), case.shape.name, case.dtype, case.activation, case.routed}
+
+
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    """Return the claims of the measured shapes. Claims measured with the system's default allocator have it in their name."""
+    all_claims: list[Claim] = []
+    for shape, is_kept in dict.fromkeys((row["shape"], row["kept_memory"]) for row in rows):
+        of_shape = [row for row in rows if (row["shape"], row["kept_memory"]) == (shape, is_kept)]
+        head = f"cpu.{shape}" if is_kept else f"cpu.default_allocator.{shape}"
+        ours = [row for row in of_shape if row["method"] == LAYER]
+        for dtype in dict.fromkeys(row["dtype"] for row in ours):
+            for routed, target in TARGETS.items():
+                ratios = [row["over_lb"] for row in ours if (row["dtype"], row["routing"]) == (dtype, routed)]
+                if ratios:
+                    name = f"{head}.{dtype}.{routed}_over_lb"
+                    all_claims.append(Claim(name=name, value=max(ratios), target=target))
+        all_claims.append(_over_peers(head, of_shape))
+        all_claims.append(_memory(head, of_shape))
+    return all_claims
+
+
+def _over_peers(head: str, rows: Sequence[Row]) -> Claim:
+    """Return the claim on the time of our whole layer over that of the fastest peer, the worst of all cases with a peer."""
+    name = f"{head}.over_best_peer"
+    best = [min(peers, key=lambda row: float(row["median_seconds"])) for peers in _peer_rows(rows)]
+    value = max((float(row["layer_over"]) for row in best), default=None)
+    reason = "" if best else _why_absent(rows)
+    return Claim(name=name, value=value, target=PEER_TARGET, reason=reason)
+
+
+def _memory(head: str, rows: Sequence[Row]) -> Claim:
+    """Return the claim on our layer's memory growth over the smallest growth of a peer, the worst of all cases."""
+    name = f"{head}.memory_over_best_peer"
+    ours = {_case(row): row["growth_bytes"] for row in rows if row["method"] == LAYER}
+    ratios = [ours[_case(peers[0])] / min(row["growth_bytes"] for row in peers) for peers in _peer_rows(rows)]
+    reason = "" if ratios else _why_absent(rows)
+    return Claim(name=name, value=max(ratios, default=None), target=1.0, reason=reason)
+
+
+def _peer_rows(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return one list per case of the rows of the peers that ran."""
+    ran = [row for row in rows if "layer_over" in row]
+    return [[row for row in ran if _case(row) == case] for case in dict.fromkeys(map(_case, ran))]
+
+
+def _case(row: Row) -> tuple[Any, ...]:
+    return tuple(row[key] for key in CASE)
+
+
+def _why_absent(rows: Sequence[Row]) -> str:
+    reasons = dict.fromkeys(row["reason"] for row in rows if "reason" in row)
+    return "; ".join(reasons) or "peers were not asked for"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -29,7 +30,8 @@ from triton.runtime.jit import JITFunction
 from moesaic.kernels.triton import expert_stage
 from moesaic.kernels.triton.rows import launch
 from moesaic.kernels.triton.rows.tiles import Tile, TileDevice
-from moesaic_lab.gpu.shapes import LAYERS, GpuLayer
+from moesaic_lab.device.results import reason
+from moesaic_lab.device.shapes import LAYERS, GpuLayer
 
 DEVICES = {
     80: TileDevice(name="Ampere", capability=(8, 0), multiprocessors=108, shared_bytes=166_912),
@@ -40,10 +42,6 @@ DEVICES = {
 
 SPILLED_BYTES = 64
 """Allowed bytes of spilled registers per thread; a few in an epilogue cost nothing."""
-
-
-CHECKS = ("check float32", "check bfloat16")
-"""Entries of `work` in place of a product's name: each compiles the whole layer of the stage `check`, in one dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,76 +124,74 @@ def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
 
 
 Job = tuple[GpuLayer, str, dict[str, Any] | None]
-"""A layer, a product and its tile; for an entry of `CHECKS`, no tile."""
+"""A layer, a product and its tile; without a tile, the whole layer with its default tiles."""
+WHOLE = "the whole layer"
+PROCESSES = 4
+"""As many compile side by side: a layer takes 50 seconds in one process."""
 
 
-def work(*, dry: bool) -> list[Job]:
-    """Return the layers to check, then all candidates of the tile search."""
-    from moesaic_lab.gpu.command import PRODUCTS, TUNED
-    from moesaic_lab.gpu.run import SMALL
-    from moesaic_lab.gpu.search import candidates
+def jobs(capability: int, *, dry: bool) -> list[Job]:
+    """Return all layers with their default tiles, then the candidates of the tile search."""
+    from moesaic_lab.device.on_gpu import TINY
+    from moesaic_lab.device.search import candidates
+    from moesaic_lab.device.steps import PRODUCTS, TUNED
 
-    entries: list[Job] = [] if dry else [(SMALL, check, None) for check in CHECKS]
-    for layer in (layer for layer in LAYERS if any(part in layer.name for part in TUNED)):
+    entries: list[Job] = [(layer, WHOLE, None) for layer in ([TINY] if dry else LAYERS)]
+    for layer in (layer for layer in LAYERS if not dry and any(part in layer.name for part in TUNED)):
         copies = layer.tokens * layer.top_k
         sizes = expert_stage.shapes(copies, layer.num_experts, layer.dim, layer.hidden, 2, gated=True)
         for product in PRODUCTS:
-            entries += [(layer, product, asdict(tile)) for tile in candidates(sizes[product], DEVICES[90])]
-    return entries[:1] if dry else entries
+            entries += [(layer, product, asdict(tile)) for tile in candidates(sizes[product], DEVICES[capability])]
+    return entries
 
 
 def compile_one(job: Job, capability: int, cache: str) -> list[dict[str, Any]]:
-    """Compile one product of a layer with one tile, or one of `CHECKS`, and return one row per kernel."""
-    from moesaic_lab.gpu.layers import Inputs
-    from moesaic_lab.gpu.tune import products
+    """Compile a job's kernels, and return one row per kernel."""
+    from moesaic_lab.device.layers import Inputs, ours
+    from moesaic_lab.device.tune import products
 
     layer, product, tile = job
     private = Path(cache) / f"of_process_{os.getpid()}"
     private.mkdir(parents=True, exist_ok=True)
+    inputs = Inputs.untouched(layer)
     with compiling_for(capability, Path(cache), private) as kernels:
         if tile is None:
-            _compile_layer(layer, getattr(torch, product.removeprefix("check ")))
+            torch.autograd.grad(ours(inputs, None).forward(), inputs.leaves, inputs.dy)
         else:
             with torch.no_grad():
-                products(Inputs.untouched(layer), is_compiling=True)[product](Tile(**tile))
+                products(inputs, is_compiling=True)[product](Tile(**tile))
+    figures = ("shared_bytes", "registers", "spilled_bytes", "is_serialized")
     return [
-        {
-            "layer": layer.name, "product": product, "tile": tile, "kernel": kernel.name,
-            "shared_bytes": kernel.shared_bytes, "registers": kernel.registers, "spilled_bytes": kernel.spilled_bytes,
-            "is_serialized": kernel.is_serialized,
-        }
+        {"layer": layer.name, "product": product, "tile": tile, "kernel": kernel.name}
+        | {name: getattr(kernel, name) for name in figures}
         for kernel in kernels
-    ]  # fmt: skip
+    ]
 
 
-def _compile_layer(layer: GpuLayer, dtype: torch.dtype) -> None:
-    """Compile the kernels of a layer's forward and backward pass and of its choice of experts."""
-    from moesaic.kernels.triton.rows.top_k import top_k_columns
-    from moesaic_lab.gpu.layers import Inputs, ours
+def compile_all(folder: Path, *, dry: bool) -> int:
+    """Compile all kernels of the layers and of the tile search, without the GPU, into Triton's cache, and write their rows.
 
-    top_k_columns(torch.zeros(layer.tokens, layer.num_experts), layer.top_k)
-    inputs = Inputs.random(layer, "cpu", dtype)
-    torch.autograd.grad(ours(inputs, None).forward(), inputs.leaves, inputs.dy)
-
-
-def write(out: Path, *, dry: bool) -> int:
-    """Compile all kernels of the checks and the tile search, on all but two cores and without the GPU, and write their rows.
-
-    If the search uses the same Triton cache, it compiles nothing. Kernels that spill registers, or whose tensor-core
-    instructions the assembler serializes, are listed separately. Return the exit code: 1 if a kernel did not compile.
+    Kernels that spill registers, or whose tensor-core instructions the assembler serializes, are listed separately. Return
+    the exit code: 1 if a kernel did not compile.
     """
-    cache, failures, rows, jobs = triton.knobs.cache.dir, list[str](), list[Any](), work(dry=dry)
-    with ProcessPoolExecutor(max_workers=max(1, (os.cpu_count() or 2) - 2)) as pool:
-        futures = {pool.submit(compile_one, job, 90, cache): job for job in jobs}
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    capability = max((known for known in DEVICES if known <= 10 * major + minor), default=min(DEVICES))
+    failures, rows, todo = list[str](), list[Any](), jobs(capability, dry=dry)
+    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(compile_one, job, capability, triton.knobs.cache.dir): job for job in todo}
         for future in as_completed(futures):
             layer, product, tile = futures[future]
             try:
                 rows += future.result()
             except Exception as error:  # a tile that the compiler refuses is a result
-                failures.append(f"{layer.name} {product} {tile}: {type(error).__name__}: {error}"[:300])
+                failures.append(f"{layer.name} {product} {tile}: {reason(error)}")
             slow = [row for row in rows if row["spilled_bytes"] > SPILLED_BYTES or row["is_serialized"]]
             report = {
-                "compiled": len(rows), "of": len(jobs), "failures": failures, "spilled_or_serialized": slow, "rows": rows,
-            }  # fmt: skip
-            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                "compiled": len(rows),
+                "of": len(todo),
+                "failures": failures,
+                "spilled_or_serialized": slow,
+                "rows": rows,
+            }
+            (folder / "compiled.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return int(bool(failures))

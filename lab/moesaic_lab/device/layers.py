@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -14,10 +15,8 @@ from torch import Tensor
 from moesaic.kernels.expert_ffn import expert_ffn
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.work import ExpertWork
-from moesaic_lab.gpu.shapes import GpuLayer
+from moesaic_lab.device.shapes import GpuLayer
 
-SAMPLE = 8
-"""Number of tokens that a check recomputes one by one."""
 TOLERANCE = 0.02
 """Largest allowed error, relative to a result's root mean square. bfloat16 rounds to 2**-9, a few times per result."""
 
@@ -71,10 +70,11 @@ class Inputs:
         tokens, dim, hidden, experts = layer.tokens, layer.dim, layer.hidden, layer.num_experts
         expert = torch.zeros(tokens, layer.top_k, dtype=torch.int32)
         x, w13, w2, dy = (
-            torch.empty(sizes, dtype=torch.bfloat16)
+            torch.empty(sizes, dtype=torch.bfloat16, requires_grad=True)
             for sizes in ((tokens, dim), (experts, 2, hidden, dim), (experts, dim, hidden), (tokens, dim))
         )
-        return Inputs(x=x, w13=w13, w2=w2, weight=torch.zeros(tokens, layer.top_k), expert=expert, dy=dy)
+        weight = torch.zeros(tokens, layer.top_k, requires_grad=True)
+        return Inputs(x=x, w13=w13, w2=w2, weight=weight, expert=expert, dy=dy.detach())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Implementation:
 def ours(inputs: Inputs, tiles: Mapping[str, Any] | None) -> Implementation:
     """Return the implementation by our Triton kernels: `sort`, then `moe_mlp`."""
     from moesaic.kernels.triton.rows.sort import sort
-    from moesaic_lab.gpu.mlp import moe_mlp
+    from moesaic_lab.device.mlp import moe_mlp
 
     def forward() -> Tensor:
         order = sort(inputs.expert.view(-1), len(inputs.w13))
@@ -140,11 +140,15 @@ def liger(inputs: Inputs) -> Implementation:
 def sonic(inputs: Inputs) -> Implementation:
     """Return SonicMoE's own kernels with the same weights and routing.
 
-    SonicMoE expects the rows of gate and up interleaved, and the experts as the last dimension.
+    SonicMoE expects the rows of gate and up interleaved, and the experts as the last dimension. QuACK, whose products it uses,
+    takes its default configurations.
 
     Raises:
         ImportError: the package is not installed.
     """
+    quack = import_module("quack.gemm_interface")
+    for name in ("gemm", "gemm_gated", "gemm_dgated"):
+        setattr(quack, name, partial(getattr(quack, name), tuned=False))  # else it tunes for minutes
     run = import_module("sonicmoe.functional").moe_general_routing_inputs
     swiglu = import_module("sonicmoe.enums").ActivationType.SWIGLU
     num_experts, top_k = len(inputs.w13), inputs.expert.shape[1]
@@ -174,58 +178,42 @@ def layer_of(inputs: Inputs) -> Implementation:
 
 
 def errors(inputs: Inputs, y: Tensor, grads: tuple[Tensor | None, ...]) -> dict[str, float]:
-    """Return the errors of results against float32, relative to their size, on a sample of tokens and one expert.
+    """Return the errors of results against experts one after another in float32, relative to their root mean square.
 
     Args:
         inputs: tensors of the layer.
         y: (T, D), the output.
-        grads: gradients of `of.leaves` for the output gradient `of.dy`; None for a gradient that is not compared.
-
-    Returns:
-        Errors by name: "y", "x" and "weight" on `SAMPLE` tokens, "w13" and "w2" on one expert.
+        grads: gradients of `inputs.leaves` for the output gradient `inputs.dy`; None for a gradient that is not compared.
     """
-    d_x, d_w13, d_w2, d_weight = grads
-    tokens = torch.linspace(0, len(inputs.x) - 1, SAMPLE, device=inputs.x.device).long()
-    sampled = {"y": y[tokens], "x": None if d_x is None else d_x[tokens]}
-    sampled["weight"] = None if d_weight is None else d_weight[tokens]
-    exact: dict[str, list[Tensor]] = {"y": [], "x": [], "weight": []}
-    for token in tokens.tolist():
+    actual = dict(zip(("y", "x", "w13", "w2", "weight"), (y, *grads)))
+    squares = {name: torch.zeros(2, dtype=torch.float64, device=y.device) for name in actual}
+    exact = {name: torch.zeros_like(each, dtype=torch.float32) for name, each in zip(("y", "x"), (y, y))}
+
+    def compare(name: str, right: Tensor, found: Tensor | None) -> None:
+        difference = right if found is None else found.float() - right
+        squares[name] += torch.stack([difference.double().square().sum(), right.double().square().sum()])
+
+    for e in range(len(inputs.w13)):
+        token, slot = (inputs.expert == e).nonzero(as_tuple=True)
+        leaves = (inputs.x[token], inputs.weight[token, slot], inputs.w13[e], inputs.w2[e])
+        x, weight, w13, w2 = (leaf.detach().float().requires_grad_() for leaf in leaves)
         with torch.enable_grad():
-            x, weight = (leaf[token].detach().float().requires_grad_() for leaf in (inputs.x, inputs.weight))
-            result = torch.zeros_like(x)
-            for slot, e in enumerate(inputs.expert[token].tolist()):
-                gate, up = inputs.w13[e].detach().float() @ x
-                hidden = F.silu(gate) * up
-                result = result + weight[slot] * (inputs.w2[e].detach().float() @ hidden)
-        gradients = torch.autograd.grad(result, (x, weight), inputs.dy[token].float())
-        for name, value in zip(exact, (result.detach(), *gradients)):
-            exact[name].append(value)
-    result_errors = {
-        name: relative(sampled[name], torch.stack(values))
-        for name, values in exact.items()
-        if sampled[name] is not None
-    }
-    e = int(inputs.expert[0, 0])
-    of_expert = _expert_gradients(inputs, e)
-    expert_grads = {"w13": d_w13, "w2": d_w2}
-    return result_errors | {
-        name: relative(leaf[e], of_expert[name]) for name, leaf in expert_grads.items() if leaf is not None
+            rows = ((F.silu(x @ w13[0].T) * (x @ w13[1].T)) @ w2.T) * weight.unsqueeze(1)
+        d_x, d_weight, *d_matrices = torch.autograd.grad(rows, (x, weight, w13, w2), inputs.dy[token].float())
+        exact["y"].index_add_(0, token, rows.detach())
+        exact["x"].index_add_(0, token, d_x)
+        for name, right, found in zip(("w13", "w2"), d_matrices, (grads[1], grads[2])):
+            compare(name, right, None if found is None else found[e])
+        compare("weight", d_weight, None if grads[3] is None else grads[3][token, slot])
+    for name, right in exact.items():
+        compare(name, right, actual[name])
+    return {
+        name: float((squares[name][0] / squares[name][1].clamp_min(1e-30)).sqrt())
+        for name, found in actual.items()
+        if found is not None
     }
 
 
-def relative(result: Tensor | None, exact: Tensor) -> float:
+def relative(result: Tensor, exact: Tensor) -> float:
     """Return the root mean square of the difference divided by the root mean square of `exact`."""
-    assert result is not None
-    size = float(exact.float().square().mean().sqrt())
-    return float((result.float() - exact.float()).square().mean().sqrt()) / max(size, 1e-30)
-
-
-def _expert_gradients(inputs: Inputs, e: int) -> dict[str, Tensor]:
-    """Return the gradients of one expert's matrices in float32."""
-    token, slot = (inputs.expert == e).nonzero(as_tuple=True)
-    w13, w2 = (matrices[e].detach().float().requires_grad_() for matrices in (inputs.w13, inputs.w2))
-    x = inputs.x.detach()[token].float()
-    with torch.enable_grad():
-        rows = (F.silu(x @ w13[0].T) * (x @ w13[1].T)) @ w2.T
-        weighted = rows * inputs.weight.detach()[token, slot, None]
-    return dict(zip(("w13", "w2"), torch.autograd.grad(weighted, (w13, w2), inputs.dy[token].float())))
+    return float((result.float() - exact.float()).norm() / exact.float().norm().clamp_min(1e-30))

@@ -16,10 +16,10 @@ from moesaic.kernels.triton.rows.permute import sum_tokens
 from moesaic.kernels.triton.rows.sort import sort
 from moesaic.kernels.triton.rows.tiles import Tile
 from moesaic.kernels.triton.up import up
-from moesaic_lab.gpu.layers import Inputs
-from moesaic_lab.gpu.search import Tuned, bucket, save, search
-from moesaic_lab.gpu.shapes import GpuLayer
-from moesaic_lab.gpu.timing import seconds_of
+from moesaic_lab.device.layers import Inputs
+from moesaic_lab.device.search import Tuned, bucket, save, search
+from moesaic_lab.device.shapes import GpuLayer
+from moesaic_lab.device.timing import seconds_of
 
 
 def products(inputs: Inputs, *, is_compiling: bool = False) -> dict[str, Callable[[Tile], object]]:

@@ -15,7 +15,7 @@ import torch
 from moesaic.configfile import as_json
 from moesaic.measure.compute import expert_step
 from moesaic.planner.cluster import ClusterSpec, Device, Tflops
-from moesaic_lab.gpu.timing import GIB, dense_tflops, seconds_of
+from moesaic_lab.device.timing import GIB, dense_tflops, seconds_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def cluster_of(sizes: ProfileSizes, device: str, name: str, memory_gib: float) -
     dim, hidden, num_experts = sizes.experts
     return ClusterSpec(
         nodes=1, devices_per_node=1, name="gpu", description=f"one {name}, no links",
-        source=f"moesaic bench gpu, {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}, torch {torch.__version__}",
+        source=f"moesaic bench device, {datetime.datetime.now(datetime.timezone.utc):%F}, torch {torch.__version__}",
         measured=(f"device: products of {sizes.dense}; bfloat16 experts {dim} x {hidden}, {num_experts} at once, both passes",),
         device=Device(
             tflops=Tflops(**rates), memory_gib=memory_gib, memory_gigabytes_per_second=moved / 1e9,
@@ -69,12 +69,12 @@ def _tf32(size: int, device: str) -> float:
         torch.set_float32_matmul_precision(before)
 
 
-def write(out: Path, *, dry: bool) -> int:
-    """Measure the device, write its description to `out`, and return the exit code 0."""
+def profile(folder: Path, *, dry: bool) -> int:
+    """Measure the device, write its description to cluster.json, and return the exit code 0."""
     if dry:
         cluster = cluster_of(DRY, "cpu", "dry run", 1.0)
     else:
         properties = torch.cuda.get_device_properties(0)
         cluster = cluster_of(ProfileSizes(), "cuda", properties.name, properties.total_memory / GIB)
-    out.write_text(as_json(cluster), encoding="utf-8")
+    (folder / "cluster.json").write_text(as_json(cluster), encoding="utf-8")
     return 0

@@ -17,7 +17,6 @@ import torch
 
 from moesaic.kernels.blocks import CACHE_BYTES, MIN_ROWS
 from moesaic.layer import MoE
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.device.cases import peak_growth_bytes, step
 
@@ -84,18 +83,3 @@ def claims(measured_rows: list[dict[str, Any]]) -> list[Claim]:
         name = f"memory.table5.{row['tokens']}_tokens" + ("" if is_measured else ".by_formula")
         all_claims.append(Claim(name=name, value=value, unit="GiB", target=row["tutel_gib"]))
     return all_claims
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerMemoryOptions(BenchmarkOptions):
-    """Options of the benchmark."""
-
-    measured_up_to: int = 8192
-    """Largest number of tokens to measure, half a minute for 8192; the memory of more tokens is computed by the formula."""
-
-
-BENCHMARK: Benchmark[LayerMemoryOptions, None, list[dict[str, Any]]] = Benchmark(
-    name="layer_memory", description="Measure the memory of one layer at the sizes of Tutel's Table 5.",
-    options=LayerMemoryOptions, notes=notes_of(__doc__), measure=lambda options, _, told: rows(options.measured_up_to),
-    claims=claims, columns=(Shown(title="Memory of one layer"),),
-)  # fmt: skip

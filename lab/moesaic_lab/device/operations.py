@@ -1,4 +1,4 @@
-"""`moesaic bench kernels`: each operation of a layer on this device, compared with plain PyTorch code and with the roofline.
+"""`moesaic bench device --part operations`: each operation of a layer, beside plain PyTorch code and the roofline.
 
 Each operation in turn with the plain way to write it (fast encode and decode: GShard's einsum; experts: one after the
 other by autograd), caches flushed before each call. Bound: arithmetic over the rate of a large matrix product or
@@ -20,31 +20,16 @@ from typing import Any
 
 import torch
 
-from moesaic_lab.benchmark import Benchmark, DrawnOptions, Shown, notes_of, require_positive
 from moesaic_lab.claims import Claim
 from moesaic_lab.device.cases import DTYPES, SHAPES, DeviceShape, peak_growth_bytes
-from moesaic_lab.kernels.ops import KernelOp, ops
+from moesaic_lab.device.ops import KernelOp, ops
 from moesaic_lab.measure import Timing, in_turn, over_ranks, paired
 from moesaic_lab.pictures import Panel, PlottedSeries
 
 OURS, PLAIN = "ours", "plain"
+COLUMNS = ("dtype", "op", "median_seconds", "over_plain", "of_bound", "error", "growth_bytes", "plain_growth_bytes")
 CACHE_BYTES = 2**26
 """Bytes written between two timed calls, to evict their inputs from the cache."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelOptions(DrawnOptions):
-    """Options of the benchmark."""
-
-    threads: int = 2
-    """Number of torch's threads."""
-    repeats: int = 20
-    """Timed calls of our operation and of the plain code."""
-
-
-def cases(options: KernelOptions) -> None:
-    """Raise an `InputError` for numbers below 1."""
-    require_positive({"repeats": options.repeats, "threads": options.threads}, "--")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,13 +125,3 @@ def _best(call: Callable[[], object], times: int) -> float:
         call()
         seconds.append(time.perf_counter() - start)
     return min(seconds)
-
-
-COLUMNS = ("dtype", "op", "median_seconds", "over_plain", "of_bound", "error", "growth_bytes", "plain_growth_bytes")
-
-BENCHMARK = Benchmark(
-    name="kernels", description="Measure each operation of a layer against the plain way to write it and the roofline.",
-    options=KernelOptions, notes=notes_of(__doc__), cases=cases, claims=claims,
-    columns=(Shown(title="Operations of one layer", columns=COLUMNS, group_by=("dtype",)),), panels=panels,
-    title="Operations of one layer", measure=lambda options, _, told: measure(options.repeats, threads=options.threads),
-)  # fmt: skip

@@ -1,0 +1,316 @@
+"""The steps of `moesaic bench device --device cuda`: all figures of one GPU, those of most worth first.
+
+Each step runs in its own process under a deadline. A step that crashes, hangs or leaves the GPU in error loses only its own
+figures. Results are written to one folder as soon as they are known, and steps that ended well are not run again by a later
+call on the same kind of GPU. If a program or a package is missing, the step's row says so; `lab/wheels.sh` downloads the
+packages. In a dry run every step runs on a CPU, under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from moesaic.errors import InputError, to_install
+from moesaic_lab.claims import Claim, Measurement
+from moesaic_lab.device.shapes import LAYERS
+from moesaic_lab.device.shapes import claims as layer_claims
+
+SECONDS = 540.0
+"""Time limit of one call: borrowed GPUs often allow ten minutes per command. A second call goes on."""
+FILES = ("gpu.json", "rows.json", "tiles.json", "compiled.json", "cluster.json", "tests.txt", "ncu.csv")
+TUNED = ("T40960_H768_I256", "T32768_H4096_I512_E128")
+"""Two layers, at both ends of the range of shapes, for which tiles are searched. Other layers use default tiles, except for
+products that fall under the same key."""
+PRODUCTS = ("up", "down", "down_grad", "rows_grad", "weight_grad", "weight_grad_down")
+SANITIZERS = ("memcheck", "racecheck")
+"""Tools of compute-sanitizer that are run, for accesses out of bounds and for races in shared memory."""
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss")
+"""Models of transformers that are measured."""
+KERNEL_TESTS, CHECKS = "tests/kernels/triton", "tests/runtime/test_on_gpu.py"
+"""Tests of the kernels; and of whole layers: results, host waits by torch's detector, graphs, ranks that share the GPU."""
+ODD_SIZES = (
+    f"{KERNEL_TESTS}/test_triton_mlp.py",
+    f"{KERNEL_TESTS}/test_triton_top_k.py",
+    "-k",
+    "gradients or not_sent or nan",
+)
+"""What the sanitizer watches: layers no size of which is a multiple of a tile, copies that are not sent, and logits of NaN."""
+NOTES = (
+    "One process per step; a step that did not end well says why. Layers: SwiGLU, bfloat16, forward 6 T H I K and backward "
+    "12 T H I K FLOPs, router excluded, sorting of copies included; random router. Ways run in turn, median over the repeats "
+    "by CUDA events, the host ahead of the GPU as in training. activation_gib: held between forward and backward, the layer's "
+    "input included. Published figures were measured on an H100 by SonicMoE's authors. Plans, training, sharded: four NCCL "
+    "ranks on the one GPU, largest error against one process. whole, transformers: wall time of forward and backward."
+)
+ROOT = Path(__file__).resolve().parents[3]
+FIGURES: dict[str, tuple[str, str, float | None, str]] = {
+    "plans.worst_error": ("plans", "worst", 1e-5, "1"),
+    "training.worst_difference_of_a_loss": ("training", "worst", 1e-3, "1"),
+    "sharded.worst_error": ("sharded", "worst", 1e-4, "1"),
+    "whole.eager_ms": ("whole", "eager_ms", None, "ms"),
+    "whole.eager_host_ms": ("whole", "eager_host_ms", 1.5, "ms"),
+    "whole.compiled_ms": ("whole", "compiled_ms", None, "ms"),
+    "whole.replayed_ms": ("whole", "replayed_ms", None, "ms"),
+} | {
+    f"transformers.{family}.over_grouped_mm": (f"transformers.{family}", "over_grouped_mm", target, "1")
+    for family, target in zip(FAMILIES, (0.75, None, None))
+}
+"""By the name of a claim: row, key, target (at most) and unit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuStep:
+    """One step of the benchmark: a command that runs in its own process."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+    """Time limit of the step; the deadline of the whole command can end it earlier."""
+    output: str = ""
+    """File in the results folder to which the step's output is appended; "" for none."""
+    background: bool = False
+    """Whether the next step starts without waiting for this one. Set for steps that need no GPU."""
+    needs: str = ""
+    """Program or Python package that the step requires."""
+
+
+@dataclass
+class StepOutcome:
+    """How a step ended."""
+
+    step: str
+    seconds: float
+    ended: str
+    """"ok", or the reason for the failure, in one line."""
+    tail: list[str] = field(default_factory=list)
+    """Last lines of the output of a step that failed."""
+    what: str = "step"
+
+
+def steps(folder: Path, *, dry: bool) -> list[GpuStep]:
+    """Return the steps in order; in a dry run those on tiny layers.
+
+    Args:
+        folder: folder of the results.
+        dry: whether there is no GPU.
+    """
+    extra = ("--dry",) if dry else ()
+
+    def part(
+        step: str, seconds: float, *words: str, name: str = "", needs: str = "", background: bool = False
+    ) -> GpuStep:
+        command = (sys.executable, "-m", "moesaic_lab.device", step, str(folder.resolve()), *words, *extra)
+        return GpuStep(name=name or step, command=command, seconds=seconds, needs=needs, background=background)
+
+    def tests(name: str, seconds: float, *words: str, before: Sequence[str] = (), needs: str = "pytest") -> GpuStep:
+        pytest = (sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short")
+        command = (*before, *pytest, "-p", "moesaic_lab.device.failures", *words)
+        return GpuStep(name=name, command=command, seconds=seconds, output="tests.txt", needs=needs)
+
+    layers = ["T24"] if dry else [layer.name for layer in LAYERS]
+    planned = [
+        part("compile", 110, background=True),
+        tests("tests", 120, *(("tests/kernels/triton/test_triton_top_k.py",) if dry else (KERNEL_TESTS, "-n", "8"))),
+        tests("checks", 60, CHECKS),
+        part("plans", 60), part("training", 60), part("sharded", 60, needs="transformers"),
+        *(part("measure", 60, name, name=f"layer.{name}") for name in layers),
+        part("sonic", 180, *layers, needs="sonicmoe"), part("whole", 60),
+        part("transformers", 60, *FAMILIES, needs="transformers"),
+    ]  # fmt: skip
+    for name, product in itertools.product(("T24",) if dry else TUNED, PRODUCTS[:1] if dry else PRODUCTS):
+        planned.append(part("tune", 14, name, product, "9", name=f"tune.{name}.{product}"))
+    planned.append(part("profile", 30))
+    for tool in SANITIZERS:
+        before = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
+        planned.append(tests(tool, 30, *ODD_SIZES, before=before, needs="compute-sanitizer"))
+    counted = ("--kernel-name", "regex:_up_kernel|_rows_kernel|_outer_kernel|_sum_tokens_kernel", "--launch-count", "8")
+    sections = ("--section", "SpeedOfLight", "--section", "MemoryWorkloadAnalysis")
+    ncu = tests(
+        "ncu", 30, *ODD_SIZES, before=("ncu", "--clock-control", "none", "--csv", *sections, *counted), needs="ncu"
+    )
+    planned.append(replace(ncu, output="ncu.csv"))
+    # Triton's interpreter is slow.
+    return [replace(step, seconds=5 * step.seconds) for step in planned] if dry else planned
+
+
+def require(*, dry: bool) -> None:
+    """Refuse a machine without a GPU, unless in a dry run, or without Triton.
+
+    Raises:
+        InputError: if so.
+    """
+    import torch
+
+    if not torch.cuda.is_available() and not dry:
+        raise InputError(
+            "--device cuda needs a CUDA device, and torch finds none: run it on a machine with a GPU, or give --dry"
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise InputError(f"--device cuda needs Triton: {to_install('.[gpu]')}")
+
+
+def run(
+    folder: Path,
+    *,
+    dry: bool,
+    seconds: float = SECONDS,
+    only: str | None = None,
+    told: Callable[[str], object] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Run all steps that have not ended well before, and return all rows; `gpu.json` is rewritten after each step.
+
+    Args:
+        folder: folder of the results.
+        dry: run without a GPU.
+        seconds: time limit; after it no step starts and running steps are killed.
+        only: beginnings of names of steps, separated by commas; None for all.
+        told: called with each step's name.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline, outcomes, running = time.monotonic() + seconds, _earlier(folder), list[_Running]()
+    planned = [step for step in steps(folder, dry=dry) if not only or step.name.startswith(tuple(only.split(",")))]
+    with tempfile.TemporaryDirectory() as scratch:
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT / "lab"), os.environ.get("PYTHONPATH")))),
+            "TRITON_CACHE_DIR": str(Path(scratch) / "triton"), "PYTHONUNBUFFERED": "1",
+        } | ({"TRITON_INTERPRET": "1"} if dry else {})  # fmt: skip
+        for step in planned:
+            if outcomes.get(step.name, StepOutcome(step.name, 0.0, "")).ended == "ok":
+                continue
+            told(step.name)
+            started = _start(step, folder, Path(scratch), environment, deadline)
+            if isinstance(started, _Running) and step.background:
+                running.append(started)
+                continue
+            outcomes[step.name] = started if isinstance(started, StepOutcome) else started.end()
+            _write(folder, outcomes, dry)
+        for started in running:
+            outcomes[started.step.name] = started.end()
+    return _write(folder, outcomes, dry)
+
+
+@dataclass
+class _Running:
+    step: GpuStep
+    process: subprocess.Popen[bytes]
+    log: Path
+    began: float
+    until: float
+    file: IO[bytes]
+
+    def end(self) -> StepOutcome:
+        """Wait for the process until its deadline, then kill it and all processes that it started."""
+        try:
+            code = self.process.wait(max(self.until - time.monotonic(), 0.1))
+            ended = "ok" if code == 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            ended = f"ended after {time.monotonic() - self.began:.0f} s, its limit"
+        with suppress(ProcessLookupError):
+            os.killpg(
+                self.process.pid, signal.SIGKILL
+            )  # each step has its own session, so this also kills its children
+        self.process.wait()
+        self.file.close()
+        tail = self.log.read_text(errors="replace").splitlines()[-12:]
+        return StepOutcome(self.step.name, time.monotonic() - self.began, ended, [] if ended == "ok" else tail)
+
+
+def _start(
+    step: GpuStep, folder: Path, scratch: Path, environment: Mapping[str, str], deadline: float
+) -> _Running | StepOutcome:
+    now = time.monotonic()
+    if now > deadline:
+        return StepOutcome(step.name, 0.0, "not begun: no time was left")
+    if step.needs and shutil.which(step.needs) is None and importlib.util.find_spec(step.needs) is None:
+        return StepOutcome(step.name, 0.0, f"not begun: {step.needs} is not installed")
+    log = folder / step.output if step.output else scratch / f"{step.name}.txt"
+    own = dict(environment)
+    if step.name == "compile":  # this step needs the compiler, not the interpreter
+        own.pop("TRITON_INTERPRET", None)
+    file = log.open("ab")
+    process = subprocess.Popen(
+        step.command, cwd=ROOT, env=own, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    return _Running(step, process, log, now, min(now + step.seconds, deadline), file)
+
+
+def _earlier(folder: Path) -> dict[str, StepOutcome]:
+    """Return how the steps of an earlier call ended; none if it was on another kind of GPU."""
+    earlier = _read(folder / "gpu.json")
+    if earlier.get("machine", {}).get("gpu") != _gpu():
+        return {}
+    return {row["step"]: StepOutcome(**row) for row in earlier["rows"] if row.get("what") == "step"}
+
+
+def _write(folder: Path, outcomes: Mapping[str, StepOutcome], dry: bool) -> list[dict[str, Any]]:
+    """Write `gpu.json` and return its rows.
+
+    What ended without a row of its own gets one that says how it ended.
+    """
+    rows: dict[str, dict[str, Any]] = _read(folder / "rows.json").get("rows", {})
+    for name, outcome in outcomes.items():
+        row = name.removeprefix("layer.")
+        for missing in [f"sonic.{layer.name}" for layer in LAYERS] if name == "sonic" else [row]:
+            if missing not in rows and outcome.ended != "ok":
+                rows[missing] = {"name": missing, "error": f"{outcome.ended}; {' '.join(outcome.tail[-1:])[:200]}"}
+    all_rows = [*map(asdict, outcomes.values()), *rows.values()]
+    Measurement(
+        rows=all_rows, claims=claims(all_rows), packages=("torch", "triton", "liger_kernel", "transformers"),
+        notes=("A DRY RUN: no figure is of a GPU. " if dry else "") + NOTES, machine={"gpu": _gpu()},
+    ).write(str(folder / "gpu.json"))  # fmt: skip
+    return all_rows
+
+
+def claims(rows: Sequence[Mapping[str, Any]]) -> list[Claim]:
+    """Return the claims about layers, steps and whole models; a claim without a value has a reason."""
+    by_name = {row["name"]: row for row in rows if "name" in row}
+    ended = {row["step"]: row["ended"] for row in rows if row.get("what") == "step"}
+    others = []
+    for name, (row, key, target, unit) in FIGURES.items():
+        found = by_name.get(row, {})
+        value, absent = found.get(key), found.get(f"{key.split('_')[0]}_absent", "not run")
+        reason = "" if value is not None else found.get("error", absent)
+        others.append(Claim(name=f"gpu.{name}", value=value, unit=unit, target=target, reason=reason))
+    for name in ("tests", "checks", *SANITIZERS):
+        end = ended.get(name, "the step did not run to its end")
+        is_known = name in ended and not end.startswith(("not begun", "ended after"))
+        others.append(
+            Claim(
+                name=f"gpu.{name}_failed",
+                value=float(end != "ok") if is_known else None,
+                target=0,
+                reason="" if is_known else end,
+            )
+        )
+    return [*layer_claims(list(LAYERS), by_name), *others]
+
+
+def _gpu() -> str:
+    """Return name, driver version, memory, clock and power limit of the GPU as nvidia-smi reports them; "" without a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    query = "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit"
+    command = ("nvidia-smi", query, "--format=csv,noheader")
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # missing, or truncated by a killed step
+        return {}
+    return content

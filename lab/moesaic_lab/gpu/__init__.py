@@ -1,1 +1,0 @@
-"""The benchmark of one layer on one GPU, compared with other implementations."""
