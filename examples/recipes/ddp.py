@@ -11,7 +11,8 @@ from moesaic.parallel import parallelize_model, parameter_groups, prepare_ddp
 
 dist.init_process_group("gloo")
 tiny = Tiny()
-mesh = parallelize_model(tiny, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",)))
+world = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+mesh = parallelize_model(tiny, world)
 prepare_ddp(tiny, mesh)  # DDP leaves experts alone; they average themselves
 model = DistributedDataParallel(tiny)
 optimizer = torch.optim.AdamW(parameter_groups(model), lr=0.01)

@@ -12,7 +12,9 @@ from moesaic import MoE
 torch.manual_seed(0)
 layer = MoE(DIM, 32, num_experts=8, top_k=2).eval()
 tokens = torch.export.Dim("tokens", min=2)
-program = torch.export.export(layer, (torch.randn(8, DIM),), dynamic_shapes={"x": {0: tokens}}, strict=True)
+shapes = {"x": {0: tokens}}
+rows = (torch.randn(8, DIM),)
+program = torch.export.export(layer, rows, dynamic_shapes=shapes, strict=True)
 x = torch.randn(21, DIM)
 difference = (program.module()(x) - layer(x)).abs().max()
 print(f"largest difference {difference:.1e}")

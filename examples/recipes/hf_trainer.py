@@ -25,7 +25,11 @@ torch.manual_seed(0)
 MixtralForCausalLM(config).save_pretrained(name)  # a name from the hub in your program
 
 spread = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="moesaic")
-model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moesaic", distributed_config=spread)
+model = AutoModelForCausalLM.from_pretrained(
+    name,
+    experts_implementation="moesaic",
+    distributed_config=spread,
+)
 ids = [(torch.arange(LENGTH) + first) % VOCAB for first in range(VOCAB)]
 data = [{"input_ids": each, "labels": each} for each in ids]
 given = TrainingArguments(

@@ -18,7 +18,8 @@ torch.manual_seed(0)
 base = MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
 base.set_experts_implementation("moesaic")
 targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], target_parameters=targets))
+config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], target_parameters=targets)
+model = get_peft_model(base, config)
 optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.05)
 ids = (torch.arange(VOCAB)[:, None] + torch.arange(LENGTH)) % VOCAB
 for _ in range(STEPS):

@@ -24,8 +24,8 @@ world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
 whole, stage = Tiny(), world.get_local_rank("pp")
 parts = [nn.Sequential(whole.embedding, whole.blocks[0]), nn.Sequential(whole.blocks[1], whole.head)]
 model = parts[stage]
-mesh = parallelize_model(model, world["ep"])  # the ranks of this stage; the other stage has a mesh of its own
-set_loss_scale(model, 1.0)  # the schedule divides all gradients by the number of micro-batches
+mesh = parallelize_model(model, world["ep"])  # the ranks of this stage
+set_loss_scale(model, 1.0)  # the schedule divides by the number of micro-batches
 pipe = Schedule1F1B(
     PipelineStage(model, stage, 2, torch.device("cpu"), group=world["pp"].get_group()), MICRO_BATCHES, loss_fn=loss_of
 )
@@ -38,7 +38,7 @@ for tokens in batches(mesh.rank, mesh.grid.dp):
     else:
         pipe.step(target=tokens, losses=losses)
     average_gradients(model, mesh)
-    clip_grad_norm_(model, 1.0, mesh=mesh, group=dist.group.WORLD)  # of both stages together
+    clip_grad_norm_(model, 1.0, mesh=mesh, group=dist.group.WORLD)  # of both stages
     optimizer.step()
     optimizer.zero_grad()
     loss = torch.stack(losses).mean() if losses else torch.zeros(())

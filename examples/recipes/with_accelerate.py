@@ -11,7 +11,8 @@ accelerator = Accelerator(cpu=True)  # starts the process group
 tiny = Tiny()
 mesh = parallelize_model(tiny, Mesh.create(ep=accelerator.num_processes), "auto")
 prepare_ddp(tiny, mesh)  # before `prepare`, which wraps the model by DDP
-model, optimizer = accelerator.prepare(tiny, torch.optim.AdamW(parameter_groups(tiny), lr=0.01))
+optimizer = torch.optim.AdamW(parameter_groups(tiny), lr=0.01)
+model, optimizer = accelerator.prepare(tiny, optimizer)
 balance_on_step(optimizer, model)
 for tokens in batches(accelerator.process_index, accelerator.num_processes):
     loss = model(tokens)

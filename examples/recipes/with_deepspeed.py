@@ -23,7 +23,8 @@ engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=setti
 rank, ranks = dist.get_rank(), dist.get_world_size()
 for tokens in batches(rank, ranks):
     loss = engine(tokens.to(engine.device))
-    engine.backward(loss + sum(collect_losses(model)))  # DeepSpeed scales and divides the loss that it is given
+    # DeepSpeed scales and divides the loss that it is given
+    engine.backward(loss + sum(collect_losses(model)))
     engine.step()
     dist.all_reduce(loss.detach())
     if rank == 0:

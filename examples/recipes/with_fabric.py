@@ -17,7 +17,8 @@ tiny = Tiny()
 mesh = parallelize_model(tiny, Mesh.create(ep=fabric.world_size), "auto")
 prepare_ddp(tiny, mesh)  # before `setup`, which wraps the model by DDP
 optimizer = torch.optim.AdamW(parameter_groups(tiny), lr=0.01)
-model, optimizer = fabric.setup(tiny, optimizer, move_to_device=False)  # moving would undo what prepare_ddp set up
+# moving would undo what prepare_ddp set up
+model, optimizer = fabric.setup(tiny, optimizer, move_to_device=False)
 balance_on_step(optimizer, model)
 for tokens in batches(fabric.global_rank, fabric.world_size):
     loss = model(tokens)

@@ -88,7 +88,7 @@ class MoesaicExperts(RoutedExperts):
         return self.run(x_TD, expert_TK, weight_TK).view_as(x_BLD)
 
 
-@override(target=RoutedExperts.Config, description="Moesaic's programs for routed experts")
+@override(target=RoutedExperts.Config, description="Moesaic's programs")
 def moesaic_experts(config: RoutedExperts.Config) -> MoesaicExperts.Config:
     for field, known in KNOWN.items():
         kind = type(getattr(config, field))

@@ -38,19 +38,6 @@ def test_the_page_is_what_the_code_gives(found: list[Entry]) -> None:
     assert (ROOT / "docs" / "ledger.md").read_text(encoding="utf-8") == page(found)
 
 
-def test_readme_quotes_the_medians(found: list[Entry]) -> None:
-    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    layers, collectives = (median_error(found, kind) for kind in ("layers", "collectives"))
-    h100, b200 = (
-        statistics.median(each.error for each in found if each.kind == "steps" and each.machine == machine)
-        for machine in ("dgx-h100", "dgx-b200")
-    )
-    held_out = next(claim for claim in claims(found) if claim.name == "ledger.steps_held_out_median").value
-    assert f"{layers:.0%} for layers, {collectives:.0%} for collectives, and for published steps" in text
-    assert f"{h100:.0%} on H100 and {b200:.0%} on B200" in text
-    assert f"{held_out:.0%} on systems that the fit has not seen" in text
-
-
 @pytest.mark.parametrize("name", FITS)
 def test_presets_have_the_numbers_that_their_fitted_rows_give(name: str) -> None:
     def numbers(spec: ClusterSpec) -> list[float]:

@@ -1,0 +1,100 @@
+"""README's three tables say what the committed results and the ledger say."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moesaic_lab.ledger.page import entries
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = ROOT / "benchmarks" / "results"
+H200 = [
+    result
+    for path in RESULTS.glob("*.json")
+    if (result := json.loads(path.read_text("utf-8")))["machine"]["gpu"] == "NVIDIA H200"
+]
+"""Results of the GPU that README names."""
+PREDICTED = {
+    "training steps, H100": ("steps", ("dgx-h100",)), "training steps, B200": ("steps", ("dgx-b200",)),
+    "MoE layers, A100 and H100": ("layers", ("dgx-a100", "dgx-h100")), "our own layers, H200": ("own layers", ("dgx-h200",)),
+    "collectives, H100, H200, B200, L40S": ("collectives", ("dgx-h100", "dgx-h200", "dgx-b200", "8xl40s-pcie")),
+}  # fmt: skip
+"""Rows of README's table of predictions: the ledger's kind and machines."""
+
+
+def table(head: str) -> list[list[str]]:
+    """Return the cells of README's table whose first row begins with `head`."""
+    rows = README[README.index(f"\n| {head}") :].strip().split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def result(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+
+
+def claim(name: str, of: str) -> float:
+    return next(each["value"] for each in result(name)["claims"] if each["name"] == of)
+
+
+def kernels(shape: str) -> list[str]:
+    """Return README's figures of one layer on the H200, from the first result that has it."""
+    tokens, dim, hidden, experts, top_k = shape.split(", ")
+    layer = f"gpu.T{tokens}_H{dim}_I{hidden}_E{experts}_K{top_k}"
+    found = next(
+        claims
+        for each in H200
+        if f"{layer}.forward_tflops" in (claims := {claim["name"]: claim for claim in each["claims"]})
+    )
+    speeds = [found[f"{layer}.{direction}_tflops"] for direction in ("forward", "backward")]
+    return [
+        "/".join(f"{speed['value']:.0f}" for speed in speeds),
+        "/".join(f"{speed['target']:.0f}" for speed in speeds),
+        f"{found[f'{layer}.over_grouped_mm']['value']:.2f} times as long",
+        f"{found[f'{layer}.layer_over_kernels']['value']:.2f}",
+    ]
+
+
+@pytest.mark.skipif(not H200, reason="no result of an H200 is in benchmarks/results")
+def test_kernels_are_those_of_the_result() -> None:
+    rows = table("tokens, dim, hidden")
+    assert len(rows) == 4
+    assert [kernels(shape) for shape, *_ in rows] == [cells for _, *cells in rows]
+
+
+def test_steps_are_those_of_the_results() -> None:
+    layers = {
+        dtype: [
+            row["layer_over"]
+            for row in result("device_cpu")["rows"]
+            if row.get("method") == "transformers grouped_mm" and row["dtype"] == dtype
+        ]
+        for dtype in ("float32", "bfloat16")
+    }
+    spans = [f"{min(ratios):.2f} to {max(ratios):.2f} in {dtype}" for dtype, ratios in layers.items()]
+    titan = [claim("train", f"train.top{top_k}.step_over_torch_ep") for top_k in (2, 4, 8)]
+    assert [share for _, share in table("alternative")] == [
+        ", ".join(spans),
+        f"{', '.join(f'{ratio:.2f}' for ratio in titan)} at 2, 4, 8 experts per token",
+        f"{claim('train', 'train.step_over_deepspeed'):.2f}",
+    ]
+
+
+def test_predictions_are_those_of_the_ledger() -> None:
+    found = [each for each in entries() if not each.fitted]
+    rows = []
+    for name, (kind, machines) in PREDICTED.items():
+        errors = [each.error for each in found if each.kind == kind and each.machine in machines]
+        rows.append([name, str(len(errors)), f"{statistics.median(errors):.0%}", f"{max(errors):.0%}"])
+    assert table("predicted") == rows
+
+
+def test_what_the_picture_shows_is_a_run() -> None:
+    (picture,) = re.findall(r"^!\[.*\]\((.+)\)$", README, re.MULTILINE)
+    assert (ROOT / picture).stat().st_size < 300_000
