@@ -7,6 +7,7 @@ fork cannot show: that a command finds its modules, and how an interpreter shuts
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import multiprocessing
@@ -107,6 +108,7 @@ def _run(words: list[str], environment: Mapping[str, str]) -> NoReturn:
     torch.set_num_threads(1)
     subprocess_handler.Popen = _Rank  # type: ignore[attr-defined]
     code = 1
+    atexit._clear()  # an interpreter of its own ends with what this command registers
     try:
         if words[:2] == ["-m", "torch.distributed.run"]:
             torchrun.main(words[2:])
@@ -125,6 +127,7 @@ def _run(words: list[str], environment: Mapping[str, str]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -265,3 +265,31 @@ def test_claims_that_hold_alike_are_one_line_with_the_worst() -> None:
     lines = [performance_page.line(alike) for alike in performance_page.families(claims)]
     assert lines[0] == ["`a.y.time` (the worst of 2 with this target)", "1.5", "<= 2", "yes"]
     assert [cells[0] for cells in lines[1:]] == ["`a.z.time`", "`a.v.time`"]
+
+
+def _named_packages(project: Path, extra: str) -> set[str]:
+    """Return the packages that an install of a project with an extra names, without versions."""
+    table = read_table(project / "pyproject.toml")["project"]
+    names: set[str] = set()
+    for word in [*table["dependencies"], *(table["optional-dependencies"][extra] if extra else [])]:
+        name, _, extras = re.split(r"[<>=; ]", word)[0].partition("[")
+        if name == "moesaic":
+            names |= set[str]().union(*(_named_packages(ROOT, each) for each in extras.rstrip("]").split(",")))
+        elif "python_version <" not in word:
+            names.add(name.lower())
+    return names
+
+
+def test_the_page_on_security_lists_what_an_install_brings() -> None:
+    """No install of the library brings a web framework."""
+    section = (ROOT / "docs" / "security.md").read_text(encoding="utf-8").partition("## What an install brings")[2]
+    rows = re.findall(r"^\| `(\./lab|\.)(?:\[(\w+)\])?` \| (.*) \|$", section, re.MULTILINE)
+    assert len(rows) == 5
+    above = _named_packages(ROOT, "")
+    for project, extra, cell in rows:
+        told = {word.lower() for word in re.sub(r"\(.*?\)|those( of [a-z ]+)?", "", cell).replace(",", " ").split()}
+        found = _named_packages(ROOT / project, extra)
+        assert told <= found, (project, extra)
+        assert found - told <= above, (project, extra)
+        above |= found
+        assert project != "." or "django" not in found

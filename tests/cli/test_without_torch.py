@@ -77,6 +77,15 @@ def test_help_of_training_needs_no_torch(tmp_path: Path) -> None:
     )
 
 
+def test_settings_of_training_are_refused_without_torch(tmp_path: Path) -> None:
+    """A process that has loaded torch takes seconds to end, and more on a busy machine."""
+    (tmp_path / "config.json").write_text('{"optimizer": {"lr": Infinity}}')
+    done = core("train", "--config", "config.json", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "moesaic train: optimizer.lr=inf: must be above 0 and finite\n"
+
+
 def test_the_layer_imports_nothing_that_one_process_has_no_use_for() -> None:
     """What one imports to train takes little more than torch itself: not time is looked at, but what is imported."""
     slow = (

@@ -272,10 +272,11 @@ def test_a_refusal_after_a_restart_is_still_said(tmp_path):
     assert [line for line in ours(err) if "holds a run already" in line], err
 
 
-def bare(folder: Path, config: TrainConfig, **said: str) -> Forked:
+def bare(folder: Path, config: TrainConfig, script: Path | None = None, **said: str) -> Forked:
     """Start one rank without torchrun, with the variables of some launcher."""
     file = write_config(config, folder / "given.json")
-    return Forked(["-m", "moesaic", "train", "--config", str(file)], said)
+    program = ["-m", "moesaic"] if script is None else [str(script)]
+    return Forked([*program, "train", "--config", str(file), "--start-patience", f"{config.start_patience:g}"], said)
 
 
 def among(rank: int, port: int) -> dict[str, str]:
@@ -305,8 +306,101 @@ def test_where_the_store_dies_the_others_say_one_line(tmp_path):
     ranks[0].communicate(timeout=300)
     assert ranks[1].returncode == 1
     (line,) = ours(err)
-    assert "rank 1 of 2 lost the others: the process that kept their store is gone" in line
+    assert re.match(r"moesaic train: rank 0 died .*, in step \d+; ", line)
     assert "Traceback" not in err
+
+
+STRIKES = """
+import os, signal, sys
+import moesaic.cli.train
+from moesaic.cli.main import main
+from moesaic.train import launch, loop
+
+place, name = {where}, {name!r}
+plain = getattr(place, name)
+
+def disturbed(*arguments, **options):
+    if not {is_before}:
+        result = plain(*arguments, **options)
+    if os.environ["RANK"] == "{rank}":
+        os.kill(os.getpid(), signal.{kind})
+    return plain(*arguments, **options) if {is_before} else result
+
+setattr(place, name, disturbed)
+sys.exit(main(sys.argv[1:]))
+"""
+"""Kills or stops a rank before or after a function of the start."""
+PLACES = {
+    "before it listens": ("moesaic.cli.train", "_start_patience", True),
+    "before the ranks met": ("launch", "meet", True),
+    "after it was met": ("launch", "meet", False),
+    "in the start": ("loop", "train", True),
+    "in the reading": ("loop", "open_run", True),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "when", "line"),
+    [
+        ("SIGKILL", 0, "before it listens", "rank 0, which keeps the ranks' store, does not answer"),
+        ("SIGKILL", 0, "after it was met", "rank 0 (died|did not answer|, which keeps)"),
+        ("SIGKILL", 1, "before it listens", "rank 1 did not come"),
+        ("SIGKILL", 1, "after it was met", "rank 1 died (by SIGKILL )?.*, while the ranks met: start the run again"),
+        ("SIGKILL", 1, "in the reading", "rank 1 died (by SIGKILL )?.*, in the start; start the run again"),
+        *(
+            pytest.param(*case, marks=pytest.mark.random)
+            for case in [
+                ("SIGKILL", 0, "in the reading", "rank 0 died"),
+                ("SIGSTOP", 0, "before it listens", "rank 0, which keeps the ranks' store, does not answer"),
+                ("SIGSTOP", 0, "before the ranks met", "rank 0 did not answer"),
+                (
+                    "SIGSTOP",
+                    0,
+                    "after it was met",
+                    "rank 0(, which keeps the ranks' store, is stopped| did not answer)",
+                ),
+                ("SIGSTOP", 0, "in the start", "rank 0, which keeps the ranks' store, does not answer"),
+                ("SIGSTOP", 0, "in the reading", r"rank 0 is stopped \(process"),
+                ("SIGSTOP", 1, "before the ranks met", "rank 1 did not come"),
+                ("SIGSTOP", 1, "after it was met", r"rank 1 is stopped \(process"),
+                ("SIGSTOP", 1, "in the reading", r"rank 1 is stopped \(process"),
+            ]
+        ),
+    ],
+)
+def test_a_rank_that_dies_or_stops_in_the_start_is_named_without_torchruns_store(tmp_path, kind, rank, when, line):
+    where, name, is_before = PLACES[when]
+    script = tmp_path / "strikes.py"
+    script.write_text(STRIKES.format(where=where, name=name, is_before=is_before, rank=rank, kind=kind))
+    config, port = tiny(tmp_path, batch_size=3, start_patience=4, patience=600), free_port()
+    ranks = [bare(tmp_path, config, script, **(among(number, port) | {"WORLD_SIZE": "3"})) for number in range(3)]
+    others = [number for number in range(3) if number != rank]
+    try:
+        said = [line for number in others for line in ours(ranks[number].communicate(timeout=300)[1])]
+        assert [ranks[number].returncode for number in others] == [1, 1]
+    finally:
+        ranks[rank].kill()
+    assert said
+    assert [each for each in said if not re.search(line, each)] == []
+
+
+def test_frames_of_torch_are_not_printed_where_rank_0_dies(tmp_path):
+    """By an interpreter of its own, since torch reads its level of messages when it is imported."""
+    script, port = tmp_path / "dies.py", free_port()
+    script.write_text(
+        f"import os, torch.distributed as dist\nstore = dist.TCPStore('127.0.0.1', {port}, is_master=True)\n"
+        "store.wait(['moesaic/comes/1'])\nos._exit(1)\n"
+    )
+    rank_0 = Forked([str(script)], {})
+    words = ["-m", "moesaic", "train", "--config", str(write_config(tiny(tmp_path), tmp_path / "given.json"))]
+    rank_1 = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=os.environ | among(1, port), check=False
+    )
+    rank_0.communicate(timeout=300)
+    assert rank_1.returncode == 1
+    assert re.fullmatch(r"moesaic train: rank 1 of 2 did not meet .*rank 0 did not answer.*\n", rank_1.stderr), (
+        rank_1.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -349,10 +443,14 @@ def test_a_rank_that_nobody_meets_says_where_it_waited(monkeypatch, rank):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("rank", "line"), [(0, "rank 1 did not come"), (1, "rank 0 did not answer")])
-def test_who_does_not_come_is_named_where_the_store_lives(rank, line):
-    with pytest.raises(dist.DistStoreError, match=line):
-        meet(dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), rank, 2, 0.5)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_does_not_come_is_named_where_the_store_lives(rank):
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    if rank == 0:
+        assert meet(store, rank, 2, 0.5)[1] == "1"
+        return
+    with pytest.raises(dist.DistStoreError, match="rank 0 did not answer"):
+        meet(store, rank, 2, 0.5)
 
 
 @pytest.mark.parametrize("said", [{"RANK": "0", "WORLD_SIZE": "1"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}])

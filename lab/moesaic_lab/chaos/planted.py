@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import resource
@@ -45,11 +46,13 @@ def become_rank(
     if fault is not None:
         _plant(fault, strikes_at, step)
     code = 1
+    atexit._clear()  # an interpreter of its own ends with what this rank registers
     try:
         code = main(words)
     except BaseException:
         traceback.print_exc()
     finally:
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

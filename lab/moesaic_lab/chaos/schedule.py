@@ -32,7 +32,13 @@ KINDS = {
     "backward": FaultKind(summary="SIGKILL between two messages of a layer's backward pass"),
     "optimizer": FaultKind(summary="SIGKILL before or after the optimizer's update", ways=("before", "after")),
     "save": FaultKind(summary="SIGKILL at a file-system event of a save"),
-    "startup": FaultKind(summary="SIGKILL at an instant of the start"),
+    "startup": FaultKind(
+        summary="SIGKILL or SIGSTOP at an instant of the start, where rank 0 keeps the ranks' store too",
+        ways=("killed", "killed, no store", "stopped", "stopped, no store"),
+    ),
+    "hangup": FaultKind(
+        summary="SIGHUP, as from a terminal that closes", ways=("one rank", "all ranks"), is_fatal=False
+    ),
     "stop": FaultKind(summary="SIGSTOP, with SIGCONT in time or never", ways=("continued", "for good")),
     "cut": FaultKind(
         summary="a node's link is cut, for a while or for good", ways=("mended", "for good"), needs_bed=True
@@ -81,6 +87,16 @@ class Fault:
     def is_fatal(self) -> bool:
         """Whether the fault must end the run."""
         return KINDS[self.kind].is_fatal and self.way not in SURVIVED
+
+    @property
+    def is_stop(self) -> bool:
+        """Whether the rank that is hit is stopped for good."""
+        return self.kind in ("stop", "startup") and self.is_fatal and not self.way.startswith("killed")
+
+    @property
+    def has_store(self) -> bool:
+        """Whether a process of the launcher keeps the ranks' store; otherwise rank 0 does."""
+        return not self.way.endswith("no store")
 
     @property
     def node(self) -> int:

@@ -54,7 +54,8 @@ SMALL: dict[str, Any] = {
 """Settings that shrink the demo model."""
 GONE = "rank {rank} (died|does not answer|is gone)"
 SAYS = {
-    "startup": f"{GONE}|rank {{rank}} did not answer|ranks? .*{{rank}}.* did not come",
+    "startup": f"{GONE}|rank {{rank}} did not answer|ranks? .*{{rank}}.* did not come|rank {{rank}}(, which .* store,)? "
+    "(is stopped|does not answer)",
     "stop": "rank {rank} is stopped",
     "cut": "rank [{others}] does not answer|links between their nodes|nothing answers where the ranks' store was",
     "disk": "(by rank {rank}: .*|metrics .* could not be written, )(the disk is full|File too large)",
@@ -121,8 +122,9 @@ class FaultOutcome:
 
     @property
     def may_be_lost(self) -> int:
-        """The most steps that may be lost: an interval, or two if a thread, which completes checkpoints later, writes them."""
-        return (2 if self.in_background else 1) * INTERVAL
+        """The most steps that may be lost: an interval, or two if a thread writes checkpoints, which completes them later; none
+        where the run is asked to save."""
+        return 0 if self.kind == "hangup" else (2 if self.in_background else 1) * INTERVAL
 
     @property
     def is_wrong(self) -> bool:
@@ -205,7 +207,7 @@ class FaultedRun:
         )  # fmt: skip
         outcome.reached = self.newest()
         strikes_at = self.newest() + fault.after
-        with self._store() as port:
+        with self._store(fault.has_store) as port:
             attempt = self._start(port, fault, strikes_at)
             began_at = time.monotonic()
             try:
@@ -216,7 +218,7 @@ class FaultedRun:
                     attempt.end()
                     self._complete()
                     attempt = self._start(port, None, 0, restarts=1)
-                    self._stop_gracefully(attempt, outcome)
+                    self._stop_gracefully(attempt, outcome, fault)
                     outcome.resumed, outcome.recovered = self._resumed_step(), self._resumed_step() is not None
             except _HungError:
                 outcome.hung = True
@@ -293,7 +295,7 @@ class FaultedRun:
         if fault.kind == "startup":
             with suppress(_HungError):
                 attempt.wait(lambda: False, 2 * fault.chance)
-            attempt.signal(signal.SIGKILL, fault.rank)
+            attempt.signal(signal.SIGSTOP if fault.is_stop else signal.SIGKILL, fault.rank)
             return time.monotonic()
         if fault.kind == "strangers":
             self._send_strangers(fault, attempt)
@@ -331,24 +333,27 @@ class FaultedRun:
         """Wait for the end of an attempt; after a fault that is not fatal, ask the attempt to stop."""
         try:
             if fault.is_fatal:
-                stopped = {fault.rank} if fault.kind == "stop" else set()
-                patience = PATIENCE + SLACK - (time.monotonic() - began_at)
+                stopped = {fault.rank} if fault.is_stop else set()
+                patience = MEETING_SECONDS if fault.kind == "startup" else PATIENCE
+                patience += SLACK - (time.monotonic() - began_at)
                 attempt.wait(lambda: len(attempt.codes) + len(stopped) >= WORLD, patience)
                 if stopped:
                     attempt.signal(signal.SIGKILL, fault.rank)
                     attempt.wait(lambda: False, SLACK)
             else:
-                self._stop_gracefully(attempt, outcome)
+                self._stop_gracefully(attempt, outcome, fault)
         finally:
             outcome.reached = max(outcome.reached, self._step())
             if fault.kind == "cut" and self.wiring is not None:
                 self.wiring.switch(fault.node, True)
 
-    def _stop_gracefully(self, attempt: Attempt, outcome: FaultOutcome) -> None:
+    def _stop_gracefully(self, attempt: Attempt, outcome: FaultOutcome, fault: Fault) -> None:
         """Let an attempt take `INTERVAL` more steps, then send SIGTERM or SIGHUP; all ranks must save and exit with code 0."""
         goal = self._step() + INTERVAL
         attempt.wait(lambda: self._step() >= goal, START_SECONDS)
-        attempt.signal((signal.SIGTERM, signal.SIGHUP)[goal % 2])
+        attempt.signal(
+            signal.SIGHUP if fault.kind == "hangup" else signal.SIGTERM, fault.rank if fault.way == "one rank" else None
+        )
         attempt.wait(lambda: False, PATIENCE + SLACK)
         outcome.named = outcome.named and set(attempt.codes.values()) == {0}
 
@@ -380,6 +385,8 @@ class FaultedRun:
             environment = launcher_variables(Bed(), rank, port) | {"TORCHELASTIC_RESTART_COUNT": str(restarts)}
             if self.wiring is None:
                 environment |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+            if fault is not None and not fault.has_store:
+                environment = {name: text for name, text in environment.items() if "ELASTIC" not in name}
             planted = fault if fault is not None and (fault.rank == rank or fault.kind == "clock") else None
 
             def child(rank: int = rank, environment: Any = environment, planted: Fault | None = planted) -> NoReturn:
@@ -395,8 +402,14 @@ class FaultedRun:
             enter_net(self.wiring.net(node))
 
     @contextmanager
-    def _store(self) -> Iterator[int]:
-        """Run the TCPStore that ranks rendezvous at, as torchrun's agent does, and yield its port."""
+    def _store(self, is_kept: bool = True) -> Iterator[int]:
+        """Run the TCPStore that ranks rendezvous at, as torchrun's agent does, and yield its port; without it, a free port."""
+        if not is_kept:
+            with socket.socket() as free:
+                free.bind(("", 0))
+                port = free.getsockname()[1]
+            yield port
+            return
         ready, tell = os.pipe()
         host = "127.0.0.1" if self.wiring is None else node_address(0)
 

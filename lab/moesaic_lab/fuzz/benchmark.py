@@ -51,7 +51,7 @@ class FuzzOptions(KeptOptions):
 def measure(options: FuzzOptions, cases: object, told: Told) -> list[dict[str, Any]]:
     """Run the targets on `options.inputs` inputs per engine and return a row per target, with its crashes."""
     if options.engine == "kinds":
-        return _kinds(words_of(options.only), told)
+        return _kinds(options, told)
     if options.inputs < 1:
         raise InputError(f"--inputs {options.inputs}: must be at least 1")
     engines = ("hypothesis", "atheris") if options.engine == "both" else (options.engine,)
@@ -70,19 +70,22 @@ def measure(options: FuzzOptions, cases: object, told: Told) -> list[dict[str, A
     return _rows(batch_rows)
 
 
-def _kinds(only: Sequence[str], told: Told) -> list[dict[str, Any]]:
+def _kinds(options: FuzzOptions, told: Told) -> list[dict[str, Any]]:
     """Return a row per command, tried with every name of every kind."""
-    from moesaic_lab.fuzz.kinds import rows
+    from moesaic_lab.fuzz.kinds import COMMANDS, row
     from moesaic_lab.fuzz.readers import make_bases
 
-    with tempfile.TemporaryDirectory(prefix="moesaic-fuzz-") as made:
+    only = tuple(words_of(options.only)) or ("",)
+    commands = [command for command in COMMANDS if f"kinds of {command}".startswith(only)]
+    with keeping(options.keep) as folder, tempfile.TemporaryDirectory(prefix="moesaic-fuzz-") as made:
         told("folders of valid files")
         process = get_context("spawn").Process(target=make_bases, args=(Path(made, "bases"),))
         process.start()
         process.join()
         if process.exitcode:
             raise TrainingError(f"the folders of valid files could not be made (code {process.exitcode})")
-        return rows(Path(made, "bases"), only, told)
+        bases = Path(made, "bases")
+        return [kept(folder / f"kinds of {each}.json", partial(row, bases, each, told)) for each in commands]
 
 
 @contextmanager

@@ -22,13 +22,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from moesaic.cli import main
 
-MOST_SECONDS = 60
-"""A command that runs longer has no end."""
+MOST_SECONDS = 60.0
+"""A command has no end if it takes more processor time, or takes none and waits for so long."""
 MOST_BYTES = 2 << 30
 """Limit of memory on top of what the process has at its start."""
 HUGE_BYTES = 3 << 30
@@ -107,45 +108,32 @@ KINDS: Mapping[str, Callable[[Path, Path, Path | None], None]] = {
 """By name: makes something of that kind at a place, given a folder outside and what was at the place before."""
 
 
-def rows(bases: Path, only: Sequence[str], told: Callable[[str], object], *, every: int = 1) -> list[dict[str, Any]]:
-    """Run every command once with every name of every kind.
+def row(bases: Path, command: str, told: Callable[[str], object], *, every: int = 1) -> dict[str, Any]:
+    """Run a command once with every name of every kind.
 
     Args:
         bases: a folder that `readers.make_bases` has filled.
-        only: prefixes of "kinds of COMMAND"; () for all commands.
+        command: a key of `COMMANDS`.
         told: called with what is tried, before it is.
         every: try only one of so many pairs of a name and a kind.
 
     Returns:
-        a row per command: its "name", the numbers of "inputs", of "edited" ones (none) and of "names", the "seconds", and by
-        name and kind what went wrong ("crashes").
+        its "name", the numbers of "inputs", of "edited" ones (none) and of "names", the "seconds", and by name and kind what
+        went wrong ("crashes").
     """
-    found = []
-    for command in COMMANDS:
-        if only and not f"kinds of {command}".startswith(tuple(only)):
-            continue
-        started = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="moesaic-kinds-") as made:
-            scratch = Path(made, "one")
-            names = names_of(bases, command, scratch)
-            tries = [(name, kind) for name in names for kind in KINDS][::every]
-            crashes = {}
-            for name, kind in tries:
-                told(f"kinds of {command}: {name} as {kind}")
-                if problem := tried(bases, command, name, kind, scratch):
-                    crashes[f"{name} as {kind}"] = problem
-        found.append(
-            {
-                "name": f"kinds of {command}",
-                "inputs": len(tries),
-                "edited": 0,
-                "refused": 0,
-                "names": len(names),
-                "seconds": round(time.monotonic() - started, 1),
-                "crashes": crashes,
-            }
-        )
-    return found
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="moesaic-kinds-") as made:
+        scratch = Path(made, "one")
+        names = names_of(bases, command, scratch)
+        tries = [(name, kind) for name in names for kind in KINDS][::every]
+        crashes = {}
+        for name, kind in tries:
+            told(f"kinds of {command}: {name} as {kind}")
+            if problem := tried(bases, command, name, kind, scratch):
+                crashes[f"{name} as {kind}"] = problem
+    seconds = round(time.monotonic() - started, 1)
+    counts = {"inputs": len(tries), "edited": 0, "refused": 0, "names": len(names)}
+    return {"name": f"kinds of {command}", **counts, "seconds": seconds, "crashes": crashes}
 
 
 def names_of(bases: Path, command: str, scratch: Path) -> tuple[str, ...]:
@@ -232,16 +220,29 @@ def _run(words: Sequence[str], folder: Path) -> Ended:
     process = context.Process(target=_command, args=(theirs, words, folder, output))
     process.start()
     theirs.close()
-    has_ended = ours.poll(MOST_SECONDS)
     names: tuple[str, ...] = ()
+    assert process.pid is not None
+    has_ended = _comes(ours, process.pid)
     if has_ended:
         with contextlib.suppress(EOFError):
             names = ours.recv()
-        process.join(MOST_SECONDS)
-        has_ended = process.exitcode is not None
+        has_ended = _comes(process.sentinel, process.pid)
     process.kill()
     process.join()
     return Ended(process.exitcode if has_ended else None, output.read_text("utf-8", "replace"), names)
+
+
+def _comes(what: Any, process: int) -> bool:
+    """Wait for something of a process; return whether it comes before `MOST_SECONDS`, however busy the machine is."""
+    used, since = 0.0, time.monotonic()
+    while not wait([what], min(1.0, MOST_SECONDS)):
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            before, used = used, sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+            since = time.monotonic() if used > before else since
+        if used > MOST_SECONDS or time.monotonic() - since > MOST_SECONDS:
+            return False
+    return True
 
 
 def _command(line: Any, words: Sequence[str], folder: Path, output: Path) -> None:

@@ -54,6 +54,10 @@ def train_from(
     """
     if {"-h", "--help", "-H"} & set(arguments):
         _configured(arguments, presets, command)  # prints, without torch, and exits
+    is_alone = "RANK" not in os.environ
+    config = _configured(arguments, presets, command) if is_alone else None  # refused at once, without torch
+    if not is_alone:  # else torch prints the frames of its C++ calls where a rank is lost; lines of ours say it
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if os.environ.get("RANK", "0") == "0":
         say_ends(command)
         print(f"{command}: loading PyTorch", flush=True)  # takes seconds
@@ -63,7 +67,7 @@ def train_from(
 
     place = launch(_start_patience(arguments))
     try:
-        config = _configured(arguments, presets, command)
+        config = config or _configured(arguments, presets, command)  # on ranks, one refuses for all
         result = train(config, task=DECODER if task_of is None else task_of(config))
     except Exception as error:
         if place.fails_first(error):

@@ -5,10 +5,14 @@ mpirun with a command that sets them (docs/training.md). Every rank signs the ro
 ranks share. The roll says which process each rank is, whether that process still sends heartbeats, and what became of
 it. A process on the same machine is also looked up in the system; of a process on another machine only the heartbeats
 are known.
+
+torchrun keeps that store. Without torchrun, rank 0 does: then it leaves last, so that the others can still ask who died,
+and its own process is looked up without the store.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import signal
@@ -19,17 +23,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-from torch.distributed.rendezvous import rendezvous
 
-from moesaic.errors import InputError, TrainingError
+from moesaic.errors import InputError, TrainingError, in_one_line
 from moesaic.train.config import TrainConfig
 from moesaic.train.signals import ENDS, end_by, is_ignored, leave_terminal
 
@@ -67,20 +72,14 @@ class Launch:
         error.
 
         The first failure is also recorded for torchrun, which prints it in its summary. If the store of the ranks is gone
-        or cut off, every process reports its own InputError or TrainingError, or else, here, the lost store.
+        or cut off, every process reports its own error.
         """
         if self._roll is None:
             return True
         try:
-            store = self._roll.store
-            is_first = ask_store(lambda: store.add("moesaic/failures", 1), ANSWER_SECONDS) == 1
+            is_first = ask_store(self._roll.fail, ANSWER_SECONDS) == 1
         except ConnectionError:
-            if isinstance(error, InputError | TrainingError):
-                return True
-            who = f"rank {dist.get_rank()} of {dist.get_world_size()} lost the others"
-            why = "the process that kept their store is gone or cut off, look at what rank 0 and its node said last"
-            print(f"moesaic train: {who}: {why} (here: {_first_line(error)})", file=sys.stderr)
-            return False
+            return True
         if is_first:
             get_error_handler().record_exception(error)
         return is_first
@@ -123,64 +122,144 @@ def launch(patience: float = TrainConfig.start_patience) -> Launch:
         threading.Thread(
             target=_end_when_parent_is_gone, args=(os.getppid(),), name="moesaic-launcher", daemon=True
         ).start()
-    timeout = timedelta(seconds=patience)
-    try:
-        store, rank, world = next(rendezvous("env://", timeout=timeout))
-        store = PrefixStore(f"moesaic/{meet(store, rank, world, patience)}", store)
-        roll = Roll(store, rank, world)
-        roll.sign()
-        handle_ends(roll, lambda: "in the start; start the run again")
-        with naming_dead_ranks(roll, "while the ranks met: start the run again"):
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    except dist.DistError as error:
-        raise TrainingError(
-            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not meet the others at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {patience:g} s "
-            f"({_first_line(error)}): see that every rank was started and reaches that port, or raise "
+    timeout, rank, world = timedelta(seconds=patience), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def unmet(why: object) -> str:
+        return (
+            f"rank {rank} of {world} did not meet the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
+            f"within {patience:g} s ({why}): see that every rank was started and reaches that port, or raise "
             "--start-patience"
-        ) from error
+        )
+
+    roll = None
+    try:
+        store = _open_store(rank, patience)
+        roll, missing = meet(store, rank, world, patience)
+        atexit.register(roll.outlast)
+        if missing:
+            raise dist.DistStoreError(f"rank{'s' * (',' in missing)} {missing} did not come")
+        handle_ends(roll, lambda: "in the start; start the run again")
+        with (
+            _ends_after(patience + 2 * ANSWER_SECONDS, lambda: unmet(f"{store_keeper()} {roll.fate(0)}")),
+            naming_dead_ranks(roll, "while the ranks met: start the run again"),
+        ):
+            dist.init_process_group(backend, store=roll.store, rank=rank, world_size=world, timeout=timeout)
+    except (dist.DistError, TrainingError) as error:
+        refusal = error if isinstance(error, TrainingError) else TrainingError(unmet(_first_line(error)))
+        if not Launch(roll).fails_first(refusal):
+            sys.exit(1)
+        raise refusal from error
     newer = getattr(dist, "set_timeout", None)  # torch 2.14 has it
     set_timeout = newer or dist.distributed_c10d._set_pg_timeout
     set_timeout(dist.default_pg_timeout)  # `Watch` ends a hanging run before that
     return Launch(roll)
 
 
-def meet(store: Store, rank: int, world: int, patience: float) -> str:
-    """Return an id that only the ranks of this attempt know. All ranks call it.
+def meet(store: Store, rank: int, world: int, patience: float) -> tuple[Roll, str]:
+    """Return the roll of this attempt, which its ranks have signed, and the numbers of those that did not come in time.
+
+    All ranks call it.
 
     The store outlives ranks, and no variable of torchrun identifies an attempt: if a node leaves or joins, the ranks
     restart under the same restart count, and nodes count differently. So each rank writes a random word. Rank 0 answers
-    each word with its own, and returns once every rank has confirmed the answer.
+    each word with its own, and once every rank has confirmed the answer, or some did not come in time, tells all.
 
     Args:
         store: the store that all ranks share, with possible entries of earlier attempts.
         patience: seconds that the ranks wait for each other.
 
     Raises:
-        DistStoreError: if some ranks do not come in time.
+        DistStoreError: if rank 0 does not answer in time.
     """
     word = secrets.token_hex(8)
+    store.set_timeout(timedelta(seconds=patience))
     if rank:
-        store.set_timeout(timedelta(seconds=patience))
-        store.set(f"moesaic/comes/{rank}", word)
-        try:
+
+        def answered() -> Roll:
+            store.set(f"moesaic/comes/{rank}", word)
             attempt = store.get(f"moesaic/answer/{word}").decode()
-        except dist.DistStoreError as error:
+            roll = Roll(PrefixStore(f"moesaic/{attempt}", store), rank, world)
+            roll.sign()
+            roll.store.set(f"came/{rank}", "")
+            store.set_timeout(timedelta(seconds=patience + ANSWER_SECONDS / 2))  # rank 0 may have come last
+            return roll
+
+        try:
+            roll = ask_store(answered, patience + ANSWER_SECONDS)
+            missing = ask_store(lambda: roll.store.get("missing").decode(), patience + ANSWER_SECONDS)
+        except ConnectionError as error:
             raise dist.DistStoreError("rank 0 did not answer") from error
-        store.set(f"moesaic/{attempt}/came/{rank}", "")
-        return attempt
-    missing, until = set(range(1, world)), time.monotonic() + patience
-    while missing:
+    else:
+        roll = Roll(PrefixStore(f"moesaic/{word}", store), rank, world)
+        roll.sign()
+        missing = ", ".join(map(str, sorted(_never_came(roll, store, word, patience))))
+        roll.store.set("missing", missing)
+    return roll, missing
+
+
+def _never_came(roll: Roll, store: Store, word: str, patience: float) -> set[int]:
+    """Answer the ranks that come, as rank 0; return those that have not come when the patience is over."""
+    missing, until = set(range(1, roll.world)), time.monotonic() + patience
+    while missing and time.monotonic() <= until:
         for other in missing:
             if store.check([f"moesaic/comes/{other}"]):  # may be of an earlier attempt; its rank then comes later
                 store.set(f"moesaic/answer/{store.get(f'moesaic/comes/{other}').decode()}", word)
-        missing = {other for other in missing if not store.check([f"moesaic/{word}/came/{other}"])}
-        if time.monotonic() > until:
-            raise dist.DistStoreError(
-                f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, sorted(missing)))} did not come"
-            )
+        missing = {other for other in missing if not roll.store.check([f"came/{other}"])}
         time.sleep(0.02)
-    return word
+    return missing
+
+
+def _open_store(rank: int, patience: float) -> Store:
+    """Return torchrun's store, or else that of rank 0.
+
+    It waits until something listens, since PyTorch's client waits twice and prints its own errors.
+
+    Raises:
+        DistError: nothing answers in time.
+    """
+    host, port, is_kept_here = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank == 0 and _is_of_rank_0()
+    until = time.monotonic() + patience
+    while not is_kept_here:
+        try:
+            socket.create_connection((host, port), max(until - time.monotonic(), 0.1)).close()
+            break
+        except OSError as error:
+            if time.monotonic() > until:
+                raise dist.DistStoreError(f"{store_keeper()} does not answer: {error}") from error
+            time.sleep(0.1)
+    seconds = min(patience, ANSWER_SECONDS)
+    opened = partial(TCPStore, host, port, None, is_kept_here, timedelta(seconds=seconds), False, multi_tenant=True)
+    try:
+        return opened() if is_kept_here else ask_store(opened, 2 * seconds)
+    except ConnectionError as error:
+        raise dist.DistStoreError(f"{store_keeper()} does not answer") from error
+
+
+def _is_of_rank_0() -> bool:
+    """Return whether rank 0 keeps the ranks' store, since torchrun does not."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def store_keeper() -> str:
+    """Return who keeps the ranks' store, in words."""
+    return f"{'rank 0' if _is_of_rank_0() else 'torchrun'}, which keeps the ranks' store,"
+
+
+@contextmanager
+def _ends_after(seconds: float, line: Callable[[], str]) -> Iterator[None]:
+    """End this process with a line if the block takes longer: a store of a stopped process lets its clients wait for ever."""
+
+    def end() -> None:
+        print(in_one_line(f"moesaic train: {line()}"), file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _end_when_parent_is_gone(parent: int) -> None:
@@ -242,10 +321,13 @@ class Roll:
 
     def __init__(self, store: Store, rank: int, world: int, pause: float = 1.0) -> None:
         self.store, self.rank, self.world, self._pause = store, rank, world, pause
+        self.is_kept_by_rank_0, self._is_lost = _is_of_rank_0(), False
+        self._processes: dict[int, str] = {}
 
     def sign(self) -> None:
-        """Write this rank's process and host into the store."""
+        """Write this rank's process and host into the store, and look up rank 0, which may keep it."""
         self.store.set(f"roll/process/{self.rank}", process_name())
+        self._process(0)
 
     def beat(self, beats: int) -> None:
         """Write this rank's heartbeat count into the store."""
@@ -253,9 +335,9 @@ class Roll:
 
     def fate(self, rank: int) -> str:
         """Return what is known about a rank that does not answer."""
-        process = self._entry("process", rank)
+        process = self._process(rank)
         if not process:
-            return "has not started"
+            return "is gone, and the ranks' store with it" if self._is_lost else "has not started"
         if self._is_elsewhere(rank):
             return f"does not answer ({process}): it died, or its node is cut off"
         return _state_of_process(int(process.split()[1]))
@@ -264,7 +346,7 @@ class Roll:
         """Return the ranks with a dead or stopped process, and what is known about each.
 
         Raises:
-            RuntimeError: if the store is gone or cut off.
+            RuntimeError: if the store is gone or cut off, unless rank 0 kept it, which is then returned.
         """
         others = [rank for rank in range(self.world) if rank != self.rank]
         before = {rank: self._entry("beats", rank) for rank in others}
@@ -276,19 +358,46 @@ class Roll:
         elsewhere = [rank for rank in others if before[rank] and self._is_elsewhere(rank)]
         if elsewhere:  # only a heartbeat shows whether a process on another machine lives
             time.sleep(2 * self._pause)
-        return {rank: self.fate(rank) for rank in elsewhere if self._entry("beats", rank) == before[rank]}
+        dead = {rank: self.fate(rank) for rank in elsewhere if self._entry("beats", rank) == before[rank]}
+        return {0: self.fate(0)} if self._is_lost else dead
+
+    def fail(self) -> int:
+        """Note that this rank fails, and asks the store no more; return how many have failed."""
+        number = self.store.add("roll/failures", 1)
+        self.store.set(f"roll/left/{self.rank}", "")
+        return number
+
+    def outlast(self) -> None:
+        """Wait a while until the other ranks have left or are gone, if this one keeps their store."""
+        until, others = time.monotonic() + 2 * ANSWER_SECONDS, set(range(1, self.world))
+        while self.is_kept_by_rank_0 and self.rank == 0 and others and time.monotonic() < until:
+            others = {rank for rank in others if not self._entry("left", rank)}
+            others = {rank for rank in others if self._process(rank) and not self.fate(rank).startswith(GONE)}
+            time.sleep(0.1)
 
     def _entry(self, what: str, rank: int) -> str:
-        """Return what a rank wrote about itself into the store; empty if it wrote nothing."""
+        """Return what a rank wrote about itself into the store; empty if it wrote nothing, or rank 0 is gone with it."""
         key = f"roll/{what}/{rank}"
-        return self.store.get(key).decode() if self.store.check([key]) else ""
+        try:
+            return self.store.get(key).decode() if not self._is_lost and self.store.check([key]) else ""
+        except RuntimeError:
+            if not self.is_kept_by_rank_0:
+                raise
+            self._is_lost = True
+            return ""
+
+    def _process(self, rank: int) -> str:
+        """Return a rank's process and host, which stay known when the store is gone; empty if it has not signed."""
+        if name := self._processes.get(rank) or self._entry("process", rank):
+            self._processes[rank] = name
+        return name
 
     def _is_elsewhere(self, rank: int) -> bool:
-        return self._entry("process", rank).partition(" on ")[2] != socket.gethostname()
+        return self._process(rank).partition(" on ")[2] != socket.gethostname()
 
 
 @contextmanager
-def naming_dead_ranks(roll: Roll | None, when: str) -> Iterator[None]:
+def naming_dead_ranks(roll: Roll, when: str) -> Iterator[None]:
     """Turn errors that the death or stop of other ranks, or a broken connection, caused into one TrainingError line.
 
     After such an error in a run of several ranks, the process ignores SIGTERM. It ends anyway, but first reports the
@@ -302,15 +411,15 @@ def naming_dead_ranks(roll: Roll | None, when: str) -> Iterator[None]:
     except TrainingError:
         raise
     except RuntimeError as error:
-        if roll is not None:
-            with suppress(ValueError):  # not in the main thread
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's SIGTERM would come before the message
+        with suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's SIGTERM would come before the message
         try:
-            dead = {} if roll is None else roll.dead()
+            dead = roll.dead()
         except RuntimeError:
-            raise error from None
+            why = "the process that kept their store is gone or cut off, look at what its node said last"
+            raise TrainingError(f"rank {roll.rank} lost the others: {why} (here: {_first_line(error)})") from error
         if not dead:
-            if roll is None or not any(word in str(error) for word in CONNECTION_WORDS):
+            if not any(word in str(error) for word in CONNECTION_WORDS):
                 raise
             raise TrainingError(
                 f"rank {roll.rank} lost a connection to other ranks, whose processes are alive "

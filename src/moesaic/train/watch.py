@@ -48,6 +48,7 @@ from moesaic.train.launch import (
     handle_ends,
     naming_dead_ranks,
     process_name,
+    store_keeper,
 )
 from moesaic.train.numbers import in_words
 from moesaic.train.run_folder import FLIGHT, HANG, RunFolder
@@ -111,15 +112,24 @@ class Watch:
             # Use a separate connection, since a connection is locked while it waits for a key. Use the store below the
             # prefix of torch's group, where the ranks signed before they met.
             store: Any = dist.distributed_c10d._get_default_store()
-            self._store: Store = getattr(store, "underlying_store", store).clone()
-            self._store.set_timeout(timedelta(seconds=max(4 * self._pause, 10)))
-            self._roll = Roll(self._store, self._rank, self._world, self._pause)
-            self._roll.sign()
-            self._roll.beat(0)
+            try:
+                self._roll = ask_store(partial(self._sign, getattr(store, "underlying_store", store)), ANSWER_SECONDS)
+            except ConnectionError:
+                raise TrainingError(f"{store_keeper()} does not answer, {self._when()}") from None
+            self._store: Store = self._roll.store
             self._previous_handlers = handle_ends(self._roll, self._when)
             self._thread = threading.Thread(target=self._run, name="moesaic-watch", daemon=True)
             self._thread.start()
         return self
+
+    def _sign(self, store: Any) -> Roll:
+        """Return the signed roll, with a connection of its own to the store."""
+        store = store.clone()
+        store.set_timeout(timedelta(seconds=max(4 * self._pause, 10)))
+        roll = Roll(store, self._rank, self._world, self._pause)
+        roll.sign()
+        roll.beat(0)
+        return roll
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -155,7 +165,7 @@ class Watch:
 
     def _run(self) -> None:
         beats, place, num_bytes, progress = 0, None, 0, 0
-        still, last_look = 0.0, time.monotonic()
+        still, last_look, has_failed = 0.0, time.monotonic(), False
         while not self._stopped.wait(self._pause):
             beats, before, num_bytes = beats + 1, (place, num_bytes), _moved_bytes()
             # A stopped process (or machine) does not hang, so each round counts no more seconds than it may take.
@@ -169,9 +179,12 @@ class Watch:
             makes_progress = self._is_long and (place, num_bytes) != before
             is_over = still > self._patience
             try:
-                is_given_up, new_progress = ask_store(
+                is_given_up, new_progress, failures = ask_store(
                     partial(self._exchange, beats, is_over, makes_progress), self._answer_seconds
                 )
+                if self._roll.is_kept_by_rank_0 and failures and has_failed:
+                    self._leave()  # another rank has said why, and rank 0 waits for this one
+                has_failed = failures > 0
                 if is_given_up:
                     ask_store(self._give_up, self._answer_seconds + 2 * self._round_seconds)
                 if new_progress != progress:
@@ -179,18 +192,19 @@ class Watch:
             except ConnectionError:
                 if is_over:
                     alone = f"{self._step()} has stood still for {self._patience:g} s: rank {self._rank} is {self._activity()}"
-                    self._end(f"{alone}, and nothing answers where the ranks' store was; {self._advice()}", [])
+                    keeper = f"rank 0 {self._roll.fate(0)}, " if self._roll.is_kept_by_rank_0 else ""
+                    self._end(f"{alone}, {keeper}and nothing answers where the ranks' store was; {self._advice()}", [])
 
-    def _exchange(self, beats: int, is_over: bool, makes_progress: bool) -> tuple[bool, int]:
+    def _exchange(self, beats: int, is_over: bool, makes_progress: bool) -> tuple[bool, int, int]:
         """Write a heartbeat, and give the run up if `is_over`.
 
         Returns:
-            whether any rank has given the run up, and how often any rank was seen to make progress in a long function.
+            whether any rank has given the run up, how often any rank was seen to make progress in a long function, and how
+            many ranks have failed.
         """
         self._roll.beat(beats)
-        return bool(self._store.add("watch/given_up", int(is_over))), self._store.add(
-            "watch/works", int(makes_progress)
-        )
+        is_given_up = bool(self._store.add("watch/given_up", int(is_over)))
+        return is_given_up, self._store.add("watch/works", int(makes_progress)), self._store.add("roll/failures", 0)
 
     def _is_given_up(self) -> bool:
         """Return whether the run was given up; False if the store does not answer in time, since an error waits to be
@@ -220,7 +234,7 @@ class Watch:
             line = describe_hang(self._step(), self._patience, positions, silent)
             self._end(f"{line}; {self._advice()}{more}", positions)
         time.sleep(self._round_seconds)  # the lowest rank speaks first
-        os._exit(1)
+        self._leave()
 
     def _end(self, line: str, positions: Sequence[Position]) -> None:
         """Print a line, write it into the run folder, and end the process even if its main thread is blocked."""
@@ -233,6 +247,13 @@ class Watch:
             raise TrainingError(line)
         except TrainingError as error:  # torchrun's summary shows the exception that is being handled
             get_error_handler().record_exception(error)
+        self._leave()
+
+    def _leave(self) -> None:
+        """End the process; rank 0 waits for the others if it keeps the store."""
+        with suppress(ConnectionError):
+            ask_store(self._roll.fail, self._answer_seconds)
+        self._roll.outlast()
         os._exit(1)
 
     def _position(self) -> Position:
