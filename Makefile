@@ -123,6 +123,7 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench vision_sweeps --json $(RESULTS)/vision_sweeps.json
 	$(BIN)/moesaic bench codec_error --json $(RESULTS)/codec_error.json
 	$(BIN)/moesaic bench schedules --json $(RESULTS)/schedules.json
+	$(BIN)/moesaic bench local_copies --json $(RESULTS)/local_copies.json
 	$(BIN)/moesaic bench simulator --json $(RESULTS)/simulator.json
 	$(BIN)/moesaic bench collectives --json $(RESULTS)/collectives.json
 	$(BIN)/moesaic bench model --json $(RESULTS)/model.json --picture $(PICTURES)/model.svg

@@ -35,6 +35,7 @@ BENCHMARKS = {
     "house": ("house", "lines of code, statements, the path from the layer to the transport"),
     "layer": ("layer.benchmark", "schedules, adaptive r, pipelining, codecs and task orders on an emulated cluster"),
     "ledger": ("ledger.page", "published measurements against the models of time and memory"),
+    "local_copies": ("local_copies", "rows that plans move inside a device, per token"),
     "model": ("model.benchmark", "predicted against measured times of layers, on an emulated cluster"),
     "tiny": ("tiny", "tiny models of every kind against their dense twins"),
     "moe_vs_dense": ("moe_vs_dense", "the demo against a dense model with as many operations per token"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moesaic.program.sizes import Runs, Splits
 from moesaic.runtime.messages import Bundle
-from moesaic.runtime.tasks import Indices
+from moesaic.runtime.tasks import Indices, rows
 
 KINDS = {
     "rows and weights": [(1, torch.float32), (6, torch.float32)],
@@ -52,7 +52,7 @@ def read(
     for peer, buffer in buffers.items():
         assert buffer.is_contiguous()
         buffer.copy_(messages[peer])
-    return [bundle.read(memory, n, value.dtype, in_place=in_place) for n, value in enumerate(like)]
+    return [rows(bundle.read(memory, n, value.dtype, in_place=in_place)) for n, value in enumerate(like)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,6 +20,7 @@ from moesaic.runtime.tasks import (
     Call,
     Environment,
     Indexed,
+    IndexedRows,
     Indices,
     compute,
     kept,
@@ -51,7 +52,7 @@ def run(program: Program, name: str, environment: Environment, call: Call) -> En
     task = next(task for task in program.tasks if task.name == name)
     written = compute(task, {slot.name: slot for slot in program.slots}, environment, call)
     call.finish(task.writes)
-    return written
+    return {slot: value.in_order() if isinstance(value, IndexedRows) else value for slot, value in written.items()}
 
 
 def column(values: list[int]) -> Tensor:
@@ -128,7 +129,10 @@ def test_sixteen_bit_rows_are_summed_in_float32() -> None:
 
 def test_placed_puts_rows_in_their_places_or_sums_them() -> None:
     rows = torch.tensor([[1.0], [2.0], [4.0]])
-    assert placed([rows[:1], rows[1:]], runs_of([2, 0, 1]), 3, False, Indices()).flatten().tolist() == [2.0, 4.0, 1.0]
+    apart = placed([rows[:1], rows[1:]], runs_of([2, 0, 1]), 3, False, Indices())
+    assert apart.in_order().flatten().tolist() == [2.0, 4.0, 1.0]
+    assert take(apart, runs_of([2, 0, 1]), Indices()) is apart.source, "rows that leave as they came are not moved"
+    assert take(apart, runs_of([1, 0]), Indices()).flatten().tolist() == [4.0, 2.0]
     assert placed([rows[:1], rows[1:]], runs_of([1, 1, 0]), 3, True, Indices()).flatten().tolist() == [4.0, 3.0, 0.0]
     assert take(rows, runs_of([2, 2, 0]), Indices()).flatten().tolist() == [4.0, 4.0, 1.0]
 

@@ -17,6 +17,7 @@ import torch
 import triton
 
 from moesaic.errors import InputError
+from moesaic.kernels.triton.rows.measured import bucket, tile_for
 from moesaic.kernels.triton.rows.tiles import (
     HOPPER,
     RESERVED_BYTES,
@@ -25,7 +26,6 @@ from moesaic.kernels.triton.rows.tiles import (
     TileDevice,
     deepest,
     default_tile,
-    power_of_two,
     shared_bytes,
 )
 from moesaic_lab.claims import write_whole
@@ -61,8 +61,8 @@ class Tuned:
         return f"{self.device.name}, triton {triton.__version__}, torch {torch.__version__}, format {FORMAT}"
 
     def tile(self, shape: Shape) -> Tile:
-        """Return the tile found for a product of this shape, or the default tile."""
-        return self.by_bucket.get(bucket(shape)) or default_tile(shape, self.device)
+        """Return the tile found for a product of this shape, or the one that the layer takes."""
+        return self.by_bucket.get(bucket(shape)) or tile_for(shape, self.device)
 
     def tiles(self, shapes: Mapping[str, Shape]) -> dict[str, Tile]:
         """Return the tiles of a layer's products by name.
@@ -75,15 +75,6 @@ class Tuned:
     def with_tile(self, shape: Shape, tile: Tile) -> Tuned:
         """Return a copy with one more tile."""
         return Tuned(device=self.device, by_bucket={**self.by_bucket, bucket(shape): tile})
-
-
-def bucket(shape: Shape) -> str:
-    """Return the key under which a tile is stored: the exact sizes that affect the choice, row counts rounded up to powers of
-    two."""
-    # A weight gradient sums over rows.
-    depth = power_of_two(shape.depth) if shape.product == "weight_grad" else shape.depth
-    sizes = f"{power_of_two(shape.rows_per_expert)}-{shape.columns}-{depth}-{shape.itemsize}"
-    return f"{shape.product}-{sizes}{'-gated' if shape.gated else ''}"
 
 
 def load(path: Path | str | None, device: TileDevice) -> Tuned:

@@ -1,7 +1,8 @@
-"""The twelve layers measured on a GPU, the published figures for them, and the claims about them. This module imports no torch.
+"""The layers measured on a GPU, the published figures for them, and the claims about them. This module imports no torch.
 
-The layers are those of SonicMoE's paper (Guo et al. 2025), which compares SonicMoE, ScatterMoE and others on one H100 with
-SwiGLU in bfloat16. The published figures are read off the paper's chart, to about ±3 TFLOP/s.
+Twelve layers are those of SonicMoE's paper (Guo et al. 2025), which compares SonicMoE, ScatterMoE and others on one H100 with
+SwiGLU in bfloat16. The published figures are read off the paper's chart, to about ±3 TFLOP/s. The other four are layers of
+models that people train: Qwen3-30B-A3B, Mixtral 8x7B, gpt-oss-120b and DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ class GpuLayer:
     hidden: int
     num_experts: int
     top_k: int
+    is_clamped: bool = False
+    """Whether the experts are those of gpt-oss: clamped SwiGLU with biases; otherwise SwiGLU without."""
 
     @property
     def name(self) -> str:
@@ -46,7 +49,7 @@ class PublishedTimes:
     """Activation memory of SonicMoE in GiB; None if the paper's chart gives no figure."""
 
 
-LAYERS: dict[GpuLayer, PublishedTimes] = {
+LAYERS: dict[GpuLayer, PublishedTimes | None] = {
     GpuLayer(40960, 768, 256, 128, 8): PublishedTimes((337, 365), (181, 204), None),
     GpuLayer(40960, 768, 512, 64, 4): PublishedTimes((397, 401), (202, 243), None),
     GpuLayer(40960, 768, 1024, 32, 2): PublishedTimes((403, 433), (234, 268), None),
@@ -59,9 +62,14 @@ LAYERS: dict[GpuLayer, PublishedTimes] = {
     GpuLayer(32768, 4096, 512, 256, 16): PublishedTimes((517, 526), (335, 313), None),
     GpuLayer(32768, 4096, 1024, 128, 8): PublishedTimes((558, 567), (380, 352), None),
     GpuLayer(32768, 4096, 2048, 64, 4): PublishedTimes((597, 586), (384, 369), None),
+    GpuLayer(8192, 2048, 768, 128, 8): None,
+    GpuLayer(8192, 4096, 14336, 8, 2): None,
+    GpuLayer(8192, 2880, 2880, 128, 4, is_clamped=True): None,
+    GpuLayer(8192, 7168, 2048, 256, 8): None,
 }
-"""Published figures by layer, in the order of the paper's chart; the last layer is the largest."""
-LARGEST = list(LAYERS)[-1]
+"""Published figures by layer, in the order of the paper's chart; None for the layers of models, which have none."""
+LARGEST = GpuLayer(32768, 4096, 2048, 64, 4)
+"""The largest layer of the chart."""
 OVER_LIGER = 1.5
 OVER_DENSE = 0.75
 OVER_KERNELS = 1.08

@@ -484,7 +484,9 @@ counted_over_tp = around(peers.Peers, "__init__", _over_tp)
 # Moving and computing
 
 
-def last_shard_only(parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indices: Indices) -> Tensor:
+def last_shard_only(
+    parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indices: Indices
+) -> Tensor | tasks.IndexedRows:
     """Rows from several shards overwrite each other instead of being summed."""
     if not sums:
         return tasks.placed(parts, runs, num_rows, False, indices)
@@ -492,7 +494,9 @@ def last_shard_only(parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bo
     return out.index_copy_(0, torch.from_numpy(runs.rows), torch.cat([*parts]))
 
 
-def sorted_again(parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indices: Indices) -> Tensor:
+def sorted_again(
+    parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indices: Indices
+) -> Tensor | tasks.IndexedRows:
     """Rows are restored by the permutation that sorted them instead of by its inverse."""
     is_order = not sums and runs.total == num_rows and len(set(runs.rows.tolist())) == num_rows
     wrong = Runs(np.argsort(runs.rows), np.ones(runs.total, dtype=np.int64)) if is_order else runs

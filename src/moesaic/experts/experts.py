@@ -22,7 +22,7 @@ from moesaic.errors import InputError
 from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.expert_ffn import expert_ffn, expert_gradients, run_experts
 from moesaic.kernels.permute import Permutation, permute, unpermute
-from moesaic.kernels.work import Dispatch, ExpertWork
+from moesaic.kernels.work import IN_ORDER, Dispatch, ExpertWork, Places
 from moesaic.program.expert_sizes import ExpertSizes
 
 Weights = tuple[Tensor, ...]
@@ -46,13 +46,15 @@ class ExpertCall:
     common: Weights
     """Parameters that all shards of an expert hold."""
     rows: Tensor
-    """(R, dim), sorted by expert."""
+    """(R, dim), sorted by expert; with `places`, rows of any number and order."""
     gates: Tensor | None
     """(R,) routing weights; None for weights of 1."""
     ends: Tensor
     """(num_experts,) int32, one past the last row of each expert."""
     shards: int = 1
     """Number of shards of each expert, whose results will be summed."""
+    places: Places = IN_ORDER
+    """Where the rows lie, for `run` and `gradients` of experts that have `gathers`."""
 
 
 class AbstractExperts(nn.Module, ABC):
@@ -65,6 +67,9 @@ class AbstractExperts(nn.Module, ABC):
         dim: width of a token, in and out.
         num_experts: number of experts.
     """
+
+    gathers = False
+    """Whether `run` and `gradients` take rows where they lie (`ExpertCall.places`). Others get them sorted by expert."""
 
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__()
@@ -327,6 +332,7 @@ class StackedExperts(AbstractExperts):
         dtype: dtype of the parameters; None for torch's default dtype.
     """
 
+    gathers = True
     ups: tuple[str, ...]
     """Names of the matrices that read the token; w1's bias is b1. Two of them, w1 and w3, are one parameter, w13, with b13."""
     w2: nn.Parameter
@@ -475,6 +481,7 @@ class StackedExperts(AbstractExperts):
             activation=self.activation,
             clamp=self.clamp,
             kernel=self.kernel,
+            places=call.places,
         )
 
     def num_units(self, sharded: Weights) -> int:

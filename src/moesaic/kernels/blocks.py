@@ -143,19 +143,19 @@ class Source:
     """Provides the input rows of each block.
 
     Args:
-        x: (T, D) tokens, or (R, D) rows if the call has no dispatch.
-        work: the call.
+        x: (T, D) tokens, or rows.
+        index: (R,), the row of `x` that each row is; None if `x` is in expert order.
         blocks: the blocks of the call.
     """
 
-    def __init__(self, x: Tensor, work: ExpertWork, blocks: Blocks) -> None:
+    def __init__(self, x: Tensor, index: Tensor | None, blocks: Blocks) -> None:
         self._x = x
-        self._token = None if work.dispatch is None else blocks.cut(work.dispatch.token)
-        self._rows = blocks.cut(x) if work.dispatch is None else ()
+        self._token = None if index is None else blocks.cut(index)
+        self._rows = blocks.cut(x) if index is None else ()
         self._row_numbers = blocks.row_numbers
 
     def take(self, block: RowBlock, scratch: Scratch, weight: Tensor | None = None) -> BlockRows:
-        """Return the rows of a block: gathered tokens, or a view if there is neither a dispatch nor a weight.
+        """Return the rows of a block: gathered tokens, or a view if there is neither an index nor a weight.
 
         Args:
             block: the block.
@@ -191,17 +191,21 @@ class Results:
         work: the call.
         blocks: the blocks of the call.
         weights: (R,) factors of the rows in the sum; None for 1.
+        places: (R,), the row of the result that each row becomes, without dispatch; None for expert order.
     """
 
-    def __init__(self, work: ExpertWork, blocks: Blocks, weights: Tensor | None) -> None:
+    def __init__(self, work: ExpertWork, blocks: Blocks, weights: Tensor | None, places: Tensor | None) -> None:
         x, dim = work.x, work.x.shape[1]
         self._dispatch, self._weights = work.dispatch, weights
+        self._placed = None if places is None else empty((work.num_rows, dim), x.dtype, x.device)
         row_bytes = work.num_rows * dim * x.element_size()
         self._total = self._rows = None
         if work.dispatch is not None and row_bytes > SIDE_BY_SIDE_BYTES:
             self._total = x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype))
+            places = work.dispatch.token
+        if places is not None:
             self._scratch = Scratch(blocks, dim, x)
-            self._tokens = blocks.cut(work.dispatch.token)
+            self._places = blocks.cut(places)
             self._weight_blocks = None if weights is None else blocks.cut(weights)
         else:
             self._rows = empty((work.num_rows, dim), x.dtype, x.device)
@@ -213,18 +217,22 @@ class Results:
 
     def finish(self, block: RowBlock) -> None:
         """Process the written results of a block; called once per block, in order."""
-        if self._total is None:
+        if self._rows is not None:
             return
         rows = self._scratch.of(block).rows
         if self._weight_blocks is not None:
             rows.mul_(self._weight_blocks[block.index].unsqueeze(1))
-        self._total.index_add_(0, self._tokens[block.index], rows.to(self._total.dtype))
+        if self._placed is not None:
+            self._placed.index_copy_(0, self._places[block.index], rows)
+        elif self._total is not None:
+            self._total.index_add_(0, self._places[block.index], rows.to(self._total.dtype))
 
     def summed(self, dtype: torch.dtype) -> Tensor:
         """Return the weighted results, (T, D), or (R, D) without dispatch, once all blocks are finished."""
-        if self._total is not None:
-            return self._total.to(dtype)
-        assert self._rows is not None
+        if self._rows is None:
+            done = self._total if self._placed is None else self._placed
+            assert done is not None
+            return done.to(dtype)
         if self._dispatch is not None:
             return sum_rows(self._rows, self._dispatch, weights=self._weights, dtype=dtype)
         return (self._rows if self._weights is None else self._rows.mul_(self._weights.unsqueeze(1))).to(dtype)

@@ -32,8 +32,8 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x, input_weights, result_weights = work.x, work.input_weights, work.result_weights
     blocks = Blocks(work, 1, 1)
     pre = empty((work.up.shape[1], work.num_rows, work.hidden), x.dtype, x.device)
-    results = Results(work, blocks, result_weights)
-    source, weight_blocks = Source(x, work, blocks), None if input_weights is None else blocks.cut(input_weights)
+    results = Results(work, blocks, result_weights, work.places.y)
+    source, weight_blocks = Source(x, work.x_rows, blocks), None if input_weights is None else blocks.cut(input_weights)
     pre_blocks = [blocks.cut(part) for part in pre.unbind()]
     matrices = [part.unbind() for part in work.up.transpose(2, 3).unbind(1)]
     biases: list[Sequence[Tensor] | None] = [None] * len(matrices)
@@ -80,19 +80,19 @@ class _Backward:
         self.work, self.wanted = work, wanted
         self.blocks = blocks = Blocks(work, 1 + work.up.shape[1], 2)
         self.pre = [blocks.cut(part) for part in pre.reshape(work.up.shape[1], work.num_rows, work.hidden).unbind()]
-        self.x, self.dy = Source(x, work, blocks), Source(dy, work, blocks)
+        self.x, self.dy = Source(x, work.x_rows, blocks), Source(dy, work.y_rows, blocks)
         input_weights, result_weights = work.input_weights, work.result_weights
         self.input_weights = None if input_weights is None else blocks.cut(input_weights)
         self.result_weights = None if result_weights is None else blocks.cut(result_weights)
         self.up, self.down = work.up.unbind(), work.down.unbind()
         self.hidden, self.d_pre = Scratch(blocks, work.hidden, x), Scratch(blocks, pre.shape[1], x)
-        self.gathered, self.weighted = (Scratch(blocks, x.shape[1], x) for _ in range(2))
+        self.gathered_dy, self.gathered_x, self.weighted = (Scratch(blocks, x.shape[1], x) for _ in range(3))
         wants_gates = wanted.gates and work.gates is not None
         self.d_gates = x.new_empty(work.num_rows) if wants_gates else None
         self.d_gate_blocks = None if self.d_gates is None else blocks.cut(self.d_gates)
         self.weighs_early = result_weights is not None and (not wants_gates or _can_divide_by(result_weights))
         reaches_rows = wanted.x or (wants_gates and work.gates_first)
-        self.d_rows = Results(work, blocks, input_weights) if reaches_rows else None
+        self.d_rows = Results(work, blocks, input_weights, work.places.d_x) if reaches_rows else None
         weights = (work.up, work.up_bias, work.down, work.down_bias)
         self.d_up, self.d_up_bias, self.d_down, self.d_down_bias = (
             empty(weight.shape, weight.dtype, weight.device) if wanted.weights and weight is not None else None
@@ -100,7 +100,9 @@ class _Backward:
         )
         self.d_up_by_expert = () if self.d_up is None else self.d_up.flatten(1, 2).unbind()
         self.d_down_by_expert = () if self.d_down is None else self.d_down.unbind()
-        may_wait = wanted.deferred_wgrad and work.dispatch is None  # otherwise gathering x overwrites the gathered dy
+        may_wait = wanted.deferred_wgrad and work.dispatch is None
+        if not may_wait:  # dy is no longer read when x is gathered
+            self.gathered_x = self.gathered_dy
         self.last = blocks.all[-1] if blocks.all and may_wait else None
         self.deferred: list[tuple[BlockRows, BlockRows, Sequence[Tensor], RowBlock]] = []
         self._zero_idle_experts()
@@ -122,7 +124,7 @@ class _Backward:
         """Return the gradients, once all blocks are done."""
         work = self.work
         if not self.deferred:  # free the scratch memory before the tokens' gradients are allocated
-            for scratch in (self.hidden, self.d_pre, self.gathered, self.weighted):
+            for scratch in (self.hidden, self.d_pre, self.gathered_dy, self.gathered_x, self.weighted):
                 scratch.free()
         return Gradients(
             x=self.d_rows.summed(work.x.dtype) if self.d_rows is not None and self.wanted.x else None,
@@ -150,7 +152,7 @@ class _Backward:
         """
         weight = None if self.result_weights is None else self.result_weights[block.index]
         gather_weight = weight if self.weighs_early else None
-        dy = self.dy.take(block, self.gathered, gather_weight)
+        dy = self.dy.take(block, self.gathered_dy, gather_weight)
         for segment, rows, out in zip(block.segments, dy.segments, grad.segments):
             rows_product(rows, self.down[segment.expert], out)
         if weight is not None and self.d_gate_blocks is not None:
@@ -179,7 +181,7 @@ class _Backward:
 
     def _up_gradients(self, block: RowBlock, d_pre: BlockRows) -> None:
         """Compute the gradients of the up projection, of the input rows and of routing weights before them."""
-        inputs = self.x.take(block, self.gathered)
+        inputs = self.x.take(block, self.gathered_x)
         if self.d_rows is not None:
             d_rows = self.d_rows.of(block)
             for segment, rows, out in zip(block.segments, d_pre.segments, d_rows.segments):

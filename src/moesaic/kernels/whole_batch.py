@@ -24,7 +24,7 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 @torch.no_grad()
 def forward(work: ExpertWork, out_dtype: torch.dtype, rows_times: GroupedProduct = rows_times) -> tuple[Tensor, Tensor]:
     """Run the experts; see `ExpertKernel.forward`."""
-    inputs = _gathered(work.x, work)
+    inputs = _gathered(work.x, work.x_rows)
     if work.input_weights is not None:
         inputs = inputs * work.input_weights.unsqueeze(1)
     pre = rows_times(inputs, work.up.flatten(1, 2).transpose(1, 2), work.ends)
@@ -36,7 +36,8 @@ def forward(work: ExpertWork, out_dtype: torch.dtype, rows_times: GroupedProduct
         results = results + _bias_per_row(work.down_bias, work)
     if work.dispatch is not None:
         return sum_rows(results, work.dispatch, weights=work.result_weights, dtype=out_dtype), pre
-    return (results if work.result_weights is None else results * work.result_weights.unsqueeze(1)).to(out_dtype), pre
+    results = results if work.result_weights is None else results * work.result_weights.unsqueeze(1)
+    return _placed(results, work.places.y).to(out_dtype), pre
 
 
 @torch.no_grad()
@@ -49,7 +50,7 @@ def backward(
     outer_products: GroupedProduct = outer_products,
 ) -> Gradients:
     """Compute the gradients; see `ExpertKernel.backward`."""
-    dy_rows = _gathered(dy, work).contiguous()
+    dy_rows = _gathered(dy, work.y_rows).contiguous()
     hidden, d_pre, pre_parts = pre.new_empty(len(pre), work.hidden), torch.empty_like(pre), work.halves(pre)
     d_first, *gate = work.halves(d_pre)
     gate_rows = gate[0] if gate else None
@@ -66,7 +67,7 @@ def backward(
     else:
         d_first.copy_(grad)
     hidden_gradient_into(pre_parts, work.activation, d_first, gate_rows, work.clamp)
-    inputs, d_rows = _gathered(work.x, work), None
+    inputs, d_rows = _gathered(work.x, work.x_rows), None
     if wanted.x or (wanted.gates and work.input_weights is not None):
         d_rows = rows_times(d_pre, work.up.flatten(1, 2), work.ends)
     if work.input_weights is not None:
@@ -74,8 +75,8 @@ def backward(
             d_gates = dot_rows(d_rows, inputs) if wanted.gates else None
             d_rows = d_rows * work.input_weights.unsqueeze(1)
         inputs = inputs * work.input_weights.unsqueeze(1)
-    if d_rows is not None and work.dispatch is not None:
-        d_rows = sum_rows(d_rows, work.dispatch)
+    if d_rows is not None:
+        d_rows = _placed(d_rows, work.places.d_x) if work.dispatch is None else sum_rows(d_rows, work.dispatch)
     weights = wanted.weights
     return Gradients(
         x=d_rows if wanted.x else None,
@@ -117,8 +118,13 @@ def of_sent(d_gates: Tensor, work: ExpertWork) -> Tensor:
     return d_gates.masked_fill(row >= work.ends[-1], 0.0)
 
 
-def _gathered(x: Tensor, work: ExpertWork) -> Tensor:
-    return x if work.dispatch is None else x.index_select(0, work.dispatch.token)
+def _gathered(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else x.index_select(0, index)
+
+
+def _placed(rows: Tensor, places: Tensor | None) -> Tensor:
+    """Return the rows in the places that are given for each."""
+    return rows if places is None else torch.empty_like(rows).index_copy_(0, places.long(), rows)
 
 
 def _bias_per_row(biases: Tensor, work: ExpertWork) -> Tensor:

@@ -29,13 +29,28 @@ class Dispatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where the rows of a call lie if they are not in expert order: (R,) indices each, None for expert order."""
+
+    x: Tensor | None = None
+    """The row of `ExpertWork.x` that each row is."""
+    y: Tensor | None = None
+    """The row of the result that each row becomes, and the row of the result's gradient that each row reads."""
+    d_x: Tensor | None = None
+    """The row of the gradient of `x` that each row becomes."""
+
+
+IN_ORDER = Places()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertWork:
     """One call of the experts. T tokens, R rows, D dim, H hidden, E experts, C matrices that read the token."""
 
     x: Tensor
-    """(T, D) tokens, or (R, D) rows in expert order if `dispatch` is None."""
+    """(T, D) tokens, or (R, D) rows in expert order if `dispatch` is None; with `places` any number of rows."""
     dispatch: Dispatch | None
-    """None if input and result are rows in expert order rather than tokens."""
+    """None if input and result are rows rather than tokens."""
     gates: Tensor | None
     """(R,) routing weights in expert order; None for weights of 1."""
     gates_first: bool
@@ -56,11 +71,23 @@ class ExpertWork:
     """The constants of clamped SwiGLU, which needs the activation silu; None for no clamping."""
     kernel: str = "auto"
     """The implementation that computes the call: a key of `pick.TIERS`, or "auto"."""
+    places: Places = IN_ORDER
+    """Where rows of a call without dispatch lie. Not differentiable: only `run_experts` and `expert_gradients` take it."""
 
     @property
     def num_rows(self) -> int:
         """The number of rows, R."""
-        return len(self.x) if self.dispatch is None else len(self.dispatch.token)
+        return len(self.x if self.x_rows is None else self.x_rows)
+
+    @property
+    def x_rows(self) -> Tensor | None:
+        """(R,): the row of `x` that each row is; None if `x` is in expert order."""
+        return self.places.x if self.dispatch is None else self.dispatch.token
+
+    @property
+    def y_rows(self) -> Tensor | None:
+        """(R,): the row of the result's gradient that each row reads; None if it is in expert order."""
+        return self.places.y if self.dispatch is None else self.dispatch.token
 
     @property
     def hidden(self) -> int:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from operator import itemgetter
 from time import perf_counter
 from typing import Any
 
@@ -28,17 +29,18 @@ from moesaic.experts.experts import Weights
 from moesaic.program.bundles import bundles
 from moesaic.program.compile import Compiled
 from moesaic.program.layouts import Move, move_of
-from moesaic.program.task import Op, Program, Slot, Task
+from moesaic.program.sizes import Runs
+from moesaic.program.task import Kind, Op, Program, Slot, Task
 from moesaic.program.transpose import cotangent, saved
 from moesaic.runtime.messages import Packets, pack, start, start_hop, unpack
 from moesaic.runtime.tasks import (
     Call,
     Environment,
+    IndexedRows,
     Value,
     compute,
     kept,
     parameters,
-    rows,
     tables,
     transport_lane,
 )
@@ -66,6 +68,8 @@ class Script:
 
     slots: Mapping[str, Slot]
     """The program's slots by name."""
+    gathered: frozenset[str]
+    """Slots whose rows may stay where they lie, since all that reads them gathers."""
     steps: tuple[TaskGroup, ...]
     """The steps, in order."""
 
@@ -97,7 +101,18 @@ def script_of(program: Program, outputs: frozenset[str] | None) -> Script:
         )
         for bundle, tasks, unread in zip(bundled, groups, _unread_after(groups, outputs))
     ]
-    return Script(slots=slots, steps=tuple(steps))
+    return Script(slots=slots, gathered=_gathered(program, outputs), steps=tuple(steps))
+
+
+_GATHER = (Op.COMBINE, Op.EXPERT, Op.EXPERT_GRAD, Op.MOVE, Op.PACK, Op.TAKE)
+"""Tasks that read rows through an index as fast as in order."""
+
+
+def _gathered(program: Program, outputs: frozenset[str] | None) -> frozenset[str]:
+    """Return the slots of rows that only tasks of `_GATHER` read. A run that returns all slots returns them in order."""
+    names = {slot.name for slot in program.slots if slot.kind is Kind.ROWS} if outputs is not None else set()
+    moving = (task for task in program.tasks if task.op not in _GATHER)
+    return frozenset(names.difference(*(task.reads for task in moving)))
 
 
 def _unread_after(groups: Sequence[Sequence[Task]], outputs: frozenset[str] | None) -> list[list[str]]:
@@ -165,7 +180,7 @@ def interpret(
             if isinstance(value, Packets):
                 packets[landed_name] = value
             else:
-                environment[landed_name] = value
+                _store(landed_name, value, environment, script)
 
     for step in script.steps:
         for name in step.reads:
@@ -175,7 +190,7 @@ def interpret(
         if step.tasks[0].op in (Op.MOVE, Op.HOP):
             yield from _issue(step, script.slots, environment, packets, arriving, call)
         else:
-            _run_local(step.tasks[0], script.slots, environment, packets, call)
+            _run_local(step.tasks[0], script, environment, packets, call)
         for name in step.unread:
             environment.pop(name, None)
             packets.pop(name, None)
@@ -209,17 +224,23 @@ def _issue(
     arriving.update({each.writes[0]: _Arriving(handle, settled) for each, settled in zip(step.tasks, settles)})
 
 
-def _run_local(
-    task: Task, slots: Mapping[str, Slot], environment: Environment, packets: dict[str, Packets], call: Call
-) -> None:
+def _run_local(task: Task, script: Script, environment: Environment, packets: dict[str, Packets], call: Call) -> None:
     """Run a task that needs no other rank, and store its result."""
     if task.op is Op.PACK:
-        packets[task.writes[0]] = pack(task, slots, rows(environment[task.reads[0]]), call)
+        value = environment[task.reads[0]]
+        assert not isinstance(value, tuple)
+        packets[task.writes[0]] = pack(task, script.slots, value, call)
     elif task.op is Op.UNPACK:
         received = [packets[name] for name in task.reads]
-        environment[task.writes[0]] = unpack(task, slots, received, call)
+        _store(task.writes[0], unpack(task, script.slots, received, call), environment, script)
     else:
-        environment.update(compute(task, slots, environment, call))
+        for name, value in compute(task, script.slots, environment, call).items():
+            _store(name, value, environment, script)
+
+
+def _store(name: str, value: Value, environment: Environment, script: Script) -> None:
+    """Store a slot's value; move its rows into order unless all that reads the slot gathers."""
+    environment[name] = value.in_order() if isinstance(value, IndexedRows) and name not in script.gathered else value
 
 
 def drive(steps: Steps, transport: AbstractTransport) -> Environment:
@@ -243,8 +264,8 @@ def drive(steps: Steps, transport: AbstractTransport) -> Environment:
         del request  # so that its messages are freed before the next request
 
 
-Layout = list[tuple[str, int | None]]
-"""For each slot: its name, and the number of tensors in its value; None for a single tensor instead of a tuple."""
+Layout = list[tuple[str, int, Callable[[Sequence[Tensor]], Value]]]
+"""For each slot: its name, the number of tensors in its value, and the function that makes the value of them."""
 
 
 @dataclass
@@ -358,6 +379,7 @@ def run_backward(run: LayerRun, values: Environment, dy: Tensor) -> tuple[Tensor
     d_x, d_gates, d_sharded = (gradients[cotangent(name)] for name in ("x", "gates", "w"))
     assert isinstance(d_x, Tensor)
     assert isinstance(d_gates, Tensor)
+    assert isinstance(d_sharded, tuple)
     return d_x, d_gates, *d_sharded, *d_common
 
 
@@ -366,16 +388,24 @@ def flattened(values: Environment, names: Sequence[str]) -> tuple[list[Tensor], 
     flat: list[Tensor] = []
     layout: Layout = []
     for name in names:
-        value = values[name]
-        parts = (value,) if isinstance(value, Tensor) else value
-        layout.append((name, None if isinstance(value, Tensor) else len(parts)))
+        parts, make = _parts(values[name])
+        layout.append((name, len(parts), make))
         flat += parts
     return flat, layout
+
+
+def _parts(value: Value) -> tuple[Sequence[Tensor], Callable[[Sequence[Tensor]], Value]]:
+    if isinstance(value, IndexedRows):
+        return (value.source, value.index), partial(_gathered_of, value.runs)
+    return (value, tuple) if isinstance(value, tuple) else ((value,), itemgetter(0))
+
+
+def _gathered_of(runs: Runs | None, parts: Sequence[Tensor]) -> IndexedRows:
+    source, index = parts
+    return IndexedRows(source, index, runs)
 
 
 def by_name(flat: Sequence[Tensor], layout: Layout) -> Environment:
     """Return the slots by name; the inverse of `flattened`."""
     parts = iter(flat)
-    return {
-        name: next(parts) if length is None else tuple(next(parts) for _ in range(length)) for name, length in layout
-    }
+    return {name: make([next(parts) for _ in range(length)]) for name, length, make in layout}

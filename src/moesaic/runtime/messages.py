@@ -23,14 +23,25 @@ from moesaic.program.grid import Axis, Grid
 from moesaic.program.layouts import Move, move_of
 from moesaic.program.sizes import Splits
 from moesaic.program.task import Kind, Slot, Task
-from moesaic.runtime.tasks import Call, Environment, Indices, Value, placed, take, transport_lane
+from moesaic.runtime.tasks import (
+    Call,
+    Environment,
+    IndexedRows,
+    Indices,
+    Value,
+    part_of,
+    placed,
+    rows,
+    take,
+    transport_lane,
+)
 
 
 @dataclass(frozen=True)
 class PendingMove:
     """What one rank sends and receives in one movement."""
 
-    value: Tensor
+    value: Tensor | IndexedRows
     """(rows, width): the value of the slot that is read."""
     outgoing: Splits
     incoming: Splits
@@ -55,14 +66,14 @@ def _pending_move(
     if target.layout.flow != "weights":
         return PendingMove(value, outgoing, incoming, sums, partial(_place_rows, move, incoming, call, sums))
     weights, num_experts = environment[source.name], sizes.num_held(target.layout, rank)
-    no_weights = call.experts.first(weights, 0) if num_experts == 0 and not isinstance(weights, Tensor) else None
+    no_weights = call.experts.first(weights, 0) if num_experts == 0 and isinstance(weights, tuple) else None
 
     def finish(parts: list[Tensor]) -> Value:
         if move.reduce and not incoming.runs.total:
             return ()  # no rank computed rows for this rank's experts: return no gradient instead of zeros
         if no_weights is not None:
             return no_weights
-        return call.experts.unpack(_place_rows(move, incoming, call, sums, parts), num_experts)
+        return call.experts.unpack(rows(_place_rows(move, incoming, call, sums, parts)), num_experts)
 
     return PendingMove(value, outgoing, incoming, sums, finish)
 
@@ -86,8 +97,9 @@ def start(
         sends, receives, settle = _single_move(pending_moves[0], rank, indices)
         return Transfer(rank, tag, sends, receives, lane), [settle]
     values = [pending.value for pending in pending_moves]
-    leaving = Bundle([pending.outgoing for pending in pending_moves], values, indices)
-    arriving = Bundle([pending.incoming for pending in pending_moves], values, indices)
+    likes = [value.source if isinstance(value, IndexedRows) else value for value in values]
+    leaving = Bundle([pending.outgoing for pending in pending_moves], likes, indices)
+    arriving = Bundle([pending.incoming for pending in pending_moves], likes, indices)
     (memory, sends), (filled, receives) = leaving.buffer(), arriving.buffer()
     leaving.write(memory, values)
     if rank in sends and rank in receives:
@@ -95,8 +107,8 @@ def start(
     transfer = Transfer(rank, tag, _to_others(sends, rank), _to_others(receives, rank), lane)
     read = partial(_read_bundled, arriving, filled)
     return transfer, [
-        partial(read, number, pending.value.dtype, pending.sums, pending.finish)
-        for number, pending in enumerate(pending_moves)
+        partial(read, number, like.dtype, pending.sums, pending.finish)
+        for number, (pending, like) in enumerate(zip(pending_moves, likes))
     ]
 
 
@@ -111,11 +123,11 @@ def _read_bundled(
     """Return the slot that a movement of a bundle writes. (A closure of `start` would keep the sent tensors alive.)"""
     if not sums:
         return arriving.read(filled, number, dtype, in_place=True)
-    rows = arriving.read(filled, number, dtype, in_place=False)
-    return finish(list(rows.split(arriving.splits[number].counts)))
+    received = rows(arriving.read(filled, number, dtype, in_place=False))
+    return finish(list(received.split(arriving.splits[number].counts)))
 
 
-def _place_rows(move: Move, incoming: Splits, call: Call, sums: bool, parts: list[Tensor]) -> Tensor:
+def _place_rows(move: Move, incoming: Splits, call: Call, sums: bool, parts: list[Tensor]) -> Tensor | IndexedRows:
     """Return the written slot from the received rows and those that stayed; without a copy if they are the slot already."""
     if incoming.is_whole and len(parts) == 1:
         return parts[0]
@@ -130,11 +142,11 @@ def _single_move(
     All messages are parts of one tensor, which is the value itself if its rows are sent in order. All buffers are parts of one
     tensor too, into which the rows that stay are copied. If rows arrive in order, that tensor is the slot.
     """
-    value, outgoing, incoming = pending.value, pending.outgoing, pending.incoming
-    leaving = value if outgoing.is_whole and value.is_contiguous() else take(value, outgoing.runs, indices)
+    outgoing, incoming = pending.outgoing, pending.incoming
+    leaving = take(pending.value, outgoing.runs, indices)
     sends = dict(zip(outgoing.peers, leaving.split(outgoing.counts)))
     counts = [0 if pending.sums and peer == rank else n for peer, n in zip(incoming.peers, incoming.counts)]
-    joined = value.new_empty(sum(counts), value.shape[1])
+    joined = leaving.new_empty(sum(counts), leaving.shape[1])
     parts = dict(zip(incoming.peers, joined.split(counts)))
     receives = _to_others(parts, rank)
     own_rows = sends.pop(rank, None)
@@ -152,20 +164,20 @@ def _to_others(messages: Mapping[int, Tensor], rank: int) -> dict[int, Tensor]:
     return {peer: message for peer, message in messages.items() if peer != rank and message.numel()}
 
 
-def _as_rows(slot: Slot, environment: Environment, call: Call, *, travels: bool) -> Tensor:
+def _as_rows(slot: Slot, environment: Environment, call: Call, *, travels: bool) -> Tensor | IndexedRows:
     """Return a slot's value as rows to send. For weights that are not sent, return no rows, only the right width."""
     value = environment[slot.name]
     if slot.kind is Kind.INDEX:
         assert isinstance(value, Tensor)
         return value.int()  # `INDEX_BYTES` per number
     if slot.kind is not Kind.WEIGHT:
-        assert isinstance(value, Tensor)
+        assert not isinstance(value, tuple)
         return value
     if slot.layout.flow == "bias":
-        return value if isinstance(value, Tensor) else value[0]
+        return value[0] if isinstance(value, tuple) else rows(value)
     if not travels:
         value = environment["w"]
-    assert not isinstance(value, Tensor)
+    assert isinstance(value, tuple)
     return call.experts.pack(value) if travels else call.experts.pack(call.experts.first(value, 1))[:0]
 
 
@@ -206,11 +218,19 @@ class Bundle:
         memory = torch.empty(self._size, dtype=self._unit, device=self._device)
         return memory, dict(zip(self._peers, memory.split(self._cuts)[::2]))
 
-    def write(self, memory: Tensor, values: Sequence[Tensor]) -> None:
+    def write(self, memory: Tensor, values: Sequence[Tensor | IndexedRows]) -> None:
         """Gather the rows of all movements into their messages."""
         if memory.device.type != "cpu":
             for number, (split, value) in enumerate(zip(self.splits, values)):
-                units = take(value.contiguous(), split.runs, self._indices).view(self._unit).reshape(-1)
+                part = part_of(value, split.runs, self._indices)
+                if isinstance(
+                    part, IndexedRows
+                ):  # a launch beside each message's own, instead of moving the rows twice
+                    units = part.source.contiguous().view(self._unit)
+                    for index, message in zip(part.index.split(split.counts), self._messages(memory, number)):
+                        torch.index_select(units, 0, index, out=message.view(-1, units.shape[1]))
+                    continue
+                units = part.contiguous().view(self._unit).reshape(-1)
                 parts = units.split([count * self._widths[number] for count in split.counts])
                 torch._foreach_copy_(self._messages(memory, number), list(parts))
             return
@@ -219,15 +239,17 @@ class Bundle:
             # Rows between the messages are padding, which no rank reads.
             source = np.zeros(self._size // width, dtype=np.int64)
             source[self._row_offsets(self._widest) // width] = split.runs.rows
-            units = values[self._widest].contiguous().view(self._unit)
-            torch.index_select(units, 0, torch.from_numpy(source), out=memory.view(-1, width))
+            index, value = torch.from_numpy(source), values[self._widest]
+            if isinstance(value, IndexedRows):
+                index, value = value.index.index_select(0, index), value.source
+            torch.index_select(value.contiguous().view(self._unit), 0, index, out=memory.view(-1, width))
         for number, (split, value) in enumerate(zip(self.splits, values)):
             if number != self._widest and split.runs.total:
-                units = take(value.contiguous(), split.runs, self._indices).view(self._unit)
+                units = take(value, split.runs, self._indices).contiguous().view(self._unit)
                 memory.scatter_(0, self._unit_offsets(number, self._row_offsets(number)), units.reshape(-1))
 
-    def read(self, memory: Tensor, number: int, dtype: torch.dtype, *, in_place: bool) -> Tensor:
-        """Return the rows of a movement: (rows, width).
+    def read(self, memory: Tensor, number: int, dtype: torch.dtype, *, in_place: bool) -> Tensor | IndexedRows:
+        """Return the rows of a movement: (rows, width). On a CPU, the rows of the widest remain in the messages.
 
         Args:
             memory: all messages.
@@ -240,17 +262,15 @@ class Bundle:
             joined = torch.cat(self._messages(memory, number) or [memory[:0]]).view(-1, width).view(dtype)
             if not in_place or split.is_whole:
                 return joined
-            return joined.index_select(0, self._indices.inverse(split.runs, memory.device))
+            return IndexedRows(joined, self._indices.inverse(split.runs, memory.device), split.runs)
         offsets = self._row_offsets(number)
         if in_place and not split.is_whole:
             by_row = np.empty_like(offsets)
             by_row[split.runs.rows] = offsets
             offsets = by_row
         if number == self._widest:
-            units = memory.view(-1, width).index_select(0, torch.from_numpy(offsets // width))
-        else:
-            units = memory.index_select(0, self._unit_offsets(number, offsets)).view(-1, width)
-        return units.view(dtype)
+            return IndexedRows(memory.view(-1, width).view(dtype), torch.from_numpy(offsets // width), split.runs)
+        return memory.index_select(0, self._unit_offsets(number, offsets)).view(-1, width).view(dtype)
 
     def _messages(self, memory: Tensor, number: int) -> list[Tensor]:
         """Return each peer's part of a movement, peer by peer, as slices of `memory`."""
@@ -290,16 +310,17 @@ class Packets:
     own: Tensor | None = None
 
 
-def pack(task: Task, slots: Mapping[str, Slot], value: Tensor, call: Call) -> Packets:
+def pack(task: Task, slots: Mapping[str, Slot], value: Tensor | IndexedRows, call: Call) -> Packets:
     """Encode what this rank sends, message by message."""
     codec = call.codecs(task.codec or "none")
-    packets = Packets(value.shape[1], value.dtype, value.device, task.codec or "none")
     outgoing = call.sizes.outgoing(move_of(task, slots), call.rank)
-    for peer, rows in zip(outgoing.peers, take(value, outgoing.runs, call.indices).split(outgoing.counts)):
+    leaving = take(value, outgoing.runs, call.indices)
+    packets = Packets(leaving.shape[1], leaving.dtype, leaving.device, task.codec or "none")
+    for peer, part in zip(outgoing.peers, leaving.split(outgoing.counts)):
         if peer == call.rank:
-            packets.own = rows
-        elif len(rows):
-            packets.items[(call.rank, peer)] = codec.encode(rows)
+            packets.own = part
+        elif len(part):
+            packets.items[(call.rank, peer)] = codec.encode(part)
     return packets
 
 
@@ -340,7 +361,7 @@ def _split_messages(
     return arriving
 
 
-def unpack(task: Task, slots: Mapping[str, Slot], sources: list[Packets], call: Call) -> Tensor:
+def unpack(task: Task, slots: Mapping[str, Slot], sources: list[Packets], call: Call) -> Tensor | IndexedRows:
     """Decode what arrived and put it in place. Rows from several ranks are summed in the order of the ranks."""
     codec, first, move = call.codecs(task.codec or "none"), sources[0], move_of(task, slots)
     items = {pair: item for packets in sources for pair, item in packets.items.items()}

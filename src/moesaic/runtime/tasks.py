@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -24,14 +24,31 @@ from moesaic.experts.experts import AbstractExperts, DeferredWgrad, ExpertCall, 
 from moesaic.kernels.codecs import AbstractCodec, codec_named
 from moesaic.kernels.memory import uploaded
 from moesaic.kernels.permute import sum_rows
-from moesaic.kernels.work import Dispatch
+from moesaic.kernels.work import Dispatch, Places
 from moesaic.program.layouts import move_of
 from moesaic.program.sizes import CallSizes, Runs
 from moesaic.program.task import Kind, Lane, Op, Slot, State, Task
 from moesaic.routing.capacity import count
 from moesaic.routing.peers import stable_order
 
-Value = Tensor | Weights
+
+@dataclass(frozen=True)
+class IndexedRows:
+    """Rows of a slot that lie in another order: row i is `source[index[i]]`. Who reads them need not move them first."""
+
+    source: Tensor
+    """(any number of rows, width)."""
+    index: Tensor
+    """(rows,)."""
+    runs: Runs | None = None
+    """The slot's rows in the order in which they arrived or will leave; None if the index is no permutation."""
+
+    def in_order(self) -> Tensor:
+        """Return the rows in the slot's order."""
+        return self.source.index_select(0, self.index)
+
+
+Value = Tensor | Weights | IndexedRows
 """The value of a slot: rows, or parameters of experts."""
 Environment = dict[str, Value]
 """Slot values by name. Under `kept(task)` it also has what an expert task saves for its gradient."""
@@ -173,6 +190,8 @@ def rows(value: Value) -> Tensor:
     Raises:
         TypeError: if the slot holds parameters.
     """
+    if isinstance(value, IndexedRows):
+        return value.in_order()
     if not isinstance(value, Tensor):
         raise TypeError("a task reads rows where the slot holds parameters")
     return value
@@ -190,7 +209,14 @@ def compute(task: Task, slots: Slots, environment: Environment, call: Call) -> E
         return _expert_grad(task, slots, reads, environment, call)
     if task.op is Op.ADD:
         return {task.writes[0]: _add_values(reads)}
-    return dict(zip(task.writes, _rows_task(task, slots, list(map(rows, reads)), call)))
+    if task.op is Op.COMBINE:
+        return {task.writes[0]: _combine(task, slots, reads, call)}
+    if task.op is Op.TAKE:
+        whole, value = slots[task.reads[0]].layout, reads[0]
+        assert not isinstance(value, tuple)
+        parts = [call.sizes.part_rows(slots[name].layout, whole, call.rank) for name in task.writes]
+        return {name: part_of(value, part, call.indices) for name, part in zip(task.writes, parts)}
+    return {task.writes[0]: _rows_task(task, slots, list(map(rows, reads)), call)}
 
 
 def transport_lane(task: Task) -> TransportLane:
@@ -198,17 +224,38 @@ def transport_lane(task: Task) -> TransportLane:
     return "intra" if task.lane is Lane.INTRA else "inter"
 
 
-def take(value: Tensor, runs: Runs, indices: Indices) -> Tensor:
-    """Return some rows of a value, contiguous. If they are all of its rows in order, the value itself is returned."""
+def _are_same(some: Runs, others: Runs) -> bool:
+    """Return whether two tables have the same rows in the same order; False if they divide them into other runs."""
+    pairs = ((some.starts, others.starts), (some.sizes, others.sizes))
+    return some.is_constant == others.is_constant and all(np.array_equal(*pair) for pair in pairs)
+
+
+def part_of(value: Tensor | IndexedRows, runs: Runs, indices: Indices) -> Tensor | IndexedRows:
+    """Return some rows of a value: of gathered rows without moving them."""
+    if not isinstance(value, IndexedRows):
+        return take(value, runs, indices)
+    if runs.are_all_of(len(value.index)):
+        return value
+    return IndexedRows(value.source, value.index.index_select(0, indices.of(runs, value.index.device)))
+
+
+def take(value: Tensor | IndexedRows, runs: Runs, indices: Indices) -> Tensor:
+    """Return some rows of a value, contiguous. If they lie in this order, they are returned without a copy."""
+    if isinstance(value, IndexedRows):
+        if value.runs is not None and _are_same(value.runs, runs) and len(value.source) == runs.total:
+            return value.source
+        part = part_of(value, runs, indices)
+        assert isinstance(part, IndexedRows)
+        return part.in_order()
     if value.is_contiguous() and runs.are_all_of(len(value)):
         return value
     return value.index_select(0, indices.of(runs, value.device))
 
 
-def placed(parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indices: Indices) -> Tensor:
+def placed(parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indices: Indices) -> Tensor | IndexedRows:
     """Return rows in their target places, which are all filled. With `sums`, rows with the same place are summed in order.
 
-    16-bit rows are summed in float32. Rows that are already in order are returned without a copy.
+    16-bit rows are summed in float32. A single part, of which no rows are summed, is returned without a copy.
 
     Args:
         parts: tensors of rows, at least one.
@@ -218,45 +265,43 @@ def placed(parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indic
             once.
         indices: the call's index tensors.
     """
-    if runs.are_all_of(num_rows):
-        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    if not sums and len(parts) == 1:  # a gather takes a quarter of the time of a row-by-row scatter
-        return parts[0].index_select(0, indices.inverse(runs, parts[0].device))
+    if not sums or runs.are_all_of(num_rows):
+        joined = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        in_order = runs.are_all_of(num_rows)
+        return joined if in_order else IndexedRows(joined, indices.inverse(runs, joined.device), runs)
     places_by_part = indices.of(runs, parts[0].device).split([len(part) for part in parts])
-    dtype = torch.promote_types(parts[0].dtype, torch.float32) if sums else parts[0].dtype
-    allocate = torch.zeros if sums else torch.empty
-    out = allocate(num_rows, parts[0].shape[1], dtype=dtype, device=parts[0].device)
+    dtype = torch.promote_types(parts[0].dtype, torch.float32)
+    out = torch.zeros(num_rows, parts[0].shape[1], dtype=dtype, device=parts[0].device)
     for part, places in zip(parts, places_by_part):
-        if sums:
-            out.index_add_(0, places, part.to(dtype))
-        else:
-            out.index_copy_(0, places.long(), part)
+        out.index_add_(0, places, part.to(dtype))
     return out.to(parts[0].dtype)
 
 
-def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> list[Tensor]:
+def _rows_task(task: Task, slots: Slots, reads: list[Tensor], call: Call) -> Tensor | IndexedRows:
     target = slots[task.writes[0]]
     if task.op is Op.PERMUTE:
         indexed = _index_of(task.reads[0], task.reads[1], slots, reads[1], call)
-        gathered = reads[0].index_select(0, indexed.places)
-        return [gathered if indexed.is_full is None else gathered.masked_fill(~indexed.is_full, 0)]  # 0 * nan is nan
-    if task.op is Op.COMBINE:
-        indexed = _index_of(target.name, task.reads[1], slots, reads[1], call)
-        values = reads[0] if indexed.is_full is None else reads[0].masked_fill(~indexed.is_full, 0)
-        return [indexed.sum(values)]
+        gathered = IndexedRows(reads[0], indexed.places)
+        if indexed.is_full is None:
+            return gathered
+        return gathered.in_order().masked_fill(~indexed.is_full, 0)  # 0 * nan is nan
     if task.op is Op.SCALE:
         size = len(call.sizes.grid.group(call.rank, task.group))
-        return [reads[0] * float(size) ** task.power if task.power else reads[0]]
-    if task.op is Op.TAKE:
-        whole = slots[task.reads[0]].layout
-        parts = [call.sizes.part_rows(slots[name].layout, whole, call.rank) for name in task.writes]
-        return [take(reads[0], part, call.indices) for part in parts]
+        return reads[0] * float(size) ** task.power if task.power else reads[0]
     assert task.op is Op.JOIN, f"{task.op.value} needs other ranks"
     joined = reads[0].new_empty(call.sizes.num_rows(target.layout, call.rank), reads[0].shape[1])
     for name, part in zip(task.reads, reads):
         rows_of_part = call.sizes.part_rows(slots[name].layout, target.layout, call.rank)
         joined[call.indices.of(rows_of_part, part.device)] = part
-    return [joined]
+    return joined
+
+
+def _combine(task: Task, slots: Slots, reads: list[Value], call: Call) -> Tensor:
+    indexed, value = _index_of(task.writes[0], task.reads[1], slots, rows(reads[1]), call), reads[0]
+    if indexed.is_full is not None:
+        return indexed.sum(rows(value).masked_fill(~indexed.is_full, 0))
+    assert not isinstance(value, tuple)
+    return indexed.sum(value)
 
 
 def _add_values(values: list[Value]) -> Value:
@@ -289,8 +334,16 @@ def _index_of(tokens: str, index: str, slots: Slots, value: Tensor, call: Call) 
     return indexed
 
 
+def _where_it_lies(value: Value, call: Call) -> tuple[Tensor, Tensor | None]:
+    """Return an expert task's rows and the row that each copy is; None if they are sorted by expert."""
+    if isinstance(value, IndexedRows) and call.experts.gathers and not call.weight_first:
+        return value.source, value.index
+    return rows(value), None
+
+
 def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environment:
-    tokens, gates = rows(reads[0]), rows(reads[1]).squeeze(1)
+    gates = rows(reads[1]).squeeze(1)
+    tokens, x_rows = _where_it_lies(reads[0], call)
     sharded, common = _weights(reads[2:])
     ends, shards = _ends(slots[task.reads[0]], tokens, call), _shards(slots[task.reads[0]], call)
     if not len(ends):  # a rank that computes for no expert
@@ -298,30 +351,46 @@ def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environ
     if call.weight_first:
         tokens = tokens * gates.to(tokens.dtype).unsqueeze(1)
     gate = None if call.weight_first else gates
-    out, activations = call.experts.run(ExpertCall(sharded, common, tokens, gate, ends, shards))
-    return {task.writes[0]: out, kept(task.name): activations}
+    y_rows, placed_out = _as_they_came(reads[0], x_rows, call)
+    places = Places(x=x_rows, y=y_rows)
+    out, activations = call.experts.run(ExpertCall(sharded, common, tokens, gate, ends, shards, places))
+    return {task.writes[0]: placed_out(out), kept(task.name): activations}
+
+
+def _as_they_came(
+    value: Value, index: Tensor | None, call: Call
+) -> tuple[Tensor | None, Callable[[Tensor], Tensor | IndexedRows]]:
+    """Return the places in which an expert task writes its rows, those in which the rows that it read had arrived, and a
+    function that makes the slot's value of the written rows."""
+    if index is None or not isinstance(value, IndexedRows) or value.runs is None:
+        return None, lambda written: written
+    places, runs = call.indices.inverse(value.runs, index.device), value.runs
+    return places, lambda written: IndexedRows(written, places, runs)
 
 
 def _expert_grad(task: Task, slots: Slots, reads: list[Value], environment: Environment, call: Call) -> Environment:
-    dy, tokens, gates = rows(reads[0]), rows(reads[1]), rows(reads[2]).squeeze(1)
+    (dy, y_rows), (tokens, x_rows) = (_where_it_lies(value, call) for value in reads[:2])
+    gates = rows(reads[2]).squeeze(1)
     sharded, common = _weights(reads[3:])
     ends, shards = _ends(slots[task.reads[1]], tokens, call), _shards(slots[task.reads[1]], call)
     if not len(ends):
-        return dict(zip(task.writes, (dy, gates.unsqueeze(1), *reads[3:])))
+        return dict(zip(task.writes, (reads[0], gates.unsqueeze(1), *reads[3:])))
     activations = environment[kept(task.name)]
-    assert not isinstance(activations, Tensor)
+    assert isinstance(activations, tuple)
+    d_x_rows, placed_rows = _as_they_came(reads[1], x_rows, call)
+    places = Places(x=x_rows, y=y_rows, d_x=d_x_rows)
     inputs = tokens * gates.to(tokens.dtype).unsqueeze(1) if call.weight_first else tokens
     gate = None if call.weight_first else gates
     deferred_wgrad: DeferredWgrad | None = [] if call.may_defer_wgrad else None
     d_rows, d_gates, *d_weights = call.experts.gradients(
-        ExpertCall(sharded, common, inputs, gate, ends, shards), activations, dy.contiguous(), deferred_wgrad
+        ExpertCall(sharded, common, inputs, gate, ends, shards, places), activations, dy.contiguous(), deferred_wgrad
     )
     if deferred_wgrad:
         call.deferred_wgrad[task.writes[2]] = deferred_wgrad
     if d_gates is None:
         d_gates = (d_rows * tokens).sum(1).to(gates.dtype)
         d_rows = d_rows * gates.to(d_rows.dtype).unsqueeze(1)
-    gradients: list[Value] = [d_rows, d_gates.view_as(rows(reads[2])), *d_weights]
+    gradients: list[Value] = [placed_rows(d_rows), d_gates.view_as(rows(reads[2])), *d_weights]
     return dict(zip(task.writes, gradients))
 
 
@@ -333,7 +402,7 @@ def _weights(values: list[Value]) -> tuple[Weights, Weights]:
 
 def parameters(value: Value) -> Weights:
     """Return parameters as a tuple. Those that an expert's shards have in common are sent as one tensor."""
-    return (value,) if isinstance(value, Tensor) else value
+    return value if isinstance(value, tuple) else (rows(value),)
 
 
 def _ends(slot: Slot, tokens: Tensor, call: Call) -> Tensor:
@@ -367,17 +436,24 @@ class Indexed:
         if bases.starts.any():
             self.places = self.places + indices.of(bases, index.device)
 
-    def sum(self, rows: Tensor) -> Tensor:
+    def sum(self, values: Tensor | IndexedRows) -> Tensor:
         """Return the sum of each token's rows, in their order: (rows, width) -> (num_tokens, width).
 
         16-bit rows are summed in float32. On a CPU, other rows are summed by torch's embedding bags, which take a quarter of
         the time of `index_add_`. On a GPU `index_add_` would add in a nondeterministic order.
         """
-        accumulate = torch.promote_types(rows.dtype, torch.float32)
-        if self.num_tokens and len(rows) and (rows.device.type != "cpu" or rows.dtype == accumulate):
-            return sum_rows(rows, self._dispatch)
-        out = torch.zeros(self.num_tokens, rows.shape[1], dtype=accumulate, device=rows.device)
-        return out.index_add_(0, self.places, rows.to(accumulate)).to(rows.dtype)
+        source = values.source if isinstance(values, IndexedRows) else values
+        accumulate = torch.promote_types(source.dtype, torch.float32)
+        if self.num_tokens and len(self.places) and (source.device.type != "cpu" or source.dtype == accumulate):
+            dispatch = self._dispatch
+            if isinstance(values, IndexedRows) and source.device.type != "cpu" and len(source) != len(self.places):
+                source = values.in_order()  # what a GPU without Triton sums has as many rows as the index
+            elif isinstance(values, IndexedRows):
+                lies = values.index.long().index_select(0, dispatch.by_token)
+                dispatch = replace(dispatch, by_token=lies)
+            return sum_rows(source, dispatch)
+        out = torch.zeros(self.num_tokens, source.shape[1], dtype=accumulate, device=source.device)
+        return out.index_add_(0, self.places, rows(values).to(accumulate)).to(source.dtype)
 
     @cached_property
     def _dispatch(self) -> Dispatch:

@@ -27,7 +27,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import start_processes
 
@@ -40,7 +39,7 @@ from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import HELPERS, Kind, Program, Slot, State
 from moesaic.runtime import executor
 from moesaic.runtime.executor import interpret
-from moesaic.runtime.tasks import Call, Environment, Value
+from moesaic.runtime.tasks import Call, Environment, Value, rows
 from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import Errors, Patch, Ran, compile_case, ran_case, run_rank
 from moesaic.testing.expected import Values, expect
@@ -361,6 +360,6 @@ def _replicas(slot: Slot, grid: Grid) -> Iterator[tuple[int, int]]:
 
 
 def _same(first: Value, second: Value) -> bool:
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return torch.equal(first, second)
-    return len(first) == len(second) and all(map(torch.equal, first, second))
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return len(first) == len(second) and all(map(torch.equal, first, second))
+    return torch.equal(rows(first), rows(second))

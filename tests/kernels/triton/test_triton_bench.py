@@ -151,9 +151,10 @@ def test_sonic_moe_is_timed_beside_ours_without_a_search_of_its_own(one_layer, s
 
 def test_claims_of_layers_that_were_not_measured_say_so():
     report = claims(list(LAYERS), {})
-    assert len(report) == 7 * 12 + 2
+    assert len(report) == 7 * 16 + 2
     assert all(claim.value is None and claim.reason for claim in report)
     targets = {claim.name: claim.target for claim in report}
     assert targets["gpu.T40960_H768_I256_E128_K8.forward_tflops"] == 337
     assert targets[f"gpu.{LARGEST.name}.backward_tflops"] == 586
+    assert targets["gpu.T8192_H7168_I2048_E256_K8.forward_tflops"] is None
     assert targets["gpu.T24576_H1536_I512_E64_K4.activation_gib"] == pytest.approx(0.66)

@@ -9,9 +9,10 @@ import torch
 
 pytest.importorskip("triton", reason='the GPU extra is not installed: pip install ".[gpu]"')
 
+from moesaic.kernels.activation import Clamp
 from moesaic.kernels.codecs.codec import split
 from moesaic.kernels.codecs.eight import Fp8, Int8
-from moesaic.kernels.triton import quantise
+from moesaic.kernels.triton import expert_stage, quantise
 from moesaic.kernels.triton.grouped import rows_times
 from moesaic.kernels.triton.outer import outer_products
 from moesaic.kernels.triton.rows.permute import sum_tokens
@@ -19,6 +20,7 @@ from moesaic.kernels.triton.rows.sort import sort
 from moesaic.kernels.triton.rows.tiles import Shape, Tile, default_tile, shared_bytes
 from moesaic.kernels.triton.rows.top_k import top_k_columns
 from moesaic.kernels.triton.up import up
+from moesaic.kernels.work import Dispatch, ExpertWork, Wanted
 from moesaic_lab.device.compiled import DEVICES, CompiledKernel, compiling_for
 from moesaic_lab.device.mlp import moe_mlp
 
@@ -53,6 +55,27 @@ def check(kernels: list[CompiledKernel], capability: int) -> set[str]:
     assert [kernel.name for kernel in kernels if FLOAT_ATOMIC.search(kernel.ptx)] == [], "the same bits in every run"
     expected = "tcgen05.mma" if capability >= 100 else "wgmma.mma_async" if capability >= 90 else "mma.sync"
     return {kernel.name for kernel in kernels if expected in kernel.ptx}
+
+
+@pytest.mark.parametrize(
+    "capability", [pytest.param(each, marks=[pytest.mark.slow] * (each != 90)) for each in DEVICES]
+)
+def test_what_gpt_oss_runs_fits_the_registers(capability, tmp_path):
+    """Biases and clamped SwiGLU, forward and backward."""
+    rows = TOKENS * TOP_K
+    token = torch.zeros(rows, dtype=torch.int64)
+    made = [zeros(EXPERTS, *sizes).detach() for sizes in ((2, HIDDEN, DIM), (2, HIDDEN), (DIM, HIDDEN), (DIM,))]
+    work = ExpertWork(
+        x=zeros(TOKENS, DIM).detach(), gates=torch.zeros(rows), gates_first=False, activation="silu",
+        dispatch=Dispatch(token=token, by_token=token, starts=torch.arange(0, rows, TOP_K), per_token=TOP_K),
+        ends=torch.zeros(EXPERTS, dtype=torch.int32), clamp=Clamp(7.0, 1.702, 1.0),
+        **dict(zip(("up", "up_bias", "down", "down_bias"), made)),
+    )  # fmt: skip
+    with compiling_for(capability, tmp_path) as kernels:
+        y, pre = expert_stage.forward(work, torch.bfloat16)
+        expert_stage.backward(work, pre, y, Wanted())
+    assert check(kernels, capability) == PRODUCTS
+    assert [kernel.name for kernel in kernels].count("_bias_grad_kernel") == 2
 
 
 HOPPER = (90, torch.bfloat16, True)

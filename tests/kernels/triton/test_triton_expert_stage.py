@@ -10,10 +10,10 @@ from torch import Tensor
 
 from helpers import pairwise
 from moesaic.kernels import whole_batch
-from moesaic.kernels.activation import ACTIVATIONS
+from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.triton import expert_stage
-from moesaic.kernels.work import ExpertWork, Wanted
+from moesaic.kernels.work import ExpertWork, Places, Wanted
 
 TOKENS, TOP_K, EXPERTS, DIM, HIDDEN = 13, 2, 4, 40, 24
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -21,27 +21,33 @@ NEAR = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
 def work_of(
-    device: str, *, gated: bool = True, dispatch: str = "even", dtype: torch.dtype = torch.float32
+    device: str,
+    *,
+    gated: bool = True,
+    dispatch: str = "even",
+    dtype: torch.dtype = torch.float32,
+    tokens: int = TOKENS,
+    dim: int = DIM,
 ) -> ExpertWork:
-    expert = torch.rand(TOKENS, EXPERTS - 1).argsort(1)[:, :TOP_K].reshape(-1)  # the last expert gets no rows
-    token = torch.arange(TOKENS).repeat_interleave(TOP_K)
+    expert = torch.rand(tokens, EXPERTS - 1).argsort(1)[:, :TOP_K].reshape(-1)  # the last expert gets no rows
+    token = torch.arange(tokens).repeat_interleave(TOP_K)
     if dispatch == "varying":
         sent = torch.rand(len(token)) < 0.7
         expert, token = expert[sent], token[sent]
     expert, token = expert.to(device), token.to(device)
     counts = torch.bincount(expert, minlength=EXPERTS)
     per_token = None if dispatch == "varying" else TOP_K
-    permutation = sort_by_expert(token, expert, counts, TOKENS, per_token)
+    permutation = sort_by_expert(token, expert, counts, tokens, per_token)
     made = {"device": device, "dtype": dtype}
     return ExpertWork(
-        x=torch.randn(TOKENS if dispatch != "rows" else len(token), DIM, **made),
+        x=torch.randn(tokens if dispatch != "rows" else len(token), dim, **made),
         dispatch=None if dispatch == "rows" else permutation.dispatch,
         gates=torch.rand(len(token), device=device),
         gates_first=False,
         ends=permutation.ends,
-        up=torch.randn(EXPERTS, 2 if gated else 1, HIDDEN, DIM, **made) / DIM**0.5,
+        up=torch.randn(EXPERTS, 2 if gated else 1, HIDDEN, dim, **made) / dim**0.5,
         up_bias=None,
-        down=torch.randn(EXPERTS, DIM, HIDDEN, **made) / HIDDEN**0.5,
+        down=torch.randn(EXPERTS, dim, HIDDEN, **made) / HIDDEN**0.5,
         down_bias=None,
         activation="gelu",
     )
@@ -73,17 +79,38 @@ def test_the_same_results_and_gradients(dispatch, form, dtype, device):
     check(work_of(device, gated=form == "swiglu", dispatch=dispatch, dtype=dtype), Wanted(), tolerance)
 
 
+def with_biases(work: ExpertWork) -> ExpertWork:
+    made = {"device": work.x.device, "dtype": work.x.dtype}
+    up_bias, down_bias = torch.randn(work.up.shape[:3], **made), torch.randn(len(work.down), work.x.shape[1], **made)
+    return replace(work, up_bias=up_bias, down_bias=down_bias)
+
+
+CLAMP = Clamp(limit=0.75, alpha=1.702, offset=1.0)
+FORMS = (*((name, gated, None) for name in ACTIVATIONS for gated in (False, True)), ("silu", True, CLAMP))
+"""(activation, whether there is a gate, clamp). A tight clamp cuts off many pre-activations on either side."""
+
+
 @pytest.mark.parametrize(
-    ("activation", "dtype", "gated", "bias"),
-    pairwise(ACTIVATIONS, (torch.float32, torch.bfloat16, torch.float16), (False, True), (False, True)),
+    ("form", "dtype", "bias", "dispatch"),
+    pairwise(FORMS, NEAR, (False, True), ("even", "varying", "rows")),
     ids=str,
 )
-def test_every_activation_stays_near_float64_in_every_dtype(activation, dtype, gated, bias, device):
-    """What has no kernel here, such as biases, runs as the whole batch does."""
-    work = replace(work_of(device, gated=gated, dtype=dtype), activation=activation)
-    if bias:
-        wide, narrow = (torch.randn(shape, device=device, dtype=dtype) for shape in (work.up.shape[:3], (EXPERTS, DIM)))
-        work = replace(work, up_bias=wide, down_bias=narrow)
+def test_every_form_of_expert_stays_near_float64_in_every_dtype(form, dtype, bias, dispatch, device):
+    activation, gated, clamp = form
+    work = replace(work_of(device, gated=gated, dispatch=dispatch, dtype=dtype), activation=activation, clamp=clamp)
+    check_near_float64(with_biases(work) if bias else work, dtype)
+
+
+@pytest.mark.parametrize("dtype", NEAR, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 90])
+def test_what_gpt_oss_runs_with_no_row_one_and_many(tokens, dtype, device):
+    """Biases and clamped SwiGLU, with experts without rows, and rows in several tiles of widths that no tile divides."""
+    work = with_biases(replace(work_of(device, dtype=dtype, tokens=tokens, dim=72), activation="silu", clamp=CLAMP))
+    assert expert_stage.supports(work)
+    check_near_float64(work, dtype)
+
+
+def check_near_float64(work: ExpertWork, dtype: torch.dtype) -> None:
     doubles = {name: each.double() for name, each in vars(work).items() if isinstance(each, Tensor) and name != "ends"}
     exact_work = replace(work, **doubles)
     y, pre = expert_stage.forward(work, dtype)
@@ -91,17 +118,37 @@ def test_every_activation_stays_near_float64_in_every_dtype(activation, dtype, g
     dy = torch.randn_like(y)
     mine = [y, *flat(expert_stage.backward(work, pre, dy, Wanted()))]
     exact = [exact_y, *flat(whole_batch.backward(exact_work, exact_pre, dy.double(), Wanted()))]
-    for actual, true in zip(mine, exact, strict=True):
-        assert (actual.double() - true).norm() <= NEAR[dtype] * true.norm()
+    for number, (actual, true) in enumerate(zip(mine, exact, strict=True)):
+        assert (actual.shape, actual.dtype) == (
+            true.shape,
+            torch.float32 if actual.shape == work.gates.shape else dtype,
+        )
+        assert (actual.double() - true).norm() <= NEAR[dtype] * true.norm(), number
 
 
 @pytest.mark.parametrize("wanted", [Wanted(x=False), Wanted(gates=False), Wanted(weights=False)], ids=str)
 def test_only_the_gradients_that_are_wanted(wanted, device):
-    check(work_of(device), wanted, 3e-6)
+    check(with_biases(work_of(device)), wanted, 3e-6)
 
 
-def test_weights_of_one(device):
-    check(replace(work_of(device), gates=None), Wanted(), 3e-6)
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_of_one(bias, device):
+    work = replace(work_of(device), gates=None)
+    check(with_biases(work) if bias else work, Wanted(), 3e-6)
+
+
+def test_biases_may_be_views_of_packed_weights(device):
+    work = with_biases(work_of(device))
+    views = (torch.cat([each, each], -1)[..., : each.shape[-1]] for each in (work.up_bias, work.down_bias))
+    check(replace(work, **dict(zip(("up_bias", "down_bias"), views))), Wanted(), 3e-6)
+
+
+def test_rows_are_read_and_written_where_they_lie(device):
+    """As on a mesh: in the order in which they arrived, or as rows of a longer buffer."""
+    work = with_biases(work_of(device, dispatch="rows"))
+    first, second = (torch.randperm(len(work.x), device=device) for _ in range(2))
+    check(replace(work, places=Places(x=first, y=second, d_x=first)), Wanted(), 3e-6)
+    check(replace(work, x=torch.cat([work.x, work.x]), places=Places(x=first + 3)), Wanted(), 3e-6)
 
 
 @pytest.mark.parametrize("dispatch", ["even", "varying"])
@@ -116,8 +163,6 @@ def test_what_has_no_kernel_runs_as_the_whole_batch_does(device):
     work = work_of(device)
     for other in (
         replace(work, gates_first=True),
-        replace(work, up_bias=torch.randn(EXPERTS, 2, HIDDEN, device=device)),
-        replace(work, down_bias=torch.randn(EXPERTS, DIM, device=device)),
         work_of(device, dtype=torch.float64),
     ):
         assert not expert_stage.supports(other)

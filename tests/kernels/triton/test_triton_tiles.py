@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -11,8 +12,9 @@ from moesaic.errors import InputError
 pytest.importorskip("triton", reason='the GPU extra is not installed: pip install ".[gpu]"')
 
 from moesaic.kernels.triton.expert_stage import shapes
+from moesaic.kernels.triton.rows.measured import bucket, tile_for
 from moesaic.kernels.triton.rows.tiles import Shape, Tile, TileDevice, default_tile, shared_bytes
-from moesaic_lab.device.search import Tuned, bucket, candidates, fits, load, save, search
+from moesaic_lab.device.search import Tuned, candidates, fits, load, save, search
 
 DEVICES = [
     TileDevice(name="Ampere", capability=(8, 0), multiprocessors=108, shared_bytes=166_912),
@@ -51,6 +53,25 @@ def test_a_tile_that_spills_or_wastes_is_left_out():
     assert not fits(tile, shape, DEVICES[2])
     assert fits(Tile(rows=128, columns=256, depth=64, warps=8, stages=3), shape, DEVICES[2])
     assert not fits(Tile(rows=128, columns=256, depth=64, warps=8, stages=3, programs=2), shape, DEVICES[2])
+
+
+def test_a_layer_takes_the_nearest_measured_tile_of_its_generation():
+    h200 = TileDevice(name="NVIDIA H200", capability=(9, 0), multiprocessors=132, shared_bytes=232_448)
+    wide = Tile(rows=128, columns=256, depth=64, warps=8, stages=3, programs=1, descriptors=1)
+    measured = shapes(262_144, 128, 4096, 512, 2, gated=True)
+    near, far = shapes(8192 * 8, 64, 2048, 1024, 2, gated=True), shapes(327_680, 128, 768, 256, 2, gated=True)
+    for device in (h200, DEVICES[2]):
+        assert [tile_for(shape["down"], device) for shape in (measured, near)] == [wide, wide]
+        assert tile_for(measured["up"], device) == replace(wide, columns=128, programs=0)
+        assert {name: tile_for(shape, device) for name, shape in far.items()} == {
+            name: default_tile(shape, device) for name, shape in far.items()
+        }
+    for other in (DEVICES[0], replace(h200, shared_bytes=101_376)):
+        assert tile_for(measured["down"], other) == default_tile(measured["down"], other)
+    exact = shapes(262_144, 128, 4096, 512, 4, gated=True)["down"]
+    assert tile_for(exact, h200) == default_tile(exact, h200), "float32 has tiles of its own"
+    plain = shapes(262_144, 128, 4096, 512, 2, gated=False)["up"]
+    assert tile_for(plain, h200) == default_tile(plain, h200), "a tile with a gate holds its columns twice"
 
 
 def a_shape() -> Shape:

@@ -195,7 +195,7 @@ def _take_saved(ctx: Any) -> tuple[list[Tensor], list[Environment]]:
     saved, start, kept = ctx.saved_tensors, ctx.num_inputs, []
     ctx.maybe_clear_saved_tensors()
     for layout in ctx.layouts:
-        size = sum(1 if length is None else length for _, length in layout)
+        size = sum(length for _, length, _ in layout)
         kept.append(by_name(saved[start : start + size], layout))
         start += size
     return list(saved[: ctx.num_inputs]), kept

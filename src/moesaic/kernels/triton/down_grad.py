@@ -17,8 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesaic.kernels.activation import Clamp
 from moesaic.kernels.triton.grouped import matrix_tile, rows_tile
-from moesaic.kernels.triton.parts import act, halves, max_tiles, place, row_tiles, rows_of_tile, slope
+from moesaic.kernels.triton.parts import (
+    act,
+    gated,
+    gated_slope,
+    halves,
+    max_tiles,
+    place,
+    row_tiles,
+    rows_of_tile,
+    slope,
+)
 from moesaic.kernels.triton.rows.launch import as_operand, dot_precision, num_programs, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile, num_column_splits
 
@@ -31,6 +42,7 @@ def down_grad(
     tile: Tile,
     *,
     activation: str,
+    clamp: Clamp | None = None,
     weight: Tensor | None = None,
     token: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,7 +54,7 @@ def down_grad(
         pre: (R, C I), the pre-activations from `up`.
         ends: (E,) int32, one past the last row of each expert.
         tile: the tile of the product.
-        activation: as in `up`.
+        activation, clamp: as in `up`.
         weight: (R,) routing weights in expert order; None for 1.
         token: (R,) int32, the token of each row; None if `dy` is in expert order.
 
@@ -57,15 +69,16 @@ def down_grad(
     if num_rows == 0 or width == 0:
         return d_pre, hidden, parts.zero_()
     dy, down = dy.contiguous(), unit_stride(down)
-    gated = pre.shape[1] > width
-    splits = num_column_splits(tile, is_long=gated or activation == "gelu")
+    parts_of_up = pre.shape[1] // width
+    splits = num_column_splits(tile, is_long=parts_of_up > 1 or activation.startswith("gelu"))
     capacity = max_tiles(num_rows, len(ends), tile.rows)
     matrix, by_descriptor = as_operand(down, (1, tile.depth, tile.columns), tile)
     rows, rows_by_descriptor = as_operand(dy, (tile.rows, tile.depth), tile if token is None else None)
     _down_grad_kernel[(num_programs(tile, capacity * column_tiles, dy.device),)](
         rows, matrix, pre.contiguous(), d_pre, hidden, parts,
         dy if token is None else token, dy if weight is None else weight, row_tiles(ends, num_rows, tile.rows), capacity,
-        width, dy.shape[1], dy.stride(0), down.stride(0), down.stride(1), ACTIVATION=activation, PARTS=2 if gated else 1,
+        width, dy.shape[1], dy.stride(0), down.stride(0), down.stride(1), ACTIVATION=activation,
+        CLAMP=None if clamp is None else tuple(clamp.numbers), PARTS=parts_of_up,
         WEIGHTED=weight is not None, GATHERED=token is not None, ROWS_BY_DESCRIPTOR=rows_by_descriptor,
         BY_DESCRIPTOR=by_descriptor, PRECISION=dot_precision(dy.dtype), FLATTEN=tile.programs > 0, SPLITS=splits,
         BLOCK_R=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group, num_warps=tile.warps,
@@ -92,6 +105,7 @@ def _down_grad_kernel(
     stride_expert: tl.tensor,
     stride_w: tl.tensor,
     ACTIVATION: tl.constexpr,
+    CLAMP: tl.constexpr,
     PARTS: tl.constexpr,
     WEIGHTED: tl.constexpr,
     GATHERED: tl.constexpr,
@@ -123,7 +137,7 @@ def _down_grad_kernel(
             factor = tl.load(weight + row, mask=is_row, other=0.0).to(tl.float32)
         d_row = activation_grad_in_splits(
             d_hidden, factor, pre, d_pre, hidden, row, is_row, start, width,
-            ACTIVATION, PARTS, BLOCK_R, BLOCK_N, SPLITS,
+            ACTIVATION, CLAMP, PARTS, BLOCK_R, BLOCK_N, SPLITS,
         )  # fmt: skip
         tl.store(parts + row.to(tl.int64) * column_tiles + column_tile, d_row, mask=is_row)
 
@@ -140,6 +154,7 @@ def activation_grad_in_splits(
     start: tl.tensor,
     width: tl.tensor,
     ACTIVATION: tl.constexpr,
+    CLAMP: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -156,14 +171,16 @@ def activation_grad_in_splits(
         from_pre, to_pre, to_hidden = pre + first * PARTS, d_pre + first * PARTS, hidden + first
         offset = column[None, :]
         pre_first = tl.load(from_pre + offset, mask=inside, other=0.0).to(tl.float32)
-        active = act(pre_first, ACTIVATION)
+        active = act(pre_first, ACTIVATION, CLAMP)
         d_active = d_hidden * factor[:, None]
-        d_first = d_active * slope(pre_first, ACTIVATION)
+        d_first = d_active * slope(pre_first, ACTIVATION, CLAMP)
         if PARTS == 2:
             pre_second = tl.load(from_pre + offset + width, mask=inside, other=0.0).to(tl.float32)
-            tl.store(to_pre + offset + width, (d_active * active).to(d_pre.dtype.element_ty), mask=inside)
-            d_first *= pre_second
-            active *= pre_second
+            d_second = gated_slope(d_active * active, pre_second, CLAMP)
+            tl.store(to_pre + offset + width, d_second.to(d_pre.dtype.element_ty), mask=inside)
+            passed = gated(pre_second, CLAMP)
+            d_first *= passed
+            active *= passed
         tl.store(to_pre + offset, d_first.to(d_pre.dtype.element_ty), mask=inside)
         tl.store(to_hidden + offset, (active * factor[:, None]).to(hidden.dtype.element_ty), mask=inside)
         d_row = tl.sum(tl.where(inside, d_hidden * active, 0.0), 1)
@@ -172,10 +189,10 @@ def activation_grad_in_splits(
         left, right = halves(d_hidden, BLOCK_R, BLOCK_N)
         d_row = activation_grad_in_splits(
             left, factor, pre, d_pre, hidden, row, is_row, start, width,
-            ACTIVATION, PARTS, BLOCK_R, HALF, SPLITS // 2,
+            ACTIVATION, CLAMP, PARTS, BLOCK_R, HALF, SPLITS // 2,
         )  # fmt: skip
         d_row += activation_grad_in_splits(
             right, factor, pre, d_pre, hidden, row, is_row, start + HALF, width,
-            ACTIVATION, PARTS, BLOCK_R, HALF, SPLITS // 2,
+            ACTIVATION, CLAMP, PARTS, BLOCK_R, HALF, SPLITS // 2,
         )  # fmt: skip
     return d_row

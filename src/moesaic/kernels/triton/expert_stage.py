@@ -9,32 +9,33 @@
 
 Saved for backward are x, the routing and the pre-activations. Backward gathers the tokens and computes the hidden rows again;
 it does not need the experts' output (SonicMoE, Guo et al. 2025, section 4). FLOPs: 6 R D I forward and 12 R D I backward with a
-gate, 4 and 8 without. Calls that these kernels do not support run in `whole_batch`: biases, routing weights before the expert,
-float64, clamped SwiGLU and other activations.
+gate, 4 and 8 without. Biases are the initial sums of `up` and `down`; `bias_grad` sums their gradients. Calls that these
+kernels do not support run in `whole_batch`: routing weights before the expert, and float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moesaic.kernels import whole_batch
+from moesaic.kernels.triton.bias_grad import bias_grad
 from moesaic.kernels.triton.down_grad import down_grad
 from moesaic.kernels.triton.grouped import rows_times
 from moesaic.kernels.triton.outer import longest_first, outer_products
 from moesaic.kernels.triton.rows.launch import device_of
+from moesaic.kernels.triton.rows.measured import tile_for
 from moesaic.kernels.triton.rows.permute import sum_tokens
-from moesaic.kernels.triton.rows.tiles import Shape, Tile, default_tile
+from moesaic.kernels.triton.rows.tiles import Shape, Tile
 from moesaic.kernels.triton.up import up
 from moesaic.kernels.work import ExpertWork, Gradients, Wanted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILES = ("up", "down", "down_grad", "rows_grad", "weight_grad", "weight_grad_down")
 """The names of a layer's grouped products, each with a tile of its own."""
-FORMS = ("silu", "gelu", "relu")
-"""The activations that `parts.py` implements."""
 
 
 def shapes(num_rows: int, num_experts: int, dim: int, hidden: int, itemsize: int, *, gated: bool) -> dict[str, Shape]:
@@ -67,13 +68,12 @@ def default_tiles(work: ExpertWork) -> dict[str, Tile]:
     """Return the default tiles of a call, by the names in `TILES`."""
     sizes = (work.num_rows, len(work.ends), work.x.shape[1], work.hidden, work.x.itemsize)
     device = device_of(work.x.device)
-    return {name: default_tile(shape, device) for name, shape in shapes(*sizes, gated=work.up.shape[1] == 2).items()}
+    return {name: tile_for(shape, device) for name, shape in shapes(*sizes, gated=work.up.shape[1] == 2).items()}
 
 
 def supports(work: ExpertWork) -> bool:
     """Return whether these kernels support this call."""
-    is_plain = work.up_bias is None and work.down_bias is None and not work.gates_first
-    return is_plain and work.x.dtype in DTYPES and work.activation in FORMS and work.clamp is None
+    return work.x.dtype in DTYPES and not work.gates_first
 
 
 @torch.no_grad()
@@ -88,9 +88,11 @@ def forward(work: ExpertWork, out_dtype: torch.dtype, tiles: Mapping[str, Tile] 
     if not supports(work):
         return whole_batch.forward(work, out_dtype)
     tile = default_tiles(work) if tiles is None else tiles
-    token = _token(work)
-    pre, hidden = up(work.x, work.up, work.ends, tile["up"], activation=work.activation, weight=work.gates, token=token)
-    rows = rows_times(hidden, work.down, work.ends, tile["down"], transposed=True)
+    token, y_places = _narrow(work.x_rows), _narrow(work.places.y)
+    pre, hidden = up(work.x, work.up, work.ends, tile["up"], **_form(work), bias=work.up_bias, token=token)
+    weight = None if work.down_bias is None else work.gates
+    options: dict[str, Any] = {"transposed": True, "bias": work.down_bias, "weight": weight, "places": y_places}
+    rows = rows_times(hidden, work.down, work.ends, tile["down"], **options)
     return _summed(rows, work, out_dtype), pre
 
 
@@ -110,10 +112,12 @@ def backward(
     if not supports(work):
         return whole_batch.backward(work, pre, dy, wanted)
     tile = default_tiles(work) if tiles is None else tiles
-    token, ends, d_gates, d_x = _token(work), work.ends, None, None
-    d_pre, hidden, parts = down_grad(
-        dy, work.down, pre, ends, tile["down_grad"], activation=work.activation, weight=work.gates, token=token
-    )
+    x_token, token, ends, d_gates, d_x = _narrow(work.x_rows), _narrow(work.y_rows), work.ends, None, None
+    d_pre, hidden, parts = down_grad(dy, work.down, pre, ends, tile["down_grad"], **_form(work), token=token)
+    d_down_bias = d_up_bias = None
+    if work.down_bias is not None:
+        d_down_bias, more_parts = bias_grad(dy, ends, bias=work.down_bias, weight=work.gates, token=token)
+        parts = torch.cat([parts, more_parts], 1)
     if wanted.gates and work.gates is not None:
         d_gates = whole_batch.of_sent(parts.sum(1), work).to(work.gates.dtype)
     d_down = d_up = None
@@ -122,12 +126,18 @@ def backward(
         d_down = outer_products(dy, hidden, ends, tile["weight_grad_down"], p_token=token, order=order)
     del hidden
     if wanted.weights:
-        d_up = outer_products(d_pre, work.x, ends, tile["weight_grad"], q_token=token, order=order).view(work.up.shape)
+        d_up = outer_products(d_pre, work.x, ends, tile["weight_grad"], q_token=x_token, order=order).view(
+            work.up.shape
+        )
+    if wanted.weights and work.up_bias is not None:
+        d_up_bias = bias_grad(d_pre, ends)[0].view(work.up_bias.shape)
     if wanted.x:
-        rows = rows_times(d_pre, work.up.flatten(1, 2), ends, tile["rows_grad"], transposed=False)
+        options: dict[str, Any] = {"transposed": False, "places": _narrow(work.places.d_x)}
+        rows = rows_times(d_pre, work.up.flatten(1, 2), ends, tile["rows_grad"], **options)
         del d_pre
         d_x = _summed(rows, work, work.x.dtype)
-    return Gradients(x=d_x, gates=d_gates, up=d_up, up_bias=None, down=d_down, down_bias=None)
+    d_down_bias = d_down_bias if wanted.weights else None
+    return Gradients(x=d_x, gates=d_gates, up=d_up, up_bias=d_up_bias, down=d_down, down_bias=d_down_bias)
 
 
 def rows_times_any(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -136,7 +146,7 @@ def rows_times_any(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     shape = Shape(
         product="down", rows=len(x), num_experts=len(ends), columns=w.shape[2], depth=w.shape[1], itemsize=x.itemsize
     )
-    tile = default_tile(shape, device_of(x.device))
+    tile = tile_for(shape, device_of(x.device))
     return rows_times(x, w.transpose(1, 2) if transposed else w, ends, tile, transposed=transposed)
 
 
@@ -147,11 +157,16 @@ def outer_products_any(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
         product="weight_grad", rows=len(x), num_experts=len(ends), columns=x.shape[1], depth=per_expert,
         itemsize=x.itemsize,
     )  # fmt: skip
-    return outer_products(dy, x, ends, default_tile(shape, device_of(x.device)))
+    return outer_products(dy, x, ends, tile_for(shape, device_of(x.device)))
 
 
-def _token(work: ExpertWork) -> Tensor | None:
-    return None if work.dispatch is None else work.dispatch.token.to(torch.int32)
+def _form(work: ExpertWork) -> dict[str, Any]:
+    """Return the arguments that `up` and `down_grad` have in common."""
+    return {"activation": work.activation, "clamp": work.clamp, "weight": work.gates}
+
+
+def _narrow(index: Tensor | None) -> Tensor | None:
+    return None if index is None else index.to(torch.int32)
 
 
 def _summed(rows: Tensor, work: ExpertWork, dtype: torch.dtype) -> Tensor:

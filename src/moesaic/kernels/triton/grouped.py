@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.triton.parts import max_tiles, place, row_tiles, rows_of_tile
+from moesaic.kernels.triton.parts import bias_tile, max_tiles, place, row_tiles, rows_of_tile
 from moesaic.kernels.triton.rows.launch import as_operand, dot_precision, num_programs, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile
 
@@ -25,6 +25,9 @@ def rows_times(
     tile: Tile,
     *,
     transposed: bool,
+    bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> Tensor:
     """Multiply each expert's rows by its matrix.
 
@@ -34,6 +37,9 @@ def rows_times(
         ends: (E,) int32, one past the last row of each expert.
         tile: the tile of the product.
         transposed: multiply by the transpose of each matrix.
+        bias: (E, N), added to each row of its expert.
+        weight: (R,) factors of the bias, since the rows have theirs already; None for 1.
+        places: (R,) int32, the row of the result that each row becomes; None for expert order.
 
     Returns:
         (R, N) in the dtype of the rows; rows from `ends[-1]` on are uninitialised.
@@ -50,11 +56,14 @@ def rows_times(
     matrix, by_descriptor = as_operand(w, block, tile)
     source, rows_by_descriptor = as_operand(x, (tile.rows, tile.depth), tile)
     _rows_kernel[(programs,)](
-        source, matrix, out, row_tiles(ends, num_rows, tile.rows), capacity, columns, depth, x.stride(0), w.stride(0),
-        w.stride(1), TRANSPOSED=transposed, ROWS_BY_DESCRIPTOR=rows_by_descriptor, BY_DESCRIPTOR=by_descriptor,
-        PRECISION=dot_precision(x.dtype), FLATTEN=tile.programs > 0,
-        BLOCK_R=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group,
-        num_warps=tile.warps, num_stages=tile.stages,
+        source, matrix, out, out if bias is None else bias.contiguous(), out if weight is None else weight,
+        out if places is None else places,
+        row_tiles(ends, num_rows, tile.rows), capacity, columns, depth, x.stride(0), w.stride(0),
+        w.stride(1), BIASED=bias is not None, WEIGHTED=weight is not None, PLACED=places is not None,
+        TRANSPOSED=transposed,
+        ROWS_BY_DESCRIPTOR=rows_by_descriptor, BY_DESCRIPTOR=by_descriptor,
+        PRECISION=dot_precision(x.dtype), FLATTEN=tile.programs > 0, BLOCK_R=tile.rows,
+        BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 
@@ -64,6 +73,9 @@ def _rows_kernel(
     x: tl.tensor,
     w: tl.tensor,
     out: tl.tensor,
+    bias: tl.tensor,
+    weight: tl.tensor,
+    places: tl.tensor,
     schedule: tl.tensor,
     capacity: tl.tensor,
     columns: tl.tensor,
@@ -71,6 +83,9 @@ def _rows_kernel(
     stride_x: tl.tensor,
     stride_expert: tl.tensor,
     stride_w: tl.tensor,
+    BIASED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    PLACED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     ROWS_BY_DESCRIPTOR: tl.constexpr,
     BY_DESCRIPTOR: tl.constexpr,
@@ -87,7 +102,10 @@ def _rows_kernel(
         row_tile, column_tile = place(index, num_row_tiles, column_tiles, GROUP)
         expert, first, row, is_row, source = rows_of_tile(schedule, capacity, schedule, row_tile, False, BLOCK_R)
         start = column_tile * BLOCK_N
-        total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        factor = tl.full((BLOCK_R,), 1.0, tl.float32)
+        if WEIGHTED:
+            factor = tl.load(weight + row, mask=is_row, other=0.0).to(tl.float32)
+        total = bias_tile(bias, factor, expert, start, columns, BIASED, 1, BLOCK_R, BLOCK_N)
         for k in tl.range(0, depth, BLOCK_K):
             a = rows_tile(x, first, source, is_row, k, depth, stride_x, ROWS_BY_DESCRIPTOR, BLOCK_K)
             b = matrix_tile(
@@ -96,7 +114,8 @@ def _rows_kernel(
             )  # fmt: skip
             total = tl.dot(a, b, total, input_precision=PRECISION)
         column = start + tl.arange(0, BLOCK_N)
-        pointers = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+        own_place = tl.load(places + row, mask=is_row, other=0) if PLACED else row
+        pointers = out + own_place.to(tl.int64)[:, None] * columns + column[None, :]
         tl.store(pointers, total.to(out.dtype.element_ty), mask=is_row[:, None] & (column < columns)[None, :])
 
 

@@ -18,6 +18,8 @@ from torch import Tensor
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
+TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
+TANH_CUBIC = tl.constexpr(0.044715)
 
 
 @triton.jit
@@ -27,29 +29,91 @@ def sigmoid(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def act(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """Apply an activation to float32 values; "gelu" is the exact GELU."""
-    tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "relu")
-    if ACTIVATION == "silu":
+def act(x: tl.tensor, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr) -> tl.tensor:
+    """Apply a key of `ACTIVATIONS` to float32 values, or with `Clamp.numbers` as CLAMP the gate of clamped SwiGLU.
+
+    A NaN remains NaN, which `tl.minimum` and `tl.maximum` would not promise.
+    """
+    if CLAMP is not None:
+        gate = tl.where(x > CLAMP[0], CLAMP[0], x)
+        y = gate * sigmoid(CLAMP[1] * gate)
+    elif ACTIVATION == "silu":
         y = x * sigmoid(x)
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * SQRT_HALF))
+    elif ACTIVATION == "gelu_tanh":
+        y = x * sigmoid(TWO_SQRT_2_OVER_PI * x * (1.0 + TANH_CUBIC * x * x))
     else:
-        y = tl.maximum(x, 0.0)
+        tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2")
+        y = tl.where(x <= 0, 0.0, x)
+        if ACTIVATION == "relu2":
+            y *= y
     return y
 
 
 @triton.jit
-def slope(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
+def slope(x: tl.tensor, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr) -> tl.tensor:
     """Return the derivative of `act`; the derivative of relu at 0 is 0, as in PyTorch."""
-    if ACTIVATION == "silu":
+    if CLAMP is not None:
+        s = sigmoid(CLAMP[1] * x)
+        y = tl.where(x > CLAMP[0], 0.0, s * (1.0 + CLAMP[1] * x * (1.0 - s)))
+    elif ACTIVATION == "silu":
         s = sigmoid(x)
         y = s * (1.0 + x * (1.0 - s))
     elif ACTIVATION == "gelu":
         y = 0.5 * (1.0 + tl.erf(x * SQRT_HALF)) + x * INV_SQRT_2PI * tl.exp(-0.5 * x * x)
+    elif ACTIVATION == "gelu_tanh":
+        s = sigmoid(TWO_SQRT_2_OVER_PI * x * (1.0 + TANH_CUBIC * x * x))
+        y = s * (1.0 + x * (1.0 - s) * TWO_SQRT_2_OVER_PI * (1.0 + 3.0 * TANH_CUBIC * x * x))
+    elif ACTIVATION == "relu2":
+        y = tl.where(x <= 0, 0.0, 2.0 * x)
     else:
         y = tl.where(x > 0, 1.0, 0.0)
     return y
+
+
+@triton.jit
+def gated(x: tl.tensor, CLAMP: tl.constexpr) -> tl.tensor:
+    """Return what the activated gate multiplies: the second pre-activation, or with CLAMP the clamped one plus the offset."""
+    y = x
+    if CLAMP is not None:
+        y = tl.where(x > CLAMP[0], CLAMP[0], tl.where(x < -CLAMP[0], -CLAMP[0], x)) + CLAMP[2]
+    return y
+
+
+@triton.jit
+def gated_slope(d: tl.tensor, x: tl.tensor, CLAMP: tl.constexpr) -> tl.tensor:
+    """Return the gradient of the second pre-activation from that of `gated(x)`."""
+    y = d
+    if CLAMP is not None:
+        y = tl.where(tl.abs(x) > CLAMP[0], 0.0, d)
+    return y
+
+
+@triton.jit
+def bias_tile(
+    bias: tl.tensor,
+    factor: tl.tensor,
+    expert: tl.tensor,
+    column: tl.tensor,
+    width: tl.tensor,
+    BIASED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """Return the (BLOCK_R, PARTS BLOCK_N) float32 tile to which a product is added: zeros, or each row's factor times the bias.
+
+    Biases are stored (PARTS, width) for each expert. As initial sums they take no registers beside those of the product.
+    """
+    total = tl.zeros((BLOCK_R, PARTS * BLOCK_N), tl.float32)
+    if BIASED:
+        n = tl.arange(0, PARTS * BLOCK_N)
+        own_column = column + n % BLOCK_N
+        own = bias + expert.to(tl.int64) * PARTS * width + n // BLOCK_N * width + own_column
+        values = tl.load(own, mask=own_column < width, other=0.0).to(tl.float32)
+        total += factor[:, None] * values[None, :]
+    return total
 
 
 @triton.jit

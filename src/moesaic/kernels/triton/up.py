@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesaic.kernels.activation import Clamp
 from moesaic.kernels.triton.grouped import rows_tile
-from moesaic.kernels.triton.parts import act, halves, max_tiles, place, row_tiles, rows_of_tile
+from moesaic.kernels.triton.parts import act, bias_tile, gated, halves, max_tiles, place, row_tiles, rows_of_tile
 from moesaic.kernels.triton.rows.launch import as_operand, dot_precision, num_programs, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile, num_column_splits
 
@@ -29,6 +30,8 @@ def up(
     tile: Tile,
     *,
     activation: str,
+    clamp: Clamp | None = None,
+    bias: Tensor | None = None,
     weight: Tensor | None = None,
     token: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -39,7 +42,9 @@ def up(
         matrices: (E, C, I, D): one matrix per expert, or two, of which the first gates the second.
         ends: (E,) int32, one past the last row of each expert.
         tile: the tile of the product; its columns count per matrix.
-        activation: "silu", "gelu" or "relu"; applied to the gate, if any.
+        activation: a key of `ACTIVATIONS`; applied to the gate, if any.
+        clamp: the constants of clamped SwiGLU.
+        bias: (E, C, I), added to the pre-activations.
         weight: (R,) routing weights in expert order; None for 1.
         token: (R,) int32, the token of each row; None if `x` is in expert order.
 
@@ -56,10 +61,11 @@ def up(
     matrix, by_descriptor = as_operand(w, (1, parts, tile.columns, tile.depth), tile)
     rows, rows_by_descriptor = as_operand(x, (tile.rows, tile.depth), tile if token is None else None)
     _up_kernel[(programs,)](
-        rows, matrix, pre, hidden, x if token is None else token, x if weight is None else weight,
-        row_tiles(ends, num_rows, tile.rows), capacity, width, x.shape[1], x.stride(0), w.stride(0), w.stride(1),
-        w.stride(2), ACTIVATION=activation, PARTS=parts, WEIGHTED=weight is not None,
-        GATHERED=token is not None, ROWS_BY_DESCRIPTOR=rows_by_descriptor, BY_DESCRIPTOR=by_descriptor,
+        rows, matrix, pre, hidden, x if bias is None else bias.contiguous(), x if token is None else token,
+        x if weight is None else weight, row_tiles(ends, num_rows, tile.rows), capacity, width, x.shape[1], x.stride(0),
+        w.stride(0), w.stride(1), w.stride(2), ACTIVATION=activation, CLAMP=None if clamp is None else tuple(clamp.numbers),
+        PARTS=parts, BIASED=bias is not None, WEIGHTED=weight is not None, GATHERED=token is not None,
+        ROWS_BY_DESCRIPTOR=rows_by_descriptor, BY_DESCRIPTOR=by_descriptor,
         PRECISION=dot_precision(x.dtype), FLATTEN=tile.programs > 0, SPLITS=num_column_splits(tile), BLOCK_R=tile.rows,
         BLOCK_N=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -68,10 +74,11 @@ def up(
 
 @triton.jit
 def _up_kernel(
-    x: tl.tensor, w: tl.tensor, pre: tl.tensor, hidden: tl.tensor,
+    x: tl.tensor, w: tl.tensor, pre: tl.tensor, hidden: tl.tensor, bias: tl.tensor,
     token: tl.tensor, weight: tl.tensor, schedule: tl.tensor, capacity: tl.tensor, width: tl.tensor,
     depth: tl.tensor, stride_x: tl.tensor, stride_expert: tl.tensor, stride_part: tl.tensor, stride_w: tl.tensor,
-    ACTIVATION: tl.constexpr, PARTS: tl.constexpr, WEIGHTED: tl.constexpr, GATHERED: tl.constexpr,
+    ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
+    WEIGHTED: tl.constexpr, GATHERED: tl.constexpr,
     ROWS_BY_DESCRIPTOR: tl.constexpr, BY_DESCRIPTOR: tl.constexpr,
     PRECISION: tl.constexpr, FLATTEN: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
@@ -82,7 +89,8 @@ def _up_kernel(
         row_tile, column_tile = place(index, num_row_tiles, column_tiles, GROUP)
         expert, first, row, is_row, source = rows_of_tile(schedule, capacity, token, row_tile, GATHERED, BLOCK_R)
         start = column_tile * BLOCK_N
-        total = tl.zeros((BLOCK_R, PARTS * BLOCK_N), tl.float32)
+        ones = tl.full((BLOCK_R,), 1.0, tl.float32)
+        total = bias_tile(bias, ones, expert, start, width, BIASED, PARTS, BLOCK_R, BLOCK_N)
         for k in tl.range(0, depth, BLOCK_K):
             a = rows_tile(x, first, source, is_row, k, depth, stride_x, ROWS_BY_DESCRIPTOR, BLOCK_K)
             b = parts_tile(
@@ -93,7 +101,7 @@ def _up_kernel(
         pre_first, pre_second = total, total
         if PARTS == 2:
             pre_first, pre_second = halves(total, BLOCK_R, 2 * BLOCK_N)
-        factor = tl.full((BLOCK_R,), 1.0, tl.float32)
+        factor = ones
         if WEIGHTED:
             factor = tl.load(weight + row, mask=is_row, other=0.0).to(tl.float32)
         write_in_splits(
@@ -107,6 +115,7 @@ def _up_kernel(
             start,
             width,
             ACTIVATION,
+            CLAMP,
             PARTS,
             BLOCK_R,
             BLOCK_N,
@@ -157,6 +166,7 @@ def write_in_splits(
     start: tl.tensor,
     width: tl.tensor,
     ACTIVATION: tl.constexpr,
+    CLAMP: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -170,11 +180,11 @@ def write_in_splits(
         to_pre = pre + first * PARTS + column[None, :]
         rounded = pre_first.to(pre.dtype.element_ty)
         tl.store(to_pre, rounded, mask=inside)
-        active = act(rounded.to(tl.float32), ACTIVATION) * factor[:, None]
+        active = act(rounded.to(tl.float32), ACTIVATION, CLAMP) * factor[:, None]
         if PARTS == 2:
             rounded = pre_second.to(pre.dtype.element_ty)
             tl.store(to_pre + width, rounded, mask=inside)
-            active *= rounded.to(tl.float32)
+            active *= gated(rounded.to(tl.float32), CLAMP)
         tl.store(hidden + first + column[None, :], active.to(hidden.dtype.element_ty), mask=inside)
     else:
         HALF: tl.constexpr = BLOCK_N // 2
@@ -184,9 +194,9 @@ def write_in_splits(
             other_left, other_right = halves(pre_second, BLOCK_R, BLOCK_N)
         write_in_splits(
             left, other_left, factor, pre, hidden, row, is_row, start, width,
-            ACTIVATION, PARTS, BLOCK_R, HALF, SPLITS // 2,
+            ACTIVATION, CLAMP, PARTS, BLOCK_R, HALF, SPLITS // 2,
         )  # fmt: skip
         write_in_splits(
             right, other_right, factor, pre, hidden, row, is_row, start + HALF, width,
-            ACTIVATION, PARTS, BLOCK_R, HALF, SPLITS // 2,
+            ACTIVATION, CLAMP, PARTS, BLOCK_R, HALF, SPLITS // 2,
         )  # fmt: skip
