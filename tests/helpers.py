@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from moesaic import MoE
 from moesaic.balance.experts import AbstractExpertPlacer, ExpertLoad
 from moesaic.errors import InputError
-from moesaic.routing.router import AbstractRouter, token_choice, top_k_indices
+from moesaic.kernels.top_k import top_k_indices
+from moesaic.routing.router import AbstractRouter, token_choice
 from moesaic.routing.routers import ROUTERS
 from moesaic.routing.routing import Choice, Routing, Scores
 from moesaic.testing.reference import Reference, in_float64, reference

@@ -170,6 +170,8 @@ class StandIn(TorchDispatchMode):
         if "device" in kwargs:
             kwargs = kwargs | {"device": torch.device("cpu")}
         plain_args, plain_kwargs = tree_map_only(DeviceTensor, lambda tensor: tensor.on_cpu, (args, kwargs))
+        if func is aten.mm.dtype:  # 16-bit operands, float32 result: CUDA has it, the CPU does not
+            plain_args, func = tuple(operand.float() for operand in plain_args[:2]), aten.mm.default
         result = func(*plain_args, **plain_kwargs)
         output = _written_into(func, args, kwargs)
         if output is not None and func._schema.returns:

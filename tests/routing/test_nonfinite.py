@@ -13,8 +13,9 @@ from helpers import ODD_LOGITS, TOP_K, ids_for, make_router, pairwise, ranked
 from moesaic import Capacity, LoadBalance, Mesh, MoE, Plan
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.transport import AbstractTransport
+from moesaic.kernels.top_k import top_k_indices, top_k_indices_reference
 from moesaic.program.grid import Grid
-from moesaic.routing.router import AbstractRouter, top_k_indices, top_k_indices_reference
+from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import ON_MESH, ROUTERS, GroupLimited, GShardTop2, SigmoidTopK, SoftmaxTopK, TopologyRouter
 from moesaic.routing.routers.topology import node_level
 from moesaic.routing.routing import Scores

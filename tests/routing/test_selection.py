@@ -9,16 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.routing.router import (
-    FEWEST_COLUMNS,
-    chosen,
-    linear_scores,
-    normalized,
-    softmax_rows,
-    token_choice,
-    top_k_indices,
-    top_k_indices_reference,
-)
+from moesaic.kernels.choice import FEWEST_COLUMNS, normalized, softmax_rows
+from moesaic.kernels.top_k import top_k_indices, top_k_indices_reference
+from moesaic.routing.router import chosen, linear_scores, token_choice
 
 DTYPES = [torch.float32, torch.float64]
 INF = math.inf

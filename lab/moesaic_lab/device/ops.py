@@ -1,4 +1,4 @@
-"""The operations of `moesaic bench device --part operations`: each with plain PyTorch code for the same, its FLOPs and its bytes.
+"""The operations of `moesaic bench device --part operations`, each with plain PyTorch code for the same, its FLOPs and bytes.
 
 The plain code also serves as the reference: run in float64 on the same inputs it gives the correct result.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,6 +26,8 @@ class Permutation:
     """(R,) int64: row i in expert order is copy `order[i]` of the routing."""
     counts: Tensor
     """(E,) int64: rows per expert."""
+    ends: Tensor
+    """(E,) int32: one past the last row of each expert."""
     dispatch: Dispatch
     """Each row's token, and each token's rows."""
 
@@ -37,11 +40,6 @@ class Permutation:
     def num_tokens(self) -> int:
         """The number of tokens, T."""
         return len(self.dispatch.starts)
-
-    @property
-    def ends(self) -> Tensor:
-        """(E,) int32: one past the last row of each expert."""
-        return self.counts.cumsum(0).to(torch.int32)
 
 
 def sort_by_expert(
@@ -67,10 +65,9 @@ def sort_by_expert(
     if kind_of(expert.device) == "triton":
         from moesaic.kernels.triton.rows.sort import sort
 
-        order, row_of_copy, _ = (indices.long() for indices in sort(expert, len(counts)))
+        order, row_of_copy, ends = sort(expert, len(counts))
     else:
-        narrow = expert.to(torch.int16) if len(counts) < 2**15 else expert  # sorts in half the time of int64
-        order, row_of_copy = narrow.argsort(stable=True), None
+        order, row_of_copy, ends = sort_copies(expert, len(counts))
     row_tokens = token.index_select(0, order)
     if rows_per_token is None:
         by_token = row_tokens.argsort(stable=True)
@@ -79,16 +76,49 @@ def sort_by_expert(
         starts = starts.roll(1).index_fill(0, starts.new_zeros(min(num_tokens, 1)), 0)
     else:
         by_token = row_of_copy
-        if by_token is None:
-            position = torch.arange(len(order), device=order.device)
-            by_token = torch.empty_like(order).scatter_(0, order, position)
-        starts = torch.arange(num_tokens, device=order.device) * rows_per_token
-    if has_unsent:
-        by_token = by_token.masked_fill(by_token >= counts.sum(), -1)
+        starts = torch.arange(num_tokens, device=order.device)
+        starts = starts if rows_per_token == 1 else starts * rows_per_token
+    if has_unsent and rows_per_token is None:
+        by_token = by_token.masked_fill(by_token >= ends[-1], -1)
     dispatch = Dispatch(
         token=row_tokens, by_token=by_token, starts=starts, per_token=rows_per_token, has_unsent=has_unsent
     )
-    return Permutation(order, counts, dispatch)
+    return Permutation(order, counts, ends, dispatch)
+
+
+@torch.library.custom_op("moesaic::sort_copies", mutates_args=())
+def sort_copies(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort copies by expert, stably, without Triton. On a CPU numpy sorts 16-bit integers by radix, in a fifth of torch's time.
+
+    Args:
+        expert: (R,) int64, each copy's expert; `num_experts` for a copy that is not sent, whose row comes last.
+        num_experts: E.
+
+    Returns:
+        order: (R,) int64, row i is copy `order[i]`.
+        row: (R,) int64, copy i is in row `row[i]`; -1 for a copy that is not sent.
+        ends: (E,) int32, one past the last row of each expert.
+    """
+    if expert.device.type == "cpu":
+        numbers = expert.numpy()
+        numbers = numbers.astype(np.uint16) if num_experts < 2**16 else numbers
+        ends = np.bincount(numbers, minlength=num_experts)[:num_experts].cumsum(dtype=np.int32)
+        order, row = numbers.argsort(kind="stable"), np.full(len(numbers), -1)
+        num_sent = ends[-1]
+        row[order[:num_sent]] = np.arange(num_sent)
+        return torch.from_numpy(order), torch.from_numpy(row), torch.from_numpy(ends)
+    narrow = expert.to(torch.int16) if num_experts < 2**15 else expert  # sorts in half the time of int64
+    sorted_experts, copies = narrow.sort(stable=True)
+    position = torch.arange(len(expert), device=expert.device).masked_fill(sorted_experts == num_experts, -1)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert.device)
+    ends_and_rest = counts.scatter_add_(0, expert, torch.ones_like(expert)).cumsum(0, dtype=torch.int32)
+    return copies, torch.empty_like(copies).scatter_(0, copies, position), ends_and_rest[:num_experts].clone()
+
+
+@sort_copies.register_fake
+def _(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    order = torch.empty_like(expert, dtype=torch.int64)
+    return order, torch.empty_like(order), expert.new_empty(num_experts, dtype=torch.int32)
 
 
 def permute(x: Tensor, permutation: Permutation) -> Tensor:

@@ -11,10 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moesaic.kernels.choice import choose
+from moesaic.kernels.choice_call import WantedSums
 from moesaic.routing.capacity import AbstractCapacity, Dropless, admit, count
-from moesaic.routing.losses import AbstractLoss, RouterStatistics
+from moesaic.routing.losses import AbstractLoss, LoadBalance, RouterStatistics, ZLoss
 from moesaic.routing.peers import Gathered, Peers, kept_copies, places_before
-from moesaic.routing.router import AbstractRouter
+from moesaic.routing.router import AbstractRouter, FusedChoice
 from moesaic.routing.routing import Choice, Routing, Scores
 
 
@@ -118,28 +120,21 @@ def route(
         peers: the ranks that route the other tokens of the call; None on one rank.
     """
     with torch.autocast(device_type=x_TD.device.type, enabled=False):
-        x = _router_input(x_TD, batch.valid_T)
-        noise = batch.noise if replay is None else replay.noise
-        if replay is None and noise is None:
-            noise = router.draw(len(x), x.device)
-        scores = router.scores(x, noise, batch.token_ids)
-        choice = router.choose(scores, top_k, batch.valid_T, noise) if replay is None else replay.choice
-        weight_N = router.weigh(scores, choice, top_k)
-        alive_N = _alive(choice, batch.valid_T)
-        earlier = batch.earlier_counts if replay is None else replay.earlier_counts
-        if replay is None and earlier is not None and batch.step_total is not None:
-            own_counts = count(choice.expert, alive_N, router.num_experts)
-            earlier = batch.step_total(earlier + own_counts) - own_counts
-        sums = _sums(losses, scores, choice, weight_N, alive_N, batch, earlier)
-        record = replay
+        fused = router.fused(top_k) if all(map(_fused_sum, losses)) else None
+        if fused is not None:
+            scored = _choose_at_once(fused, x_TD, losses, batch.valid_T, replay, reduced=peers is None)
+        else:
+            scored = _choose_in_steps(router, x_TD, top_k, losses, batch, replay)
+        record, earlier = replay, scored.earlier
         if record is None:
-            rules = _Rules(top_k, capacity, len(x), router.num_experts, batch.valid_T, peers)
-            record = _decide(rules, choice, weight_N.detach(), alive_N, sums)
-            record = record._replace(noise=noise, earlier_counts=None if earlier is None else earlier.clone())
+            rules = _Rules(top_k, capacity, len(x_TD), router.num_experts, batch.valid_T, peers)
+            record = _decide(rules, scored)
+            record = record._replace(noise=scored.noise, earlier_counts=None if earlier is None else earlier.clone())
+        sums = scored.sums
         if sums is not None and peers is not None and record.gathered is not None:
             sums = record.gathered.statistics(sums, peers, record.earlier_counts)
-        loss, values = _evaluate(losses, sums)
-    routing = _routing(record, weight_N, len(x), router.num_experts, values, scores.logits)
+        loss, values = _evaluate(losses, sums, scored.values)
+    routing = _routing(record, scored.weight_N, len(x_TD), router.num_experts, values, scored.logits)
     return Routed(routing, record, loss)
 
 
@@ -156,15 +151,122 @@ def route_chosen(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: 
     choice = Choice(index // max(top_k, 1), expert_TK.reshape(-1), index % max(top_k, 1), per_token=top_k)
     weight_N = weight_TK.reshape(-1).to(torch.promote_types(weight_TK.dtype, torch.float32))
     detached = weight_N.detach()
-    rules = _Rules(top_k, Dropless(), num_tokens, num_experts, None, peers)
-    record = _decide(rules, choice, detached, None, None)
+    counted = _Counted.of(choice, detached, None, None, num_tokens, num_experts)
+    scored = _Scored(choice, detached, None, counted, None, None)
+    record = _decide(_Rules(top_k, Dropless(), num_tokens, num_experts, None, peers), scored)
     return Routed(_routing(record, weight_N, num_tokens, num_experts, {}, None), record, None)
 
 
-def _router_input(x_TD: Tensor, valid_T: Tensor | None) -> Tensor:
-    """Return the tokens in float32 or float64, with padding set to zero: padding may hold NaN, and 0 * NaN is NaN."""
-    x = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+def _router_input(x_TD: Tensor, valid_T: Tensor | None, *, takes_16_bit: bool) -> Tensor:
+    """Return the tokens in a dtype that the router takes, with padding, which may hold NaN, set to zero."""
+    x = x_TD if takes_16_bit or x_TD.dtype.itemsize >= 4 else x_TD.float()
     return x if valid_T is None else x.masked_fill(~valid_T.unsqueeze(1), 0.0)
+
+
+class _Counted(NamedTuple):
+    """Numbers of this rank's copies and tokens, int64."""
+
+    requested: Tensor
+    """(E,): copies per expert before capacity."""
+    nonfinite: Tensor
+    """(): copies whose routing weight is NaN or infinite."""
+    num_valid: Tensor
+    """(): tokens that are not padding."""
+
+    @classmethod
+    def of(
+        cls, choice: Choice, weight_N: Tensor, alive_N: Tensor | None, valid_T: Tensor | None, num_tokens: int,
+        num_experts: int,
+    ) -> _Counted:  # fmt: skip
+        is_wrong = ~weight_N.isfinite()
+        return cls(
+            count(choice.expert, alive_N, num_experts),
+            (is_wrong if alive_N is None else is_wrong & alive_N).sum(),
+            torch.full((), num_tokens, device=weight_N.device) if valid_T is None else valid_T.sum(),
+        )
+
+
+class _Scored(NamedTuple):
+    """The tokens of a call with their experts chosen and weighed, before capacity."""
+
+    choice: Choice
+    weight_N: Tensor
+    """(N,), differentiable."""
+    alive_N: Tensor | None
+    """(N,) bool: the copies that are neither padding nor held back by the router; None for all copies."""
+    counted: _Counted
+    sums: RouterStatistics | None
+    """This rank's statistics, from which the losses are computed; None without losses, or if `values` has them already."""
+    logits: Tensor | None
+    values: list[Tensor] | None = None
+    """The losses, differentiable."""
+    earlier: Tensor | None = None
+    """(E,) int64: copies of the optimizer step before this call; None if no loss reads them."""
+    noise: Tensor | None = None
+
+
+def _fused_sum(loss: AbstractLoss) -> str | None:
+    """Return the field of `Chosen` that a loss reads; None for a loss that needs other statistics."""
+    if type(loss) is LoadBalance and loss.level == "micro_batch":
+        return "balance"
+    return "z" if type(loss) is ZLoss else None
+
+
+def _choose_at_once(
+    fused: FusedChoice,
+    x_TD: Tensor,
+    losses: Sequence[AbstractLoss],
+    valid_T: Tensor | None,
+    replay: RoutingRecord | None,
+    *,
+    reduced: bool,
+) -> _Scored:
+    """Score, choose and weigh in one operation; `reduced` says whether the losses follow from this rank's tokens alone."""
+    logits = fused.logits(_router_input(x_TD, valid_T, takes_16_bit=True))
+    fields = [_fused_sum(loss) for loss in losses]
+    wanted = WantedSums("balance" in fields or (bool(losses) and not reduced), "z" in fields, reduced)
+    earlier_expert = None if replay is None else replay.choice.expert
+    chosen = choose(logits, fused.rule, wanted, bias=fused.bias, valid_T=valid_T, expert=earlier_expert)
+    choice = Choice(chosen.token, chosen.expert, chosen.slot, per_token=fused.rule.top_k)
+    choice = choice if replay is None else replay.choice
+    values, sums = [getattr(chosen, str(field)) for field in fields] if reduced else None, None
+    if losses and not reduced:
+        counts = chosen.counts.to(logits.dtype)
+        sums = RouterStatistics(
+            counts_GE=counts.unsqueeze(0),
+            probs_GE=chosen.balance,
+            tokens_G=chosen.num_valid.to(logits.dtype).unsqueeze(0),
+            importance_E=None,
+            logsumexp_squared=chosen.z if wanted.z else logits.new_zeros(()),
+            step_counts_E=counts,
+        )
+    counted = _Counted(chosen.counts, chosen.nonfinite, chosen.num_valid)
+    return _Scored(choice, chosen.weight, _alive(choice, valid_T), counted, sums, logits, values)
+
+
+def _choose_in_steps(
+    router: AbstractRouter,
+    x_TD: Tensor,
+    top_k: int,
+    losses: Sequence[AbstractLoss],
+    batch: TokenInfo,
+    replay: RoutingRecord | None,
+) -> _Scored:
+    """Score, choose and weigh by the router's own methods."""
+    x = _router_input(x_TD, batch.valid_T, takes_16_bit=router.takes_16_bit)
+    noise = batch.noise if replay is None else replay.noise
+    if replay is None and noise is None:
+        noise = router.draw(len(x), x.device)
+    scores = router.scores(x, noise, batch.token_ids)
+    choice = router.choose(scores, top_k, batch.valid_T, noise) if replay is None else replay.choice
+    weight_N = router.weigh(scores, choice, top_k)
+    alive_N = _alive(choice, batch.valid_T)
+    counted = _Counted.of(choice, weight_N.detach(), alive_N, batch.valid_T, len(x), router.num_experts)
+    earlier = batch.earlier_counts if replay is None else replay.earlier_counts
+    if replay is None and earlier is not None and batch.step_total is not None:
+        earlier = batch.step_total(earlier + counted.requested) - counted.requested
+    sums = _sums(losses, scores, choice, weight_N, alive_N, batch, earlier)
+    return _Scored(choice, weight_N, alive_N, counted, sums, scores.logits, earlier=earlier, noise=noise)
 
 
 class _Rules(NamedTuple):
@@ -178,24 +280,22 @@ class _Rules(NamedTuple):
     peers: Peers | None
 
 
-def _decide(
-    rules: _Rules, choice: Choice, weight_N: Tensor, alive_N: Tensor | None, sums: RouterStatistics | None
-) -> RoutingRecord:
-    """Count the copies, exchange the counts with the other ranks and admit copies. The record is not differentiable."""
+def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
+    """Exchange the counts of copies with the other ranks and admit copies. The record is not differentiable."""
     top_k, capacity, num_tokens, num_experts, valid, peers = rules
-    nonfinite = _nonfinite(weight_N, alive_N)
+    choice, alive_N = scored.choice, scored.alive_N
+    requested, nonfinite, num_valid = scored.counted
     gathered = before_KE = rows = None
     if peers is None:
-        num_valid = torch.full((), num_tokens, device=weight_N.device) if valid is None else valid.sum()
-        requested = count(choice.expert, alive_N, num_experts)
         rows = capacity.rows(requested, num_valid, top_k)
     else:
-        choices = top_k if capacity.spans_mesh else 1
-        cell = choice.slot * num_experts + choice.expert if choices > 1 else choice.expert
-        counts_KE = count(cell, alive_N, choices * num_experts).view(choices, -1)
+        counts_KE = requested.unsqueeze(0)
+        if capacity.spans_mesh and top_k > 1:
+            cell = choice.slot * num_experts + choice.expert
+            counts_KE = count(cell, alive_N, top_k * num_experts).view(top_k, -1)
         extras = peers.extras(choice, alive_N, num_tokens, num_experts, may_drop=not capacity.never_drops)
         gathered = Gathered.exchange(
-            peers, counts_KE, None if valid is None else valid.sum(), num_tokens, nonfinite, sums, extras
+            peers, counts_KE, None if valid is None else num_valid, num_tokens, nonfinite, scored.sums, extras
         )
         requested, num_valid, nonfinite = gathered.counts.sum((0, 1)), gathered.valid.sum(), gathered.nonfinite.sum()
         if capacity.spans_mesh:
@@ -206,7 +306,7 @@ def _decide(
             rows = capacity.rows(counts_KE.sum(0), limited[peers.place], top_k)
     best_T = None
     if capacity.admits_by_score and rows is not None:
-        best_T = _best_weight(weight_N, choice, num_tokens)
+        best_T = _best_weight(scored.weight_N.detach(), choice, num_tokens)
     sent = admit(choice, alive_N, rows, best_T, num_experts, before_KE)
     by_rank = _by_rank(gathered, capacity, top_k)
     if gathered is not None:
@@ -278,12 +378,6 @@ def _alive(choice: Choice, valid_T: Tensor | None) -> Tensor | None:
     return alive if choice.sent is None else alive & choice.sent
 
 
-def _nonfinite(weight_N: Tensor, alive_N: Tensor | None) -> Tensor:
-    """Return the number of copies whose routing weight is NaN or infinite, () int64, without a host sync."""
-    is_wrong = ~weight_N.isfinite()
-    return (is_wrong if alive_N is None else is_wrong & alive_N).sum()
-
-
 def _best_weight(weight_N: Tensor, choice: Choice, num_tokens: int) -> Tensor:
     """Return each token's largest weight, (tokens,); 0 for a token that no expert chose."""
     zeros = torch.zeros(num_tokens, dtype=weight_N.dtype, device=weight_N.device)
@@ -318,10 +412,14 @@ def _sums(
     )
 
 
-def _evaluate(losses: Sequence[AbstractLoss], sums: RouterStatistics | None) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Return the weighted sum of the losses and each one's detached value."""
-    if sums is None:
+def _evaluate(
+    losses: Sequence[AbstractLoss], sums: RouterStatistics | None, values: list[Tensor] | None
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """Return the weighted sum of the losses and each one's detached value; `values` has them if they are known already."""
+    if not losses:
         return None, {}
-    values = [loss.value(sums) for loss in losses]
+    if sums is not None:
+        values = [loss.value(sums) for loss in losses]
+    assert values is not None
     total = reduce(add, [loss.coefficient * value for loss, value in zip(losses, values)])
     return total, {loss.name: value.detach() for loss, value in zip(losses, values)}

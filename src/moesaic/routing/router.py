@@ -12,24 +12,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.draw import Draw, draw_globally
 from moesaic.errors import InputError
-from moesaic.kernels.pick import kind_of
+from moesaic.kernels.choice_call import ChoiceRule
 from moesaic.kernels.products import linear
+from moesaic.kernels.router_product import router_logits
+from moesaic.kernels.top_k import top_k_indices
 from moesaic.program.grid import Grid
 from moesaic.routing.routing import Choice, Scores
-
-MOST_COLUMNS, MOST_CHOICES = 2048, 32
-"""The most columns per row and the largest `top_k` that the Triton top-k kernel supports; larger sizes are sorted instead."""
-MOST_PASSES = 8
-"""Without Triton, up to this many experts are selected by repeated `argmax`; measured, docs/kernels.md."""
-FEWEST_COLUMNS = 16
-"""The number of columns from which torch's CPU softmax over a row is vectorized; measured, docs/kernels.md."""
 
 
 class KeepsFloat32(nn.Module):
@@ -50,6 +45,17 @@ class KeepsFloat32(nn.Module):
         return self
 
 
+class FusedChoice(NamedTuple):
+    """A router as the one operation of `kernels/choice.py`, which computes what `choose` and `weigh` compute from `scores`."""
+
+    logits: Callable[[Tensor], Tensor]
+    """(tokens, dim) of any floating dtype -> (tokens, num_experts) float32 or float64."""
+    rule: ChoiceRule
+    """How experts are chosen and weighed."""
+    bias: Tensor | None = None
+    """(num_experts,): the balancing bias of sigmoid scores."""
+
+
 class AbstractRouter(KeepsFloat32, ABC):
     """The interface of a router: a module that scores the experts for each token and chooses among them.
 
@@ -62,6 +68,9 @@ class AbstractRouter(KeepsFloat32, ABC):
     """True for a router that reads token ids instead of activations (`Hash`)."""
     takes_best_ranked = True
     """True if each token's experts are ranked by `Scores.rank_by` alone; setting an entry to -inf then excludes that expert."""
+
+    takes_16_bit = False
+    """True if `scores` takes tokens in 16-bit dtypes too, and computes in float32; else the layer converts and keeps them."""
 
     @property
     def looks_across_tokens(self) -> bool:
@@ -83,7 +92,7 @@ class AbstractRouter(KeepsFloat32, ABC):
         """Score every expert for every token.
 
         Args:
-            x_TD: (tokens, dim), float32 or float64, whatever the autocast state.
+            x_TD: (tokens, dim), float32 or float64, whatever the autocast state; also 16-bit if `takes_16_bit`.
             noise: the random numbers that `draw` returned for this call.
             token_ids: (tokens,) int64 vocabulary ids, or None.
         """
@@ -102,6 +111,16 @@ class AbstractRouter(KeepsFloat32, ABC):
     @abstractmethod
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
         """Return the routing weight of every chosen copy, (N,), differentiable."""
+
+    def fused(self, top_k: int) -> FusedChoice | None:
+        """Return this router as one operation, or None if it has a method of its own, as by default."""
+        return None
+
+    def is_as_in(self, owner: type[AbstractRouter]) -> bool:
+        """Return whether neither a subclass nor the caller has replaced a step of `owner`'s routing."""
+        steps = ("scores", "choose", "weigh", "logits")
+        own = all(getattr(type(self), step, None) is getattr(owner, step, None) for step in steps)
+        return own and not any(step in vars(self) for step in steps)
 
     def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
         """Return the random numbers of one call, or None if the router uses none. A replay passes the recorded numbers."""
@@ -187,7 +206,10 @@ class LinearRouter(AbstractRouter):
             self.logit_bias.zero_()
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Return the logits, (tokens, num_experts), of tokens, (tokens, dim), in the tokens' dtype."""
+        """Return the logits, (tokens, num_experts), of tokens, (tokens, dim), in float32 or, for float64 tokens, in float64."""
+        if x_TD.dtype.itemsize < 4:
+            logits = router_logits(x_TD, self.weight)
+            return logits if self.logit_bias is None else logits + self.logit_bias
         bias = None if self.logit_bias is None else self.logit_bias.to(x_TD.dtype)
         return linear(x_TD, self.weight.to(x_TD.dtype), bias)
 
@@ -209,7 +231,7 @@ class SoftmaxWeights(AbstractRouter):
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
         if self.normalize == "after":
-            weights_TK = softmax_rows(chosen(scores.logits, choice, top_k))
+            weights_TK = chosen(scores.logits, choice, top_k).softmax(1)
         else:
             weights_TK = chosen(scores.gates, choice, top_k)
         return self.scale * weights_TK.reshape(-1)
@@ -306,53 +328,6 @@ def draw_linear(weight: Tensor) -> Tensor:
     return weight.uniform_(-bound, bound)
 
 
-def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
-    """Return the indices of the `top_k` largest entries of each row, largest first; equal entries are in index order.
-
-    NaN ranks above every number, as in `torch.topk`, whatever its sign bit: a row of NaN gets the indices 0 to top_k - 1.
-    A token with NaN scores therefore gets valid and distinct experts, and a weight of NaN that shows in its own result.
-
-    `torch.topk` does not define the order of ties, so two runs, or a run and its recomputation, may differ. Here each float32
-    is mapped to an integer of the same order. If `top_k` is small, `argmax`, which takes the first of equal entries, runs
-    `top_k` times. Otherwise the index is appended to the integer, which makes all keys of a row distinct. A key has
-    32 + log2(E) bits and is exact in a float64, for which `topk` is fast on every device.
-
-    Args:
-        rank_by: (rows, columns), float32 or float64.
-        top_k: the number of indices per row.
-
-    Returns:
-        (rows, top_k) int64.
-    """
-    if rank_by.dtype != torch.float32:
-        return top_k_indices_reference(rank_by, top_k)
-    if chooses_by_triton(rank_by.device) and rank_by.shape[1] <= MOST_COLUMNS and 0 < top_k <= MOST_CHOICES:
-        from moesaic.kernels.triton.rows.top_k import top_k_columns
-
-        return top_k_columns(rank_by, top_k).long()
-    bits = (rank_by + 0.0).contiguous().view(torch.int32)  # -0.0 becomes 0.0, which it equals
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill_(rank_by.isnan(), 0x7FFFFFFF)
-    if 0 < top_k <= MOST_PASSES:
-        chosen = [ordered.argmax(1, keepdim=True)]
-        for _ in range(top_k - 1):
-            ordered.scatter_(1, chosen[-1], torch.iinfo(torch.int32).min)  # below every number's integer
-            chosen.append(ordered.argmax(1, keepdim=True))
-        return torch.cat(chosen, 1)
-    columns = rank_by.shape[-1]
-    tie_break = torch.arange(columns - 1, -1, -1, device=rank_by.device)
-    return (ordered.double() * columns + tie_break).topk(top_k, dim=-1).indices
-
-
-def chooses_by_triton(device: torch.device) -> bool:
-    """Return whether the Triton kernel chooses experts on a device."""
-    return device.type == "cuda" and kind_of(device) == "triton"
-
-
-def top_k_indices_reference(rank_by: Tensor, top_k: int) -> Tensor:
-    """Return the same indices as `top_k_indices`, from a stable sort of all columns."""
-    return rank_by.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-
-
 def token_choice(experts_TK: Tensor) -> Choice:
     """Return the choice of copies, in token order, for each token's list of experts.
 
@@ -368,27 +343,3 @@ def token_choice(experts_TK: Tensor) -> Choice:
 def chosen(values_TE: Tensor, choice: Choice, top_k: int) -> Tensor:
     """Return the values of each token's chosen experts, (tokens, top_k), for a choice made by `token_choice`."""
     return values_TE.gather(1, choice.expert.view(-1, top_k))
-
-
-def softmax_rows(logits: Tensor) -> Tensor:
-    """Return the softmax of each row, (rows, columns), differentiable.
-
-    On a CPU torch does not vectorize rows that are shorter than a vector register. Such rows are passed as columns, which torch
-    vectorizes across; that takes a quarter of the time.
-    """
-    if logits.device.type != "cpu" or logits.shape[1] >= FEWEST_COLUMNS:
-        return logits.softmax(1)
-    return logits.t().softmax(0).t()
-
-
-def normalized(gates_TK: Tensor) -> Tensor:
-    """Return each row of non-negative gates divided by its sum; a row of zeros stays zero.
-
-    Args:
-        gates_TK: (tokens, top_k).
-
-    Returns:
-        (tokens * top_k,): one weight per copy.
-    """
-    total = gates_TK.sum(-1, keepdim=True)
-    return (gates_TK / total.clamp_min(torch.finfo(total.dtype).tiny)).reshape(-1)

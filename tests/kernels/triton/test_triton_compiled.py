@@ -10,11 +10,14 @@ import torch
 pytest.importorskip("triton", reason='the GPU extra is not installed: pip install ".[gpu]"')
 
 from moesaic.kernels.activation import Clamp
+from moesaic.kernels.choice import empty_chosen
+from moesaic.kernels.choice_call import ChoiceGradients, ChoiceRule, WantedSums
 from moesaic.kernels.codecs.codec import split
 from moesaic.kernels.codecs.eight import Fp8, Int8
 from moesaic.kernels.triton import expert_stage, quantise
 from moesaic.kernels.triton.grouped import rows_times
 from moesaic.kernels.triton.outer import outer_products
+from moesaic.kernels.triton.rows.choose import choose_backward_by_triton, choose_by_triton
 from moesaic.kernels.triton.rows.permute import sum_tokens
 from moesaic.kernels.triton.rows.sort import sort
 from moesaic.kernels.triton.rows.tiles import Shape, Tile, default_tile, shared_bytes
@@ -145,11 +148,26 @@ def test_weight_gradients_have_the_room_that_their_tile_says(capability, tmp_pat
     )
 
 
+def choose_on_device(rule: ChoiceRule, num_experts: int) -> None:
+    """Run the kernels of the choice forward and backward on zeros."""
+    logits, wanted = torch.zeros(TOKENS, num_experts), WantedSums(balance=True, z=True, reduced=True)
+    chosen, bias = empty_chosen(logits, rule, wanted), torch.zeros(num_experts) if rule.by_sigmoid else None
+    choose_by_triton(logits, bias, torch.ones(TOKENS, dtype=torch.bool), None, rule, wanted, chosen)
+    numbers = chosen.expert, chosen.counts, chosen.num_valid, chosen.weight, chosen.balance, chosen.z
+    choose_backward_by_triton(ChoiceGradients(logits, None, *numbers), rule, wanted)
+
+
 @pytest.mark.slow
 @capabilities
 def test_everything_else_compiles(capability, tmp_path):
     with compiling_for(capability, tmp_path) as kernels:
         top_k_columns(torch.zeros(TOKENS, EXPERTS), TOP_K)
+        for rule in (
+            ChoiceRule(TOP_K, by_sigmoid=False, normalize=True, scale=1.0),
+            ChoiceRule(TOP_K, True, True, 1.0, num_groups=4, top_groups=2, by_best_two=True),
+        ):
+            for num_experts in (EXPERTS, 256):
+                choose_on_device(rule, num_experts)
         sort(torch.zeros(TOKENS * TOP_K, dtype=torch.int32), EXPERTS)
         weight = torch.zeros(TOKENS * TOP_K)
         starts, by_token = torch.arange(0, TOKENS * TOP_K, TOP_K), torch.zeros(TOKENS * TOP_K, dtype=torch.int64)
@@ -168,6 +186,9 @@ def test_everything_else_compiles(capability, tmp_path):
     assert check(kernels, capability) == set()
     assert {kernel.name for kernel in kernels} >= {
         "_top_k_kernel",
+        "_choose_kernel",
+        "_sum_kernel",
+        "_choose_backward_kernel",
         "_place_kernel",
         "_sum_tokens_kernel",
         "_int8_encode_kernel",

@@ -12,16 +12,15 @@ import torch
 
 from helpers import ODD_LOGITS, TOP_K, ids_for, make_router, pairwise, thinned
 from moesaic import Capacity, GatedExperts, MoE, PlainExperts
-from moesaic.kernels import pick
+from moesaic.kernels import pick, top_k
 from moesaic.kernels.codecs import codec_named
 from moesaic.kernels.permute import permute, sort_by_expert, sum_rows, unpermute
+from moesaic.kernels.top_k import MOST_COLUMNS, top_k_indices, top_k_indices_reference
 from moesaic.kernels.triton import expert_stage, quantise
 from moesaic.kernels.triton.rows import top_k as triton_top_k
-from moesaic.routing import router
-from moesaic.routing.router import MOST_COLUMNS, top_k_indices, top_k_indices_reference
 from moesaic.routing.routers import ROUTERS
 
-USERS = ("kernels.pick", "kernels.permute")
+USERS = ("kernels.pick", "kernels.permute", "kernels.choice")
 """The modules that call `kind_of`."""
 EXPERTS = {
     "swiglu": GatedExperts,
@@ -37,7 +36,7 @@ def picked(monkeypatch, interpreted):
         for user in USERS:
             module = importlib.import_module(f"moesaic.{user}")
             monkeypatch.setattr(module, "kind_of", lambda device: "triton")
-        monkeypatch.setattr(router, "chooses_by_triton", lambda device: True)
+        monkeypatch.setattr(top_k, "chooses_by_triton", lambda device: True)
 
 
 def run(layer, x, **options):

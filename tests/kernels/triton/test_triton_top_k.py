@@ -7,9 +7,9 @@ import torch
 from triton_references import RowOrder
 
 from helpers import ODD_LOGITS, pairwise, ranked
+from moesaic.kernels.top_k import top_k_indices_reference
 from moesaic.kernels.triton.rows.sort import sort
 from moesaic.kernels.triton.rows.top_k import top_k_columns
-from moesaic.routing.router import top_k_indices_reference
 from moesaic.routing.routers import SigmoidTopK, SoftmaxTopK
 from moesaic.routing.routing import Scores
 

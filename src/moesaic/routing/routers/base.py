@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.routing.router import LinearRouter, chosen, token_choice, top_k_indices
+from moesaic.kernels.top_k import top_k_indices
+from moesaic.routing.router import LinearRouter, chosen, token_choice
 from moesaic.routing.routing import Choice, Scores
 
 

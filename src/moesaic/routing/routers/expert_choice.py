@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moesaic.routing.router import LinearRouter, top_k_indices
+from moesaic.kernels.top_k import top_k_indices
+from moesaic.routing.router import LinearRouter
 from moesaic.routing.routing import Choice, Scores
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.routing.router import AbstractRouter, LimitedRouter, top_k_indices
+from moesaic.kernels.top_k import in_best_groups
+from moesaic.routing.router import AbstractRouter, FusedChoice, LimitedRouter
 from moesaic.routing.routers.sigmoid import SigmoidTopK
 from moesaic.routing.routing import Choice, Scores
 
@@ -51,13 +51,19 @@ class GroupLimited(LimitedRouter):
         self.rank_groups_by = rank_groups_by
 
     def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
-        per_group = self.num_experts // self.num_groups
-        grouped = scores.rank_by.unflatten(1, (self.num_groups, per_group))
-        best = grouped.topk(min(2 if self.rank_groups_by == "best_two" else 1, per_group), dim=-1).values.sum(-1)
-        groups = top_k_indices(best, self.top_groups)
-        eligible = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)
-        limited = grouped.masked_fill(~eligible.unsqueeze(-1), float("-inf")).flatten(1)
+        limited = in_best_groups(
+            scores.rank_by, self.num_groups, self.top_groups, best_two=self.rank_groups_by == "best_two"
+        )
         return self.inner.choose(scores._replace(rank_by=limited), top_k, valid_T, noise)
+
+    def fused(self, top_k: int) -> FusedChoice | None:
+        inner = self.inner.fused(top_k) if self.is_as_in(GroupLimited) else None
+        if inner is None or inner.rule.num_groups > 1:
+            return None
+        rule = inner.rule._replace(
+            num_groups=self.num_groups, top_groups=self.top_groups, by_best_two=self.rank_groups_by == "best_two"
+        )
+        return inner._replace(rule=rule)
 
     def check_fits(self, top_k: int) -> None:
         super().check_fits(top_k)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.routing.router import LinearRouter, chosen, normalized
+from moesaic.kernels.choice import normalized
+from moesaic.kernels.choice_call import ChoiceRule
+from moesaic.routing.router import FusedChoice, LinearRouter, chosen
 from moesaic.routing.routing import Choice, Scores
 
 
@@ -61,6 +63,10 @@ class SigmoidTopK(LinearRouter):
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
         gates_TK = chosen(scores.gates, choice, top_k)
         return self.scale * (normalized(gates_TK) if self.normalize else gates_TK.reshape(-1))
+
+    def fused(self, top_k: int) -> FusedChoice | None:
+        rule = ChoiceRule(top_k, by_sigmoid=True, normalize=self.normalize, scale=self.scale)
+        return FusedChoice(self.logits, rule, self.bias) if self.is_as_in(SigmoidTopK) else None
 
     def check(self, top_k: int) -> None:
         super().check(top_k)

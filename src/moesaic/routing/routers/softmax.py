@@ -11,7 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moesaic.routing.router import LinearRouter, SoftmaxWeights, softmax_rows
+from moesaic.kernels.choice import softmax_rows
+from moesaic.kernels.choice_call import ChoiceRule
+from moesaic.routing.router import FusedChoice, LinearRouter, SoftmaxWeights
 from moesaic.routing.routing import Scores
 
 
@@ -43,3 +45,7 @@ class SoftmaxTopK(SoftmaxWeights, LinearRouter):
         logits_TE = self.logits(x_TD)
         probs_TE = softmax_rows(logits_TE)
         return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
+
+    def fused(self, top_k: int) -> FusedChoice | None:
+        rule = ChoiceRule(top_k, by_sigmoid=False, normalize=self.normalize == "after", scale=self.scale)
+        return FusedChoice(self.logits, rule) if self.is_as_in(SoftmaxTopK) else None

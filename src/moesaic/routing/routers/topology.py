@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import InputError
+from moesaic.kernels.top_k import top_k_indices
 from moesaic.program.grid import Grid, LinkLevel
-from moesaic.routing.router import AbstractRouter, LimitedRouter, top_k_indices
+from moesaic.routing.router import AbstractRouter, LimitedRouter
 from moesaic.routing.routers.softmax import SoftmaxTopK
 from moesaic.routing.routing import Choice, Scores
 

@@ -30,19 +30,19 @@ def sort(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         num_experts: E.
 
     Returns:
-        copy: (R,) int32, row i is copy `copy[i]`, of token `copy[i] // K`; 0 for rows from `ends[-1]` on.
-        row: (R,) int32, copy i is in row `row[i]`; -1 for a copy that is not sent.
+        copy: (R,) int64, row i is copy `copy[i]`, of token `copy[i] // K`; 0 for rows from `ends[-1]` on.
+        row: (R,) int64, copy i is in row `row[i]`; -1 for a copy that is not sent.
         ends: (E,) int32, one past the last row of each expert.
     """
     num_copies = len(expert)
     blocks = triton.cdiv(num_copies, BLOCK)
-    ints = expert.new_zeros(0, dtype=torch.int32)
-    ends, copy = ints.new_zeros(num_experts), ints.new_zeros(num_copies)
-    row = ints.new_empty(num_copies)
+    ends = torch.zeros(num_experts, dtype=torch.int32, device=expert.device)
+    copy = torch.zeros(num_copies, dtype=torch.int64, device=expert.device)
+    row = torch.empty_like(copy)
     if num_copies == 0 or num_experts == 0:
         return copy, row, ends
-    counts = ints.new_empty(num_experts, blocks)
-    totals = ints.new_empty(num_experts)
+    counts = ends.new_empty(num_experts, blocks)
+    totals = torch.empty_like(ends)
     experts = triton.next_power_of_2(num_experts)
     _count_kernel[(blocks,)](expert, counts, num_copies, num_experts, blocks, BLOCK=BLOCK, EXPERTS=experts)
     _scan_kernel[(num_experts,)](counts, totals, blocks, SCANNED=SCANNED)
@@ -54,7 +54,7 @@ def sort(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @sort.register_fake
 def _(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    copy = expert.new_empty(expert.shape, dtype=torch.int32)
+    copy = expert.new_empty(expert.shape, dtype=torch.int64)
     return copy, torch.empty_like(copy), expert.new_empty(num_experts, dtype=torch.int32)
 
 

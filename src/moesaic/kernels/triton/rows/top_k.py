@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+TAKEN = tl.constexpr(-0x80000000)
+"""The place of an entry that cannot be chosen, below that of every number."""
 VALUES = 4096
 """The number of entries that one program holds."""
 
@@ -45,6 +47,27 @@ def _(rank_by: Tensor, top_k: int) -> Tensor:
 
 
 @triton.jit
+def place_of(value: tl.tensor) -> tl.tensor:
+    """Return int32 in the order of float32 values: -0 equals 0, and NaN is above all numbers."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    return tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def value_at(place: tl.tensor) -> tl.tensor:
+    """Return the float32 values at the places that `place_of` returned."""
+    return (place ^ ((place >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def first_best(place: tl.tensor, num_columns: tl.tensor, COLUMNS: tl.constexpr) -> tl.tensor:
+    """Return the first column with the largest place of each row of (rows, COLUMNS)."""
+    is_best = place == tl.max(place, 1)[:, None]
+    column = tl.arange(0, COLUMNS)
+    return tl.minimum(tl.min(tl.where(is_best, column[None, :], COLUMNS), 1), num_columns - 1)
+
+
+@triton.jit
 def _top_k_kernel(
     rank_by: tl.tensor,
     chosen: tl.tensor,
@@ -61,15 +84,11 @@ def _top_k_kernel(
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     read_pointers = row.to(tl.int64)[:, None] * num_columns + column[None, :]
     value = tl.load(rank_by + read_pointers, mask=inside, other=float("-inf")).to(tl.float32)
-    # Integers in the order of the floats: -0 equals 0, NaN is above all numbers, and entries that may not be chosen are below.
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
-    place = tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    place = tl.where(inside, place, -0x80000000)
+    place = tl.where(inside, place_of(value), TAKEN)
     best = tl.zeros((ROWS, SLOTS), tl.int32)
     for k in tl.static_range(TOP_K):
-        is_best = place == tl.max(place, 1)[:, None]
-        index = tl.minimum(tl.min(tl.where(is_best, column[None, :], COLUMNS), 1), num_columns - 1)
-        place = tl.where(column[None, :] == index[:, None], -0x80000000, place)
+        index = first_best(place, num_columns, COLUMNS)
+        place = tl.where(column[None, :] == index[:, None], TAKEN, place)
         best = tl.where(slot[None, :] == k, index[:, None], best)
     write_pointers = row.to(tl.int64)[:, None] * TOP_K + slot[None, :]
     tl.store(chosen + write_pointers, best, mask=(row < num_rows)[:, None] & (slot < TOP_K)[None, :])

@@ -1,0 +1,293 @@
+"""`moesaic bench operators`: what a call of the layer costs the host and keeps, besides its experts' products.
+
+Operators of one call with defaults (64 tokens, width 64, 16 experts, top-2, load-balance loss, float32), counted by a dispatch
+mode: every operator that reaches torch's dispatcher, views and allocations too, those inside Moesaic's own operators
+included, a Triton launch as one; the expert stage is not counted. gpu: CPU tensors on the GPU's path, kernels under
+Triton's interpreter. mesh: the rank with most of 4, CPU. host_over_hand: seconds of a step, forward and backward, over
+those of a hand-written layer of plain torch operators on the same tiny tensors, in turn, both by grouped_mm.
+kept_over_need: bytes that autograd keeps for backward, over x, the pre-activations, one (T, E) float32 matrix and 48
+bytes per copy; bfloat16.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from moesaic.comm.mesh import Mesh
+from moesaic.layer import MoE
+from moesaic.routing.routers import ROUTERS
+from moesaic.testing.runner import on_ranks
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
+from moesaic_lab.claims import Claim, claimed, figures
+from moesaic_lab.measure import in_turn, over_ranks, paired, without_collections
+
+TOKENS, DIM, HIDDEN, EXPERTS, WORLD = 64, 64, 32, 16, 4
+MOST = {"forward": 40, "backward": 25}
+"""The most operators of a pass."""
+EXPERT_STAGE = ("expert_forward", "expert_backward")
+PICKERS = ("permute", "choice", "top_k")
+"""The modules in `moesaic.kernels` that ask which kernels a device runs."""
+BY_TRITON = "triton"
+"""The argument of this module as a program: count the GPU's path, and print a row as JSON."""
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Lists the operators of this thread, besides the expert stage, in `names`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note an operator and run it; run the function behind an operator of Moesaic, whose operators are noted too."""
+        kwargs = kwargs or {}
+        if func.namespace != "moesaic":
+            self.names.append(str(func))
+            return func(*args, **kwargs)
+        if func._opname in EXPERT_STAGE:
+            return func(*args, **kwargs)
+        self.names.append(str(func))
+        definition = OPDEFS[f"moesaic::{func._opname}"]
+        with self:
+            return definition._init_fn(*args, **kwargs)
+
+
+def counted(layer: Callable[[Tensor], Tensor], parameters: Sequence[Tensor]) -> dict[str, list[str]]:
+    """Return the operators of the second forward and backward pass of a layer."""
+    x = torch.randn(4, TOKENS // 4, DIM, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = None
+        leaf = x.clone().requires_grad_()
+        with OperatorCounter() as forward:
+            y = layer(leaf)
+        dy = torch.ones_like(y)
+        with OperatorCounter() as backward:
+            y.backward(dy)
+    return {"forward": forward.names, "backward": backward.names}
+
+
+def make_layer(**options: Any) -> MoE:
+    """Return a layer with defaults."""
+    torch.manual_seed(0)
+    return MoE(DIM, HIDDEN, EXPERTS, **options)
+
+
+def _count_on_mesh() -> dict[str, list[str]]:
+    layer = make_layer()
+    layer.parallelize(Mesh.create(ep=WORLD))
+    return counted(layer, list(layer.parameters()))
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Run the GPU's path on CPU tensors, with the kernels under Triton's interpreter; a launch is noted as one operator."""
+    from triton.runtime import interpreter
+
+    from moesaic_lab.device.interpreter import mend_the_interpreter
+
+    mend_the_interpreter()
+    launch = interpreter.GridExecutor.__call__
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+        if isinstance(mode, OperatorCounter):
+            mode.names.append(f"triton.{self.fn.__name__}")
+        with _disable_current_modes():
+            launch(self, *args, **kwargs)
+
+    patches: list[Any] = [mock.patch.object(interpreter.GridExecutor, "__call__", noted)]
+    for name in PICKERS:
+        module = importlib.import_module(f"moesaic.kernels.{name}")
+        if hasattr(module, "kind_of"):
+            patches.append(mock.patch.object(module, "kind_of", return_value="triton"))
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def _row(path: str, names: dict[str, list[str]]) -> list[dict[str, Any]]:
+    return [{"path": path, "pass": each, "operators": len(ops), "names": " ".join(ops)} for each, ops in names.items()]
+
+
+def _count_by_triton() -> list[dict[str, Any]]:
+    """Return the rows of the GPU's path, counted in a process of its own: Triton chooses its interpreter when imported."""
+    if find_spec("triton") is None:
+        return []
+    command, environment = [sys.executable, "-m", __name__, BY_TRITON], os.environ | {"TRITON_INTERPRET": "1"}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    rows: list[dict[str, Any]] = json.loads(process.stdout)
+    return rows
+
+
+class HandWritten(nn.Module):
+    """A softmax top-k layer of SwiGLU experts with a load-balance loss, in about forty operators of plain torch.
+
+    Args:
+        layer: the layer whose weights it copies.
+    """
+
+    def __init__(self, layer: MoE) -> None:
+        super().__init__()
+        weight, w13, w2 = (each.detach().clone() for each in (layer.router.weight, layer.experts.w13, layer.experts.w2))  # type: ignore[operator]
+        self.router, self.w13, self.w2 = nn.Parameter(weight), nn.Parameter(w13.flatten(1, 2)), nn.Parameter(w2)
+        self.top_k, self.coefficient = layer.top_k, layer.losses[0].coefficient
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return y and the loss, times its coefficient, for x of (..., dim)."""
+        tokens = x.view(-1, x.shape[-1])
+        logits = F.linear(tokens, self.router)
+        probs = logits.softmax(1)
+        top, expert = logits.topk(self.top_k, dim=1)
+        weight, expert = top.softmax(1).view(-1), expert.view(-1)
+        counts = torch.zeros(len(self.router), dtype=expert.dtype).scatter_add_(0, expert, torch.ones_like(expert))
+        share = counts / (counts.sum() * len(tokens))
+        loss = self.coefficient * len(self.router) * (probs.sum(0) * share).sum()
+        order = expert.argsort(stable=True)
+        token = order // self.top_k
+        rows, ends = tokens.index_select(0, token), counts.cumsum(0).to(torch.int32)
+        gate, up = F.grouped_mm(rows, self.w13.transpose(1, 2), offs=ends).chunk(2, 1)
+        out = F.grouped_mm(F.silu(gate) * up, self.w2.transpose(1, 2), offs=ends)
+        out = out * weight.index_select(0, order).unsqueeze(1)
+        return torch.zeros_like(tokens).index_add(0, token, out).view(x.shape), loss
+
+
+def hand_step(layer: HandWritten, x: Tensor) -> Tensor:
+    """Run a step of the hand-written layer, with the loss injected as `MoE` does; return the result."""
+    y, loss = layer(x)
+    torch.autograd.backward([y, loss], [torch.ones_like(y), torch.ones_like(loss)])
+    return y
+
+
+def _host_over_hand(repeats: int) -> dict[str, Any]:
+    layer = make_layer(kernel="grouped_mm")
+    hand, x = HandWritten(layer), torch.randn(4, TOKENS // 4, DIM)
+
+    def run(module: nn.Module, step: Callable[[Tensor], object]) -> Callable[[], object]:
+        def once() -> None:
+            module.zero_grad()
+            step(x.clone().requires_grad_())
+
+        return once
+
+    dy = torch.ones_like(x)
+    methods = {"ours": run(layer, lambda x: layer(x).backward(dy)), "hand": run(hand, lambda x: hand_step(hand, x))}
+    with without_collections():
+        seconds = over_ranks([in_turn(methods, repeats, barrier=lambda: None, warmup=10)])
+    ratio = paired(seconds["ours"], seconds["hand"])
+    return {"path": "host", "host_over_hand": ratio.median, "low": ratio.low, "high": ratio.high}
+
+
+def kept_bytes(layer: MoE, x: Tensor, **options: Any) -> int:
+    """Return the bytes that autograd keeps for the backward pass of a call, besides parameters and their casts."""
+    known = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = layer(x, **options)
+        total = sum(kept.values())
+    del y
+    return total
+
+
+def kept_row(router: str) -> dict[str, Any]:
+    """Return the row of a layer with a router: what it keeps, and what backward needs."""
+    tokens, dim, hidden, experts = 2048, 256, 128, 32
+    torch.manual_seed(0)
+    top_k = {"switch": 1, "base": 1}.get(router, 2)
+    layer = MoE(dim, hidden, experts, top_k, router=router, dtype=torch.bfloat16)
+    x = torch.randn(tokens, dim, dtype=torch.bfloat16).requires_grad_()
+    copies = tokens * top_k
+    need = 2 * tokens * dim + 2 * 2 * copies * hidden + 4 * tokens * experts + 48 * copies
+    kept = kept_bytes(layer, x, token_ids=torch.arange(tokens))
+    return {"path": "kept", "router": router, "kept_bytes": kept, "need_bytes": need, "kept_over_need": kept / need}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorOptions(BenchmarkOptions):
+    """Options of the benchmark."""
+
+    repeats: int = 200
+    """Timed steps of our layer and of the hand-written one."""
+
+
+def measure(options: OperatorOptions, _: None, told: Told) -> list[dict[str, Any]]:
+    """Count and time, and return the rows."""
+    layer = make_layer()
+    rows = _row("cpu", counted(layer, list(layer.parameters())))
+    told("the GPU's path")
+    rows += _count_by_triton()
+    told(f"{WORLD} ranks")
+    of_ranks = on_ranks(WORLD, _count_on_mesh)
+    rows += _row("mesh", {each: max((names[each] for names in of_ranks), key=len) for each in MOST})
+    told("time on the host")
+    rows.append(_host_over_hand(options.repeats))
+    return rows + [kept_row(router) for router in ROUTERS]
+
+
+def claims(rows: list[dict[str, Any]]) -> list[Claim]:
+    """Return the claims on operators, the host's time and kept memory."""
+    made = []
+    for each, most in MOST.items():
+        for path, suffix in (("gpu", ""), ("cpu", "_cpu"), ("mesh", "_mesh")):
+            of_pass = [row for row in rows if row.get("pass") == each and row["path"] == path]
+            value = partial(_first, of_pass, "operators")
+            made.append(claimed(f"layer.operators_{each}{suffix}", value, most))
+    made.append(claimed("layer.host_over_hand", partial(_first, rows, "host_over_hand"), 1.3))
+    return [*made, claimed("layer.kept_over_need", lambda: max(figures(rows, "kept_over_need")), 1.02)]
+
+
+def _first(rows: Sequence[dict[str, Any]], key: str) -> float:
+    return figures(rows, key)[0]
+
+
+COLUMNS = (
+    "path",
+    "pass",
+    "operators",
+    "host_over_hand",
+    "low",
+    "high",
+    "router",
+    "kept_bytes",
+    "need_bytes",
+    "kept_over_need",
+)
+
+BENCHMARK = Benchmark(
+    name="operators", description="Count what a call of a layer costs the host and keeps, besides its experts' products.",
+    options=OperatorOptions, notes=notes_of(__doc__), measure=measure, claims=claims,
+    columns=(Shown(title="One call", columns=COLUMNS),), packages=("torch", "triton"),
+)  # fmt: skip
+
+if __name__ == "__main__" and sys.argv[1:] == [BY_TRITON]:
+    with as_on_a_gpu():
+        gpu_layer = make_layer()
+        print(json.dumps(_row("gpu", counted(gpu_layer, list(gpu_layer.parameters())))))

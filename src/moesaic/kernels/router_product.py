@@ -1,0 +1,150 @@
+"""The logits of a linear router from 16-bit tokens, accurate as in float32, without a float32 copy of the tokens.
+
+Saved for backward are the tokens in their own dtype and the matrix. On a GPU the products take 16-bit operands and add up in
+float32 (`torch.mm(out_dtype=)`); a float32 operand, the matrix or the gradient of the logits, enters as a sum of 16-bit pieces
+of decreasing size. float16 pieces are scaled by a power of four first, since float16 has few exponents;
+they are exact to 2^-25 of the operand's largest magnitude. T tokens, D dim, E experts; for bfloat16, error relative to a
+float64 product of the same operands, in units of 2^-24, and bytes beyond operands and results:
+
+    product                       pieces           error    bytes
+    logits, 16-bit matrix         1                1        0
+    logits, float32 matrix        3 of the matrix  1        6 D E + 12 T E
+    tokens' gradient              2, 3 terms       2^8      6 T E; the result is rounded to 16 bits, 2^13 or more
+    16-bit matrix's gradient      2                2^8      4 T E; rounded to 16 bits
+    float32 matrix's gradient     3                1        6 T E
+
+Other devices convert blocks of `BLOCK` tokens to float32 one after another, which on a CPU is as fast as one conversion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.kernels.once import differentiable_once
+from moesaic.kernels.products import rows_product, sum_product
+
+BLOCK = 4096
+"""The number of tokens that are converted to float32 at a time."""
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Return `x @ weight.T` in float32, differentiable once.
+
+    Args:
+        x: (T, D), a 16-bit dtype.
+        weight: (E, D), a 16-bit dtype or float32.
+    """
+    logits: Tensor = _RouterLogits.apply(x, weight)
+    return logits
+
+
+@torch.library.custom_op("moesaic::router_logits", mutates_args=())
+def router_forward(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the logits, (T, E) float32."""
+    if not _takes_pieces(x.device):
+        logits, matrix = x.new_empty(len(x), len(weight), dtype=torch.float32), weight.float()
+        for block in _blocks(x):
+            rows_product(x[block].float(), matrix.t(), logits[block])
+        return logits
+    pieces, unit = _matrix_pieces(weight, x.dtype)
+    logits = product(x, torch.cat(pieces).t() if len(pieces) > 1 else pieces[0].t())
+    logits = logits.view(len(x), len(pieces), len(weight)).sum(1) if len(pieces) > 1 else logits
+    return logits if unit is None else logits * unit
+
+
+@router_forward.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("moesaic::router_gradients", mutates_args=())
+def router_backward(
+    x: Tensor, weight: Tensor, grad: Tensor, wants_x: bool, wants_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the matrix, in their dtypes; empty if not wanted."""
+    d_x = torch.empty_like(x) if wants_x else x.new_empty(0)
+    if not _takes_pieces(x.device):
+        matrix, grad = weight.float(), grad.contiguous()
+        d_matrix = torch.zeros_like(matrix) if wants_weight else weight.new_empty(0)
+        for block in _blocks(x):
+            if wants_x:
+                d_x[block] = grad[block] @ matrix
+            if wants_weight:
+                sum_product(grad[block], x[block].float(), d_matrix, adds=True)
+        return d_x, d_matrix.to(weight.dtype)
+    grads, unit = pieces_of(grad, x.dtype, 3 if wants_weight and weight.dtype == torch.float32 else 2)
+    d_weight = weight.new_empty(0)
+    if wants_x:
+        matrices, matrix_unit = _matrix_pieces(weight, x.dtype)
+        terms = [(g, m) for i, g in enumerate(grads) for j, m in enumerate(matrices) if i + j < 2]
+        d_x = torch.mm(torch.cat([g for g, _ in terms], 1), torch.cat([m for _, m in terms]))
+        if unit is not None:  # a power of four, whose square root a float16 holds
+            root = (unit if matrix_unit is None else unit * matrix_unit).sqrt().to(x.dtype)
+            d_x = d_x * root * root
+    if wants_weight:
+        d_matrix = product(torch.cat(grads, 1).t(), x).view(len(grads), *weight.shape).sum(0)
+        d_weight = (d_matrix if unit is None else d_matrix * unit).to(weight.dtype)
+    return d_x, d_weight
+
+
+@router_backward.register_fake
+def _(x: Tensor, weight: Tensor, grad: Tensor, wants_x: bool, wants_weight: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape if wants_x else (0,)), weight.new_empty(weight.shape if wants_weight else (0,))
+
+
+differentiable_once("router_gradients")
+
+
+class _RouterLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        logits: Tensor = router_forward(x, weight)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        wants_x, wants_weight = ctx.needs_input_grad
+        d_x, d_weight = router_backward(*ctx.saved_tensors, grad, wants_x, wants_weight)
+        return d_x if wants_x else None, d_weight if wants_weight else None
+
+
+def pieces_of(values: Tensor, dtype: torch.dtype, number: int) -> tuple[list[Tensor], Tensor | None]:
+    """Return 16-bit tensors whose sum times a unit is nearly a float32 tensor, and the unit, () float32; None for 1.
+
+    Args:
+        values: any shape, float32. Infinite and NaN values are those of the first piece.
+        dtype: dtype of the pieces. In float16 the unit is a power of four, above the largest magnitude.
+        number: number of pieces; each has 8 (bfloat16) or 11 further bits.
+    """
+    pieces, unit = list[Tensor](), None
+    if dtype == torch.float16 and values.numel():
+        exponent = torch.frexp(values.abs().amax())[1]
+        unit = torch.exp2((exponent + exponent % 2).float())
+        values = values / unit
+    for _ in range(number):
+        pieces.append(values.to(dtype))
+        values = (values - pieces[-1]).nan_to_num(nan=0.0)
+    return pieces, unit
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product of 16-bit matrices in float32."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.device.type == "cuda" else a.float() @ b.float()
+
+
+def _matrix_pieces(weight: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], Tensor | None]:
+    """Return the pieces of the router's matrix: itself if it has the tokens' dtype."""
+    return ([weight], None) if weight.dtype == dtype else pieces_of(weight.float(), dtype, 3)
+
+
+def _takes_pieces(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _blocks(x: Tensor) -> Iterator[slice]:
+    return (slice(first, first + BLOCK) for first in range(0, len(x), BLOCK))

@@ -1,0 +1,76 @@
+"""Deterministic top-k: the columns of each row's largest entries, also within the best groups of columns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moesaic.kernels.pick import kind_of
+
+MOST_COLUMNS, MOST_CHOICES = 2048, 32
+"""The most columns per row and the largest `top_k` that the Triton top-k kernel supports; larger sizes are sorted instead."""
+MOST_PASSES = 8
+"""Without Triton, up to this many experts are selected by repeated `argmax`; measured, docs/kernels.md."""
+
+
+def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
+    """Return the indices of the `top_k` largest entries of each row, largest first; equal entries are in index order.
+
+    NaN ranks above every number, as in `torch.topk`, whatever its sign bit: a row of NaN gets the indices 0 to top_k - 1.
+    A token with NaN scores therefore gets valid and distinct experts, and a weight of NaN that shows in its own result.
+
+    `torch.topk` does not define the order of ties, so two runs, or a run and its recomputation, may differ. Here each float32
+    is mapped to an integer of the same order. If `top_k` is small, `argmax`, which takes the first of equal entries, runs
+    `top_k` times. Otherwise the index is appended to the integer, which makes all keys of a row distinct. A key has
+    32 + log2(E) bits and is exact in a float64, for which `topk` is fast on every device.
+
+    Args:
+        rank_by: (rows, columns), float32 or float64.
+        top_k: the number of indices per row.
+
+    Returns:
+        (rows, top_k) int64.
+    """
+    if rank_by.dtype != torch.float32:
+        return top_k_indices_reference(rank_by, top_k)
+    if chooses_by_triton(rank_by.device) and rank_by.shape[1] <= MOST_COLUMNS and 0 < top_k <= MOST_CHOICES:
+        from moesaic.kernels.triton.rows.top_k import top_k_columns
+
+        return top_k_columns(rank_by, top_k).long()
+    bits = (rank_by + 0.0).contiguous().view(torch.int32)  # -0.0 becomes 0.0, which it equals
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill_(rank_by.isnan(), 0x7FFFFFFF)
+    if 0 < top_k <= MOST_PASSES:
+        chosen = [ordered.argmax(1, keepdim=True)]
+        for _ in range(top_k - 1):
+            ordered.scatter_(1, chosen[-1], torch.iinfo(torch.int32).min)  # below every number's integer
+            chosen.append(ordered.argmax(1, keepdim=True))
+        return torch.cat(chosen, 1)
+    columns = rank_by.shape[-1]
+    tie_break = torch.arange(columns - 1, -1, -1, device=rank_by.device)
+    return (ordered.double() * columns + tie_break).topk(top_k, dim=-1).indices
+
+
+def chooses_by_triton(device: torch.device) -> bool:
+    """Return whether the Triton kernel chooses experts on a device."""
+    return device.type == "cuda" and kind_of(device) == "triton"
+
+
+def top_k_indices_reference(rank_by: Tensor, top_k: int) -> Tensor:
+    """Return the same indices as `top_k_indices`, from a stable sort of all columns."""
+    return rank_by.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+
+
+def in_best_groups(rank_by: Tensor, num_groups: int, top_groups: int, *, best_two: bool) -> Tensor:
+    """Return the values with -inf for all columns outside each row's best groups.
+
+    Args:
+        rank_by: (rows, columns).
+        num_groups: number of equal groups of consecutive columns.
+        top_groups: how many groups of each row keep their values.
+        best_two: rank a group by the sum of its two best entries, else by its best one.
+    """
+    per_group = rank_by.shape[1] // num_groups
+    grouped = rank_by.unflatten(1, (num_groups, per_group))
+    best = grouped.topk(min(2 if best_two else 1, per_group), dim=-1).values.sum(-1)
+    eligible = torch.zeros_like(best, dtype=torch.bool).scatter_(1, top_k_indices(best, top_groups), True)
+    return grouped.masked_fill(~eligible.unsqueeze(-1), float("-inf")).flatten(1)

@@ -1,0 +1,310 @@
+"""The choice of experts in two kernels forward and one backward; `kernels/choice.py` says what they compute.
+
+Eager: about forty operators, of which a softmax, the top-k and the sums read or write all T E scores. Here a program holds
+rows of logits and reads each once: it ranks, chooses and weighs, and adds up its tokens' sums, which the second kernel adds
+over the programs in a fixed order. Backward reads the logits again and writes their gradient. Bytes: 4 T E read forward; 4 T E
+read and 4 T E written backward; 28 T K for the copies. Exponentials: T E per pass. Saved: the logits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesaic.kernels.choice_call import ChoiceGradients, ChoiceRule, Chosen, WantedSums
+from moesaic.kernels.triton.rows.top_k import TAKEN, first_best, place_of, value_at
+
+VALUES = 1024
+"""The number of logits that one program holds at a time; of more, some would not fit its registers."""
+PROGRAMS = 512
+"""The most programs that share the rows. Fixed, so that the order of sums does not depend on the device."""
+TINY = tl.constexpr(1.1754943508222875e-38)
+"""The smallest normal float32, the least sum by which sigmoid weights are divided."""
+
+
+def choose_by_triton(
+    logits: Tensor, bias: Tensor | None, valid: Tensor | None, given: Tensor | None, rule: ChoiceRule,
+    wanted: WantedSums, chosen: Chosen,
+) -> None:  # fmt: skip
+    """Fill `chosen`; the other arguments are those of `kernels.choice.choose`."""
+    (num_rows, num_experts), columns = logits.shape, triton.next_power_of_2(logits.shape[1])
+    rows = max(1, VALUES // columns)
+    tiles = triton.cdiv(num_rows, rows)
+    programs = max(1, min(tiles, PROGRAMS))
+    floats = torch.empty(programs, columns + 1, dtype=torch.float32, device=logits.device)
+    ints = torch.empty(programs, columns + 2, dtype=torch.int32, device=logits.device)
+    _choose_kernel[(programs,)](
+        logits.contiguous(), bias, valid, given, chosen.expert, chosen.token, chosen.slot, chosen.weight, floats, ints,
+        num_rows, num_experts, tiles, rule.scale,
+        TOP_K=rule.top_k, SLOTS=triton.next_power_of_2(rule.top_k), ROWS=rows, COLUMNS=columns, PROGRAMS=programs,
+        BY_SIGMOID=rule.by_sigmoid, NORMALIZE=rule.normalize, GROUPS=rule.num_groups, TOP_GROUPS=rule.top_groups,
+        BEST_TWO=rule.by_best_two, BALANCE=wanted.balance, Z=wanted.z,
+    )  # fmt: skip
+    _sum_kernel[(1,)](
+        floats, ints, valid, chosen.balance, chosen.z, chosen.counts, chosen.nonfinite, chosen.num_valid,
+        num_rows, num_experts, programs, COLUMNS=columns, STEP=max(1, VALUES // columns),
+        BALANCE=wanted.balance, Z=wanted.z, REDUCED=wanted.reduced,
+    )  # fmt: skip
+
+
+def choose_backward_by_triton(call: ChoiceGradients, rule: ChoiceRule, wanted: WantedSums) -> Tensor:
+    """Return the gradient of the logits, (T, E) float32."""
+    (num_rows, num_experts), columns = call.logits.shape, triton.next_power_of_2(call.logits.shape[1])
+    d_logits = torch.empty_like(call.logits, memory_format=torch.contiguous_format)
+    rows = max(1, VALUES // columns)
+    d_weight, d_balance = (None if g is None else g.contiguous() for g in (call.d_weight, call.d_balance))
+    if num_rows:
+        _choose_backward_kernel[(triton.cdiv(num_rows, rows),)](
+            call.logits.contiguous(), call.valid, call.expert, call.counts, call.num_valid, d_weight, d_balance, call.d_z,
+            d_logits, num_rows, num_experts, rule.scale,
+            TOP_K=rule.top_k, SLOTS=triton.next_power_of_2(rule.top_k), ROWS=rows, COLUMNS=columns,
+            BY_SIGMOID=rule.by_sigmoid, NORMALIZE=rule.normalize, REDUCED=wanted.reduced,
+        )  # fmt: skip
+    return d_logits
+
+
+@triton.jit
+def _load_rows(
+    logits: tl.tensor,
+    valid: tl.tensor,
+    row: tl.tensor,
+    num_rows: tl.tensor,
+    num_experts: tl.tensor,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """Return the logits of rows, (rows, COLUMNS), -inf outside; which entries are inside; which rows are valid tokens."""
+    column = tl.arange(0, COLUMNS)
+    is_row = row < num_rows
+    inside = is_row[:, None] & (column < num_experts)[None, :]
+    x = tl.load(logits + row.to(tl.int64)[:, None] * num_experts + column[None, :], mask=inside, other=float("-inf"))
+    is_valid = is_row
+    if valid is not None:
+        is_valid = tl.load(valid + row, mask=is_row, other=0).to(tl.int1)
+    return x, inside, is_valid
+
+
+@triton.jit
+def _softmax(x: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """Return the softmax of each row's entries inside, 0 for the others, and the rows' logsumexp."""
+    top = tl.max(tl.where(inside, x, float("-inf")), 1)
+    e = tl.where(inside, tl.exp(x - top[:, None]), 0.0)
+    total = tl.sum(e, 1)
+    return e / total[:, None], top + tl.log(total)
+
+
+@triton.jit
+def _sigmoid(x: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """Return the sigmoid of the entries inside, 0 for the others; divided exactly, as it ranks experts."""
+    return tl.where(inside, tl.div_rn(1.0, 1.0 + tl.exp(-x)), 0.0)
+
+
+@triton.jit
+def _divisor(values: tl.tensor) -> tl.tensor:
+    """Return each row's sum, at least `TINY`; a sum of NaN stays NaN."""
+    total = tl.sum(values, 1)
+    return tl.where(total < TINY, TINY, total)[:, None]
+
+
+@triton.jit
+def _normalized(picked: tl.tensor, is_copy: tl.tensor, BY_SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr) -> tl.tensor:
+    """Return the weights of the chosen experts before scaling, from their scores, or from logits that softmax normalizes."""
+    if NORMALIZE and not BY_SIGMOID:
+        picked, _ = _softmax(picked, is_copy)
+    elif NORMALIZE:
+        picked = picked / _divisor(tl.where(is_copy, picked, 0.0))
+    return picked
+
+
+@triton.jit
+def _in_best_groups(
+    place: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return the places with that of -inf outside each row's best groups, as `in_best_groups` of `kernels/top_k.py`."""
+    SIZE: tl.constexpr = COLUMNS // GROUPS
+    grouped = tl.reshape(place, (ROWS * GROUPS, SIZE))
+    best = value_at(tl.max(grouped, 1))
+    if BEST_TWO and SIZE > 1:
+        first = first_best(grouped, SIZE, SIZE)
+        rest = tl.where(tl.arange(0, SIZE)[None, :] == first[:, None], TAKEN, grouped)
+        best = best + value_at(tl.max(rest, 1))
+    group_place = tl.reshape(place_of(best), (ROWS, GROUPS))
+    group = tl.arange(0, GROUPS)
+    is_eligible = tl.zeros((ROWS, GROUPS), tl.int32)
+    for _ in tl.static_range(TOP_GROUPS):
+        index = first_best(group_place, GROUPS, GROUPS)
+        is_taken = group[None, :] == index[:, None]
+        is_eligible = tl.where(is_taken, 1, is_eligible)
+        group_place = tl.where(is_taken, TAKEN, group_place)
+    kept = tl.reshape(is_eligible, (ROWS * GROUPS, 1)) != 0
+    return tl.reshape(tl.where(kept, grouped, -0x7F800001), (ROWS, COLUMNS))  # the place of -inf
+
+
+@triton.jit
+def _choose_kernel(
+    logits: tl.tensor, bias: tl.tensor, valid: tl.tensor, given: tl.tensor, expert: tl.tensor, token: tl.tensor,
+    slots: tl.tensor, weight: tl.tensor, floats: tl.tensor, ints: tl.tensor, num_rows: tl.tensor, num_experts: tl.tensor,
+    tiles: tl.tensor, scale: tl.tensor, TOP_K: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, BY_SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr, BALANCE: tl.constexpr, Z: tl.constexpr,
+) -> None:  # fmt: skip
+    column, slot = tl.arange(0, COLUMNS), tl.arange(0, SLOTS)
+    counts, probs = tl.zeros((COLUMNS,), tl.int32), tl.zeros((COLUMNS,), tl.float32)
+    nonfinite, num_valid, squares = (
+        tl.zeros((ROWS,), tl.int32),
+        tl.zeros((ROWS,), tl.int32),
+        tl.zeros((ROWS,), tl.float32),
+    )
+    for tile in range(tl.program_id(0), tiles, PROGRAMS):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        x, inside, is_valid = _load_rows(logits, valid, row, num_rows, num_experts, COLUMNS)
+        probabilities, log_sum = _softmax(x, inside)
+        gates, rank_by = probabilities, x
+        if BY_SIGMOID:
+            gates = _sigmoid(x, inside)
+            rank_by = gates
+            probabilities = gates / tl.sum(gates, 1)[:, None]
+            if bias is not None:
+                rank_by = gates + tl.load(bias + column, mask=column < num_experts, other=0.0)[None, :]
+        place = tl.where(inside, place_of(rank_by), TAKEN)
+        if GROUPS > 1:
+            place = _in_best_groups(place, ROWS, COLUMNS, GROUPS, TOP_GROUPS, BEST_TWO)
+        weighed_by = x if NORMALIZE and not BY_SIGMOID else gates
+        is_copy = (row < num_rows)[:, None] & (slot < TOP_K)[None, :]
+        copy = row.to(tl.int64)[:, None] * TOP_K + slot[None, :]
+        best, picked = tl.zeros((ROWS, SLOTS), tl.int32), tl.full((ROWS, SLOTS), float("-inf"), tl.float32)
+        for k in tl.static_range(TOP_K):
+            if given is not None:
+                index = tl.load(given + row.to(tl.int64) * TOP_K + k, mask=row < num_rows, other=0).to(tl.int32)
+            else:
+                index = first_best(place, num_experts, COLUMNS)
+            is_chosen = column[None, :] == index[:, None]
+            place = tl.where(is_chosen, TAKEN, place)
+            best = tl.where(slot[None, :] == k, index[:, None], best)
+            value = tl.sum(tl.where(is_chosen, weighed_by, 0.0), 1)
+            picked = tl.where(slot[None, :] == k, value[:, None], picked)
+            counts += tl.sum((is_chosen & is_valid[:, None]).to(tl.int32), 0)
+        picked = scale * _normalized(picked, is_copy, BY_SIGMOID, NORMALIZE)
+        tl.store(expert + copy, best.to(tl.int64), mask=is_copy)
+        tl.store(token + copy, tl.broadcast_to(row.to(tl.int64)[:, None], (ROWS, SLOTS)), mask=is_copy)
+        tl.store(slots + copy, tl.broadcast_to(slot.to(tl.int64)[None, :], (ROWS, SLOTS)), mask=is_copy)
+        tl.store(weight + copy, picked, mask=is_copy)
+        nonfinite += tl.sum((is_copy & is_valid[:, None] & (picked - picked != 0.0)).to(tl.int32), 1)
+        num_valid += is_valid.to(tl.int32)
+        if BALANCE:
+            probs += tl.sum(tl.where(is_valid[:, None], probabilities, 0.0), 0)
+        if Z:
+            squares += tl.where(is_valid, log_sum * log_sum, 0.0)
+    program = tl.program_id(0)
+    tl.store(floats + program * (COLUMNS + 1) + column, probs)
+    tl.store(floats + program * (COLUMNS + 1) + COLUMNS, tl.sum(squares, 0))
+    tl.store(ints + program * (COLUMNS + 2) + column, counts)
+    tl.store(ints + program * (COLUMNS + 2) + COLUMNS, tl.sum(nonfinite, 0))
+    tl.store(ints + program * (COLUMNS + 2) + COLUMNS + 1, tl.sum(num_valid, 0))
+
+
+@triton.jit
+def _slope(counts: tl.tensor, num_valid: tl.tensor, num_experts: tl.tensor) -> tl.tensor:
+    """Return the gradient of the load-balance loss in the summed probabilities."""
+    copies = tl.maximum(tl.sum(counts, 0), 1).to(tl.float32)
+    return counts.to(tl.float32) * (num_experts / (copies * tl.maximum(num_valid, 1).to(tl.float32)))
+
+
+@triton.jit
+def _sum_kernel(
+    floats: tl.tensor, ints: tl.tensor, valid: tl.tensor, balance: tl.tensor, z: tl.tensor, counts: tl.tensor,
+    nonfinite: tl.tensor, num_valid: tl.tensor, num_rows: tl.tensor, num_experts: tl.tensor, programs: tl.tensor,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, BALANCE: tl.constexpr, Z: tl.constexpr, REDUCED: tl.constexpr,
+) -> None:  # fmt: skip
+    column = tl.arange(0, COLUMNS)
+    probs, copies = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.int32)
+    squares, wrong, tokens = tl.zeros((STEP,), tl.float32), tl.zeros((STEP,), tl.int32), tl.zeros((STEP,), tl.int32)
+    for first in range(0, programs, STEP):
+        program = first + tl.arange(0, STEP)
+        is_program = program < programs
+        of_floats, of_ints = floats + program * (COLUMNS + 1), ints + program * (COLUMNS + 2)
+        probs += tl.sum(tl.load(of_floats[:, None] + column[None, :], mask=is_program[:, None], other=0.0), 0)
+        copies += tl.sum(tl.load(of_ints[:, None] + column[None, :], mask=is_program[:, None], other=0), 0)
+        squares += tl.load(of_floats + COLUMNS, mask=is_program, other=0.0)
+        wrong += tl.load(of_ints + COLUMNS, mask=is_program, other=0)
+        tokens += tl.load(of_ints + COLUMNS + 1, mask=is_program, other=0)
+    total_tokens = tl.sum(tokens, 0)
+    is_expert = column < num_experts
+    tl.store(counts + column, copies.to(tl.int64), mask=is_expert)
+    tl.store(nonfinite, tl.sum(wrong, 0).to(tl.int64))
+    tl.store(num_valid, total_tokens.to(tl.int64))
+    if BALANCE:
+        if REDUCED:
+            tl.store(balance, tl.sum(probs * _slope(copies, total_tokens, num_experts), 0))
+        else:
+            tl.store(balance + column, probs, mask=is_expert)
+    if Z:
+        total = tl.sum(squares, 0)
+        if REDUCED:
+            total = total / tl.maximum(total_tokens, 1).to(tl.float32)
+        tl.store(z, total)
+
+
+@triton.jit
+def _choose_backward_kernel(
+    logits: tl.tensor, valid: tl.tensor, expert: tl.tensor, counts: tl.tensor, num_valid: tl.tensor, d_weight: tl.tensor,
+    d_balance: tl.tensor, d_z: tl.tensor, d_logits: tl.tensor, num_rows: tl.tensor, num_experts: tl.tensor,
+    scale: tl.tensor, TOP_K: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BY_SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, REDUCED: tl.constexpr,
+) -> None:  # fmt: skip
+    column, slot = tl.arange(0, COLUMNS), tl.arange(0, SLOTS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    x, inside, is_valid = _load_rows(logits, valid, row, num_rows, num_experts, COLUMNS)
+    probabilities, log_sum = _softmax(x, inside)
+    gates = probabilities
+    if BY_SIGMOID:
+        gates = _sigmoid(x, inside)
+    d_gates, direct = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    if d_balance is not None:
+        is_expert = column < num_experts
+        if REDUCED:
+            copies = tl.load(counts + column, mask=is_expert, other=0)
+            d_probs = tl.load(d_balance) * _slope(copies, tl.load(num_valid), num_experts)
+        else:
+            d_probs = tl.load(d_balance + column, mask=is_expert, other=0.0)
+        d_gates += tl.where(is_valid[:, None], d_probs[None, :], 0.0)
+        if BY_SIGMOID:
+            total = tl.sum(gates, 1)[:, None]
+            d_gates = (d_gates - tl.sum(d_gates * gates, 1)[:, None] / total) / total
+    if d_weight is not None:
+        is_copy = (row < num_rows)[:, None] & (slot < TOP_K)[None, :]
+        copy = row.to(tl.int64)[:, None] * TOP_K + slot[None, :]
+        index = tl.load(expert + copy, mask=is_copy, other=0).to(tl.int32)
+        grad = tl.load(d_weight + copy, mask=is_copy, other=0.0) * scale
+        if NORMALIZE:
+            at = row.to(tl.int64)[:, None] * num_experts + index
+            picked = tl.load(logits + at, mask=is_copy, other=0.0)
+            if BY_SIGMOID:
+                picked = _sigmoid(picked, is_copy)
+                total = tl.sum(picked, 1)[:, None]
+                through_total = tl.sum(grad * picked, 1)[:, None] / total
+                grad = (grad - tl.where(total < TINY, 0.0, through_total)) / _divisor(picked)
+            else:
+                shares, _ = _softmax(picked, is_copy)
+                grad = shares * (grad - tl.sum(grad * shares, 1)[:, None])
+        spread = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for k in tl.static_range(TOP_K):
+            of_slot = slot[None, :] == k
+            chosen = tl.sum(tl.where(of_slot, index, 0), 1)[:, None]
+            spread = tl.where(column[None, :] == chosen, tl.sum(tl.where(of_slot, grad, 0.0), 1)[:, None], spread)
+        if NORMALIZE and not BY_SIGMOID:
+            direct += spread
+        else:
+            d_gates += spread
+    if BY_SIGMOID:
+        direct += d_gates * gates * (1.0 - gates)
+    else:
+        direct += gates * (d_gates - tl.sum(tl.where(inside, d_gates * gates, 0.0), 1)[:, None])
+    if d_z is not None:
+        factor = 2.0 * tl.load(d_z)
+        if REDUCED:
+            factor = factor / tl.maximum(tl.load(num_valid), 1).to(tl.float32)
+        direct += tl.where(is_valid, factor * log_sum, 0.0)[:, None] * probabilities
+    tl.store(d_logits + row.to(tl.int64)[:, None] * num_experts + column[None, :], direct, mask=inside)
