@@ -113,7 +113,7 @@ bench: $(PEERS)  ## the emulated cluster's benchmarks (needs the rights for netw
 
 bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench balance --json $(RESULTS)/balance.json --picture $(PICTURES)/balance.svg
-	$(BIN)/moesaic bench headlines --json $(RESULTS)/headlines.json --page docs/papers.md
+	$(BIN)/moesaic bench headlines --json $(RESULTS)/headlines.json
 	$(BIN)/moesaic bench netmoe --json $(RESULTS)/netmoe.json --picture $(PICTURES)/netmoe.svg
 	$(BIN)/moesaic bench gates_loss --json $(RESULTS)/gates_loss.json --picture $(PICTURES)/gates_loss.svg
 	$(BIN)/moesaic bench relocate_train --json $(RESULTS)/relocate_train.json
@@ -148,7 +148,8 @@ fuzz: $(STAMP)  ## 100,000 odd inputs each of hypothesis and Atheris for every r
 soak: $(STAMP)  ## half an hour of changing plans on four processes: memory, descriptors, threads
 	$(BIN)/moesaic soak --json $(RESULTS)/soak.json
 
-docs: $(STAMP)  ## docs/performance.md from the committed results, and the picture of a timeline
+docs: $(STAMP)  ## docs/performance.md and the pages of the papers from the committed results, and the picture of a timeline
+	$(BIN)/python -m moesaic_lab.papers_page
 	$(BIN)/python -m moesaic_lab.performance_page
 	$(BIN)/python -m moesaic_lab.timeline_picture
 

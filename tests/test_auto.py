@@ -180,6 +180,27 @@ def test_evaluation_alone_changes_nothing():
     assert run_ranks(4, rank) == [True] * 4
 
 
+def test_a_loop_without_an_optimizer_is_told_once_that_nothing_is_timed(monkeypatch):
+    monkeypatch.setattr("moesaic.auto.PATIENCE", 3)
+
+    def told(transport: AbstractTransport, steps_after: int) -> list[tuple[int, str]]:
+        run = Run(Mesh(GRID, transport), slowest_last)
+        lines: list[tuple[int, str]] = []
+        run.auto.say = lambda line: lines.append((number, line))
+        for number in range(8):
+            run.model(tokens_of(run.mesh.grid.coordinate(run.mesh.rank, "dp"), seed=number)).square().mean().backward()
+            if number == steps_after:
+                average_gradients(run.model, run.mesh)
+                run.optimizer.step()
+        return lines
+
+    first, *others = run_ranks(4, lambda each: told(each, 9))
+    assert [number for number, _ in first] == [2], "in the third pass, and never again"
+    assert "3 backward passes and no step of a torch optimizer" in first[0][1]
+    assert others == [[], [], []]
+    assert run_ranks(4, lambda each: told(each, 1)) == [[], [], [], []]
+
+
 def test_a_copy_keeps_its_plan_and_a_layer_that_joins_starts_anew():
     def rank(transport: AbstractTransport) -> None:
         mesh = Mesh(GRID, transport)

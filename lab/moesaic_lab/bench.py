@@ -41,6 +41,7 @@ BENCHMARKS = {
     "moe_vs_dense": ("moe_vs_dense", "the demo against a dense model with as many operations per token"),
     "netmoe": ("netmoe.benchmark", "samples that move to their experts, simulated and on emulated clusters"),
     "operators": ("operators", "what a call of a layer costs the host and keeps, besides its experts' products"),
+    "pays": ("pays", "where each technique of the five papers pays, simulated over tokens, links, width and skew"),
     "placement_cases": ("placement_cases", "sample placement against a dense loop, in float64"),
     "placement_gaps": ("placement_gaps", "placements of samples and experts against the optimal ones"),
     "relocate_train": ("relocate_train", "training steps under every technique against skewed routing"),

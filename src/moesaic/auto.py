@@ -37,6 +37,8 @@ PLANS = 7
 """Number of candidates besides the first plan: a race of eight takes 52 steps."""
 WARM_UP = 2
 """Number of steps before the first timed one."""
+PATIENCE = 300
+"""Number of backward passes without an optimizer's step after which a line says that no plan is timed."""
 PERIOD = 8
 """After the race, a GPU's step time is averaged over this many steps, since reading it waits for the GPU."""
 LOG = logging.getLogger("moesaic")
@@ -61,7 +63,7 @@ class AutoPlan:
         self._compiled: dict[tuple[int, bool], Compiled] = {}
         self._last_call = (0, 1, 4)
         self._load_now: Callable[[], float] | None = None
-        self._steps, self._unrecorded, self._has_stepped = 0, 0, False
+        self._steps, self._calls, self._unrecorded, self._has_stepped = 0, 0, 0, False
         self._timed_from = 0.0
         self._reported = 0
         self.clock = clock
@@ -145,6 +147,12 @@ class AutoPlan:
         if not torch.is_grad_enabled() or is_recomputing():
             return
         self._last_call = (tokens, top_k, dtype.itemsize)
+        self._calls += 1
+        if self._calls == PATIENCE * len(self._layers) and not self._steps and not self._has_stepped:
+            self._say(
+                f"plan auto: {PATIENCE} backward passes and no step of a torch optimizer with the layers' parameters, so plans "
+                "are not timed: let a torch.optim.Optimizer step them, or name a plan instead of auto"
+            )
         if self._has_stepped:
             self._has_stepped = False
             self._steps += 1
@@ -267,6 +275,10 @@ class AutoPlan:
     def _tell(self, line: str) -> None:
         """Keep a line, and say it on the first rank."""
         self.said.append(line)
+        self._say(line)
+
+    def _say(self, line: str) -> None:
+        """Say a line on the first rank."""
         if self._transport.rank == 0:
             self.say(line)
 

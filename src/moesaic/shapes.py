@@ -77,6 +77,8 @@ class BlockConfig:
     norm: Literal["rms", "layer", "post_layer"] = "rms"
     """rms or layer: RMSNorm or LayerNorm before each layer; post_layer: LayerNorm after the residual addition, as in BERT and
     the first Transformer."""
+    norm_eps: float | None = None
+    """Number that norms add to the variance; None: torch's, 1e-5 for LayerNorm and the smallest step from 1 for RMSNorm."""
     positions: Literal["rotary", "learned"] = "rotary"
     """rotary: queries and keys are rotated by position. learned: a vector per position is added to the embedding."""
     rope_theta: float = 10_000.0
@@ -92,8 +94,8 @@ class BlockConfig:
         for name in ("kv_heads", "head_dim"):
             if getattr(self, name) is not None:
                 check_at_least("model.block", self, name, 1)
-        for name in ("rope_theta", "rope_factor"):
-            if not 0 < getattr(self, name) < math.inf:
+        for name in ("rope_theta", "rope_factor", "norm_eps"):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise InputError(f"model.block.{name}={getattr(self, name)}: must be above 0 and finite")
         if not 0 <= self.dropout < 1:
             raise InputError(f"model.block.dropout={self.dropout}: choose a share from 0 to below 1")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moesaic.errors import InputError
-from moesaic_lab import codec_convergence, gates_loss
+from moesaic_lab import codec_convergence, gates_loss, tiny
 from moesaic_lab.netmoe import benchmark as netmoe
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -48,6 +48,42 @@ def test_runs_that_are_compared_can_be_configured() -> None:
     plans = [codec_convergence.configuration("demo", Path("out"), 5, 0, each).plan for each in codecs]
     assert [(plan.codec, plan.backward_codec) for plan in plans] == list(map(codec_convergence.pair, codecs))
     assert codec_convergence.configuration("seq2seq-tiny", Path("out"), 5, 0, "dense").model.ffn == "dense"
+
+
+def codec_row(codec: str, scores: list[float]) -> dict[str, Any]:
+    results = [{"score": score, "val_loss": 1.0} for score in scores]
+    return codec_convergence.row("language", "demo", codec, 100, results)
+
+
+@pytest.mark.parametrize(
+    ("dense", "none", "coded", "holds"),
+    [
+        (9.0, [8.0, 8.1], [8.0, 8.2], True),
+        (9.0, [8.0, 8.1], [9.5, 9.6], False),
+        (9.0, [8.0, 8.1], [6.5, 6.6], False),  # a codec that is better by as much proves nothing either
+        (9.0, [7.0, 9.5], [7.0, 9.5], False),  # the seeds differ by more than the experts gain
+        (7.0, [8.0, 8.0], [8.0, 8.0], True),  # the gap is nothing, but the experts lose
+    ],
+)
+def test_a_codec_may_move_the_score_less_than_the_experts_gain(dense, none, coded, holds) -> None:
+    rows = [codec_row("dense", [dense] * 2), codec_row("none", none), codec_row("int8", coded)]
+    found = {claim.name: claim for claim in codec_convergence.claims(rows)}
+    assert found["codec.int8_gap_perplexity"].holds is holds
+    assert found["codec.moe_over_dense_perplexity"].holds is (dense >= sum(none) / 2)
+    assert found["codec.int8_gap_bleu"].value is None
+
+
+def test_a_sparse_model_beats_its_twin_only_if_it_does_with_every_seed() -> None:
+    losses = {"gpt-tiny": [(1.0, 2.0), (1.0, 1.1)], "bert-tiny": [(1.0, 9.0), (2.0, 1.9)]}
+    rows = [
+        {"model": model, "ffn": ffn, "seed": seed, "loss": loss}
+        for model, of_seeds in losses.items()
+        for seed, pair in enumerate(of_seeds)
+        for ffn, loss in zip(("moe", "dense"), pair)
+    ]
+    found = {claim.name: claim.value for claim in tiny.claims(rows)}
+    assert found["mission.tiny_beats_dense"] == 1
+    assert found["tiny.gain.bert-tiny"] == pytest.approx(3.95)
 
 
 def test_claims_of_parts_that_were_not_run_say_so() -> None:

@@ -64,6 +64,8 @@ def test_every_plan_of_a_case_is_there_once() -> None:
     assert {each.plan.all_to_all for each in plans.values()} == {
         "linear", "pipelined", "hier1d", "hier2d", "hier3d", "naive", "multicast",
     }  # fmt: skip
+    assert {each.plan.gather_weights for each in plans_of(replace(CASE, etp=2), BED).values()} == {None, 0, 1}
+    assert {each.plan.overlap_gather for each in plans.values()} == {False, True}
     assert all(each.plan.is_lossless for each in plans.values())
     some = plans_of(replace(CASE, plans=7), BED)
     assert len(some) == 7

@@ -124,6 +124,7 @@ def test_dropout_is_of_training_only() -> None:
         ({"head_dim": 5}, "model.block.head_dim=5: choose an even width"),
         ({"rope_theta": 0.0}, "model.block.rope_theta=0.0: must be above 0 and finite"),
         ({"rope_factor": float("nan")}, "model.block.rope_factor=nan: must be above 0 and finite"),
+        ({"norm_eps": 0.0}, "model.block.norm_eps=0.0: must be above 0 and finite"),
         ({"dropout": 1.0}, "model.block.dropout=1.0"),
     ],
 )

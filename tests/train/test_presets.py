@@ -113,6 +113,20 @@ def test_the_dense_twin_of_parms_bert_is_bert_base_without_segments_and_pooler()
     with torch.device("meta"):
         bert = transformers.BertModel(transformers.BertConfig(), add_pooling_layer=False)
     assert count(dense) == count(bert) - count(bert, "token_type")
+    norms = {module.eps for module in dense.modules() if isinstance(module, nn.LayerNorm)}
+    assert norms == {bert.config.layer_norm_eps}
+
+
+@pytest.mark.parametrize(
+    ("start", "experts", "factor"),
+    [("parm-", {8}, 1.2), ("ct-moe-", {32}, 1.0), ("transformer-moe", {8}, 1.0), ("bert-large-moe", {32}, 1.0),
+     ("gpt2-tiny-moe", {32}, 1.0), ("fastermoe-", {16, 64}, None), ("netmoe-", {32}, None)],
+)  # fmt: skip
+def test_models_of_papers_have_their_experts_and_capacities(start, experts, factor):
+    """FastMoE, on which FasterMoE and NetMoE run, drops nothing."""
+    found = [make().model.moe for name, make in ALL.items() if name.startswith(start)]
+    assert {moe.num_experts for moe in found} == experts
+    assert {moe.capacity_factor if moe.capacity == "fixed" else None for moe in found} == {factor}
 
 
 @pytest.mark.parametrize(

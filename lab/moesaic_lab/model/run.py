@@ -20,14 +20,14 @@ from moesaic.planner.profile import ClusterProfile, read_profile
 from moesaic.planner.profile_simulate import profiled_simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import Compiled
-from moesaic.program.plan import Plan
+from moesaic.program.plan import plan_in_words
 from moesaic_lab.benchmark import kept as kept_json
 from moesaic_lab.layer.same import distinct
 from moesaic_lab.model.config import BedFields, ModelBenchConfig, ModelCase
 from moesaic_testbed.cluster import Launcher
 
-SPACE = SearchSpace(gather_weights=(), overlap_gather=(False,), orders=("optsche",))
-"""All schedules, all all-to-alls, and 1, 2 and 4 chunks, in one order, all without a codec."""
+SPACE = SearchSpace(orders=("optsche",))
+"""All schedules, all-to-alls and values of r, SAA or not, and 1, 2 and 4 chunks, in one order, all without a codec."""
 PROFILE_REPEATS = 5
 EARLIER_SECONDS = 3600.0
 """Least age of an earlier profile when the last case is timed."""
@@ -141,7 +141,7 @@ def kept_earlier(config: ModelBenchConfig, keep: Path, profiles: Path) -> list[M
 def plans_of(case: ModelCase, bed: BedFields) -> dict[str, Compiled]:
     """Return the distinct plans of a case by name; only some of them if `case.plans` limits their number."""
     grid = case.grid(bed.bed)
-    plans = distinct({described(compiled.plan): compiled for compiled in candidates(grid, SPACE)})[0]
+    plans = distinct({plan_in_words(compiled.plan): compiled for compiled in candidates(grid, SPACE)})[0]
     if case.plans and case.plans < len(plans):
         step = len(plans) / case.plans
         names = sorted(plans)
@@ -175,12 +175,6 @@ def _workload_of(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
     layer = case.layer(compiled.grid.tp)
     tokens = case.tokens_per_rank if compiled.routes_slices else layer.tokens
     return replace(layer, visits=visits(tokens, case.top_k, case.num_experts, seed, compiled.plan.chunks))
-
-
-def described(plan: Plan) -> str:
-    """Return a plan in words, e.g. "s1, linear, 2 chunks"."""
-    words = [plan.schedule, plan.all_to_all]
-    return ", ".join([*words, f"{plan.chunks} chunks"] if plan.chunks > 1 else words)
 
 
 def _measure(

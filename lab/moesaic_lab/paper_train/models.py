@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moesaic.errors import InputError
 from moesaic.models.attention import Attention, KeyValueCache, ShortConv
 from moesaic.models.config import ModelConfig
-from moesaic.models.gpt import GPT, NORMS, GPTOutput, TransformerBlock, embed
+from moesaic.models.gpt import GPT, GPTOutput, TransformerBlock, embed, make_norm
 from moesaic.models.split import StackedLinear
 from moesaic.routing.routing import Routing
 from moesaic.shapes import BlockConfig
@@ -79,9 +79,9 @@ class PaperBlock(TransformerBlock):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
-        dim, heads, block, norm = config.dim, config.num_heads, config.block, NORMS[config.block.norm]
+        dim, heads, block = config.dim, config.num_heads, config.block
         self.decodes = config.is_decoder(layer)
-        self.cross_norm = norm(dim) if self.decodes else None
+        self.cross_norm = make_norm(dim, block) if self.decodes else None
         self.cross = FullAttention(dim, heads, block, cross=True) if self.decodes else None
         if not self.decodes:
             self.attention = FullAttention(dim, heads, block)
@@ -126,7 +126,7 @@ class EncoderDecoder(GPT):
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__(config, vocab_size)
         block = config.block
-        self.memory_norm = nn.Identity() if block.norm == "post_layer" else NORMS[block.norm](config.dim)
+        self.memory_norm = nn.Identity() if block.norm == "post_layer" else make_norm(config.dim, block)
 
     def forward(
         self,

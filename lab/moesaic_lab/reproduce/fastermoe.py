@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.planner.call_sizes import sizes_of
-from moesaic.planner.cluster import read_cluster
+from moesaic.planner.cluster import ClusterSpec, read_cluster
 from moesaic.planner.compute import rates_of
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.step import reduce_seconds
@@ -81,11 +81,12 @@ class FasterMoEBed:
 
     Args:
         model: the model.
+        spec: its cluster; None for the paper's.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, spec: ClusterSpec | None = None) -> None:
         self.model = model
-        self.spec = read_cluster(f"fastermoe-{model.cluster}")
+        self.spec = spec or read_cluster(f"fastermoe-{model.cluster}")
         per_node = self.spec.devices_per_node
         self.grid = Grid(world=model.gpus, ep=model.gpus, ranks_per_node=per_node)
         self.smart = Plan(peer_groups=model.gpus // (2 if model.cluster == "johnny" else 4))

@@ -138,7 +138,8 @@ def _tutel_pipelining(book: Book, cells: Named) -> tuple[float, ...]:
     names = ("tutel.connection", "tutel.issue")
 
     def errors(logs: np.ndarray) -> list[float]:
-        ours = tutel.gains(tutel.TutelCluster(book.with_values(dict(zip(names, np.exp(logs).tolist())))), 16)
+        bed = tutel.TutelCluster(book.with_values(dict(zip(names, np.exp(logs).tolist()))))
+        ours = tutel.gains([bed.by_plan(layer) for layer in tutel.sweep(16)])
         return [
             math.log((100 + ours[name]) / (100 + cells[f"tutel.pipelining.{name}.16"])) for name in ("hier2d1", "worst")
         ]

@@ -204,11 +204,6 @@ def reproduce(book: Book) -> Reproduction:
     return book.reproduction("netmoe", book.rows(figures), _findings(book, after), _charts(book, after))
 
 
-def before_error(reproduction: Reproduction) -> float:
-    """Return the median error of the volumes before placement, over rows that count as validation."""
-    return statistics.median(reproduction.errors(prefix="netmoe.before."))
-
-
 def after_points(reproduction: Reproduction) -> float:
     """Return the median error in points of the changes in traffic between nodes, over rows that count as validation."""
     return statistics.median(reproduction.errors(unit="points", prefix="netmoe.change."))

@@ -192,6 +192,11 @@ class Book:
         """Names of the cells to which any constant was fitted."""
         return frozenset(name for constant in self.constants.values() for name in constant.cells)
 
+    @property
+    def missed(self) -> dict[str, str]:
+        """Reasons of missed claims, by the claim's name."""
+        return {name: reason for about in self._about.values() for name, reason in about.get("missed", {}).items()}
+
     def value(self, name: str) -> float:
         """Return a printed figure.
 

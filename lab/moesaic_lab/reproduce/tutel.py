@@ -8,7 +8,8 @@ counted in the sources of both systems.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 from moesaic.program.plan import AllToAll, Plan
 from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction
+from moesaic_lab.reproduce.schemoe import exchange_seconds
 from moesaic_lab.reproduce.sweep import SweptRuns
 
 DEGREES = (1, 2, 4, 8)
@@ -260,12 +262,18 @@ def sweep(gpus: int) -> Iterator[TutelLayer]:
         yield TutelLayer(gpus=gpus, tokens=tokens, dim=dim, hidden=hidden, experts_per_gpu=experts)
 
 
-def gains(bed: TutelCluster, gpus: int) -> dict[str, float]:
+ByPlan = Mapping[tuple[AllToAll, int], float]
+"""Seconds of a layer by (all-to-all, degree of pipelining)."""
+
+
+def gains(times: Sequence[ByPlan]) -> dict[str, float]:
     """Return the gains in per cent of the best all-to-all and degree over fixed choices.
 
     "linear1" and "hier2d1" are means over the sweep against degree 1. "worst" is the largest gain over linear with degree 8.
+
+    Args:
+        times: seconds of the layers of a sweep.
     """
-    times = [bed.by_plan(layer) for layer in sweep(gpus)]
     over = {
         "linear1": [each["linear", 1] / min(each.values()) for each in times],
         "hier2d1": [each["hier2d", 1] / min(each.values()) for each in times],
@@ -321,8 +329,9 @@ def reproduce(book: Book) -> Reproduction:
         figures[f"tutel.step.{gpus}"] = computing + moving
         figures[f"tutel.potential.{gpus}"] = (computing + moving) / max(computing, moving)
     figures |= _against_fairseq(bed)
-    for gpus in SIZES:
-        figures |= {f"tutel.pipelining.{name}.{gpus}": value for name, value in gains(bed, gpus).items()}
+    sweeps = {gpus: [bed.by_plan(layer) for layer in sweep(gpus)] for gpus in SIZES}
+    for gpus, times in sweeps.items():
+        figures |= {f"tutel.pipelining.{name}.{gpus}": value for name, value in gains(times).items()}
     for factor in (4, 8):
         figures[f"tutel.pipelining.f{factor}"] = max(_over_degree_1(bed, gpus, float(factor)) for gpus in SIZES)
     maps = {name: by_r(bed, layer) for name, layer in (("base", BASE), ("large", LARGE))}
@@ -331,7 +340,67 @@ def reproduce(book: Book) -> Reproduction:
     for name, gpus in itertools.product(SWIN_TRAINS, (8, 128)):
         fairseq, tutel = swin_pictures(bed, gpus, name)
         figures[f"tutel.swin.{name}.fairseq.{gpus}"], figures[f"tutel.swin.{name}.tutel.{gpus}"] = fairseq, tutel
-    return book.reproduction("tutel", book.rows(figures), _findings(maps), _charts(bed, maps))
+    exchanged = exchanges(book)
+    findings = (*_findings(maps), *_exchange_findings(sweeps, exchanged))
+    charts = (*_charts(bed, maps), *_exchange_charts(sweeps, exchanged))
+    return book.reproduction("tutel", book.rows(figures), findings, charts)
+
+
+WORLDS, BYTES = (64, 256, 1024, 2048), (2**20, 2**25, 2**28)
+"""GPUs and bytes per GPU of the all-to-alls alone, as in the paper's figures 16 and 18."""
+
+
+def exchanges(book: Book) -> dict[tuple[AllToAll, int, int], float]:
+    """Return the seconds of one all-to-all by (algorithm, GPUs, bytes per GPU)."""
+    found: dict[tuple[AllToAll, int, int], float] = {}
+    for gpus, size in itertools.product(WORLDS, BYTES):
+        spec, grid = cluster(book, gpus), Grid(world=gpus, ep=gpus, ranks_per_node=PER_NODE)
+        rows = Workload(
+            tokens=gpus, num_experts=gpus, top_k=1, dim=size // gpus // 2, hidden=1, matrices=2, dtype="fp16"
+        )
+        found |= {(name, gpus, size): exchange_seconds(spec, name, rows, grid) for name in ALGORITHMS}
+    return found
+
+
+def _exchange_findings(
+    sweeps: Mapping[int, Sequence[ByPlan]], exchanged: Mapping[tuple[AllToAll, int, int], float]
+) -> Iterator[PaperFinding]:
+    for gpus in (SIZES[0], SIZES[-1]):
+        best = Counter(min(times, key=lambda plan: times[plan]) for times in sweeps[gpus])
+        words = ", ".join(f"{name} {degree}: {count}" for (name, degree), count in best.most_common())
+        yield PaperFinding(f"figure 5, no plan is the best for all 81 layers on {gpus} GPUs", words, len(best) > 1)
+    for size in BYTES:
+        ratios = [exchanged["linear", gpus, size] / exchanged["hier2d", gpus, size] for gpus in WORLDS]
+        yield PaperFinding(
+            f"figure 18, 2DH gains with the number of GPUs at {size >> 20} MiB",
+            ", ".join(f"{gpus} GPUs: {ratio:.2f}x" for gpus, ratio in zip(WORLDS, ratios)),
+            ratios[-1] > max(1.0, ratios[0]),
+        )
+
+
+def _exchange_charts(
+    sweeps: Mapping[int, Sequence[ByPlan]], exchanged: Mapping[tuple[AllToAll, int, int], float]
+) -> Iterator[Chart]:
+    plans = tuple(itertools.product(ALGORITHMS, DEGREES))
+    places = tuple(map(float, range(len(plans))))
+    best = {gpus: Counter(min(of, key=lambda plan: of[plan]) for of in times) for gpus, times in sweeps.items()}
+    counts = tuple((f"{gpus} GPUs", places, tuple(float(best[gpus][plan]) for plan in plans)) for gpus in SIZES)
+    labels = tuple(f"{name}\n{degree}" for name, degree in plans)
+    yield Chart("figure 5: layers of which a plan is the best", "all-to-all and degree", "layers", counts, labels)
+    sizes = tuple(map(float, BYTES))
+    rates = tuple(
+        (f"{gpus} GPUs", sizes, tuple(size / exchanged["linear", gpus, size] / 1e9 for size in BYTES))
+        for gpus in WORLDS
+    )
+    title = "figure 16: rate of the linear all-to-all"
+    yield Chart(title, "bytes per GPU", "GB/s per GPU", rates, log_x=True, log_y=True)
+    worlds = tuple(map(float, WORLDS))
+    lines = tuple(
+        (f"{name}, {size >> 20} MiB", worlds, tuple(1e3 * exchanged[name, gpus, size] for gpus in WORLDS))
+        for name in ALGORITHMS
+        for size in BYTES
+    )
+    yield Chart("figure 18: one all-to-all", "GPUs", "milliseconds", lines, log_x=True, log_y=True)
 
 
 def by_r(bed: TutelCluster, layer: TutelLayer) -> dict[float, dict[int, float]]:

@@ -59,8 +59,8 @@ class Attention(nn.Module):
         else:
             self.qkv = StackedLinear(3, dim, num_heads * width, block.bias)
         self.out = RowLinear(num_heads * width, dim, block.bias)
-        self.q_norm = Norm(width) if block.qk_norm else None
-        self.k_norm = Norm(width) if block.qk_norm else None
+        self.q_norm = Norm(width, eps=block.norm_eps) if block.qk_norm else None
+        self.k_norm = Norm(width, eps=block.norm_eps) if block.qk_norm else None
         self.rotates = block.positions == "rotary"
         self.base, self.scaling = block.rope_theta, block.rope_factor
         self.register_buffer("frequencies", torch.empty((width + 1) // 2, dtype=torch.float32), persistent=False)

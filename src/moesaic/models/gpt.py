@@ -25,6 +25,7 @@ from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.split import LayerNorm, Norm, RowLinear, StackedLinear, bias_share, local_part, unembed
 from moesaic.routing.routing import Routing
 from moesaic.runtime.routing_cache import checkpoint
+from moesaic.shapes import BlockConfig
 
 
 class GPTOutput(NamedTuple):
@@ -71,8 +72,11 @@ class Dense(nn.Module):
         return y.view(x.shape)
 
 
-NORMS: dict[str, type[Norm] | type[LayerNorm]] = {"rms": Norm, "layer": LayerNorm, "post_layer": LayerNorm}
-"""The class of norms for each value of `BlockConfig.norm`."""
+def make_norm(dim: int, block: BlockConfig) -> Norm | LayerNorm:
+    """Make a norm of a block's kind."""
+    if block.norm == "rms":
+        return Norm(dim, eps=block.norm_eps)
+    return LayerNorm(dim) if block.norm_eps is None else LayerNorm(dim, eps=block.norm_eps)
 
 
 class TransformerBlock(nn.Module):
@@ -81,12 +85,11 @@ class TransformerBlock(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         dim, block = config.dim, config.block
-        norm = NORMS[block.norm]
         self.post_norm, self.dropout = block.norm == "post_layer", block.dropout
         self.conv = ShortConv(dim, config.conv_width) if config.conv_width > 1 else None
-        self.attention_norm = norm(dim)
+        self.attention_norm = make_norm(dim, block)
         self.attention = Attention(dim, config.num_heads, block)
-        self.ffn_norm = norm(dim)
+        self.ffn_norm = make_norm(dim, block)
         self.ffn: MoE | Dense
         if config.is_sparse(layer):
             self.ffn = make_moe(dim, config.moe)
@@ -165,9 +168,9 @@ class GPT(nn.Module):
         with torch.device("meta"):  # each weight is drawn once, below
             self.embedding = nn.Embedding(vocab_size, dim)
             self.positions = LearnedPositions(config.seq_len, dim) if block.positions == "learned" else None
-            self.embedding_norm = LayerNorm(dim) if post_norm else nn.Identity()
+            self.embedding_norm = make_norm(dim, block) if post_norm else nn.Identity()
             self.blocks = nn.ModuleList(self.block(config, layer) for layer in range(config.num_layers))
-            self.norm = nn.Identity() if post_norm else NORMS[block.norm](dim)
+            self.norm = nn.Identity() if post_norm else make_norm(dim, block)
             self.unembedding = None if block.tied else nn.Linear(dim, vocab_size, bias=False)
         if device.type != "meta":
             self.to_empty(device=device)

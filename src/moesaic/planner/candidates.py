@@ -115,7 +115,7 @@ class SearchSpace:
     node_groups: bool = False
     """Whether to also try one peer group per node, or the fewest peer groups that stay inside nodes."""
     overlap_gather: tuple[bool, ...] = (False, True)
-    all_to_alls: tuple[AllToAll, ...] = (*ALL_TO_ALLS, "multicast")
+    all_to_alls: tuple[AllToAll, ...] = (*(name for name, link in ALL_TO_ALLS.items() if link.is_searched), "multicast")
     orders: tuple[Order, ...] = ("optsche", "early", "fifo")
     """Orders of the tasks of a layer that is cut into chunks; without chunks, only the first one is tried."""
     codecs: tuple[Codec, ...] = ("none",)

@@ -18,7 +18,7 @@ from moesaic.shapes import BlockConfig, ModelShape, MoEShape
 
 GPT2 = BlockConfig(norm="layer", positions="learned", bias=True)
 """GPT-2's block, without its dropout of 0.1, which training on large corpora does not need."""
-BERT = BlockConfig(kind="encoder", norm="post_layer", positions="learned", bias=True)
+BERT = BlockConfig(kind="encoder", norm="post_layer", norm_eps=1e-12, positions="learned", bias=True)
 """BERT's block; the model has neither segments nor a pooler, and no layer in front of the output matrix."""
 TRANSFORMER = BlockConfig(kind="encoder_decoder", norm="post_layer", positions="learned", tied=False)
 """The first Transformer's block; positions are learned as in its ablation."""
@@ -36,9 +36,10 @@ def _job(
     return Job(batch_size=batch_size, model=shape, data=DataShape(vocab_size=vocab))
 
 
-def _plain(num_experts: int, top_k: int, hidden: int, shared_hidden: int = 0) -> MoEShape:
-    """Return MoE layers whose experts have two matrices."""
-    return replace(_gated(num_experts, top_k, hidden, shared_hidden), experts="gelu")
+def _plain(num_experts: int, top_k: int, hidden: int, shared_hidden: int = 0, factor: float | None = None) -> MoEShape:
+    """Return MoE layers whose experts have two matrices, with a capacity factor or dropless."""
+    moe = replace(_gated(num_experts, top_k, hidden, shared_hidden), experts="gelu")
+    return moe if factor is None else replace(moe, capacity="fixed", capacity_factor=factor)
 
 
 def _gated(num_experts: int, top_k: int, hidden: int, shared_hidden: int = 0) -> MoEShape:
@@ -64,17 +65,17 @@ def _ours() -> dict[str, Job]:
 def _papers() -> dict[str, Job]:
     """Return the models of the five papers."""
     jobs = {
-        # Parm: k is not given in the paper; E is that of its testbed B.
-        "parm-bert-base": _job(768, 12, 12, 512, BERT_VOCAB, _plain(8, 2, 3072), BERT),
-        "parm-gpt2": _job(768, 12, 12, 1024, GPT2_VOCAB, _plain(8, 2, 3072), GPT2),
+        # Parm: k is not given in the paper; E is that of its testbed B (2 on A), f the smaller of its sweep's two.
+        "parm-bert-base": _job(768, 12, 12, 512, BERT_VOCAB, _plain(8, 2, 3072, factor=1.2), BERT),
+        "parm-gpt2": _job(768, 12, 12, 1024, GPT2_VOCAB, _plain(8, 2, 3072, factor=1.2), GPT2),
         # ScheMoE: vocabularies are not given; these reproduce its numbers of parameters (Megatron pads GPT-2's to 51,200).
-        "transformer-moe": _job(512, 24, 8, 256, 51_200, _plain(8, 1, 2048), TRANSFORMER),
-        "gpt2-tiny-moe": _job(64, 4, 4, 256, GPT2_VOCAB, _plain(32, 2, 64), GPT2, 4),
-        "bert-large-moe": _job(1024, 24, 16, 512, 37_000, _plain(32, 1, 4096), BERT),
+        "transformer-moe": _job(512, 24, 8, 256, 51_200, _plain(8, 1, 2048, factor=1.0), TRANSFORMER),
+        "gpt2-tiny-moe": _job(64, 4, 4, 256, GPT2_VOCAB, _plain(32, 2, 64, factor=1.0), GPT2, 4),
+        "bert-large-moe": _job(1024, 24, 16, 512, 37_000, _plain(32, 1, 4096, factor=1.0), BERT),
     }
     for layers in (12, 16, 20, 24):
         # The paper's counts grow by 8 D^2 per layer: the mean attention of an encoder and a decoder, plus one dense layer.
-        moe = _plain(32, 1, 512, shared_hidden=512)
+        moe = _plain(32, 1, 512, shared_hidden=512, factor=1.0)
         jobs[f"ct-moe-{layers}"] = _job(512, layers, 8, 62, GPT2_VOCAB, moe, TRANSFORMER, 136)
     for name, layers, experts, dim, block in (
         ("gpt-s", 12, 16, 1024, GPT2), ("gpt-base", 12, 16, 2048, GPT2), ("gpt-l", 12, 16, 4096, GPT2),

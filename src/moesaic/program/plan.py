@@ -65,8 +65,8 @@ class StaticPlan:
     all_to_all: AllToAll = "linear"
     """All-to-all over ep. linear: direct; hier1d: through one rank per node; hier2d: inside nodes, then between nodes (2DH);
     pipelined: inside and between nodes at the same time; hier3d: over groups of nodes; naive: 2DH without aligning;
-    multicast: a token is sent once to each node, and there once to each rank; deepep: DeepEP kernels, if installed (GPUs,
-    s1, tp and etp 1, no other option of the plan)."""
+    sequential: to one rank after the other; multicast: a token is sent once to each node, and there once to each rank;
+    deepep: DeepEP kernels, if installed (GPUs, s1, tp and etp 1, no other option of the plan)."""
     codec: Codec = NO_CODEC
     """Codec of rows that cross ep in the forward pass: none, bf16, fp16, int8, fp8, or zfp with its bits per value (zfp:12);
     docs/codecs.md gives the error of each."""

@@ -23,6 +23,7 @@ from moesaic.files import read_text
 from moesaic.layer import MoE
 from moesaic.planner.algorithm1 import choose
 from moesaic.planner.candidates import name_of
+from moesaic.planner.cluster import ELEMENT_BYTES
 from moesaic.planner.files import MESH, read_planned
 from moesaic.planner.predict import Predictor, find_layout
 from moesaic.planner.table import TableSettings
@@ -50,7 +51,7 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
             the ranks, or the ranks do not fit the cluster.
     """
     if config.planner.rule:
-        return _by_rule(config)
+        return _by_rule(config, say)
     if config.planner.file:
         return _with_file(config, Path(config.planner.file))
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -97,14 +98,21 @@ def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
     return replace(config, mesh=mesh, planner=replace(config.planner, plan="")).with_layer_plan(plan)
 
 
-def _by_rule(config: TrainConfig) -> TrainConfig:
+def _by_rule(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
     """Return the configuration with S1 or S2, as Algorithm 1 chooses. A single process has no schedule, so nothing
-    changes."""
+    changes.
+
+    Algorithm 1 reads bytes only. Clusters rarely give a rate of float64, so its rows stand as wider ones of a known dtype.
+    """
     mesh, planner = Ranks.of(config, "cpu").mesh, config.planner
     if mesh is None:
         return config
-    simulator, layer = known_cluster(config, mesh.grid)
+    is_double = config.precision == "float64"
+    simulator, layer = known_cluster(replace(config, precision="auto") if is_double else config, mesh.grid)
+    if is_double:
+        layer = replace(layer, dim=layer.dim * ELEMENT_BYTES["fp64"] // ELEMENT_BYTES[layer.dtype])
     chosen = choose(simulator, layer, mesh.grid)
+    say(f"plan parm: Algorithm 1 chooses {plan_in_words(chosen)} on {name_of(mesh.grid)}")
     plan = replace(config.layer_plan, schedule=chosen.schedule, overlap_gather=chosen.overlap_gather)
     return replace(config, planner=replace(planner, plan="")).with_layer_plan(plan)
 

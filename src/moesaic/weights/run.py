@@ -141,7 +141,7 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "max_position_embeddings": shape.seq_len,
-        "rms_norm_eps": EPS,
+        "rms_norm_eps": block.norm_eps or EPS,
         "tie_word_embeddings": block.tied,
         "rope_parameters": rope if factor == 1 else {**rope, "factor": factor},
         "num_experts_per_tok": moe.top_k,

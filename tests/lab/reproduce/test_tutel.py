@@ -7,12 +7,16 @@ import pytest
 from moesaic.program.plan import Plan
 from moesaic_lab.reproduce.records import read_book
 from moesaic_lab.reproduce.tutel import (
+    BYTES,
     FAIRSEQ_GATE,
+    WORLDS,
     TutelCluster,
     TutelLayer,
     big,
     breakdown,
     cluster,
+    exchanges,
+    gains,
     mapped,
     single,
     sweep,
@@ -28,6 +32,22 @@ def test_the_sweep_has_81_layers_and_cuts_half_experts_in_two() -> None:
     assert {(layer.grid.ep, layer.grid.etp, layer.workload.num_experts) for layer in found} == {
         (8, 2, 8), (16, 1, 16), (16, 1, 32)
     }  # fmt: skip
+
+
+def test_gains_are_over_the_best_of_all_plans_of_each_layer() -> None:
+    times = {("linear", 1): 2.0, ("linear", 8): 4.0, ("hier2d", 1): 3.0, ("hier2d", 8): 1.0}
+    assert gains([times]) == pytest.approx({"linear1": 100.0, "hier2d1": 200.0, "worst": 300.0})
+
+
+@pytest.mark.slow
+def test_2dh_pays_for_small_messages_on_any_cluster_and_for_large_ones_on_a_large_one() -> None:
+    """What the paper says of its figure 18."""
+    found = exchanges(BOOK)
+    gain = {
+        (gpus, size): found["linear", gpus, size] / found["hier2d", gpus, size] for gpus in WORLDS for size in BYTES
+    }
+    assert min(gain[gpus, BYTES[0]] for gpus in WORLDS) > 1
+    assert gain[WORLDS[0], BYTES[-1]] < 1 < gain[WORLDS[-1], BYTES[-1]]
 
 
 def test_computing_and_moving_of_the_large_layer_are_those_it_was_fitted_to() -> None:

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from moesaic_lab.vision import sweeps
-from moesaic_lab.vision.sweeps import BALANCE, CAPACITIES, DENSE, SweepOptions, claims, measure, one_run
+from moesaic_lab.vision.sweeps import (
+    BALANCE,
+    CAPACITIES,
+    DENSE,
+    ROUTERS_COMPARED,
+    SweepOptions,
+    claims,
+    measure,
+    one_run,
+)
 
 
 def test_capacities_in_inference_are_of_one_trained_model() -> None:
@@ -31,9 +40,10 @@ def test_rows_are_means_over_seeds_beside_what_is_published(tmp_path: Path, monk
 
     monkeypatch.setattr(sweeps, "one_run", instead)
     rows = measure(SweepOptions(seeds=(0, 1), keep=str(tmp_path)), None, lambda _: None)
-    assert len(asked) == 2 * (len(BALANCE) + 2 * len(CAPACITIES) + 1)
+    assert len(asked) == 2 * (len(BALANCE) + 2 * len(CAPACITIES) + len(ROUTERS_COMPARED) + 1)
     assert measure(SweepOptions(seeds=(0, 1), keep=str(tmp_path)), None, lambda _: None) == rows
-    assert len(asked) == 18  # what is kept is not trained again
+    assert len(asked) == 22  # what is kept is not trained again
+    assert [row["router"] for row in rows if row["table"] == "13"] == ["switch", "cosine"]
     first = next(row for row in rows if row["table"] == "12" and row.get("top_k") == 2 and row["capacity"] == 0.5)
     assert (first["accuracy"], first["least"], first["most"], first["published"]) == pytest.approx(
         (0.3, 0.25, 0.35, 38.3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from moesaic.program.all_to_all.algorithms import Hier1D, Hier2D, Hier3D, Linear, NaiveAggregation, Pipelined
 from moesaic.program.all_to_all.all_to_all import AbstractAllToAll
+from moesaic.program.all_to_all.sequential import Sequential
 
 ALL_TO_ALLS: dict[str, AbstractAllToAll] = {
     "linear": Linear(),
@@ -16,6 +17,7 @@ ALL_TO_ALLS: dict[str, AbstractAllToAll] = {
     "hier2d": Hier2D(),
     "hier3d": Hier3D(),
     "naive": NaiveAggregation(),
+    "sequential": Sequential(),
 }
 
 __all__ = ["ALL_TO_ALLS", "AbstractAllToAll", "Hier1D", "Hier2D", "Hier3D", "Linear", "NaiveAggregation", "Pipelined"]

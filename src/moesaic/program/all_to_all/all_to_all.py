@@ -43,6 +43,8 @@ class AbstractAllToAll(ABC):
     judges_layouts = False
     """Whether the plan search tries this algorithm on every layout. Others are tried only on the layouts that are best
     under these."""
+    is_searched = True
+    """Whether the plan search tries this algorithm; False for one that only serves to be compared with."""
     hops_by_node = False
     """Whether the first hops are one per destination node, in the order of the nodes. Each node then runs these hops in
     its own order; the simulator uses one order for all, with an error of up to 15 % (tests/planner/test_even.py)."""

@@ -1,0 +1,183 @@
+"""Where a technique of the papers pays: the time of a layer without it over the time with it, simulated.
+
+Forward and backward passes of one layer on a cluster of the technique's paper, over tokens per rank, the rate between nodes
+relative to the paper's, the layer's width, and the skew of the routing: the exponent of a Zipf law over the experts, 0 for even
+loads. Nothing is fitted here. `python -m moesaic_lab.papers_page` writes the pages of the papers from the results.
+
+    moesaic bench pays --json benchmarks/results/pays.json
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moesaic.configfile import override, read_table
+from moesaic.planner.call_sizes import sizes_of
+from moesaic.planner.cluster import ClusterSpec, read_cluster
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.workload import Workload, zipf_counts
+from moesaic.program.compile import Compiled, compile_plan
+from moesaic.program.grid import Grid
+from moesaic.program.plan import Plan
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
+from moesaic_lab.claims import Claim
+from moesaic_lab.reproduce.fastermoe import FasterMoEBed, Model
+
+TOKENS = (16, 64, 256, 1024, 4096, 16384)
+LINKS = (0.25, 1.0, 4.0)
+"""Rates between nodes, relative to the paper's cluster."""
+WIDTHS, SKEWS = (256, 2048), (0.0, 1.2)
+SEED = 1
+CONFIG = Path(__file__).parent / "configs" / "pays.toml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Technique:
+    """A technique of a paper: a plan, and the plan that differs by the technique alone."""
+
+    paper: str
+    name: str
+    """What the technique changes, for the table."""
+    plan: Plan
+    without: Plan
+    measured: tuple[tuple[str, str, str], ...]
+    """Committed benchmarks: name, the word of a method's name with the technique, and the word in its place without it."""
+    cluster: str = ""
+    """Preset of the paper's cluster; empty if the technique is not simulated here."""
+    tp: int = 1
+    etp: int = 1
+    top_k: int = 2
+    shadows: bool = False
+    """Whether the layer with the technique has FasterMoE's shadows too."""
+    shadows_without: bool = False
+    """Whether the layer without it has them."""
+
+    @property
+    def grid(self) -> Grid:
+        """The mesh: 16 ranks."""
+        per_node = read_cluster(self.cluster).devices_per_node
+        return Grid(world=16, tp=self.tp, ep=16 // self.etp, etp=self.etp, ranks_per_node=per_node)
+
+
+def _technique(entry: dict[str, Any]) -> Technique:
+    plans = {key: override(Plan(), entry.get(key, {}), source=str(CONFIG)) for key in ("plan", "without")}
+    return Technique(**{**entry, **plans, "measured": tuple(map(tuple, entry["measured"]))})
+
+
+TECHNIQUES = tuple(map(_technique, read_table(CONFIG)["techniques"]))
+
+
+class TechniqueBed:
+    """Simulates layers with and without a technique.
+
+    Args:
+        technique: the technique.
+        faster: rate between nodes over that of the preset.
+    """
+
+    def __init__(self, technique: Technique, faster: float) -> None:
+        self.technique, self.grid = technique, technique.grid
+        spec = read_cluster(technique.cluster, nodes=16 // read_cluster(technique.cluster).devices_per_node)
+        links = (
+            replace(link, gbps=tuple(faster * rate for rate in link.gbps)) if link.carries == "outside" else link
+            for link in spec.links
+        )
+        host = replace(spec.host, messages="together")  # as our layers send; the plan "sequential" sends in turn
+        self.spec: ClusterSpec = replace(spec, links=tuple(links), host=host)
+        self._simulator = Simulator(self.spec)
+        self._beds: dict[Model, FasterMoEBed | None] = {}
+        self._compiled = {plan: compile_plan(plan, self.grid) for plan in (technique.plan, technique.without)}
+
+    def gain(self, tokens: int, width: int, skew: float) -> float:
+        """Return the time without the technique over the time with it.
+
+        Args:
+            tokens: tokens per rank; a tensor-parallel group has tp times as many.
+            width: width of tokens; experts have twice this width inside.
+            skew: exponent of the Zipf law.
+        """
+        technique = self.technique
+        layer = Workload(
+            tokens=tokens * technique.tp,
+            num_experts=16,
+            top_k=technique.top_k,
+            dim=width,
+            hidden=2 * width,
+            matrices=2,
+            dtype="fp32",
+        )
+        slow = self._seconds(technique.without, layer, skew, technique.shadows_without)
+        return slow / self._seconds(technique.plan, layer, skew, technique.shadows)
+
+    def _seconds(self, plan: Plan, layer: Workload, skew: float, shadows: bool) -> float:
+        if shadows or self.technique.paper == "fastermoe":
+            model = Model(cluster="johnny", gpus=16, tokens=layer.tokens, dim=layer.dim)
+            bed = self._beds.setdefault(model, None) or FasterMoEBed(model, self.spec)
+            self._beds[model] = bed
+            counts = bed.counts(skew, SEED)
+            return bed.shadowed(plan, counts, bed.chosen(counts, "corrected") if shadows else [])
+        compiled: Compiled = self._compiled[plan]
+        if not skew:
+            return self._simulator.layer_seconds(compiled.forward, compiled.backward, layer, compiled.grid)
+        counts = zipf_counts(self.grid.dp, layer, exponent=skew, seed=SEED)
+        shapes = compiled.shapes(layer.num_experts)
+        sizes = sizes_of(compiled.forward, layer, compiled.grid, counts, shapes=shapes)
+        programs = compiled.forward, compiled.backward
+        return sum(self._simulator.run(each, layer, compiled.grid, sizes=sizes).seconds for each in programs)
+
+
+def crossovers(tokens: Sequence[int], gains: Sequence[float]) -> list[float]:
+    """Return the tokens at which a gain passes 1, each between two of the sizes."""
+    found = []
+    for (x0, y0), (x1, y1) in itertools.pairwise(zip(map(math.log, tokens), gains)):
+        if (y0 < 1) != (y1 < 1):
+            found.append(math.exp(x0 + (x1 - x0) * (1 - y0) / (y1 - y0)))
+    return found
+
+
+def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str, Any]]:
+    """Simulate every technique; return a row per technique, rate, width and skew, with the gains by tokens."""
+    rows = []
+    simulated = [technique for technique in TECHNIQUES if technique.cluster]
+    for technique, links in itertools.product(simulated, LINKS):
+        told(f"{technique.paper}, {technique.name}, links x{links:g}")
+        bed = TechniqueBed(technique, links)
+        for width, skew in itertools.product(WIDTHS, SKEWS):
+            gains = [bed.gain(tokens, width, skew) for tokens in TOKENS]
+            rows.append(
+                {
+                    "paper": technique.paper,
+                    "technique": technique.name,
+                    "links": links,
+                    "width": width,
+                    "skew": skew,
+                    "tokens": list(TOKENS),
+                    "gains": gains,
+                    "crossovers": crossovers(TOKENS, gains),
+                    "least": min(gains),
+                    "most": max(gains),
+                }
+            )
+    return rows
+
+
+BENCHMARK = Benchmark(
+    name="pays",
+    description="Simulate where each technique of the five papers pays.",
+    options=BenchmarkOptions,
+    notes=notes_of(__doc__),
+    measure=measure,
+    claims=lambda rows: list[Claim](),
+    columns=(
+        Shown(
+            title="time without a technique over time with it, simulated",
+            columns=("technique", "links", "width", "skew", "least", "most"),
+            group_by=("technique",),
+        ),
+    ),
+)
