@@ -106,6 +106,7 @@ PICTURES := docs/images/bench
 bench: $(PEERS)  ## the emulated cluster's benchmarks (needs the rights for network namespaces), 19 minutes
 	$(BIN)/moesaic testbed info
 	$(BIN)/moesaic bench comm --json $(RESULTS)/comm.json --picture $(PICTURES)/comm.svg
+	$(BIN)/moesaic bench pays --json $(RESULTS)/pays.json
 	$(BIN)/moesaic bench operators --json $(RESULTS)/operators.json
 	$(BIN)/moesaic bench layer --json $(RESULTS)/layer.json --picture $(PICTURES)/layer.svg
 	$(BIN)/moesaic bench train --json $(RESULTS)/train.json --picture $(PICTURES)/train.svg

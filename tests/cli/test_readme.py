@@ -29,6 +29,14 @@ SHORT = {
     "tokenize": [], "plan": NARROW, "show": [], "check": ["--cases", "2", "--no-gloo", "--workers", "1"], "report": [],
 }  # fmt: skip
 """What makes each command take seconds."""
+FURTHER = """
+    moesaic tokenize corpus --out corpus.bin
+    moesaic plan --model config.json --cluster dgx-h100 --gpus 64
+    moesaic show --plan.chunks 4 --gantt gantt.html
+    moesaic check
+    moesaic report run
+"""
+"""Commands that README names without arguments."""
 MAIN = """import json, sys
 from importlib.machinery import PathFinder
 blocked, commands = map(json.loads, sys.argv[1:])
@@ -63,9 +71,10 @@ def installed(extra: str) -> set[str]:
 
 def test_the_commands_run_after_the_install_line(tmp_path: Path) -> None:
     block = (ROOT / "README.md").read_text("utf-8").split("\n## Commands\n")[1].split("\n## ")[0]
-    commands = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^    (moesaic .*)", block, re.MULTILINE)]
-    commands.sort(key=lambda words: words[0] != "tokenize")  # what the training below reads
-    commands = [[*words, *SHORT[words[0]]] for words in [*commands, ["report", "run"]]]
+    lines = re.findall(r"^    (moesaic .*)", block + FURTHER, re.MULTILINE)
+    commands = [shlex.split(line, comments=True)[1:] for line in lines]
+    commands.sort(key=lambda words: ["tokenize", "train"].index(words[0]) if words[0] in ("tokenize", "train") else 2)
+    commands = [[*words, *SHORT[words[0]]] for words in commands]
     assert {words[0] for words in commands} == set(SHORT)
     (tmp_path / "corpus").mkdir()
     write_text(tmp_path / "corpus" / "text.txt")

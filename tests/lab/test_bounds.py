@@ -90,7 +90,7 @@ def test_every_all_to_all_carries_the_same_bytes_between_nodes(algorithm):
     crossing = [size for source, target, size in messages if source // 2 != target // 2]
     assert sum(crossing) == 4 * 8 * row / 2  # half of four ranks' eight rows
     assert link_limit(messages, Bed()).seconds == pytest.approx(2 * 8 * row / 2 / RATE)
-    assert len(crossing) == {"linear": 8, "pipelined": 8, "hier1d": 2}.get(algorithm, 4)
+    assert len(crossing) == {"linear": 8, "pipelined": 8, "sequential": 8, "hier1d": 2}.get(algorithm, 4)
 
 
 def test_two_level_sends_through_mates_what_is_not_for_its_own_place():

@@ -89,7 +89,7 @@ def test_the_steps_fit_two_calls_and_the_files(tmp_path: Path) -> None:
     firsts = ["compile", "tests", "checks", "plans", "training", "sharded", names[6], "sonic", "whole", "transformers"]
     assert [name for name in names if name in firsts] == firsts
     assert names[-3:] == ["memcheck", "racecheck", "ncu"]
-    usual = sum(10 if each.name.startswith("layer") else each.seconds for each in planned if not each.background)
+    usual = sum(7.5 if each.name.startswith("layer") else each.seconds for each in planned if not each.background)
     assert usual < 2 * steps.SECONDS
 
 

@@ -47,6 +47,7 @@ ELSEWHERE = {
     ("train/state.py", "_write_tokenizer"): "compares what it is about to write",
     ("train/metrics.py", "weights_and_biases"): "reads the one word by which a tracker knows the run",
     ("planner/profile.py", "_processor"): "reads /proc",
+    ("kernels/triton/rows/measured.py", "_tiles"): "reads a file of the package",
     ("kernels/products.py", "_is_zen_5"): "reads /proc, and is handed texts by tests/kernels/test_products.py",
     ("train/watch.py", "_moved_bytes"): "reads /proc",
     ("comm/process_groups.py", "_other_threads_run"): "reads /proc",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.kernels.choice_call import ChoiceGradients, ChoiceRule, Chosen, WantedSums
+from moesaic.kernels.choice_call import ChoiceGradients, ChoiceResult, ChoiceRule, WantedSums
 from moesaic.kernels.once import differentiable_once
 from moesaic.kernels.pick import kind_of
 from moesaic.kernels.top_k import MOST_CHOICES, MOST_COLUMNS, in_best_groups, top_k_indices
@@ -29,7 +29,7 @@ def choose(
     bias: Tensor | None = None,
     valid_T: Tensor | None = None,
     expert: Tensor | None = None,
-) -> Chosen:
+) -> ChoiceResult:
     """Choose experts for tokens, differentiable in the logits.
 
     Args:
@@ -40,7 +40,7 @@ def choose(
         valid_T: (T,) bool, False for padding; None if no token is padding.
         expert: (N,) int64, experts chosen earlier, to be used again; None to choose.
     """
-    return Chosen(*_Choose.apply(logits, bias, valid_T, expert, (*rule, *wanted)))
+    return ChoiceResult(*_Choose.apply(logits, bias, valid_T, expert, (*rule, *wanted)))
 
 
 SETTINGS = (
@@ -68,7 +68,7 @@ def _by_triton(logits: Tensor, rule: ChoiceRule) -> bool:
 def choose_forward(
     logits: Tensor, bias: Tensor | None, valid: Tensor | None, expert: Tensor | None, *settings: Any
 ) -> tuple[Tensor, ...]:
-    """Return the fields of `Chosen`."""
+    """Return the fields of `ChoiceResult`."""
     rule, wanted = _settings(settings)
     if _by_triton(logits, rule):
         from moesaic.kernels.triton.rows.choose import choose_by_triton
@@ -97,14 +97,14 @@ def choose_forward(
     return weight, balance, z, expert, token, slot, counts, zero_if_finite.count_nonzero(), num_valid
 
 
-def empty_chosen(logits: Tensor, rule: ChoiceRule, wanted: WantedSums) -> Chosen:
+def empty_chosen(logits: Tensor, rule: ChoiceRule, wanted: WantedSums) -> ChoiceResult:
     """Return a result with undefined values."""
     num_tokens, num_experts = logits.shape
     balance = (() if wanted.reduced else (1, num_experts)) if wanted.balance else (0,)
     floats = (num_tokens * rule.top_k,), balance, () if wanted.z else (0,)
     ints: tuple[tuple[int, ...], ...] = (*[(num_tokens * rule.top_k,)] * 3, (num_experts,), (), ())
     new_ints = [torch.empty(size, dtype=torch.int64, device=logits.device) for size in ints]
-    return Chosen(*(logits.new_empty(size) for size in floats), *new_ints)
+    return ChoiceResult(*(logits.new_empty(size) for size in floats), *new_ints)
 
 
 @choose_forward.register_fake
@@ -139,7 +139,7 @@ class _Choose(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, bias: Tensor | None, valid: Tensor | None, expert: Tensor | None, settings: Any
     ) -> tuple[Tensor, ...]:
-        chosen = Chosen(*choose_forward(logits, bias, valid, expert, *settings))
+        chosen = ChoiceResult(*choose_forward(logits, bias, valid, expert, *settings))
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*chosen[3:])
@@ -190,7 +190,7 @@ def _sums(
     logits: Tensor, gates: Tensor | None, valid: Tensor | None, counts: Tensor, num_valid: Tensor, rule: ChoiceRule,
     wanted: WantedSums,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the fields `balance` and `z` of `Chosen`."""
+    """Return the fields `balance` and `z` of `ChoiceResult`."""
     balance = z = None
     if wanted.balance and gates is not None:
         probs = gates / gates.sum(1, keepdim=True) if rule.by_sigmoid else gates

@@ -36,7 +36,7 @@ class WantedSums(NamedTuple):
     """Return the losses of these tokens instead: load balance, `E * sum_e f_e P_e`, and the mean of the squares."""
 
 
-class Chosen(NamedTuple):
+class ChoiceResult(NamedTuple):
     """The result of `choose`: N = T K copies in token order. `weight`, `balance` and `z` are differentiable."""
 
     weight: Tensor

@@ -206,7 +206,7 @@ class _Scored(NamedTuple):
 
 
 def _fused_sum(loss: AbstractLoss) -> str | None:
-    """Return the field of `Chosen` that a loss reads; None for a loss that needs other statistics."""
+    """Return the field of `ChoiceResult` that a loss reads; None for a loss that needs other statistics."""
     if type(loss) is LoadBalance and loss.level == "micro_batch":
         return "balance"
     return "z" if type(loss) is ZLoss else None

@@ -164,7 +164,9 @@ def test_what_a_call_holds_is_told_before_it_runs() -> None:
         for shares in ([TOKENS // 8] * 8, [160, 14, 14, 14, 14, 14, 13, 13]):
             told = told_bytes(plan, shares)
             found, _ = peak_bytes(plan, shares)
-            assert 0.8 * told - ROUTED <= found <= told + ROUTED, name
+            # Rows that one all-to-all brings stay where they arrive. A CPU gathers x and dy by blocks, here one block.
+            block = 2 * 8 * max(shares) * WIDTH * 4 if name == "s1" else 0
+            assert 0.8 * told - ROUTED <= found <= told + ROUTED + block, name
 
 
 def told_bytes(plan: Plan, shares: list[int]) -> float:

@@ -8,7 +8,7 @@ import torch
 from helpers import ODD_LOGITS, pairwise
 from moesaic.kernels import choice
 from moesaic.kernels.choice import choose
-from moesaic.kernels.choice_call import ChoiceRule, Chosen, WantedSums
+from moesaic.kernels.choice_call import ChoiceResult, ChoiceRule, WantedSums
 
 RULES = {
     "softmax": ChoiceRule(2, by_sigmoid=False, normalize=True, scale=1.0),
@@ -37,7 +37,7 @@ def both(monkeypatch, device, logits, rule, wanted, *, valid=None, bias=None, gi
         chosen = choose(leaf, rule, wanted, **{k: None if v is None else v.to(place) for k, v in options.items()})
         used = chosen.weight, *([chosen.balance] if wanted.balance else []), *([chosen.z] if wanted.z else [])
         sum((each * torch.linspace(-1, 2, each.numel(), device=place).view_as(each)).sum() for each in used).backward()
-        results.append((Chosen(*(each.detach().cpu() for each in chosen)), leaf.grad.cpu()))
+        results.append((ChoiceResult(*(each.detach().cpu() for each in chosen)), leaf.grad.cpu()))
     return results
 
 

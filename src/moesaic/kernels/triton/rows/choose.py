@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.kernels.choice_call import ChoiceGradients, ChoiceRule, Chosen, WantedSums
+from moesaic.kernels.choice_call import ChoiceGradients, ChoiceResult, ChoiceRule, WantedSums
 from moesaic.kernels.triton.rows.top_k import TAKEN, first_best, place_of, value_at
 
 VALUES = 1024
@@ -26,7 +26,7 @@ TINY = tl.constexpr(1.1754943508222875e-38)
 
 def choose_by_triton(
     logits: Tensor, bias: Tensor | None, valid: Tensor | None, given: Tensor | None, rule: ChoiceRule,
-    wanted: WantedSums, chosen: Chosen,
+    wanted: WantedSums, chosen: ChoiceResult,
 ) -> None:  # fmt: skip
     """Fill `chosen`; the other arguments are those of `kernels.choice.choose`."""
     (num_rows, num_experts), columns = logits.shape, triton.next_power_of_2(logits.shape[1])
