@@ -22,7 +22,7 @@ from moesaic.errors import InputError
 from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.expert_ffn import expert_ffn, expert_gradients, run_experts
 from moesaic.kernels.permute import Permutation, permute, unpermute
-from moesaic.kernels.work import IN_ORDER, Dispatch, ExpertWork, Places
+from moesaic.kernels.work import Dispatch, ExpertWork, Places
 from moesaic.program.expert_sizes import ExpertSizes
 
 Weights = tuple[Tensor, ...]
@@ -53,7 +53,7 @@ class ExpertCall:
     """(num_experts,) int32, one past the last row of each expert."""
     shards: int = 1
     """Number of shards of each expert, whose results will be summed."""
-    places: Places = IN_ORDER
+    places: Places | None = None
     """Where the rows lie, for `run` and `gradients` of experts that have `gathers`."""
 
 

@@ -32,7 +32,7 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x, input_weights, result_weights = work.x, work.input_weights, work.result_weights
     blocks = Blocks(work, 1, 1)
     pre = empty((work.up.shape[1], work.num_rows, work.hidden), x.dtype, x.device)
-    results = Results(work, blocks, result_weights, work.places.y)
+    results = Results(work, blocks, result_weights, work.out_rows)
     source, weight_blocks = Source(x, work.x_rows, blocks), None if input_weights is None else blocks.cut(input_weights)
     pre_blocks = [blocks.cut(part) for part in pre.unbind()]
     matrices = [part.unbind() for part in work.up.transpose(2, 3).unbind(1)]
@@ -92,7 +92,7 @@ class _Backward:
         self.d_gate_blocks = None if self.d_gates is None else blocks.cut(self.d_gates)
         self.weighs_early = result_weights is not None and (not wants_gates or _can_divide_by(result_weights))
         reaches_rows = wanted.x or (wants_gates and work.gates_first)
-        self.d_rows = Results(work, blocks, input_weights, work.places.d_x) if reaches_rows else None
+        self.d_rows = Results(work, blocks, input_weights, work.d_x_rows) if reaches_rows else None
         weights = (work.up, work.up_bias, work.down, work.down_bias)
         self.d_up, self.d_up_bias, self.d_down, self.d_down_bias = (
             empty(weight.shape, weight.dtype, weight.device) if wanted.weights and weight is not None else None

@@ -37,7 +37,7 @@ def forward(work: ExpertWork, out_dtype: torch.dtype, rows_times: GroupedProduct
     if work.dispatch is not None:
         return sum_rows(results, work.dispatch, weights=work.result_weights, dtype=out_dtype), pre
     results = results if work.result_weights is None else results * work.result_weights.unsqueeze(1)
-    return _placed(results, work.places.y).to(out_dtype), pre
+    return _placed(results, work.out_rows).to(out_dtype), pre
 
 
 @torch.no_grad()
@@ -76,7 +76,7 @@ def backward(
             d_rows = d_rows * work.input_weights.unsqueeze(1)
         inputs = inputs * work.input_weights.unsqueeze(1)
     if d_rows is not None:
-        d_rows = _placed(d_rows, work.places.d_x) if work.dispatch is None else sum_rows(d_rows, work.dispatch)
+        d_rows = _placed(d_rows, work.d_x_rows) if work.dispatch is None else sum_rows(d_rows, work.dispatch)
     weights = wanted.weights
     return Gradients(
         x=d_rows if wanted.x else None,

@@ -40,9 +40,6 @@ class Places:
     """The row of the gradient of `x` that each row becomes."""
 
 
-IN_ORDER = Places()
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExpertWork:
     """One call of the experts. T tokens, R rows, D dim, H hidden, E experts, C matrices that read the token."""
@@ -71,8 +68,8 @@ class ExpertWork:
     """The constants of clamped SwiGLU, which needs the activation silu; None for no clamping."""
     kernel: str = "auto"
     """The implementation that computes the call: a key of `pick.TIERS`, or "auto"."""
-    places: Places = IN_ORDER
-    """Where rows of a call without dispatch lie. Not differentiable: only `run_experts` and `expert_gradients` take it."""
+    places: Places | None = None
+    """Where rows of a call without dispatch lie; None for expert order. Only `run_experts` and `expert_gradients` take it."""
 
     @property
     def num_rows(self) -> int:
@@ -82,12 +79,26 @@ class ExpertWork:
     @property
     def x_rows(self) -> Tensor | None:
         """(R,): the row of `x` that each row is; None if `x` is in expert order."""
-        return self.places.x if self.dispatch is None else self.dispatch.token
+        return self._places.x if self.dispatch is None else self.dispatch.token
 
     @property
     def y_rows(self) -> Tensor | None:
         """(R,): the row of the result's gradient that each row reads; None if it is in expert order."""
-        return self.places.y if self.dispatch is None else self.dispatch.token
+        return self.out_rows if self.dispatch is None else self.dispatch.token
+
+    @property
+    def out_rows(self) -> Tensor | None:
+        """(R,): the row of the result that each row becomes, without dispatch; None for expert order."""
+        return self._places.y
+
+    @property
+    def d_x_rows(self) -> Tensor | None:
+        """(R,): the row of the gradient of `x` that each row becomes, without dispatch; None for expert order."""
+        return self._places.d_x
+
+    @property
+    def _places(self) -> Places:
+        return Places() if self.places is None else self.places
 
     @property
     def hidden(self) -> int:

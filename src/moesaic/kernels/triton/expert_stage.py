@@ -88,7 +88,7 @@ def forward(work: ExpertWork, out_dtype: torch.dtype, tiles: Mapping[str, Tile] 
     if not supports(work):
         return whole_batch.forward(work, out_dtype)
     tile = default_tiles(work) if tiles is None else tiles
-    token, y_places = _narrow(work.x_rows), _narrow(work.places.y)
+    token, y_places = _narrow(work.x_rows), _narrow(work.out_rows)
     pre, hidden = up(work.x, work.up, work.ends, tile["up"], **_form(work), bias=work.up_bias, token=token)
     weight = None if work.down_bias is None else work.gates
     options: dict[str, Any] = {"transposed": True, "bias": work.down_bias, "weight": weight, "places": y_places}
@@ -132,7 +132,7 @@ def backward(
     if wanted.weights and work.up_bias is not None:
         d_up_bias = bias_grad(d_pre, ends)[0].view(work.up_bias.shape)
     if wanted.x:
-        options: dict[str, Any] = {"transposed": False, "places": _narrow(work.places.d_x)}
+        options: dict[str, Any] = {"transposed": False, "places": _narrow(work.d_x_rows)}
         rows = rows_times(d_pre, work.up.flatten(1, 2), ends, tile["rows_grad"], **options)
         del d_pre
         d_x = _summed(rows, work, work.x.dtype)
