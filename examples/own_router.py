@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic import MoE
-from moesaic.routing.router import AbstractRouter, chosen, normalized, token_choice, top_k_indices
+from moesaic.kernels.choice import normalized
+from moesaic.kernels.top_k import top_k_indices
+from moesaic.routing.router import AbstractRouter, chosen, token_choice
 from moesaic.routing.routing import Choice, Scores
 
 

@@ -261,6 +261,7 @@ def test_nothing_reads_environment_variables_but_what_the_launcher_says():
         "lab/moesaic_lab/device/steps.py",  # passes its own environment on to its steps, with what Triton reads
         "lab/moesaic_lab/extending.py",  # passes its own environment on to a copy of the package
         "lab/moesaic_lab/hf.py",  # sets, as a launcher does, what transformers reads
+        "lab/moesaic_lab/operators.py",  # passes its own environment on to a process, with what Triton reads
         "lab/moesaic_lab/sockets.py",  # reads MASTER_ADDR, GLOO_SOCKET_IFNAME: which network leads to the others
         "lab/moesaic_testbed/rank.py",  # sets, as a launcher does, what its ranks are to read
     ]
