@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.routing.router import AbstractRouter, token_choice
+from moesaic.routing.router import AbstractRouter, Recorded, token_choice
 from moesaic.routing.routing import Choice, Scores
 
 
@@ -52,10 +52,12 @@ def replayed(routers: Sequence[AbstractRouter], experts: Callable[[int], Tensor]
     """
     try:
         for place, router in enumerate(routers):
-            setattr(router, "choose", _chooser(router, place, experts))  # noqa: B010  (a method, to the type checker)
+            router.recorded = recorded = _recorded(router, place, experts)
+            setattr(router, "choose", _chooser(recorded))  # noqa: B010  (a method, to the type checker)
         yield
     finally:
         for router in routers:
+            router.recorded = None
             router.__dict__.pop("choose", None)
 
 
@@ -68,18 +70,23 @@ def own_choice(router: AbstractRouter) -> Callable[[Scores, int, Tensor | None, 
     return partial(type(router).choose, router)
 
 
-def _chooser(
-    router: AbstractRouter, place: int, experts: Callable[[int], Tensor]
-) -> Callable[[Scores, int, Tensor | None, Tensor | None], Choice]:
+def _chooser(recorded: Recorded) -> Callable[[Scores, int, Tensor | None, Tensor | None], Choice]:
     def choose(scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
-        recorded = experts(place).to(scores.logits.device)
-        if recorded.shape != (len(scores.logits), top_k):
+        return recorded(len(scores.logits), top_k, scores.logits.device)
+
+    return choose
+
+
+def _recorded(router: AbstractRouter, place: int, experts: Callable[[int], Tensor]) -> Recorded:
+    def choice(num_tokens: int, top_k: int, device: torch.device) -> Choice:
+        recorded = experts(place).to(device)
+        if recorded.shape != (num_tokens, top_k):
             raise InputError(
-                f"replay: {tuple(recorded.shape)} recorded choices for {len(scores.logits)} tokens with top_k={top_k}: "
+                f"replay: {tuple(recorded.shape)} recorded choices for {num_tokens} tokens with top_k={top_k}: "
                 "replay a trace of the same model and batch"
             )
         if recorded.numel() and int(torch.where(recorded < 0, -1 - recorded, recorded).max()) >= router.num_experts:
             raise InputError(f"replay: a recorded expert is not among the {router.num_experts}: replay another trace")
         return decoded(recorded)
 
-    return choose
+    return choice

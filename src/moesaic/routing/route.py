@@ -121,8 +121,11 @@ def route(
     """
     with torch.autocast(device_type=x_TD.device.type, enabled=False):
         fused = router.fused(top_k) if all(map(_fused_sum, losses)) else None
-        if fused is not None:
-            scored = _choose_at_once(fused, x_TD, losses, batch.valid_T, replay, reduced=peers is None)
+        given = None if replay is None else replay.choice
+        if fused is not None and given is None and router.recorded is not None:
+            given = router.recorded(len(x_TD), top_k, x_TD.device)
+        if fused is not None and (given is None or given.sent is None):
+            scored = _choose_at_once(fused, x_TD, losses, batch.valid_T, given, reduced=peers is None)
         else:
             scored = _choose_in_steps(router, x_TD, top_k, losses, batch, replay)
         record, earlier = replay, scored.earlier
@@ -217,7 +220,7 @@ def _choose_at_once(
     x_TD: Tensor,
     losses: Sequence[AbstractLoss],
     valid_T: Tensor | None,
-    replay: RoutingRecord | None,
+    given: Choice | None,
     *,
     reduced: bool,
 ) -> _Scored:
@@ -225,10 +228,10 @@ def _choose_at_once(
     logits = fused.logits(_router_input(x_TD, valid_T, takes_16_bit=True))
     fields = [_fused_sum(loss) for loss in losses]
     wanted = WantedSums("balance" in fields or (bool(losses) and not reduced), "z" in fields, reduced)
-    earlier_expert = None if replay is None else replay.choice.expert
-    chosen = choose(logits, fused.rule, wanted, bias=fused.bias, valid_T=valid_T, expert=earlier_expert)
+    expert = None if given is None else given.expert
+    chosen = choose(logits, fused.rule, wanted, bias=fused.bias, valid_T=valid_T, expert=expert)
     choice = Choice(chosen.token, chosen.expert, chosen.slot, per_token=fused.rule.top_k)
-    choice = choice if replay is None else replay.choice
+    choice = choice if given is None else given
     values, sums = [getattr(chosen, str(field)) for field in fields] if reduced else None, None
     if losses and not reduced:
         counts = chosen.counts.to(logits.dtype)

@@ -56,6 +56,10 @@ class FusedChoice(NamedTuple):
     """(num_experts,): the balancing bias of sigmoid scores."""
 
 
+Recorded = Callable[[int, int, torch.device], Choice]
+"""Returns the choice of a trace for a number of tokens and of experts per token, on a device."""
+
+
 class AbstractRouter(KeepsFloat32, ABC):
     """The interface of a router: a module that scores the experts for each token and chooses among them.
 
@@ -69,6 +73,8 @@ class AbstractRouter(KeepsFloat32, ABC):
     takes_best_ranked = True
     """True if each token's experts are ranked by `Scores.rank_by` alone; setting an entry to -inf then excludes that expert."""
 
+    recorded: Recorded | None = None
+    """The choices of a trace that is replayed (`routing/replay.py`); None if the router chooses."""
     takes_16_bit = False
     """True if `scores` takes tokens in 16-bit dtypes too, and computes in float32; else the layer converts and keeps them."""
 
@@ -120,7 +126,8 @@ class AbstractRouter(KeepsFloat32, ABC):
         """Return whether neither a subclass nor the caller has replaced a step of `owner`'s routing."""
         steps = ("scores", "choose", "weigh", "logits")
         own = all(getattr(type(self), step, None) is getattr(owner, step, None) for step in steps)
-        return own and not any(step in vars(self) for step in steps)
+        replaced = vars(self).keys() - ({"choose"} if self.recorded is not None else ())
+        return own and replaced.isdisjoint(steps)
 
     def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
         """Return the random numbers of one call, or None if the router uses none. A replay passes the recorded numbers."""
