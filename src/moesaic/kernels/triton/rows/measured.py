@@ -1,4 +1,4 @@
-"""Tiles that a search found on a device, shipped with the package: one file of `moesaic bench gpu` for each device.
+"""Tiles that a search found on a device, shipped with the package: one file of `moesaic bench device` for each device.
 
 A product takes the tile of the nearest measured one: of the same kind and element size, with rows per expert and widths that
 differ least, in powers of two. A device without a file takes that of its generation. A product whose sizes all differ too much,
