@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -98,6 +99,10 @@ def test_a_layer_runs_on_the_tensor_cores(capability, dtype, gated, tmp_path):
     if capability == 90:
         widths = {each.name: set(re.findall(r"wgmma\.mma_async\.\S*?m64n(\d+)k", each.ptx)) for each in kernels}
         assert widths["_up_kernel"] == {"128"}, "gate and up in one instruction, whose operands shared memory can feed"
+        (ptx,) = (each.ptx for each in kernels if each.name == "_down_grad_kernel")
+        accesses = re.findall(r"\b(ld|st)\.global\.v4", ptx)
+        waits = list(itertools.pairwise(accesses)).count(("ld", "st"))
+        assert 0 < waits <= 4, "the eight parts of a tile are read by pairs"
 
 
 @pytest.mark.slow

@@ -162,30 +162,27 @@ def activation_grad_in_splits(
 ) -> tl.tensor:
     """Write a tile of d(pre) and of the weighted hidden rows; return the tile's partial sum of each row's weight gradient.
 
-    This is done in SPLITS parts of the columns: in one part, the operands do not fit the registers.
+    This is done in SPLITS parts of the columns: in one part, the operands do not fit the registers. Parts are read by pairs:
+    no load moves before an earlier store, so each part that is read alone waits for memory once more.
     """
+    HALF: tl.constexpr = BLOCK_N // 2
     if SPLITS == 1:
-        column = start + tl.arange(0, BLOCK_N)
-        inside = is_row[:, None] & (column < width)[None, :]
-        first = row.to(tl.int64)[:, None] * width
-        from_pre, to_pre, to_hidden = pre + first * PARTS, d_pre + first * PARTS, hidden + first
-        offset = column[None, :]
-        pre_first = tl.load(from_pre + offset, mask=inside, other=0.0).to(tl.float32)
-        active = act(pre_first, ACTIVATION, CLAMP)
-        d_active = d_hidden * factor[:, None]
-        d_first = d_active * slope(pre_first, ACTIVATION, CLAMP)
-        if PARTS == 2:
-            pre_second = tl.load(from_pre + offset + width, mask=inside, other=0.0).to(tl.float32)
-            d_second = gated_slope(d_active * active, pre_second, CLAMP)
-            tl.store(to_pre + offset + width, d_second.to(d_pre.dtype.element_ty), mask=inside)
-            passed = gated(pre_second, CLAMP)
-            d_first *= passed
-            active *= passed
-        tl.store(to_pre + offset, d_first.to(d_pre.dtype.element_ty), mask=inside)
-        tl.store(to_hidden + offset, (active * factor[:, None]).to(hidden.dtype.element_ty), mask=inside)
-        d_row = tl.sum(tl.where(inside, d_hidden * active, 0.0), 1)
+        first, second = load_pre(pre, row, is_row, start, width, PARTS, BLOCK_N)
+        d_row = activation_grad(
+            d_hidden, first, second, factor, d_pre, hidden, row, is_row, start, width, ACTIVATION, CLAMP, PARTS, BLOCK_N
+        )
+    elif SPLITS == 2 and CLAMP is None:  # a clamp's formula leaves no registers for a second part
+        left, right = halves(d_hidden, BLOCK_R, BLOCK_N)
+        first, second = load_pre(pre, row, is_row, start, width, PARTS, HALF)
+        next_first, next_second = load_pre(pre, row, is_row, start + HALF, width, PARTS, HALF)
+        d_row = activation_grad(
+            left, first, second, factor, d_pre, hidden, row, is_row, start, width, ACTIVATION, CLAMP, PARTS, HALF
+        )
+        d_row += activation_grad(
+            right, next_first, next_second, factor, d_pre, hidden, row, is_row, start + HALF, width,
+            ACTIVATION, CLAMP, PARTS, HALF,
+        )  # fmt: skip
     else:
-        HALF: tl.constexpr = BLOCK_N // 2
         left, right = halves(d_hidden, BLOCK_R, BLOCK_N)
         d_row = activation_grad_in_splits(
             left, factor, pre, d_pre, hidden, row, is_row, start, width,
@@ -196,3 +193,62 @@ def activation_grad_in_splits(
             ACTIVATION, CLAMP, PARTS, BLOCK_R, HALF, SPLITS // 2,
         )  # fmt: skip
     return d_row
+
+
+@triton.jit
+def load_pre(
+    pre: tl.tensor,
+    row: tl.tensor,
+    is_row: tl.tensor,
+    start: tl.tensor,
+    width: tl.tensor,
+    PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Load columns of both pre-activations in their own dtype; without a gate, the same twice."""
+    column = start + tl.arange(0, BLOCK_N)
+    inside = is_row[:, None] & (column < width)[None, :]
+    places = pre + row.to(tl.int64)[:, None] * (width * PARTS) + column[None, :]
+    first = tl.load(places, mask=inside, other=0.0)
+    second = first
+    if PARTS == 2:
+        second = tl.load(places + width, mask=inside, other=0.0)
+    return first, second
+
+
+@triton.jit
+def activation_grad(
+    d_hidden: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
+    factor: tl.tensor,
+    d_pre: tl.tensor,
+    hidden: tl.tensor,
+    row: tl.tensor,
+    is_row: tl.tensor,
+    start: tl.tensor,
+    width: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    CLAMP: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """Write columns of d(pre) and of the weighted hidden rows; return their part of each row's weight gradient."""
+    column = start + tl.arange(0, BLOCK_N)
+    inside = is_row[:, None] & (column < width)[None, :]
+    first_element = row.to(tl.int64)[:, None] * width
+    to_pre, to_hidden, offset = d_pre + first_element * PARTS, hidden + first_element, column[None, :]
+    pre_first = first.to(tl.float32)
+    active = act(pre_first, ACTIVATION, CLAMP)
+    d_active = d_hidden * factor[:, None]
+    d_first = d_active * slope(pre_first, ACTIVATION, CLAMP)
+    if PARTS == 2:
+        pre_second = second.to(tl.float32)
+        d_second = gated_slope(d_active * active, pre_second, CLAMP)
+        tl.store(to_pre + offset + width, d_second.to(d_pre.dtype.element_ty), mask=inside)
+        passed = gated(pre_second, CLAMP)
+        d_first *= passed
+        active *= passed
+    tl.store(to_pre + offset, d_first.to(d_pre.dtype.element_ty), mask=inside)
+    tl.store(to_hidden + offset, (active * factor[:, None]).to(hidden.dtype.element_ty), mask=inside)
+    return tl.sum(tl.where(inside, d_hidden * active, 0.0), 1)
