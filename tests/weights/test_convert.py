@@ -427,6 +427,12 @@ def test_an_output_that_another_process_writes_is_left_alone(hub: Path, tmp_path
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["writing"]
 
 
+def test_a_link_to_nothing_is_no_output(hub: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to("nowhere")
+    assert "exists and is not a folder" in refusal(hub, tmp_path / "out", to="hf")
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_all_files_of_an_output_have_the_mode_that_the_umask_gives(hub: Path, tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:

@@ -135,7 +135,7 @@ def opened(path: Path) -> BinaryIO:
 def require_room(target: Path) -> None:
     """Raise InputError unless `target` is an empty folder, or does not exist and can be created."""
     for folder in (target, *target.parents):
-        if folder.exists() and not folder.is_dir():
+        if os.path.lexists(folder) and not folder.is_dir():  # a link to nothing too
             raise InputError(f"{folder}: exists and is not a folder: choose another one")
     if (target / CLAIM).exists():
         raise InputError(
