@@ -67,7 +67,16 @@ def test_the_name_of_a_folder_does_not_reach_the_terminal(
 ) -> None:
     gift = tmp_path / "gift\x1b]52;c;bHM=\x07"
     shutil.copytree(run, gift)
-    assert main(["report", str(gift)]) == 0
-    said = capsys.readouterr()
-    assert "gift\\x1b]52;c;bHM=\\x07" in said.out
-    assert "\x1b" not in said.out + said.err
+    (gift / "text.txt").write_text("one two\n" * 50)
+    place = str(gift)
+    for words in (
+        ["report", place],
+        ["train", "--config", f"{place}/config.json", "--out", place, "--existing", "resume", "--steps", "3"],
+        ["trace", "counts", f"{place}/routing", "--layer", "0", "--out", f"{place}/counts.csv"],
+        ["trace", "check", f"{place}/routing"],
+        ["tokenize", f"{place}/text.txt", "--out", f"{place}/packed.bin"],
+    ):
+        assert main(words) == 0, words
+        said = capsys.readouterr()
+        assert "\x1b" not in said.out + said.err, words
+        assert "gift\\x1b]52;c;bHM=\\x07" in said.out, words

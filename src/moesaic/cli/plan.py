@@ -27,7 +27,7 @@ from moesaic.cli.plan_words import (
     further,
     table_of,
 )
-from moesaic.errors import InputError
+from moesaic.errors import InputError, in_one_line
 from moesaic.planner.answer import SkewedStep, Speed, in_words, remedies, under_skew
 from moesaic.planner.candidates import Pins, SearchSpace, name_of
 from moesaic.planner.cluster import ClusterSpec, presets, read_cluster
@@ -219,7 +219,7 @@ def _print(job: Job, simulator: Simulator, result: Result, options: PlanOptions)
     Console(width=WIDTH).print(table_of(result, cluster, options.model, skewed))
     print(*lines, sep="\n")
     if options.write is not None:
-        print(f"wrote {options.write}")
+        print(in_one_line(f"wrote {options.write}"))
     return 0
 
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from moesaic.cli.arguments import parse
-from moesaic.errors import InputError
+from moesaic.errors import InputError, in_one_line
 
 if TYPE_CHECKING:
     from moesaic.planner.profile import ClusterProfile
@@ -95,7 +95,7 @@ def run(arguments: Sequence[str]) -> int:
     if started.is_first:
         profile.write(Path(options.out))
         console.print(table(profile, layer_errors(profile, measured)))
-        console.print(f"wrote {options.out}")
+        console.print(in_one_line(f"wrote {options.out}"), markup=False)
     started.leave()
     return 0
 

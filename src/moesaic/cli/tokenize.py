@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from moesaic.cli.arguments import parse
-from moesaic.errors import InputError
+from moesaic.errors import InputError, in_one_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,8 @@ def run(arguments: Sequence[str]) -> int:
     data = DataConfig(tokenizer=options.tokenizer, text_field=options.text_field)
     packed = pack(Path(options.out), options.path, data)
     for source, tokens, documents in zip(options.path, packed.tokens, packed.documents):
-        print(f"{source}: {tokens:,} tokens of {documents:,} documents")
+        print(in_one_line(f"{source}: {tokens:,} tokens of {documents:,} documents"))
     tokenizer_flag = f" --data.tokenizer {packed.tokenizer}" if packed.tokenizer else ""
-    print(
-        f"train on it with moesaic train --data.path {packed.path} --data.vocab-size {packed.vocab_size}{tokenizer_flag}"
-    )
+    flags = f"--data.path {packed.path} --data.vocab-size {packed.vocab_size}{tokenizer_flag}"
+    print(in_one_line(f"train on it with moesaic train {flags}"))
     return 0

@@ -110,7 +110,7 @@ def _show(arguments: Sequence[str]) -> int:
         return 0
     print_loads(trace, loads)
     if options.picture is not None:
-        print(options.picture)
+        print(in_one_line(options.picture))
     return 0
 
 
@@ -131,7 +131,8 @@ def _counts(arguments: Sequence[str]) -> int:
                 np.savetxt(file, table, fmt="%d", delimiter=",")
     except OSError as error:
         raise InputError(f"--out {path}: cannot be written ({error.strerror}): choose another place") from error
-    print(f"{path}: layer {options.layer}, step {step}, {table.shape[0]} ranks x {table.shape[1]} experts")
+    size = f"{table.shape[0]} ranks x {table.shape[1]} experts"
+    print(in_one_line(f"{path}: layer {options.layer}, step {step}, {size}"))
     return 0
 
 
@@ -167,7 +168,7 @@ def _convert(arguments: Sequence[str]) -> int:
         raise InputError(f"--out {out}: choose a name that ends in .npz")
     else:
         write_segment(_read(options), out, typed=True)
-    print(out)
+    print(in_one_line(str(out)))
     return 0
 
 

@@ -74,7 +74,8 @@ def train_from(
             raise
         return 2 if isinstance(error, InputError) else 1
     if place.is_first and not result.was_stopped:
-        print(f"done: {result.folder}, step {result.step}; look at it with moesaic report {result.folder}")
+        line = f"done: {result.folder}, step {result.step}; look at it with moesaic report {result.folder}"
+        print(in_one_line(line))
     place.leave()
     return 0
 
