@@ -24,15 +24,14 @@ from moesaic.measure.together import latest, start_together
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import plan_in_words
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, require_cluster
+from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, on_beds, require_cluster
 from moesaic_lab.claims import Claim, NotMeasuredError, claimed
 from moesaic_lab.layer.cells import LayerJob, all_ep, searched, singles, step_model
 from moesaic_lab.layer.config import LayerPlace, Pipelining, Schedules, read_config
 from moesaic_lab.layer.ranks import LayerRunner
 from moesaic_lab.layer.same import distinct
 from moesaic_lab.measure import Span, in_turn, over_ranks, paired
-from moesaic_testbed.bed import Change
-from moesaic_testbed.cluster import Launcher
+from moesaic_testbed.bed import Bed, Change
 
 STEPS = 60
 """Steps after which the choice is judged."""
@@ -106,17 +105,15 @@ def _job(place: LayerPlace, grid: Grid) -> LayerJob:
 
 def measure(options: AutoOptions, selected: list[AutoCase], told: Told) -> list[dict[str, Any]]:
     """Run every case on its bed."""
-    rows = []
-    with Launcher() as launcher:
-        for case in selected:
-            told(case.name)
-            bed = case.job.place.bed
-            if case.changes:
-                changes = tuple(Change(at_seconds=AT_SECONDS, node=node, rate=CHANGED) for node in range(bed.nodes))
-                bed = replace(bed, changes=changes)
-            with launcher.open(bed) as ranks:
-                rows.append(row_of(case, ranks.run(on_rank, case)))
-    return rows
+
+    def bed_of(case: AutoCase) -> Bed:
+        bed = case.job.place.bed
+        changes = [Change(at_seconds=AT_SECONDS, node=node, rate=CHANGED) for node in range(bed.nodes)]
+        return replace(bed, changes=tuple(changes)) if case.changes else bed
+
+    return on_beds(
+        selected, bed_of, lambda case: case.name, lambda ranks, case: row_of(case, ranks.run(on_rank, case)), told
+    )
 
 
 def on_rank(case: AutoCase) -> AutoResult:

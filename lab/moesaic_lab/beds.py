@@ -54,6 +54,11 @@ class Place:
         return self.shape
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """All words by which --only chooses the cell."""
+        return (self.part,)
+
+    @property
     def bed(self) -> Bed:
         """The emulated cluster."""
         return Bed(
@@ -100,11 +105,11 @@ class BedConfig(Generic[P]):
         Raises:
             InputError: no cell has a part of `only`, or `repeats` is below 1.
         """
-        known = list(dict.fromkeys(cell.part for cell in self.cells))
+        known = list(dict.fromkeys(word for cell in self.cells for word in cell.words))
         for name in only:
             if name not in known:
                 raise InputError(f"--only {name}: the configuration has no such part{suggestion(name, known)}")
-        cells = [cell for cell in self.cells if not only or cell.part in only]
+        cells = [cell for cell in self.cells if not only or set(cell.words) & set(only)]
         if repeats is not None:
             cells = [self.repeated(cell, repeats) for cell in cells]
         return replace(self, cells=tuple(cells))

@@ -490,12 +490,7 @@ def _autoep_of(spec: LayerSpec) -> tuple[Any, Any]:
     block.experts.down_proj.data.copy_(spec.weights.w2)
     with _deepspeed():
         config = import_module("deepspeed.module_inject.auto_ep_config").parse_autoep_config(
-            {
-                "enabled": True,
-                "autoep_size": spec.group.size(),
-                "preset_model": "mixtral",
-                "route_norm": spec.top_k > 1,
-            }
+            {"enabled": True, "autoep_size": spec.group.size(), "preset_model": "mixtral", "route_norm": spec.top_k > 1}
         )
         return model, import_module("deepspeed.module_inject.auto_ep").AutoEP(model, config)
 

@@ -45,11 +45,11 @@ def measure_all(options: CollectivesOptions, cases: None, told: Told) -> list[di
     """Measure on the beds of `moesaic bench model`."""
     rows = []
     with Launcher() as launcher:
-        for bed in read_config(COMMITTED).beds:
-            told(bed.name)
-            with launcher.open(bed.bed) as ranks:
+        for bed, (case, *_) in read_config(COMMITTED).beds.items():
+            told(case.shape)
+            with launcher.open(bed) as ranks:
                 fits = ranks.run(measure, bed.ranks_per_node, options.repeats)[0]
-            rows += [{"bed": bed.name, **asdict(line)} for line in fits.values()]
+            rows += [{"bed": case.shape, **asdict(line)} for line in fits.values()]
     return rows
 
 

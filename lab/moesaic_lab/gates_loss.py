@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
-from moesaic.layer import MoE, finish_step
+from moesaic.layer import MoE
 from moesaic.models.gpt import GPT
 from moesaic.program.grid import Grid, LinkLevel
 from moesaic.program.plan import Plan
@@ -46,7 +46,7 @@ from moesaic_lab.benchmark import Benchmark, DrawnOptions, KeptOptions, Shown, T
 from moesaic_lab.claims import Claim
 from moesaic_lab.measure import Timing, paired
 from moesaic_lab.pictures import Panel, PlottedSeries
-from moesaic_lab.training import short_run
+from moesaic_lab.training import short_run, train_step
 from moesaic_testbed import cluster
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
@@ -122,12 +122,14 @@ def rank_seconds(
 ) -> dict[str, list[float]]:
     """Return the seconds of training steps by gate, over all ranks. All ranks call this together."""
     mesh = Mesh.create(ep=GRID.ep, ranks_per_node=GRID.ranks_per_node, transport="sockets")
-    step = {gate: partial(Stepper(gate, path, steps, vocab, mesh), batches) for gate, path in weights.items()}
+    step = {gate: stepper(gate, path, steps, vocab, mesh, batches) for gate, path in weights.items()}
     return {gate: list(seconds) for gate, seconds in timed_still(step, len(batches) - 1).items()}
 
 
-class Stepper:
-    """One gate's trained model on the mesh. Each call trains it for one step, on the next batch.
+def stepper(
+    gate: str, weights: str, steps: int, vocab: int, mesh: Mesh, batches: list[tuple[Tensor, Tensor]]
+) -> Callable[[], float]:
+    """Return a function that trains one gate's model on the mesh for one step at each call, on the next batch.
 
     Args:
         gate: name of the gate.
@@ -135,24 +137,15 @@ class Stepper:
         steps: steps of the run that trained the model.
         vocab: size of the vocabulary.
         mesh: the mesh of all ranks.
+        batches: tokens and targets of all ranks.
     """
-
-    def __init__(self, gate: str, weights: str, steps: int, vocab: int, mesh: Mesh) -> None:
-        config = configuration(gate, 0, steps)
-        self.model, self._place, self._calls = GPT(config.model, vocab), mesh.grid.coordinate(mesh.rank, "dp"), 0
-        add_gate(self.model, gate, self._place)
-        self.model.load_state_dict(torch.load(weights))
-        parallelize(self.model, mesh, Plan())
-        self._optimizer = make_optimizer(self.model, replace(config.optimizer, lr=1e-5), torch.device("cpu"))
-
-    def __call__(self, batches: list[tuple[Tensor, Tensor]]) -> None:
-        """Run one training step."""
-        tokens, targets = (part.chunk(GRID.dp)[self._place] for part in batches[self._calls])
-        self._calls += 1
-        self.model(tokens, targets).loss.backward()
-        finish_step(self.model)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+    config, following = configuration(gate, 0, steps), iter(batches)
+    model = GPT(config.model, vocab)
+    add_gate(model, gate, mesh.grid.coordinate(mesh.rank, "dp"))
+    model.load_state_dict(torch.load(weights))
+    parallelize(model, mesh, Plan())
+    optimizer = make_optimizer(model, replace(config.optimizer, lr=1e-5), torch.device("cpu"))
+    return lambda: train_step(model, optimizer, next(following), mesh)
 
 
 def row(

@@ -25,15 +25,7 @@ from moesaic_lab.balance import cells as balance
 from moesaic_lab.balance.config import BalanceBenchConfig, Skewed
 from moesaic_lab.balance.methods import PLAIN, SMART, BalanceMethod, methods
 from moesaic_lab.balance.ranks import BalanceJob
-from moesaic_lab.benchmark import (
-    Benchmark,
-    KeptOptions,
-    Shown,
-    Told,
-    each_kept,
-    notes_of,
-    require_cluster,
-)
+from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept, notes_of, require_cluster
 from moesaic_lab.claims import Claim
 from moesaic_lab.layer import benchmark as layer
 from moesaic_lab.layer.cells import SINGLES, LayerJob, all_ep

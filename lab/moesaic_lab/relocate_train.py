@@ -29,7 +29,7 @@ from moesaic.balance.run.experts import ExpertPlacement
 from moesaic.balance.samples import AbstractPlacer, TwoStage
 from moesaic.comm.mesh import Mesh
 from moesaic.configfile import override
-from moesaic.layer import MoE, finish_step
+from moesaic.layer import MoE
 from moesaic.models.moving import MovingGPT
 from moesaic.testing.runner import on_ranks
 from moesaic.traces.load import locality
@@ -47,7 +47,7 @@ from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept
 from moesaic_lab.claims import Claim, claimed, figures
 from moesaic_lab.measure import Timing, paired
 from moesaic_lab.recorder import Recorder
-from moesaic_lab.training import short_run, steps_of, train_all, train_quietly
+from moesaic_lab.training import short_run, steps_of, train_all, train_quietly, train_step
 from moesaic_testbed import cluster
 
 INTER, INTER_GBPS, BED = "200mbit", 0.2, "bed-2x2"
@@ -247,17 +247,10 @@ class Training:
 
     def step(self, batch: Batch) -> float:
         """Run a training step; return the loss of this rank's own samples."""
-        place, groups = self.mesh.grid.coordinate(self.mesh.rank, "dp"), self.mesh.grid.dp
-        tokens, targets = (part.chunk(groups)[place] for part in batch)
-        loss = self.model(tokens, targets).loss
-        assert loss is not None
-        loss.backward()
-        finish_step(self.model)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        loss = train_step(self.model, self._optimizer, batch, self.mesh)
         moved = None if self._placement is None else self._placement.after_step()
         self.experts_moved += 0 if moved is None else moved.experts
-        return float(loss.detach())
+        return loss
 
     def options(self) -> dict[str, int]:
         """Return how often the arbiters chose each option since the last call."""

@@ -6,8 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from torch import Tensor, nn
 
+from moesaic.comm.mesh import Mesh
+from moesaic.layer import finish_step
 from moesaic.testing.runner import on_ranks
 from moesaic.train.config import SaveConfig, TrainConfig
 from moesaic.train.loop import TrainResult, train
@@ -46,6 +50,24 @@ def trained_on(world: int, config: TrainConfig, *, backend: str = "gloo") -> lis
     else:
         train_quietly(config)
     return read_metrics(Path(config.out))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], mesh: Mesh) -> float:
+    """Run a training step of a decoder on a mesh; return the loss of this rank's own samples.
+
+    Args:
+        model: the decoder, parallelized.
+        optimizer: its optimizer.
+        batch: tokens and targets of all ranks, (sequences, positions) int64 each.
+        mesh: the mesh of all ranks.
+    """
+    place, groups = mesh.grid.coordinate(mesh.rank, "dp"), mesh.grid.dp
+    loss = model(*(part.chunk(groups)[place] for part in batch)).loss
+    loss.backward()
+    finish_step(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
 
 
 def steps_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

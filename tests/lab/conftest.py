@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from moesaic.configfile import read_table
+
+if TYPE_CHECKING:
+    from moesaic_lab.ledger.records import Entry
 
 LAB = Path(__file__).resolve().parents[2] / "lab"
 
@@ -25,6 +30,30 @@ def lab_metadata(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     about.joinpath("entry_points.txt").write_text("\n".join(lines))
     return folder
+
+
+@pytest.fixture(scope="session")
+def ledger_entries() -> list[Entry]:
+    """Every entry of the ledger."""
+    from moesaic_lab.ledger.page import entries
+
+    return list(entries())
+
+
+@pytest.fixture(scope="session")
+def made_bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of valid files of every kind that Moesaic reads."""
+    from moesaic_lab.fuzz.readers import make_bases
+
+    folder = tmp_path_factory.mktemp("bases")
+    make_bases(folder)
+    return folder
+
+
+@pytest.fixture
+def fuzz_bases(made_bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of these folders: some readers change what they read, such as the run that they resume."""
+    return shutil.copytree(made_bases, tmp_path_factory.mktemp("bases") / "copied")
 
 
 @pytest.fixture(autouse=True)

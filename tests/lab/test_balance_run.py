@@ -313,7 +313,7 @@ def test_made_up_loads_change_from_call_to_call_about_as_much_as_recorded_ones()
     loads: dict[str, list[list[np.ndarray]]] = {}
     for load, which in loads_on(config, 32):
         case = LoadCase("dgx-h100", 32, config.ratio, load, which)
-        loads.setdefault(load, []).append(calls_of(config, trace, case, 21942, 0)[2] if load != SLOW else [])
+        loads.setdefault(load, []).append(calls_of(config, trace, case, 4096, 0)[2] if load != SLOW else [])
 
     def changed(calls: list[np.ndarray]) -> float:
         """Return the share of the copies that another rank computes in the second call."""
@@ -371,15 +371,6 @@ def test_a_trace_of_another_shape_is_refused() -> None:
     other = replace(config, cells=(replace(trace, experts_per_rank=4),))
     with pytest.raises(InputError, match="trace: the trace has 8 experts, top_k=2, 8 samples of 64 tokens; the layer"):
         other.cases()
-
-
-def test_the_command_refuses_before_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "balance", "--picture", str(tmp_path / "x.gif")]) == 2
-    assert main(["bench", "balance", "--only", "4x3-2"]) == 2
-    assert main(["bench", "balance", "--config", str(tmp_path / "none.toml")]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3
-    assert "--only 4x3-2: unknown case" in lines[1]
 
 
 def test_a_machine_without_rights_can_still_simulate(

@@ -14,7 +14,7 @@ from moesaic_lab.layer.config import read_config as layer
 from moesaic_lab.model.config import read_config as model
 from moesaic_lab.train.config import read_config as train
 
-MODEL = '[[beds]]\nname="a"\n[[cases]]\nbed="a"\n'
+MODEL = "[[cases]]\n"
 BAD: dict[tuple[Callable[[Path], object], str], str] = {
     # what all share
     (comm, "dimm = 4"): "unknown field dimm: did you mean dim?",
@@ -47,8 +47,6 @@ BAD: dict[tuple[Callable[[Path], object], str], str] = {
     (train, "[[layout]]\nworlds = [3]"): "3 does not divide rows_per_expert=512",
     (train, "[[case]]\nshare_low = 0.9\nshare_high = 0.1"): "give a range in 0 to 1",
     # the cost model
-    (model, ""): "beds must be a list",
-    (model, MODEL.replace('bed="a"', 'bed="b"')): "case case: bed='b' is unknown",
     (model, MODEL + "etp=3"): "etp=3 does not divide",
     (model, MODEL + "tokens_per_rank=10"): "multiple of num_experts",
     (model, MODEL + "gflops=0"): "gflops=0",

@@ -70,10 +70,7 @@ def test_a_size_that_was_not_measured_says_so() -> None:
         {"tokens": 8192, "measured_gib": None, "formula_gib": 4.0, "tutel_gib": 3.2},
     ]
     found = [(claim.name, claim.value, claim.holds) for claim in memory_claims(rows)]
-    assert found == [
-        ("memory.table5.4096_tokens", 1.0, True),
-        ("memory.table5.8192_tokens.by_formula", 4.0, False),
-    ]
+    assert found == [("memory.table5.4096_tokens", 1.0, True), ("memory.table5.8192_tokens.by_formula", 4.0, False)]
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from moesaic.cli.main import main
-from moesaic.errors import InputError
 from moesaic_lab.bounds import Limit, crossing
 from moesaic_lab.comm import ranks as comm_ranks
 from moesaic_lab.comm.benchmark import CommCell, claims, panels, rows_of, tables
-from moesaic_lab.comm.config import CommConfig, Sweep, read_config
+from moesaic_lab.comm.config import Sweep, read_config
 from moesaic_lab.comm.programs import all_ep, dispatch
 from moesaic_lab.measure import Timing
 from moesaic_testbed import refusal
@@ -47,14 +46,6 @@ def test_the_committed_configuration_measures_what_the_claims_rest_on():
     assert all(s.repeats >= 30 for s in config.cells if s.kind in ("limit", "lanes"))
     assert max(size for s in config.cells if s.shape == "2x2" for size in s.sizes_kib) == 32768
     assert max(size for s in config.cells if s.kind == "exchange" and s.shape == "4x4" for size in s.sizes_kib) == 1024
-
-
-def test_narrowing_keeps_shapes_and_sets_repeats():
-    config = CommConfig(cells=(Sweep(), Sweep(nodes=4, repeats=30)))
-    assert [s.shape for s in config.narrowed(only=("4x2",)).cells] == ["4x2"]
-    assert [s.repeats for s in config.narrowed(repeats=3).cells] == [3, 3]
-    with pytest.raises(InputError, match=r"--only 8x8: the configuration has no such part: choose one of 2x2, 4x2"):
-        config.narrowed(only=("8x8",))
 
 
 # What the ranks check
@@ -193,24 +184,6 @@ def test_tables_and_panels_hold_every_method():
 
 
 # The command
-
-
-def test_the_command_refuses_before_it_measures(tmp_path, capsys):
-    assert main(["bench", "comm", "--picture", str(tmp_path / "x.gif")]) == 2
-    assert main(["bench", "comm", "--only", "9x9"]) == 2
-    assert main(["bench", "comm", "--repeats", "0"]) == 2
-    assert main(["bench", "comm", "--config", str(tmp_path / "none.toml")]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 4
-    assert "end its name with .svg, .png, .pdf" in lines[0]
-    assert "the configuration has no such part" in lines[1]
-
-
-def test_a_machine_without_rights_gets_one_line(monkeypatch, capsys):
-    line = "no emulated cluster on this machine: tc is missing: install iproute2"
-    monkeypatch.setattr("moesaic_testbed.refusal", lambda: line)
-    assert main(["bench", "comm"]) == 2
-    assert capsys.readouterr().err == f"moesaic bench: {line}\n"
 
 
 SMALL = """

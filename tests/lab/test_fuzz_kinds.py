@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 
 import pytest
 
 from moesaic_lab.fuzz import kinds
-from moesaic_lab.fuzz.readers import make_bases
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of valid files, made by another process: commands are forked from one that has computed nothing."""
-    folder = tmp_path_factory.mktemp("bases")
-    process = multiprocessing.get_context("spawn").Process(target=make_bases, args=(folder,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    return folder
 
 
 def test_a_command_that_writes_through_a_link_or_has_no_end_is_noticed(
-    bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fuzz_bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = {"mine": "a", "theirs": "b"}
     assert kinds._problem(kinds.Ended(0, ""), outside, outside | {"mine": "c"}) == "wrote outside: mine"
@@ -31,23 +18,23 @@ def test_a_command_that_writes_through_a_link_or_has_no_end_is_noticed(
     assert kinds._problem(kinds.Ended(3, "Traceback (most recent call last)"), {}, {}).startswith("code 3")
     assert kinds._problem(kinds.Ended(2, "moesaic report: is a pipe"), outside, outside) == ""
     monkeypatch.setattr(kinds, "MOST_SECONDS", 0.01)
-    assert kinds.tried(bases, "why-hung", "run/hang.json", "folder", tmp_path / "one") == "had no end"
+    assert kinds.tried(fuzz_bases, "why-hung", "run/hang.json", "folder", tmp_path / "one") == "had no end"
 
 
-def test_names_are_those_that_a_command_uses(bases: Path, tmp_path: Path) -> None:
-    assert set(kinds.names_of(bases, "report", tmp_path / "one")) == {
+def test_names_are_those_that_a_command_uses(fuzz_bases: Path, tmp_path: Path) -> None:
+    assert set(kinds.names_of(fuzz_bases, "report", tmp_path / "one")) == {
         "run", "run/config.json", "run/metrics.jsonl", "run/report.html",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("command", ["report", "why-hung", "trace"])
-def test_whatever_lies_in_place_of_a_file_nothing_outside_changes(command: str, bases: Path) -> None:
-    row = kinds.row(bases, command, str, every=5)
+def test_whatever_lies_in_place_of_a_file_nothing_outside_changes(command: str, fuzz_bases: Path) -> None:
+    row = kinds.row(fuzz_bases, command, str, every=5)
     assert row["inputs"] >= 1
     assert row["crashes"] == {}
 
 
 @pytest.mark.random
 @pytest.mark.parametrize("command", ["resume", "replace", "sample", "convert", "convert a run", "verify"])
-def test_commands_that_write_much_change_nothing_outside(command: str, bases: Path) -> None:
-    assert kinds.row(bases, command, str, every=7)["crashes"] == {}
+def test_commands_that_write_much_change_nothing_outside(command: str, fuzz_bases: Path) -> None:
+    assert kinds.row(fuzz_bases, command, str, every=7)["crashes"] == {}

@@ -63,17 +63,6 @@ def test_the_committed_configuration_holds_every_part() -> None:
     assert codecs.codecs == ("none", "bf16", "int8", "fp8", "zfp")
 
 
-def test_a_configuration_narrows_to_parts_and_repeats() -> None:
-    config = read_config().narrowed(only=("pipelining", "ablation"), repeats=3)
-    assert [cell.section for cell in config.cells] == ["pipelining", "orders", "orders", "ablation"]
-    assert {cell.repeats for cell in config.cells} == {cell.pairs for cell in config.cells} == {3}
-    assert [cell.section for cell in read_config().narrowed(only=("codecs",)).cells] == ["codecs"]
-    with pytest.raises(InputError, match="--only codec: the configuration has no such part: did you mean codecs"):
-        read_config().narrowed(only=("codec",))
-    with pytest.raises(InputError, match="--only codecs: the configuration has no such part"):
-        config.narrowed(only=("codecs",))
-
-
 # Routing
 
 

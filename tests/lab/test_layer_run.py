@@ -128,26 +128,6 @@ def test_cells_sum_up_what_ranks_found() -> None:
 # The command
 
 
-def test_the_command_refuses_before_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "layer", "--picture", str(tmp_path / "x.gif")]) == 2
-    assert main(["bench", "layer", "--only", "codec"]) == 2
-    assert main(["bench", "layer", "--repeats", "0"]) == 2
-    assert main(["bench", "layer", "--config", str(tmp_path / "none.toml")]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 4
-    assert "did you mean codecs?" in lines[1]
-    assert "repeats=0: must be above 0" in lines[2]
-
-
-def test_a_machine_without_rights_gets_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = "no emulated cluster on this machine: tc is missing: install iproute2"
-    monkeypatch.setattr("moesaic_testbed.refusal", lambda: line)
-    assert main(["bench", "layer"]) == 2
-    assert capsys.readouterr().err == f"moesaic bench: {line}\n"
-
-
 SMALL = """
 [[schedules]]
 {place}

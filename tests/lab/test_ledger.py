@@ -23,15 +23,15 @@ from moesaic_lab.ledger.held_out import (
     published_steps,
     spread,
 )
-from moesaic_lab.ledger.page import claims, entries, page, rows
+from moesaic_lab.ledger.page import claims, page, rows
 from moesaic_lab.ledger.records import Entry, counted, median_error, read_figures, read_published, worst_error
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def found() -> list[Entry]:
-    return list(entries())
+@pytest.fixture
+def found(ledger_entries: list[Entry]) -> list[Entry]:
+    return ledger_entries
 
 
 def test_the_page_is_what_the_code_gives(found: list[Entry]) -> None:

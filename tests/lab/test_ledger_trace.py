@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from moesaic.errors import InputError
-from moesaic_lab.ledger.page import claims, entries
+from moesaic_lab.ledger.page import claims
+from moesaic_lab.ledger.records import Entry
 from moesaic_lab.ledger.trace import laid_out, read_kernels, trace
 
 HEAD = "stream,kind,start_us,duration_us\n"
@@ -34,16 +35,16 @@ def test_what_had_not_ended_is_not_waited_for(tmp_path: Path) -> None:
     assert laid_out(read_kernels(path)) == pytest.approx(100e-6)
 
 
-def test_a_trace_gives_both_claims_and_counts_nowhere_else(tmp_path: Path) -> None:
+def test_a_trace_gives_both_claims_and_counts_nowhere_else(ledger_entries: list[Entry], tmp_path: Path) -> None:
     path = written(tmp_path, *(f"compute,x,{1000 * n},998" for n in range(100)))
     found = trace(path)
     assert [each.kind for each in found] == ["trace", "trace"]
     assert found[0].ratio == pytest.approx(1.0, rel=1e-3)
     assert 50 < found[1].predicted < 300  # milliseconds of four layers forward beside four backward
-    made = {claim.name: claim for claim in claims([*entries(), *found])}
+    made = {claim.name: claim for claim in claims([*ledger_entries, *found])}
     assert made["ledger.trace_order"].holds
     assert made["ledger.trace_predicted"].value == pytest.approx(found[1].error)
-    assert not {claim.name for claim in claims(list(entries()))} & {"ledger.trace_order", "ledger.trace_predicted"}
+    assert not {claim.name for claim in claims(ledger_entries)} & {"ledger.trace_order", "ledger.trace_predicted"}
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ import pytest
 from moesaic.errors import InputError
 from moesaic.planner.profile import ClusterProfile, HostCosts, LinkCosts, MachineInfo, Versions
 from moesaic_lab.model.claims import case_rows, claims, panels, rows_of
-from moesaic_lab.model.config import BedFields, ModelBenchConfig, ModelCase, narrowed, read_config
+from moesaic_lab.model.config import ModelBenchConfig, ModelCase, read_config
 from moesaic_lab.model.run import ModelFound, _path, _profile_path, kept, kept_earlier, plans_of, predict
 from moesaic_lab.pictures import figure
 
-BED = BedFields(name="2x2", intra="400mbit")
-CASE = ModelCase(name="tp 2", bed="2x2", tp=2, dim=32, hidden=32)
+CASE = ModelCase(name="tp 2", tp=2, dim=32, hidden=32)
 FEW = replace(CASE, plans=6)
-CONFIG = ModelBenchConfig(beds=(BED,), cases=(FEW,))
+BED = CASE.bed
+CONFIG = ModelBenchConfig(cells=(FEW,))
 PROFILE = ClusterProfile(
     machine=MachineInfo.here(), versions=Versions.here(), nodes=2, ranks_per_node=2,
     inside=LinkCosts(one_sender=50e6, all_senders=25e6), outside=LinkCosts(one_sender=25e6, all_senders=12.5e6),
@@ -29,7 +29,7 @@ PROFILE = ClusterProfile(
 
 def found(predicted: dict[str, float], measured: dict[str, float], **fields: object) -> ModelFound:
     times = {name: (seconds,) * 3 for name, seconds in measured.items()}
-    return ModelFound(case=CASE, bed=BED, predicted=predicted, screened=times, confirmed=fields.get("confirmed", times))  # type: ignore[arg-type]
+    return ModelFound(case=CASE, predicted=predicted, screened=times, confirmed=fields.get("confirmed", times))  # type: ignore[arg-type]
 
 
 def many(count: int, regret: float = 0.0, error: float = 0.1) -> list[ModelFound]:
@@ -51,40 +51,39 @@ def value(name: str, cases: list[ModelFound]) -> float | None:
 
 def test_the_committed_cases_are_enough_for_the_claims() -> None:
     config = read_config()
-    ranked = [case for case in config.cases if case.compute == "virtual"]
+    ranked = [case for case in config.cells if case.compute == "virtual"]
     assert len(ranked) >= 10
-    assert {config.bed_of(case).name for case in ranked} == {"2x2", "4x2"}
-    assert any(case.compute == "real" for case in config.cases)
+    assert {case.shape for case in ranked} == {"2x2", "4x2"}
+    assert any(case.compute == "real" for case in config.cells)
 
 
 def test_every_plan_of_a_case_is_there_once() -> None:
-    plans = plans_of(CASE, BED)
+    plans = plans_of(CASE)
     assert len(plans) >= 40
     assert {each.plan.chunks for each in plans.values()} == {1, 2, 4}
     assert {each.plan.all_to_all for each in plans.values()} == {
         "linear", "pipelined", "hier1d", "hier2d", "hier3d", "naive", "multicast",
     }  # fmt: skip
-    assert {each.plan.gather_weights for each in plans_of(replace(CASE, etp=2), BED).values()} == {None, 0, 1}
+    assert {each.plan.gather_weights for each in plans_of(replace(CASE, etp=2)).values()} == {None, 0, 1}
     assert {each.plan.overlap_gather for each in plans.values()} == {False, True}
     assert all(each.plan.is_lossless for each in plans.values())
-    some = plans_of(replace(CASE, plans=7), BED)
+    some = plans_of(replace(CASE, plans=7))
     assert len(some) == 7
     assert set(some) <= set(plans)
 
 
 def test_parts_beds_and_cases_can_be_asked_for() -> None:
     config = read_config()
-    assert narrowed(config, ()) == config
-    assert {case.compute for case in narrowed(config, ("real",)).cases} == {"real"}
-    assert {case.bed for case in narrowed(config, ("4x2",)).cases} == {"4x2"}
-    assert narrowed(config, ("profile",)).cases == ()
-    assert [case.name for case in narrowed(config, (config.cases[1].name,)).cases] == [config.cases[1].name]
-    with pytest.raises(InputError, match=r"--only plan: unknown: did you mean plans"):
-        narrowed(config, ("plan",))
+    assert config.narrowed() == config
+    assert {case.compute for case in config.narrowed(only=("real",)).cells} == {"real"}
+    assert {case.shape for case in config.narrowed(only=("4x2",)).cells} == {"4x2"}
+    assert [case.name for case in config.narrowed(only=("tp 2 slow",)).cells] == ["tp 2 slow"]
+    with pytest.raises(InputError, match=r"--only plan: the configuration has no such part: did you mean plans"):
+        config.narrowed(only=("plan",))
 
 
 def test_predictions_come_from_the_profile_alone() -> None:
-    plans = plans_of(replace(CASE, plans=6), BED)
+    plans = plans_of(replace(CASE, plans=6))
     usual = predict(CASE, plans, PROFILE)
     slow = predict(CASE, plans, replace(PROFILE, host=replace(PROFILE.host, task=1e-3)))
     quick = predict(replace(CASE, gflops=1e-3), plans, PROFILE)
@@ -92,18 +91,18 @@ def test_predictions_come_from_the_profile_alone() -> None:
 
 
 def test_what_is_kept_is_used_again_for_the_same_case_only(tmp_path: Path) -> None:
-    plans = plans_of(FEW, BED)
+    plans = plans_of(FEW)
     table = {"screened": {name: [0.1, 0.2, 0.3] for name in plans}, "confirmed": {}}
     PROFILE.write(_profile_path(tmp_path, BED))
     assert kept(CONFIG, tmp_path) == []
-    _path(tmp_path, CONFIG, BED, FEW).write_text(json.dumps(table))
+    _path(tmp_path, CONFIG, FEW).write_text(json.dumps(table))
     (again,) = kept(CONFIG, tmp_path)
     assert again.measured == dict.fromkeys(plans, 0.2)
     assert again.predicted == predict(FEW, plans, PROFILE)
-    assert kept(replace(CONFIG, cases=(replace(FEW, gflops=1.0),)), tmp_path) == []
-    assert kept(replace(CONFIG, repeats=9), tmp_path) == []
-    assert kept(replace(CONFIG, beds=(replace(BED, inter="100mbit"),)), tmp_path) == []
-    _path(tmp_path, CONFIG, BED, FEW).write_text(json.dumps({"screened": {"x": [1.0]}, "confirmed": {}}))
+    for other in ({"gflops": 1.0}, {"repeats": 9}, {"inter": "100mbit"}):
+        assert kept(replace(CONFIG, cells=(replace(FEW, **other),)), tmp_path) == []  # type: ignore[arg-type]
+    assert kept(replace(CONFIG, leaders=9), tmp_path) == []
+    _path(tmp_path, CONFIG, FEW).write_text(json.dumps({"screened": {"x": [1.0]}, "confirmed": {}}))
     with pytest.raises(InputError, match="other plans than this version"):
         kept(CONFIG, tmp_path)
 
@@ -170,11 +169,11 @@ def test_regret_counts_cases_of_few_plans_too() -> None:
 
 def test_profiles_from_an_hour_before_predict_the_same_cases(tmp_path: Path) -> None:
     keep, before = tmp_path / "now", tmp_path / "before"
-    plans = plans_of(FEW, BED)
+    plans = plans_of(FEW)
     for folder in (keep, before):
         folder.mkdir()
     PROFILE.write(_profile_path(keep, BED))
-    _path(keep, CONFIG, BED, FEW).write_text(json.dumps({"screened": {name: [0.1] for name in plans}, "confirmed": {}}))
+    _path(keep, CONFIG, FEW).write_text(json.dumps({"screened": {name: [0.1] for name in plans}, "confirmed": {}}))
     with pytest.raises(InputError, match="has no profile of 2x2: measure one with --only profile"):
         kept_earlier(CONFIG, keep, before)
     slower = replace(PROFILE, host=replace(PROFILE.host, task=1e-3))

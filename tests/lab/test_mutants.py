@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,6 @@ from moesaic_lab.planted.mutants import CASES, GLOO, MUTANTS, judge, judge_on_gl
 IN_PROCESS = [mutant for mutant in MUTANTS if mutant.case != "gloo"]
 verdict_of = functools.cache(judge)
 PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_cases_pass_without_a_bug(name):
-    assert failures(CASES[name], run_case(CASES[name])) == {}
 
 
 @pytest.mark.parametrize("mutant", IN_PROCESS, ids=lambda mutant: mutant.name)
@@ -36,11 +30,12 @@ def test_what_crashes_is_the_library_and_not_the_planting(mutant):
     assert not verdict_of(mutant).how.startswith(("TypeError", "AttributeError", "NameError"))
 
 
-@pytest.mark.parametrize("mutant", IN_PROCESS[::10], ids=lambda mutant: mutant.name)
-def test_a_bug_goes_with_its_patch(mutant):
-    with suppress(Exception):
-        run_case(CASES[mutant.case], mutant.change, mutant.patch)
-    assert failures(CASES[mutant.case], run_case(CASES[mutant.case])) == {}
+@pytest.mark.parametrize("name", CASES)
+def test_the_cases_pass_without_a_bug_once_all_of_theirs_are_gone(name):
+    for mutant in IN_PROCESS:
+        if mutant.case == name:
+            verdict_of(mutant)
+    assert failures(CASES[name], run_case(CASES[name])) == {}
 
 
 def test_there_are_enough_and_most_are_caught_by_numbers():

@@ -1,19 +1,39 @@
-"""`moesaic reproduce`: tables, JSON, pictures, and one line for bad input."""
+"""`moesaic reproduce`: tables, JSON, pictures, and one line for bad input; it needs no torch."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from moesaic.cli.main import main
 
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKED = """import sys
+class Blocked:
+    def find_spec(self, name, *_):
+        if name.split('.')[0] in ('torch', 'safetensors', 'tensorboard', 'plotly', 'triton'):
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Blocked())
+from moesaic.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
 
-def test_netmoe_as_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+
+def test_netmoe_as_json_and_picture_without_torch(lab_metadata: Path, tmp_path: Path) -> None:
     data, picture = tmp_path / "netmoe.json", tmp_path / "netmoe.svg"
-    assert main(["reproduce", "netmoe", "--json", str(data), "--picture", str(picture)]) == 0
-    shown = capsys.readouterr().out
+    words = ["reproduce", "netmoe", "--json", str(data), "--picture", str(picture)]
+    paths = os.pathsep.join(map(str, (lab_metadata, ROOT / "src", ROOT / "lab")))
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "PYTHONPATH": paths, "COLUMNS": "200"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout
     found = json.loads(data.read_text(encoding="utf-8"))
     rows = {row["cell"]: row for row in found["rows"]}
     assert {"machine", "versions", "date", "rows", "claims", "papers"} <= set(found)
@@ -40,10 +60,7 @@ def test_netmoe_as_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         ([], "moesaic reproduce: say what to reproduce: moesaic reproduce PAPER, one of parm, "),
         (["--json", "x"], "moesaic reproduce: say what to reproduce"),
-        (
-            ["pram"],
-            "moesaic reproduce: paper 'pram' is unknown: did you mean parm?",
-        ),
+        (["pram"], "moesaic reproduce: paper 'pram' is unknown: did you mean parm?"),
         (["netmoe", "--picture", "x.gif"], "moesaic reproduce: --picture x.gif: unknown kind of picture"),
         (["netmoe", "--jsno", "x"], "moesaic reproduce: unknown argument --jsno, did you mean --json?"),
     ],

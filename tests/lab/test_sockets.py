@@ -98,20 +98,7 @@ def test_a_large_message_that_is_asked_for_while_it_arrives():
     left, right = transports()
     data = torch.randint(256, (LARGE,), dtype=torch.uint8)
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(
-            lambda: left.wait(
-                left.issue(
-                    Transfer(
-                        0,
-                        5,
-                        {
-                            1: data,
-                        },
-                        {},
-                    )
-                )
-            )
-        )
+        sent = pool.submit(lambda: left.wait(left.issue(Transfer(0, 5, {1: data}, {}))))
         other = torch.empty(1)
         with right._condition:
             while right._connections[0].incoming is None:

@@ -74,11 +74,16 @@ class LayerPlace(Place):
         host = Host(runs_compute=True, task_us=TASK_US * shared, message_us=MESSAGE_US * shared)
         return emulated(self.bed, device=device, host=host)
 
+    @property
+    def matrices(self) -> int:
+        """Matrices per expert."""
+        return 2
+
     def workload(self, tp: int) -> Workload:
         """Return the layer's description for the simulator, for a tensor-parallel group of `tp` ranks."""
         return Workload(
             tokens=self.tokens_per_rank * tp, num_experts=self.num_experts, top_k=self.top_k, dim=self.dim,
-            hidden=self.hidden, matrices=2, dtype="fp32",
+            hidden=self.hidden, matrices=self.matrices, dtype="fp32",
         )  # fmt: skip
 
 

@@ -89,12 +89,12 @@ def fit(
 
 FITS: dict[str, tuple[tuple[Make, Callable[[ClusterSpec], Iterable[Entry]], tuple[float, ...]], ...]] = {
     "dgx-h200": (
-        (switched_links, lambda cluster: nccl(lambda _: cluster), (2500, 5, 0.6, 0.75, 0.9)),
+        (switched_links, lambda cluster: nccl(lambda _: cluster, cluster.name), (2500, 5, 0.6, 0.75, 0.9)),
         (experts, lambda cluster: own_products(lambda _: cluster), (650, 0.7)),
         (few_rows, lambda cluster: expert_stages(lambda _: cluster), (0.35, 0.7, 0.9)),
     ),
     "dgx-b200": ((grouped, lambda cluster: grouped_products(lambda _: cluster), (0.3, 0.4, 0.6, 0.75, 0.9)),),
-    "8xl40s-pcie": ((shared_bus, lambda cluster: nccl(lambda _: cluster), (360, 0.4, 0.3)),),
+    "8xl40s-pcie": ((shared_bus, lambda cluster: nccl(lambda _: cluster, cluster.name), (360, 0.4, 0.3)),),
 }
 """By preset, the fits in their order: (function that sets the numbers, entries, initial values)."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,12 +78,13 @@ def published_steps() -> tuple[PublishedStep, ...]:
 
 def fitted_launches(steps: Sequence[PublishedStep]) -> tuple[float, float]:
     """Return the term that minimizes the mean absolute log ratio of predicted and published speed, the mean over systems."""
-    tried, counts = list(itertools.product(LAYER.tolist(), EXPERT.tolist())), Counter(step.system for step in steps)
-
-    def distance(launches: tuple[float, float]) -> float:
-        return sum(abs(math.log(step.speed(launches) / step.measured)) / counts[step.system] for step in steps)
-
-    return min(tried, key=distance)
+    layer, expert = (each.ravel() for each in np.meshgrid(LAYER, EXPERT, indexing="ij"))
+    counts, distance = Counter(step.system for step in steps), np.zeros(layer.size)
+    for step in steps:
+        seconds = step.seconds + step.of_layer * layer + step.of_expert * expert
+        distance += np.abs(np.log(step.tokens / seconds / step.measured)) / counts[step.system]
+    best = int(np.argmin(distance))
+    return float(layer[best]), float(expert[best])
 
 
 def held_out_ratios(steps: Sequence[PublishedStep]) -> np.ndarray:

@@ -78,16 +78,18 @@ def collective(cluster: ClusterSpec, operation: str, ranks: int, num_bytes: floa
     return alone(cluster, ranks, *(everybody if operation == "alltoall" else ring)(ranks, num_bytes))
 
 
-def nccl(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
-    """Yield NCCL's collectives inside one node."""
+def nccl(machine: Callable[[str], ClusterSpec] = cluster_of, fitted_of: str | None = None) -> Iterator[Entry]:
+    """Yield NCCL's collectives inside one node; with `fitted_of` only those to which this machine's links are fitted."""
     for row in read_figures("nccl"):
+        fitted = row["operation"] in FITTED_OPERATIONS and row["gpus"] in FITTED_GPUS.get(row["machine"], ())
+        if fitted_of is not None and not (fitted and row["machine"] == fitted_of):
+            continue
         ranks, num_bytes = int(row["gpus"]), float(row["bytes"])
         seconds = collective(machine(row["machine"]), row["operation"], ranks, num_bytes)
         yield Entry(
             kind="collectives", what=f"{row['operation']} of {ranks}, {num_bytes / 2**20:g} MiB",
             machine=row["machine"], measured=float(row["us"]), predicted=seconds * 1e6, unit="us",
-            source="aiconfigurator",
-            fitted=row["operation"] in FITTED_OPERATIONS and row["gpus"] in FITTED_GPUS.get(row["machine"], ()),
+            source="aiconfigurator", fitted=fitted,
         )  # fmt: skip
 
 

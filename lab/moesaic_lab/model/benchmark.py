@@ -16,7 +16,7 @@ from pathlib import Path
 
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, Told, notes_of, require_cluster, words_of
 from moesaic_lab.model.claims import case_rows, case_table, claims, panels, rows_of
-from moesaic_lab.model.config import COMMITTED, ModelBenchConfig, narrowed, read_config
+from moesaic_lab.model.config import COMMITTED, ModelBenchConfig, ModelCase, read_config
 from moesaic_lab.model.run import ModelFound, kept, kept_earlier, run
 
 
@@ -40,22 +40,20 @@ Timed = tuple[list[ModelFound], list[ModelFound]]
 """The cases predicted from their own profiles, and the same cases predicted from earlier profiles."""
 
 
-def cases(options: ModelOptions) -> tuple[ModelBenchConfig, ModelBenchConfig]:
-    """Return the whole configuration, and a copy with only the cases to measure."""
+def cases(options: ModelOptions) -> tuple[ModelBenchConfig, tuple[ModelCase, ...]]:
+    """Return the whole configuration, and the cases to measure."""
     only = words_of(options.only)
     config = read_config(Path(options.config) if options.config else COMMITTED)
-    chosen = narrowed(config, only)
-    if chosen.cases or "profile" in only:
-        require_cluster()
+    chosen = () if only == ("profile",) else config.narrowed(only=tuple(w for w in only if w != "profile")).cells
+    require_cluster()
     return config, chosen
 
 
-def measure(options: ModelOptions, cases: tuple[ModelBenchConfig, ModelBenchConfig], told: Told) -> Timed:
+def measure(options: ModelOptions, cases: tuple[ModelBenchConfig, tuple[ModelCase, ...]], told: Told) -> Timed:
     """Measure the cases whose times are not in the folder yet, and predict all cases."""
     (config, chosen), folder, only = cases, Path(options.keep), words_of(options.only)
     earlier = Path(options.earlier) if options.earlier else None
-    if chosen.cases or "profile" in only:
-        run(chosen, folder, told, profiles="profile" in only, earlier=earlier)
+    run(config, chosen, folder, told, profiles="profile" in only, earlier=earlier)
     return kept(config, folder), kept_earlier(config, folder, earlier) if earlier else []
 
 

@@ -28,7 +28,7 @@ def rows_of(results: Sequence[ModelFound]) -> list[dict[str, Any]]:
             times = (*result.screened[name], *result.confirmed.get(name, ()))
             rows.append(
                 {
-                    "bed": result.bed.name, "case": result.case.name, "compute": result.case.compute, "plan": name,
+                    "bed": result.case.shape, "case": result.case.name, "compute": result.case.compute, "plan": name,
                     "measured_seconds": seconds, "lowest_seconds": min(times), "highest_seconds": max(times),
                     "repeats": len(times), "predicted_seconds": result.predicted[name],
                     "error": result.predicted[name] / seconds - 1, "is_pick": name == result.pick,
@@ -46,27 +46,13 @@ def case_rows(results: Sequence[ModelFound]) -> list[dict[str, Any]]:
         best = min(measured, key=lambda name: measured[name])
         rows.append(
             {
-                "case": result.case.name, "bed": result.bed.name, "compute": result.case.compute, "plans": len(measured),
+                "case": result.case.name, "bed": result.case.shape, "compute": result.case.compute, "plans": len(measured),
                 "median_error": statistics.median(errors), "p95_error": float(np.percentile(errors, 95)),
                 "rank_correlation": float(spearmanr(*zip(*points([result]))).statistic), "pick": result.pick,
                 "pick_seconds": measured[result.pick], "best": best, "best_seconds": measured[best], "regret": result.regret,
             }
         )  # fmt: skip
     return rows
-
-
-COLUMNS = (
-    "case",
-    "plans",
-    "median_error",
-    "p95_error",
-    "rank_correlation",
-    "pick",
-    "pick_seconds",
-    "best",
-    "best_seconds",
-    "regret",
-)
 
 
 def case_table(results: Sequence[ModelFound]) -> Table:
@@ -110,9 +96,9 @@ def _claims_of(results: Sequence[ModelFound], suffix: str, unavailable: str = ""
 def panels(results: Sequence[ModelFound]) -> list[Panel]:
     """Return a panel of predicted over measured times per bed and kind of compute."""
     all_panels = []
-    kinds = dict.fromkeys((result.bed.name, result.case.compute) for result in results)
+    kinds = dict.fromkeys((result.case.shape, result.case.compute) for result in results)
     for bed, compute in kinds:
-        of_kind = [result for result in results if (result.bed.name, result.case.compute) == (bed, compute)]
+        of_kind = [result for result in results if (result.case.shape, result.case.compute) == (bed, compute)]
         ends = [1e3 * value for pair in points(of_kind) for value in pair]
         low, high = min(ends), max(ends)
         series = [PlottedSeries(name="equal", x=(low, high), y=(low, high))]

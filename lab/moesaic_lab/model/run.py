@@ -12,6 +12,7 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from moesaic.errors import InputError
@@ -20,10 +21,12 @@ from moesaic.planner.profile import ClusterProfile, read_profile
 from moesaic.planner.profile_simulate import profiled_simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import Compiled
+from moesaic.program.grid import Grid
 from moesaic.program.plan import plan_in_words
 from moesaic_lab.benchmark import kept as kept_json
 from moesaic_lab.layer.same import distinct
-from moesaic_lab.model.config import BedFields, ModelBenchConfig, ModelCase
+from moesaic_lab.model.config import ModelBenchConfig, ModelCase
+from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Launcher
 
 SPACE = SearchSpace(orders=("optsche",))
@@ -40,7 +43,6 @@ class ModelFound:
     """Measured and predicted times of one case."""
 
     case: ModelCase
-    bed: BedFields
     predicted: Mapping[str, float]
     """Predicted seconds by plan."""
     screened: Mapping[str, tuple[float, ...]]
@@ -70,12 +72,19 @@ class ModelFound:
 
 
 def run(
-    config: ModelBenchConfig, keep: Path, progress: Progress, *, profiles: bool = False, earlier: Path | None = None
+    config: ModelBenchConfig,
+    cases: Sequence[ModelCase],
+    keep: Path,
+    progress: Progress,
+    *,
+    profiles: bool = False,
+    earlier: Path | None = None,
 ) -> None:
     """Measure the cases and profiles that the folder does not have yet.
 
     Args:
-        config: beds and cases to measure.
+        config: beds and cases.
+        cases: the cases to measure.
         keep: folder of measured times and profiles.
         progress: called with the name of each measurement.
         profiles: whether to profile beds without cases to measure as well.
@@ -86,18 +95,17 @@ def run(
     """
     keep.mkdir(parents=True, exist_ok=True)
     with Launcher() as launcher:
-        for bed in config.beds:
-            jobs = [case for case in config.cases if case.bed == bed.name]
-            jobs = [case for case in jobs if not _path(keep, config, bed, case).exists()]
+        for bed, of_bed in config.beds.items():
+            jobs = [case for case in of_bed if case in cases and not _path(keep, config, case).exists()]
             if not jobs and (not profiles or _profiled(keep, bed)):
                 continue
-            with launcher.open(bed.bed) as ranks:
+            with launcher.open(bed) as ranks:
                 known = [_profile(keep, bed, ranks, progress)]
                 if earlier is not None and _profiled(earlier, bed):
                     known.append(_kept_profile(earlier, bed))
                 for case in jobs:
-                    progress(f"{bed.name}: {case.name}")
-                    _measure(keep, config, bed, case, known, ranks)
+                    progress(f"{case.shape}: {case.name}")
+                    _measure(keep, config, case, known, ranks)
 
 
 def kept(config: ModelBenchConfig, keep: Path, profiles: Path | None = None) -> list[ModelFound]:
@@ -108,12 +116,11 @@ def kept(config: ModelBenchConfig, keep: Path, profiles: Path | None = None) -> 
         keep: folder of measured times.
         profiles: folder of the profiles; None for `keep`.
     """
-    beds = [(config.bed_of(case), case) for case in config.cases]
     profiles = profiles or keep
     return [
-        _predicted_case(keep, config, bed, case, _kept_profile(profiles, bed))
-        for bed, case in beds
-        if _path(keep, config, bed, case).exists() and _profiled(profiles, bed)
+        _predicted_case(keep, config, case, _kept_profile(profiles, case.bed))
+        for case in config.cells
+        if _path(keep, config, case).exists() and _profiled(profiles, case.bed)
     ]
 
 
@@ -123,30 +130,35 @@ def kept_earlier(config: ModelBenchConfig, keep: Path, profiles: Path) -> list[M
     Raises:
         InputError: a profile is missing, or is not an hour older than the times of the last case.
     """
-    times = [_path(keep, config, config.bed_of(case), case) for case in config.cases]
+    times = [_path(keep, config, case) for case in config.cells]
     last = max((path.stat().st_mtime for path in times if path.exists()), default=0.0)
-    for bed in config.beds:
+    for bed, (case, *_) in config.beds.items():
         path = _profiled(profiles, bed)
         if path is None:
             raise InputError(
-                f"--earlier {profiles}: has no profile of {bed.name}: measure one with --only profile --keep {profiles}"
+                f"--earlier {profiles}: has no profile of {case.shape}: measure one with --only profile --keep {profiles}"
             )
         if last - path.stat().st_mtime < EARLIER_SECONDS:
             raise InputError(
-                f"--earlier {profiles}: the profile of {bed.name} is not an hour older than the times of the last case: wait"
+                f"--earlier {profiles}: the profile of {case.shape} is not an hour older than the times of the last case: wait"
             )
     return kept(config, keep, profiles)
 
 
-def plans_of(case: ModelCase, bed: BedFields) -> dict[str, Compiled]:
+def plans_of(case: ModelCase) -> dict[str, Compiled]:
     """Return the distinct plans of a case by name; only some of them if `case.plans` limits their number."""
-    grid = case.grid(bed.bed)
-    plans = distinct({plan_in_words(compiled.plan): compiled for compiled in candidates(grid, SPACE)})[0]
+    plans = _plans_on(case.grid)
     if case.plans and case.plans < len(plans):
         step = len(plans) / case.plans
         names = sorted(plans)
         plans = {names[int(n * step)]: plans[names[int(n * step)]] for n in range(case.plans)}
     return plans
+
+
+@lru_cache(maxsize=16)
+def _plans_on(grid: Grid) -> dict[str, Compiled]:
+    """Return the distinct plans on a mesh by name. Cases share meshes, and compiling all plans takes seconds."""
+    return distinct({plan_in_words(compiled.plan): compiled for compiled in candidates(grid, SPACE)})[0]
 
 
 def predict(case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterProfile, seed: int = 0) -> dict[str, float]:
@@ -172,50 +184,45 @@ def _workload_of(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
     """Return the simulator's description of a case's layer under a plan, including the visits of its routing pattern."""
     from moesaic.measure.host import visits
 
-    layer = case.layer(compiled.grid.tp)
+    layer = case.workload(compiled.grid.tp)
     tokens = case.tokens_per_rank if compiled.routes_slices else layer.tokens
     return replace(layer, visits=visits(tokens, case.top_k, case.num_experts, seed, compiled.plan.chunks))
 
 
 def _measure(
-    keep: Path,
-    config: ModelBenchConfig,
-    bed: BedFields,
-    case: ModelCase,
-    profiles: Sequence[ClusterProfile],
-    ranks: object,
+    keep: Path, config: ModelBenchConfig, case: ModelCase, profiles: Sequence[ClusterProfile], ranks: object
 ) -> None:
     from moesaic_lab.model import ranks as model_ranks
     from moesaic_testbed.cluster import Cluster
 
     assert isinstance(ranks, Cluster)
-    plans = plans_of(case, bed)
+    plans = plans_of(case)
     favourites: dict[str, None] = {}
     for profile in profiles:
         predicted = predict(case, plans, profile, config.seed)
         favourites |= dict.fromkeys(sorted(predicted, key=lambda name: predicted[name])[: config.favourites])
     job = model_ranks.ModelJob(
-        case=case, grid=case.grid(bed.bed), plans=plans, favourites=tuple(favourites), repeats=config.repeats,
+        case=case, grid=case.grid, plans=plans, favourites=tuple(favourites), repeats=case.repeats,
         leaders=config.leaders, leader_repeats=config.leader_repeats, seed=config.seed,
     )  # fmt: skip
     times = ranks.run(model_ranks.measure, job)[0]
-    kept_json(_path(keep, config, bed, case), lambda: asdict(times))
+    kept_json(_path(keep, config, case), lambda: asdict(times))
 
 
-def _profile(keep: Path, bed: BedFields, ranks: object, progress: Progress) -> ClusterProfile:
+def _profile(keep: Path, bed: Bed, ranks: object, progress: Progress) -> ClusterProfile:
     from moesaic.measure import profile as measuring
     from moesaic.measure.profile import write_measured
     from moesaic_testbed.cluster import Cluster
 
     assert isinstance(ranks, Cluster)
     if not _profiled(keep, bed):
-        progress(f"{bed.name}: profile")
+        progress(f"{bed.nodes}x{bed.ranks_per_node}: profile")
         measured = ranks.run(measuring.measure_still, bed.ranks_per_node, PROFILE_REPEATS, ("fp32",), "sockets")[0]
         write_measured(measured, _times_path(keep, bed))
     return _kept_profile(keep, bed)
 
 
-def _kept_profile(keep: Path, bed: BedFields) -> ClusterProfile:
+def _kept_profile(keep: Path, bed: Bed) -> ClusterProfile:
     """Return a bed's profile from the folder; if the profile does not exist yet, fit it to the folder's times first."""
     from moesaic.measure.profile import profile_of, read_measured
 
@@ -225,38 +232,36 @@ def _kept_profile(keep: Path, bed: BedFields) -> ClusterProfile:
     return read_profile(path)
 
 
-def _profiled(keep: Path, bed: BedFields) -> Path | None:
+def _profiled(keep: Path, bed: Bed) -> Path | None:
     """Return the file whose date tells when a bed was profiled: its times, else its profile; None if neither exists."""
     paths = (_times_path(keep, bed), _profile_path(keep, bed))
     return next((path for path in paths if path.exists()), None)
 
 
-def _predicted_case(
-    keep: Path, config: ModelBenchConfig, bed: BedFields, case: ModelCase, profile: ClusterProfile
-) -> ModelFound:
-    content = json.loads(_path(keep, config, bed, case).read_text(encoding="utf-8"))
-    plans = plans_of(case, bed)
+def _predicted_case(keep: Path, config: ModelBenchConfig, case: ModelCase, profile: ClusterProfile) -> ModelFound:
+    content = json.loads(_path(keep, config, case).read_text(encoding="utf-8"))
+    plans = plans_of(case)
     timed = {part: {name: tuple(times) for name, times in content[part].items()} for part in ("screened", "confirmed")}
     if set(timed["screened"]) != set(plans):
         raise InputError(
-            f"{_path(keep, config, bed, case)} has other plans than this version: measure again in a new folder"
+            f"{_path(keep, config, case)} has other plans than this version: measure again in a new folder"
         )
     predicted = predict(case, plans, profile, config.seed)
-    return ModelFound(case=case, bed=bed, predicted=predicted, screened=timed["screened"], confirmed=timed["confirmed"])
+    return ModelFound(case=case, predicted=predicted, screened=timed["screened"], confirmed=timed["confirmed"])
 
 
-def _path(keep: Path, config: ModelBenchConfig, bed: BedFields, case: ModelCase) -> Path:
-    key = [asdict(case), asdict(bed), asdict(replace(config, beds=(), cases=()))]
+def _path(keep: Path, config: ModelBenchConfig, case: ModelCase) -> Path:
+    key = [asdict(case), asdict(replace(config, cells=()))]
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     return keep / f"case-{case.name.replace(' ', '_').replace(',', '')}-{digest}.json"
 
 
-def _profile_path(keep: Path, bed: BedFields) -> Path:
+def _profile_path(keep: Path, bed: Bed) -> Path:
     digest = hashlib.sha256(json.dumps(asdict(bed), sort_keys=True).encode()).hexdigest()[:12]
-    return keep / f"profile-{bed.name}-{digest}.json"
+    return keep / f"profile-{bed.nodes}x{bed.ranks_per_node}-{digest}.json"
 
 
-def _times_path(keep: Path, bed: BedFields) -> Path:
+def _times_path(keep: Path, bed: Bed) -> Path:
     return _profile_path(keep, bed).with_suffix(".times.json")
 
 

@@ -42,12 +42,7 @@ class FullAttention(Attention):
             self.kv.input_is_whole = True  # the encoder's output
 
     def forward(
-        self,
-        x: Tensor,
-        cache: KeyValueCache | None = None,
-        *,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
+        self, x: Tensor, cache: KeyValueCache | None = None, *, memory: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """Return the attention output, (batch, positions, dim).
 

@@ -41,6 +41,7 @@ _SMALL = replace(BASE, grid=Grid(world=4, tp=2, ep=2, etp=2), lengths=((4, 3),),
 _ACROSS = Grid(world=4, ep=4, ranks_per_node=2)
 CASES: dict[str, Case] = {
     "step": BASE,
+    "once": replace(BASE, lengths=BASE.lengths[:1], evaluate=False),
     "recompute": replace(BASE, recompute=True, router="noisy", evaluate=False, seed=12),
     "drops": replace(BASE, capacity=Capacity.fixed(0.7), seed=13),
     "chunks": replace(_SMALL, plan=Plan(schedule="s2", chunks=2), experts="gelu", top_k=4, lengths=((4, 4),), seed=14),
@@ -131,11 +132,11 @@ class Mutant:
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
-        "expert gradients scaled by ep", "DeepSpeed#5618, pytorch#160285", "step", "numbers",
+        "expert gradients scaled by ep", "DeepSpeed#5618, pytorch#160285", "once", "numbers",
         plants.experts_times(lambda layer, grid: grid.ep), off_by="expert gradient: 2",
     ),
     Mutant(
-        "expert gradients averaged over their copies only", "Megatron-LM#5956, DeepSpeed#6546", "step", "numbers",
+        "expert gradients averaged over their copies only", "Megatron-LM#5956, DeepSpeed#6546", "once", "numbers",
         plants.experts_times(lambda layer, grid: grid.dp / grid.edp), off_by="expert gradient: 2",
     ),
     Mutant(
@@ -143,7 +144,7 @@ MUTANTS: tuple[Mutant, ...] = (
         plants.experts_times(lambda layer, grid: grid.tp / grid.etp), off_by="expert gradient: 2",
     ),
     Mutant(
-        "expert gradients divided by all ranks", "own", "step", "numbers",
+        "expert gradients divided by all ranks", "own", "once", "numbers",
         plants.experts_times(lambda layer, grid: 1 / grid.tp), off_by="expert gradient: 0.5",
     ),
     Mutant(
@@ -151,65 +152,65 @@ MUTANTS: tuple[Mutant, ...] = (
         plants.experts_times(lambda layer, grid: 1 / layer.on_mesh.compiled.plan.chunks), off_by="expert gradient: 0.5",
     ),
     Mutant(
-        "expert gradients not summed over their copies", "Megatron-LM#5916, fairseq#4220", "step", "numbers",
+        "expert gradients not summed over their copies", "Megatron-LM#5916, fairseq#4220", "once", "numbers",
         plants.experts_summed_over(None),
     ),
     Mutant(
-        "expert gradients summed over the dense axis", "Megatron-LM#5916", "step", "numbers",
+        "expert gradients summed over the dense axis", "Megatron-LM#5916", "once", "numbers",
         plants.experts_summed_over("dp"),
     ),
-    Mutant("shards of an expert summed", "Megatron-LM#5916", "step", "numbers", plants.experts_summed_over("etp")),
+    Mutant("shards of an expert summed", "Megatron-LM#5916", "once", "numbers", plants.experts_summed_over("etp")),
     Mutant(
-        "all gradients averaged twice", "own", "step", "numbers", plants.everything_times(lambda grid: 1 / grid.dp),
+        "all gradients averaged twice", "own", "once", "numbers", plants.everything_times(lambda grid: 1 / grid.dp),
         off_by="router gradient: 0.25",
     ),
     Mutant(
-        "all gradients summed, never averaged", "own", "step", "numbers",
+        "all gradients summed, never averaged", "own", "once", "numbers",
         plants.everything_times(lambda grid: grid.dp), off_by="router gradient: 4",
     ),
     Mutant(
-        "router's gradient not reduced over dp", "torchtitan#4054", "step", "numbers",
+        "router's gradient not reduced over dp", "torchtitan#4054", "once", "numbers",
         plants.gradients_then(plants.router_of_own_group),
     ),
     Mutant(
-        "S1: the gate's gradient not summed over tp", "Parm; torchtitan#2416", "step", "numbers",
+        "S1: the gate's gradient not summed over tp", "Parm; torchtitan#2416", "once", "numbers",
         plants.replaced(expert_parallel, "share", lambda transport, group, value: value.view_as(value)),
     ),
     Mutant(
-        "S1: the gate's gradient averaged over tp", "own", "step", "numbers",
+        "S1: the gate's gradient averaged over tp", "own", "once", "numbers",
         plants.replaced(expert_parallel, "share", plants.averaged_over_peers), off_by="router gradient: 0.5",
     ),
     Mutant(
-        "router trained by its losses alone", "Automodel#2995", "step", "numbers", plants.weights_without_gradient,
+        "router trained by its losses alone", "Automodel#2995", "once", "numbers", plants.weights_without_gradient,
     ),
     Mutant(
-        "router's gradient from local experts only", "transformers#48205", "step", "numbers",
+        "router's gradient from local experts only", "transformers#48205", "once", "numbers",
         plants.weights_of_local_experts,
     ),
     Mutant("selection bias in the routing weights", "PaddleFormers#3452", "step", "numbers", plants.biased_weights),
     Mutant("noise drawn by every tensor rank", "own", "recompute", "numbers", plants.noise_of_every_rank),
     Mutant(
-        "auxiliary loss scaled by tp", "Megatron-LM#5047, #7452 (10)", "step", "numbers",
+        "auxiliary loss scaled by tp", "Megatron-LM#5047, #7452 (10)", "once", "numbers",
         plants.loss_share(lambda grid: grid.dp * grid.tp),
     ),
     Mutant(
-        "auxiliary loss too small by dp", "Megatron-LM#3672", "step", "numbers", plants.loss_share(lambda grid: 1),
+        "auxiliary loss too small by dp", "Megatron-LM#3672", "once", "numbers", plants.loss_share(lambda grid: 1),
     ),
     Mutant(
-        "auxiliary loss never reaches the router", "Automodel#1408; ScheMoE", "step", "numbers",
+        "auxiliary loss never reaches the router", "Automodel#1408; ScheMoE", "once", "numbers",
         plants.loss_never_used,
     ),
-    Mutant("auxiliary losses of a rank's own tokens", "own", "step", "numbers", plants.losses_of_own_tokens),
+    Mutant("auxiliary losses of a rank's own tokens", "own", "once", "numbers", plants.losses_of_own_tokens),
     Mutant(
         "load-balance loss nearly constant", "hyper-parallel#752", "step", "numbers",
         plants.load_balance(plants.balance_over_wrong_pairs),
     ),
     Mutant(
-        "load-balance loss without the number of experts", "Automodel#1408", "step", "numbers",
+        "load-balance loss without the number of experts", "Automodel#1408", "once", "numbers",
         plants.load_balance(plants.balance_without_experts), off_by="auxiliary loss: 0.25",
     ),
     Mutant(
-        "load-balance loss counts choices per token", "own", "step", "numbers",
+        "load-balance loss counts choices per token", "own", "once", "numbers",
         plants.load_balance(plants.balance_of_choices), off_by="auxiliary loss: 2",
     ),
     Mutant(
@@ -222,21 +223,21 @@ MUTANTS: tuple[Mutant, ...] = (
         plants.counting(lambda layer, routed, replaying: replaying), off_by="counts: 2",
     ),
     Mutant(
-        "copies counted by every tensor rank", "Megatron-DeepSpeed#63", "step", "numbers",
+        "copies counted by every tensor rank", "Megatron-DeepSpeed#63", "once", "numbers",
         plants.counting_anew(plants.every_tensor_rank), off_by="counts: 2",
     ),
     Mutant(
-        "copies of other ranks not counted", "torchtitan#4154", "step", "numbers",
+        "copies of other ranks not counted", "torchtitan#4154", "once", "numbers",
         plants.counting_anew(plants.own_copies),
     ),
     Mutant(
         "evaluation tokens in the bias update", "torchtitan#4148", "step", "numbers",
         plants.counting(lambda layer, routed, replaying: not layer.training),
     ),
-    Mutant("padding in the bias update", "Megatron-LM#6114", "step", "numbers", plants.padding_counts),
-    Mutant("padding is routed", "torchtitan#4168", "step", "numbers", plants.padding_routed),
+    Mutant("padding in the bias update", "Megatron-LM#6114", "once", "numbers", plants.padding_counts),
+    Mutant("padding is routed", "torchtitan#4168", "once", "numbers", plants.padding_routed),
     Mutant(
-        "padding mask of another group's tokens", "Megatron-LM#7452 (5)", "step", "numbers",
+        "padding mask of another group's tokens", "Megatron-LM#7452 (5)", "once", "numbers",
         plants.padding_mask_of_others,
     ),
     Mutant("bias updated per micro-batch", "torchtitan#1304", "step", "numbers", plants.bias_each_micro_batch),
@@ -260,7 +261,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "gradient norm: experts once per copy", "own", "gloo", "numbers", plants.norm_of_every_expert_copy,
     ),
     Mutant(
-        "input gradient summed over tp twice", "own", "step", "numbers", plants.input_gradient_summed_over_tp,
+        "input gradient summed over tp twice", "own", "once", "numbers", plants.input_gradient_summed_over_tp,
     ),
     Mutant(
         "gathered rows' gradient sliced, not summed", "Automodel#1260", "chunks", "validator",
@@ -274,9 +275,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "shared expert's gradient taken for a routed one's", "own", "shared", "numbers",
         plants.gradients_then(plants.shared_of_its_copies),
     ),
-    Mutant("first expert skipped in combine", "sglang#26473", "step", "numbers", plants.first_expert_skipped),
+    Mutant("first expert skipped in combine", "sglang#26473", "once", "numbers", plants.first_expert_skipped),
     Mutant(
-        "results put back by the order that sorted them", "own", "step", "numbers",
+        "results put back by the order that sorted them", "own", "once", "numbers",
         plants.replaced(messages, "placed", plants.sorted_again),
     ),
     Mutant("2DH divides by the wrong size", "Tutel, algorithm 2", "nodes", "crash", plants.stride_by_columns),
@@ -300,15 +301,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("visits off by one", "own", "multicast", "numbers", plants.node_tokens_off_by_one),
     Mutant("gradients coded", "ScheMoE", "codec", "numbers", change=plants.gradients_coded),
     Mutant("codec on the wrong side: own rows coded", "own", "codec", "numbers", plants.own_rows_coded),
-    Mutant("read before waiting", "own", "step", "numbers", plants.read_before_waiting),
+    Mutant("read before waiting", "own", "once", "numbers", plants.read_before_waiting),
     Mutant("messages of two peers swapped", "own", "nodes", "numbers", plants.messages_swapped),
     Mutant("the arbiter decides again under recompute", "own", "arbiter", "crash", plants.decides_again),
     Mutant("samples moved, labels stayed", "NetMoE", "placed", "numbers", plants.labels_stay),
     Mutant("results in another sample's place", "NetMoE", "placed", "numbers", plants.slots_reversed),
     Mutant("experts moved, counts stayed", "own", "experts", "numbers", plants.counts_by_number),
     Mutant("experts moved, gradients stayed", "SmartMoE", "experts", "numbers", plants.gradients_stay),
-    Mutant("a dependency removed", "own", "step", "validator", change=plants.edge_removed),
-    Mutant("partial sums not declared", "own", "step", "validator", change=plants.partial_forgotten),
+    Mutant("a dependency removed", "own", "once", "validator", change=plants.edge_removed),
+    Mutant("partial sums not declared", "own", "once", "validator", change=plants.partial_forgotten),
 )  # fmt: skip
 
 

@@ -23,6 +23,8 @@ TINY = 1e-4
 """The part of each sequence's shares that follows the popularity: no share is 0, so scaling can reach any popularity."""
 SOFTNESS = 0.1
 """How gradually drifting experts swap ranks, in standard deviations of the latent values: a swap takes several steps."""
+AT_ONCE = 1 << 16
+"""Largest number of shares that the search for a concentration scales together: they stay in the processor's cache."""
 STEEPEST = 60.0
 """The largest Zipf exponent: with it only the top_k most popular experts get any copies."""
 
@@ -106,12 +108,17 @@ def make_segment(config: SyntheticRouting) -> TraceSegment:
     shape = config.shape
     holds: Holds = "tokens" if config.tokens else "counts"
     table = np.zeros((config.steps, *shape.table(holds)), dtype=shape.dtype(holds))
+    scales: dict[bytes, float] = {}  # by popularity: layers often share one
     for layer in range(config.num_layers):
         random = np.random.default_rng([config.seed, layer])
         dirichlet_scale = None
         for step, shares in enumerate(_popularities(config, random)):
             if config.locality and dirichlet_scale is None:
-                dirichlet_scale = concentration(shares, config.sequences, config.locality, config.top_k, config.seed)
+                scale_key = shares.tobytes()
+                if scale_key not in scales:
+                    tried = (config.sequences, config.locality, config.top_k, config.seed)
+                    scales[scale_key] = concentration(shares, *tried)
+                dirichlet_scale = scales[scale_key]
             for number, sequence_shares in enumerate(
                 draw_sequence_shares(shares, config.sequences, dirichlet_scale, config.top_k, random)
             ):
@@ -139,15 +146,15 @@ def capped(shares: np.ndarray, top_k: int) -> np.ndarray:
     """Scale each row to a sum of 1, and cap its entries at 1 / top_k; the other entries get the excess in proportion.
 
     Args:
-        shares: (rows, num_experts), not negative, with at least `top_k` positive entries in each row.
+        shares: (..., rows, num_experts), not negative, with at least `top_k` positive entries in each row.
         top_k: experts per token.
     """
     limit = 1 / top_k
     is_capped = np.zeros(shares.shape, dtype=bool)
     for _ in range(top_k):
         free_shares = np.where(is_capped, 0.0, shares)
-        free_sum = 1 - is_capped.sum(axis=1, keepdims=True) * limit
-        total = free_shares.sum(axis=1, keepdims=True)
+        free_sum = 1 - is_capped.sum(axis=-1, keepdims=True) * limit
+        total = free_shares.sum(axis=-1, keepdims=True)
         scaled = np.where(is_capped, limit, free_shares * (free_sum / np.where(total > 0, total, 1)))
         is_above = scaled > limit
         if not is_above.any():
@@ -167,17 +174,17 @@ def concentration(shares: np.ndarray, sequences: int, local: float, top_k: int, 
         seed: seed of the draws on which concentrations are tried.
     """
 
-    def mean_locality(spread: float) -> float:
-        random = np.random.default_rng(seed)
-        draws = range(-(-64 // sequences))
-        return float(
-            np.mean(
-                [locality(draw_sequence_shares(shares, sequences, spread, top_k, random) * 1e9, top_k) for _ in draws]
-            )
-        )
-
     # A grid instead of bisection: with few sequences a concentration near 0 may give less locality than a larger one.
-    return min(np.geomspace(0.01, 1000, 48).tolist(), key=lambda spread: abs(mean_locality(spread) - local))
+    spreads, tries = np.geomspace(0.01, 1000, 48), -(-64 // sequences)
+    found: list[float] = []
+    for some in np.array_split(spreads, min(48, 1 + 48 * tries * sequences * len(shares) // AT_ONCE)):
+        drawn = []
+        for spread in some.tolist():
+            random = np.random.default_rng(seed)
+            drawn += [dirichlet_capped(spread * shares, sequences, top_k, random) for _ in range(tries)]
+        localities = [locality(each * 1e9, top_k) for each in fitted(np.stack(drawn), shares, top_k)]
+        found += np.reshape(localities, (len(some), tries)).mean(axis=1).tolist()
+    return float(spreads[np.argmin(np.abs(np.array(found) - local))])
 
 
 def draw_sequence_shares(
@@ -194,10 +201,15 @@ def draw_sequence_shares(
     """
     if spread is None:
         return np.tile(shares, (sequences, 1))
-    sequence_shares = (1 - TINY) * dirichlet_capped(spread * shares, sequences, top_k, random) + TINY * shares
+    return fitted(dirichlet_capped(spread * shares, sequences, top_k, random), shares, top_k)
+
+
+def fitted(drawn: np.ndarray, shares: np.ndarray, top_k: int) -> np.ndarray:
+    """Scale draws of sequences, (..., sequences, num_experts), so that their mean is `shares`, (num_experts,)."""
+    drawn = (1 - TINY) * drawn + TINY * shares
     for _ in range(60):  # iterative proportional fitting
-        sequence_shares = capped(sequence_shares * (shares / np.maximum(sequence_shares.mean(axis=0), 1e-300)), top_k)
-    return sequence_shares
+        drawn = capped(drawn * (shares / np.maximum(drawn.mean(axis=-2, keepdims=True), 1e-300)), top_k)
+    return drawn
 
 
 def dirichlet_capped(alpha: np.ndarray, rows: int, top_k: int, random: np.random.Generator) -> np.ndarray:

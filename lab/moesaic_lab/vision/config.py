@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -65,42 +65,34 @@ class SwinConfig:
     """Coefficient of the load-balance loss; 0 turns it off."""
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "channels", "num_classes", "patch_size", "window", "dim", "num_experts", "top_k"):
-            _check(self, name, getattr(self, name) >= 1, "at least 1")
-        _check(self, "dense_stages", self.dense_stages >= 0, "at least 0")
-        _check(self, "balance_loss", 0 <= self.balance_loss < math.inf, "at least 0 and finite")
-        _check(self, "mlp_ratio", 0 < self.mlp_ratio < math.inf, "above 0 and finite")
-        for name, allowed in (("ffn", ("moe", "dense")), ("norm", ("post", "pre"))):
-            _check(self, name, getattr(self, name) in allowed, " or ".join(allowed))
-        _check(self, "router", self.router in ROUTERS and self.router != "hash", "a router that reads no token ids")
-        _check(self, "depths", bool(self.depths) and min(self.depths) >= 1, "blocks of at least one stage")
-        if self.ffn == "moe" and self.top_k > self.num_experts:
-            raise InputError(f"swin.top_k={self.top_k}: choose at most num_experts={self.num_experts}")
-        self._check_shapes()
+        for names, holds, requirement in self._requirements():
+            if not holds:
+                values = ", ".join(f"swin.{name}={getattr(self, name)!r}" for name in names.split())
+                raise InputError(f"{values}: must be {requirement}")
 
-    def _check_shapes(self) -> None:
-        """Raise InputError if patches, heads or windows do not divide the sizes that they split."""
-        if len(self.heads) != self.num_stages:
-            raise InputError(
-                f"swin.heads={tuple(self.heads)} does not fit swin.depths={tuple(self.depths)}: give one number per stage"
-            )
+    def _requirements(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield names of fields, whether they are valid, and what they must be."""
+        for name in ("image_size", "channels", "num_classes", "patch_size", "window", "dim", "num_experts", "top_k"):
+            yield name, getattr(self, name) >= 1, "at least 1"
+        yield "dense_stages", self.dense_stages >= 0, "at least 0"
+        yield "balance_loss", 0 <= self.balance_loss < math.inf, "at least 0 and finite"
+        yield "mlp_ratio", 0 < self.mlp_ratio < math.inf, "above 0 and finite"
+        yield "ffn", self.ffn in ("moe", "dense"), "moe or dense"
+        yield "norm", self.norm in ("post", "pre"), "post or pre"
+        yield "router", self.router in ROUTERS and self.router != "hash", "a router that reads no token ids"
+        yield "depths", bool(self.depths) and min(self.depths) >= 1, "blocks of at least one stage"
+        yield "top_k num_experts", self.ffn == "dense" or self.top_k <= self.num_experts, "at most as many as experts"
+        yield "heads depths", len(self.heads) == self.num_stages, "one number per stage each"
         least = self.patch_size * 2 ** (self.num_stages - 1)
-        if self.image_size % least:
-            raise InputError(
-                f"swin.image_size={self.image_size} does not split into patches of {self.patch_size} pixels that "
-                f"{self.num_stages - 1} stages halve: choose a multiple of {least}"
-            )
+        yield "image_size", self.image_size % least == 0, f"a multiple of {least}, which all stages can halve"
         for stage, heads in enumerate(self.heads):
-            if heads < 1 or self.width(stage) % heads:
-                raise InputError(
-                    f"swin.heads[{stage}]={heads} does not divide the width {self.width(stage)} of that stage: choose a "
-                    "divisor of it"
-                )
-            if self.resolution(stage) % self.window_of(stage):
-                raise InputError(
-                    f"swin.window={self.window} does not divide the {self.resolution(stage)} tokens of a side in stage "
-                    f"{stage}: choose a divisor of them"
-                )
+            width, side = self.width(stage), self.resolution(stage)
+            yield "heads", heads >= 1 and width % heads == 0, f"a divisor of the width {width} in stage {stage}"
+            yield (
+                "window",
+                side % self.window_of(stage) == 0,
+                f"a divisor of the {side} tokens of a side in stage {stage}",
+            )
 
     @property
     def num_stages(self) -> int:
@@ -130,11 +122,6 @@ class SwinConfig:
     def is_sparse(self, stage: int, block: int) -> bool:
         """Return whether a block has an MoE layer: every second one does, from stage `dense_stages` on."""
         return self.ffn == "moe" and stage >= self.dense_stages and block % 2 == 1
-
-
-def _check(config: SwinConfig, name: str, holds: bool, requirement: str) -> None:
-    if not holds:
-        raise InputError(f"swin.{name}={getattr(config, name)!r}: must be {requirement}")
 
 
 _SMALL = SwinConfig()

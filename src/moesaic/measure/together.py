@@ -13,9 +13,6 @@ import os
 import time
 from collections.abc import Callable
 
-import torch
-import torch.distributed as dist
-
 
 def hold_still(rank: int) -> None:
     """Bind this process's threads to one of its cores, under the batch policy. Linux only; elsewhere nothing happens.
@@ -54,6 +51,9 @@ def start_together(latest: Callable[[float], float], lead_seconds: float = 0.002
 
 def latest(moment: float) -> float:
     """Return the largest of all ranks' numbers."""
+    import torch  # here, since `hold_still` also serves processes that need no torch
+    import torch.distributed as dist
+
     number = torch.tensor([moment], dtype=torch.float64)
     dist.all_reduce(number, dist.ReduceOp.MAX)
     return float(number)
@@ -61,6 +61,8 @@ def latest(moment: float) -> float:
 
 def gathered(own: list) -> list[list]:
     """Return the lists of all ranks, by rank."""
+    import torch.distributed as dist
+
     if not dist.is_initialized():
         return [own]
     of_all_ranks: list = [None] * dist.get_world_size()

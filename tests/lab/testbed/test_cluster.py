@@ -201,10 +201,11 @@ def test_a_function_of_a_script(tmp_path):
     script.write_text(
         textwrap.dedent(
             """
-            import torch.distributed as dist
             from moesaic_testbed import cluster
 
             def double(x):
+                import torch.distributed as dist
+
                 return 2 * x + dist.get_rank()
 
             if __name__ == "__main__":

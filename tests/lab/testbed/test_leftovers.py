@@ -25,7 +25,7 @@ TOKEN = "MOESAIC_TEST_TOKEN"
 KINDS = ("net", "pid", "mnt", "user")
 SCRIPT = """
     import os, subprocess, sys, time
-    from moesaic_testbed import cluster
+    from moesaic_testbed import Bed, Launcher
 
     def stay():
         subprocess.Popen(["sleep", "1000"], start_new_session=True)  # somebody whom no process group reaches
@@ -33,7 +33,7 @@ SCRIPT = """
         time.sleep(1000)
 
     if __name__ == "__main__":
-        with cluster(2, 2, switches=(0, 1)) as bed:
+        with Launcher({torch}) as launcher, launcher.open(Bed(switches=(0, 1))) as bed:
             {body}
 """
 WAYS = {
@@ -108,7 +108,7 @@ def attend() -> None:
 
 def start(body: str, token: str, folder: Path) -> subprocess.Popen[str]:
     script = folder / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT).replace("{body}", body))
+    script.write_text(textwrap.dedent(SCRIPT).replace("{body}", body).replace("{torch}", str("bed.run" in body)))
     return subprocess.Popen(
         [sys.executable, str(script)], env={**os.environ, TOKEN: token}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, preexec_fn=attend,

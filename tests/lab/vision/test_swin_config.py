@@ -12,21 +12,12 @@ from moesaic_lab.vision.config import PRESETS, SwinConfig
 SMALL, MOE = PRESETS["swinv2-s"], PRESETS["swinv2-moe-s"]
 
 BAD: dict[str, tuple[SwinConfig, dict[str, object]]] = {
-    "swin.image_size=200 does not split into patches of 4 pixels that 3 stages halve: choose a multiple of 32": (
-        SMALL,
-        {"image_size": 200},
-    ),
-    "swin.window=7 does not divide the 48 tokens of a side in stage 0: choose a divisor of them": (
-        SMALL,
-        {"window": 7},
-    ),
-    "swin.heads=(3, 6) does not fit swin.depths=(2, 2, 18, 2): give one number per stage": (SMALL, {"heads": (3, 6)}),
-    "swin.heads[1]=5 does not divide the width 192 of that stage: choose a divisor of it": (
-        SMALL,
-        {"heads": (3, 5, 12, 24)},
-    ),
-    "swin.heads[0]=0 does not divide the width 96": (SMALL, {"heads": (0, 6, 12, 24)}),
-    "swin.top_k=33: choose at most num_experts=32": (MOE, {"top_k": 33}),
+    "swin.image_size=200: must be a multiple of 32, which all stages can halve": (SMALL, {"image_size": 200}),
+    "swin.window=7: must be a divisor of the 48 tokens of a side in stage 0": (SMALL, {"window": 7}),
+    "swin.heads=(3, 6), swin.depths=(2, 2, 18, 2): must be one number per stage each": (SMALL, {"heads": (3, 6)}),
+    "swin.heads=(3, 5, 12, 24): must be a divisor of the width 192 in stage 1": (SMALL, {"heads": (3, 5, 12, 24)}),
+    "swin.heads=(0, 6, 12, 24): must be a divisor of the width 96": (SMALL, {"heads": (0, 6, 12, 24)}),
+    "swin.top_k=33, swin.num_experts=32: must be at most as many as experts": (MOE, {"top_k": 33}),
     "swin.depths=(): must be blocks of at least one stage": (SMALL, {"depths": ()}),
     "swin.depths=(2, 0, 18, 2): must be": (SMALL, {"depths": (2, 0, 18, 2)}),
     "swin.dim=0: must be at least 1": (SMALL, {"dim": 0}),

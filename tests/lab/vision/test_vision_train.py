@@ -48,12 +48,7 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("world", "names"),
-    [
-        (2, list(MESHES)),
-        pytest.param(4, ["ep"], marks=pytest.mark.random),
-    ],
-    ids=["2", "4"],
+    ("world", "names"), [(2, list(MESHES)), pytest.param(4, ["ep"], marks=pytest.mark.random)], ids=["2", "4"]
 )
 def test_ranks_train_as_one_and_write_the_same_weights(tmp_path: Path, world: int, names: list[str]) -> None:
     start(world, on_rank, world, str(tmp_path), names)
