@@ -65,9 +65,10 @@ def pairwise(
     fits: Callable[..., bool] = lambda *_: True,
     empty: Callable[..., bool] = lambda *_: False,
 ) -> list[Any]:
-    """Return the product of axes for `parametrize`: `make test` runs a part of it, `make test-random` the rest.
+    """Return combinations of the values of axes for `parametrize`.
 
-    The part covers every pair of values of two axes that occurs in the product. It is chosen greedily.
+    `make test` runs some in which every pair of values of two axes occurs that fit together; they are chosen greedily.
+    `make test-random` runs up to as many others, evenly spread over the product.
 
     Args:
         values: the values of each parameter.
@@ -86,7 +87,10 @@ def pairwise(
         row = max(rows, key=lambda row: len(met[row] & missing))
         chosen.add(row)
         missing -= met[row]
-    return [pytest.param(*map(getitem, axes, row), marks=() if row in chosen else pytest.mark.random) for row in rows]
+    others = [row for row in rows if row not in chosen]
+    spread = others[:: -(-len(others) // len(chosen)) or 1] if chosen else []
+    marked = [(row, ()) for row in rows if row in chosen] + [(row, pytest.mark.random) for row in spread]
+    return [pytest.param(*map(getitem, axes, row), marks=marks) for row, marks in marked]
 
 
 def _trains(name: str, dim: int, num_experts: int, top_k: int) -> bool:

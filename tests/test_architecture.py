@@ -13,7 +13,7 @@ from typing import get_args
 
 import pytest
 
-from import_graph import cycles
+from import_graph import cycles, nodes, parsed
 from moesaic.codecs import CODECS, NO_CODEC
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
@@ -66,9 +66,9 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def called(node: ast.Call) -> str:
+    """Return the name of the function or method that a call names."""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
 @cache
@@ -80,14 +80,14 @@ def imports_of(path: Path) -> set[str]:
     found = set()
     root = LAB.parent if LAB.parent in path.parents else PACKAGE.parent
     package = path.relative_to(root).with_suffix("").parts[:-1]
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*above, *([node.module] if node.module else [])])
             found |= {f"{module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func) and node.args:
+        elif isinstance(node, ast.Call) and called(node) == "import_module" and node.args:
             name = node.args[0]
             if isinstance(name, ast.Constant):
                 found.add(name.value)
@@ -102,7 +102,7 @@ def parts_imported(path: Path) -> set[str]:
 
 def functions(path: Path) -> Iterator[tuple[str, Function]]:
     """Yield every function of a file, nested ones too, with its place."""
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, Function):
             yield f"{name_of(path)}:{node.lineno} {node.name}", node
 
@@ -184,7 +184,7 @@ def documented_in_interfaces() -> set[str]:
     return {
         method.name
         for path in [*SOURCES, *LAB_SOURCES]
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef) and node.name.startswith("Abstract")
         for method in node.body
         if isinstance(method, Function) and ast.get_docstring(method)
@@ -231,7 +231,7 @@ def module_state(path: Path) -> list[str]:
             literal = isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
             if made or (literal and not name.isupper() and name != "__all__"):
                 wrong.append(f"{name_of(path)}:{node.lineno} {name}")
-    for node in ast.walk(module):
+    for node in nodes(path):
         changed = ""
         if isinstance(node, ast.Global):
             changed = f"global {', '.join(node.names)}"
@@ -322,7 +322,7 @@ ASKS_FOR_NOTHING = re.compile(r"codec|replication|lending")
 def test_no_registered_name_is_compared_outside_the_file_of_what_it_names():
     found = []
     for path in SOURCES:
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
             if isinstance(node, ast.MatchValue):
                 sides = [node.value]
@@ -369,11 +369,13 @@ WRITERS = {
     "copy2", "copytree", "tofile",
 }  # fmt: skip
 
+WRITES = {"open": "os.open", "replace": "os.replace", "rename": "os.rename", "move": "shutil.move"}
+
 
 def writes(node: ast.Call) -> bool:
     """Return whether a call opens a file for writing, or puts one in place."""
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    if name in WRITERS or ast.unparse(node.func) in ("os.open", "os.replace", "os.rename", "shutil.move"):
+    name = called(node)
+    if name in WRITERS or (name in WRITES and ast.unparse(node.func) in WRITES.values()):
         return True
     words = [*node.args, *(keyword.value for keyword in node.keywords)]
     modes = [word.value for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)]
@@ -385,7 +387,7 @@ def test_files_are_opened_for_writing_in_one_place():
     found = {
         path.relative_to(PACKAGE).as_posix()
         for path in SOURCES
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and writes(node)
     }
     assert found - {"files.py"} == OPENED_ELSEWHERE.keys()

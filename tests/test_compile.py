@@ -29,21 +29,13 @@ def _fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
-# Other routers: the test below compiles the whole graph.
-@pytest.mark.parametrize("router", ["cosine", "group_limited"])
-def test_there_is_no_graph_break(router: str) -> None:
-    layer = layer_for(router, torch.float32)
-    explanation = torch._dynamo.explain(layer)(torch.randn(2, 6, 8))
-    assert explanation.graph_break_count == 0, explanation.break_reasons
-    assert explanation.graph_count == 1
-
-
 @pytest.mark.parametrize(
     ("router", "mode"),
     [
-        *(("softmax", mode) for mode in MODES),
-        ("sigmoid", "float32"),
-        *(pytest.param("sigmoid", mode, marks=pytest.mark.random) for mode in ("float64", "autocast")),
+        ("softmax", "autocast"),
+        ("group_limited", "float32"),
+        pytest.param("cosine", "float64", marks=pytest.mark.random),
+        pytest.param("sigmoid", "autocast", marks=pytest.mark.random),
     ],
 )
 def test_forward_and_backward_equal_eager(router: str, mode: str) -> None:
@@ -66,17 +58,18 @@ def test_forward_and_backward_equal_eager(router: str, mode: str) -> None:
     assert torch.equal(layer.step_counts, counts)
 
 
-def test_evaluation_compiles_and_another_batch_size_agrees() -> None:
-    layer = layer_for("softmax", torch.float32).eval()
+def test_evaluation_compiles_for_every_batch_size_top_k_and_an_odd_width() -> None:
+    layer = layer_for("softmax", torch.float32, dim=5, hidden=7).eval()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for tokens in (6, 9, 1):
-        x = torch.randn(tokens, 8)
+    for tokens in (6, 9):
+        x = torch.randn(tokens, 5)
         torch.testing.assert_close(compiled(x), layer(x))
+    x = torch.randn(6, 5)
+    torch.testing.assert_close(compiled(x, top_k=1), layer(x, top_k=1))
 
 
-@pytest.mark.parametrize("router", ["softmax", "noisy"])
-def test_a_checkpointed_block_runs_eagerly_between_two_graphs(router: str) -> None:
-    block = torch.nn.Sequential(torch.nn.Tanh(), layer_for(router, torch.float32), torch.nn.Tanh())
+def test_a_checkpointed_block_runs_eagerly_between_two_graphs() -> None:
+    block = torch.nn.Sequential(torch.nn.Tanh(), layer_for("noisy", torch.float32), torch.nn.Tanh())
 
     def eager(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(block, x.sin()).cos()
@@ -92,12 +85,6 @@ def test_a_checkpointed_block_runs_eagerly_between_two_graphs(router: str) -> No
     torch.testing.assert_close(results[0], results[1])
 
 
-def test_the_top_k_of_a_call_compiles() -> None:
-    layer, x = make_layer(losses=()).eval(), torch.randn(6, 8)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, top_k=1), layer(x, top_k=1))
-
-
 def test_asking_a_device_for_its_kernels_breaks_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     def untraceable(name: str) -> None:
         torch._dynamo.graph_break()
@@ -110,10 +97,3 @@ def test_asking_a_device_for_its_kernels_breaks_no_graph(monkeypatch: pytest.Mon
         monkeypatch.setattr(module, "kind_of", kind_of)
     explanation = torch._dynamo.explain(layer_for("softmax", torch.float32))(torch.randn(2, 6, 8))
     assert (explanation.graph_count, explanation.graph_break_count) == (1, 0), explanation.break_reasons
-
-
-def test_experts_of_odd_width_compile() -> None:
-    layer = make_layer(dim=5, hidden=7, losses=())
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(6, 5)
-    torch.testing.assert_close(compiled(x), layer(x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,17 +14,23 @@ from runs import tiny, write_config
 
 def test_training_on_two_ranks_hears_of_nothing_deprecated(tmp_path: Path) -> None:
     config = write_config(tiny(tmp_path, steps=1, batch_size=4, mesh={"ep": 2}), tmp_path / "config.json")
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moesaic", "train"]
+    with socket.create_server(("localhost", 0)) as listener:
+        port = listener.getsockname()[1]
+    environment = os.environ | {
+        "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+    }  # fmt: skip
     # Not forked: what has been imported before warns no more.
-    ended = subprocess.run(
-        [sys.executable, *words, "--config", str(config)],
-        env=os.environ | {"PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "moesaic", "train", "--config", str(config)],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    err = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], err
     ours = str(Path(moesaic.__file__).parent)
-    said = [line for line in ended.stderr.splitlines() if "deprecated" in line or "Warning: " in line]
+    said = [line for line in "\n".join(err).splitlines() if "deprecated" in line or "Warning: " in line]
     # Of Python's warnings those that name a file of ours; torch also logs some, which name no file.
     assert [line for line in said if line.startswith(ours) or "Warning: " not in line] == []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,24 @@ def base(folder: Path, *words: str) -> list[str]:
     return ["train", "--config", str(write_config(tiny(folder), folder / "good.json")), *words]
 
 
-def made(folder: Path, **changes: object) -> Path:
-    """Train a run with two checkpoints; return its folder."""
-    run_quietly(tiny(folder, **({"steps": 2, "save": {"every": 1}} | changes)))
+@pytest.fixture(scope="module", autouse=True)
+def _trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Train a run with two checkpoints once, for `made`."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        skip_measuring(patch)
+        run_quietly(tiny(folder, steps=2, save={"every": 1}))
+        patch.setattr(f"{__name__}.TRAINED", folder / "run")
+        yield
+
+
+TRAINED = Path()
+
+
+def made(folder: Path) -> Path:
+    """Return the folder of a run with two checkpoints."""
+    tiny(folder)  # writes its text
+    shutil.copytree(TRAINED, folder / "run")
     return folder / "run"
 
 

@@ -1,4 +1,4 @@
-"""How test cases are divided: `make test` covers every pair of values and the first seeds, and no case is lost."""
+"""How test cases are divided: `make test` covers every pair of values and the first seeds."""
 
 from __future__ import annotations
 
@@ -22,26 +22,30 @@ def pairs(rows: list[tuple[Any, ...]]) -> set[Any]:
 
 
 @pytest.mark.parametrize("sizes", [(3,), (5, 11, 4), (2, 2, 3, 2, 2, 5), (1, 4, 4)], ids=str)
-def test_every_pair_is_met_and_every_combination_is_a_case(sizes: tuple[int, ...]) -> None:
+def test_every_pair_is_met_and_as_many_other_combinations_are_cases(sizes: tuple[int, ...]) -> None:
     axes = [range(size) for size in sizes]
     quick, others = values(pairwise(*axes))
-    assert sorted(quick + others) == list(itertools.product(*axes))
-    assert pairs(quick) == pairs(quick + others)
+    every = list(itertools.product(*axes))
+    assert set(quick) | set(others) <= set(every)
+    assert len({*quick, *others}) == len(quick) + len(others)
+    assert min(len(quick), len(every) - len(quick)) / 2 <= len(others) <= len(quick)
+    assert pairs(quick) == pairs(every)
     assert len(quick) < 2 * max((a * b for a, b in itertools.combinations(sizes, 2)), default=max(sizes))
 
 
 def test_values_that_do_not_go_together_are_left_out_and_their_others_are_met() -> None:
     quick, others = values(pairwise("abc", range(4), (False, True), fits=lambda a, b, _: a != "a" or b < 2))
-    assert len(quick + others) == 20
-    assert pairs(quick) == pairs(quick + others)
-    assert ((0, "a"), (2, True)) in pairs(quick)
+    every = [row for row in itertools.product("abc", range(4), (False, True)) if row[0] != "a" or row[1] < 2]
+    assert set(quick + others) <= set(every)
+    assert pairs(quick) == pairs(every)
 
 
 def test_what_is_met_where_nothing_is_computed_is_met_elsewhere_too() -> None:
     axes = ((0, 3, 5), "abc", (False, True))
-    quick, others = values(pairwise(*axes, empty=lambda size, *_: size == 0))
+    quick, _ = values(pairwise(*axes, empty=lambda size, *_: size == 0))
     for is_empty in (False, True):
-        met = [{*pairs([row for row in rows if (row[0] == 0) == is_empty])} for rows in (quick, quick + others)]
+        every = list(itertools.product(*axes))
+        met = [{*pairs([row for row in rows if (row[0] == 0) == is_empty])} for rows in (quick, every)]
         assert met[0] == met[1]
 
 

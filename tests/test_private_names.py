@@ -10,6 +10,8 @@ from pathlib import Path
 
 from torch import nn
 
+from import_graph import nodes
+
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 OF_TUPLES = {"_replace", "_asdict", "_fields", "_make"}
@@ -22,9 +24,9 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith(("__", "_moesaic")) and name not in ({"_"} | OF_TUPLES)
 
 
-def own_names(tree: ast.AST) -> Iterator[str]:
+def own_names(tree: list[ast.AST]) -> Iterator[str]:
     """Yield the private names that a file of ours defines, but not those by which it overrides torch's."""
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -40,10 +42,10 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def imported(tree: ast.AST) -> dict[str, str]:
+def imported(tree: list[ast.AST]) -> dict[str, str]:
     """Return the dotted names that imports of a file give to its names."""
     names: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 whole = alias.name if alias.asname else alias.name.partition(".")[0]
@@ -53,11 +55,11 @@ def imported(tree: ast.AST) -> dict[str, str]:
     return names
 
 
-def foreign_names(tree: ast.AST, own: set[str]) -> Iterator[str]:
+def foreign_names(tree: list[ast.AST], own: set[str]) -> Iterator[str]:
     """Yield the private names of other packages that a file uses, with their module where an import tells it."""
     names = imported(tree)
     yield from (name for name in names.values() if any(map(is_private, name.split("."))))
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             root, _, rest = dotted(node).partition(".")
             if root in names:
@@ -74,9 +76,8 @@ def foreign_names(tree: ast.AST, own: set[str]) -> Iterator[str]:
 
 def used_names() -> set[str]:
     """Return the private names of other packages that the library uses; the standard library's are left out."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES]
-    own = {name for tree in trees for name in own_names(tree)} - OF_MODULES
-    names = {name for tree in trees for name in foreign_names(tree, own)}
+    own = {name for path in SOURCES for name in own_names(nodes(path))} - OF_MODULES
+    names = {name for path in SOURCES for name in foreign_names(nodes(path), own)}
     names = {name for name in names if name.partition(".")[0] not in {"moesaic", *sys.stdlib_module_names}}
     return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
 

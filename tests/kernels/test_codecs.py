@@ -20,7 +20,7 @@ from moesaic.kernels.codecs.eight import Fp8, Int8
 from moesaic.kernels.codecs.sixteen import Bf16, Fp16
 from moesaic.kernels.codecs.zfp import Zfp
 
-SHAPES = [(1, 1), (1, 4), (3, 7), (4, 128), (5, 129), (8, 131), (9, 64), (2, 300)]
+SHAPES = [(1, 1), (3, 7), (4, 128), (5, 131)]
 
 codecs = pytest.mark.parametrize("name", CODECS)
 dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -121,7 +121,7 @@ def test_the_bound_is_not_far_off(name: str) -> None:
 
 
 @codecs
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_errors_stay_within_the_bound_for_any_numbers(name: str, data: st.DataObject) -> None:
     rows, dim = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
@@ -146,20 +146,14 @@ def test_the_largest_and_smallest_numbers_stay_finite(name: str, dtype: torch.dt
 @dtypes
 def test_a_message_has_the_length_that_both_ends_derive(name: str, dtype: torch.dtype) -> None:
     codec = make(name)
-    for shape in [*SHAPES, (0, 8), (0, 1)]:
+    for shape in [*SHAPES, (0, 12)]:
         message = codec.encode(torch.randn(shape).to(dtype))
         assert message.dtype == torch.uint8
         assert message.is_contiguous()
         assert message.shape == (codec.num_bytes(*shape, dtype),)
-
-
-@codecs
-@dtypes
-def test_no_rows_are_no_bytes(name: str, dtype: torch.dtype) -> None:
-    codec, rows = make(name), torch.empty(0, 12, dtype=dtype)
     assert codec.num_bytes(0, 12, dtype) == 0
-    assert round_trip(codec, rows).shape == (0, 12)
-    assert round_trip(codec, rows).dtype == dtype
+    rows = torch.empty(0, 12, dtype=dtype)
+    assert (round_trip(codec, rows).shape, round_trip(codec, rows).dtype) == ((0, 12), dtype)
     assert codec.error_bound(rows).shape == (0, 12)
 
 
@@ -187,7 +181,7 @@ def test_the_memory_layout_of_the_rows_does_not_matter(name: str) -> None:
 def test_a_message_is_read_at_any_offset_of_a_buffer(name: str, dtype: torch.dtype) -> None:
     codec, rows = make(name), torch.randn(5, 33).to(dtype)
     message = codec.encode(rows)
-    for offset in range(1, 9):
+    for offset in (1, 2, 4):
         buffer = torch.full((len(message) + offset + 3,), 255, dtype=torch.uint8)
         buffer[offset : offset + len(message)] = message
         decoded = codec.decode(buffer[offset : offset + len(message)], 5, 33, dtype)

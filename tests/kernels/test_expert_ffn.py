@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -98,7 +97,7 @@ def test_values_and_gradients_equal_the_reference(shape, ups, bias, weigh, dropl
 @pytest.mark.parametrize("clamp", [None, Clamp(0.5, 1.702, 1.0)], ids=str)
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_every_activation_equals_the_reference(activation: str, clamp: Clamp | None) -> None:
-    for ups, bias in itertools.product((1, 2), (False, True)):
+    for ups, bias in ((1, True), (2, False)):
         compare(make_work((7, 5, 6, 4, 2), ups=ups, bias=bias, activation=activation, clamp=clamp))
 
 
@@ -111,8 +110,8 @@ pre-activations across the limits of a clamp, which costs more than the arithmet
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_every_activation_stays_near_float64_in_every_dtype(activation: str, dtype: torch.dtype) -> None:
-    clamps = (None, Clamp(4.0, 1.702, 1.0)) if activation == "silu" else (None,)
-    for ups, bias, clamp in itertools.product((1, 2), (False, True), clamps):
+    clamped = [(2, True, Clamp(4.0, 1.702, 1.0))] if activation == "silu" else []
+    for ups, bias, clamp in ((1, True, None), (2, False, None), *clamped):
         work = make_work((17, 16, 24, 4, 2), ups=ups, bias=bias, dtype=dtype, activation=activation, clamp=clamp)
         y, expected = expert_ffn(work), expert_ffn_reference(work)
         dy = torch.randn_like(y)

@@ -17,25 +17,22 @@ from moesaic.testing.certify import assert_equivalent, small_meshes
 ROOT = Path(__file__).parent.parent.parent
 
 
-def pytest_on(path: Path) -> subprocess.CompletedProcess:
+def pytest_on(*paths: Path) -> subprocess.CompletedProcess:
     found = any(entry.value == "moesaic.testing.plugin" for entry in entry_points(group="pytest11"))
     plugin = [] if found else ["-p", "moesaic.testing.plugin"]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *plugin, str(path)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *plugin, *map(str, paths)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_the_example_finds_its_bug():
-    done = pytest_on(ROOT / "examples" / "test_your_layer.py")
-    assert done.returncode == 0, done.stdout
-    assert "19 passed" in done.stdout
-
-
-def test_a_failing_layer_fails_and_says_why(tmp_path):
-    text = (ROOT / "examples" / "test_your_layer.py").read_text()
-    text = text.replace("shard=shard, finish=average_all)", "shard=shard, finish=average_all_but_experts)")
-    (tmp_path / "test_mine.py").write_text(text)
-    done = pytest_on(tmp_path / "test_mine.py")
+def test_the_example_finds_its_bug_and_a_failing_layer_fails_and_says_why(tmp_path):
+    example, mine = ROOT / "examples" / "test_your_layer.py", tmp_path / "test_mine.py"
+    text = example.read_text().replace(
+        "shard=shard, finish=average_all)", "shard=shard, finish=average_all_but_experts)"
+    )
+    mine.write_text(text)
+    done = pytest_on(example, mine)
     assert done.returncode == 1
+    assert "3 failed, 35 passed" in done.stdout, "each mesh with experts on several ranks, in the copy alone"
     assert "gradient of weight on tp=1 ep=2 etp=1 of 2 ranks, rank 0" in done.stdout
     assert "it is 2 times what it should be" in done.stdout
 

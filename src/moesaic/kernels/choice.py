@@ -15,8 +15,10 @@ from torch import Tensor
 from moesaic.kernels.choice_call import ChoiceGradients, ChoiceResult, ChoiceRule, WantedSums
 from moesaic.kernels.once import differentiable_once
 from moesaic.kernels.pick import kind_of
-from moesaic.kernels.top_k import MOST_CHOICES, MOST_COLUMNS, in_best_groups, top_k_indices
+from moesaic.kernels.top_k import in_best_groups, top_k_indices
 
+MOST_COLUMNS, MOST_CHOICES = 2048, 32
+"""The most experts and the largest `top_k` that the Triton kernels support."""
 FEWEST_COLUMNS = 16
 """The number of columns from which torch's CPU softmax over a row is vectorized; measured, docs/kernels.md."""
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moesaic.kernels.pick import kind_of
-
-MOST_COLUMNS, MOST_CHOICES = 2048, 32
-"""The most columns per row and the largest `top_k` that the Triton top-k kernel supports; larger sizes are sorted instead."""
 MOST_PASSES = 8
-"""Without Triton, up to this many experts are selected by repeated `argmax`; measured, docs/kernels.md."""
+"""Up to this many experts are selected by repeated `argmax`; measured, docs/kernels.md."""
 
 
 def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
@@ -33,10 +29,6 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     """
     if rank_by.dtype != torch.float32:
         return top_k_indices_reference(rank_by, top_k)
-    if chooses_by_triton(rank_by.device) and rank_by.shape[1] <= MOST_COLUMNS and 0 < top_k <= MOST_CHOICES:
-        from moesaic.kernels.triton.rows.top_k import top_k_columns
-
-        return top_k_columns(rank_by, top_k).long()
     bits = (rank_by + 0.0).contiguous().view(torch.int32)  # -0.0 becomes 0.0, which it equals
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill_(rank_by.isnan(), 0x7FFFFFFF)
     if 0 < top_k <= MOST_PASSES:
@@ -48,11 +40,6 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     columns = rank_by.shape[-1]
     tie_break = torch.arange(columns - 1, -1, -1, device=rank_by.device)
     return (ordered.double() * columns + tie_break).topk(top_k, dim=-1).indices
-
-
-def chooses_by_triton(device: torch.device) -> bool:
-    """Return whether the Triton kernel chooses experts on a device."""
-    return device.type == "cuda" and kind_of(device) == "triton"
 
 
 def top_k_indices_reference(rank_by: Tensor, top_k: int) -> Tensor:

@@ -294,14 +294,6 @@ class LimitedRouter(AbstractRouter):
     def check_fits(self, top_k: int) -> None:
         self.inner.check_fits(top_k)
 
-    def join_mesh(self, grid: Grid, origin: int) -> None:
-        """Learn on which mesh the experts are; by default a router does not care.
-
-        Args:
-            grid: the mesh.
-            origin: the data-parallel group of this process.
-        """
-
     @property
     def adapts(self) -> bool:
         return self.inner.adapts

@@ -12,18 +12,23 @@ import torch
 
 from moesaic.kernels.triton.rows.tiles import default_tile
 from moesaic_lab.device import layers as gpu_layers
-from moesaic_lab.device import on_gpu
-from moesaic_lab.device import tune as gpu_tune
+from moesaic_lab.device import on_gpu, timing
 from moesaic_lab.device.layers import Inputs, errors, grouped_mm, ours, sonic
 from moesaic_lab.device.shapes import LARGEST, LAYERS, GpuLayer, claims
 from moesaic_lab.device.steps import PRODUCTS
 
-TINY = GpuLayer(tokens=24, dim=40, hidden=24, num_experts=3, top_k=2)
+TINY = GpuLayer(tokens=6, dim=32, hidden=16, num_experts=2, top_k=1)
 
 
 @pytest.fixture
 def one_layer(monkeypatch, device):
-    """Measure one small layer, on the tests' device."""
+    """Measure one small layer, on the tests' device, each of its parts once."""
+
+    def once(methods, repeats, warmup=0):
+        return {name: [timing._seconds(method)] * 2 for name, method in methods.items()}
+
+    for module in (on_gpu, timing):
+        monkeypatch.setattr(module, "in_turn", once)
     random = Inputs.random
     monkeypatch.setattr(Inputs, "random", staticmethod(lambda layer, _, dtype: random(layer, device, dtype)))
     monkeypatch.setattr(on_gpu, "chosen", lambda names, dry: [TINY])
@@ -67,7 +72,7 @@ def test_tune_writes_every_tile_and_stops_at_the_deadline(one_layer, tmp_path, m
 
 
 def test_a_layer_that_fails_is_a_row_with_its_reason(one_layer, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_tune, "breakdown", lambda *_: 1 / 0)
+    monkeypatch.setattr(on_gpu, "errors", lambda *_: 1 / 0)
     assert on_gpu.measure(tmp_path, dry=True) == 1
     rows = rows_of(tmp_path)
     assert rows[TINY.name]["error"] == "ZeroDivisionError: division by zero"

@@ -22,7 +22,6 @@ from moesaic.kernels.triton.rows.choose import choose_backward_by_triton, choose
 from moesaic.kernels.triton.rows.permute import sum_tokens
 from moesaic.kernels.triton.rows.sort import sort
 from moesaic.kernels.triton.rows.tiles import Shape, Tile, default_tile, shared_bytes
-from moesaic.kernels.triton.rows.top_k import top_k_columns
 from moesaic.kernels.triton.up import up
 from moesaic.kernels.work import Dispatch, ExpertWork, Wanted
 from moesaic_lab.device.compiled import DEVICES, CompiledKernel, compiling_for
@@ -166,7 +165,6 @@ def choose_on_device(rule: ChoiceRule, num_experts: int) -> None:
 @capabilities
 def test_everything_else_compiles(capability, tmp_path):
     with compiling_for(capability, tmp_path) as kernels:
-        top_k_columns(torch.zeros(TOKENS, EXPERTS), TOP_K)
         for rule in (
             ChoiceRule(TOP_K, by_sigmoid=False, normalize=True, scale=1.0),
             ChoiceRule(TOP_K, True, True, 1.0, num_groups=4, top_groups=2, by_best_two=True),
@@ -190,7 +188,6 @@ def test_everything_else_compiles(capability, tmp_path):
             decode(*fields, rows.dtype)
     assert check(kernels, capability) == set()
     assert {kernel.name for kernel in kernels} >= {
-        "_top_k_kernel",
         "_choose_kernel",
         "_sum_kernel",
         "_choose_backward_kernel",

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers import pairwise
 from moesaic.kernels import whole_batch
 from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.triton import expert_stage
 from moesaic.kernels.work import ExpertWork, Places, Wanted
 
-TOKENS, TOP_K, EXPERTS, DIM, HIDDEN = 13, 2, 4, 40, 24
+TOKENS, TOP_K, EXPERTS, DIM, HIDDEN = 13, 2, 3, 40, 24
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 0.1, torch.float16: 0.02}
 """The largest error in each dtype, relative to the norm in float64."""
 
@@ -69,16 +70,6 @@ def check(work: ExpertWork, wanted: Wanted, tolerance: float) -> None:
         torch.testing.assert_close(actual, true, atol=tolerance * max(1.0, float(true.abs().max())), rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("dispatch", "form", "dtype"),
-    pairwise(("even", "varying", "rows"), ("swiglu", "gelu"), (torch.float32, torch.bfloat16)),
-    ids=str,
-)
-def test_the_same_results_and_gradients(dispatch, form, dtype, device):
-    tolerance = 3e-6 if dtype == torch.float32 else 3e-2
-    check(work_of(device, gated=form == "swiglu", dispatch=dispatch, dtype=dtype), Wanted(), tolerance)
-
-
 def with_biases(work: ExpertWork) -> ExpertWork:
     made = {"device": work.x.device, "dtype": work.x.dtype}
     up_bias, down_bias = torch.randn(work.up.shape[:3], **made), torch.randn(len(work.down), work.x.shape[1], **made)
@@ -86,13 +77,22 @@ def with_biases(work: ExpertWork) -> ExpertWork:
 
 
 CLAMP = Clamp(limit=0.75, alpha=1.702, offset=1.0)
-FORMS = (*((name, gated, None) for name in ACTIVATIONS for gated in (False, True)), ("silu", True, CLAMP))
+FORMS = (("silu", True, CLAMP), *((name, gated, None) for name in ACTIVATIONS for gated in (False, True)))
 """(activation, whether there is a gate, clamp). A tight clamp cuts off many pre-activations on either side."""
+
+
+def in_turn(*axes: Iterable[object]) -> list[tuple[object, ...]]:
+    """Return every form of expert once, with the values of the other axes in turn."""
+    return list(zip(FORMS, *map(itertools.cycle, axes)))
+
+
+CASES = in_turn(NEAR, (False, True), ("even", "varying", "rows"))
+OTHERS = in_turn([*NEAR][::-1], (True, False), ("varying", "rows"))
 
 
 @pytest.mark.parametrize(
     ("form", "dtype", "bias", "dispatch"),
-    pairwise(FORMS, NEAR, (False, True), ("even", "varying", "rows")),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.random) for case in OTHERS)],
     ids=str,
 )
 def test_every_form_of_expert_stays_near_float64_in_every_dtype(form, dtype, bias, dispatch, device):
@@ -101,8 +101,7 @@ def test_every_form_of_expert_stays_near_float64_in_every_dtype(form, dtype, bia
     check_near_float64(with_biases(work) if bias else work, dtype)
 
 
-@pytest.mark.parametrize("dtype", NEAR, ids=str)
-@pytest.mark.parametrize("tokens", [0, 1, 90])
+@pytest.mark.parametrize(("tokens", "dtype"), list(zip((0, 40, 1), NEAR)), ids=str)
 def test_what_gpt_oss_runs_with_no_row_one_and_many(tokens, dtype, device):
     """Biases and clamped SwiGLU, with experts without rows, and rows in several tiles of widths that no tile divides."""
     work = with_biases(replace(work_of(device, dtype=dtype, tokens=tokens, dim=72), activation="silu", clamp=CLAMP))

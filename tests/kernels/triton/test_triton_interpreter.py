@@ -13,12 +13,7 @@ pytest.importorskip("triton", reason='the GPU extra is not installed: pip instal
 
 
 @pytest.mark.parametrize(
-    "which",
-    [
-        "not slow and not random",
-        pytest.param("random and not slow", marks=pytest.mark.random),
-        pytest.param("slow", marks=pytest.mark.slow),
-    ],
+    "which", ["not slow and not random", pytest.param("random and not slow", marks=pytest.mark.random)]
 )
 def test_kernels_under_the_interpreter(which):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -12,18 +12,14 @@ from moesaic.kernels.activation import ACTIVATIONS
 from moesaic.kernels.triton.expert_stage import TILES, shapes
 from moesaic.kernels.triton.rows.sort import sort
 from moesaic.kernels.triton.rows.tiles import Tile
-from moesaic.kernels.triton.rows.top_k import top_k_columns
 from moesaic_lab.device.mlp import moe_mlp
 
 #        tokens, top_k, experts, dim, hidden
 SIZES = [
     (0, 2, 3, 40, 24),
     (1, 1, 1, 40, 24),
-    (33, 1, 1, 40, 24),
-    (5, 2, 4, 40, 24),
-    (37, 2, 3, 17, 33),
-    (20, 8, 9, 40, 24),
-    (6, 2, 40, 16, 16),
+    (19, 2, 3, 17, 33),
+    (6, 4, 9, 16, 16),
 ]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LEAVES = ("x", "up", "down", "weight")
@@ -94,22 +90,10 @@ def check(inputs: dict[str, Any], activation: str, tile: Tile | None = None) -> 
 
 
 FORMS = {"swiglu": ("silu", True), "gelu": ("gelu", False)}
-LAYERS = [(sizes, dtype, form) for sizes in SIZES for dtype in TOLERANCES for form in FORMS]
-QUICK = {
-    (sizes, dtype, form)
-    for sizes, dtype, form in LAYERS
-    if (dtype, form) == (torch.float32, "swiglu") or sizes == SIZES[4]
-}
-"""Return every size with one form, and every form with one size."""
+LAYERS = [*((sizes, torch.float32, "swiglu") for sizes in SIZES), (SIZES[2], torch.bfloat16, "gelu")]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "dtype", "form"),
-    [
-        pytest.param(*layer, id="-".join(map(str, layer)), marks=() if layer in QUICK else pytest.mark.slow)
-        for layer in LAYERS
-    ],
-)
+@pytest.mark.parametrize(("sizes", "dtype", "form"), LAYERS, ids=str)
 def test_layer_and_its_gradients(sizes, dtype, form, device):
     activation, gated = FORMS[form]
     check(layer(sizes, dtype, device, gated=gated), activation)
@@ -121,13 +105,13 @@ def test_copies_that_are_not_sent_add_nothing_and_get_no_gradient(device):
 
 def test_more_tiles_than_one(device):
     """Every kernel runs several row tiles, column tiles and steps, also with persistent programs."""
-    inputs = layer((30, 2, 2, 72, 40), torch.float32, device, gated=True)
+    inputs = layer((20, 2, 2, 40, 24), torch.float32, device, gated=True)
     tile = Tile(rows=16, columns=16, depth=16, warps=4, stages=2, group=2, programs=1, descriptors=1)
     check(inputs, "silu", tile)
 
 
 def test_the_same_bits_every_time(device):
-    inputs = layer((40, 4, 6, 40, 24), torch.bfloat16, device, gated=True)
+    inputs = layer((20, 2, 3, 40, 24), torch.bfloat16, device, gated=True)
     results = []
     for _ in range(2):
         y, leaves = run(inputs, "silu")
@@ -137,7 +121,7 @@ def test_the_same_bits_every_time(device):
 
 
 def test_backward_keeps_the_input_the_routing_and_the_pre_activation(device):
-    sizes = num_tokens, top_k, num_experts, dim, hidden = 40, 4, 6, 40, 24
+    sizes = num_tokens, top_k, num_experts, dim, hidden = 20, 2, 3, 40, 24
     inputs = layer(sizes, torch.bfloat16, device, gated=True)
     saved: dict[int, int] = {}
     with torch.autograd.graph.saved_tensors_hooks(
@@ -158,11 +142,11 @@ def test_shapes_name_every_tile():
 
 
 def test_logits_of_nan_and_experts_that_do_not_exist_spoil_no_other_token(device):
-    num_tokens, top_k, num_experts, dim, hidden = 20, 3, 7, 16, 16
+    num_tokens, top_k, num_experts, dim, hidden = 20, 2, 5, 16, 16
     logits = torch.randn(num_tokens, num_experts, device=device)
     logits[::3] = float("nan")
     logits[1::7, 2] = float("nan")
-    expert = top_k_columns(logits, top_k)
+    expert = logits.topk(top_k).indices.int()
     weight = logits.gather(1, expert.long()).softmax(1)
     expert[2::5, 0] = num_experts
     inputs = layer((num_tokens, top_k, num_experts, dim, hidden), torch.float32, device, gated=True)

@@ -8,7 +8,7 @@ import torch
 from helpers import pairwise
 from moesaic.kernels.triton.rows.permute import sum_tokens
 
-SIZES = [(0, 2, 8), (1, 1, 1), (5, 2, 40), (9, 8, 24), (6, 3, 1030)]
+SIZES = [(0, 2, 8), (1, 1, 1), (5, 2, 40), (3, 3, 1030)]
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 

@@ -10,14 +10,12 @@ import math
 import pytest
 import torch
 
-from helpers import ODD_LOGITS, TOP_K, ids_for, make_router, pairwise, thinned
+from helpers import TOP_K, ids_for, make_router, thinned
 from moesaic import Capacity, GatedExperts, MoE, PlainExperts
-from moesaic.kernels import pick, top_k
+from moesaic.kernels import pick
 from moesaic.kernels.codecs import codec_named
 from moesaic.kernels.permute import permute, sort_by_expert, sum_rows, unpermute
-from moesaic.kernels.top_k import MOST_COLUMNS, top_k_indices, top_k_indices_reference
 from moesaic.kernels.triton import expert_stage, quantise
-from moesaic.kernels.triton.rows import top_k as triton_top_k
 from moesaic.routing.routers import ROUTERS
 
 USERS = ("kernels.pick", "kernels.permute", "kernels.choice")
@@ -36,7 +34,6 @@ def picked(monkeypatch, interpreted):
         for user in USERS:
             module = importlib.import_module(f"moesaic.{user}")
             monkeypatch.setattr(module, "kind_of", lambda device: "triton")
-        monkeypatch.setattr(top_k, "chooses_by_triton", lambda device: True)
 
 
 def run(layer, x, **options):
@@ -72,23 +69,23 @@ def test_every_router_gives_what_it_gives_on_a_cpu(router, device, request):
     check(layer, torch.randn(13, 16), device, request)
 
 
-@pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize(
-    "capacity", [None, Capacity.fixed(0.5), Capacity.fixed(0.75, order="score")], ids=["dropless", "position", "score"]
+    ("experts", "capacity"),
+    list(zip(EXPERTS, (Capacity.fixed(0.5), None, Capacity.fixed(0.75, order="score")))),
+    ids=str,
 )
 def test_every_form_of_expert_and_capacity(experts, capacity, device, request):
     layer = layer_of(experts=experts, capacity=capacity, shared_hidden=8)
-    mask = torch.rand(3, 7) < 0.8
-    check(layer, torch.randn(3, 7, 16), device, request, mask=mask)
+    mask = torch.rand(2, 7) < 0.8
+    check(layer, torch.randn(2, 7, 16), device, request, mask=mask)
 
 
-@pytest.mark.parametrize("weight", ["after", "before"])
-@pytest.mark.parametrize("tokens", [0, 1, 33])
+@pytest.mark.parametrize(("weight", "tokens"), [("before", 19), ("after", 0), ("after", 1)])
 def test_weights_on_either_side_and_few_tokens(weight, tokens, device, request):
     check(layer_of(apply_weight=weight), torch.randn(tokens, 16), device, request)
 
 
-@pytest.mark.parametrize("odd", [math.nan, -math.nan, math.inf])
+@pytest.mark.parametrize("odd", [-math.nan, math.inf])
 def test_an_odd_token_spoils_its_own_result_alone(odd, device, picked):
     layer, x = layer_of().to(device), torch.randn(13, 16, device=device)
     x[4] = odd
@@ -104,29 +101,14 @@ def test_the_kernels_are_those_of_triton(device, picked):
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "top_k"), [(0, 4, 2), (3, 1, 1), (5, 7, 7), (4, 0, 0), (1, 300, 8), (9, 64, 40)]
-)
-def test_choices_are_those_of_the_stable_sort(rows, columns, top_k, device, picked, monkeypatch):
-    scores = torch.randint(-3, 3, (rows, columns)).float()
-    assert torch.equal(top_k_indices(scores.to(device), top_k).cpu(), top_k_indices_reference(scores, top_k))
-    wide = torch.randn(2, MOST_COLUMNS + 1)
-    monkeypatch.setattr(triton_top_k, "top_k_columns", None)  # this many columns are sorted instead
-    assert torch.equal(top_k_indices(wide.to(device), 3).cpu(), top_k_indices_reference(wide, 3))
-
-
-def test_odd_rows_are_ranked_as_on_a_cpu(device, picked):
-    rows = torch.tensor(list(ODD_LOGITS.values()))
-    assert torch.equal(top_k_indices(rows.to(device), 5).cpu(), top_k_indices_reference(rows, 5))
-
-
-@pytest.mark.parametrize(
     ("size", "weighted", "dtype"),
-    pairwise(
-        ((0, 2, 5), (7, 2, 40), (5, 3, 1100), (9, None, 40), (6, None, 3)),
-        (False, True),
-        (torch.float32, torch.bfloat16, torch.float16, torch.float64),
-        empty=lambda size, *_: size[0] == 0,
-    ),
+    [
+        ((0, 2, 5), False, torch.float32),
+        ((5, 3, 1100), True, torch.bfloat16),
+        ((9, None, 40), True, torch.float32),
+        ((7, 2, 40), False, torch.float64),
+        ((6, None, 3), False, torch.float16),
+    ],
     ids=str,
 )
 def test_order_and_sums_equal_the_cpus(size, weighted, dtype, device, request):

@@ -9,7 +9,7 @@ from triton_references import RowOrder, row_tiles_reference, sort_reference
 from moesaic.kernels.triton.parts import max_tiles, row_tiles
 from moesaic.kernels.triton.rows.sort import sort
 
-COPIES = [(0, 3), (1, 1), (5, 1), (128, 4), (129, 5), (700, 3), (64, 100)]
+COPIES = [(0, 3), (5, 1), (128, 4), (259, 5), (64, 100)]
 
 
 @pytest.mark.parametrize(("num_copies", "num_experts"), COPIES)
@@ -35,7 +35,7 @@ def test_more_blocks_than_one_scan_takes(device, monkeypatch):
         assert torch.equal(actual.cpu(), expected)
 
 
-@pytest.mark.parametrize("counts", [[0], [1], [16], [17], [0, 40, 0, 3], [5, 0, 0], [16, 32, 48], [1] * 40])
+@pytest.mark.parametrize("counts", [[0], [1], [17], [0, 40, 0, 3], [5, 0, 0], [16, 32]])
 @pytest.mark.parametrize("unused", [0, 7])
 def test_every_row_of_an_expert_is_in_one_tile(counts, unused, device):
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)

@@ -12,13 +12,13 @@ from stand_in import DEVICE, DeviceTensor, StandIn, interpreting, pretending, to
 
 CASES = {
     "dropless": {},
-    "capacity": {"capacity": Capacity.fixed(0.5)},
-    "by score": {"capacity": Capacity.fixed(0.5, order="score"), "shared_hidden": 8},
-    "biases": {"experts": lambda dim, hidden, n: GatedExperts(dim, hidden, n, bias=True)},
+    "by score": {
+        "capacity": Capacity.fixed(0.5, order="score"),
+        "shared_hidden": 8,
+        "experts": lambda dim, hidden, n: GatedExperts(dim, hidden, n, bias=True),
+    },
     "weight before": {"apply_weight": "before", "capacity": Capacity.fixed(0.75)},
 }
-MORE = [("capacity", torch.float16), ("biases", torch.float16), ("dropless", torch.bfloat16)]
-"""Cases that only `make test-all` runs."""
 
 
 def step(layer, x, mask):
@@ -33,9 +33,8 @@ def step(layer, x, mask):
     ("case", "dtype"),
     [
         ("by score", torch.float16),
-        ("biases", torch.float32),
-        *(pytest.param(case, torch.float16, marks=pytest.mark.random) for case in ("dropless", "weight before")),
-        *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE),
+        pytest.param("dropless", torch.bfloat16, marks=pytest.mark.random),
+        pytest.param("weight before", torch.float32, marks=pytest.mark.random),
     ],
     ids=str,
 )
@@ -43,7 +42,7 @@ def test_one_gpu_waits_for_nothing(case, dtype, interpreted):
     if not interpreted:
         pytest.skip("the stand-in stands in for a GPU that is not there")
     layer = MoE(16, 24, 4, 2, losses=(), **CASES[case]).to(dtype)
-    x, mask = torch.randn(13, 16).to(dtype), torch.arange(13) % 5 > 0
+    x, mask = torch.randn(7, 16).to(dtype), torch.arange(7) % 5 > 0
     expected = step(copy.deepcopy(layer), x, mask)
     with pretending(triton=True), interpreting(), StandIn() as stand_in:
         there = to_device(layer)

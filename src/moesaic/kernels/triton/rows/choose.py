@@ -14,12 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.choice_call import ChoiceGradients, ChoiceResult, ChoiceRule, WantedSums
-from moesaic.kernels.triton.rows.top_k import TAKEN, first_best, place_of, value_at
 
 VALUES = 1024
 """The number of logits that one program holds at a time; of more, some would not fit its registers."""
 PROGRAMS = 512
 """The most programs that share the rows. Fixed, so that the order of sums does not depend on the device."""
+TAKEN = tl.constexpr(-0x80000000)
+"""The place of an entry that cannot be chosen, below that of every number."""
 TINY = tl.constexpr(1.1754943508222875e-38)
 """The smallest normal float32, the least sum by which sigmoid weights are divided."""
 
@@ -63,6 +64,27 @@ def choose_backward_by_triton(call: ChoiceGradients, rule: ChoiceRule, wanted: W
             BY_SIGMOID=rule.by_sigmoid, NORMALIZE=rule.normalize, REDUCED=wanted.reduced,
         )  # fmt: skip
     return d_logits
+
+
+@triton.jit
+def place_of(value: tl.tensor) -> tl.tensor:
+    """Return int32 in the order of float32 values: -0 equals 0, and NaN is above all numbers."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    return tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def value_at(place: tl.tensor) -> tl.tensor:
+    """Return the float32 values at the places that `place_of` returned."""
+    return (place ^ ((place >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def first_best(place: tl.tensor, num_columns: tl.tensor, COLUMNS: tl.constexpr) -> tl.tensor:
+    """Return the first column with the largest place of each row of (rows, COLUMNS)."""
+    is_best = place == tl.max(place, 1)[:, None]
+    column = tl.arange(0, COLUMNS)
+    return tl.minimum(tl.min(tl.where(is_best, column[None, :], COLUMNS), 1), num_columns - 1)
 
 
 @triton.jit
