@@ -116,18 +116,17 @@ def test_dropout_is_of_training_only() -> None:
     assert not torch.allclose(model(tokens).logits, model(tokens).logits)
 
 
-@pytest.mark.parametrize(
-    ("block", "words"),
-    [
-        ({"kv_heads": 3}, "model.block.kv_heads=3 does not divide model.num_heads=4"),
-        ({"kv_heads": 0}, "model.block.kv_heads=0: must be at least 1"),
-        ({"head_dim": 5}, "model.block.head_dim=5: choose an even width"),
-        ({"rope_theta": 0.0}, "model.block.rope_theta=0.0: must be above 0 and finite"),
-        ({"rope_factor": float("nan")}, "model.block.rope_factor=nan: must be above 0 and finite"),
-        ({"norm_eps": 0.0}, "model.block.norm_eps=0.0: must be above 0 and finite"),
-        ({"dropout": 1.0}, "model.block.dropout=1.0"),
-    ],
-)
+BAD_BLOCKS: list[tuple[dict[str, Any], str]] = [
+    ({"kv_heads": 3}, "model.block.kv_heads=3 does not divide model.num_heads=4"),
+    ({"kv_heads": 0}, "model.block.kv_heads=0: must be at least 1"),
+    ({"head_dim": 5}, "model.block.head_dim=5: choose an even width"),
+    *(({name: value}, f"model.block.{name}={value}: must be above 0 and finite")
+      for name in ("rope_theta", "rope_factor", "norm_eps") for value in (0.0, float("nan"))),
+    ({"dropout": 1.0}, "model.block.dropout=1.0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "words"), BAD_BLOCKS)
 def test_a_block_that_cannot_be_is_refused(block: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words.replace(".", r"\.")):
         ModelConfig(**SHAPE, block=BlockConfig(**block))

@@ -58,9 +58,9 @@ def test_drawing_leaves_the_global_generator_alone(model):
 def test_top_k_draws_among_the_likeliest(model):
     logits = model(torch.tensor([PROMPT])).logits[0, -1]
     likeliest = set(logits.topk(3).indices.tolist())
-    drawn = {draw(model, num_tokens=1, top_k=3, temperature=50.0, seed=seed)[0] for seed in range(60)}
+    drawn = {draw(model, num_tokens=1, top_k=3, temperature=50.0, seed=seed)[0] for seed in range(25)}
     assert drawn == likeliest
-    everything = {draw(model, num_tokens=1, top_k=1000, temperature=50.0, seed=seed)[0] for seed in range(60)}
+    everything = {draw(model, num_tokens=1, top_k=1000, temperature=50.0, seed=seed)[0] for seed in range(20)}
     assert len(everything) > 10
 
 
@@ -68,7 +68,7 @@ def test_top_p_draws_among_the_likeliest_that_make_it_up(model):
     scores = model(torch.tensor([PROMPT])).logits[0, -1] / 20
     actual, order = scores.softmax(-1).sort(descending=True)
     few = int((actual.cumsum(0) < 0.2).sum()) + 1
-    drawn = {draw(model, num_tokens=1, top_p=0.2, temperature=20.0, seed=seed)[0] for seed in range(80)}
+    drawn = {draw(model, num_tokens=1, top_p=0.2, temperature=20.0, seed=seed)[0] for seed in range(25)}
     assert drawn <= set(order[:few].tolist())
     assert 1 < len(drawn) <= few < VOCABULARY
 

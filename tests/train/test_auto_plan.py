@@ -12,7 +12,7 @@ import pytest
 
 from moesaic.errors import InputError
 from moesaic.planner.table import PlanTable, TableSettings
-from moesaic.program.plan import Plan, StaticPlan
+from moesaic.program.plan import Plan
 from moesaic.train import auto_plan
 from moesaic.train.auto_plan import with_planned
 from moesaic.train.checkpoint import PLAN_TABLE, list_checkpoints
@@ -53,26 +53,22 @@ def other_table() -> None:
 
 
 def runs_of(folder: Path) -> dict[str, TrainConfig]:
-    """Return the runs to train: one plan, many plans in one go, many plans in two parts."""
-    plain = tiny(folder, **BASE, mesh=MESH, plan={"schedule": "s2"}, out=str(folder / "plain"))
-    auto = {"plan": "auto", "cluster": cluster(folder)}
-    switched = replace(
-        tiny(folder, **BASE, mesh=MESH, plan={"schedule": "s2"}, planner=auto),
-        out=str(folder / "switched"),
-    )
-    timed = replace(switched, planner=replace(switched.planner, cluster=""), out=str(folder / "timed"))
-    parts = replace(switched, out=str(folder / "parts"), existing="resume")
-    lossy = replace(switched, out=str(folder / "lossy"), steps=6, plan=StaticPlan(schedule="s2", codec="int8"))
-    refused = {
-        "no nodes of two": replace(switched, mesh=replace(switched.mesh, ranks_per_node=2)),
-        "capacity": tiny(folder, **BASE, planner=auto, model={"moe": {"capacity": "padded"}}),
-        "dense": tiny(folder, **BASE, planner=auto, model={"ffn": "dense"}),
-        "unknown": replace(switched, planner=replace(switched.planner, cluster="25gb")),
-    }  # fmt: skip
+    """Return the runs to train: one plan, many plans in one go, many plans in two parts, and some that are refused."""
+
+    def run(out: str, cluster: str = cluster(folder), **changes: object) -> TrainConfig:
+        auto = {"plan": "auto", "cluster": cluster}
+        common = {**BASE, "mesh": MESH, "plan": {"schedule": "s2"}, "planner": auto, "out": str(folder / out)}
+        return tiny(folder, **common | changes)
+
+    parts = run("parts", existing="resume")
     return {
-        "plain": plain, "switched": switched, "timed": timed, "part 1": replace(parts, steps=8), "part 2": parts,
-        "other": parts, "lossy": lossy,
-        **{name: replace(config, out=str(folder / "refused")) for name, config in refused.items()},
+        "plain": run("plain", planner={}), "switched": run("switched"), "timed": run("timed", cluster=""),
+        "part 1": replace(parts, steps=8), "part 2": parts, "other": parts,
+        "lossy": run("lossy", steps=6, plan={"schedule": "s2", "codec": "int8"}),
+        "no nodes of two": run("refused", mesh=MESH | {"ranks_per_node": 2}),
+        "capacity": run("refused", mesh={}, plan={}, model={"moe": {"capacity": "padded"}}),
+        "dense": run("refused", mesh={}, plan={}, model={"ffn": "dense"}),
+        "unknown": run("refused", cluster="25gb"),
     }  # fmt: skip
 
 

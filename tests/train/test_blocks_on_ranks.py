@@ -17,7 +17,7 @@ from moesaic.planner.model import job_of
 from moesaic.planner.simulate import Simulator
 from moesaic.program.grid import Grid
 from moesaic.train.config import TrainConfig
-from runs import lines, run_quietly, skip_measuring, tiny
+from runs import lines, run_quietly, tiny
 from train.worlds import Outcome, assert_same_run, train_on
 
 GPT2 = {"norm": "layer", "positions": "learned", "bias": True}
@@ -50,47 +50,37 @@ def config_of(folder: Path, block: str, mesh: str = "") -> TrainConfig:
         more["data"] = {"path": [str(write_pairs(folder / "pairs.jsonl"))], "val_share": 0.2}
     model = {"num_heads": 4, **BLOCKS[block]}
     return tiny(
-        folder, steps=3, batch_size=4, precision="float64", evaluate={"every": 100, "sequences": 5}, model=model,
+        folder, steps=2, batch_size=4, precision="float64", evaluate={"every": 100, "sequences": 5}, model=model,
         out=str(folder / f"{block}-{mesh}"), **more,
     )  # fmt: skip
 
 
 def trained(folder: Path, cells: list[tuple[str, str]]) -> tuple[Path, dict[tuple[str, str], list[Outcome]]]:
     """Train on one process and on four; return the folder and the outcomes by block and mesh."""
-    with pytest.MonkeyPatch.context() as patch:
-        skip_measuring(patch)
-        for block in {block for block, _ in cells}:
-            run_quietly(config_of(folder, block))
+    for block in {block for block, _ in cells}:
+        run_quietly(config_of(folder, block))
     return folder, dict(zip(cells, train_on(4, [config_of(folder, *cell) for cell in cells])))
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> tuple[Path, dict[tuple[str, str], list[Outcome]]]:
+def quick(tmp_path_factory) -> tuple[Path, dict[tuple[str, str], list[Outcome]]]:
     return trained(tmp_path_factory.mktemp("blocks"), QUICK)
 
 
 @pytest.fixture(scope="module")
-def other_world(tmp_path_factory) -> tuple[Path, dict[tuple[str, str], list[Outcome]]]:
+def others(tmp_path_factory) -> tuple[Path, dict[tuple[str, str], list[Outcome]]]:
     return trained(tmp_path_factory.mktemp("others"), OTHERS)
 
 
-def assert_trained_as_alone(world: tuple[Path, dict[tuple[str, str], list[Outcome]]], block: str, mesh: str) -> None:
-    folder, outcomes = world
+@pytest.mark.parametrize(
+    ("block", "mesh"), [*QUICK, *(pytest.param(*cell, marks=pytest.mark.random) for cell in OTHERS)]
+)
+def test_blocks_train_on_four_ranks_as_alone(request, block, mesh):
+    folder, outcomes = request.getfixturevalue("quick" if (block, mesh) in QUICK else "others")
     assert [outcome.refusal for outcome in outcomes[block, mesh]] == [""] * 4
     assert_same_run(Path(config_of(folder, block).out), Path(config_of(folder, block, mesh).out))
     losses = [line["loss"] for line in lines(Path(config_of(folder, block, mesh).out), "train")]
-    assert len(set(losses)) == 3
-
-
-@pytest.mark.parametrize(("block", "mesh"), QUICK)
-def test_blocks_train_on_four_ranks_as_alone(world, block, mesh):
-    assert_trained_as_alone(world, block, mesh)
-
-
-@pytest.mark.random
-@pytest.mark.parametrize(("block", "mesh"), OTHERS)
-def test_every_other_pair_of_block_and_mesh_trains_as_alone(other_world, block, mesh):
-    assert_trained_as_alone(other_world, block, mesh)
+    assert len(set(losses)) == 2
 
 
 @pytest.mark.slow

@@ -80,24 +80,17 @@ def all_first_values(configs: list[TrainConfig]) -> list[dict[str, Tensor]]:
     return [first_values(config) for config in configs]
 
 
-@pytest.fixture(scope="module")
-def on_meshes(tmp_path_factory) -> dict[tuple[str, str], list[dict[str, Tensor]]]:
-    """Return the first values by case and rank."""
-    folder = tmp_path_factory.mktemp("meshes")
-    configs = [configured(folder, *case) for case in CASES]
-    return dict(zip(CASES, zip(*on_ranks(4, all_first_values, configs))))
-
-
-@pytest.mark.parametrize(("model", "mesh"), CASES)
-def test_a_run_starts_equal_on_every_mesh(on_meshes, tmp_path, model, mesh):
-    alone = first_values(configured(tmp_path, model, None))
-    assert all(value.isfinite().all() for value in alone.values())
-    seen = set()
-    for state in on_meshes[model, mesh]:
-        for name, value in state.items():
-            seen.add(name)
-            assert torch.equal(value, alone[name]), name
-    assert seen == set(alone)
+def test_a_run_starts_equal_on_every_mesh(tmp_path):
+    alone = {model: first_values(configured(tmp_path, model, None)) for model in MODELS}
+    assert all(value.isfinite().all() for values in alone.values() for value in values.values())
+    of_ranks = on_ranks(4, all_first_values, [configured(tmp_path, *case) for case in CASES])
+    for (model, mesh), states in zip(CASES, zip(*of_ranks)):
+        seen = set()
+        for state in states:
+            for name, value in state.items():
+                seen.add(name)
+                assert torch.equal(value, alone[model][name]), (model, mesh, name)
+        assert seen == set(alone[model])
 
 
 def test_a_value_does_not_depend_on_the_rest_of_the_model(tmp_path):
@@ -168,8 +161,11 @@ def filled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_like", dirty)
 
 
-KINDS = {name: shrunk(make().model) for name, make in (PRESETS | PAPER_PRESETS).items()}
-DEMO = KINDS["demo"]
+KINDS = {
+    repr(model): (name, model) for name, make in (PRESETS | PAPER_PRESETS).items() for model in [shrunk(make().model)]
+}
+KINDS = dict(KINDS.values())  # of presets that shrink to the same model, one
+DEMO = shrunk(PRESETS["demo"]().model)
 MODEL_OF = {"decoder": GPT, "encoder": Encoder, "encoder_decoder": EncoderDecoder}
 KINDS |= {
     f"router {name}": replace(DEMO, moe=replace(DEMO.moe, router=name, top_k=1 if name == "base" else 2))
@@ -235,7 +231,7 @@ def test_a_model_is_drawn_once(monkeypatch):
             return original(tensor, *arguments, **options)
 
         monkeypatch.setattr(Tensor, name, counting)
-    model = GPT(KINDS["demo"], 50)
+    model = GPT(DEMO, 50)
     matrices = {p.data_ptr() for p in model.parameters() if p.dim() > 1 and not (p == 0).all()}
     assert set(drawn) == matrices
     assert set(drawn.values()) == {1}

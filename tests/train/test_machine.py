@@ -40,26 +40,17 @@ def test_other_devices_are_refused(monkeypatch, name, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("gain", "expected"), [(BFLOAT16_PAYS_FROM, torch.bfloat16), (1.4, torch.float32), (0.1, torch.float32)]
-)
-def test_auto_takes_bfloat16_on_a_cpu_where_it_pays(monkeypatch, gain, expected):
-    rates = {torch.bfloat16: gain, torch.float32: 1.0}
+def test_precision_is_the_named_one_or_what_pays_on_a_cpu_and_what_the_driver_says_on_a_gpu(monkeypatch):
+    rates: dict[torch.dtype, float] = {}
     monkeypatch.setattr(machine, "matmul_flops_per_second", lambda device, dtype: rates[dtype])
-    assert pick_precision("auto", CPU) == expected
-
-
-def test_a_named_precision_is_taken_without_measuring(monkeypatch):
-    monkeypatch.setattr(machine, "matmul_flops_per_second", pytest.fail)
-    assert pick_precision("float32", CPU) == torch.float32
-    assert pick_precision("bfloat16", CPU) == torch.bfloat16
-
-
-@pytest.mark.parametrize("supported", [True, False])
-def test_auto_asks_the_driver_on_a_gpu(monkeypatch, supported):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: supported)
-    expected = torch.bfloat16 if supported else torch.float32
-    assert pick_precision("auto", torch.device("cuda")) == expected
+    for name in ("float32", "bfloat16"):
+        assert pick_precision(name, CPU) == getattr(torch, name), "without measuring"
+    for gain, expected in ((BFLOAT16_PAYS_FROM, torch.bfloat16), (1.4, torch.float32)):
+        rates |= {torch.bfloat16: gain, torch.float32: 1.0}
+        assert pick_precision("auto", CPU) == expected
+    for supported, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda supported=supported: supported)
+        assert pick_precision("auto", torch.device("cuda")) == expected
 
 
 def test_measuring_counts_operations_and_leaves_the_generator_alone(monkeypatch):

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from moesaic.errors import InputError
 from moesaic.train.metrics import Metrics, read_metrics
-from runs import lines, losses, run_quietly, signal_after, tiny
+from runs import lines, losses, run_quietly, tiny
 
 
 def write(folder: Path, *steps: int, start_step: int = 0) -> None:
@@ -22,29 +22,14 @@ def write(folder: Path, *steps: int, start_step: int = 0) -> None:
     metrics.close()
 
 
-def test_lines_come_back_in_order(tmp_path):
-    write(tmp_path, 1, 2)
-    expected = [{"kind": "train", "step": 1, "loss": 0.25}, {"kind": "train", "step": 2, "loss": 0.5}]
-    assert read_metrics(tmp_path) == expected
-
-
-def test_lines_can_be_read_while_they_are_written(tmp_path):
+def test_lines_come_back_in_order_while_they_are_written_too_and_of_a_resumed_run_each_step_once(tmp_path):
     metrics = Metrics(tmp_path, start_step=0)
     metrics.write("eval", 1, {"val_loss": 2.0})
-    assert len(read_metrics(tmp_path)) == 1
+    assert read_metrics(tmp_path) == [{"kind": "eval", "step": 1, "val_loss": 2.0}]
     metrics.close()
-
-
-def test_a_resumed_run_has_every_step_once(tmp_path):
-    write(tmp_path, 1, 2, 3, 4)
-    write(tmp_path, 3, 4, 5, start_step=2)
-    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
-
-
-def test_a_new_run_starts_empty(tmp_path):
-    write(tmp_path, 1, 2)
-    write(tmp_path, 1)
-    assert [line["step"] for line in read_metrics(tmp_path)] == [1]
+    write(tmp_path, 1, 2, 3)  # a new run starts empty
+    write(tmp_path, 3, 4, start_step=2)
+    assert read_metrics(tmp_path) == [{"kind": "train", "step": step, "loss": step / 4} for step in (1, 2, 3, 4)]
 
 
 def test_a_last_line_cut_short_is_left_out(tmp_path):
@@ -54,17 +39,6 @@ def test_a_last_line_cut_short_is_left_out(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path)] == [1]
     write(tmp_path, 2, start_step=1)
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
-
-
-def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
-    write(tmp_path, 1, 2, 3)
-    path = tmp_path / "metrics.jsonl"
-    content = path.read_text().splitlines()
-    path.write_text("\n".join([content[0], content[1][:-4], content[2]]))
-    with pytest.raises(
-        InputError, match=r"metrics.jsonl: line 2 is (damaged .*|not one of a run's metrics): remove it"
-    ):
-        read_metrics(tmp_path)
 
 
 def test_no_metrics_is_an_error(tmp_path):
@@ -86,18 +60,6 @@ def test_a_full_disk_on_resuming_leaves_the_file_as_it_was(tmp_path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_full_disk_while_writing_is_an_error(tmp_path, monkeypatch):
-    metrics = Metrics(tmp_path, start_step=0)
-
-    class Full:
-        def write(self, text: str) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(metrics, "_file", Full())
-    with pytest.raises(InputError, match=r"the disk is full"):
-        metrics.write("train", 1, {"loss": 1.0})
-
-
 def events(folder: Path) -> EventAccumulator:
     found = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     found.Reload()
@@ -115,17 +77,14 @@ def test_tensorboard_holds_the_scalars_of_a_run(tmp_path):
     assert found.Scalars("train/layers/layer1/entropy")[0].value == pytest.approx(first)
 
 
-def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        signal_after(patch, 2)
-        run_quietly(tiny(tmp_path, tensorboard=True))
-    run_quietly(tiny(tmp_path, tensorboard=True, existing="resume"))
-    assert [event.step for event in events(tmp_path / "run").Scalars("train/loss")] == [1, 2, 3, 4]
-
-
-def test_tensorboard_can_be_turned_off(tmp_path):
-    run_quietly(tiny(tmp_path))
-    assert not (tmp_path / "run" / "tensorboard").exists()
+def test_tensorboard_of_a_resumed_run_has_every_step_once_and_can_be_turned_off(ran):
+    assert not (ran / "run" / "tensorboard").exists()
+    for start in (0, 2):
+        metrics = Metrics(ran / "run", start, tensorboard=True)
+        for step in range(start + 1, start + 4):
+            metrics.write("train", step, {"loss": step})
+        metrics.close()
+    assert [event.step for event in events(ran / "run").Scalars("train/loss")] == [1, 2, 3, 4, 5]
 
 
 def test_a_line_is_not_written_twice(tmp_path):
@@ -141,7 +100,7 @@ def test_a_line_is_not_written_twice(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", [b"{}", b"[1]", b"null", b'{"kind": "train", "step": "1"}', b"\xff\xfe", b"[" * 100_000]
+    "line", [b'{"kind": "tr', b"{}", b"[1]", b"null", b'{"kind": "train", "step": "1"}', b"\xff\xfe", b"[" * 100_000]
 )
 def test_a_line_that_is_none_of_ours_is_named(tmp_path, line):
     good = b'{"kind": "train", "step": 1}\n'

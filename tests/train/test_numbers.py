@@ -6,7 +6,6 @@ import math
 import random
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +16,12 @@ from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError, TrainingError
 from moesaic.models.split import local_part
 from moesaic.runtime.telemetry import LoadStatistics
-from moesaic.train.checkpoint import list_checkpoints, load_checkpoint
+from moesaic.train import numbers
+from moesaic.train.checkpoint import list_checkpoints, load_checkpoint, optimizer_tensors
 from moesaic.train.loop import Trainer
 from moesaic.train.numbers import FEWEST, Spikes, collapsed_routers, require_same_weights
 from moesaic.train.ranks import Ranks
-from runs import assert_same, lines, losses, parameters, run_quietly, signal_after, skip_measuring, tiny
+from runs import assert_same, lines, losses, parameters, run_quietly, signal_after, tiny
 from train.worlds import train_on
 from worlds import on_ranks, refusal
 
@@ -78,36 +78,36 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "_evaluate", Trainer._evaluate)
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("loss", "what blocks.1.ffn returns is the first that is not finite, on rank 0"),
-        ("gradient", "the gradient that reaches blocks.1.ffn is the first that is not finite, on rank 0"),
-        ("expert", "weights of blocks.1.ffn.experts.w13, expert 1 are not finite on rank 0"),
-    ],
-)
-def test_a_step_whose_numbers_are_wrong_is_left_out_and_says_where_it_began(tmp_path, fault, said):
-    spoil_steps({2: fault})
-    result, screen = run_quietly(tiny(tmp_path, steps=5, save={"every": 1, "keep": 9}))
-    assert result.step == 5
-    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 4, 5]
-    (line,) = lines(tmp_path / "run", "skipped")
-    assert (line["step"], line["origin"].startswith(said)) == (3, True), line
-    assert f"{said}" in screen
-    kept = [load_checkpoint(path.parent, pytest.fail) for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
-    assert kept[-1].extra["skipped"] == 1
-    before, after = (_of_step(tmp_path / "run", step) for step in (2, 3))
-    assert_same(before.model, after.model)
-    assert_same(before.optimizer, after.optimizer)
-    assert lines(tmp_path / "run", "train")[-1]["skipped"] == 1
+ORIGINS = {
+    2: "weights of blocks.1.ffn.experts.w13, expert 1 are not finite on rank 0",
+    4: "what blocks.1.ffn returns is the first that is not finite, on rank 0",
+    6: "the gradient that reaches blocks.1.ffn is the first that is not finite, on rank 0",
+}
 
 
-def _of_step(run: Path, step: int):
-    """Return the checkpoint of a step, by itself in a folder of its own."""
-    folder = run / f"only-{step}"
-    folder.mkdir()
-    (run / "checkpoints" / f"step-{step:08d}").rename(folder / f"step-{step:08d}")
-    return load_checkpoint(folder, pytest.fail)
+def test_a_step_whose_numbers_are_wrong_is_left_out_and_says_where_it_began(tmp_path):
+    spoil_steps({1: "expert", 3: "loss", 5: "gradient"})
+    spoilt, states = Trainer._step, []
+
+    def step(self):
+        values = spoilt(self)
+        state = self.model.state_dict() | optimizer_tensors(self.model, self.state.optimizer)
+        states.append({name: tensor.clone() for name, tensor in state.items()})
+        return values
+
+    Trainer._step = step
+    result, screen = run_quietly(tiny(tmp_path, steps=7))
+    assert result.step == 7
+    assert [step for step, _ in losses(tmp_path / "run")] == [1, 3, 5, 7]
+    skipped = lines(tmp_path / "run", "skipped")
+    assert [line["step"] for line in skipped] == list(ORIGINS)
+    for line, (step, origin) in zip(skipped, ORIGINS.items()):
+        assert line["origin"].startswith(origin)
+        assert origin in screen
+        assert_same(states[step - 2], states[step - 1])
+        assert not torch.equal(states[step - 1]["embedding.weight"], states[step]["embedding.weight"])
+    assert load_checkpoint(tmp_path / "run" / "checkpoints", pytest.fail).extra["skipped"] == 3
+    assert lines(tmp_path / "run", "train")[-1]["skipped"] == 3
 
 
 def test_wrong_steps_in_a_row_end_the_run_and_others_do_not(tmp_path):
@@ -125,17 +125,16 @@ def test_wrong_steps_in_a_row_end_the_run_and_others_do_not(tmp_path):
 
 
 def test_a_run_that_left_steps_out_is_taken_up_bit_by_bit(tmp_path, monkeypatch):
-    config = tiny(tmp_path, steps=6)
+    config = tiny(tmp_path)
     spoil_steps({1: "gradient"})
     run_quietly(replace(config, out=str(tmp_path / "whole")))
-    signal_after(monkeypatch, 3)
+    signal_after(monkeypatch, 2)
     run_quietly(config)
     monkeypatch.undo()
-    skip_measuring(monkeypatch)
     run_quietly(replace(config, existing="resume"))
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert_same(parameters(tmp_path / "run"), parameters(tmp_path / "whole"))
-    assert [line.get("skipped", 0) for line in lines(tmp_path / "run", "train")] == [0, 1, 1, 1, 1]
+    assert [line.get("skipped", 0) for line in lines(tmp_path / "run", "train")] == [0, 1, 1]
 
 
 def _spoil_on_two() -> None:
@@ -220,52 +219,38 @@ def test_a_leap_of_the_loss_is_no_wandering():
     assert [early.usual(loss) for loss in [5.0] * (FEWEST - 1) + [50.0]] == [None] * FEWEST
 
 
-def leaping(monkeypatch: pytest.MonkeyPatch, micro_batch: int) -> None:
-    """Let the loss of one micro-batch be tenfold, whenever it comes."""
+def leaping(monkeypatch: pytest.MonkeyPatch, *, with_samples: bool) -> None:
+    """Let the loss of the seventh step be tenfold; `with_samples`: only with the samples that were first meant for it."""
     plain = Trainer._accumulate
 
     def accumulate(self, **options):
         loss, auxiliary = plain(self, **options)
-        return (10 * loss if self.state.step + self.state.left_out == micro_batch else loss), auxiliary
+        leaps = self.state.step + self.state.left_out * with_samples == 6
+        return (10 * loss if leaps else loss), auxiliary
 
     monkeypatch.setattr(Trainer, "_accumulate", accumulate)
+    monkeypatch.setattr(numbers, "FEWEST", 2)
 
 
-@pytest.mark.parametrize("spikes", ["warn", "rollback"])
-def test_a_leap_is_said_or_rolled_back(tmp_path, monkeypatch, spikes):
-    config = tiny(tmp_path, steps=26, save={"every": 10}, optimizer={"lr": 1e-3}, on_spike=spikes)
-    leaping(monkeypatch, 22)
+@pytest.mark.parametrize(
+    ("on_spike", "with_samples", "returns"), [("warn", True, 0), ("rollback", True, 1), ("rollback", False, 3)]
+)
+def test_a_leap_is_said_or_rolled_back_three_times_at_most(tmp_path, monkeypatch, on_spike, with_samples, returns):
+    leaping(monkeypatch, with_samples=with_samples)
+    config = tiny(tmp_path, steps=8, save={"every": 4}, optimizer={"lr": 1e-3}, on_spike=on_spike)
     result, screen = run_quietly(config)
-    assert result.step == 26
-    assert "the loss of step 23 leaps to" in screen
-    assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 27))
-    extra = load_checkpoint(tmp_path / "run" / "checkpoints", pytest.fail).extra
-    if spikes == "warn":
-        assert extra["left_out"] == 0
-        return
-    # Step 21 is the first after the checkpoint of step 20, and takes the samples after those of the leap.
-    assert extra["left_out"] == 3
-    assert "going back to" in screen
-    assert max(loss for _, loss in losses(tmp_path / "run")) < 6
+    assert result.step == 8
+    assert "the loss of step 7 leaps to" in screen
+    assert screen.count("going back to") == returns
+    assert ("and the run goes on" in screen) == (returns != 1)
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 9))
+    # Step 5 is the first after the checkpoint of step 4, and takes the samples after those of the leap.
+    assert load_checkpoint(tmp_path / "run" / "checkpoints", pytest.fail).extra["left_out"] == 3 * returns
+    if returns == 1:
+        assert max(loss for _, loss in losses(tmp_path / "run")) < 6
 
 
-def test_a_run_that_leaps_whatever_it_trains_on_goes_on_after_three_returns(tmp_path, monkeypatch):
-    plain = Trainer._accumulate
-
-    def accumulate(self, **options):
-        loss, auxiliary = plain(self, **options)
-        return (10 * loss if self.state.step == 22 else loss), auxiliary
-
-    monkeypatch.setattr(Trainer, "_accumulate", accumulate)
-    config = tiny(tmp_path, steps=26, save={"every": 20}, optimizer={"lr": 1e-3}, on_spike="rollback")
-    monkeypatch.setattr("moesaic.train.numbers.FEWEST", 2)
-    result, screen = run_quietly(config)
-    assert result.step == 26
-    assert screen.count("going back to") == 3
-    assert screen.count("and the run goes on\n") == 1
-
-
-def test_a_router_that_collapses_is_named_once(tmp_path):
+def test_a_router_that_collapses_is_named():
     even, worst = [32] * 8, [250, 6, 0, 0, 0, 0, 0, 0]
     loads = [LoadStatistics.of(counts) for counts in (even, worst)]
     (found,) = collapsed_routers(loads, ["first", "second"], 2).items()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.train.config import TrainConfig
-from runs import run_quietly, skip_measuring, tiny
+from runs import run_quietly, tiny
 from train.worlds import Outcome, assert_same_run, train_on
 
 BASE = {"batch_size": 4, "precision": "float64", "evaluate": {"every": 100, "sequences": 5}, "model": {"num_heads": 4}}
@@ -36,10 +36,8 @@ def meshed(folder: Path, name: str) -> TrainConfig:
 
 def trained(folder: Path, names: list[str], *more: TrainConfig) -> dict[str, list[Outcome]]:
     """Train on one process, then on four under some plans and what more is given; return the outcomes by name."""
-    with pytest.MonkeyPatch.context() as patch:
-        skip_measuring(patch)
-        run_quietly(tiny(folder, **BASE, out=str(folder / "one")))
-        outcomes = train_on(4, [*(meshed(folder, name) for name in names), *more])
+    run_quietly(tiny(folder, **BASE, out=str(folder / "one")))
+    outcomes = train_on(4, [*(meshed(folder, name) for name in names), *more])
     return dict(zip((*names, *(Path(config.out).name for config in more)), outcomes))
 
 
@@ -67,9 +65,8 @@ def test_every_plan_trains_as_one_process(world, name):
 
 
 @pytest.mark.slow
-def test_a_world_may_shrink(world, monkeypatch):
+def test_a_world_may_shrink(world):
     folder, outcomes = world
-    skip_measuring(monkeypatch)
     assert [outcome.refusal for outcome in outcomes["shrunk"]] == [""] * 4
     again = tiny(folder, **BASE, out=str(folder / "shrunk"), existing="resume", steps=3, mesh={"ep": 2})
     for outcome in train_on(2, [again])[0]:

@@ -18,21 +18,14 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.train import balance
 from moesaic.train.config import BalanceConfig, PlannerConfig, SaveConfig, TrainConfig
-from runs import lines, run_quietly, skip_measuring, tiny
+from runs import lines, run_quietly, tiny
 from train import worlds
 from train.worlds import Outcome, assert_same_run
 from worlds import start
 
 BASE = {"batch_size": 4, "precision": "float64", "evaluate": {"every": 2, "sequences": 5}, "log_every": 1, "steps": 4}
-MODEL = {
-    "num_heads": 4,
-    "moe": {
-        "num_experts": 8,
-        "router": "sigmoid",
-        "router_options": {"bias_rate": 0.01},
-        "z_loss": 0.01,
-    },
-}
+MOE = {"num_experts": 8, "router": "sigmoid", "router_options": {"bias_rate": 0.01}, "z_loss": 0.01}
+MODEL = {"num_heads": 4, "moe": MOE}
 CASES = {
     "solved, ep 4": ({"ep": 4, "ranks_per_node": 2}, {"chunks": 2}, {"experts": "balanced", "experts_every": 1}, {}),
     "random, edp 2": ({"ep": 2}, {}, {"experts": "smartmoe", "experts_every": 1}, {}),
@@ -46,8 +39,8 @@ CASES = {
     ),
 }  # fmt: skip
 """Name to mesh, plan, placement, more."""
-OTHERS = ("solved, ep 4", "random, tp, etp", "random, sliced tokens, replication")
-"""Those of `make test-random`, each of which takes four processes a second and more of computing."""
+QUICK = "random, edp 2"
+"""The case of `make test`; each of the others takes four processes a second and more of computing."""
 
 
 class Random(AbstractExpertPlacer):
@@ -90,23 +83,17 @@ def one_and_four(folder: Path, name: str) -> tuple[TrainConfig, TrainConfig]:
 def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
     """Train everything on one process and on four; return the folder and the outcomes by name."""
     folder = tmp_path_factory.mktemp("placed")
-    with pytest.MonkeyPatch.context() as patch:
-        skip_measuring(patch)
-        pairs = {name: one_and_four(folder, name) for name in CASES if name not in OTHERS}
-        for plain, _ in pairs.values():
-            run_quietly(plain)
-        runs = {name: meshed for name, (_, meshed) in pairs.items()}
-        whole = runs["random, edp 2"]
-        parts = replace(whole, out=str(folder / "parts"), existing="resume", save=SaveConfig(every=2))
-        constant = replace(whole.optimizer, final_share=1.0, warmup_steps=0)
-        runs["first half"] = replace(parts, steps=2, optimizer=constant)
-        runs["second half"] = replace(parts, optimizer=constant)
-        runs["without"] = replace(parts, out=str(folder / "without"), balance=BalanceConfig(), optimizer=constant)
-        outcomes = train_on(4, list(runs.values()))
-        away = replace(tiny(folder, **BASE, model=MODEL, out=str(folder / "parts")), existing="resume", steps=5)
-        stayed = replace(away, out=str(folder / "without"))
-        for config in (away, stayed):
-            run_quietly(replace(config, optimizer=constant))
+    plain, whole = one_and_four(folder, QUICK)
+    run_quietly(plain)
+    runs = {QUICK: whole}
+    constant = replace(whole.optimizer, final_share=1.0, warmup_steps=0)
+    parts = replace(whole, out=str(folder / "parts"), existing="resume", save=SaveConfig(every=2), optimizer=constant)
+    runs |= {"first half": replace(parts, steps=2), "second half": parts}
+    runs["without"] = replace(parts, out=str(folder / "without"), balance=BalanceConfig())
+    outcomes = train_on(4, list(runs.values()))
+    for out in ("parts", "without"):
+        away = tiny(folder, **BASE | {"steps": 5}, model=MODEL, out=str(folder / out), existing="resume")
+        run_quietly(replace(away, optimizer=constant))
     return folder, dict(zip(runs, outcomes))
 
 
@@ -114,27 +101,17 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
 def others(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
     """Train the cases of `make test-random`, in the same way."""
     folder = tmp_path_factory.mktemp("others")
-    with pytest.MonkeyPatch.context() as patch:
-        skip_measuring(patch)
-        pairs = {name: one_and_four(folder, name) for name in OTHERS}
-        for plain, _ in pairs.values():
-            run_quietly(plain)
-        return folder, dict(zip(pairs, train_on(4, [meshed for _, meshed in pairs.values()])))
+    pairs = {name: one_and_four(folder, name) for name in CASES if name != QUICK}
+    for plain, _ in pairs.values():
+        run_quietly(plain)
+    return folder, dict(zip(pairs, train_on(4, [meshed for _, meshed in pairs.values()])))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in OTHERS])
-def test_training_with_moving_experts_is_training_on_one_process(world, name):
-    assert_trained_as_alone(world, name)
-
-
-@pytest.mark.random
-@pytest.mark.parametrize("name", OTHERS)
-def test_training_with_moving_experts_on_further_meshes_is_training_on_one_process(others, name):
-    assert_trained_as_alone(others, name)
-
-
-def assert_trained_as_alone(world: tuple[Path, dict[str, list[Outcome]]], name: str) -> None:
-    folder, outcomes = world
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == QUICK else pytest.mark.random) for name in CASES]
+)
+def test_training_with_moving_experts_is_training_on_one_process(request, name):
+    folder, outcomes = request.getfixturevalue("world" if name == QUICK else "others")
     assert [outcome.refusal for outcome in outcomes[name]] == [""] * 4
     plain, meshed = one_and_four(folder, name)
     assert_same_run(Path(plain.out), Path(meshed.out))
@@ -146,9 +123,9 @@ def assert_trained_as_alone(world: tuple[Path, dict[str, list[Outcome]]], name: 
         assert len(each["busiest_before"]) == 2
         if name.startswith("solved"):
             assert all(after <= before for before, after in zip(each["busiest_before"], each["busiest_after"]))
+            assert 0 <= each["inter_node_bytes"] <= each["bytes"]
     if name.startswith("solved"):
         assert told[0]["busiest_after"] < told[0]["busiest_before"]
-        assert all(0 <= each["inter_node_bytes"] <= each["bytes"] for each in told)
 
 
 def test_a_run_goes_on_from_a_checkpoint_in_the_middle_and_on_one_process(world):
@@ -162,28 +139,17 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_middle_and_on_one_process(world)
     )  # the first half ends with an evaluation more
 
 
-def test_configurations_that_cannot_place_experts_are_refused(tmp_path):
-    for changes, words in (
-        (
-            {"balance": {"experts": "smartmoe", "experts_every": -1}},
-            r"balance\.experts_every=-1: must be at least 1",
-        ),
-        (
-            {"balance": {"experts": "best"}},
-            r"balance\.experts='best': choose one of none, balanced, smartmoe",
-        ),
-        (
-            {"balance": {"experts": "balanced"}},
-            r"balance\.experts=balanced with mesh\.ep=1, where every rank has all experts: choose",
-        ),
-        (
-            {"balance": {"experts": "balanced"}, "mesh": {"ep": 2}, "model": {"ffn": "dense", "dense_hidden": 24}},
-            r'balance\.experts=balanced: model\.ffn="dense" has no experts to move: leave it none',
-        ),
-    ):
-        with pytest.raises(InputError, match=words) as caught:
-            tiny(tmp_path, **changes)
-        assert "\n" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, r"balance\.experts=balanced with mesh\.ep=1, where every rank has all experts: choose"),
+        ({"mesh": {"ep": 2}, "model": {"ffn": "dense"}}, r'model\.ffn="dense" has no experts to move: leave it none'),
+    ],
+)
+def test_configurations_that_cannot_place_experts_are_refused(tmp_path, changes, words):
+    with pytest.raises(InputError, match=words) as caught:
+        tiny(tmp_path, balance={"experts": "balanced"}, **changes)
+    assert "\n" not in str(caught.value)
 
 
 def test_one_process_is_told_what_to_start(tmp_path):

@@ -24,10 +24,10 @@ def test_one_process_agrees_with_itself():
     ranks.require_same("anything", object(), "nothing")
 
 
-@pytest.mark.parametrize("kind", [InputError, TrainingError, ZeroDivisionError])
-def test_errors_pass_through_a_stretch_taken_together(kind):
-    with pytest.raises(kind, match="as it was"), Ranks().together():
-        raise kind("as it was")
+def test_errors_pass_through_a_stretch_taken_together():
+    for kind in (InputError, TrainingError, ZeroDivisionError):
+        with pytest.raises(kind, match="as it was"), Ranks().together():
+            raise kind("as it was")
 
 
 @pytest.mark.parametrize(("mesh", "needed"), [({"tp": 2}, 2), ({"ep": 2, "etp": 3}, 6), ({"tp": 4, "ep": 6}, 12)])
@@ -41,8 +41,6 @@ def test_a_mesh_of_several_ranks_needs_torchrun(mesh, needed):
 
 
 BAD_MESHES = {
-    r"mesh.tp=0: must be at least 1": {"mesh": {"tp": 0}},
-    r"mesh.ranks_per_node=0: must be at least 1": {"mesh": {"ranks_per_node": 0}},
     r"mesh.tp=3 does not divide model.num_heads=4": {"mesh": {"tp": 3}},
     r"mesh.ep=3 does not divide model.moe.num_experts=16": {"mesh": {"ep": 3}},
     r"mesh.etp=3 does not divide model.moe.hidden=256": {"mesh": {"etp": 3}},

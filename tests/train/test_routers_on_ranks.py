@@ -18,7 +18,7 @@ from helpers import TOP_K
 from moesaic.routing.router import AbstractRouter
 from moesaic.routing.routers import ROUTERS
 from moesaic.train.config import TrainConfig
-from runs import lines, parameters, run_quietly, skip_measuring, tiny
+from runs import lines, parameters, run_quietly, tiny
 from train.worlds import Outcome, difference, train_on
 
 SEQUENCES = 4
@@ -63,7 +63,6 @@ def alone(folder: Path, router: str, world: int) -> TrainConfig:
 def world(request, tmp_path_factory) -> tuple[Path, int, dict[str, list[Outcome]]]:
     folder, world = tmp_path_factory.mktemp("routers"), request.param
     with pytest.MonkeyPatch.context() as patch:
-        skip_measuring(patch)
         even_noise(patch.setattr)
         for router in ROUTERS:
             run_quietly(alone(folder, router, world))

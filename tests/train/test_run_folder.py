@@ -22,9 +22,10 @@ from moesaic.train import run_folder
 from moesaic.train.checkpoint import list_checkpoints
 from moesaic.train.config import TrainConfig
 from moesaic.train.loop import Trainer
+from moesaic.train.metrics import Metrics
 from moesaic.train.run_folder import RunFolder
 from moesaic.train.state import open_run
-from runs import lines, losses, run_quietly, seal, snapshot, tiny, write_config
+from runs import losses, run_quietly, seal, snapshot, tiny, write_config
 
 ALL = ["refuse", "resume", "replace"]
 
@@ -85,50 +86,45 @@ def without_copies(run: Path) -> None:
     ("existing", "has_copies"), [("refuse", True), ("replace", True), *((each, False) for each in ALL)]
 )
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_run_whose_configuration_is_lost_is_refused_and_kept(tmp_path, existing, has_copies, harm):
-    run_quietly(tiny(tmp_path, steps=2, save={"every": 1}))
+def test_a_run_whose_configuration_is_lost_is_refused_and_kept(ran, existing, has_copies, harm):
     if not has_copies:
-        without_copies(tmp_path / "run")
-    config = (tmp_path / "run" / "config.json").read_bytes()
-    harm(tmp_path / "run" / "config.json")
-    before = snapshot(tmp_path)
-    with pytest.raises(
-        InputError, match=r"holds checkpoints \(the newest step-00000002\), but its config.json is"
-    ) as caught:
-        run_quietly(tiny(tmp_path, steps=2, existing=existing))
+        without_copies(ran / "run")
+    harm(ran / "run" / "config.json")
+    before = snapshot(ran)
+    lost = r"holds checkpoints \(the newest step-00000002\), but its config.json is"
     advice = "--existing resume takes the copy in step-00000002" if has_copies else "put that file back"
-    assert advice in str(caught.value)
-    assert snapshot(tmp_path) == before
-    (tmp_path / "run" / "config.json").write_bytes(config)
-    assert run_quietly(tiny(tmp_path, steps=3, existing="resume"))[0].step == 3
-    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3]
+    with pytest.raises(InputError, match=f"{lost}.*{advice}"):
+        open_run(tiny(ran, existing=existing), pytest.fail)
+    assert snapshot(ran) == before
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_lost_configuration_is_taken_from_the_newest_whole_checkpoint(tmp_path, capsys, harm):
-    run_quietly(tiny(tmp_path, steps=3, save={"every": 1, "keep": 9}))
-    own = tmp_path / "run" / "config.json"
-    checkpoints = tmp_path / "run" / "checkpoints"
-    (checkpoints / "step-00000003" / "config.json").write_text("{}")  # damaged too: its checksum tells
+def test_a_lost_configuration_is_taken_from_the_newest_whole_checkpoint(ran, capsys, harm):
+    own, config = ran / "run" / "config.json", tiny(ran)
+    write_config(replace(config, existing="resume"), own)
+    for path in list_checkpoints(ran / "run" / "checkpoints"):
+        shutil.copy(own, path)
+        seal(path)
+    (path / "config.json").write_text("{}")  # damaged too: its checksum tells
     harm(own)
-    assert main(["train", "--config", str(own), "--existing", "resume", "--steps", "4"]) == 0
+    assert main(["train", "--config", str(own), "--existing", "resume", "--steps", "3"]) == 0
     said = capsys.readouterr()
     assert said.err.count("\n") == 1
     assert f"config {own}: " in said.err
-    assert "taking its copy in step-00000002" in said.err
-    assert "step-00000003: config.json does not match its checksum" in said.out
+    assert "taking its copy in step-00000001" in said.err
+    assert "step-00000002: config.json does not match its checksum" in said.out
     assert f"{own}: was lost or damaged, and is written anew" in said.out
-    assert json.loads(own.read_text())["steps"] == 4
-    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3, 4]
+    assert json.loads(own.read_text())["steps"] == 3
+    assert [step for step, _ in losses(ran / "run")] == [1, 2, 3]
 
 
-def test_settings_changed_in_a_configuration_by_damage_are_said(tmp_path):
-    run_quietly(tiny(tmp_path, steps=1))
-    own = tmp_path / "run" / "config.json"
+def test_settings_changed_in_a_configuration_by_damage_are_said(ran):
+    own = ran / "run" / "config.json"
     own.write_text(own.read_text().replace('"lr": 0.01', '"lr": 0.03'))
-    table = json.loads(own.read_text())
-    _, said = run_quietly(override(TrainConfig(), table | {"steps": 2}, source="kept"))
-    assert "resumed with other settings, optimizer.lr (0.03 and 0.01) (now and before)" in said
+    config = override(TrainConfig(), json.loads(own.read_text()) | {"out": str(ran / "run")}, source="kept")
+    said: list[str] = []
+    open_run(config, said.append).claim.release()
+    assert "resumed with other settings, optimizer.lr (0.03 and 0.01) (now and before)" in said[0]
 
 
 DAMAGES = {
@@ -140,20 +136,17 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_damaged_metrics_are_said_and_what_can_be_read_is_kept(tmp_path, what):
-    run_quietly(tiny(tmp_path, steps=3, save={"every": 3}))
-    own = tmp_path / "run" / "metrics.jsonl"
+def test_damaged_metrics_are_said_and_what_can_be_read_is_kept(ran, what):
+    own = ran / "run" / "metrics.jsonl"
     damage, reason = DAMAGES[what]
     own.write_bytes(damage(own.read_bytes()))
-    _, said = run_quietly(tiny(tmp_path, steps=5, existing="resume"))
+    _, said = run_quietly(tiny(ran, steps=3, existing="resume"))
     assert (f"{own}: {reason}" in said) == bool(reason)
     assert ("what can be read of it is kept" in said) == bool(reason)
-    assert [step for step, _ in losses(tmp_path / "run")][-2:] == [4, 5]
-    assert "is kept" not in run_quietly(tiny(tmp_path, steps=6, existing="resume"))[1]
-
-
-def owned(host: str, process: int) -> str:
-    return json.dumps({"process": process, "host": host, "started": "2026-01-01 00:00:00 UTC"})
+    assert [step for step, _ in losses(ran / "run")][-1:] == [3]
+    found: list[str] = []
+    Metrics(ran / "run", 3, say=found.append).close()
+    assert found == []
 
 
 def reaped() -> int:
@@ -163,22 +156,19 @@ def reaped() -> int:
     return process.pid
 
 
-LEFT = {
-    "killed": (lambda: owned(socket.gethostname(), reaped()), ""),
-    "killed before it said who it is": (lambda: '{"process": 1', ""),
-    "alive": (
-        lambda: owned(socket.gethostname(), os.getppid()),
-        "started 2026-01-01 00:00:00 UTC, trains into it",
-    ),
-    "of another host": (lambda: owned("elsewhere", 7), "process 7 on elsewhere"),
-}
-
-
-@pytest.mark.parametrize("what", LEFT)
-def test_where_there_are_no_locks_the_owner_decides_whether_one_is_stale(tmp_path, monkeypatch, what):
+@pytest.mark.parametrize(
+    ("host", "process", "refusal"),
+    [
+        (socket.gethostname(), reaped, ""),
+        (socket.gethostname(), os.getppid, "started 2026-01-01 00:00:00 UTC, trains into it"),
+        ("elsewhere", lambda: 7, "process 7 on elsewhere"),
+    ],
+    ids=["killed", "alive", "of another host"],
+)
+def test_where_there_are_no_locks_the_owner_decides_whether_one_is_stale(tmp_path, monkeypatch, host, process, refusal):
     monkeypatch.setattr(run_folder, "fcntl", None)
-    text, refusal = LEFT[what]
-    (tmp_path / ".lock").write_text(text())
+    owner = {"process": process(), "host": host, "started": "2026-01-01 00:00:00 UTC"}
+    (tmp_path / ".lock").write_text(json.dumps(owner))
     folder = RunFolder(tmp_path)
     if refusal:
         with pytest.raises(InputError, match=refusal) as caught:
@@ -220,24 +210,23 @@ def test_what_a_killed_start_leaves_is_no_obstacle(tmp_path):
 
 
 @pytest.mark.parametrize("dies_at", ["write", "fsync", "replace"])
-def test_the_configuration_is_whole_at_every_instant(tmp_path, monkeypatch, dies_at):
+def test_the_configuration_is_whole_at_every_instant(ran, monkeypatch, dies_at):
     class Killed(BaseException):
         pass
 
     def die(*_: object) -> None:
         raise Killed
 
-    run_quietly(tiny(tmp_path, steps=1))
-    kept = (tmp_path / "run" / "config.json").read_bytes()
+    kept = (ran / "run" / "config.json").read_bytes()
     with monkeypatch.context() as patch:
         if dies_at == "write":
             patch.setattr("moesaic.train.state.as_json", die)
         else:
             patch.setattr(os, dies_at, die)
         with pytest.raises(Killed):
-            open_run(tiny(tmp_path, steps=2, existing="resume"), pytest.fail)
-    assert (tmp_path / "run" / "config.json").read_bytes() == kept
-    assert run_quietly(tiny(tmp_path, steps=2, existing="resume"))[0].step == 2
+            open_run(tiny(ran, steps=3, existing="resume"), pytest.fail)
+    assert (ran / "run" / "config.json").read_bytes() == kept
+    open_run(tiny(ran, steps=3, existing="resume"), pytest.fail).claim.release()
 
 
 @pytest.mark.parametrize("existing", ALL)
@@ -255,13 +244,11 @@ def test_two_runs_never_share_a_folder(tmp_path, existing):
     open_run(tiny(tmp_path, steps=1, existing="resume"), pytest.fail).claim.release()
 
 
-def test_a_run_that_fails_lets_go_of_its_folder(tmp_path, monkeypatch):
-    run_quietly(tiny(tmp_path, steps=1))
+def test_a_run_that_fails_lets_go_of_its_folder(ran):
     with pytest.raises(InputError) as caught:
-        open_run(tiny(tmp_path, existing="resume", model={"dim": 32}), pytest.fail)
+        open_run(tiny(ran, existing="resume", model={"dim": 32}), pytest.fail)
     assert caught.value.__traceback__ is not None
-    assert not (tmp_path / "run" / ".lock").exists()
-    run_quietly(tiny(tmp_path, steps=2, existing="resume"))
+    assert not (ran / "run" / ".lock").exists()
 
 
 def test_a_killed_run_lets_go_of_its_folder(tmp_path):
@@ -298,31 +285,23 @@ def replaced(folder: Path) -> None:
 
 @pytest.mark.parametrize("log_every", [1, 100], ids=["before a line of metrics", "before a checkpoint"])
 @pytest.mark.parametrize("act", [shutil.rmtree, replaced], ids=["removed", "replaced"])
-def test_a_run_whose_folder_goes_ends_with_an_error(tmp_path, monkeypatch, act, log_every):
+def test_a_run_whose_folder_goes_ends_with_an_error(ran, monkeypatch, act, log_every):
     after_step(monkeypatch, 3, act)
-    config = tiny(tmp_path, steps=6, save={"every": 2}, log_every=log_every)
-    with pytest.raises((TrainingError, InputError)) as caught:
-        run_quietly(config)
-    assert "run" in str(caught.value)
+    with pytest.raises((TrainingError, InputError), match="run") as caught:
+        run_quietly(tiny(ran, steps=5, save={"every": 4}, log_every=log_every, existing="resume"))
     assert "\n" not in str(caught.value)
-    left = snapshot(tmp_path / "run")
+    left = snapshot(ran / "run")
     assert set(left) <= {"config.json", "metrics.jsonl"}
     assert set(left.values()) <= {b"another's"}
 
 
-def test_a_removed_folder_is_an_exit_code_other_than_0(tmp_path, monkeypatch, capsys):
+def test_a_removed_folder_is_an_exit_code_other_than_0(ran, monkeypatch, capsys):
     after_step(monkeypatch, 3, shutil.rmtree)
-    file = write_config(tiny(tmp_path, steps=6, save={"every": 2}, log_every=100), tmp_path / "given.json")
-    assert main(["train", "--config", str(file)]) == 1
+    config = tiny(ran, steps=5, save={"every": 4}, log_every=100, existing="resume")
+    assert main(["train", "--config", str(write_config(config, ran / "given.json"))]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "was removed or replaced while the run was going on" in err
-
-
-def test_a_folder_without_locks_is_used_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr("moesaic.train.run_folder.fcntl", None)
-    assert run_quietly(tiny(tmp_path, steps=1))[0].step == 1
-    assert len(lines(tmp_path / "run", "train")) == 1
 
 
 def test_an_unlockable_folder_is_an_error(tmp_path):
@@ -331,18 +310,20 @@ def test_an_unlockable_folder_is_an_error(tmp_path):
         RunFolder(tmp_path).claim()
 
 
-def test_every_version_has_written_the_marks(tmp_path):
-    run_quietly(tiny(tmp_path, steps=1))
-    table = json.loads((tmp_path / "run" / "config.json").read_text())
-    (tmp_path / "run" / "config.json").write_text(json.dumps(table | {"field_of_the_future": 1}))
-    assert run_quietly(replace(tiny(tmp_path, steps=2), existing="resume"))[0].step == 2
+def test_a_configuration_of_another_version_is_a_runs(ran):
+    own = ran / "run" / "config.json"
+    own.write_text(json.dumps(json.loads(own.read_text()) | {"field_of_the_future": 1}))
+    open_run(tiny(ran, existing="resume"), pytest.fail).claim.release()
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[1]", "{}", "[" * 100_000, '{"process": "1", "host": "a", "started": "x"}',
-     '{"process": -1, "host": "a", "started": "x"}', '{"process": 1e99, "host": "a", "started": "x"}'],
-    ids=lambda text: text[:20],
-)  # fmt: skip
-def test_a_lock_that_names_nobody_is_read_as_nobodys(text: str) -> None:
-    assert run_folder._read_owner(text) is None
+def test_a_lock_that_names_nobody_is_read_as_nobodys() -> None:
+    named = '{"process": PROCESS, "host": "a", "started": "x"}'
+    for text in (
+        "",
+        "{",
+        "[1]",
+        "{}",
+        "[" * 100_000,
+        *(named.replace("PROCESS", what) for what in ('"1"', "-1", "1e99")),
+    ):
+        assert run_folder._read_owner(text) is None, text[:20]

@@ -7,13 +7,12 @@ import os
 import re
 import signal
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 
 import pytest
 import torch.distributed as dist
 from torch import nn
 
-from forked import Forked
 from moesaic.cli.main import main
 from moesaic.errors import InputError, TrainingError
 from moesaic.train import watch as of_watch
@@ -22,54 +21,13 @@ from moesaic.train.launch import Roll, handle_ends, naming_dead_ranks
 from moesaic.train.run_folder import FLIGHT, HANG, RunFolder
 from moesaic.train.watch import Position, Watch, describe_hang, read_hang
 from runs import tiny
-from train.test_launch import ours, start
-
-ON_RANK_1 = """
-import os, signal, socket, sys, time
-from contextlib import suppress
-from moesaic.cli.main import main
-from moesaic.runtime import executor
-from moesaic.train import loop
-
-plain = {where}
-
-def break_connections():
-    for number in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):
-            line = socket.socket(fileno=os.dup(number))
-            if line.getpeername()[1] != int(os.environ["MASTER_PORT"]):
-                line.shutdown(socket.SHUT_RDWR)
-
-def disturbed(*arguments, **options):
-    rank, step = (int(os.environ["RANK"]), sum(1 for _ in open({metrics!r}))) if os.path.exists({metrics!r}) else (0, 0)
-    if rank == 1 and step == 2:
-        {what}
-    return plain(*arguments, **options)
-
-{where} = disturbed
-sys.exit(main(sys.argv[1:]))
-"""
-"""A script that disturbs the second rank in its third step, at a call of a Moesaic function."""
-
-
-def said_by_a_run_that_fails(process: Forked) -> str:
-    """Return the error output of a failing run. Rank 1 is killed once it is reported as stopped."""
-    while process.poll() is None:
-        stopped = re.search(r"rank 1 is stopped \(process (\d+)", process.said()[1])
-        if stopped:  # torchrun would wait half a minute for it
-            with suppress(ProcessLookupError):
-                os.kill(int(stopped[1]), signal.SIGKILL)
-            break
-        time.sleep(0.1)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode != 0
-    return err
+from train.disturbed import disturbing, failed, finished, ours, start
 
 
 def say(folder, what, where="loop.Trainer._accumulate", **changes):
-    """Return what two ranks say of which the second is disturbed, and the run's folder."""
-    script, run = folder / "disturbed.py", folder / "run"
-    script.write_text(ON_RANK_1.format(what=what, where=where, metrics=str(run / "metrics.jsonl")))
+    """Return what two ranks say of which the second is disturbed in its third step, and the run's folder."""
+    run = folder / "run"
+    script = disturbing(folder, where, f"if rank == 1 and steps_logged({str(run / 'metrics.jsonl')!r}) == 2: {what}")
     config = tiny(
         folder,
         steps=1_000_000,
@@ -80,9 +38,7 @@ def say(folder, what, where="loop.Trainer._accumulate", **changes):
         mesh={"ep": 2},
         **changes,
     )
-    process = start(config, folder, script=script)
-    err = said_by_a_run_that_fails(process)
-    return err, run
+    return failed(start(config, folder, script=script)), run
 
 
 @pytest.mark.parametrize("direction", ["forward", pytest.param("backward", marks=pytest.mark.random)])
@@ -90,7 +46,7 @@ def test_a_rank_that_is_stopped_is_named_by_the_one_that_waits_for_it(tmp_path, 
     plan, place = (
         ({"chunks": 2}, "executor.RunProgram.forward") if direction == "forward" else ({}, "executor.run_backward")
     )
-    err, run = say(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)", place, plan=plan)
+    err, run = say(tmp_path, "stop()", place, plan=plan)
     (said,) = ours(err)
     assert said.startswith("moesaic train: step 3 has stood still for 8 s: rank 1 is stopped (process ")
     layer, task = ("blocks.0.ffn", r"\S+, chunk 0") if direction == "forward" else ("blocks.1.ffn", r"\S+")
@@ -108,53 +64,31 @@ def test_a_rank_that_is_stopped_is_named_by_the_one_that_waits_for_it(tmp_path, 
     assert re.search(r"^  .*executor\.py:\d+ in drive", told, re.MULTILINE)
 
 
-STARTS = """
-import os, signal, sys, time
-from moesaic.cli.main import main
-from moesaic.train import loop
-
-plain = loop.{where}
-
-def disturbed(*arguments, **options):
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.{signal})
-    time.sleep({late})
-    return plain(*arguments, **options)
-
-loop.{where} = disturbed
-sys.exit(main(sys.argv[1:]))
-"""
-"""Stops or kills the second rank between its meeting with the first and its first step."""
-
-
 @pytest.mark.parametrize(
-    ("kind", "where", "late"),
+    ("strike", "where", "late"),
     [
-        ("SIGSTOP", "open_run", 0),
-        ("SIGKILL", "train", 0),
-        pytest.param("SIGKILL", "open_run", 0, marks=pytest.mark.random),
+        ("stop", "open_run", 0),
+        ("kill", "train", 0),
+        pytest.param("kill", "open_run", 0, marks=pytest.mark.random),
         # torchrun's SIGTERM comes before the first rank misses the second
-        pytest.param("SIGKILL", "open_run", 60, marks=pytest.mark.random),
-        pytest.param("SIGKILL", "train", 60, marks=pytest.mark.random),
+        pytest.param("kill", "open_run", 60, marks=pytest.mark.random),
+        pytest.param("kill", "train", 60, marks=pytest.mark.random),
     ],
 )
-def test_a_rank_that_stops_or_dies_before_its_first_step_is_named(tmp_path, kind, where, late):
-    script = tmp_path / "starts.py"
-    script.write_text(STARTS.format(signal=kind, where=where, late=late))
-    config = tiny(tmp_path, batch_size=4, start_patience=10 if kind == "SIGSTOP" else 120, patience=600, mesh={"ep": 2})
-    process = start(config, tmp_path, script=script)
-    err = said_by_a_run_that_fails(process)
-    (said,) = ours(err)
-    if kind == "SIGSTOP":
+def test_a_rank_that_stops_or_dies_before_its_first_step_is_named(tmp_path, strike, where, late):
+    script = disturbing(tmp_path, f"loop.{where}", f"{strike}() if rank == 1 else time.sleep({late})")
+    patience = 10 if strike == "stop" else 120
+    config = tiny(tmp_path, batch_size=4, start_patience=patience, patience=600, mesh={"ep": 2})
+    (said,) = ours(failed(start(config, tmp_path, script=script)))
+    if strike == "stop":
         assert said.startswith("moesaic train: the start has stood still for 10 s: rank 1 is stopped (process ")
-        assert re.search(
-            r"; rank 0 is at comm/process_groups\.py:\d+ in wait, waiting for \d+ bytes of rank 1; start the run again$",
-            said,
+        at = (
+            r"; rank 0 is at comm/process_groups\.py:\d+ in wait, waiting for \d+ bytes of rank 1; start the run again$"
         )
+        assert re.search(at, said)
     else:
-        assert re.match(
-            r"moesaic train: rank 1 died( by SIGKILL)? \(process \d+\), in the start; start the run again", said
-        )
+        died = r"moesaic train: rank 1 died( by SIGKILL)? \(process \d+\), in the start; start the run again"
+        assert re.match(died, said)
     assert not (tmp_path / "run").exists()
 
 
@@ -175,7 +109,7 @@ def test_a_rank_that_is_busy_elsewhere_is_named_with_its_place(tmp_path):
 
 
 def test_a_rank_that_died_is_named_with_its_signal_and_what_to_type(tmp_path):
-    err, run = say(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    err, run = say(tmp_path, "kill()")
     (said,) = ours(err)
     assert re.match(r"moesaic train: rank 1 died( by SIGKILL)? \(process \d+\), in step 3; the checkpoint ", said)
     assert f"--config {run / 'config.json'} --existing resume" in said
@@ -288,34 +222,22 @@ def test_a_rank_that_reads_and_writes_is_waited_for_where_that_may_take_long(mon
     assert is_given_up(monkeypatch, [1.0] * 60, is_long=is_long) == (not (is_long and moves))
 
 
-LONG_SAVE = """
-import os, sys, time
-from moesaic.cli.main import main
-from moesaic.train import loop
-
-plain = loop.save_checkpoint
-
-def slow(*arguments, **options):
-    if os.environ["RANK"] == "1" and options["step"] == 2:
+WRITES = """
+    if rank == 1 and options["step"] == 2:
         with open(os.devnull, "w", buffering=1) as disk:
             for _ in range(40):
                 disk.write("x" * 1000 + chr(10))
                 time.sleep(0.2)
-    return plain(*arguments, **options)
-
-loop.save_checkpoint = slow
-sys.exit(main(sys.argv[1:]))
 """
-"""One rank needs longer than its patience to write, and does write."""
+"""Needs longer than the patience to write, and does write."""
 
 
 @pytest.mark.random
 def test_a_rank_that_writes_for_longer_than_its_patience_is_waited_for(tmp_path):
-    script = tmp_path / "long.py"
-    script.write_text(LONG_SAVE)
+    script = disturbing(tmp_path, "loop.save_checkpoint", WRITES)
     config = tiny(tmp_path, steps=3, batch_size=4, save={"every": 2}, start_patience=300, patience=5, mesh={"ep": 2})
     process = start(config, tmp_path, script=script)
-    _, err = process.communicate(timeout=300)
+    _, err = finished(process)
     assert process.returncode == 0, err
     assert not (tmp_path / "run" / HANG).exists()
 
@@ -355,26 +277,13 @@ def test_a_run_that_never_hung_says_so(tmp_path, capsys):
     assert main(["why-hung"]) == 2
 
 
-def test_json_is_what_was_written_down(tmp_path, capsys):
-    table = {
-        "line": "it hung",
-        "ranks": [{"rank": 0, "process": "process 1 on a", "at": "x", "waits_for": {}, "stack": []}],
-    }
+def test_what_was_written_down_is_told_without_escape_sequences(tmp_path, capsys):
+    where = {"rank": 0, "process": "1 on \x1b]52;c;x\x07", "at": "\x1b[2J", "waits_for": {}, "stack": ["\x1b[31m"]}
+    table = {"line": "it hung\x1b[2J", "ranks": [where]}
     RunFolder(tmp_path).write(HANG, json.dumps(table))
-    assert main(["why-hung", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == table
-
-
-def test_escape_sequences_of_a_record_do_not_reach_the_terminal(tmp_path, capsys):
-    where = {
-        "rank": 0,
-        "process": "process 1 on \x1b]52;c;x\x07",
-        "at": "\x1b[2J",
-        "waits_for": {},
-        "stack": ["\x1b[31m"],
-    }
-    RunFolder(tmp_path).write(HANG, json.dumps({"line": "it hung\x1b[2J", "ranks": [where]}))
     assert main(["why-hung", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "it hung\\x1b[2J" in said
     assert "\x1b" not in said
+    assert main(["why-hung", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == table

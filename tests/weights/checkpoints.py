@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,23 @@ def build(family: str, **changes: Any) -> Any:
             # Megatron stores this norm's weight minus one, which is exact between 1/2 and 2.
             tensor.copy_(torch.randn(tensor.shape) * 0.1 + (1 if name.endswith("linear_attn.norm.weight") else 0))
     return model
+
+
+@cache
+def _saved(family: str, max_shard_size: str) -> tempfile.TemporaryDirectory[str]:
+    kept = tempfile.TemporaryDirectory()
+    build(family).save_pretrained(kept.name, max_shard_size=max_shard_size)
+    return kept
+
+
+def save(family: str, folder: Path, *, max_shard_size: str = "5GB") -> Path:
+    """Write a tiny model into a folder, as transformers saves it; return the folder."""
+    return shutil.copytree(_saved(family, max_shard_size).name, folder)
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Change some entries of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
-from checkpoints import assert_bitwise, build, tensors_of
+from checkpoints import assert_bitwise, build, edit_json, save, tensors_of
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import state_dict_saver
 from transformers import AutoModelForCausalLM
@@ -35,12 +35,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.fixture
 def hub(tmp_path: Path) -> Path:
     """Save a Mixtral in three safetensors files."""
-    build("Mixtral").save_pretrained(tmp_path / "hub", max_shard_size="40KB")
-    assert len(list((tmp_path / "hub").glob("*.safetensors"))) == 3
-    return tmp_path / "hub"
+    folder = save("Mixtral", tmp_path / "hub", max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) == 3
+    return folder
 
 
-def save(folder: Path, tensors: dict[str, Any]) -> None:
+def save_shards(folder: Path, tensors: dict[str, Any]) -> None:
     state_dict_saver.save(tensors, checkpoint_id=folder, no_dist=True)
 
 
@@ -51,25 +51,19 @@ def refusal(*arguments: Any, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_the_receipt_says_what_was_done(hub: Path, tmp_path: Path) -> None:
+def test_the_receipt_says_what_was_done_with_the_same_hashes_in_every_format(hub: Path, tmp_path: Path) -> None:
     (hub / "tokenizer.json").write_text("{}")
-    receipt = moesaic.convert(hub, tmp_path / "out", to="hf")
-    tensors = tensors_of(tmp_path / "out")
-    assert json.loads((tmp_path / "out" / RECEIPT).read_text()) == json.loads(json.dumps(receipt))
+    receipt = moesaic.convert(hub, tmp_path / "hf", to="hf")
+    tensors = tensors_of(tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / RECEIPT).read_text()) == json.loads(json.dumps(receipt))
     assert receipt["tensors"] == len(tensors) == len(tensors_of(hub))
     assert receipt["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
-    assert receipt["moments"] == {}
-    assert receipt["left_behind"] == []
+    assert (receipt["moments"], receipt["left_behind"]) == ({}, [])
     experts = receipt["sha256"]["weights"]["model.layers.0.mlp.experts"]
     assert len(experts) == len(set(experts)) == 4
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
-
-
-def test_hashes_are_the_same_in_every_format(hub: Path, tmp_path: Path) -> None:
-    receipts = [
-        moesaic.convert(hub, tmp_path / to, to=to, logits=False) for to in ("moesaic", "torchtitan", "megatron")
-    ]
-    assert receipts[0]["sha256"] == receipts[1]["sha256"] == receipts[2]["sha256"]
+    assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
+    for to in ("moesaic", "torchtitan", "megatron"):
+        assert moesaic.convert(hub, tmp_path / to, to=to, logits=False)["sha256"] == receipt["sha256"]
 
 
 @pytest.mark.parametrize("to", ["hf", "moesaic"])
@@ -90,14 +84,14 @@ def test_verify_finds_a_flipped_bit_and_names_the_expert(hub: Path, tmp_path: Pa
     assert err == f"moesaic convert: {out}: {line}\n"
 
 
-def test_a_receipt_of_fewer_experts_is_not_that_of_the_output(hub: Path, tmp_path: Path) -> None:
-    moesaic.convert(hub, tmp_path / "out", to="hf", logits=False)
-    receipt = json.loads((tmp_path / "out" / RECEIPT).read_text())
+def test_a_receipt_of_fewer_experts_is_not_that_of_the_output_and_none_is_refused(hub: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"receipt\.json is missing: no conversion finished here"):
+        verify(hub)
+    receipt = moesaic.convert(hub, tmp_path / "out", to="hf", logits=False)
     receipt["sha256"]["weights"]["model.layers.0.mlp.experts"].pop()
     (tmp_path / "out" / RECEIPT).write_text(json.dumps(receipt))
-    with pytest.raises(
-        InputError, match=r"expert 3 of model\.layers\.0\.mlp\.experts \(weights\) is not what the receipt"
-    ):
+    lost = r"expert 3 of model\.layers\.0\.mlp\.experts \(weights\) is not what the receipt"
+    with pytest.raises(InputError, match=lost):
         verify(tmp_path / "out")
 
 
@@ -111,11 +105,6 @@ def test_a_list_that_places_a_part_where_none_begins_is_refused(hub: Path, tmp_p
     )
     listed.write_bytes(pickle.dumps(metadata))
     assert "the list of tensors is damaged" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
-
-
-def test_verify_wants_a_receipt(hub: Path) -> None:
-    with pytest.raises(InputError, match=r"receipt\.json is missing: no conversion finished here"):
-        verify(hub)
 
 
 def test_shards_that_are_missing_cut_off_or_mixed_up(hub: Path, tmp_path: Path) -> None:
@@ -139,7 +128,7 @@ def test_shards_that_are_missing_cut_off_or_mixed_up(hub: Path, tmp_path: Path) 
 
 def changed(folder: Path, **changes: Tensor | None) -> Path:
     """Save a Mixtral in one file, with tensors removed, added or replaced."""
-    build("Mixtral").save_pretrained(folder)
+    save("Mixtral", folder)
     tensors: dict[str, Any] = load_file(folder / "model.safetensors") | changes
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
     return folder
@@ -212,7 +201,7 @@ def trained(folder: Path) -> tuple[Any, torch.optim.Optimizer]:
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         tensors |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-    save(folder / SHARDS, tensors)
+    save_shards(folder / SHARDS, tensors)
     model.config.save_pretrained(folder)
     return model, optimizer
 
@@ -256,7 +245,7 @@ def test_counters_that_differ_cannot_become_one(tmp_path: Path) -> None:
     moesaic.convert(tmp_path / "a", tmp_path / "b", to="torchtitan", logits=False)
     tensors = tensors_of(tmp_path / "b")
     tensors["optimizer.state.layers.1.moe.routed_experts.inner_experts.w3_EFD.step"] += 1
-    save(tmp_path / "odd", tensors)
+    save_shards(tmp_path / "odd", tensors)
     assert "step is not the same for all of" in refusal(
         tmp_path / "odd", tmp_path / "o", to="moesaic", config=tmp_path / "a"
     )
@@ -268,7 +257,7 @@ def test_what_megatron_adds_is_left_behind(hub: Path, tmp_path: Path) -> None:
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         tensors[name] = torch.cat([tensors[name], torch.ones(64, 32, dtype=torch.bfloat16)])
     tensors["decoder.layers.mlp.experts.experts.linear_fc1._extra_state/shard_0_2"] = [1, 2]
-    save(tmp_path / "b" / "iter_0000007", tensors)
+    save_shards(tmp_path / "b" / "iter_0000007", tensors)
     (tmp_path / "b" / "latest_checkpointed_iteration.txt").write_text("7")
     receipt = moesaic.convert(tmp_path / "b", tmp_path / "c", to="hf", config=hub, logits=False)
     assert receipt["left_behind"] == [
@@ -309,30 +298,25 @@ def test_nothing_that_a_sharded_checkpoint_names_is_run(hub: Path, tmp_path: Pat
     assert not Path("planted").exists()
 
 
-def test_files_of_a_sharded_checkpoint_that_are_missing_or_cut_off(hub: Path, tmp_path: Path) -> None:
+def test_files_of_a_sharded_checkpoint_that_are_damaged_cut_off_or_missing(hub: Path, tmp_path: Path) -> None:
     moesaic.convert(hub, tmp_path / "a", to="moesaic", logits=False)
     (path,) = (tmp_path / "a" / SHARDS).glob("*.distcp")
     whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"PK", b"KP").replace(b"_rebuild", b"_rabuild"))
+    assert f"{path}: byte 0: is damaged" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
     path.write_bytes(whole[:-1000])
     assert "it is cut off or of another checkpoint" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
     path.unlink()
     assert f"{path} is missing" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
 
 
-def test_damaged_tensors_of_a_sharded_checkpoint_are_refused(hub: Path, tmp_path: Path) -> None:
-    moesaic.convert(hub, tmp_path / "a", to="moesaic", logits=False)
-    (path,) = (tmp_path / "a" / SHARDS).glob("*.distcp")
-    path.write_bytes(path.read_bytes().replace(b"PK", b"KP").replace(b"_rebuild", b"_rabuild"))
-    assert f"{path}: byte 0: is damaged" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
-
-
-@pytest.mark.parametrize("mark", [b"1", b"7" * 300, b"\xff\xfe", "\u00b2".encode()])
-def test_an_iteration_of_megatron_that_is_not_there_is_refused(hub: Path, tmp_path: Path, mark: bytes) -> None:
+def test_an_iteration_of_megatron_that_is_not_there_is_refused(hub: Path, tmp_path: Path) -> None:
     moesaic.convert(hub, tmp_path / "a", to="megatron", logits=False)
-    (tmp_path / "a" / "latest_checkpointed_iteration.txt").write_bytes(mark)
     (tmp_path / "a" / "release").rename(tmp_path / "a" / "elsewhere")
-    with pytest.raises(InputError, match=r"\.metadata: cannot be read"):
-        verify(tmp_path / "a")
+    for mark in (b"1", b"7" * 300, b"\xff\xfe", "\u00b2".encode()):
+        (tmp_path / "a" / "latest_checkpointed_iteration.txt").write_bytes(mark)
+        with pytest.raises(InputError, match=r"\.metadata: cannot be read"):
+            verify(tmp_path / "a")
 
 
 def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
@@ -382,31 +366,29 @@ def test_links_within_a_checkpoint_and_a_hubs_cache_are_copied_as_files(hub: Pat
         assert (tmp_path / "out" / name).read_text() == "template"
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize("kind", ["a named pipe", "a folder", "a device"])
-def test_what_is_not_a_file_is_refused_at_once(name: str, kind: str, tmp_path: Path) -> None:
-    hub = tmp_path / "hub"
-    build("Mixtral").save_pretrained(hub)
-    (hub / name).unlink(missing_ok=True)
-    if kind == "a named pipe":
-        os.mkfifo(hub / name)
-    elif kind == "a folder":
-        (hub / name).mkdir()
-    else:
-        (hub / name).symlink_to("/dev/zero")
-    message = refusal(hub, tmp_path / "out", to="hf")
-    is_outside = kind == "a device" and name == "tokenizer.json"
-    assert ("is a link to a file outside" if is_outside else f"it is {kind}, not a file") in message
-    assert not (tmp_path / "out").exists()
+def test_what_is_not_a_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        hub = save("Mixtral", tmp_path / name)
+        (hub / name).unlink(missing_ok=True)
+        if kind == "a named pipe":
+            os.mkfifo(hub / name)
+        elif kind == "a folder":
+            (hub / name).mkdir()
+        else:
+            (hub / name).symlink_to("/dev/zero")
+        message = refusal(hub, tmp_path / "out", to="hf")
+        is_outside = kind == "a device" and name == "tokenizer.json"
+        assert ("is a link to a file outside" if is_outside else f"it is {kind}, not a file") in message
+        assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
-def test_a_configuration_chooses_no_code(key: str, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_chooses_no_code(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers fetches the kernels of a repository that is named as an implementation."""
     asked: list[str] = []
     monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=lambda name, **_: asked.append(name)))
-    config = json.loads((hub / "config.json").read_text())
-    (hub / "config.json").write_text(json.dumps(config | {key: "somebody/kernel@rev"}))
+    keys = ("attn_implementation", "_attn_implementation", "experts_implementation")
+    edit_json(hub / "config.json", **dict.fromkeys(keys, "somebody/kernel@rev"))
     moesaic.convert(hub, tmp_path / "out", to="hf")
     assert asked == []
     assert "somebody/kernel" not in (tmp_path / "out" / "config.json").read_text()

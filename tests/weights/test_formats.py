@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
-from checkpoints import FAMILIES, WITHOUT, assert_bitwise, build, tensors_of
+from checkpoints import FAMILIES, WITHOUT, assert_bitwise, build, save, tensors_of
 
 import moesaic
 from moesaic.errors import InputError
@@ -30,49 +30,45 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function that maps a family to a folder with its checkpoint in every format that can store it."""
-    root, made = tmp_path_factory.mktemp("formats"), set()
+    """Return a function that maps a family and a format to a folder with its checkpoint, which was converted from the hub's."""
+    root = tmp_path_factory.mktemp("formats")
 
-    def write(family: str) -> Path:
-        if family not in made:
-            build(family).save_pretrained(root / family / "hf")
-            for name in FORMATS:
-                if name != "hf" and (family, name) not in WITHOUT:
-                    moesaic.convert(root / family / "hf", root / family / name, to=name, logits=False)
-            made.add(family)
-        return root / family
+    def write(family: str, name: str) -> Path:
+        folder = root / family / name
+        if not folder.exists():
+            if name == "hf":
+                save(family, folder)
+            else:  # with the logits of both, if the model fits transformers unchanged
+                receipt = moesaic.convert(write(family, "hf"), folder, to=name, logits=name == "moesaic")
+                if name == "moesaic":
+                    assert receipt["logits"]["largest_difference"] == receipt["logits"]["not_finite"] == 0
+                    assert receipt["logits"]["largest"] > 0.01
+        return folder
 
     return write
 
 
 @pytest.mark.parametrize("family", QUICK_FIRST)
 def test_any_format_becomes_any_other_bit_by_bit(family: str, written: Any, tmp_path: Path) -> None:
-    folder = written(family)
     names = [name for name in FORMATS if (family, name) not in WITHOUT]
     for source, to in permutations(names, 2):
         out = tmp_path / f"{source}-{to}"
-        moesaic.convert(folder / source, out, to=to, logits=False)
-        assert_bitwise(tensors_of(out), tensors_of(folder / to))
+        moesaic.convert(written(family, source), out, to=to, logits=False)
+        assert_bitwise(tensors_of(out), tensors_of(written(family, to)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_moesaic_has_what_transformers_has_in_memory(family: str, written: Any) -> None:
+def test_moesaic_has_what_transformers_has_in_memory_and_logits_stay(family: str, written: Any, tmp_path: Path) -> None:
     expected = {f"model.{name}": tensor for name, tensor in build(family).state_dict().items()}
-    assert_bitwise(tensors_of(written(family) / "moesaic"), expected)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_stay(family: str, written: Any, tmp_path: Path) -> None:
-    for number, (source, to) in enumerate([("hf", "moesaic"), ("moesaic", "hf")]):
-        receipt = moesaic.convert(written(family) / source, tmp_path / str(number), to=to)
-        assert receipt["logits"]["largest_difference"] == receipt["logits"]["not_finite"] == 0
-        assert receipt["logits"]["largest"] > 0.01
+    assert_bitwise(tensors_of(written(family, "moesaic")), expected)
+    receipt = moesaic.convert(written(family, "moesaic"), tmp_path / "back", to="hf")
+    assert receipt["logits"]["largest_difference"] == receipt["logits"]["not_finite"] == 0
 
 
 @pytest.mark.parametrize(("family", "name"), sorted(WITHOUT))
 def test_a_family_without_a_place_is_refused_by_name(family: str, name: str, written: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has no place for model\.layers\.0\.linear_attn\.A_log, .* and \d+ more"):
-        moesaic.convert(written(family) / "hf", tmp_path / "out", to=name)
+        moesaic.convert(written(family, "hf"), tmp_path / "out", to=name)
     assert not (tmp_path / "out").exists()
 
 
@@ -90,8 +86,7 @@ def qkv(hub: dict[str, Tensor], layer: str, kind: str, heads: int = 4, groups: i
 
 
 def test_torchtitans_layout_of_qwen3(written: Any) -> None:
-    folder = written("Qwen3Moe")
-    hub, titan = tensors_of(folder / "hf"), tensors_of(folder / "torchtitan")
+    hub, titan = (tensors_of(written("Qwen3Moe", name)) for name in ("hf", "torchtitan"))
     experts = "layers.1.moe.routed_experts.inner_experts."
     for theirs, ours in (("gate", "w1_EFD"), ("up", "w3_EFD"), ("down", "w2_EDF")):
         wanted = stacked(hub, f"model.layers.1.mlp.experts.{{}}.{theirs}_proj.weight")
@@ -102,8 +97,7 @@ def test_torchtitans_layout_of_qwen3(written: Any) -> None:
 
 
 def test_torchtitans_layout_of_gpt_oss(written: Any) -> None:
-    folder = written("GptOss")
-    hub, titan = tensors_of(folder / "hf"), tensors_of(folder / "torchtitan")
+    hub, titan = (tensors_of(written("GptOss", name)) for name in ("hf", "torchtitan"))
     experts = "layers.0.moe.routed_experts.inner_experts."
     assert torch.equal(titan[experts + "mlp1_weight_EGD"], hub["model.layers.0.mlp.experts.gate_up_proj"].mT)
     assert torch.equal(titan[experts + "mlp2_weight_EDF"], hub["model.layers.0.mlp.experts.down_proj"].mT)
@@ -111,8 +105,7 @@ def test_torchtitans_layout_of_gpt_oss(written: Any) -> None:
 
 
 def test_megatrons_layout_where_layers_are_alike(written: Any) -> None:
-    folder = written("Mixtral")
-    hub, mcore = tensors_of(folder / "hf"), tensors_of(folder / "megatron")
+    hub, mcore = (tensors_of(written("Mixtral", name)) for name in ("hf", "megatron"))
     for layer in range(2):
         prefix = f"model.layers.{layer}"
         experts = prefix + ".block_sparse_moe.experts.{}."
@@ -128,8 +121,7 @@ def test_megatrons_layout_where_layers_are_alike(written: Any) -> None:
 
 
 def test_megatrons_layout_where_they_differ(written: Any) -> None:
-    folder = written("DeepseekV3")
-    hub, mcore = tensors_of(folder / "hf"), tensors_of(folder / "megatron")
+    hub, mcore = (tensors_of(written("DeepseekV3", name)) for name in ("hf", "megatron"))
     dense = [hub[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")]
     shared = [hub[f"model.layers.1.mlp.shared_experts.{name}_proj.weight"] for name in ("gate", "up")]
     assert torch.equal(mcore["decoder.layers.0.mlp.linear_fc1.weight"], torch.cat(dense))
@@ -142,8 +134,7 @@ def test_megatrons_layout_where_they_differ(written: Any) -> None:
 
 
 def test_megatrons_layout_of_gpt_oss(written: Any) -> None:
-    folder = written("GptOss")
-    hub, mcore = tensors_of(folder / "hf"), tensors_of(folder / "megatron")
+    hub, mcore = (tensors_of(written("GptOss", name)) for name in ("hf", "megatron"))
     both = hub["model.layers.1.mlp.experts.gate_up_proj"].mT
     wanted = torch.cat([both[:, 0::2], both[:, 1::2]], 1)
     assert torch.equal(mcore["decoder.layers.mlp.experts.experts.linear_fc1.weight"][1], wanted)
@@ -156,8 +147,7 @@ def test_megatrons_layout_of_gpt_oss(written: Any) -> None:
 
 
 def test_megatrons_layout_of_linear_attention_and_gated_attention(written: Any, tmp_path: Path) -> None:
-    folder = written("Qwen3Next")
-    hub, mcore = tensors_of(folder / "hf"), tensors_of(folder / "megatron")
+    hub, mcore = (tensors_of(written("Qwen3Next", name)) for name in ("hf", "megatron"))
     linear = "model.layers.0.linear_attn."
     query, key, value, z = (
         hub[f"{linear}in_proj_qkvz.weight"].view(2, -1, 32).split([8, 8, 16, 16], 1)

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
 
 import transformers
-from checkpoints import FAMILIES, WITHOUT, assert_bitwise, build, tensors_of
+from checkpoints import FAMILIES, WITHOUT, assert_bitwise, build, save, tensors_of
 from safetensors.torch import load_file, save_file
 from test_upcycle import dense
 
@@ -142,7 +142,7 @@ def test_any_family_of_transformers_converts_or_is_refused_in_one_line(family: A
 def test_what_transformers_loads_in_another_way_is_an_error_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    build("Qwen3Moe").save_pretrained(tmp_path / "hub")
+    save("Qwen3Moe", tmp_path / "hub")
     right = hubs._unstacked
 
     def swapped(tensor: str, shape: tuple[int, ...], names: list[str]) -> Any:
@@ -180,7 +180,7 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pyt
         (folder / "half" / FILE).write_bytes(b"x")
         raise OSError(28, "No space left on device")
 
-    build("Mixtral").save_pretrained(tmp_path / "hub")
+    save("Mixtral", tmp_path / "hub")
     monkeypatch.setattr(FORMATS["moesaic"], "write", fails)
     with pytest.raises(OSError, match="No space left"):
         moesaic.convert(tmp_path / "hub", tmp_path / "out", to="moesaic")
@@ -188,7 +188,7 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 def test_of_two_conversions_into_one_folder_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build("Mixtral").save_pretrained(tmp_path / "hub")
+    save("Mixtral", tmp_path / "hub")
     right, refused = FORMATS["hf"].write, []
 
     def write(folder: Path, tensors: Any) -> None:
@@ -229,25 +229,21 @@ def test_weights_that_are_not_numbers_are_converted_and_said(tmp_path: Path, cap
     assert_bitwise(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "hub"))
 
 
-def test_the_files_beside_the_weights_go_along(tmp_path: Path) -> None:
-    build("Mixtral").save_pretrained(tmp_path / "hub")
+def test_the_files_beside_the_weights_go_along_but_an_adapter_is_not_left_out_unseen(tmp_path: Path) -> None:
+    hub = save("Mixtral", tmp_path / "hub")
     names = {"tokenizer_config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "vocab.txt"}
     for name in names | {"quantize_config.json", "receipt.json"}:
-        (tmp_path / "hub" / name).write_text("{}")
-    moesaic.convert(tmp_path / "hub", tmp_path / "out", to="moesaic", logits=False)
+        (hub / name).write_text("{}")
+    moesaic.convert(hub, tmp_path / "out", to="moesaic", logits=False)
     assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"config.json", "receipt.json", "shards"}
-
-
-def test_an_adapter_beside_the_weights_is_not_left_out_unseen(tmp_path: Path) -> None:
-    build("Mixtral").save_pretrained(tmp_path / "hub")
-    (tmp_path / "hub" / "adapter_config.json").write_text("{}")
+    (hub / "adapter_config.json").write_text("{}")
     with pytest.raises(InputError, match="an adapter lies beside the weights: merge it with PEFT's merge_and_unload"):
-        moesaic.convert(tmp_path / "hub", tmp_path / "out", to="moesaic")
+        moesaic.convert(hub, tmp_path / "more", to="moesaic")
 
 
 @pytest.mark.parametrize("kind", ["twice", "overlap"])
 def test_a_header_with_two_tensors_in_one_place_or_of_one_name_is_refused(kind: str, tmp_path: Path) -> None:
-    build("Mixtral").save_pretrained(tmp_path / "hub")
+    save("Mixtral", tmp_path / "hub")
     path = tmp_path / "hub" / FILE
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
@@ -263,38 +259,31 @@ def test_a_header_with_two_tensors_in_one_place_or_of_one_name_is_refused(kind: 
         moesaic.convert(tmp_path / "hub", tmp_path / "out", to="hf", logits=False)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "glm4v_moe", "qwen3_5_moe", "gemma4_vision"])
-def test_models_with_other_parts_than_the_language_model_are_refused_in_one_line(
-    kind: str, tmp_path: Path, capsys: Any
-) -> None:
-    table = {"model_type": kind, "architectures": ["X"]}
-    (tmp_path / "config.json").write_text(json.dumps(table))
+def test_models_with_other_parts_than_the_language_model_are_refused_in_one_line(tmp_path: Path, capsys: Any) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / FILE)
-    assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--to", "moesaic"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"moesaic convert: {kind}")
-    assert "such as vision" in line
-    assert not (tmp_path / "out").exists()
+    for kind in ("qwen3_vl_moe", "glm4v_moe", "qwen3_5_moe", "gemma4_vision"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": ["X"]}))
+        assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--to", "moesaic"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"moesaic convert: {kind}")
+        assert "such as vision" in line
+        assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_local_experts": 9223372036854775808},
-        {"num_hidden_layers": 100_000_000},
-        {"num_hidden_layers": 0},
-        {"num_attention_heads": 0},
-        {"quantization_config": 7},
-        {"quantization_config": ["fp8"]},
-        {"quantization_config": {"quant_method": ["fp8"]}},
-    ],
-)
-def test_a_configuration_that_cannot_be_is_refused_in_one_line(changes: Any, tmp_path: Path, capsys: Any) -> None:
-    build("Mixtral").save_pretrained(tmp_path / "hub")
-    path = tmp_path / "hub" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    capsys.readouterr()
-    assert main(["convert", str(tmp_path / "hub"), str(tmp_path / "out"), "--to", "moesaic"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "Traceback" not in line
-    assert not (tmp_path / "out").exists()
+IMPOSSIBLE: list[dict[str, Any]] = [
+    {"num_local_experts": 9223372036854775808}, {"num_hidden_layers": 100_000_000}, {"num_hidden_layers": 0},
+    {"num_attention_heads": 0}, {"quantization_config": 7}, {"quantization_config": ["fp8"]},
+    {"quantization_config": {"quant_method": ["fp8"]}},
+]  # fmt: skip
+
+
+def test_a_configuration_that_cannot_be_is_refused_in_one_line(tmp_path: Path, capsys: Any) -> None:
+    path = save("Mixtral", tmp_path / "hub") / "config.json"
+    table = json.loads(path.read_text())
+    for changes in IMPOSSIBLE:
+        path.write_text(json.dumps(table | changes))
+        capsys.readouterr()
+        assert main(["convert", str(tmp_path / "hub"), str(tmp_path / "out"), "--to", "moesaic"]) == 2, changes
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "Traceback" not in line
+        assert not (tmp_path / "out").exists()

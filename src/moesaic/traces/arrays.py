@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO, Any, BinaryIO
 
 import numpy as np
@@ -14,6 +16,10 @@ from numpy.lib import format as npy
 
 from moesaic.files import open_file
 
+DAMAGED = (
+    OSError, EOFError, ValueError, MemoryError, TokenError, NotImplementedError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+"""The exceptions of numpy for files that are damaged."""
 MOST_BYTES = 1 << 26
 """An array of at most this size is read whatever its compression."""
 MOST_INFLATED = 200
@@ -38,8 +44,7 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
     Raises:
         OSError: the file cannot be read, or is not a file.
         KeyError: an array is missing.
-        ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError: the file is damaged, or an array is larger
-            than its compressed bytes can plausibly be.
+        one of DAMAGED: the file is damaged, or an array is larger than its compressed bytes can plausibly be.
     """
     with open_file(path) as file:
         if file.read(len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX:

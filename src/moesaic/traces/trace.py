@@ -15,20 +15,17 @@ from __future__ import annotations
 
 import io
 import json
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any, Literal
 
 import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.files import entries, folder_below, write
-from moesaic.traces.arrays import read_arrays
+from moesaic.traces.arrays import DAMAGED, read_arrays
 
 FOLDER = "routing"
 """The subfolder of a run folder that holds the run's trace."""
@@ -402,16 +399,7 @@ def _read_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         raise InputError(
             f"trace {path}: no such file: name a trace, or the folder of a run that recorded one"
         ) from error
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        MemoryError,
-        TokenError,
-        NotImplementedError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
+    except DAMAGED as error:
         raise InputError(
             f"trace {path}: is damaged or cut short: remove the file and use the other steps, or record it again"
         ) from error

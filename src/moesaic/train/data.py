@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -108,10 +109,13 @@ def standard_library() -> tuple[list[Path], Path]:
     """Return the source files of this Python's standard library without its tests, sorted, and their common folder."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    files = [path for path in sorted(root.rglob("*.py")) if not skip & set(path.relative_to(root).parts)]
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skip]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise InputError(f"no Python sources in {root}: pass text with data.path")
-    return files, root
+    return sorted(files), root
 
 
 def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,7 @@ def convert(
         the receipt, which is also written to `out / "receipt.json"`; docs/convert.md describes it.
 
     Raises:
-        InputError: the checkpoint is incomplete, mixed with another or of another model, `to` cannot store the model, or
-            output and source differ.
+        InputError: the checkpoint is incomplete, mixed or of another model, `to` cannot store it, or the output differs.
     """
     folder, target = Path(source), Path(out)
     for name in (to, source_format or to):
@@ -68,7 +66,8 @@ def convert(
     others = _others(folder) if to == "hf" or came_from == "hf" else {}
     with filling(target):
         before.model.config.save_pretrained(target)
-        _write_all(target, others)
+        for name, data in others.items():
+            write(target / name, data)
         FORMATS[to].write(target, tensors)
         after = open_checkpoint(target, to, Architecture(read_config(target, None)))
         receipt = _receipt(before, after) | {
@@ -96,11 +95,6 @@ def _named(before: Checkpoint, layout: Layout, format: AbstractFormat) -> tuple[
             else:
                 named[place] = format.converted(name, tensor, to_model=False) if state is None else tensor
     return named, unplaced
-
-
-def _write_all(folder: Path, files: Mapping[str, bytes]) -> None:
-    for name, data in files.items():
-        write(folder / name, data)
 
 
 def _others(folder: Path) -> dict[str, bytes]:

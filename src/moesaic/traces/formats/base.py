@@ -6,23 +6,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.files import entries, open_file
+from moesaic.traces import arrays
 from moesaic.traces.trace import Trace, TraceSegment, TraceShape
 
-DAMAGED = (
-    OSError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError,
-    TokenError, BadZipFile,
-)  # fmt: skip
+DAMAGED = (*arrays.DAMAGED, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
 """The exceptions of json and numpy for files that are damaged or have unexpected contents."""
-
-
 MOST_EXPERTS = 1 << 20
 """The most experts of a layer that are believed; a file with more is damaged."""
 
