@@ -109,7 +109,11 @@ def all_gradients(*, looks_into_dataclasses: bool) -> dict[tuple[str, int], dict
                     lambda output: [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad],
                 )
         rank, world = dist.get_rank(), dist.get_world_size()
-        return {(name, ep): gradients(name, {"ep": ep}, rank, world) for name in MODELS for ep in (1, 2)}
+        return {
+            (name, ep): gradients(name, {"ep": ep}, rank, world)
+            for name in MODELS
+            for ep in ((1, 2) if name == "gpt" else (2,))
+        }
 
 
 @pytest.mark.parametrize("looks_into_dataclasses", [False, parallel.SEES_DATACLASSES])

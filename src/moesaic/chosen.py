@@ -68,7 +68,7 @@ class ChosenExperts:
             weight_TK: (tokens, K) routing weights.
         """
         if self.on_mesh is not None:
-            return outside_graphs(self._run_on_mesh, self.on_mesh, x_TD, expert_TK, weight_TK)
+            return outside_graphs(partial(self._run_on_mesh, self.on_mesh, x_TD, expert_TK, weight_TK))
         (num_tokens, top_k), expert = expert_TK.shape, expert_TK.reshape(-1)
         token = torch.arange(num_tokens, device=expert.device).repeat_interleave(top_k, output_size=len(expert))
         counts = count(expert, None, self.experts.num_experts)

@@ -274,7 +274,7 @@ class MoE(InjectsLosses, RoutingCached):
         else:
             from moesaic.runtime.graphs import outside_graphs
 
-            y, routing = outside_graphs(self._run, *arguments)
+            y, routing = outside_graphs(partial(self._run, *arguments))
         return (y, routing) if return_routing else y
 
     def call_with(
@@ -304,7 +304,7 @@ class MoE(InjectsLosses, RoutingCached):
             return self._run(compute, x, mask, token_ids, top_k, capacity)
         from moesaic.runtime.graphs import outside_graphs
 
-        return outside_graphs(self._run, compute, x, mask, token_ids, top_k, capacity)
+        return outside_graphs(partial(self._run, compute, x, mask, token_ids, top_k, capacity))
 
     def _run(
         self,

@@ -43,7 +43,7 @@ def every_table(replica: ReplicaLoad) -> dict[str, Replications]:
 
 def test_what_is_replicated_is_there_and_never_at_home():
     replicated = 0
-    for seed in range(60):
+    for seed in range(20):
         for replica in boards_of(seed):
             for name, replications in every_table(replica).items():
                 assert (replications.amount > 0).all(), name
@@ -51,7 +51,7 @@ def test_what_is_replicated_is_there_and_never_at_home():
                 table = replications.table(replica.load.num_experts, len(replica.origins))
                 assert (table.sum(2) <= replica.copies).all(), name
                 replicated += int(table.sum())
-    assert replicated > 10_000
+    assert replicated > 3_000
 
 
 def shared_one_by_one(replica: ReplicaLoad, dense: np.ndarray, total: np.ndarray) -> None:
@@ -64,7 +64,7 @@ def shared_one_by_one(replica: ReplicaLoad, dense: np.ndarray, total: np.ndarray
 
 
 def test_tables_are_shared_among_the_ranks_of_a_place_first_come_first():
-    for seed in range(12):
+    for seed in range(6):
         replicas = boards_of(seed)
         tables = [every_table(replica)["mix 1.0 False"] for replica in replicas]
         expected = np.zeros_like(full_table(replicas, tables))
@@ -78,7 +78,7 @@ def test_tables_are_shared_among_the_ranks_of_a_place_first_come_first():
 
 
 def test_rows_are_those_of_the_table():
-    for seed in range(40):
+    for seed in range(15):
         for replica in boards_of(seed):
             ep, home = len(replica.origins), replica.load.home
             for found in every_table(replica).values():
@@ -93,7 +93,7 @@ def test_rows_are_those_of_the_table():
 @pytest.mark.parametrize("limit", [1.0, 1.4])
 @pytest.mark.parametrize("near", [False, True])
 def test_spilling_holds_every_place_to_its_limit(limit: float, near: bool):
-    for seed in range(60):
+    for seed in range(20):
         for replica in boards_of(seed):
             rows = rows_of(replica, spills(replica, NOTHING, limit, near_first=near))
             total = int(replica.copies.sum())
@@ -125,7 +125,7 @@ def test_helpers_compute_their_own_copies_before_those_of_others():
 
 def test_the_best_prefix_of_shadows_is_found():
     helped = 0
-    for seed in range(60):
+    for seed in range(20):
         for replica in boards_of(seed, Machine(tflops=0.05, inter_gbps=30, intra_gbps=90)):
             ep = len(replica.origins)
             found = shadows(replica, at_most=2, tries=6)
@@ -141,7 +141,7 @@ def test_the_best_prefix_of_shadows_is_found():
             times = [replica.seconds(each.table(replica.load.num_experts, ep)) for each in taken]
             assert replica.seconds(found.table(replica.load.num_experts, ep)) == pytest.approx(min(times))
             helped += not found.is_empty
-    assert helped > 15
+    assert helped > 5
 
 
 def test_what_replicated_experts_cost_the_host_makes_it_replicate_fewer():
@@ -160,38 +160,6 @@ def test_what_replicated_experts_cost_the_host_makes_it_replicate_fewer():
     assert held[0] > 0
     assert held == sorted(held, reverse=True)
     assert held[2] == 0
-
-
-def test_whole_shadows_are_what_the_policy_finds_for_the_hottest_experts():
-    """Every place gets each whole shadow, and no prefix of the hottest experts is faster."""
-    found_any = 0
-    for seed in range(40):
-        for replica in boards_of(seed):
-            home, ep = replica.load.home, len(replica.origins)
-            away = np.where(np.arange(ep)[:, None] == home[None, :], 0, replica.copies)
-            hottest = np.argsort(-away.sum(0), kind="stable")[:3]
-            tables = []
-            for prefix in range(len(hottest) + 1):
-                table = np.zeros((ep, replica.load.num_experts, ep), dtype=np.int64)
-                for expert in hottest[:prefix]:
-                    table[np.arange(ep), expert, np.arange(ep)] = away[:, expert]
-                tables.append(table)
-            table = shadows(replica, at_most=3, whole=True).table(replica.load.num_experts, ep)
-            assert any((table == each).all() for each in tables)
-            assert replica.seconds(table) == pytest.approx(min(replica.seconds(each) for each in tables))
-            found_any += int(table.any())
-    assert found_any > 10
-
-
-def test_calls_that_replicate_take_less_than_the_sum_of_their_parts_and_more_than_each():
-    for seed in range(40):
-        for replica in boards_of(seed):
-            for replications in every_table(replica).values():
-                work = work_of(replica, replications)
-                parts = work.travel + work.travel_helped + work.fetch
-                compute = float((work.home + work.helped).max())
-                assert max(compute, work.travel) * (1 - 1e-9) <= work.seconds(1) <= (compute + parts) * (1 + 1e-9)
-                assert work.seconds(4) <= work.seconds(1) * (1 + 1e-9)
 
 
 def test_the_cost_by_hand():
@@ -269,7 +237,7 @@ def test_the_largest_are_those_of_a_stable_sort(count: int) -> None:
 @pytest.mark.parametrize("whole", [False, True])
 def test_shadows_above_the_least_are_the_prefix_they_were_told_from_and_follow_the_counts(whole: bool) -> None:
     found = 0
-    for seed in range(40):
+    for seed in range(15):
         load = draw(seed)
         for replica in replica_loads(load, ReplicationCosts(machine=QUICK)):
             best = shadows(replica, whole=whole)

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import GivenOrders, seed_ranges
@@ -93,13 +93,14 @@ def brute_between(load: ExpertLoad, order: np.ndarray) -> float:
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_figures_of_an_order_are_those_of_counting_row_by_row(grid: Grid) -> None:
     load = drawn(0, grid, 3)
-    for seed in range(5):
+    for seed in range(2):
         order = np.random.default_rng(seed).permutation(len(load.order))
         place = places_of(order, grid.ep)
         assert load.busiest(place) == brute_busiest(load, order)
         assert load.between_nodes(place) == brute_between(load, order)
 
 
+@settings(max_examples=12)
 @given(seed=st.integers(0, 10**6), grid=st.sampled_from(GRIDS), each=st.integers(1, 4), skew=st.floats(0, 2))
 def test_every_policy_keeps_places_full_and_decides_the_same_again(
     seed: int, grid: Grid, each: int, skew: float
@@ -116,6 +117,7 @@ def test_every_policy_keeps_places_full_and_decides_the_same_again(
         assert np.array_equal(slot[stays], was[stays])  # experts that stay at a place keep their slots
 
 
+@settings(max_examples=8)
 @given(seed=st.integers(0, 10**6), grid=st.sampled_from(GRIDS), each=st.integers(2, 4))
 def test_balanced_is_never_slower_than_to_stay_and_takes_the_best_of_what_it_looked_at(
     seed: int, grid: Grid, each: int
@@ -175,9 +177,8 @@ def test_the_cost_of_a_step_is_rows_at_the_busiest_place_and_on_the_busiest_link
     assert found == pytest.approx(100 * 6e6 / 1e12 + 4 * 2000 * (10 * 1e-9 + 5 * 2e-9))
 
 
-@pytest.mark.parametrize("skew", [0.3, 0.8, 1.2])
-@pytest.mark.parametrize("grid", GRIDS[:4], ids=str)
-@pytest.mark.parametrize("seeds", seed_ranges(6, 1))
+@pytest.mark.parametrize(("grid", "skew"), [*zip(GRIDS, (0.3, 0.8, 1.2, 0.8))], ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(4, 1))
 def test_the_gap_to_the_optimum_is_small(grid: Grid, skew: float, seeds: range) -> None:
     gaps = []
     for seed in seeds:
@@ -194,10 +195,8 @@ def test_the_gap_to_the_optimum_is_small(grid: Grid, skew: float, seeds: range) 
 
 
 def test_the_optimum_is_that_of_trying_all() -> None:
-    from itertools import permutations
-
     grid = Grid(world=2, ep=2, ranks_per_node=1)
-    for seed in range(4):
+    for seed in range(2):
         load = drawn(seed, grid, 3)
         all_places = {tuple(places_of(np.array(order), 2)) for order in permutations(range(6))}
         figures = [(load.busiest(np.array(p)), load.between_nodes(np.array(p))) for p in all_places]

@@ -9,7 +9,6 @@ import pytest
 
 from moesaic.balance.machine import Machine
 from moesaic.errors import InputError
-from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.rates import cluster_of
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import Workload
@@ -17,7 +16,6 @@ from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
-from moesaic.program.task import Op
 
 MACHINE = Machine(intra_gbps=8, inter_gbps=0.8, intra_latency_us=1, inter_latency_us=10, tflops=1e-6, memory_gbps=80)
 """1 ns per byte inside a node, 10 ns between nodes; a million operations per second; copies of 10 bytes per ns."""
@@ -65,20 +63,6 @@ def test_copying_takes_bytes_read_and_written() -> None:
     assert seconds["rows"] == pytest.approx(2 * 6 * ROW * 8 / 80e9), "six rows of rank 0, read and written"
 
 
-@pytest.mark.parametrize("r", [0, 1, 2])
-def test_operations_do_not_depend_on_r_and_weights_take_their_way(r: int) -> None:
-    grid = Grid(world=4, ep=2, etp=2)
-    seconds = moving(Plan(schedule="s2", gather_weights=r), grid, [[4, 4]] * 4)
-    assert seconds["out"] == pytest.approx(8 * 2 * 10 * 6 * 3 / 1e6)
-    unit = 3 * 10 * 2 * 1e-9
-    if r == 0:
-        assert seconds["w_full"] == pytest.approx(3 * (1e-6 + 3 * unit)), "three others' shards of three units each"
-    if r == 1:
-        assert seconds["w_full"] == pytest.approx(1e-6 + 3 * unit)
-    if r == 2:
-        assert "w_full" not in seconds
-
-
 def test_a_codec_shortens_what_crosses_and_costs_encoding() -> None:
     grid = Grid(world=2, ep=2, ranks_per_node=1)
     plain = moving(Plan(), grid, [[0, 4], [4, 0]])
@@ -89,59 +73,11 @@ def test_a_codec_shortens_what_crosses_and_costs_encoding() -> None:
     assert coded["g"] == plain["g"], "routing weights are not encoded"
 
 
-def test_hops_join_packets_to_one_message() -> None:
-    """In 2DH on two nodes of two ranks, each rank sends a message of 2 packets inside its node, then one to the other node."""
-    seconds = moving(Plan(all_to_all="hier2d"), NODES, [[1] * 4] * 4)
-    assert seconds["h@0"] == pytest.approx(1e-6 + 2 * ROW * 1e-9)
-    assert seconds["h@1"] == pytest.approx(10e-6 + 2 * ROW * 10e-9)
-    straight = moving(Plan(), NODES, [[1] * 4] * 4)
-    assert straight["h"] == pytest.approx(2 * (10e-6 + ROW * 10e-9))
-
-
 def test_chunks_share_the_bytes_and_repeat_the_latency() -> None:
     grid = Grid(world=2, ep=2, ranks_per_node=1)
     whole = moving(Plan(), grid, [[0, 4], [4, 0]])["h"]
     parts = moving(Plan(chunks=2), grid, [[0, 4], [4, 0]])
     assert parts["h.0"] + parts["h.1"] == pytest.approx(whole + 10e-6)
-
-
-def test_a_world_of_one_moves_nothing() -> None:
-    compiled = compile_plan(Plan(), Grid(world=1))
-    endless = replace(MACHINE, memory_gbps=1e12)
-    seconds = Simulator(cluster_of(endless, compiled.grid)).durations(compiled.forward, LAYER, compiled.grid)
-    moves = {task.name for task in compiled.forward.tasks if task.op is Op.MOVE}
-    assert max(seconds[name] for name in moves) < 1e-12
-    assert set(seconds) == {task.name for task in compiled.forward.tasks}
-
-
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("schedule", ["baseline", "s1", "s2", "s3"])
-def test_every_task_has_a_duration_that_no_faster_machine_lengthens(schedule: str, backward: bool) -> None:
-    grid = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
-    compiled = compile_plan(Plan(schedule=schedule, chunks=2, all_to_all="hier2d"), grid)  # type: ignore[arg-type]
-    program = compiled.backward if backward else compiled.forward
-    layer = replace(LAYER, tokens=64, num_experts=8)
-
-    def durations(machine: Machine) -> dict[str, float]:
-        return Simulator(cluster_of(machine, grid)).durations(program, layer, compiled.grid)
-
-    slow = durations(MACHINE)
-    assert set(slow) == {task.name for task in program.tasks}
-    assert min(slow.values()) >= 0
-    for name in ("intra_gbps", "inter_gbps", "tflops", "memory_gbps"):
-        fast = durations(replace(MACHINE, **{name: 100 * getattr(MACHINE, name)}))
-        assert all(fast[task] <= slow[task] for task in slow)
-        assert sum(fast.values()) < sum(slow.values()), name
-
-
-@pytest.mark.parametrize("schedule", ["baseline", "s1", "s2", "s3"])
-def test_an_even_layer_has_the_durations_of_its_ranks_apart(schedule: str) -> None:
-    grid = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
-    compiled = compile_plan(Plan(schedule=schedule, chunks=2, all_to_all="hier2d"), grid)  # type: ignore[arg-type]
-    layer, simulator = replace(LAYER, tokens=64, num_experts=8), Simulator(cluster_of(MACHINE, grid))
-    sizes = sizes_of(compiled.forward, layer, compiled.grid)
-    apart = simulator.durations(compiled.forward, layer, compiled.grid, sizes=sizes)
-    assert simulator.durations(compiled.forward, layer, compiled.grid) == pytest.approx(apart, rel=1e-9)
 
 
 @pytest.mark.parametrize(

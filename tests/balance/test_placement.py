@@ -25,7 +25,6 @@ from moesaic.balance.samples import (
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic_lab.exact_placements import best_samples
-from moesaic_lab.policies.stay import Stay
 from moesaic_lab.traces.synthetic import SyntheticRouting, make_trace
 
 GRIDS = [
@@ -127,7 +126,7 @@ def test_volumes_are_the_rows_that_cross(grid: Grid, carried: int) -> None:
             assert load.volume(homes) == counted(load, homes)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_the_flow_is_as_good_as_the_matrix_of_seats(seed: int) -> None:
     random = np.random.default_rng(seed)
     places = int(random.integers(1, 7))
@@ -151,7 +150,7 @@ def test_many_samples_are_placed_by_the_flow_at_the_same_cost() -> None:
 
 
 @pytest.mark.parametrize("grid", [GRIDS[0], GRIDS[1], GRIDS[3]], ids=str)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_two_stages_are_best_between_nodes_and_then_within(grid: Grid, seed: int) -> None:
     """Compares with all placements. Stage two does not revise stage one. Among placements that are equal between nodes it may
     therefore miss the best one within nodes, but the result is always optimal between nodes."""
@@ -169,12 +168,15 @@ def test_stage_two_is_best_where_stage_one_has_no_say() -> None:
         assert load.volume(BARE.decide(load)) == min(load.volume(homes) for homes in every_placement(load))
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("rates", [(1.0, 8.0), (1.0, 1.0), (8.0, 1.0), (0.0, 1.0)], ids=str)
+@pytest.mark.parametrize(
+    ("grid", "rates"),
+    [(GRIDS[0], (1.0, 8.0)), (GRIDS[1], (8.0, 1.0)), (GRIDS[3], (0.0, 1.0)), (GRIDS[5], (1.0, 1.0))],
+    ids=str,
+)
 def test_nothing_beats_the_integer_program(grid: Grid, rates: tuple[float, float]) -> None:
     load = random_load(grid, 3)
     best = load.seconds(best_samples(load, *rates), *rates)
-    for seed in range(10):
+    for seed in range(4):
         assert load.seconds(random_load(grid, seed).homes, *rates) >= best - 1e-9
     two_stages = load.seconds(BARE.decide(load), *rates)
     assert sample_gap(load, BARE, *rates) == pytest.approx(two_stages / best - 1 if best else float(two_stages > 0))
@@ -185,15 +187,15 @@ def test_nothing_beats_the_integer_program(grid: Grid, rates: tuple[float, float
         assert min(found) >= load.seconds(weighed.decide(load), *rates) >= best - 1e-9
 
 
-@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize("slots", [1, 4])
 def test_between_nodes_the_gap_to_the_integer_program_is_zero(slots: int) -> None:
-    for seed in range(4):
+    for seed in range(2):
         load = random_load(GRIDS[0], seed, slots, carried=2)
         assert sample_gap(load, BARE, 0.0, 1.0) == pytest.approx(0, abs=1e-9)
 
 
 def test_the_integer_program_finds_the_best_of_all() -> None:
-    for seed, rates in itertools.product(range(3), [(1.0, 3.0), (2.0, 1.0)]):
+    for seed, rates in zip(range(2), [(1.0, 3.0), (2.0, 1.0)]):
         load = random_load(GRIDS[0], seed, slots=1)
         best = min(load.seconds(homes, *rates) for homes in every_placement(load))
         assert load.seconds(best_samples(load, *rates), *rates) == pytest.approx(best)
@@ -215,27 +217,6 @@ def test_a_residual_that_travels_keeps_samples_at_home() -> None:
         [0],
         [1],
     ]
-
-
-def test_where_links_within_nodes_are_slow_two_stages_lose_what_weighing_keeps() -> None:
-    """Compares mean gaps to the integer program over random loads that are skewed within samples."""
-    rates = {"slow within": (8.0, 1.0), "equal": (1.0, 1.0), "fast within": (1.0, 8.0)}
-    means: dict[str, dict[str, float]] = {}
-    for name, (intra, inter) in rates.items():
-        placers = {
-            "stay": Stay(),
-            "two": BARE,
-            "weighed": Weighed(Machine(intra_gbps=1 / intra, inter_gbps=1 / inter), least_gain=0.0),
-        }
-        loads = [random_load(GRIDS[0], seed, slots=2) for seed in range(8)]
-        means[name] = {
-            key: float(np.mean([sample_gap(load, p, intra, inter) for load in loads])) for key, p in placers.items()
-        }
-    assert means["slow within"]["two"] > 1 > 0.02 > means["slow within"]["weighed"]
-    for name in ("equal", "fast within"):
-        assert means[name]["stay"] > 0.4
-        assert means[name]["two"] == pytest.approx(0, abs=1e-9)
-        assert means[name]["weighed"] == pytest.approx(0, abs=1e-9)
 
 
 def test_among_equals_nobody_moves() -> None:
@@ -279,12 +260,10 @@ def test_weighed_moves_nobody_for_a_small_gain_either() -> None:
 
 
 @functools.cache
-def demo_samples(seed: int) -> tuple[np.ndarray, np.ndarray]:
+def demo_samples() -> tuple[np.ndarray, np.ndarray]:
     """Return the copies of the demo's samples in two layers, skewed within samples."""
     trace = make_trace(
-        SyntheticRouting(
-            steps=1, num_layers=2, num_experts=64, top_k=2, sequences=32, seq_len=128, locality=0.2, seed=seed
-        )
+        SyntheticRouting(steps=1, num_layers=2, num_experts=64, top_k=2, sequences=32, seq_len=128, locality=0.2)
     )
     return trace.samples(0, 0), trace.samples(1, 0)
 
@@ -295,13 +274,11 @@ def demo_samples(seed: int) -> tuple[np.ndarray, np.ndarray]:
 def test_by_default_samples_move_where_they_differ_and_not_where_chance_differs(placer: AbstractPlacer) -> None:
     """The sequence length, and the samples and experts per rank, are those of the demo on 2 nodes of 2 ranks."""
     grid, homes = GRIDS[0], Homes.start(4, 8)
-    for seed in range(3):
-        random = np.random.default_rng(seed)
-        alike = [random.multinomial(256, np.full(64, 1 / 64), size=32) for _ in range(2)]
-        assert placer.decide(SampleLoad(grid, homes, *alike)) is homes
-        load = SampleLoad(grid, homes, *demo_samples(seed))
-        found = placer.decide(load)
-        assert load.volume(found).inter < 0.9 * load.volume(homes).inter
+    random = np.random.default_rng(0)
+    alike = [random.multinomial(256, np.full(64, 1 / 64), size=32) for _ in range(2)]
+    assert placer.decide(SampleLoad(grid, homes, *alike)) is homes
+    load = SampleLoad(grid, homes, *demo_samples())
+    assert load.volume(placer.decide(load)).inter < 0.9 * load.volume(homes).inter
 
 
 def test_samples_stay_within_their_copy_of_the_experts() -> None:
@@ -311,12 +288,6 @@ def test_samples_stay_within_their_copy_of_the_experts() -> None:
         found = BARE.decide(load)
         assert (found.rank // 2 == load.homes.rank // 2).all()
         assert (best_samples(load, 1.0, 2.0).rank // 2 == load.homes.rank // 2).all()
-
-
-def test_the_same_load_gives_the_same_answer() -> None:
-    for slots in (2, 40):
-        one, other = (BARE.decide(random_load(GRIDS[0], 7, slots)) for _ in range(2))
-        assert one.same_as(other)
 
 
 def test_given_homes_come_in_turn() -> None:
@@ -330,7 +301,7 @@ def test_given_homes_come_in_turn() -> None:
 def test_every_policy_keeps_samples_in_their_replica_and_ranks_full_and_decides_the_same_again(
     name: str, grid: Grid
 ) -> None:
-    for seed, last in itertools.product(range(6), (False, True)):
+    for seed, last in zip(range(3), (False, True, False)):
         load = random_load(grid, seed, slots=3, carried=seed, last=last)
         homes = SAMPLE_PLACERS[name](PlacerOptions(least_gain=0.0)).decide(load)
         assert np.bincount(homes.rank, minlength=grid.world).tolist() == [3] * grid.world

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
-from moesaic.balance.replication.shadow import Shadow
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops
 from moesaic.planner.rates import costs_of
@@ -16,7 +13,7 @@ from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
-from moesaic.program.passes.replicate import relays, replicate
+from moesaic.program.passes.replicate import replicate
 from moesaic.program.sizes import CallSizes
 
 DEVICE = Device(tflops=Tflops(bf16=50), memory_gib=80, memory_gigabytes_per_second=1000)
@@ -31,9 +28,8 @@ def board_of(costs: ReplicationCosts, grid: Grid, copies: np.ndarray, units: int
     return replica
 
 
-def costs_on(spec: ClusterSpec, grid: Grid, **changes: object) -> ReplicationCosts:
-    layer = Workload(tokens=65536, num_experts=grid.ep, top_k=1, dim=4, hidden=8 * grid.etp)
-    return replace(costs_of(spec, grid, layer), **changes)  # type: ignore[arg-type]
+def costs_on(spec: ClusterSpec, grid: Grid) -> ReplicationCosts:
+    return costs_of(spec, grid, Workload(tokens=65536, num_experts=grid.ep, top_k=1, dim=4, hidden=8 * grid.etp))
 
 
 def test_ranks_that_share_a_link_between_nodes_share_its_rate() -> None:
@@ -66,7 +62,6 @@ def test_a_slow_pair_is_told_from_a_fast_one() -> None:
 
 GRIDS = [
     Grid(world=8, ep=8, ranks_per_node=4),
-    Grid(world=8, ep=8, ranks_per_node=2),
     Grid(world=8, ep=4, etp=2, ranks_per_node=4),
     Grid(world=8, ep=4, etp=2, innermost="ep", ranks_per_node=4),
     Grid(world=8, ep=4, etp=2, innermost="ep", ranks_per_node=2),
@@ -80,7 +75,7 @@ def test_the_model_counts_the_weights_that_the_program_sends(grid: Grid) -> None
     rng = np.random.default_rng(grid.world + grid.ep)
     num_experts = 2 * grid.ep
     copies = np.full((grid.world, num_experts), 9)
-    for _ in range(10):
+    for _ in range(5):
         load = CallLoad(grid, copies, num_experts, 6, 4)
         helped = rng.random((num_experts, grid.ep)) < rng.choice([0.1, 0.4])
         helped[np.arange(num_experts), load.home] = False
@@ -97,25 +92,6 @@ def test_the_model_counts_the_weights_that_the_program_sends(grid: Grid) -> None
                     if grid.coordinate(source, "etp") == 0:
                         places[grid.coordinate(source, "ep"), grid.coordinate(target, "ep")] += rows // 6
         assert (replica.sent(helped) == places).all()
-
-
-def test_weights_once_per_node_make_replication_pay_where_they_did_not() -> None:
-    """With one hot expert on 4 nodes of 4 ranks, its home sends the weights to other nodes 12 times, but 3 with relays."""
-    grid = Grid(world=16, ep=16, ranks_per_node=4)
-    links = (
-        Link(name="nvlink", devices=1, gbps=(2000,), carries="inside"),
-        Link(name="nic", devices=4, gbps=(100,), carries="outside"),
-    )
-    copies = np.full((16, 16), 20)
-    copies[:, 0] = 400
-    seconds = {}
-    for relayed in (False, True):
-        costs = costs_on(cluster(4, 4, *links), grid, relays=relayed)
-        replica = board_of(costs, grid, copies, units=512, dim=256)
-        replicated = Shadow(costs).decide(replica.load)
-        seconds[relayed] = replica.seconds(replicated) / replica.seconds(np.zeros_like(replicated))
-    assert relays(grid)
-    assert seconds[True] < 0.8 * seconds[False] <= 0.8
 
 
 def test_a_cluster_without_the_rate_of_the_dtype_is_refused() -> None:

@@ -33,7 +33,6 @@ GRIDS = {
     "ep 4": Grid(world=4, ep=4, ranks_per_node=2),
     "tp, ep and etp": Grid(world=8, tp=2, ep=2, etp=2, ranks_per_node=4),
     "replicas": Grid(world=8, ep=2, etp=2, ranks_per_node=2),
-    "ep within etp": Grid(world=4, tp=2, ep=2, etp=2, innermost="ep", ranks_per_node=2),
     "etp 4": Grid(world=4, tp=4, etp=4, ranks_per_node=2),
 }
 PLANS = {

@@ -44,8 +44,11 @@ def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.randint(0, 5, shape, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (0, 4), (3, 2), (LARGE,)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [*((dtype, (LARGE,)) for dtype in DTYPES), *((torch.float32, shape) for shape in ((), (0, 4), (3, 2)))],
+    ids=str,
+)
 def test_values_for_every_dtype_and_shape(dtype, shape):
     world = 4
     tensors = [values(rank, shape, dtype) for rank in range(world)]
@@ -69,8 +72,7 @@ def test_values_for_every_dtype_and_shape(dtype, shape):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("size", [7, LARGE])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("size", "dtype"), [(7, torch.bfloat16), (LARGE, torch.float32)], ids=str)
 def test_sums_are_in_the_order_of_ranks_and_the_same_bits_everywhere(size, dtype, monkeypatch):
     world = 5
     parts = [torch.randn(size, generator=torch.Generator().manual_seed(r)).to(dtype) * 90.0**r for r in range(world)]
@@ -81,14 +83,14 @@ def test_sums_are_in_the_order_of_ranks_and_the_same_bits_everywhere(size, dtype
     assert not torch.equal(in_order, backwards)
     for limit in (0, DIRECT_BYTES, 2**30):
         monkeypatch.setattr(collectives, "DIRECT_BYTES", limit)
-        for seed in range(3):
+        for seed in range(2):
             for result in on_all(
                 world, lambda transport, peers: all_reduce_sum(transport, peers, parts[transport.rank]), seed
             ):
                 assert torch.equal(result, in_order.to(dtype))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("world", [2, 3, 8])
 def test_bytes_of_a_large_sum_are_those_of_the_best_algorithm(world):
     num_bytes = 8 * DIRECT_BYTES * world
 
@@ -118,7 +120,7 @@ def test_results_share_no_memory_with_the_input():
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_groups_of_a_grid_with_different_sizes_each_stay_in_step(seed):
     """Groups reduce tensors of different sizes, some direct and some by segments, then meet in another group."""
     grid = Grid(world=8, tp=4, ep=2, etp=2)
@@ -145,7 +147,7 @@ def test_max_of_nan_and_of_booleans():
         assert flags == [True, False]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_uneven_shares_are_joined(seed):
     rng = random.Random(seed)
     world, num_rows = rng.randint(1, 6), rng.randint(0, 9)
@@ -161,8 +163,7 @@ def test_uneven_shares_are_joined(seed):
     assert sum(len(whole[share_of(num_rows, i, len(peers))]) for i in range(len(peers))) == num_rows
 
 
-@pytest.mark.parametrize("num_rows", [0, 3, 8, 11])
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize(("num_rows", "world"), [(0, 3), (8, 1), (11, 4)])
 def test_a_reduce_scatter_is_a_share_of_the_sum_and_an_all_to_all_a_transpose(num_rows, world):
     tensors = [torch.randn(num_rows, generator=torch.Generator().manual_seed(r)) for r in range(world)]
     total = sum(tensors[1:], tensors[0].clone())
@@ -176,8 +177,7 @@ def test_a_reduce_scatter_is_a_share_of_the_sum_and_an_all_to_all_a_transpose(nu
     on_all(world, rank, seed=num_rows)
 
 
-@pytest.mark.parametrize("num_rows", [0, 3, 8, 11])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(("num_rows", "world"), [(0, 2), (3, 4), (8, 1), (11, 4)])
 def test_sharing_and_slicing_give_the_gradients_of_one_process(world, num_rows):
     """Replicated weight and rows: each rank computes its share of the rows; their losses add up to the whole."""
     weight = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

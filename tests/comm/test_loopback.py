@@ -41,8 +41,7 @@ def test_ranks_exchange_and_return_in_order():
     assert results == [[0, 1, 2, 3, 4]] * 5
 
 
-@pytest.mark.parametrize("world", [1, 2, 8])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("world", "seed"), [(1, 0), (2, 1), (8, 2)])
 def test_autograd_waits_inside_backward(world, seed):
     def rank(transport: AbstractTransport) -> tuple[Tensor, Tensor]:
         torch.manual_seed(transport.rank)
@@ -84,9 +83,9 @@ def interleaving(seed: int) -> list[int]:
 
 
 def test_the_seed_decides_the_order():
-    orders = [interleaving(seed) for seed in range(6)]
-    assert orders == [interleaving(seed) for seed in range(6)]
-    assert len({tuple(order) for order in orders}) == 6
+    orders = [interleaving(seed) for seed in range(3)]
+    assert orders == [interleaving(seed) for seed in range(3)]
+    assert len({tuple(order) for order in orders}) == 3
 
 
 def test_one_rank_runs_at_a_time():
@@ -123,7 +122,7 @@ def test_buffers_hold_nan_until_waited_for_and_handles_complete_in_any_order():
     assert run_ranks(2, rank, seed=3) == [[0, 1, 2, 3, 4]] * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float8_e4m3fn])
 def test_any_dtype_crosses(dtype):
     def rank(transport: AbstractTransport) -> bool:
         return all(torch.equal(t.float(), torch.ones(3)) for t in exchange(transport, torch.ones(3).to(dtype)))
@@ -162,7 +161,7 @@ def test_ranks_that_send_before_they_receive_wait_for_ever():
         run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_lowest_rank_that_raised_is_reported(seed):
     unwound: list[int] = []
 

@@ -1,10 +1,8 @@
-"""ScheMoE's model of a layer as a program, and slow searches for its best order that share no code with the fast one."""
+"""ScheMoE's model of a layer as a program, and a slow search for its best order that shares no code with the fast one."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from itertools import combinations
 
 from moesaic.program.task import Kind, Lane, Layout, Op, Program, Slot, Stage, Task
 
@@ -41,60 +39,10 @@ def schemoe(num_chunks: int) -> Program:
     )
 
 
-def durations_of(rng: random.Random, num_chunks: int, *, equal_chunks: bool, equal_passes: bool) -> dict[str, float]:
-    """Return random durations. With equal passes, C1 = C2, A1 = A2 and D1 = D2."""
-    seconds: dict[str, float] = {}
-    for chunk in range(num_chunks):
-        for word in PASSES:
-            first = f"{word}.0"
-            twin = f"{word[0]}1.{chunk}"
-            if equal_chunks and chunk:
-                length = seconds[first]
-            elif equal_passes and word[1:] == "2":
-                length = seconds[twin]
-            else:
-                length = rng.choice((rng.uniform(0.1, 1), rng.uniform(1, 4)))
-            seconds[f"{word}.{chunk}"] = length
-    return seconds
-
-
-def best_of_lane_orders(seconds: dict[str, float]) -> float:
-    """Return the smallest makespan over all pairs of a compute order and a communication order of two chunks."""
-    best = float("inf")
-    for compute in merges([f"{word}.0" for word in PASSES if word not in MOVED], 1):
-        for moves in merges([f"{word}.0" for word in MOVED], 1):
-            best = min(best, _run_lanes(seconds, [compute, moves]))
-    return best
-
-
-def merges(first: list[str], other: int) -> Iterator[list[str]]:
-    """Yield all merges of one chunk's chain with the same chain of another chunk."""
-    second = [f"{name.split('.')[0]}.{other}" for name in first]
-    total = len(first) + len(second)
-    for places in combinations(range(total), len(first)):
-        one, two = iter(first), iter(second)
-        yield [next(one) if place in places else next(two) for place in range(total)]
-
-
-def _run_lanes(seconds: dict[str, float], lanes: list[list[str]]) -> float:
-    """Return the makespan of queues whose tasks wait for each other; infinity if they deadlock."""
-    ends: dict[str, float] = {}
-    free, positions = [0.0] * len(lanes), [0] * len(lanes)
-    progress = True
-    while progress:
-        progress = False
-        for lane, queue in enumerate(lanes):
-            while positions[lane] < len(queue):
-                word, chunk = queue[positions[lane]].split(".")
-                place = PASSES.index(word)
-                before = f"{PASSES[place - 1]}.{chunk}"
-                if place and before not in ends:
-                    break
-                free[lane] = max(free[lane], ends.get(before, 0.0) if place else 0.0) + seconds[queue[positions[lane]]]
-                ends[queue[positions[lane]]] = free[lane]
-                positions[lane] += 1
-                progress = True
-    return max(free) if len(ends) == len(seconds) else float("inf")
+def durations_of(rng: random.Random, num_chunks: int) -> dict[str, float]:
+    """Return random durations, equal for all chunks, with C1 = C2, A1 = A2 and D1 = D2."""
+    lengths = {kind: rng.choice((rng.uniform(0.1, 1), rng.uniform(1, 4))) for kind in "CADE"}
+    return {f"{word}.{chunk}": lengths[word[0]] for chunk in range(num_chunks) for word in PASSES}
 
 
 def best_of_all_merges(seconds: dict[str, float], num_chunks: int) -> float:

@@ -21,20 +21,17 @@ from moesaic.program.all_to_all.all_to_all import PACKED, AbstractAllToAll, Leg,
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import Lane
 
-EVEN = [(nodes, g) for nodes in (1, 2, 3, 4, 8, 9, 16) for g in (1, 2, 3, 4) if nodes * g <= 32]
+EVEN = [(1, 4), (2, 2), (3, 2), (4, 3), (8, 1), (9, 2)]
 """N and g, equal and different."""
 GROUPS: list[tuple[Grid, tuple[Axis, ...]]] = [
     (Grid(world=16, ep=8, etp=2, ranks_per_node=4), ("ep", "etp")),
-    (Grid(world=16, ep=8, etp=2, ranks_per_node=4), ("ep",)),
     (Grid(world=16, ep=8, etp=2, ranks_per_node=4, innermost="ep"), ("ep",)),
     (Grid(world=16, ep=4, etp=2, ranks_per_node=2), ("ep", "etp")),
-    (Grid(world=24, ep=4, etp=3, ranks_per_node=6), ("ep", "etp")),
     (Grid(world=24, ep=4, etp=6, ranks_per_node=6, etp_inner=3), ("ep", "etp_outer")),
 ]
 UNEVEN: list[tuple[Grid, tuple[Axis, ...]]] = [
     (Grid(world=12, ep=6, ranks_per_node=4), ("ep",)),
     (Grid(world=12, ep=3, etp=2, ranks_per_node=4), ("ep", "etp")),
-    (Grid(world=18, ep=9, ranks_per_node=6), ("ep",)),
 ]
 ANY_NODES = [name for name, link in ALL_TO_ALLS.items() if not link.needs_even_nodes]
 LANES_APART = ("pipelined", "hier1d", "hier2d", "hier3d", "naive")
@@ -72,6 +69,10 @@ def per_rank(name: str, places: NodeMap, hop: int) -> list[int]:
 
 def check_paths(name: str, grid: Grid, places: NodeMap) -> None:
     hops = ALL_TO_ALLS[name].hops(places)
+    for number, hop in enumerate(hops):
+        assert hop.lane in (Lane.INTRA, Lane.INTER)
+        assert hop.reads
+        assert all(PACKED <= read < number for read in hop.reads)
     for source, target, path in legs(name, places):
         assert path, "a packet between two ranks moves"
         assert (path[0].source, path[-1].target) == (source, target)
@@ -84,26 +85,13 @@ def check_paths(name: str, grid: Grid, places: NodeMap) -> None:
             if hops[leg.hop].lane is Lane.INTRA:
                 assert grid.node_of(leg.source) == grid.node_of(leg.target), f"{name} hop {leg.hop} goes inside nodes"
             position, last = leg.target, leg.hop
-        assert path == ALL_TO_ALLS[name].path(places, source, target), "asked twice it says the same"
 
 
 def crossings(grid: Grid, path: tuple[Leg, ...]) -> int:
     return sum(grid.node_of(leg.source) != grid.node_of(leg.target) for leg in path)
 
 
-@pytest.mark.parametrize(("nodes", "g"), EVEN)
-@pytest.mark.parametrize("name", ALL_TO_ALLS)
-def test_hops_read_earlier_hops_and_every_one_is_a_hop_between_ranks(name: str, nodes: int, g: int) -> None:
-    _, places = flat(nodes, g)
-    hops = ALL_TO_ALLS[name].hops(places)
-    for number, hop in enumerate(hops):
-        assert hop.lane in (Lane.INTRA, Lane.INTER)
-        assert hop.reads
-        assert all(PACKED <= read < number for read in hop.reads)
-    assert {leg.hop for _, _, path in legs(name, places) for leg in path} <= set(range(len(hops)))
-
-
-@pytest.mark.parametrize(("nodes", "g"), [(2, 2), (3, 1), (4, 3), (9, 1), (4, 1), (1, 4)])
+@pytest.mark.parametrize(("nodes", "g"), [(2, 2), (3, 1), (4, 3), (1, 4)])
 @pytest.mark.parametrize("name", ALL_TO_ALLS)
 def test_what_is_found_regular_does_the_same_for_all_nodes(name: str, nodes: int, g: int) -> None:
     """Every permutation of groups of nodes, and of the nodes within all groups, maps paths to paths."""
@@ -256,28 +244,6 @@ def test_3dh_goes_inside_nodes_then_inside_groups_of_nodes_then_between_them(nod
 )
 def test_groups_of_nodes_are_near_the_square_root(nodes: int, expected: int) -> None:
     assert nodes_per_group(nodes) == expected
-
-
-@pytest.mark.parametrize(("nodes", "g"), [(4, 2), (2, 4), (3, 2), (8, 1)])
-@pytest.mark.parametrize("name", ["linear", *LANES_APART])
-def test_nothing_is_carried_twice_and_every_rank_carries_alike(name: str, nodes: int, g: int) -> None:
-    """Packets that cross nodes: W (W - g) in total. Only 3DH sends some of them across twice."""
-    grid, places = flat(nodes, g)
-    world = nodes * g
-    sizes = messages(name, places)
-    crossing = sum(n for (_, a, b), n in sizes.items() if grid.node_of(a) != grid.node_of(b))
-    once = world * (world - g)
-    if name == "hier3d":
-        size = nodes_per_group(nodes)
-        twice = world * g * (size - 1) * (nodes // size - 1)
-        assert crossing == once + twice
-    else:
-        assert crossing == once
-    sent = Counter()
-    for (_, source, _), n in sizes.items():
-        sent[source] += n
-    if name != "hier1d":
-        assert len(set(sent.values())) == 1
 
 
 def test_places_are_counted_within_the_group() -> None:

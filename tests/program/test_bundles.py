@@ -20,7 +20,6 @@ from moesaic.program.validate import validate
 GRIDS = (
     Grid(world=4, ep=4, ranks_per_node=2),
     Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4),
-    Grid(world=4, tp=4, ep=2, etp=2, innermost="ep", ranks_per_node=2),
 )
 
 
@@ -28,18 +27,15 @@ def compiled() -> list[Compiled]:
     programs = []
     choices = itertools.product(
         tuple(SCHEDULES),
-        ("linear", "hier2d", "multicast"),
-        (1, 2),
-        ("none", "bf16"),
-        ("fifo", "optsche"),
+        (("linear", 1, "none", "fifo"), ("hier2d", 2, "bf16", "optsche"), ("multicast", 2, "none", "optsche")),
     )
-    for (schedule, all_to_all, chunks, codec, order), grid in itertools.product(choices, GRIDS):
+    for (schedule, (all_to_all, chunks, codec, order)), grid in itertools.product(choices, GRIDS):
         try:
             plan = Plan(schedule=schedule, all_to_all=all_to_all, chunks=chunks, codec=codec, order=order)
             programs.append(compile_plan(plan, grid))
         except InputError:
             continue
-    assert len(programs) > 60
+    assert len(programs) > 15
     return programs
 
 
@@ -96,7 +92,7 @@ def test_only_weights_and_indices_change_their_place() -> None:
         assert sorted(task.name for task in tight.tasks) == sorted(task.name for task in early)
         validate(tight)
         changed += tight.tasks != early
-    assert changed > 20
+    assert changed > 5
 
 
 def kind_of(program: Program, task: Task) -> Kind:

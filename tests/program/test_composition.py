@@ -15,7 +15,7 @@ from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.passes.multicast import multicast
 from moesaic.program.plan import Plan
-from moesaic.program.task import Kind, Op, Program, State
+from moesaic.program.task import Kind, Op, State
 from moesaic.program.text import to_text
 from moesaic.program.transpose import cotangent, transpose
 from moesaic.program.validate import ProgramError, collective, validate
@@ -50,11 +50,11 @@ def draw_grid(rng: random.Random) -> Grid:
     )
 
 
-@pytest.mark.parametrize("batch", thinned(range(8), every=4))
+@pytest.mark.parametrize("batch", thinned(range(6), every=3))
 def test_any_legal_mix_validates_prints_and_parses_back(batch: int) -> None:
     rng = random.Random(batch)
     legal, lines = 0, []
-    while legal < 25:
+    while legal < 12:
         plan, grid = draw_plan(rng), draw_grid(rng)
         try:
             compiled = compile_plan(plan, grid, bias=rng.random() < 0.5)
@@ -73,76 +73,6 @@ def test_any_legal_mix_validates_prints_and_parses_back(batch: int) -> None:
     for line in lines:
         assert "\n" not in line
         assert "plan." in line or "mesh." in line, line
-
-
-@pytest.mark.parametrize("seed", thinned(range(60), every=3))
-def test_movements_transpose_to_the_dual_states_and_twice_to_themselves(seed: int) -> None:
-    """Before the experts there are only movements, copies and scales, so the transpose of the transpose is the program
-    itself."""
-    rng = random.Random(seed)
-    plan, grid = replace(draw_plan(rng), overlap_gather=False, gather_weights=None), draw_grid(rng)
-    try:
-        program = compile_plan(plan, grid).logical
-    except InputError:
-        return
-    half = dispatch_of(program)
-    twice = transpose(transpose(half))
-    slots = {slot.name.replace("''", ""): slot for slot in twice.slots}
-    for slot in half.slots:
-        if slot.kind is Kind.INDEX and slot.name not in slots:
-            continue  # the index of a movement that needs no cotangent
-        slot_twice = slots[slot.name]
-        assert (slot_twice.kind, slot_twice.layout, dict(slot_twice.state)) == (
-            slot.kind,
-            slot.layout,
-            dict(slot.state),
-        )
-    ends = {
-        (task.op, task.reads, task.writes, task.group, task.power)
-        for task in half.tasks
-        if half.slot(task.writes[0]).kind is not Kind.INDEX  # indices have no cotangent, so the transpose lacks them
-    }
-    unprimed = {
-        (
-            t.op,
-            tuple(n.replace("''", "") for n in t.reads),
-            tuple(n.replace("''", "") for n in t.writes),
-            t.group,
-            t.power,
-        )
-        for t in twice.tasks
-    }
-    assert unprimed == ends
-    backward = {task.name: task for task in transpose(program).tasks}
-    for task in program.moves():
-        source, target = program.slot(task.reads[0]), program.slot(task.writes[0])
-        if source.kind is Kind.INDEX:
-            continue
-        transposed = backward[cotangent(task.name)]
-        assert transposed.reads == (cotangent(target.name),)
-        assert transposed.group == task.group
-        slots = {slot.name: slot for slot in transpose(program).slots}
-        assert all(slots[transposed.writes[0]].on(axis) is state.dual for axis, state in source.state)
-
-
-def dispatch_of(program: Program) -> Program:
-    """Return the tasks before the experts as a program whose outputs are the inputs of the experts."""
-    experts = [task for task in program.tasks if task.op is Op.EXPERT]
-    needed = {name for task in experts for name in task.reads if program.slot(name).kind is not Kind.WEIGHT}
-    outputs, tasks = tuple(sorted(needed)), []
-    for task in reversed(program.tasks):
-        if needed.intersection(task.writes):
-            tasks.insert(0, task)
-            needed.update(task.reads)
-    written = {name for task in tasks for name in task.writes}
-    needed |= written
-    return replace(
-        program,
-        slots=tuple(slot for slot in program.slots if slot.name in needed),
-        tasks=tuple(tasks),
-        inputs=tuple(name for name in program.inputs if name in needed),
-        outputs=outputs,
-    )
 
 
 DUAL_WORDS = {

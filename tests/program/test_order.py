@@ -19,21 +19,14 @@ from moesaic.program.task import Lane, Op, Program, Stage
 from moesaic.program.timeline import lay_out
 from moesaic.program.transpose import transpose
 from moesaic.program.validate import validate
-from program.schemoe import (
-    best_of_all_merges,
-    best_of_lane_orders,
-    durations_of,
-    schemoe,
-)
+from program.schemoe import best_of_all_merges, durations_of, schemoe
 
 GRID = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=2)
-FORWARD = {
-    f"{name}-{chunks}": split_capacity(make(), chunks) for name, make in SCHEDULES.items() for chunks in (1, 2, 3)
-}
+FORWARD = {f"{name}-{chunks}": split_capacity(make(), chunks) for name, make in SCHEDULES.items() for chunks in (2, 3)}
 FORWARD["s1-peers"] = split_peers(SCHEDULES["s1"](), 2, GRID)
 FORWARD["s2-chunks-peers"] = split_peers(split_capacity(SCHEDULES["s2"](), 2), 2, GRID)
 LOGICAL = FORWARD | {f"{name}-backward": transpose(program) for name, program in FORWARD.items()}
-CODED = {f"{name}-int8": compress(program, "int8", GRID) for name, program in LOGICAL.items()}
+CODED = {f"{name}-int8": compress(LOGICAL[name], "int8", GRID) for name in ("s1-2", "s1-2-backward", "s2-3", "ted-2")}
 HOPS = {
     f"s3-2-{link}{way}": route_all_to_all(LOGICAL[f"s3-2{way}"], link, GRID)
     for link in ("hier1d", "hier2d", "pipelined")
@@ -105,21 +98,14 @@ def test_early_issues_hops_as_the_movements_they_are() -> None:
     assert names.index("A2.0") == names.index("C2.0") + 1
 
 
-@pytest.mark.parametrize(("num_chunks", "cases"), [(2, 40), (3, 12)])
+@pytest.mark.parametrize(("num_chunks", "cases"), [(2, 10), (3, 1)])
 def test_optsche_equals_brute_force_on_equal_chunks(num_chunks: int, cases: int) -> None:
     rng = random.Random(num_chunks)
     program = schemoe(num_chunks)
     for _ in range(cases):
-        seconds = durations_of(rng, num_chunks, equal_chunks=True, equal_passes=True)
-        best = best_of_lane_orders(seconds) if num_chunks == 2 else best_of_all_merges(seconds, num_chunks)
+        seconds = durations_of(rng, num_chunks)
+        best = best_of_all_merges(seconds, num_chunks)
         assert makespan(optsche(program), seconds) == pytest.approx(best, rel=1e-12)
-
-
-def test_the_two_slow_searches_agree() -> None:
-    rng = random.Random(8)
-    for _ in range(10):
-        seconds = durations_of(rng, 2, equal_chunks=False, equal_passes=False)
-        assert best_of_lane_orders(seconds) == pytest.approx(best_of_all_merges(seconds, 2), rel=1e-12)
 
 
 def test_orders_differ_on_a_program_worth_ordering() -> None:

@@ -13,7 +13,7 @@ from moesaic.program.grid import Grid
 from moesaic.program.passes.gather_weights import gather_weights
 from moesaic.program.passes.multicast import multicast
 from moesaic.program.passes.route_all_to_all import route_all_to_all
-from moesaic.program.passes.split import split_capacity, split_peers
+from moesaic.program.passes.split import split_peers
 from moesaic.program.plan import Plan
 
 GRID = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
@@ -72,8 +72,6 @@ def test_naive_aggregation_is_refused_where_groups_lie_on_different_numbers_of_n
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: split_capacity(SCHEDULES["s2"](), 0), "plan.chunks=0"),
-        (lambda: split_capacity(split_capacity(SCHEDULES["s2"](), 2), 2), "chunked already"),
         (
             lambda: route_all_to_all(SCHEDULES["s2"](), "2dh", GRID),
             "plan.all_to_all='2dh' is unknown: choose one of linear",

@@ -6,9 +6,6 @@ import numpy as np
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops
-from moesaic.planner.simulate import Simulator
-from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
 from moesaic.program.compile import compile_plan
@@ -208,31 +205,6 @@ def test_replicated_weights_delay_no_tokens_and_are_there_before_their_experts(g
     assert names.index(last) < names.index("out.replicated")
     if grid is NODES:
         assert max(names.index("out.1"), names.index("z.1")) < names.index("w_here")
-
-
-def test_weights_travel_beside_the_experts_that_stay() -> None:
-    """Simulated: dispatches end as early as without replication, and weights have arrived when their experts may start."""
-    links = (
-        Link(name="nvlink", devices=1, gbps=(1000,), carries="inside"),
-        Link(name="nic", devices=1, gbps=(100,), carries="outside"),
-    )
-    device = Device(tflops=Tflops(bf16=10), memory_gib=80, memory_gigabytes_per_second=1e5)
-    cluster = ClusterSpec(nodes=2, devices_per_node=4, device=device, links=links)
-    workload = Workload(tokens=512, dim=256, hidden=512, num_experts=8, top_k=8)
-    copies = np.full((8, 8), 512)
-    replicated = np.zeros((8, 8, 8), dtype=np.int64)
-    replicated[[3, 4, 6, 7], 1, [3, 4, 6, 7]] = 512
-    ends = {}
-    for name, plan in (("lends", Plan(replication="spill")), ("plain", Plan())):
-        work = compile_plan(plan, NODES)
-        counts = replicated if work.replicates else None
-        sizes = CallSizes(NODES, copies, copies.sum(1), replicated=counts, units=512, shapes=work.shapes(8))
-        run = Simulator(cluster).run(work.forward, workload, NODES, sizes=sizes)
-        ends[name] = {span.task: span for span in run.timeline.spans}
-    replicates, plain = ends["lends"], ends["plain"]
-    assert replicates["h.0"].end <= 1.001 * plain["h"].end
-    assert replicates["w_near"].start < replicates["out.0"].end
-    assert replicates["w_here"].end <= replicates["out.replicated"].start
 
 
 def test_more_than_there_is_cannot_be_replicated():

@@ -28,13 +28,10 @@ Piece = tuple[int, int, int]
 """Origin, expert, chunk."""
 GRIDS = [
     Grid(world=1),
-    Grid(world=2, tp=2, ep=2),
     Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2),
     Grid(world=4, ep=4, ranks_per_node=2),
-    Grid(world=4, tp=4, ep=2, innermost="ep"),
     Grid(world=6, tp=3, ep=3, etp=2, ranks_per_node=2),
     Grid(world=8, tp=2, ep=4, etp=2, innermost="ep", ranks_per_node=8),
-    Grid(world=8, tp=2, ep=2, etp=2, ranks_per_node=4),
 ]
 
 
@@ -80,6 +77,7 @@ def test_pieces_are_what_the_layout_says(grid: Grid) -> None:
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
+@settings(max_examples=6)
 @given(data=st.data(), num_chunks=st.integers(1, 4))
 def test_chunks_partition_every_run_into_near_equal_contiguous_parts(
     grid: Grid, data: st.DataObject, num_chunks: int
@@ -99,8 +97,7 @@ def test_chunks_partition_every_run_into_near_equal_contiguous_parts(
             assert (runs.max(0) - runs.min(0) <= 1).all()
 
 
-@pytest.mark.parametrize(("ep", "groups"), [(2, 2), (4, 2), (4, 4), (6, 2), (6, 3), (6, 6)])
-@pytest.mark.parametrize("inner", ["etp", "ep"])
+@pytest.mark.parametrize(("ep", "groups", "inner"), [(2, 2, "ep"), (4, 2, "etp"), (4, 4, "ep"), (6, 3, "etp")])
 def test_steps_partition_the_pieces_and_go_that_many_groups_ahead(ep: int, groups: int, inner: str) -> None:
     grid = Grid(world=2 * ep, tp=2, ep=ep, etp=2, innermost=inner)
     shapes = LayoutIndex(grid, 2 * ep, 2)
@@ -115,30 +112,6 @@ def test_steps_partition_the_pieces_and_go_that_many_groups_ahead(ep: int, group
                     origin_group = grid.group(origin, ("ep",)).index(origin) * groups // ep
                     assert (origin_group + step) % groups == expert // 2 * groups // ep
             assert seen == Counter(pieces(shapes, whole, rank))
-
-
-@pytest.mark.parametrize(
-    "grid", [Grid(world=8, ep=4, etp=2, ranks_per_node=4), Grid(world=4, ep=4, ranks_per_node=2)], ids=str
-)
-def test_step_0_stays_inside_the_group_of_peers(grid: Grid) -> None:
-    groups = 2
-    sizes = CallSizes(grid, np.full((grid.world, 8), 3), np.full(grid.world, 5))
-    program = compile_plan(Plan(schedule="s1", peer_groups=groups), grid).forward
-    for step in range(groups):
-        for source, target, rows in pairs(program, sizes, f"h~{step}"):
-            gap = grid.coordinate(target, "ep") * groups // grid.ep - grid.coordinate(source, "ep") * groups // grid.ep
-            assert gap % groups == step
-            assert rows > 0
-
-
-def pairs(program: Program, sizes: CallSizes, name: str) -> list[tuple[int, int, int]]:
-    """Return (source, target, rows) of a movement, without rows that stay on a rank."""
-    task = next(task for task in program.tasks if task.name == name)
-    slots = {slot.name: slot for slot in program.slots}
-    move = move_of(task, slots)
-    world = range(sizes.grid.world)
-    counts = [(a, b, sizes.num_moved(move, a, b)) for a in world for b in world if a != b]
-    return [pair for pair in counts if pair[2]]
 
 
 def move_of(task: Task, slots: dict[str, Slot]) -> Move:
@@ -168,8 +141,8 @@ def draw_compiled(rng: random.Random) -> Compiled | None:
         return None
 
 
-@pytest.mark.parametrize("seed", range(12))
-@settings(max_examples=4)
+@pytest.mark.parametrize("seed", range(6))
+@settings(max_examples=3)
 @given(data=st.data())
 def test_both_ends_of_every_movement_agree(seed: int, data: st.DataObject) -> None:
     """A rank sends the same pieces that its peer receives. A sum includes the rows of every holder."""
@@ -224,6 +197,7 @@ def holders_of_rows(sizes: CallSizes, move: Move, rank: int) -> Counter[int]:
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_rows_per_expert_are_the_origins_copies(grid: Grid, data: st.DataObject) -> None:
     world = grid.world

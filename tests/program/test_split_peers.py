@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.planner.candidates import SearchSpace
 from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import Workload
@@ -37,9 +36,8 @@ def pairs(grid: Grid, groups: int, task_name: str, *, backward: bool = False) ->
     return {(group_of_rank[source], group_of_rank[target]) for source, target, _ in messages_of(task, slots, sizes)}
 
 
-@pytest.mark.parametrize("groups", [2, 4, 8])
-@pytest.mark.parametrize("grid", [GRID, Grid(world=16, ep=8, etp=2, ranks_per_node=4)], ids=["ep 8", "ep 8, etp 2"])
-def test_group_g_sends_to_g_plus_j_and_gets_from_g_minus_j(grid: Grid, groups: int) -> None:
+@pytest.mark.parametrize(("groups", "grid"), [(4, GRID), (8, GRID), (2, Grid(world=8, ep=4, etp=2, ranks_per_node=4))])
+def test_group_g_sends_to_g_plus_j_and_gets_from_g_minus_j(groups: int, grid: Grid) -> None:
     """As in FasterMoE's code, not its figure: step 0 is inside the group, the last step an exchange with the previous
     group."""
     assert pairs(grid, groups, "h~0") <= {(g, g) for g in range(groups)}
@@ -65,7 +63,7 @@ def test_groups_follow_the_nodes() -> None:
         split_peers(SCHEDULES["s1"](), 3, GRID)
 
 
-@pytest.mark.parametrize("groups", [2, 4, 8])
+@pytest.mark.parametrize("groups", [2, 4])
 def test_step_0_takes_the_lane_inside_nodes_where_it_stays_there(groups: int) -> None:
     work = compile_plan(Plan(peer_groups=groups), GRID)
     for program in (work.forward, work.backward):
@@ -107,10 +105,3 @@ def test_the_next_step_travels_while_the_experts_of_one_run() -> None:
     assert by_node["z~0"].start < by_node["h~3"].end, "results leave while other steps still arrive"
     ends = [max(span.end for span in timeline.values()) for timeline in (by_node, whole)]
     assert ends[0] < 0.85 * ends[1]
-
-
-def test_the_search_space_holds_groups_by_nodes() -> None:
-    space = SearchSpace(schedules=("s1",), chunks=(1,), all_to_alls=("linear",), node_groups=True)
-    assert {plan.peer_groups for plan in space.plans(GRID)} == {1, 4}
-    assert {plan.peer_groups for plan in space.plans(Grid(world=8, ep=8))} == {1}
-    assert {plan.peer_groups for plan in SearchSpace().plans(GRID)} == {1}

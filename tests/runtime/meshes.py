@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from functools import partial
 
@@ -53,7 +54,9 @@ def on_mesh(layer: MoE, grid: Grid, transport: AbstractTransport, plan: Plan | C
     return layer
 
 
+@functools.cache
 def compiled(plan: Plan, grid: Grid, kind: str = "swiglu") -> Compiled:
+    """Return the programs of a plan, compiled once for all ranks and tests."""
     return compile_plan(plan, grid, bias=kind == "biases")
 
 

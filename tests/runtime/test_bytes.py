@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshes import DIM, HIDDEN, compiled, every_rank, make_layer, on_mesh, tokens_of
+from meshes import DIM, compiled, every_rank, make_layer, on_mesh, tokens_of
 from torch import Tensor
 
 from helpers import thinned
@@ -101,7 +101,7 @@ def sent_by_task(work: Compiled, recorders: list[Recorder], node_of: Any) -> Cou
     return found
 
 
-@pytest.mark.parametrize("seed", thinned(range(60), every=4))
+@pytest.mark.parametrize("seed", thinned(range(24), every=4))
 def test_what_crosses_is_what_the_programs_volume_says(seed: int) -> None:
     work, kind = draw(random.Random(seed))
     recorders, sizes, _ = run(work, kind, seed)
@@ -117,7 +117,7 @@ def test_what_crosses_is_what_the_programs_volume_says(seed: int) -> None:
     assert +sent == +expected, f"{work.plan} {work.grid} {kind}"
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_recorder_misses_nothing(seed: int) -> None:
     work, kind = draw(random.Random(1000 + seed))
     recorders, _, in_mailbox = run(work, kind, seed)
@@ -131,8 +131,9 @@ def test_the_recorder_misses_nothing(seed: int) -> None:
     assert +pairs == +Counter(in_mailbox)
 
 
-@pytest.mark.parametrize("all_to_all", ["linear", "hier2d", "pipelined", "multicast"])
-@pytest.mark.parametrize("codec", ["int8", "bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("codec", "all_to_all"), [("int8", "linear"), ("bf16", "hier2d"), ("fp8", "pipelined"), ("int8", "multicast")]
+)
 def test_coded_messages_are_as_long_as_their_codec_says(codec: str, all_to_all: str) -> None:
     """Codecs encode packets one by one; later hops inside a node forward the encoded bytes."""
     grid = Grid(world=4, ep=4, ranks_per_node=2)
@@ -159,19 +160,6 @@ def test_coded_messages_are_as_long_as_their_codec_says(codec: str, all_to_all: 
 def replace_by_move(pack: Any) -> Any:
     """Return the movement that starts with a packing, as one task."""
     return replace(pack, op=Op.MOVE, reads=(pack.of[0],), writes=(pack.of[1],), of=None)
-
-
-@pytest.mark.parametrize("r", [0, 1, 2])
-def test_weights_on_the_transport_are_tutels_closed_form(r: int) -> None:
-    """(q - 1) P / W, or P (W - 1) / W at r = 0, in the forward pass; again in backward, and the same for the gradients."""
-    grid = Grid(world=4, ep=2, etp=2)
-    work = compiled(Plan(schedule="s2", gather_weights=r), grid)
-    recorders, _, _ = run(work, "swiglu")
-    parameters = 4 * HIDDEN * COLUMNS["swiglu"] * 8
-    expected = parameters * 3 / 4 if r == 0 else (2 // r - 1) * parameters / 4
-    sent = sent_by_task(work, recorders, lambda rank: 0)
-    for task in (("forward", "w_full"), ("backward", "w_full"), ("backward", "w_full'")):
-        assert sent[(*task, False)] == 4 * expected
 
 
 def test_what_stays_on_a_rank_is_no_message() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -53,6 +55,7 @@ def train(layer: MoE, model: nn.Module, optimizer: torch.optim.Optimizer, parts:
     return [*buffers, *(p.detach().clone() for p in whole)]
 
 
+@functools.cache
 def alone(router: str, world: int) -> list[Tensor]:
     layer = make_layer(router)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
@@ -131,25 +134,35 @@ WAYS: dict[str, tuple[Callable[[MoE], nn.Module], str]] = {
 }
 
 
-def every_way() -> dict[tuple[str, str], list[Tensor]]:
-    return {(router, name): with_data_parallelism(router, *way) for router in ADAPTING for name, way in WAYS.items()}
+RUNS = [*((ADAPTING[0], way) for way in WAYS), *((router, "ddp") for router in ADAPTING[1:])]
+"""Every way with one router, and every router in one way."""
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.random)])
-def world(request) -> tuple[int, list[dict[tuple[str, str], list[Tensor]]]]:
-    return request.param, on_ranks(request.param, every_way)
+def every_way() -> list[list[Tensor]]:
+    return [with_data_parallelism(router, *WAYS[way]) for router, way in RUNS]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("router", ADAPTING)
-def test_data_parallel_ranks_adapt_as_one_process(world, router, way):
-    number, results = world
-    expected = alone(router, number)
-    assert expected[0].unique().numel() > 1, "the bias moved"
-    for of_rank in results:
-        assert torch.equal(of_rank[router, way][0], expected[0])
-        for found, wanted in zip(of_rank[router, way][1:], expected[1:], strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
+def everything() -> dict[str, Any]:
+    found = {"ways": every_way(), "refusals": unknown()}
+    return found | {
+        "accelerate": by_accelerate() if find_spec("accelerate") else None
+    }  # last: it changes the environment
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return on_ranks(2, everything)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.random)])
+def test_data_parallel_ranks_adapt_as_one_process(world, two_ranks):
+    for of_rank in on_ranks(world, every_way) if world > 2 else [found["ways"] for found in two_ranks]:
+        for (router, way), of_way in zip(RUNS, of_rank, strict=True):
+            expected = alone(router, world)
+            assert expected[0].unique().numel() > 1, "the bias moved"
+            assert torch.equal(of_way[0], expected[0]), (router, way)
+            for found, wanted in zip(of_way[1:], expected[1:], strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
 
 
 def test_recomputing_in_one_process_changes_nothing():
@@ -179,8 +192,8 @@ def unknown() -> dict[str, str]:
     return found
 
 
-def test_where_nobody_can_tell_the_layer_refuses():
-    for found in on_ranks(2, unknown):
+def test_where_nobody_can_tell_the_layer_refuses(two_ranks):
+    for found in (of_rank["refusals"] for of_rank in two_ranks):
         loss = "the loss load_balance_global_batch"
         for what, subject in (("step", "SigmoidTopK"), ("copy", "SigmoidTopK"), ("forward", loss)):
             assert found[what].startswith(f"InputError: {subject} spans the tokens of all ranks")
@@ -221,7 +234,8 @@ def test_the_hook_reaches_an_optimizer_inside_others():
 
 
 def by_accelerate() -> list[Tensor]:
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
+
     layer, world, rank = make_layer("sigmoid"), dist.get_world_size(), dist.get_rank()
     sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(size) for name, size in sizes.items()})  # as a launcher says it
@@ -232,10 +246,10 @@ def by_accelerate() -> list[Tensor]:
     return train(layer, model, optimizer, slice(rank, rank + 1), world)
 
 
-def test_accelerates_model_and_optimizer_adapt_as_one_process():
+def test_accelerates_model_and_optimizer_adapt_as_one_process(two_ranks):
     pytest.importorskip("accelerate")
     expected = alone("sigmoid", 2)
-    for of_rank in on_ranks(2, by_accelerate):
+    for of_rank in (each["accelerate"] for each in two_ranks):
         assert torch.equal(of_rank[0], expected[0])
         for found, wanted in zip(of_rank[1:], expected[1:], strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)

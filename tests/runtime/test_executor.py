@@ -161,8 +161,7 @@ def test_rows_that_stay_on_a_rank_are_not_copied() -> None:
     assert all(found[task.writes[0]] is found[task.reads[0]] for task in moves)
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("kind", ["swiglu", "biases", "modules"])
+@pytest.mark.parametrize(("kind", "chunks"), [("swiglu", 1), ("biases", 2), ("modules", 1)])
 def test_gradients_of_every_input_by_finite_differences(kind: str, chunks: int) -> None:
     experts = make_layer(kind, num_experts=2).experts
     sharded, common = (tuple(w.detach().requires_grad_() for w in weights) for weights in experts.weights())
@@ -221,21 +220,6 @@ def test_ranks_take_part_whatever_needs_no_gradient(frozen: str) -> None:
             torch.testing.assert_close(dx, torch.autograd.grad(whole(x).sin().sum(), x)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_outputs_and_gradients_keep_their_dtypes(dtype: torch.dtype) -> None:
-    grid, whole = Grid(world=2, ep=2), make_layer().to(dtype)
-
-    def rank(transport: AbstractTransport) -> set[torch.dtype]:
-        x = tokens_of(transport.rank).to(dtype).requires_grad_()
-        layer = on_mesh(whole, grid, transport, Plan())
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
-            y = layer(x)
-        y.sum().backward()
-        return {y.dtype, x.grad.dtype, *(p.grad.dtype for p in layer.parameters())}  # type: ignore[union-attr]
-
-    assert run_ranks(2, rank) == [{dtype}] * 2
-
-
 def draw(rng: random.Random) -> tuple[Plan, Grid]:
     while True:
         world = rng.choice([2, 4, 8])
@@ -258,7 +242,7 @@ def draw(rng: random.Random) -> tuple[Plan, Grid]:
         return plan, grid
 
 
-@pytest.mark.parametrize("seed", thinned(range(40), every=4))
+@pytest.mark.parametrize("seed", thinned(range(20), every=4))
 def test_any_plan_runs_without_tags_too(seed: int) -> None:
     """Like NCCL, this matches batches of a lane in issue order. What would swap data or hang there raises an error here."""
     plan, grid = draw(random.Random(seed))
@@ -282,7 +266,7 @@ def test_any_plan_runs_without_tags_too(seed: int) -> None:
 
 
 def test_the_same_call_gives_the_same_bits_whoever_runs_first() -> None:
-    grid, whole = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4), make_layer().float()
+    grid, whole = Grid(world=4, tp=2, ep=4, ranks_per_node=2), make_layer().float()
 
     def rank(transport: AbstractTransport, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.detach().float().requires_grad_()
@@ -292,7 +276,6 @@ def test_the_same_call_gives_the_same_bits_whoever_runs_first() -> None:
         assert x.grad is not None
         return torch.cat([y.detach(), x.grad]), layer.experts.w13.grad  # type: ignore[return-value]
 
-    runs = [every_rank(grid, rank, seed=seed) for seed in range(3)]
-    for other in runs[1:]:
-        for one, two in zip(runs[0], other):
-            assert all(torch.equal(a, b) for a, b in zip(one, two))  # type: ignore[call-overload]
+    runs = [every_rank(grid, rank, seed=seed) for seed in range(2)]
+    for one, two in zip(*runs):
+        assert all(torch.equal(a, b) for a, b in zip(one, two))  # type: ignore[call-overload]

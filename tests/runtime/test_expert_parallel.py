@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshes import DIM, EXPERTS, every_rank, make_layer, on_mesh, own_expert, part_of, tokens_of
+from meshes import DIM, EXPERTS, every_rank, make_layer, on_mesh, own_expert, tokens_of
 from torch import Tensor, nn
 
 from moesaic.comm.loopback import run_ranks
@@ -18,7 +18,6 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.routing.capacity import Capacity
 from moesaic.routing.losses import LoadBalance
-from moesaic.runtime.expert_parallel import ExpertParallel, PlainCalls
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic_lab.recorder import Recorder
 
@@ -57,7 +56,7 @@ def functions_behind(y: Tensor) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["s1", "multicast"])
 def test_a_call_is_one_autograd_function(plan: str) -> None:
     whole = make_layer()
 
@@ -69,8 +68,7 @@ def test_a_call_is_one_autograd_function(plan: str) -> None:
     assert every_rank(GRID, rank) == [1] * 4
 
 
-@pytest.mark.parametrize("backward_first", ["first", "second", "both"])
-@pytest.mark.parametrize("plan", ["s1", "s2", "r=0", "multicast"])
+@pytest.mark.parametrize(("plan", "backward_first"), [("s1", "both"), ("r=0", "first"), ("multicast", "second")])
 def test_two_layers_in_flight_do_not_meet(plan: str, backward_first: str) -> None:
     one, two = make_layer(seed=1), make_layer("biases", seed=2)
 
@@ -117,7 +115,7 @@ def test_layers_stack_and_nest() -> None:
         torch.testing.assert_close(dx, x.grad)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["s2", "r=1"])
 def test_gradients_accumulate(plan: str) -> None:
     whole = make_layer()
 
@@ -134,8 +132,9 @@ def test_gradients_accumulate(plan: str) -> None:
         torch.testing.assert_close(dx, 2 * alone(whole, GRID.coordinate(at, "dp"))[1])
 
 
-@pytest.mark.parametrize("grid", [GRID, Grid(world=2, tp=2), Grid(world=2, ep=2), Grid(world=4, tp=2)], ids=str)
-@pytest.mark.parametrize("plan", ["s1", "s2", "s3", "baseline"])
+@pytest.mark.parametrize(
+    ("plan", "grid"), [("s1", GRID), ("s2", Grid(world=2, tp=2)), ("s3", Grid(world=2, ep=2))], ids=str
+)
 def test_backward_runs_again_on_a_retained_graph(plan: str, grid: Grid) -> None:
     """Another backward pass is correct even if a rank starts it while a peer is still receiving from the previous one."""
     whole = make_layer()
@@ -147,13 +146,12 @@ def test_backward_runs_again_on_a_retained_graph(plan: str, grid: Grid) -> None:
         assert x.grad is not None
         return x.grad
 
-    for seed in range(4):
+    for seed in range(2):
         for at, dx in enumerate(every_rank(grid, rank, seed=seed)):
             torch.testing.assert_close(dx, alone(whole, grid.coordinate(at, "dp"), times=3)[1])
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "mode"), [("baseline", torch.no_grad), ("r=0", torch.inference_mode)])
 def test_forward_only(plan: str, mode: Any) -> None:
     whole = make_layer("biases", losses=(LoadBalance(0.1),))
 
@@ -168,7 +166,7 @@ def test_forward_only(plan: str, mode: Any) -> None:
         torch.testing.assert_close(y, alone(whole.eval(), GRID.coordinate(at, "dp"))[0])
 
 
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "multicast"])
+@pytest.mark.parametrize("plan", ["s1", "s3", "ted"])
 def test_recomputation_exchanges_no_counts(plan: str) -> None:
     """Counted on the wire: checkpointing does not change the number of small exchanges, which only routing makes."""
     whole = make_layer(losses=(LoadBalance(0.1),))
@@ -193,48 +191,7 @@ def test_recomputation_exchanges_no_counts(plan: str) -> None:
         assert torch.equal(dx, dx_again)
 
 
-def test_switching_r_moves_and_allocates_nothing() -> None:
-    """One layer, three values of r: parameters keep their objects and addresses, and no weight is sent in between."""
-    whole = make_layer()
-
-    def rank(transport: AbstractTransport, x: Tensor) -> list[tuple[list[int], list[int], int, Tensor]]:
-        found = []
-        recorder = Recorder(transport)
-        layer = on_mesh(whole, GRID, recorder, Plan(schedule="s2"))  # type: ignore[arg-type]
-        for r in (2, 1, 0, 2):
-            before = len(recorder.ranges)
-            layer.on_mesh = ExpertParallel(
-                GRID, recorder, Plan(schedule="s2", gather_weights=r), layer.experts, False, PlainCalls
-            )
-            sent = sum(message.num_bytes for each in recorder.ranges[before:] for message in each.messages)
-            parameters = list(layer.experts.parameters())
-            found.append(([id(p) for p in parameters], [p.data_ptr() for p in parameters], sent, layer(x).detach()))
-        return found
-
-    for switches in every_rank(GRID, rank):
-        ids, addresses, sent, outputs = zip(*switches)  # type: ignore[call-overload]
-        assert ids == (ids[0],) * 4
-        assert addresses == (addresses[0],) * 4
-        assert max(sent) < 256, "that all ranks switch to the same r is all they tell each other"
-        for y in outputs:
-            torch.testing.assert_close(y, outputs[0])
-
-
-@pytest.mark.parametrize("r", [None, 0, 1, 2])
-@pytest.mark.parametrize("kind", ["swiglu", "biases"])
-def test_storage_is_the_same_for_every_r(kind: str, r: int | None) -> None:
-    whole = make_layer(kind)
-
-    def rank(transport: AbstractTransport) -> dict[str, Tensor]:
-        layer = on_mesh(whole, GRID, transport, Plan(schedule="s1", gather_weights=r))
-        return {name: parameter.detach() for name, parameter in layer.experts.named_parameters()}
-
-    for at, held in enumerate(run_ranks(4, rank)):
-        for name, parameter in held.items():
-            assert torch.equal(parameter, part_of(whole, whole.experts.get_parameter(name), name, GRID, at))
-
-
-@pytest.mark.parametrize("plan", ["s1", "s2", "s3", "baseline"])
+@pytest.mark.parametrize("plan", ["s1", "baseline"])
 def test_a_padded_capacity_computes_what_the_plain_one_does(plan: str) -> None:
     whole = make_layer("biases")
     mask = torch.tensor([False, True, True, True, False, True])

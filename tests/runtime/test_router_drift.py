@@ -57,7 +57,7 @@ def test_a_loop_without_average_gradients_stops_at_the_second_call() -> None:
     assert SAYS.fullmatch(line[2:])
 
 
-PLANS = [Plan(), Plan(schedule="s1"), Plan(chunks=2, all_to_all="hier2d"), Plan(all_to_all="multicast")]
+PLANS = [Plan(schedule="s2"), Plan(chunks=2, all_to_all="multicast")]
 
 
 def refused(grid: Grid, change: Callable[[MoE, int], None], plan: Plan = PLANS[0], **options: object) -> list[str]:
@@ -160,7 +160,7 @@ def test_copies_in_a_tensor_parallel_group_may_differ_by_rounding() -> None:
         )
 
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8]
+DTYPES = [torch.float64, torch.bfloat16, torch.uint8]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -41,14 +41,12 @@ def refusals(world: int, function: Any) -> list[str]:
         ([{"schedule": "s2"}, {"schedule": "s3"}], "plan.schedule differs: s2 on ranks 0 and 2, s3 on ranks 1 and 3"),
         ([{"chunks": 2}] * 3 + [{"chunks": 3}], "plan.chunks differs: 2 on ranks 0-2, 3 on rank 3"),
         ([{"codec": "int8"}, {}, {}, {}], "plan.codec differs: int8 on rank 0, none on ranks 1-3"),
-        ([{}, {"schedule": "ted"}], "plan.schedule differs: s1 on ranks 0 and 2, ted on ranks 1 and 3"),
     ],
 )
-@pytest.mark.parametrize("grid", [GRID, Grid(world=4, ep=4), Grid(world=4, tp=4, ep=2, etp=2)], ids=str)
-def test_ranks_with_different_plans_all_say_so(grid: Grid, plans: list[dict], words: str) -> None:
+def test_ranks_with_different_plans_all_say_so(plans: list[dict], words: str) -> None:
     """The ranks of a tensor-parallel group do not exchange counts, so this check cannot wait for the first call."""
     lines = refusals(
-        4, lambda transport: on_mesh(make_layer(), grid, transport, Plan(**plans[transport.rank % len(plans)]))
+        4, lambda transport: on_mesh(make_layer(), GRID, transport, Plan(**plans[transport.rank % len(plans)]))
     )
     assert set(lines) == {f"{words}: start every rank with the same settings"}
 
@@ -86,19 +84,6 @@ def test_a_plan_that_fits_no_mesh_is_refused_on_all_ranks_alike() -> None:
     assert set(lines) == {"plan.gather_weights=3 does not divide mesh.etp=2: choose 0 or one of [1, 2]"}
 
 
-@pytest.mark.parametrize(
-    ("layer", "mesh", "words"),
-    [
-        (lambda: make_layer(num_experts=6), {"ep": 4}, "num_experts=6 does not split over mesh.ep=4"),
-        (lambda: make_layer("modules"), {"etp": 2}, "ModuleExperts cannot be cut into shards: choose mesh.etp=1"),
-        (lambda: make_layer(), {"etp": 16, "world": 16}, "hidden width of 8 does not split over mesh.etp=16"),
-    ],
-)
-def test_layers_that_do_not_split_are_refused(layer: Any, mesh: dict, words: str) -> None:
-    with pytest.raises(InputError, match=words.replace(".", r"\.")):
-        layer().parallelize(Mesh(Grid(**{"world": 4, **mesh}), NoTransport()), Plan())
-
-
 def test_a_layer_goes_on_a_mesh_once() -> None:
     layer = on_mesh(make_layer(), Grid(world=1), NoTransport(), Plan())
     with pytest.raises(InputError, match=r"MoE\.parallelize: the layer is on a mesh already"):
@@ -120,9 +105,8 @@ def test_a_plan_compiled_for_another_mesh_is_refused() -> None:
     )
     assert len(set(lines)) == 1
     assert "compile it for the layer's mesh" in lines[0]
-    for r in (0, 1, 2):
-        compiled = compile_plan(Plan(gather_weights=r), GRID)
-        run_ranks(4, lambda transport, c=compiled: on_mesh(make_layer(), GRID, transport, c)(tokens_of(0)))
+    compiled = compile_plan(Plan(gather_weights=1), GRID)
+    run_ranks(4, lambda transport: on_mesh(make_layer(), GRID, transport, compiled)(tokens_of(0)))
 
 
 def test_ranks_that_come_to_differ_later_stop_at_the_next_call() -> None:

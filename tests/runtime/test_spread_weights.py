@@ -32,10 +32,6 @@ def spoiled(name: str) -> MoE:
     return made
 
 
-def last(rank: int, world: int) -> bool:
-    return rank == world - 1
-
-
 def own_expert(seed: int) -> ModuleExperts:
     torch.manual_seed(seed)
     return ModuleExperts(lambda: nn.Linear(4, 4), 4, 4)
@@ -90,29 +86,37 @@ CALLS: dict[str, tuple[Callable[[MoE, torch.Tensor, bool], object], str]] = {
 }  # fmt: skip
 
 
-def refusals(transport: str) -> dict[str, str]:
+def refusals() -> dict[str, str]:
     """Return each rank's error, with new transports, since some errors close them."""
-    odd = last(dist.get_rank(), dist.get_world_size())
+    odd = dist.get_rank() == 1
     found = {}
     for kind, table in (("weights", WEIGHTS), ("settings", SETTINGS)):
         for name, (make, _) in table.items():
-            found[f"{kind}, {name}"] = refusal(make(odd).parallelize, Mesh.create(ep=2, transport=transport), Plan())
+            found[f"{kind}, {name}"] = refusal(make(odd).parallelize, Mesh.create(ep=2), Plan())
     for name, (call, _) in CALLS.items():
         moe = layer()
-        moe.parallelize(Mesh.create(ep=2, transport=transport), Plan())
+        moe.parallelize(Mesh.create(ep=2), Plan())
         x = torch.randn(6, 4, dtype=torch.float64)
         moe(x)
         found[f"calls, {name}"] = refusal(call, moe, x, odd)
     sharded = layer()
     fully_shard(sharded)
-    found["order"] = refusal(sharded.parallelize, Mesh.create(ep=2, transport=transport), Plan())
+    found["order"] = refusal(sharded.parallelize, Mesh.create(ep=2), Plan())
     return found
 
 
-@pytest.fixture(scope="module", params=[(2, "gloo"), (4, "gloo")], ids=lambda case: f"{case[1]} of {case[0]}")
-def world(request) -> tuple[int, list[dict[str, str]]]:
-    ranks, transport = request.param
-    return ranks, on_ranks(ranks, refusals, transport)
+def everything() -> tuple[dict[str, str], list[torch.Tensor], list[str]]:
+    return refusals(), broadcast_weights(), on_meta()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[tuple[dict[str, str], list[torch.Tensor], list[str]]]:
+    return on_ranks(2, everything)
+
+
+@pytest.fixture(scope="module")
+def results(ranks) -> list[dict[str, str]]:
+    return [said for said, *_ in ranks]
 
 
 EXPECTED = {
@@ -123,13 +127,8 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_ranks_that_differ_are_told_in_what(world, name):
-    check_differences(name, world[1])
-
-
-def check_differences(name: str, results: list[dict[str, str]]) -> None:
-    number = len(results)
-    odd, most = f"rank {number - 1}", "rank 0" if number == 2 else "ranks 0-2"
+def test_ranks_that_differ_are_told_in_what(results, name):
+    odd, most = "rank 1", "rank 0"
     expected = "InputError: " + EXPECTED[name].format(odd=odd, most=most)
     for of_rank in results:
         assert of_rank[name].startswith(expected), of_rank[name]
@@ -142,44 +141,46 @@ def check_differences(name: str, results: list[dict[str, str]]) -> None:
     assert len({of_rank[name] for of_rank in results}) == 1
 
 
-def test_sharding_before_parallelizing_is_refused(world):
-    for of_rank in world[1]:
+def test_sharding_before_parallelizing_is_refused(results):
+    for of_rank in results:
         assert of_rank["order"].endswith("is sharded already: call parallelize first, then fully_shard")
 
 
-def broadcast_weights(transport: str) -> list[torch.Tensor]:
+def broadcast_weights() -> list[torch.Tensor]:
     moe, first = layer(seed=dist.get_rank(), shared_hidden=8), layer(seed=0, shared_hidden=8)
     with torch.no_grad():
         moe.router.bias += dist.get_rank()
-    moe.parallelize(Mesh.create(ep=2, transport=transport), Plan(), broadcast=True)
-    first.parallelize(Mesh.create(ep=2, transport=transport), Plan())
+    moe.parallelize(Mesh.create(ep=2), Plan(), broadcast=True)
+    first.parallelize(Mesh.create(ep=2), Plan())
     x = torch.randn(6, 4, dtype=torch.float64)
     return [moe(x).detach() - first(x).detach(), moe.router.bias - first.router.bias]
 
 
-def test_the_first_ranks_weights_can_be_taken():
-    for of_rank in on_ranks(2, broadcast_weights, "gloo"):
+def test_the_first_ranks_weights_can_be_taken(ranks):
+    for _, of_rank, _ in ranks:
         assert not any(difference.any() for difference in of_rank)
 
 
-def on_meta(transport: str) -> list[str]:
+def on_meta() -> list[str]:
     found = []
     for broadcast in (False, True):
         with torch.device("meta"):
             moe = MoE(4, 8, 4, 2)
-        found.append(refusal(moe.parallelize, Mesh.create(ep=2, transport=transport), Plan(), broadcast=broadcast))
+        found.append(refusal(moe.parallelize, Mesh.create(ep=2), Plan(), broadcast=broadcast))
     return found
 
 
-def test_meta_weights_are_not_compared():
+def test_meta_weights_are_not_compared(ranks):
     with torch.device("meta"):
         moe = MoE(4, 8, 4, 2)
     assert described(moe, values=True)["experts.w13"] == "float32 (4, 2, 8, 4) on meta"
-    assert on_ranks(2, on_meta, "gloo") == [["", ""], ["", ""]]
+    assert [said for *_, said in ranks] == [["", ""], ["", ""]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
-@pytest.mark.parametrize("count", [0, 1, 3, 8, 65536 * 2 + 5])
+@pytest.mark.parametrize(
+    ("count", "dtype"),
+    [(0, torch.float32), (1, torch.bool), (3, torch.bfloat16), (8, torch.int64), (65536 * 2 + 5, torch.float64)],
+)
 def test_any_word_changes_the_hash(count, dtype):
     tensor = torch.randint(0, 2, (count,)).to(dtype)
     before = fingerprint(tensor)

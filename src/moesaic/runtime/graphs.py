@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
 
 import torch
 
-T = TypeVar("T")
-
-
-@torch.compiler.disable(reason="a MoE layer on a mesh runs programs over connections: compile without fullgraph")
-def outside_graphs(function: Callable[..., T], *args: object) -> T:
-    """Call a function and return its result, outside of the graphs of `torch.compile`."""
-    return function(*args)
+outside_graphs = torch.compiler.disable(
+    partial.__call__, reason="a MoE layer on a mesh runs programs over connections: compile without fullgraph"
+)
+"""Calls a `partial` and returns its result, outside of the graphs of `torch.compile`."""

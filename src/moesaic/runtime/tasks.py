@@ -28,7 +28,6 @@ from moesaic.kernels.work import Dispatch, Places
 from moesaic.program.layouts import move_of
 from moesaic.program.sizes import CallSizes, Runs
 from moesaic.program.task import Kind, Lane, Op, Slot, State, Task
-from moesaic.routing.capacity import count
 from moesaic.routing.peers import stable_order
 
 
@@ -457,6 +456,7 @@ class Indexed:
 
     @cached_property
     def _dispatch(self) -> Dispatch:
-        counts = count(self.places.long(), None, self.num_tokens)
-        starts, order = counts.cumsum(0) - counts, stable_order(self.places)
+        order = stable_order(self.places)
+        tokens = torch.arange(self.num_tokens, dtype=self.places.dtype, device=order.device)
+        starts = torch.searchsorted(self.places.index_select(0, order), tokens)
         return Dispatch(token=self.places, by_token=order, starts=starts, per_token=None)

@@ -5,6 +5,7 @@ Tests that count rows also have a budget in rows (`budget_by_rows`)."""
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import re
 from collections import Counter
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from meshes import DIM, EXPERTS, every_rank, make_layer, on_mesh, tokens_of
+from meshes import DIM, EXPERTS, compiled, every_rank, make_layer, on_mesh, tokens_of
 from torch import Tensor, nn
 
 from helpers import thinned
@@ -30,7 +31,6 @@ from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError
 from moesaic.experts import ModuleExperts
 from moesaic.layer import MoE
-from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.routing.capacity import Capacity
@@ -70,13 +70,13 @@ def with_budget(seed: int) -> Case:
 @pytest.mark.random
 def test_random_plans_compute_the_same_under_any_budget(held: Counter[str]) -> None:
     wrong = {}
-    for seed in range(1000, 1080):
+    for seed in range(1000, 1024):
         case = with_budget(seed)
         with suppress(InputError):  # what clashes with a budget, or with replication
             wrong[seed] = failures(case, run_case(case))
-    assert len(wrong) > 50
+    assert len(wrong) > 15
     assert {seed: errors for seed, errors in wrong.items() if errors} == {}
-    assert held["sliced_calls"] > 50
+    assert held["sliced_calls"] > 15
 
 
 HASHED = MoE(DIM, 2 * DIM, 8, 1, router="hash").router.table[:, 0].tolist()  # type: ignore[index, union-attr]
@@ -101,49 +101,56 @@ PLANS = {
     "spill": Plan(replication="spill"),
     "shadow": Plan(schedule="s2", replication="shadow", chunks=2),
 }
-EIGHT = Grid(world=8, ep=8, ranks_per_node=4)
+FOUR = Grid(world=4, ep=4, ranks_per_node=2)
+SKEWED = [200, 8, 8, 8, 8, 8, 8, 8]
+"""Tokens of a rank for each expert; those of the first rank are 3.25 times the mean."""
 TOKENS, WIDTH = 256, 32
 ROUTED = 16 * TOKENS * WIDTH
 """Bytes that router, routing and the gradient of the input may take, which budgets do not count."""
 
 
-def peak_bytes(plan: Plan, shares: list[int], grid: Grid = EIGHT) -> tuple[int, BudgetUse]:
+def peak_bytes(plan: Plan, shares: list[int]) -> tuple[int, BudgetUse]:
     """Return the largest number of live bytes of a rank in a forward and backward pass, and what its budget did."""
+    return _peak_bytes(plan, tuple(shares))
+
+
+@functools.cache
+def _peak_bytes(plan: Plan, shares: tuple[int, ...]) -> tuple[int, BudgetUse]:
     torch.manual_seed(0)
     whole = MoE(WIDTH, 2 * WIDTH, 8, 1, router="hash", losses=())
 
     def rank(transport: AbstractTransport) -> tuple[int, BudgetUse]:
         layer = copy.deepcopy(whole)
-        layer.parallelize(Mesh(grid, Unwatched(transport)), plan)
+        layer.parallelize(Mesh(FOUR, Unwatched(transport)), compiled(plan, FOUR))
         x = torch.randn(TOKENS, WIDTH, requires_grad=True)
         with Alive() as alive:
-            layer(x, token_ids=ids(shares)).sin().sum().backward()
+            layer(x, token_ids=ids(list(shares))).sin().sum().backward()
         assert layer.on_mesh is not None
         calls = layer.on_mesh.calls
         return alive.peak_bytes, calls.budget.take() if plan.memory_budget is not None else BudgetUse()  # type: ignore[attr-defined]
 
-    found = run_ranks(grid.world, rank)
+    found = run_ranks(FOUR.world, rank)
     assert all(use == found[0][1] for _, use in found), "all ranks count the same"
     return max(peak for peak, _ in found), found[0][1]
 
 
 @pytest.mark.parametrize("plan", thinned(PLANS, every=3))
 def test_no_rank_holds_more_bytes_than_the_budget_whatever_the_routing(plan: str) -> None:
-    """The budget is 1.5 times a rank's bytes under balance. First MaxVio is 4: the hottest of 8 ranks has 5 times the mean.
-    Then all tokens go to one expert."""
+    """The budget is 1.5 times a rank's bytes under balance. First the hottest of 4 ranks has 3.25 times the mean, then all
+    tokens go to one expert."""
     balanced, _ = peak_bytes(PLANS[plan], [TOKENS // 8] * 8)
     budget = balanced * 3 // 2
     limited = replace(PLANS[plan], memory_budget=budget)
     if plan == "s1":
         assert peak_bytes(limited, [TOKENS // 8] * 8) == (balanced, BudgetUse(calls=1)), "a budget that is not needed"
-    for shares in ([160, 14, 14, 14, 14, 14, 13, 13], [TOKENS, *[0] * 7]):
+    for shares in (SKEWED, [TOKENS, *[0] * 7]):
         bounded, use = peak_bytes(limited, shares)
         assert (
             use.slices > 1 or use.rows_spilled > 0 or plan in ("spill", "shadow")
         )  # which keep within it by themselves
         assert bounded <= budget + ROUTED
         if plan in ("s1", "hier2d"):
-            assert peak_bytes(PLANS[plan], shares)[0] > 1.5 * budget, "without a budget it grows with the skew"
+            assert peak_bytes(PLANS[plan], shares)[0] > 1.3 * budget, "without a budget it grows with the skew"
 
 
 def test_slices_that_fit_beside_each_other_are_not_run_again() -> None:
@@ -159,31 +166,33 @@ def test_slices_that_fit_beside_each_other_are_not_run_again() -> None:
 
 
 def test_what_a_call_holds_is_told_before_it_runs() -> None:
-    """The predicted bytes of every plan's programs equal the live bytes while they run, under balance and under skew."""
-    for name, plan in PLANS.items():
-        for shares in ([TOKENS // 8] * 8, [160, 14, 14, 14, 14, 14, 13, 13]):
+    """The predicted bytes of a plan's programs equal the live bytes while they run, under balance and under skew."""
+    skewed = [160, 14, 14, 14, 14, 14, 13, 13]
+    for name in ("s1", "s3", "baseline", "multicast", "hier2d", "spill"):
+        plan = PLANS[name]
+        for shares in ([TOKENS // 8] * 8, skewed) if name == "s1" else (skewed,):
             told = told_bytes(plan, shares)
             found, _ = peak_bytes(plan, shares)
             # Rows that one all-to-all brings stay where they arrive. A CPU gathers x and dy by blocks, here one block.
-            block = 2 * 8 * max(shares) * WIDTH * 4 if name == "s1" else 0
+            block = 2 * FOUR.world * sum(shares[:2]) * WIDTH * 4 if name == "s1" else 0
             assert 0.8 * told - ROUTED <= found <= told + ROUTED + block, name
 
 
 def told_bytes(plan: Plan, shares: list[int]) -> float:
     """Return the predicted bytes of a call on the rank that holds most."""
     whole = MoE(WIDTH, 2 * WIDTH, 8, 1, router="hash", losses=())
-    compiled = compile_plan(plan, EIGHT)
-    copies = np.tile(shares, (8, 1))
+    work = compiled(plan, FOUR)
+    copies = np.tile(shares, (FOUR.world, 1))
     replicated = None
-    if compiled.replicates:
-        load = CallLoad(EIGHT, copies, 8, 2 * WIDTH, WIDTH)
+    if work.replicates:
+        load = CallLoad(FOUR, copies, 8, 2 * WIDTH, WIDTH)
         policy = replication_policy(plan.replication)
-        programs = programs_of(compiled, policy)
+        programs = programs_of(work, policy)
         decision = policy.start({name: each.plan for name, each in programs.items()}).choose(load)
-        compiled, replicated = programs[decision.program], decision.replicated
-    own = tuple(weight[:1] for weight in whole.experts.weights()[0])
+        work, replicated = programs[decision.program], decision.replicated
+    own = tuple(weight[:2] for weight in whole.experts.weights()[0])
     call = CountedCall(copies, copies.sum(1), 2 * WIDTH, lambda: whole.experts.sizes(own, torch.float32))
-    return float(MemoryBudget(compiled, 8).peak(compiled, replicated, call).max())
+    return float(MemoryBudget(work, 8).peak(work, replicated, call).max())
 
 
 def test_a_budget_that_nothing_fits_is_refused_in_one_line_that_tells_one_that_fits() -> None:
@@ -242,8 +251,7 @@ class Everything(AbstractReplicationPolicy):
         return replicated
 
 
-@pytest.mark.parametrize("ranks_per_node", [2, 4])
-@pytest.mark.parametrize("schedule", ["s1", "s2"])
+@pytest.mark.parametrize(("schedule", "ranks_per_node"), [("s1", 2), ("s2", 4)])
 def test_what_is_over_the_budget_is_spilled_before_anything_is_cut(schedule: str, ranks_per_node: int) -> None:
     """All 240 copies go to rank 0, which has a budget of 150."""
     grid = Grid(world=4, ep=4, ranks_per_node=ranks_per_node)
@@ -273,15 +281,14 @@ def test_what_is_over_the_budget_is_spilled_before_anything_is_cut(schedule: str
         torch.testing.assert_close(dx, x.grad)
 
 
-@pytest.mark.parametrize("schedule", ["s1", "s2"])
-def test_where_nothing_is_replicated_a_call_is_that_of_the_plan_without_replication(schedule: str) -> None:
+def test_where_nothing_is_replicated_a_call_is_that_of_the_plan_without_replication() -> None:
     grid = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
     whole = make_layer("biases")
 
     def sent(transport: AbstractTransport, x: Tensor, replication: str, much: bool) -> tuple[list[Any], Tensor]:
         recorder = Recorder(transport)
         layer, policy = copy.deepcopy(whole), None if replication == "none" else Everything(much)
-        plan = Plan(schedule=schedule, replication=replication, chunks=2)  # type: ignore[arg-type]
+        plan = Plan(schedule="s2", replication=replication, chunks=2)
         layer.parallelize(Mesh(grid, recorder), plan, calls=None if policy is None else calls_by(policy))
         before = len(recorder.ranges)
         y = layer(x)
@@ -336,7 +343,7 @@ def test_slices_draw_the_same_random_numbers_again() -> None:
     assert (y == 0).any()
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "biases", "modules"])
+@pytest.mark.parametrize("kind", ["biases", "modules"])
 def test_one_process_runs_in_slices_too(kind: str) -> None:
     whole = make_layer(kind)
     x, again = tokens_of(0, 20).requires_grad_(), tokens_of(0, 20).requires_grad_()
@@ -356,14 +363,14 @@ def test_one_process_runs_in_slices_too(kind: str) -> None:
 
 
 def test_half_precision_gradients_are_summed_in_float32() -> None:
-    """Of 400 equal slices: a sum in bfloat16 would stop growing at 256 times the value of a slice."""
+    """Of 300 equal slices: a sum in bfloat16 would stop growing at 256 times the value of a slice."""
     torch.manual_seed(0)
     whole = MoE(DIM, 8, EXPERTS, 1, router="hash", losses=()).bfloat16()
-    x = torch.ones(400, DIM).bfloat16()
+    x = torch.ones(300, DIM).bfloat16()
     found = []
     for plan in (Plan(), Plan(memory_budget=1)):
         layer = on_mesh(whole, Grid(world=1), NoTransport(), plan)
-        layer(x, token_ids=torch.zeros(400, dtype=torch.int64)).sum().backward()
+        layer(x, token_ids=torch.zeros(300, dtype=torch.int64)).sum().backward()
         found.append(layer.experts.w2.grad.float())  # type: ignore[union-attr, operator]
     assert (found[0] - found[1]).abs().max() <= 0.02 * found[0].abs().max()
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from meshes import every_rank, make_layer, on_mesh, part_of, tokens_of
+from meshes import compiled, every_rank, make_layer, on_mesh, part_of, tokens_of
 from torch import Tensor
 
-from helpers import GivenOrders, pairwise, thinned
+from helpers import GivenOrders, thinned
 from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertLoad, ExpertRates
 from moesaic.balance.machine import Machine
 from moesaic.balance.run.experts import ExpertPlacement, Moved
@@ -29,8 +29,8 @@ from moesaic.runtime.routing_cache import checkpoint
 from moesaic_lab.recorder import Recorder
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
-STEPS, EVERY = 6, 2
-ORDERS = [[2, 3, 0, 1], [3, 1, 0, 2], [1, 0, 3, 2]]
+STEPS, EVERY = 4, 2
+ORDERS = [[2, 3, 0, 1], [3, 1, 0, 2]]
 TWO = Grid(world=2, ep=2)
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
 FOLDED = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
@@ -81,7 +81,8 @@ def trained(
     capacity: AbstractCapacity | None = None,
 ) -> tuple[list[Tensor], list[Moved]]:
     """Train a layer, with the plans in turn; return all results that a rank sees, and the moves."""
-    layer, mesh = on_mesh(whole, grid, transport, plans[0]), Mesh(grid, transport)
+    kind = "biases" if whole.experts.names[1] else "swiglu"
+    layer, mesh = on_mesh(whole, grid, transport, compiled(plans[0], grid, kind)), Mesh(grid, transport)
     optimizer = make(layer.parameters())
     placement = None if placer is None else ExpertPlacement([layer], mesh, optimizer, every=EVERY, placer=placer)
     found, moves = [], []
@@ -115,7 +116,9 @@ def assert_same_training(
 
 
 @pytest.mark.parametrize(
-    ("grid", "kind", "optimizer"), pairwise((TWO, FOUR, COPIES), ("swiglu", "biases", "modules"), OPTIMIZERS), ids=str
+    ("grid", "kind", "optimizer"),
+    [(TWO, "biases", "momentum"), (FOUR, "swiglu", "adamw"), (COPIES, "modules", "adamw")],
+    ids=str,
 )
 def test_training_with_moving_experts_is_training_without(grid: Grid, kind: str, optimizer: str) -> None:
     whole = make_layer(kind, losses=(LoadBalance(0.1),), router="sigmoid")
@@ -123,7 +126,6 @@ def test_training_with_moving_experts_is_training_without(grid: Grid, kind: str,
 
 
 PLANS = {
-    "baseline": (FOLDED, [Plan(schedule="baseline")]),
     "ted": (FOLDED, [Plan(schedule="ted")]),
     "s1": (SHARDS, [Plan(schedule="s1", chunks=2)]),
     "s2": (FOLDED, [Plan(schedule="s2", overlap_gather=True)]),
@@ -132,24 +134,21 @@ PLANS = {
     "multicast": (FOUR, [Plan(all_to_all="multicast", chunks=2)]),
     "shadow": (FOUR, [Plan(replication="shadow")]),
     "spill": (COPIES, [Plan(replication="eplb")]),
-    "peers": (FOUR, [Plan(peer_groups=2, all_to_all="linear")]),
     "switching": (FOLDED, [Plan(schedule="s1"), Plan(schedule="s2", chunks=2), Plan(schedule="baseline")]),
 }
 
 
-@pytest.mark.parametrize("name", thinned(PLANS, every=3, start=1))
+@pytest.mark.parametrize("name", thinned(PLANS, every=3))
 def test_under_every_kind_of_plan(name: str) -> None:
     grid, plans = PLANS[name]
     assert_same_training(make_layer(losses=(LoadBalance(0.1),)), grid, plans, adamw)
 
 
 @pytest.mark.parametrize(
-    "capacity",
-    [Capacity.fixed(0.75), Capacity.fixed(1.0, scope="rank"), Capacity.fixed(2.0, scope="rank", padded=True)],
-    ids=["drops", "drops by rank", "padded"],
+    "capacity", [Capacity.fixed(0.75), Capacity.fixed(2.0, scope="rank", padded=True)], ids=["drops", "padded"]
 )
 def test_drops_do_not_depend_on_where_experts_are(capacity: AbstractCapacity) -> None:
-    assert_same_training(make_layer(), FOUR, [Plan()], adamw, capacity)
+    assert_same_training(make_layer(), TWO, [Plan()], adamw, capacity)
 
 
 def test_what_moves_is_counted_and_nothing_else_is_sent() -> None:

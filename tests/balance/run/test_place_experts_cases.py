@@ -25,7 +25,7 @@ from moesaic.testing.equivalence import expert_placement_of, failures, run_case
 
 __all__ = ["opened"]
 
-CASES = 60
+CASES = 16
 
 
 @pytest.mark.random

@@ -25,7 +25,7 @@ from moesaic.program.plan import Plan
 from moesaic.testing.runner import leave
 from worlds import start
 
-EXPERTS, DIM, HIDDEN, STEPS = 8, 4, 6, 4
+EXPERTS, DIM, HIDDEN, STEPS = 8, 4, 6, 2
 CUTS = ("trainer", "experts")
 """Where FSDP cuts: as in the trainer, or every parameter between experts."""
 

@@ -17,8 +17,8 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.runtime.expert_parallel import PlainCalls
 
-SOURCE = Path(moesaic.__file__).parent
-GRID = Grid(world=4, ep=4, ranks_per_node=2)
+SOURCE = f"{Path(moesaic.__file__).parent}/"
+GRID = Grid(world=2, ep=2, ranks_per_node=1)
 ORDER = "runtime/expert_order.py"
 """The order of experts, after moves: balancing code in a folder that layers without balancing use too."""
 BUDGET = "balance/budget.py"
@@ -36,9 +36,8 @@ def entered(plan: Plan, *, placed: bool = False) -> set[str]:
             layer.on_mesh.order.watches = True
 
         def note(frame: FrameType, event: str, _: object) -> None:
-            path = Path(frame.f_code.co_filename)
-            if event == "call" and SOURCE in path.parents:
-                found.add(path.relative_to(SOURCE).as_posix())
+            if event == "call" and frame.f_code.co_filename.startswith(SOURCE):
+                found.add(frame.f_code.co_filename.removeprefix(SOURCE))
 
         x = tokens_of(transport.rank).requires_grad_()
         sys.setprofile(note)
@@ -53,7 +52,7 @@ def entered(plan: Plan, *, placed: bool = False) -> set[str]:
     return {path for path in files if "balance" in Path(path).parts or path in (ORDER, BUDGET)}
 
 
-@pytest.mark.parametrize("plan", [Plan(), Plan(all_to_all="multicast"), Plan(chunks=2, peer_groups=2)])
+@pytest.mark.parametrize("plan", [Plan(), Plan(all_to_all="multicast", chunks=2)])
 def test_a_plan_that_balances_nothing_enters_no_balancing_code(plan: Plan) -> None:
     assert entered(plan) == set()
 

@@ -16,7 +16,7 @@ from helpers import pairwise, thinned
 from moesaic.balance.run.moving import MovingMoE
 from moesaic.balance.run.relocate import Following, Relocator, SampleMove, sample_dropout, samples_of
 from moesaic.balance.run.residual import Residual
-from moesaic.balance.samples import AbstractPlacer, Given, Homes, SampleLoad, TwoStage
+from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, TwoStage
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
@@ -119,12 +119,12 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Three blocks and a loss per sample; with a relocator, samples move."""
+    """Two blocks and a loss per sample; with a relocator, samples move."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.case = case
-        self.blocks = nn.ModuleList(Block(case, number) for number in range(3))
+        self.blocks = nn.ModuleList(Block(case, number) for number in range(2))
 
     def forward(self, x: Tensor, goal: Tensor, mask: Tensor | None, relocator: Relocator | None = None) -> Tensor:
         """Return the loss of each sample that is here at the end."""
@@ -224,118 +224,32 @@ def test_moving_samples_changes_nothing(placer: str, dropout: float, norm: str, 
     "case",
     thinned(
         [
-            Case(grid=SHARDS),
             Case(grid=replace(SHARDS, innermost="ep"), plan=Plan(chunks=2, all_to_all="hier1d")),
             Case(grid=COPIES, placer="two_stage"),
-            Case(grid=Grid(world=4), plan=Plan(chunks=2)),
-            Case(grid=Grid(world=1)),
             Case(plan=Plan(chunks=2, peer_groups=2, all_to_all="hier2d", order="early")),
-            Case(plan=Plan(chunks=5, all_to_all="pipelined", order="early")),
-            Case(shared=4, weight="before"),
             Case(recompute=True, dropout=0.4, plan=Plan(chunks=2)),
             Case(recompute=True, placer="two_stage", shared=4, norm="after"),
-            Case(ends_home=False),
             Case(ends_home=False, placer="two_stage", dropout=0.4, grid=SHARDS),
-            Case(masked=True, recompute=True),
             Case(masked=True, ends_home=False, sequences=True),
-            Case(bias=True, grid=SHARDS, dropout=0.4),
-            Case(rides=True),
             Case(rides=True, norm="after", placer="two_stage"),
             Case(rides=True, bias=True, recompute=True),
-            Case(rides=True, grid=SHARDS, plan=Plan(chunks=2)),
-            Case(rides=True, grid=SHARDS, norm="after", bias=True),
-            Case(rides=True, grid=replace(SHARDS, innermost="ep"), bias=True),
+            Case(rides=True, grid=SHARDS, plan=Plan(chunks=2), norm="after", bias=True),
             Case(rides=True, grid=COPIES, shared=4),
-            Case(rides=True, top_k=1),
-            Case(rides=True, weight="before"),
-            Case(rides=True, masked=True),
-            Case(rides=True, masked=True, top_k=1, recompute=True, grid=SHARDS, placer="two_stage"),
+            Case(rides=True, weight="before", top_k=1),
+            Case(rides=True, masked=True, recompute=True, grid=SHARDS, placer="two_stage"),
             *(
-                Case(grid=grid, plan=plan, rides=rides, dropout=0.0 if rides else 0.4, ends_home=rides)
-                for grid, plan in HOME_FIRST
-                for rides in (True, False)
+                Case(grid=grid, plan=plan, rides=bool(n % 2), dropout=0.4 * (1 - n % 2), ends_home=bool(n % 2))
+                for n, (grid, plan) in enumerate(HOME_FIRST)
             ),
             Case(grid=TENSOR, placer="two_stage", masked=True, recompute=True, rides=True),
-            Case(grid=TENSOR, plan=Plan(chunks=2), norm="after", sequences=True, ends_home=False),
             Case(grid=Grid(world=4, tp=4, ep=4, ranks_per_node=2), rides=True, masked=True, shared=4),
-            Case(
-                grid=Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2), plan=Plan(chunks=2, peer_groups=2), rides=True
-            ),
         ],
-        every=3,
+        every=4,
     ),
     ids=str,
 )
 def test_so_it_is_with_every_option(case: Case) -> None:
     check(case, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(16))
-def test_so_it_is_with_options_drawn_at_random(seed: int) -> None:
-    random = np.random.default_rng(seed)
-
-    def pick(*values: Any) -> Any:
-        return values[int(random.integers(len(values)))]
-
-    plan = Plan(
-        chunks=pick(1, 2, 3),
-        all_to_all=pick("linear", "hier1d", "hier2d", "pipelined", "naive"),
-        order=pick("early", "fifo", "optsche"),
-        peer_groups=pick(1, 2),
-    )
-    case = Case(
-        grid=pick(FOUR, SHARDS, COPIES, replace(SHARDS, innermost="ep")),
-        plan=plan,
-        placer=pick(*SAMPLE_PLACERS),
-        norm=pick("before", "after"),
-        dropout=pick(0.0, 0.4),
-        top_k=pick(1, 2, 3),
-        shared=pick(0, 4),
-        weight=pick("after", "before"),
-        recompute=pick(False, True),
-        ends_home=pick(False, True),
-        masked=pick(False, True),
-        sequences=pick(False, True),
-        bias=pick(False, True),
-    )
-    case = replace(case, rides=case.dropout == 0.0 and bool(random.integers(2)))
-    check(case, seed=seed)
-
-
-def test_samples_did_move_and_saved_rows() -> None:
-    """Otherwise the tests above would show nothing."""
-    whole = Model(Case()).double()
-    x, goal, _ = batch(Case())
-    random = np.random.default_rng(3)
-    given = [Homes(random.permutation(12).reshape(4, 3)) for _ in range(2)]
-
-    def rank(
-        transport: AbstractTransport, placer: AbstractPlacer
-    ) -> tuple[list[Homes], list[tuple[Any, Any]], dict[Any, int]]:
-        model, mesh = copy.deepcopy(whole), Mesh(FOUR, transport)
-        for block in model.blocks:
-            block.moe.parallelize(mesh, Plan())
-        relocator = Relocator(mesh, placer)
-        moves: list[SampleMove] = []
-        start = relocator.start
-
-        def watched(*args: Any) -> Any:
-            trip = start(*args)
-            moves.extend([trip] if not moves else [])
-            return trip
-
-        relocator.start = watched  # type: ignore[method-assign]
-        mine = slice(transport.rank * SLOTS, (transport.rank + 1) * SLOTS)
-        model(x[mine], goal[mine], None, relocator)
-        trip: Any = moves[0]
-        return [move.after for move in trip.moves], [move.volumes() for move in trip.moves], {}
-
-    for homes, volumes, _ in run_ranks(4, lambda transport: rank(transport, Given(given))):
-        assert all(a.same_as(b) for a, b in zip(homes, [*given, Homes.start(4, 3)], strict=True))
-        assert len(volumes) == 3
-    for _, volumes, _ in run_ranks(4, lambda transport: rank(transport, TwoStage(least_gain=0.0))):
-        assert all(after.inter <= before.inter for before, after in volumes[:2])
 
 
 def test_masks_of_dropout_belong_to_samples() -> None:

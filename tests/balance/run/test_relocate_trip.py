@@ -60,9 +60,8 @@ def test_gradients_go_back_the_way_samples_came(times: int) -> None:
         assert x.grad is not None
         return x.grad
 
-    for seed in range(3):
-        for at, found in enumerate(run_ranks(4, rank, seed=seed)):
-            torch.testing.assert_close(found, times * upstream[BEFORE.samples[at]])
+    for at, found in enumerate(run_ranks(4, rank)):
+        torch.testing.assert_close(found, times * upstream[BEFORE.samples[at]])
 
 
 def test_only_samples_that_leave_cross_links() -> None:
@@ -80,7 +79,7 @@ def test_only_samples_that_leave_cross_links() -> None:
 
 def gpt_config(**options: Any) -> ModelConfig:
     moe = MoEConfig(num_experts=4, top_k=2, hidden=8, z_loss=0.01, **options.pop("moe", {}))
-    return ModelConfig(**{"dim": 8, "num_layers": 4, "num_heads": 2, "seq_len": 6, "moe": moe, **options})
+    return ModelConfig(**{"dim": 8, "num_layers": 2, "num_heads": 2, "seq_len": 6, "moe": moe, **options})
 
 
 def gpt_step(model: GPT, tokens: Tensor, targets: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
@@ -97,7 +96,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     ("options", "ends_home", "padded"),
-    thinned(itertools.product(OPTIONS, (True, False), (True, False)), every=3),
+    thinned(itertools.product(OPTIONS, (True, False), (True, False)), every=4),
     ids=str,
 )
 def test_a_language_model_computes_the_same(options: dict[str, Any], ends_home: bool, padded: bool) -> None:

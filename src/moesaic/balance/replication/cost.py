@@ -111,9 +111,6 @@ class ReplicationCosts:
 
     machine: Machine = field(default_factory=Machine)
     """Rates of one rank."""
-    relays: bool = True
-    """Send replicated weights once to each node if the program does so (`program.passes.replicate.relays`). False: the home
-    sends them to each helper."""
     element_bytes: int = 2
     """Bytes per element of activations and weights."""
     matrices: int = 3
@@ -220,9 +217,9 @@ class ReplicaLinks:
 
     @cached_property
     def via(self) -> np.ndarray | None:
-        """(home, helper): the place on the helper's node that relays the weights of each home to the helper; None without
-        relays."""
-        return relays_of(self.grid, tuple(map(tuple, self.origins.tolist()))) if self.costs.relays else None
+        """(home, helper): the place on the helper's node that relays the weights of each home to the helper; None where the
+        program has no relays."""
+        return relays_of(self.grid, tuple(map(tuple, self.origins.tolist())))
 
     def busy(self, moved: np.ndarray) -> np.ndarray:
         """Return the seconds on each link, (4 * ep,), if each of the items that places send, (ep, ep), were one byte."""
