@@ -19,7 +19,8 @@ from runs import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 NARROW = [
-    "--schedules", "s1", "--all-to-alls", "linear", "--chunks", "1", "--orders", "fifo", "--page", "plan.html",
+    "--tp", "1", "--ep", "8", "--schedules", "s1", "--all-to-alls", "linear", "--chunks", "1", "--orders", "fifo",
+    "--page", "plan.html",
 ]  # fmt: skip
 SHORT = {
     "train": [

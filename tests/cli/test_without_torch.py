@@ -14,14 +14,23 @@ from moesaic.planner.profile import ClusterProfile, HostCosts, LinkCosts, Produc
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = ROOT / "benchmarks" / "traces" / "gpt-tiny-unbalanced"
-BLOCKED = """import sys
+BLOCKED = """import contextlib, io, json, os, sys
 class Blocked:
     def find_spec(self, name, *_):
         if name.split('.')[0] in ('torch', 'safetensors', 'tensorboard', 'plotly', 'triton'):
             raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Blocked())
 from moesaic.cli.main import main
-sys.exit(main(sys.argv[1:]))
+ended = {}
+for name, words in json.loads(sys.argv[1]).items():
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        try:
+            code = main(words)
+        except SystemExit as done:
+            code = done.code or 0
+    ended[name] = code, out.getvalue(), error.getvalue()
+print(json.dumps([ended, os.listdir()]))
 """
 PROFILE = ClusterProfile(
     nodes=2, ranks_per_node=2, memory_gib=8.0, inside=LinkCosts(one_sender=50e6, all_senders=25e6),
@@ -29,12 +38,6 @@ PROFILE = ClusterProfile(
     products=Products(rows=(1.0, 256.0), fp32=(2e9, 6e10)),
 )  # fmt: skip
 NARROW = ["--tp", "1", "--schedules", "s1", "--all-to-alls", "linear", "--chunks", "1", "--orders", "fifo", "--json"]
-
-
-def core(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command without torch and the other extras."""
-    told = [sys.executable, "-c", BLOCKED, *words]
-    return subprocess.run(told, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
 
 
 def documented() -> list[str]:
@@ -52,6 +55,26 @@ COMMANDS = {
     "trace": ["trace", "show", str(TRACE), "--json"],
 }
 """A quick use of each."""
+OTHERS = {
+    "help": ["train", "--preset", "demo", "--help"],
+    "refused": ["train", "--config", "config.json"],
+    "train": ["train", "--preset", "gpt-tiny"],
+    "profile": ["profile", "--out", "p.json"],
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """Return exit code, output and errors of each command in a process without torch and the other extras."""
+    folder = tmp_path_factory.mktemp("core")
+    PROFILE.write(folder / "profile.json")
+    (folder / "config.json").write_text('{"optimizer": {"lr": Infinity}}')
+    told = [sys.executable, "-c", BLOCKED, json.dumps(COMMANDS | OTHERS)]
+    done = subprocess.run(told, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found, left = json.loads(done.stdout)
+    assert sorted(left) == ["config.json", "profile.json"]
+    return {name: tuple(each) for name, each in found.items()}
 
 
 def test_the_page_lists_the_commands_that_are_tried_here() -> None:
@@ -59,31 +82,24 @@ def test_the_page_lists_the_commands_that_are_tried_here() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_of_the_core_runs_without_torch(name: str, tmp_path: Path) -> None:
-    PROFILE.write(tmp_path / "profile.json")
-    done = core(*COMMANDS[name], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_a_command_of_the_core_runs_without_torch(name: str, ended: dict[str, tuple[int, str, str]]) -> None:
+    code, out, error = ended[name]
+    assert code == 0, error
+    found = json.loads(out)
     assert found
     if name == "plan":
         assert found["ranking"][0]["parts"]["routing"] == pytest.approx(2 * 1e-3)
 
 
-def test_help_of_training_needs_no_torch(tmp_path: Path) -> None:
-    done = core("train", "--preset", "demo", "--help", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert {"--mesh.transport", "--model.moe.router", "topology", "--plan.schedule"} <= set(
-        re.findall(r"[\w.-]+", done.stdout)
-    )
+def test_help_of_training_needs_no_torch(ended: dict[str, tuple[int, str, str]]) -> None:
+    code, out, error = ended["help"]
+    assert code == 0, error
+    assert {"--mesh.transport", "--model.moe.router", "topology", "--plan.schedule"} <= set(re.findall(r"[\w.-]+", out))
 
 
-def test_settings_of_training_are_refused_without_torch(tmp_path: Path) -> None:
+def test_settings_of_training_are_refused_without_torch(ended: dict[str, tuple[int, str, str]]) -> None:
     """A process that has loaded torch takes seconds to end, and more on a busy machine."""
-    (tmp_path / "config.json").write_text('{"optimizer": {"lr": Infinity}}')
-    done = core("train", "--config", "config.json", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr == "moesaic train: optimizer.lr=inf: must be above 0 and finite\n"
+    assert ended["refused"] == (2, "", "moesaic train: optimizer.lr=inf: must be above 0 and finite\n")
 
 
 def test_the_layer_imports_nothing_that_one_process_has_no_use_for() -> None:
@@ -100,10 +116,9 @@ def test_the_layer_imports_nothing_that_one_process_has_no_use_for() -> None:
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("words", [["train", "--preset", "gpt-tiny"], ["profile", "--out", "p.json"]])
-def test_other_commands_say_what_to_install(words: list[str], tmp_path: Path) -> None:
-    done = core(*words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert 'pip install ".[train]"' in done.stderr
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("name", ["train", "profile"])
+def test_other_commands_say_what_to_install(name: str, ended: dict[str, tuple[int, str, str]]) -> None:
+    code, _, error = ended[name]
+    assert code == 2
+    assert error.count("\n") == 1
+    assert 'pip install ".[train]"' in error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -35,12 +36,17 @@ JOB = Job(
 SLOW_PORTS = flat(2, 4, intra=800, inter=2, device=DEVICE)
 
 
-def found(pins: Pins, cluster=SLOW_PORTS) -> Result:
-    return search(JOB, cluster, Settings(pins=pins))
+SPREAD = Pins(tp=1, ep=8, etp=1)
+FEW = replace(LOSSLESS, chunks=(1, 4), orders=("fifo",), fuse=(False,), all_to_alls=("linear", "multicast"))
+
+
+@cache
+def found(pins: Pins = SPREAD, cluster=SLOW_PORTS) -> Result:
+    return search(JOB, cluster, Settings(pins=pins, space=FEW))
 
 
 def test_speed_is_tokens_over_seconds_and_utilization_what_a_model_needs_of_the_peak() -> None:
-    best = found(Pins(ep=8)).best
+    best = found().best
     speed = speed_of(JOB, best, SLOW_PORTS, devices=8, sequences=32)
     assert speed.tokens_per_second == pytest.approx(32 * 256 / best.seconds / 8)
     assert speed.interval == pytest.approx([share * speed.tokens_per_second for share in SPREADS[""]])
@@ -54,12 +60,12 @@ def test_speed_is_tokens_over_seconds_and_utilization_what_a_model_needs_of_the_
 
 
 def test_what_to_change_first_is_what_limits() -> None:
-    slow_net = changes(JOB, SLOW_PORTS, found(Pins(ep=8)))
+    slow_net = changes(JOB, SLOW_PORTS, found())
     assert slow_net[0].what == "links between nodes twice as fast (port)"
     assert 1.5 < slow_net[0].speedup <= 2.0
     assert [each.speedup for each in slow_net] == sorted((each.speedup for each in slow_net), reverse=True)
     weak = flat(1, 8, intra=80000, device=replace(DEVICE, tflops=Tflops(fp32=0.5)))
-    first = changes(JOB, weak, found(Pins(ep=8), weak))[0]
+    first = changes(JOB, weak, found(cluster=weak))[0]
     assert first.what == "products twice as fast"
     assert first.speedup > 1.8
 
@@ -68,7 +74,7 @@ def test_more_memory_is_among_the_changes_where_it_would_help() -> None:
     """As much as keeps activations, or as the fastest plan needs that does not fit."""
     again = replace(JOB, model=replace(JOB.model, checkpoint_activations=True))
     tight = replace(SLOW_PORTS, device=replace(DEVICE, memory_gib=0.5))
-    settings = Settings(pins=Pins(tp=1, ep=8, etp=1), reserve_gib=0.1)
+    settings = Settings(pins=SPREAD, space=FEW, reserve_gib=0.1)
     result = search(again, tight, settings)
     kept = search(JOB, SLOW_PORTS, settings)
     (more,) = (each for each in changes(again, tight, result, reserve_gib=0.1) if each.what.startswith("devices of "))
@@ -80,8 +86,7 @@ def test_more_memory_is_among_the_changes_where_it_would_help() -> None:
 
 
 def test_the_fastest_plan_that_does_not_fit_is_kept() -> None:
-    few = replace(LOSSLESS, chunks=(1, 4), orders=("fifo",), fuse=(False,))
-    settings = Settings(reserve_gib=0, space=few, pins=Pins(tp=1, etp=1), keep=50)
+    settings = Settings(reserve_gib=0, space=FEW, pins=Pins(tp=1, etp=1), keep=50)
     free = search(JOB, SLOW_PORTS, settings)
     assert free.too_large is None
     size = free.best.memory.total
@@ -95,7 +100,7 @@ def test_the_fastest_plan_that_does_not_fit_is_kept() -> None:
 
 def test_skew_costs_where_experts_are_spread_and_nothing_where_every_rank_has_them_all() -> None:
     weak = flat(1, 8, intra=80000, device=replace(DEVICE, tflops=Tflops(fp32=0.5)))
-    spread = found(Pins(tp=1, ep=8, etp=1), weak).best
+    spread = found(cluster=weak).best
     skewed = under_skew(JOB, weak, spread, 1.0)
     assert skewed is not None
     # Experts are most of a step, and one rank computes twice as much of them.
@@ -112,7 +117,7 @@ def test_skew_costs_where_experts_are_spread_and_nothing_where_every_rank_has_th
 
 def test_a_ranking_by_other_seconds_changes_neither_what_helps_nor_what_skew_costs() -> None:
     """Under recorded counts, or by a profile, steps take longer than the description of the cluster says."""
-    result = found(Pins(tp=1, ep=8, etp=1))
+    result = found()
     slower = replace(result.best, estimate=replace(result.best.estimate, seconds=3 * result.best.seconds))
     changed = replace(result, ranking=(slower,), by_ep={})
     assert changes(JOB, SLOW_PORTS, changed) == changes(JOB, SLOW_PORTS, replace(result, by_ep={}))
@@ -123,7 +128,7 @@ def test_a_ranking_by_other_seconds_changes_neither_what_helps_nor_what_skew_cos
 def test_the_interval_of_unlike_ranks_is_that_of_its_draws(skew: RankSkew) -> None:
     """With links that take no time a step waits for its slowest rank in everything, and for the last one in every pass."""
     free = replace(flat(1, 8, intra=1e9, device=DEVICE), rank_skew=skew)
-    best = found(Pins(tp=1, ep=8, etp=1), free).best
+    best = found(cluster=free).best
     launches = best.estimate.parts.get("launches", 0.0)
     draw, (steps, passes), expected = np.random.default_rng(0), DRAWS, []
     for _ in range(steps):

@@ -135,8 +135,9 @@ def test_codecs_and_message_costs_count_identically(all_to_all: str) -> None:
     compare(simulator, compiled_plan)
 
 
-@pytest.mark.parametrize("runs_compute", [False, True])
-@pytest.mark.parametrize("all_to_all", ["linear", "hier2d", "pipelined"])
+@pytest.mark.parametrize(
+    ("all_to_all", "runs_compute"), [("linear", False), ("linear", True), ("hier2d", True), ("pipelined", False)]
+)
 def test_costs_of_the_issuing_thread_count_identically(all_to_all: str, runs_compute: bool) -> None:
     """20 us per post is far more than the links take, so the threads decide: 30 sends and receives of a rank of 16.
 
@@ -239,8 +240,7 @@ def test_axes_that_do_not_nest_are_simulated_rank_by_rank_or_refused() -> None:
         Simulator(tree(1000, 6)).run(compiled_plan.forward, WORKLOAD, large)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("nodes", [2, 4, 8])
+@pytest.mark.parametrize(("nodes", "tp"), [(2, 1), (4, 2), (8, 1)])
 def test_the_all_to_all_of_the_docs_takes_as_long_as_rank_by_rank(
     monkeypatch: pytest.MonkeyPatch, nodes: int, tp: int
 ) -> None:
@@ -325,7 +325,7 @@ class Tabled(AbstractAllToAll):
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_regular_all_to_alls_take_as_long_as_rank_by_rank(
     monkeypatch: pytest.MonkeyPatch, seed: int, groups: int
 ) -> None:
@@ -374,7 +374,7 @@ def test_any_movement_that_a_schedule_may_have_sends_what_the_interpreter_sends(
     assert isinstance(even, Even)
     sizes, seen = sizes_of(program, WORKLOAD, grid), 0
     space = [Move(*each) for each in itertools.product(LAYOUTS, LAYOUTS, AXES, (False, True))]
-    for move in random.Random(7).sample([m for m in space if m.source.flow == m.target.flow], 1500):
+    for move in random.Random(7).sample([m for m in space if m.source.flow == m.target.flow], 600):
         try:
             splits = [sizes.outgoing(move, rank) for rank in range(grid.world)]
         except AssertionError:  # the target's pieces are nowhere in the group
@@ -390,7 +390,7 @@ def test_any_movement_that_a_schedule_may_have_sends_what_the_interpreter_sends(
             assert rows == sizes.num_moved(move, source, target), move
             by_source[source] += rows * count
         assert left == [by_source[rank % per_node] for rank in range(grid.world)], move
-    assert seen > 100
+    assert seen > 40
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

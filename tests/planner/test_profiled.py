@@ -102,33 +102,8 @@ def test_free_first_kilobytes_do_not_let_the_search_leave_the_best_layout_out() 
 def test_the_command_plans_by_the_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "profile.json"
     PROFILE.write(path)
-    flags = [
-        "--schedules",
-        "s1",
-        "--all-to-alls",
-        "linear",
-        "hier2d",
-        "--chunks",
-        "1",
-        "2",
-        "--orders",
-        "optsche",
-        "--tp",
-        "1",
-    ]
-    told = [
-        "--model",
-        "gpt-tiny",
-        "--batch-size",
-        "8",
-        "--profile",
-        str(path),
-        *flags,
-        "--ep",
-        "4",
-        "--reserve-gib",
-        "0.1",
-    ]
+    common = f"--model gpt-tiny --batch-size 8 --profile {path} --reserve-gib 0.1 --tp 1 --ep 4"
+    told = f"{common} --schedules s1 --all-to-alls linear hier2d --chunks 1 2 --orders optsche".split()
     assert run([*told, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["ranking"][0]
     job = replace(PRESETS["gpt-tiny"], batch_size=8)

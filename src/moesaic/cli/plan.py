@@ -61,7 +61,8 @@ FINISHED = 2
 TABLES = 4
 """Number of calls of a trace under which plans are ranked."""
 DESCRIPTION = """Search the layout and plan with the shortest simulated step for a model on a cluster, within its device memory.
-All figures are predictions, from the description of a cluster or from what moesaic profile measured on it."""
+All figures are predictions, from the description of a cluster or from what moesaic profile measured on it. Policies for
+uneven routing (replication, placement, memory budgets) are not searched: choose them for moesaic train."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,15 +172,13 @@ def _coding(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rat
     assert task.of is not None
     slot = slots[task.of[0] if task.op is Op.PACK else task.of[1]]
     rows = volumes.rows(slot.layout)
-    plain_bytes = rows * row_bytes(slot, "", 1.0, volumes.layer)
+    plain_bytes = volumes.bytes_of(slot)
     codec = task.codec if slot.kind is Kind.ROWS else ""
     row_counts, inverse = np.unique(rows, return_inverse=True)
-    coded_bytes = np.array([row_bytes(slot, codec, row_count, volumes.layer) for row_count in row_counts.tolist()])[
-        inverse
-    ]
+    coded = [row_bytes(slot, codec, count, volumes.layer) for count in row_counts.tolist()]
     if codec and rates.codec is not None:
         return plain_bytes / rates.codec
-    return (plain_bytes + coded_bytes) / rates.memory
+    return (plain_bytes + np.array(coded)[inverse]) / rates.memory
 
 
 def _bytes(names: tuple[str, ...], slots: Mapping[str, Slot], volumes: AbstractVolumes) -> np.ndarray:
@@ -189,5 +187,5 @@ def _bytes(names: tuple[str, ...], slots: Mapping[str, Slot], volumes: AbstractV
     for name in names:
         slot = slots[name]
         if slot.kind is not Kind.PACKETS:
-            total += volumes.rows(slot.layout) * row_bytes(slot, "", 1.0, volumes.layer)
+            total += volumes.bytes_of(slot)
     return total

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import numpy as np
 
@@ -64,6 +64,7 @@ class Even(AbstractVolumes):
         layer: the layer of all ranks.
         piece: rows of a piece.
         paths: cache of the messages of hops, shared with other meshes and layers; new ones are added.
+        digits: returns a mesh's digits, given what `Digits` is given; its results are kept, so that layers share them.
         apart: distinguish the ranks of a block, since in a step of a peer schedule only some of them send to other
             nodes.
 
@@ -79,17 +80,17 @@ class Even(AbstractVolumes):
         layer: Workload,
         piece: PieceRows,
         paths: dict[tuple[object, ...], HopPaths],
+        digits: Callable[[Grid, frozenset[int], int], Digits],
         *,
         apart: bool = False,
     ) -> None:
-        self._apart, self._paths = apart, paths
+        self._apart, self._paths, self._digits = apart, paths, digits
         self.grid, self.topology, self.layer, self.piece = grid, topology, layer, piece
         if any(link.units for link in topology.spec.links):
             raise UnlikeError("nodes are attached to switches in unequal runs")
         per_node = topology.spec.devices_per_node
         switch_ranks = (link.devices // per_node * topology.ranks_per_node for link in topology.spec.links)
         self._cuts = frozenset(run for run in switch_ranks if topology.ranks_per_node < run < grid.world)
-        self._digits: dict[frozenset[int], Digits] = {}
         self._rows: dict[Layout, np.ndarray] = {}
         self._movements: dict[tuple[object, ...], list[Movement]] = {}
         self._checked: set[tuple[str, int, int, bool]] = set()
@@ -127,7 +128,8 @@ class Even(AbstractVolumes):
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
         """Return the movement of a move or hop, as a list; an empty list if nothing moves."""
         source, move = ends_of(task, slots)
-        key = (source.kind, _any_chunk(move), codec, task.link if task.op is Op.HOP else "", task.hop)
+        ends = _any_chunk(move.source), _any_chunk(move.target), move.group, move.reduce
+        key = (source.kind, *ends, codec, task.link if task.op is Op.HOP else "", task.hop)
         if key not in self._movements:
 
             def num_bytes(rows: float) -> float:
@@ -239,18 +241,13 @@ class Even(AbstractVolumes):
         if layout.step is not None:
             stride = self.grid.etp if self.grid.innermost == "etp" else 1
             extra.add(stride * (self.grid.ep // layout.step[1]))
-        key = frozenset(extra)
-        if key not in self._digits:
-            self._digits[key] = Digits(self.grid, key, self.topology.block)
-        return self._digits[key]
+        return self._digits(self.grid, frozenset(extra), self.topology.block)
 
 
-def _any_chunk(move: Move) -> Move:
-    """Return a movement with its chunk number set to 0, since even chunks are equal."""
-    source, target = (
-        replace(layout, chunk=0) if isinstance(layout.chunk, int) else layout for layout in (move.source, move.target)
-    )
-    return Move(source, target, move.group, move.reduce)
+@lru_cache(maxsize=1024)
+def _any_chunk(layout: Layout) -> Layout:
+    """Return a layout with its chunk number set to 0, since even chunks are equal."""
+    return replace(layout, chunk=0) if isinstance(layout.chunk, int) else layout
 
 
 class AbstractEvenLayers(ABC):
@@ -280,7 +277,7 @@ class EvenLayers(AbstractEvenLayers):
 
     def __init__(self, cluster: ClusterSpec) -> None:
         self._cluster = cluster
-        self._topology = cache(partial(Topology, cluster))
+        self._topology, self._digits = cache(partial(Topology, cluster)), cache(Digits)
         self._volumes: dict[tuple[Grid, Workload, int, bool, bool], AbstractVolumes] = {}
         self._paths: dict[tuple[object, ...], HopPaths] = {}
 
@@ -291,7 +288,7 @@ class EvenLayers(AbstractEvenLayers):
         if key not in self._volumes:
             piece = piece_rows(workload, grid, chunks, redundant)
             topology = self._topology(grid.world, grid.ranks_per_node, block=self._block_size(grid, apart))
-            self._volumes[key] = Even(grid, topology, workload, piece, self._paths, apart=apart)
+            self._volumes[key] = Even(grid, topology, workload, piece, self._paths, self._digits, apart=apart)
         return self._volumes[key]
 
     def _block_size(self, grid: Grid, apart: bool) -> int:

@@ -25,11 +25,11 @@ import heapq
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from moesaic.planner.movement import Movement
+from moesaic.planner.topology import Use
 from moesaic.program.task import Lane, Program
 
 _END, _FLOW, _ARRIVED, _FREE = 0, 1, 2, 3
@@ -220,7 +220,8 @@ class Events:
                     changed |= self._enter(now, number, detail)
                 elif number in self._flows and self._flows[number].version == detail:
                     changed |= self._arrive(now, number)
-            self._rate(now, changed)
+            if changed:
+                self._rate(now, changed)
 
     def shared_part(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
         """Return the share of its time in which each actor runs tasks of both kinds at once, (actors,), 0 to 1.
@@ -278,11 +279,8 @@ class Events:
 
     def _launch(self, now: float, task: int, movement: Movement) -> None:
         load = movement.load
-        longest = float(load.seconds.max()) if len(load.seconds) else 0.0
-        uses = map(Use, (load.seconds / (longest or 1.0)).tolist(), load.messages.tolist())
-        use = dict(zip(load.links.tolist(), uses))
         number, self._num_flows = self._num_flows, self._num_flows + 1
-        self._flows[number] = _Flow(task, movement.waiting, use, longest)
+        self._flows[number] = _Flow(task, movement.waiting, load.use, load.longest)
         copies = max(self._compute[task][member] for member in movement.starters)
         heapq.heappush(self._heap, (now + load.latency + copies, _FLOW, number, 0))
 
@@ -405,15 +403,6 @@ class _Queues:
 
 FULL = 1.0 + 1e-9
 """Demand above which a link is oversubscribed; sums in another order differ by less than the margin."""
-
-
-class Use(NamedTuple):
-    """A movement's demand for a link."""
-
-    part: float
-    """Part of the link that the movement uses at speed 1."""
-    messages: float
-    """Messages that share that part."""
 
 
 def speeds(uses: Sequence[Mapping[int, Use]]) -> list[float]:

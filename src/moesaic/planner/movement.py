@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -54,6 +55,22 @@ class AbstractVolumes(ABC):
 
     topology: Topology
     layer: Workload
+
+    @cached_property
+    def movements_known(self) -> dict[int, tuple[Program, list[list[Movement]]]]:
+        """The movements of each program so far, by its identity, which the program beside them keeps from other ones."""
+        return {}
+
+    @cached_property
+    def _bytes_known(self) -> dict[tuple[Kind, Layout], np.ndarray]:
+        return {}
+
+    def bytes_of(self, slot: Slot) -> np.ndarray:
+        """Return the bytes of the rows of a slot, (actors,)."""
+        key = slot.kind, slot.layout
+        if key not in self._bytes_known:
+            self._bytes_known[key] = self.rows(slot.layout) * row_bytes(slot, "", 1.0, self.layer)
+        return self._bytes_known[key]
 
     @property
     @abstractmethod
@@ -123,12 +140,16 @@ def coded_bytes(codec: str, rows: float, dim: int, element_bytes: int) -> float:
 
 def movements_of(program: Program, volumes: AbstractVolumes) -> list[list[Movement]]:
     """Return the movements of each task of a program; an empty list for a task that moves nothing."""
-    slots = {slot.name: slot for slot in program.slots}
-    codec_of = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
-    return [
-        volumes.movements(task, slots, codec_of.get(task.of, task.codec)) if task.op in (Op.MOVE, Op.HOP) else []
-        for task in program.tasks
-    ]
+    known = volumes.movements_known
+    if id(program) not in known:
+        slots = {slot.name: slot for slot in program.slots}
+        codec_of = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
+        movements = [
+            volumes.movements(task, slots, codec_of.get(task.of, task.codec)) if task.op in (Op.MOVE, Op.HOP) else []
+            for task in program.tasks
+        ]
+        known[id(program)] = program, movements
+    return known[id(program)][1]
 
 
 def connected(source: np.ndarray, target: np.ndarray, num_actors: int) -> list[np.ndarray]:
@@ -141,11 +162,13 @@ def connected(source: np.ndarray, target: np.ndarray, num_actors: int) -> list[n
     """
     if not len(source):
         return []
-    from scipy.sparse import coo_matrix
-    from scipy.sparse.csgraph import connected_components
-
-    edges = coo_matrix((np.ones(len(source)), (source, target)), shape=(num_actors, num_actors))
-    labels = connected_components(edges, directed=False)[1][source]
+    smallest, before = np.arange(num_actors), np.arange(0)  # of the actors known to be connected with each
+    while not np.array_equal(smallest, before):
+        before = smallest.copy()
+        np.minimum.at(smallest, source, before[target])
+        np.minimum.at(smallest, target, before[source])
+        smallest = smallest[smallest]
+    labels = smallest[source]
     order = np.argsort(labels, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
 

@@ -25,7 +25,7 @@ from moesaic.planner.fit import Fit
 from moesaic.planner.movement import AbstractVolumes, Movement, movements_of
 from moesaic.planner.profile import ClusterProfile, HostCosts
 from moesaic.planner.simulate import Simulator
-from moesaic.planner.timing import AbstractTiming, Simulated, account, put_known
+from moesaic.planner.timing import AbstractTiming, Simulated, account
 from moesaic.program.bundles import bundles
 from moesaic.program.task import Kind, Op, Program, Slot, Task
 
@@ -186,15 +186,13 @@ class ProfileTiming(AbstractTiming):
     def ranks_apart(self) -> int:
         return RANKS_APART
 
-    def run(
-        self, program: Program, volumes: AbstractVolumes, dtype: str, known: Mapping[str, float] | None = None
-    ) -> Simulated:
+    def run(self, program: Program, volumes: AbstractVolumes, dtype: str) -> Simulated:
         """Simulate a program.
 
         A link is busy for no longer than the program runs, since its first kilobytes may be free. All work of a rank's
         single thread counts as computation.
         """
-        demand = self.demand_of(program, volumes, dtype, known)
+        demand = self.demand_of(program, volumes, dtype)
         return self._account(demand, self.lay_out(demand))
 
     def passes(self, passes: Sequence[tuple[Program, AbstractVolumes]], dtype: str) -> list[Simulated]:
@@ -226,16 +224,13 @@ class ProfileTiming(AbstractTiming):
         computing = (demand.features @ self._costs * self.profile.host.sharing + demand.compute).sum(axis=0)
         return account(demand.program, demand.volumes, demand.movements, events, computing, at_most=end)
 
-    def demand_of(
-        self, program: Program, volumes: AbstractVolumes, dtype: str, known: Mapping[str, float] | None = None
-    ) -> Demand:
+    def demand_of(self, program: Program, volumes: AbstractVolumes, dtype: str) -> Demand:
         """Return the demand of a program on the machine. Arguments as in `run`."""
         movements = movements_of(program, volumes)
         features = host_features(program, volumes, movements)
         slots = {slot.name: slot for slot in program.slots}
         compute = np.array([self._computing(task, slots, volumes, dtype) for task in program.tasks])
         compute = compute.reshape(features.shape[:2])
-        put_known(compute, program, known)
         graph = graph_of(program, host_runs_compute=True, has_lanes=False)
         return Demand(program, volumes, movements, features, compute, graph)
 

@@ -501,4 +501,4 @@ def _without_duplicates(ranking: list[PlannedStep]) -> list[PlannedStep]:
 
 def _num_choices(plan: Plan) -> int:
     """Return the number of choices of a plan that are not the default."""
-    return sum(value != getattr(Plan(), name) for name, value in vars(plan).items())
+    return sum(value != usual for value, usual in zip(vars(plan).values(), vars(Plan()).values()))

@@ -7,7 +7,6 @@ profiled machine, every rank is simulated (`movement.py`). `timing.py` says how 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache, partial
 
 from moesaic.errors import InputError
@@ -52,7 +51,6 @@ class Simulator:
         grid: Grid,
         *,
         sizes: CallSizes | None = None,
-        known: Mapping[str, float] | None = None,
     ) -> Simulated:
         """Simulate a program.
 
@@ -61,13 +59,12 @@ class Simulator:
             workload: the layer and its tokens; even routing unless `sizes` is given.
             grid: the mesh, with etp factored as the plan requires.
             sizes: of a call with counts; every rank is then simulated separately.
-            known: as in `AbstractTiming.run`.
 
         Raises:
             InputError: if the mesh does not fit the cluster, or the dtype's rate is unknown.
         """
         volumes = self.volumes(program, workload, grid, sizes=sizes)
-        return self.timing.run(program, volumes, workload.products or workload.dtype, known)
+        return self.timing.run(program, volumes, workload.products or workload.dtype)
 
     def passes(
         self,

@@ -8,9 +8,9 @@ other systems follow from their collectives (`layer_passes`). The docstring of e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -21,7 +21,7 @@ from moesaic.planner.cluster import ELEMENT_BYTES, ClusterSpec, Link, ScoreKerne
 from moesaic.planner.compute import rates_of
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.timing import Simulated
-from moesaic.planner.topology import Topology, check_fit
+from moesaic.planner.topology import check_fit, one_node
 from moesaic.planner.workload import Workload
 from moesaic.program.grid import Grid
 
@@ -394,7 +394,7 @@ class StepCostModel:
         parts["pipeline"] = self._bubble(forward, backward, busy / count, mean_busy or busy / count)
         parts["parameters"] = sum(
             times * max(moved - self._hidden(passes, backward if passes == 2 else forward), 0.0)
-            for times, moved, passes in self._movements()
+            for times, moved, passes in self._movements
         )
         parts["optimizer"] = self.optimizer_seconds
         experts = layers * (self.routing + self.forward_passes * forward.compute_seconds + backward.compute_seconds)
@@ -582,8 +582,9 @@ class StepCostModel:
             shared=product(layer.matrices * dim * hidden, 1, dim + hidden) if hidden else 0.0,
         )
 
-    def _movements(self) -> Iterator[tuple[float, float, int]]:
-        """Yield what moves of parameters and gradients: times per step, seconds without overlap, and what it hides behind, a
+    @cached_property
+    def _movements(self) -> tuple[tuple[float, float, int], ...]:
+        """What moves of parameters and gradients: times per step, seconds without overlap, and what it hides behind, a
         forward pass (1), a backward pass (2) or nothing (0).
 
         With FSDP2 every block is gathered before its passes, and its gradients are scattered after them, behind the other
@@ -597,15 +598,18 @@ class StepCostModel:
         ends = reduce_seconds(self.cluster, self.grid, root, self.grid.tp, self._num_shards[0]) / 2
         count, gathered = model.micro_batches, self._gather_ratio
         if model.gathers_per_block:
-            yield count, (2 * gathered + 1) * ends, 0
-            yield count, gathered * units, 1
-            yield count, (gathered + 1) * units + self._copy_seconds, 2
-            return
+            return (
+                (count, (2 * gathered + 1) * ends, 0),
+                (count, gathered * units, 1),
+                (count, (gathered + 1) * units + self._copy_seconds, 2),
+            )
         whole, units = model.sharded == "none", units + ends
         narrow = model.layer.element_bytes / self._gradient_bytes
-        yield 1, 0.0 if whole else narrow * units, 1 * model.hides_parameters
         times = count if model.sharded == "gradients" else 1
-        yield times, (2.0 if whole else 1.0) * units + self._copy_seconds, 2 * model.hides_gradients
+        return (
+            (1, 0.0 if whole else narrow * units, 1 * model.hides_parameters),
+            (times, (2.0 if whole else 1.0) * units + self._copy_seconds, 2 * model.hides_gradients),
+        )
 
     def _hidden(self, passes: int, run: Passes) -> float:
         """Return the seconds of a pass that leave the links idle, behind which parameters or gradients move.
@@ -653,7 +657,7 @@ class StepCostModel:
     @property
     def _moving_seconds(self) -> float:
         """Seconds per step in which parameters and gradients move, without overlap."""
-        return sum(times * moved for times, moved, _ in self._movements())
+        return sum(times * moved for times, moved, _ in self._movements)
 
     @cached_property
     def link_bound(self) -> float:
@@ -843,7 +847,7 @@ def _all_to_all(cluster: ClusterSpec, grid: Grid, layer: Workload, deepep: bool)
     group, per_node = grid.ep * grid.etp, grid.ranks_per_node or grid.world
     if group == 1:
         return {}, 0.0
-    topology = Topology(cluster, grid.world, grid.ranks_per_node, block=per_node)
+    topology = one_node(cluster, grid.world, grid.ranks_per_node)
     source, other = (each.ravel() for each in np.meshgrid(np.arange(per_node), np.arange(group), indexing="ij"))
     target = source // group * group + other
     row = layer.dim * layer.element_bytes / grid.tp
@@ -860,6 +864,7 @@ def _all_to_all(cluster: ClusterSpec, grid: Grid, layer: Workload, deepep: bool)
     return {topology.names[link]: float(busy) for link, busy in zip(load.links, load.seconds)}, load.latency
 
 
+@lru_cache(maxsize=4096)
 def reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: int, ranks: int) -> float:
     """Return the seconds of an all-reduce in every group of ranks that are `stride` apart, all groups at once.
 
@@ -876,7 +881,7 @@ def reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: i
     if ranks == 1 or num_bytes == 0:
         return 0.0
     per_node = grid.ranks_per_node or grid.world
-    topology = Topology(cluster, grid.world, grid.ranks_per_node, block=per_node)
+    topology = one_node(cluster, grid.world, grid.ranks_per_node)
     inside = min(ranks, max(1, per_node // stride))
     nodes = ranks // inside
     devices = np.arange(per_node)
@@ -909,6 +914,6 @@ def all_reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, ranks
         return by_rings
     devices = np.arange(per_node)
     sent, messages = np.full(per_node, (1 + 1 / ranks) * num_bytes), np.full(per_node, 2.0)
-    topology = Topology(cluster, grid.world, grid.ranks_per_node, block=per_node)
+    topology = one_node(cluster, grid.world, grid.ranks_per_node)
     load = topology.loads(devices, devices // ranks * ranks + (devices + 1) % ranks, sent, messages)
     return min(by_rings, load.alone + load.latency)

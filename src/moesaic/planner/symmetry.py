@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -83,6 +83,9 @@ class Digits:
                 raise UnlikeError(f"runs of {short} and {long} ranks do not nest")
         self.strides = np.array(bounds[:-1], dtype=np.int64)
         self.sizes = np.array([long // short for short, long in pairwise(bounds)], dtype=np.int64)
+        self._bounds = bounds[:-1]
+        self.axes, self.pairs = cache(self._axes), cache(self._pairs)
+        """Functions of the same names with an underscore, whose results are kept."""
 
     def of(self, ranks: np.ndarray) -> np.ndarray:
         """Return the digits of ranks, (n, digits)."""
@@ -90,7 +93,7 @@ class Digits:
 
     def within(self, low: int, high: int) -> frozenset[int]:
         """Return the digits whose runs are at least `low` and less than `high` long."""
-        return frozenset(np.flatnonzero((self.strides >= low) & (self.strides < high)).tolist())
+        return frozenset(digit for digit, stride in enumerate(self._bounds) if low <= stride < high)
 
     def axis(self, axis: Axis) -> frozenset[int]:
         """Return the digits of an axis."""
@@ -101,7 +104,7 @@ class Digits:
             return self.within(1, min(self.per_node, replica))
         return self.within(*self.grid.spans[axis])
 
-    def axes(self, axes: Iterable[Axis]) -> frozenset[int]:
+    def _axes(self, axes: tuple[Axis, ...]) -> frozenset[int]:
         """Return the digits of several axes."""
         return frozenset().union(*(self.axis(axis) for axis in axes))
 
@@ -114,7 +117,7 @@ class Digits:
         """Return the number of values that some digits have together."""
         return int(np.prod(self.sizes[sorted(digits)], dtype=np.int64)) if digits else 1
 
-    def pairs(self, group: frozenset[int], listed: frozenset[int] = frozenset()) -> Pairs:
+    def _pairs(self, group: frozenset[int], listed: frozenset[int] = frozenset()) -> Pairs:
         """Return the classes of pairs within groups.
 
         Digits inside a block are listed value by value, others as equal or different.

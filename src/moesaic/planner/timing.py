@@ -97,16 +97,13 @@ class AbstractTiming(ABC):
         return [self.run(*each, dtype) for each in passes]
 
     @abstractmethod
-    def run(
-        self, program: Program, volumes: AbstractVolumes, dtype: str, known: Mapping[str, float] | None = None
-    ) -> Simulated:
+    def run(self, program: Program, volumes: AbstractVolumes, dtype: str) -> Simulated:
         """Simulate a program.
 
         Args:
             program: forward or backward, in the order of issue.
             volumes: rows and messages of its tasks.
             dtype: of the products.
-            known: compute seconds of some tasks, by name, to use in place of computed ones.
         """
 
 
@@ -130,14 +127,11 @@ class SpecTiming(AbstractTiming):
     def starts_early(self) -> bool:
         return False
 
-    def run(
-        self, program: Program, volumes: AbstractVolumes, dtype: str, known: Mapping[str, float] | None = None
-    ) -> Simulated:
+    def run(self, program: Program, volumes: AbstractVolumes, dtype: str) -> Simulated:
         slots = {slot.name: slot for slot in program.slots}
         rates, host = rates_of(self._cluster, dtype), self._cluster.host
         shape = (len(program.tasks), volumes.num_actors)
         compute = np.array([compute_seconds(task, slots, volumes, rates) for task in program.tasks]).reshape(shape)
-        put_known(compute, program, known)
         speeds, topology = np.array(self._cluster.speeds), volumes.topology
         if len(speeds) and volumes.num_actors == topology.world:
             # The rates are the slowest device's.
@@ -156,12 +150,6 @@ class SpecTiming(AbstractTiming):
             moving = np.array([bool(moved) for moved in movements], dtype=bool)
             events.stretch(1 + self._cluster.device.contention * events.shared_part(computing, moving))
         return account(program, volumes, movements, events, compute[computing].sum(axis=0))
-
-
-def put_known(compute: np.ndarray, program: Program, known: Mapping[str, float] | None) -> None:
-    """Overwrite computed seconds, (tasks, actors), with the known ones."""
-    for number, task in enumerate(program.tasks if known else ()):
-        compute[number] = (known or {}).get(task.name, compute[number])
 
 
 def account(

@@ -12,11 +12,22 @@ the block carries the messages of all blocks below it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Link
+
+
+class Use(NamedTuple):
+    """A movement's demand for a link."""
+
+    part: float
+    """Part of the link that the movement uses at speed 1, at which its slowest link is full."""
+    messages: float
+    """Messages that share that part."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +43,21 @@ class Load:
     latency: float
     """Seconds of latency on the longest path, paid once."""
 
+    @cached_property
+    def longest(self) -> float:
+        """Seconds of the slowest link."""
+        return float(self.seconds.max(initial=0.0))
+
     @property
     def alone(self) -> float:
         """Seconds that the messages take if nothing else uses the links."""
-        return self.latency + (float(self.seconds.max()) if len(self.seconds) else 0.0)
+        return self.latency + self.longest
+
+    @cached_property
+    def use(self) -> dict[int, Use]:
+        """The demand for each link."""
+        parts = (self.seconds / (self.longest or 1.0)).tolist()
+        return dict(zip(self.links.tolist(), map(Use, parts, self.messages.tolist())))
 
 
 class Topology:
@@ -234,6 +256,12 @@ def _by_connections(
     if link.connection_gbps:
         byte_seconds = np.maximum(byte_seconds, 8e-9 / (count * link.connection_gbps))
     return byte_seconds, message_seconds + count * link.connection_us * 1e-6
+
+
+@lru_cache(maxsize=64)
+def one_node(spec: ClusterSpec, world: int, ranks_per_node: int | None) -> Topology:
+    """Return the links of one node, which stands for all nodes."""
+    return Topology(spec, world, ranks_per_node, block=ranks_per_node or world)
 
 
 def check_fit(spec: ClusterSpec, world: int, ranks_per_node: int | None) -> int:

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 
 import numpy as np
 
@@ -146,9 +146,14 @@ def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
     Raises:
         InputError: if the plan does not fit the mesh, or if two of its choices clash; the message names both.
     """
-    logical, grid = _logical(plan, grid, bias)
+    _check_deepep(plan, grid)
+    # What follows the transpose changes nothing before it, so plans that differ there share both programs.
+    usual = Plan(all_to_all=plan.all_to_all if plan.crossing is not Crossing.LINK else "linear")
+    logical, transposed, grid = _logical(
+        replace(plan, all_to_all=usual.all_to_all, order=usual.order, overlap_gather=usual.overlap_gather), grid, bias
+    )
     programs = []
-    for program, codec in ((logical, plan.codec), (transpose(logical), plan.backward_codec)):
+    for program, codec in ((logical, plan.codec), (transposed, plan.backward_codec)):
         is_forward = program is logical
         program = halve_reduce(program)
         if plan.overlap_gather:
@@ -206,8 +211,9 @@ def _check_deepep(plan: Plan, grid: Grid) -> None:
         )
 
 
-def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
-    """Return the forward program after the passes that come before the transpose, and its grid."""
+@lru_cache(maxsize=256)
+def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Program, Grid]:
+    """Return the forward program after the passes that come before the transpose, its transpose, and the grid."""
     program = SCHEDULES[plan.schedule](bias)
     if program.slot("x").on("etp") is State.IDENTICAL and not grid.shares_tp_and_etp:
         raise InputError(
@@ -220,12 +226,12 @@ def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Grid]:
             f"a codec clashes with plan.schedule={plan.schedule}: each rank of a tensor group sends its own copy of a row, and "
             "only those that cross are rounded, so the copies would differ: choose s1, s2 or s3, or codec none"
         )
-    _check_deepep(plan, grid)
     program = multicast(program, grid) if plan.crossing is Crossing.MULTICAST else fused
     if plan.gather_weights is not None:
         program, grid = gather_weights(program, plan.gather_weights, grid)
     program = replicate(program, plan.chunks, grid) if plan.replicates else split_capacity(program, plan.chunks)
-    return split_peers(program, plan.peer_groups, grid), grid
+    program = split_peers(program, plan.peer_groups, grid)
+    return program, transpose(program), grid
 
 
 def _rounds_apart(program: Program) -> bool:
