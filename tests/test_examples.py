@@ -13,7 +13,7 @@ from moesaic.planner.cluster import read_cluster
 from moesaic.planner.presets import read_job
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-BY_TRL = {"sft": (), "dpo": (), "grpo": (), "lora": ("peft",)}
+BY_TRL = {"sft": (), "dpo": (), "grpo": (), "lora": ("peft",), "qlora": ("peft",)}
 """Scripts that train by TRL, and what else they need."""
 FAMILIES = ("qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
-from moesaic.experts.experts import BorrowedExperts
+from moesaic.experts.experts import AbstractExperts
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.named import AUTO, calls_of, load
 from moesaic.program.compile import Compiled
@@ -39,13 +39,14 @@ class ChosenExperts:
 
     def __init__(
         self,
-        experts: BorrowedExperts,
+        experts: AbstractExperts,
         hidden: int,
         parameters: Callable[[], Iterable[Tensor]],
         mesh: Mesh | None = None,
         plan: Plan | Compiled | None = None,
     ) -> None:
-        self.experts = experts
+        self.experts, self._hidden, self._parameters = experts, hidden, parameters
+        self._mesh, self._is_auto = mesh, plan is None
         self.on_mesh: ExpertParallel | None = None
         if mesh is None:
             return
@@ -56,8 +57,18 @@ class ChosenExperts:
         self.on_mesh = ExpertParallel(
             mesh.grid, mesh.transport, plan or Plan(), experts, False, calls, settings=settings
         )
-        if plan is None:
-            load(AUTO).of(mesh).join(self.on_mesh, experts, hidden, parameters)
+        self._join()
+
+    def _join(self) -> None:
+        if self._is_auto and self._mesh is not None and self.on_mesh is not None:
+            load(AUTO).of(self._mesh).join(self.on_mesh, self.experts, self._hidden, self._parameters)
+
+    def exchange(self, experts: AbstractExperts) -> None:
+        """Run other experts of the same sizes from the next call on, such as these with adapters. All ranks call it."""
+        self.experts = experts
+        if self.on_mesh is not None:
+            self.on_mesh.exchange(experts)
+            self._join()
 
     def __call__(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Return each token's weighted sum of expert outputs, (tokens, dim), in the dtype of `x_TD`.

@@ -117,24 +117,20 @@ def clipped(folder: str, out: str) -> dict[str, Any]:
     return {"norms": norms, "whole": found[0], "clipped": found[1]}
 
 
-def lora(folder: str, on_experts: bool) -> Any:
-    """Return LoRA's gradients on attention, before and after averaging; with `on_experts`, the message that refuses it."""
+def lora(folder: str) -> Any:
+    """Return LoRA's gradients on attention, before and after averaging."""
     import peft
 
     from moesaic import average_gradients
     from moesaic.comm.mesh import Mesh
-    from worlds import refusal
 
     as_launched()
     world, rank = dist.get_world_size(), dist.get_rank()
     base = load(RankCase(folder, ep=world))
     torch.manual_seed(1)
-    too = {"target_parameters": ["mlp.experts.gate_up_proj"]} if on_experts else {}
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **too)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(base, config)
     ids = batch(world)[rank : rank + 1]
-    if on_experts:
-        return refusal(lambda: model(input_ids=ids, labels=ids, use_cache=False))
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     own = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     average_gradients(model, Mesh.create(ep=world))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from moesaic.experts.experts import AbstractExperts, BorrowedExperts, GatedExperts, PlainExperts
+from moesaic.experts.four_bit import FourBitExperts
 from moesaic.experts.modules import ModuleExperts
 from moesaic.kernels.activation import Clamp
 
@@ -30,6 +31,7 @@ __all__ = [
     "BorrowedExperts",
     "Clamp",
     "ExpertsFactory",
+    "FourBitExperts",
     "GatedExperts",
     "ModuleExperts",
     "PlainExperts",

@@ -184,6 +184,10 @@ class AbstractExperts(nn.Module, ABC):
         """Return the split parameters of the first experts of `sharded`, as views."""
         return tuple(parameter[:num_experts] for parameter in sharded)
 
+    def trained(self, sharded: Weights) -> Weights:
+        """Return split parameters in the form of their gradients, where those of frozen ones have no elements."""
+        return sharded
+
     def shard_dim(self, name: str) -> int | None:
         """Return the dimension along which etp splits a parameter; None if etp does not split it."""
         return None
@@ -318,6 +322,11 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
         return torch.get_autocast_dtype(device.type)
     return dtype
+
+
+def in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a parameter in a dtype; one of integers, such as codes of four bits, as it is."""
+    return weight.to(dtype) if weight.is_floating_point() else weight
 
 
 class StackedExperts(AbstractExperts):

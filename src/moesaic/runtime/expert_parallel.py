@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moesaic.comm.collectives import all_gather, broadcast, check_same, share, share_of, slice_rows
 from moesaic.comm.transport import AbstractTransport
 from moesaic.errors import InputError
-from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype
+from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype, in_dtype
 from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Crossing, Plan
@@ -248,6 +248,11 @@ class ExpertParallel:
             self._activate(state)
             self.peers.all_agree = False
 
+    def exchange(self, experts: AbstractExperts) -> None:
+        """Run other experts of the same sizes from the next call on. Plans are compiled again where those need it."""
+        self._states.clear()
+        self.use(self.compiled.plan, experts)
+
     def _prepare(self, compiled: Compiled, deepep: DeepEP | None) -> _PlanState:
         find = partial(_find_nodes, self.num_experts, compiled) if compiled.is_multicast else None
         calls, slices = self._calls_under(compiled), compiled.routes_slices
@@ -440,7 +445,7 @@ class ExpertParallel:
         )  # fmt: skip
         own = {"index": inputs.token.unsqueeze(1)} if node_tokens is None else dict(node_tokens.indices)
         run = LayerRun(chosen.compiled, self.transport, call, own)
-        cast = [tuple(weight.to(inputs.dtype) for weight in weights) for weights in (sharded, common)]
+        cast = [tuple(in_dtype(weight, inputs.dtype) for weight in weights) for weights in (sharded, common)]
         if chosen.run_slices is not None:
             return chosen.run_slices(self._uncut_call(run, inputs, units), x, gate, *cast)
         run.take_tags()

@@ -58,7 +58,7 @@ def _pending_move(
     source, target = slots[task.reads[0]], slots[task.writes[0]]
     sizes, rank = call.sizes, call.rank
     outgoing, incoming = sizes.outgoing(move, rank), sizes.incoming(move, rank)
-    value = _as_rows(source, environment, call, travels=bool(outgoing.runs.total))
+    value = _as_rows(source, environment, call, travels=bool(outgoing.runs.total), is_gradient=move.reduce)
     # States also mark sums over axes of size 1. If as many token rows arrive as the slot has, each arrives exactly once.
     sums = move.reduce and not incoming.is_whole
     if sums and target.layout.flow not in ("weights", "bias"):
@@ -164,7 +164,9 @@ def _to_others(messages: Mapping[int, Tensor], rank: int) -> dict[int, Tensor]:
     return {peer: message for peer, message in messages.items() if peer != rank and message.numel()}
 
 
-def _as_rows(slot: Slot, environment: Environment, call: Call, *, travels: bool) -> Tensor | IndexedRows:
+def _as_rows(
+    slot: Slot, environment: Environment, call: Call, *, travels: bool, is_gradient: bool
+) -> Tensor | IndexedRows:
     """Return a slot's value as rows to send. For weights that are not sent, return no rows, only the right width."""
     value = environment[slot.name]
     if slot.kind is Kind.INDEX:
@@ -175,10 +177,13 @@ def _as_rows(slot: Slot, environment: Environment, call: Call, *, travels: bool)
         return value
     if slot.layout.flow == "bias":
         return value[0] if isinstance(value, tuple) else rows(value)
-    if not travels:
-        value = environment["w"]
-    assert isinstance(value, tuple)
-    return call.experts.pack(value) if travels else call.experts.pack(call.experts.first(value, 1))[:0]
+    if travels:
+        assert isinstance(value, tuple)
+        return call.experts.pack(value)
+    weights = environment["w"]
+    assert isinstance(weights, tuple)
+    first = call.experts.first(weights, 1)
+    return call.experts.pack(call.experts.trained(first) if is_gradient else first)[:0]
 
 
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,6 +1,7 @@
 """Moesaic as a backend of Hugging Face transformers. Importing this module registers "moesaic" with both of its registries.
 
 `experts_implementation="moesaic"` runs a model's experts on Moesaic's kernels (`experts.py`).
+`quantization_config=FourBitExpertsConfig()` keeps them in four bits (`nf4.py`), with PEFT's adapters of experts (`lora.py`).
 `distributed_config(ep_size=...)` runs them expert-parallel with Moesaic's programs (`expert_parallel.py`).
 """
 
@@ -17,9 +18,18 @@ except ImportError as error:
     ) from None
 
 from moesaic.transformers.expert_parallel import MoesaicEP, distributed_config, register_plan, use_plan
-from moesaic.transformers.experts import experts_forward
+from moesaic.transformers.lora import adopt_adapters, experts_forward
+from moesaic.transformers.nf4 import FourBitExpertsConfig
 
 ALL_EXPERTS_FUNCTIONS.register("moesaic", experts_forward)
 EPImplementationInterface.register("moesaic", MoesaicEP)
 
-__all__ = ["MoesaicEP", "distributed_config", "experts_forward", "register_plan", "use_plan"]
+__all__ = [
+    "FourBitExpertsConfig",
+    "MoesaicEP",
+    "adopt_adapters",
+    "distributed_config",
+    "experts_forward",
+    "register_plan",
+    "use_plan",
+]

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import (
     AllToAllEP,
@@ -30,9 +28,11 @@ from transformers.distributed.expert_parallel import (
 from moesaic.chosen import ChosenExperts
 from moesaic.comm.mesh import Mesh
 from moesaic.errors import InputError
+from moesaic.experts.experts import AbstractExperts
 from moesaic.program.compile import Compiled
 from moesaic.program.plan import Plan
-from moesaic.transformers.experts import Matrices, family_experts, gate_of, refusal, warn
+from moesaic.transformers.experts import family_experts, gate_of, refusal, warn
+from moesaic.transformers.lora import FamilyFrozenExperts, adopt_at_first_call, hidden_of, is_four_bit, is_frozen
 
 
 class MoesaicEP(EPImplementation):
@@ -55,7 +55,7 @@ class MoesaicEP(EPImplementation):
         self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, *, plan: Plan | Compiled | None = None
     ) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        reason = refusal(experts)
+        reason = None if is_four_bit(experts) else refusal(experts)
         if reason is None and gate_of(experts) is None:
             reason = "has its own gate or norm, which Moesaic's programs cannot run on other ranks"
         self.instead: AllToAllEP | None = None
@@ -65,13 +65,10 @@ class MoesaicEP(EPImplementation):
             return
         tp = tp_mesh.size() if ep_mesh.size() % tp_mesh.size() == 0 else 1
         mesh = Mesh.from_device_mesh(ep_mesh, tp=tp)
-        hidden = Matrices.of(experts).down.shape[2]
-        spread = family_experts(experts, self.num_local_experts * ep_mesh.size())
-        self.run = ChosenExperts(spread, hidden, experts.parameters, mesh, plan)
+        self._experts = weakref.ref(experts)
+        self.run = ChosenExperts(self._spread(experts), hidden_of(experts), experts.parameters, mesh, plan)
         experts._moesaic = self  # where `use_plan` finds it
-        # Nobody calls the experts under an adapter that fails, so until their first call every module's is looked at.
-        self._looking = register_module_forward_pre_hook(partial(_refuse_adapter, weakref.ref(experts)))
-        weakref.finalize(experts, self._looking.remove)
+        adopt_at_first_call(experts)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Run the experts of all ranks on this rank's tokens.
@@ -87,8 +84,17 @@ class MoesaicEP(EPImplementation):
         if self.instead is not None:
             rows: Tensor = self.instead(hidden_states, top_k_index, top_k_weights)
             return rows
-        self._looking.remove()
         return self.run(hidden_states, top_k_index.long(), top_k_weights)
+
+    def exchange(self) -> None:
+        """Run the experts with the adapters that they have now. All ranks call it together."""
+        experts = self._experts()
+        assert experts is not None
+        self.run.exchange(self._spread(experts))
+
+    def _spread(self, experts: nn.Module) -> AbstractExperts:
+        number = self.num_local_experts * self.ep_mesh.size()
+        return FamilyFrozenExperts(experts, number) if is_frozen(experts) else family_experts(experts, number)
 
 
 def register_plan(name: str, plan: Plan | Compiled) -> None:
@@ -161,21 +167,3 @@ def distributed_config(ep_size: int, *, ep_implementation: str = "moesaic", **op
             )
         options["fsdp_size"] = fsdp
     return DistributedConfig(ep_size=ep_size, ep_implementation=ep_implementation, **options)
-
-
-def _refuse_adapter(experts: Callable[[], nn.Module | None], module: nn.Module, _: Any) -> None:
-    """Refuse a call of an adapter on the parameters of experts that are spread over ranks.
-
-    PEFT gives it factors for the experts of all ranks and adds their product to this rank's before the experts are called.
-    """
-    spread = experts()
-    if spread is None or not hasattr(module, "parameter_name"):
-        return
-    inner: Any = module
-    while hasattr(inner, "base_layer"):
-        inner = inner.base_layer
-    if inner is spread:
-        raise InputError(
-            f"{type(spread).__name__}: LoRA adapts {module.parameter_name} of experts that are spread over ranks "
-            "(ep_size > 1): leave target_parameters out and adapt other modules by target_modules, or train with ep_size=1"
-        )

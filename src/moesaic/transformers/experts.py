@@ -62,11 +62,11 @@ class Matrices:
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         biases = [getattr(module, f"{name}_bias") for name in names] if module.has_bias else [None, None]
         return cls(
-            _split_inputs(module, up), None if biases[0] is None else _split_inputs(module, biases[0]), down, biases[1]
+            split_inputs(module, up), None if biases[0] is None else split_inputs(module, biases[0]), down, biases[1]
         )
 
 
-def _split_inputs(module: Any, whole: Tensor) -> Tensor:
+def split_inputs(module: Any, whole: Tensor) -> Tensor:
     """Split (E, C H, ...) into (E, C, H, ...), the gate's rows first."""
     if not module.has_gate:
         return whole.unsqueeze(1)
@@ -190,15 +190,20 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         warn(f"{type(self).__name__} {reason}: transformers' own loop over experts runs instead")
         output: Tensor = type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
         return output
+    weight, permutation = sorted_copies(self, top_k_index, top_k_weights)
+    return run_tokens(self, hidden_states, weight, permutation)
+
+
+def sorted_copies(module: Any, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[Tensor, Permutation]:
+    """Return the routing weights of the copies for this rank's experts, (R,), and what sorts the copies by expert."""
     num_tokens, top_k = top_k_index.shape
     expert, weight = top_k_index.reshape(-1).long(), top_k_weights.reshape(-1)
     token = torch.arange(num_tokens, device=expert.device).repeat_interleave(top_k, output_size=len(expert))
-    if self._is_expert_parallel:
-        local = (expert < self.num_experts).nonzero().squeeze(1)
+    if module._is_expert_parallel:
+        local = (expert < module.num_experts).nonzero().squeeze(1)
         token, expert, weight = (each.index_select(0, local) for each in (token, expert, weight))
-    counts = count(expert, None, self.num_experts)
-    permutation = sort_by_expert(token, expert, counts, num_tokens, None if self._is_expert_parallel else top_k)
-    return run_tokens(self, hidden_states, weight, permutation)
+    counts = count(expert, None, module.num_experts)
+    return weight, sort_by_expert(token, expert, counts, num_tokens, None if module._is_expert_parallel else top_k)
 
 
 def warn(line: str) -> None:

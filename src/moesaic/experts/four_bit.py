@@ -1,0 +1,139 @@
+"""Experts in NF4 that a layer of its own holds, under the names and in the bytes of bitsandbytes' `Experts4bit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.draw import draw_globally
+from moesaic.errors import InputError
+from moesaic.experts.experts import StackedExperts
+from moesaic.experts.frozen import SPLIT, Form, FrozenExperts, FrozenWeights
+from moesaic.kernels import nf4
+from moesaic.kernels.activation import Clamp
+
+NAMES = {
+    "up": "gate_up_proj", "down": "down_proj", "up_scales": "gate_up_absmax", "down_scales": "down_absmax",
+    "up_bias": "gate_up_proj_bias", "down_bias": "down_proj_bias", "up_inner": "gate_up_lora_A",
+    "up_outer": "gate_up_lora_B", "down_inner": "down_lora_A", "down_outer": "down_lora_B",
+}  # fmt: skip
+"""A field of `FrozenWeights` -> the parameter that holds it. The first four are those of `Experts4bit`."""
+STORED_FLAT = ("up", "down", "up_scales", "down_scales")
+"""Fields that a state dict holds as (num_experts, numbers), as `Experts4bit` does."""
+
+
+class FourBitExperts(FrozenExperts):
+    """Experts in NF4 with a float32 scale for each 64 inputs, optionally with adapters, which alone are trained.
+
+    In a state dict the frozen tensors have the names, the shapes and the bytes of bitsandbytes' `Experts4bit`: on one rank
+    either loads what the other saved. On a mesh they are DTensors, sharded like all experts.
+
+    Args:
+        dim, hidden: widths, multiples of 64.
+        num_experts: number of experts.
+        gated, activation, clamp: as for `FrozenExperts`.
+        bias: whether the experts have biases, which are frozen too.
+        rank: the rank of the adapters of all matrices; 0 for none. They start as in PEFT: A as `nn.Linear`, B zero.
+        device: device of the parameters; the frozen ones are undefined until they are loaded.
+        dtype: dtype of adapters and biases; None for torch's default.
+
+    Raises:
+        InputError: a width is no multiple of 64.
+    """
+
+    def __init__(
+        self, dim: int, hidden: int, num_experts: int, *, gated: bool = True, activation: str = "silu",
+        clamp: Clamp | None = None, bias: bool = False, rank: int = 0, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        if dim % nf4.BLOCK or hidden % nf4.BLOCK:
+            raise InputError(
+                f"FourBitExperts: dim={dim} and hidden={hidden} must be multiples of {nf4.BLOCK}, whose numbers share a scale"
+            )
+        form = Form(four_bit=True, bias=bias, ranks=(rank, rank))
+        super().__init__(dim, num_experts, gated=gated, activation=activation, clamp=clamp, form=form)
+        parts = 2 if gated else 1
+        shapes: dict[str, tuple[int, ...]] = {
+            "up": (parts, hidden, dim // 2), "down": (dim, hidden // 2),
+            "up_scales": (parts, hidden, dim // nf4.BLOCK), "down_scales": (dim, hidden // nf4.BLOCK),
+            "up_bias": (parts, hidden), "down_bias": (dim,), "up_inner": (rank, dim), "up_outer": (parts, hidden, rank),
+            "down_inner": (rank, hidden), "down_outer": (dim, rank),
+        }  # fmt: skip
+        for field, shape in shapes.items():
+            if form.has(field):
+                kind = torch.uint8 if field in ("up", "down") else torch.float32 if "scales" in field else dtype
+                tensor = torch.zeros(num_experts, *shape, device=device, dtype=kind)
+                is_trained = "inner" in field or "outer" in field
+                self.register_parameter(NAMES[field], nn.Parameter(tensor, requires_grad=is_trained))
+        self.reset_parameters()
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, experts: StackedExperts, *, rank: int = 0) -> FourBitExperts:
+        """Return built-in experts of one rank in NF4, on their device; the result holds no reference to them."""
+        sharded, common = experts.weights()
+        up, down, *up_bias = sharded
+        up = up if len(experts.ups) > 1 else up.unsqueeze(1)
+        made = cls(
+            experts.dim, down.shape[2], experts.num_experts, gated=len(experts.ups) > 1, activation=experts.activation,
+            clamp=experts.clamp, bias=experts.bias, rank=rank, device=down.device, dtype=down.dtype,
+        )  # fmt: skip
+        for field, weight in (("up", up), ("down", down)):
+            for expert in range(experts.num_experts):  # an expert at a time needs little memory besides the results
+                codes, scales = nf4.quantize(weight[expert])
+                made.get_parameter(NAMES[field])[expert].copy_(codes)
+                made.get_parameter(NAMES[f"{field}_scales"])[expert].copy_(scales)
+        for field, biases in (("up_bias", up_bias), ("down_bias", common)):
+            if biases:
+                parameter = made.get_parameter(NAMES[field])
+                parameter.copy_(biases[0].view(parameter.shape))
+        return made
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        sharded, common = self.fields
+        return tuple(NAMES[field] for field in sharded), tuple(NAMES[field] for field in common)
+
+    def shard_dim(self, name: str) -> int | None:
+        return next((dim for field, dim in SPLIT.items() if NAMES[field] == name), None)
+
+    def frozen_weights(self) -> FrozenWeights:
+        """Return the parameters; of a DTensor, this rank's part."""
+        fields = [field for fields in self.fields for field in fields]
+        return FrozenWeights(**{field: self._local(NAMES[field]) for field in fields})
+
+    def reset_parameters(self) -> None:
+        """Initialise the adapters: A uniformly as `nn.Linear` is, B to zero. Frozen tensors come from a checkpoint."""
+        for field in filter(self.form.has, ("up_inner", "down_inner")):
+            parameter = self.get_parameter(NAMES[field])
+            bound = parameter.shape[-1] ** -0.5
+            draw_globally(parameter, partial(nn.init.uniform_, a=-bound, b=bound), by_expert=True)
+        for field in filter(self.form.has, ("up_outer", "down_outer")):
+            nn.init.zeros_(self.get_parameter(NAMES[field]))
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Move or convert the parameters; scales stay float32."""
+        kept = {NAMES[field]: self.get_parameter(NAMES[field]).detach() for field in ("up_scales", "down_scales")}
+        super()._apply(fn, recurse)
+        for name, scales in kept.items():
+            device, dtype = self.get_parameter(name).device, self.get_parameter(name).dtype
+            if dtype != torch.float32:
+                setattr(self, name, nn.Parameter(scales.to(device), requires_grad=False))
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in (prefix + NAMES[field] for field in STORED_FLAT):
+            if not hasattr(destination[name], "placements"):
+                destination[name] = destination[name].flatten(1)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        for field in STORED_FLAT:
+            stored, own = state_dict.get(prefix + NAMES[field]), self.get_parameter(NAMES[field])
+            if isinstance(stored, Tensor) and not hasattr(own, "placements") and stored.numel() == own.numel():
+                state_dict[prefix + NAMES[field]] = stored.reshape(own.shape)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)

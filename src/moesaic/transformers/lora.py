@@ -1,0 +1,350 @@
+"""PEFT's adapters of experts (`target_parameters`), where PEFT itself cannot apply them: experts on several ranks, or in NF4.
+
+PEFT gives every rank the factors for all experts and adds their product to the whole weight before a call. Here each rank keeps
+the factors of its own experts, and the experts multiply rows by them. Factors stay PEFT's parameters, under PEFT's names, so
+optimizers, trainers and `save_pretrained` work as ever: a state dict has whole factors, gathered from all ranks together.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from moesaic.errors import InputError
+from moesaic.experts.frozen import FrozenExperts, FrozenWeights
+from moesaic.transformers import experts as plain
+from moesaic.transformers.experts import Matrices, gate_of, sorted_copies, split_inputs
+
+SCALES = "_absmax"
+"""Suffix of the parameter with the scales of a weight in NF4."""
+
+
+def scales_name(name: str) -> str:
+    """Return the name of the scales of a weight in NF4, as in bitsandbytes' `Experts4bit`."""
+    return name.removesuffix("_proj") + SCALES
+
+
+def is_four_bit(experts: nn.Module) -> bool:
+    """Return whether the weights of an experts module are in NF4."""
+    return hasattr(experts, scales_name("down_proj"))
+
+
+class FamilyFrozenExperts(FrozenExperts):
+    """A transformers experts module as frozen experts. The parameters stay in the module, and the adapters in PEFT's modules.
+
+    Args:
+        module: this rank's part of the experts; `gate_of` must recognise its gate.
+        num_experts: experts of all ranks together.
+    """
+
+    def __init__(self, module: Any, num_experts: int) -> None:
+        gate = gate_of(module)
+        if gate is None:
+            raise InputError(
+                f"{type(module).__name__} has its own gate or norm: experts in NF4, and adapters on several ranks, need one of "
+                "docs/transformers.md: leave quantization_config out, or train with ep_size=1"
+            )
+        self._read: Callable[[], FrozenWeights] = lambda: _weights_of(module)
+        weights = _weights_of(module)
+        super().__init__(
+            weights.down.shape[1], num_experts, gated=bool(module.has_gate), activation=gate.activation, clamp=gate.clamp,
+            form=weights.form,
+        )  # fmt: skip
+        self.is_spread = True
+
+    def frozen_weights(self) -> FrozenWeights:
+        """Return this rank's part of the module's tensors."""
+        weights = self._read()
+        self.form = weights.form
+        return weights
+
+
+def _weights_of(module: Any) -> FrozenWeights:
+    """Return the tensors of an experts module and of its adapters; those of adapters differentiable."""
+    if is_four_bit(module):
+        names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+        (up, down), (up_scales, down_scales) = (
+            [_local(getattr(module, make(name))) for name in names] for make in (str, scales_name)
+        )
+        parts = (2 if module.has_gate else 1, -1)
+        biases = [_local(getattr(module, f"{name}_bias")) for name in names] if module.has_bias else [None, None]
+        weights = FrozenWeights(
+            up=up.unflatten(1, parts), down=down, up_scales=up_scales.unflatten(1, parts), down_scales=down_scales,
+            up_bias=None if biases[0] is None else split_inputs(module, biases[0]), down_bias=biases[1],
+        )  # fmt: skip
+    else:
+        own = Matrices.of(module)
+        weights = FrozenWeights(up=own.up, down=own.down, up_bias=own.up_bias, down_bias=own.down_bias)
+    for name, wrapper in adapters_of(module).items():
+        inner, outer = factors(wrapper)
+        if name == "down_proj":
+            weights = replace(weights, down_inner=inner, down_outer=outer)
+        else:
+            weights = replace(weights, up_inner=inner, up_outer=split_inputs(module, outer))
+    return weights
+
+
+def hidden_of(module: nn.Module) -> int:
+    """Return the inner width of a whole expert."""
+    weights = _weights_of(module)
+    return weights.down.shape[2] * (2 if weights.form.four_bit else 1)
+
+
+def adapters_of(module: nn.Module) -> dict[str, Any]:
+    """Return PEFT's wrappers that adapt an experts module through `adopt`, by the name of the adapted parameter."""
+    found: dict[str, Any] = module.__dict__.setdefault("_moesaic_adapters", {})
+    return found
+
+
+def factors(wrapper: Any) -> tuple[Tensor, Tensor]:
+    """Return the factors of all adapters of a wrapper, (E, r, in) and (E, out, r). Inactive ones are scaled by zero."""
+    inner, outer = [], []
+    for name, first in wrapper.lora_A.items():
+        off = wrapper.disable_adapters or wrapper.merged or name not in wrapper.active_adapters
+        a, b = _local(first.weight), _local(wrapper.lora_B[name].weight)
+        inner.append(a.reshape(wrapper.num_experts, -1, a.shape[1]))
+        whole = b.reshape(len(b), -1, wrapper.num_experts).permute(2, 0, 1)
+        outer.append(whole * (0.0 if off else wrapper.scaling[name]))
+    return torch.cat(inner, 1), torch.cat(outer, 2)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor; the gradient is sharded like the tensor."""
+    return tensor.to_local(grad_placements=tensor.placements) if isinstance(tensor, DTensor) else tensor
+
+
+def is_frozen(experts: nn.Module) -> bool:
+    """Return whether an experts module runs as frozen experts: it is in NF4, or has adapters through `adopt_adapters`."""
+    return is_four_bit(experts) or bool(adapters_of(experts))
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Run a module's experts as `experts.experts_forward` does; those in NF4 as frozen experts, with their adapters.
+
+    Args:
+        self: the experts module.
+        hidden_states: (tokens, dim).
+        top_k_index: (tokens, K) experts. If transformers spread the experts, `num_experts` marks an expert of another rank.
+        top_k_weights: (tokens, K) routing weights.
+
+    Returns:
+        (tokens, dim) in the dtype of `hidden_states`.
+
+    Raises:
+        InputError: experts in NF4 have a gate that Moesaic does not know.
+    """
+    if not is_frozen(self):
+        return plain.experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    weight, permutation = sorted_copies(self, top_k_index, top_k_weights)
+    experts = FamilyFrozenExperts(self, self.num_experts)
+    run = partial(experts.compute_tokens, permutation=permutation)
+    y: Tensor = experts(hidden_states, weight, run=run)
+    return y
+
+
+def adopt_at_first_call(experts: nn.Module) -> None:
+    """Call `adopt_adapters` when a model with these experts is first called."""
+
+    def adopt(reference: Callable[[], nn.Module | None], module: nn.Module, _: Any) -> None:
+        own = reference()
+        if own is not None and any(each is own for each in module.modules()):
+            handle.remove()
+            adopt_adapters(module)
+
+    handle = register_module_forward_pre_hook(partial(adopt, weakref.ref(experts)))
+    weakref.finalize(experts, handle.remove)
+
+
+def adopt_adapters(model: nn.Module) -> None:
+    """Let experts that are in NF4 or on several ranks run with the adapters that PEFT gave them. All ranks call it together.
+
+    The first call of a model does this by itself. Earlier it frees memory: until then every rank has factors for all experts.
+    On several ranks, gradients of all adapters become those of the mean of the ranks' losses, as FSDP2's are.
+
+    Args:
+        model: a model from `peft.get_peft_model`.
+
+    Raises:
+        InputError: experts are on several ranks, and tensor or pipeline parallelism is on too.
+    """
+    spread: list[Any] = []
+    wrappers: list[Any] = list(model.modules())
+    for wrapper in wrappers:
+        module = _adapted(wrapper)
+        if module is None or wrapper.parameter_name in adapters_of(module):
+            continue
+        adapters_of(module)[wrapper.parameter_name] = wrapper
+        wrapper._activate_lora = _not_activated
+        implementation = getattr(module, "_moesaic", None)
+        if implementation is not None:
+            _cut(wrapper, implementation.ep_mesh)
+            implementation.exchange()
+            spread.append((wrapper, implementation))
+        _replace_merging(wrapper, module)
+    if spread:
+        _average(model, [wrapper for wrapper, _ in spread], spread[0][1])
+        for part in model.modules():
+            if getattr(part, "_tp_size", None) == 1:
+                part._tp_size = None  # type: ignore[assignment]  # else PEFT gathers the whole model to save an adapter
+
+
+def _adapted(wrapper: Any) -> nn.Module | None:
+    """Return the experts module that one of PEFT's wrappers of a parameter adapts, if PEFT cannot apply it."""
+    if not hasattr(wrapper, "parameter_name") or not hasattr(wrapper, "lora_A"):
+        return None
+    module = wrapper.get_base_layer()
+    return module if is_four_bit(module) or getattr(module, "_moesaic", None) is not None else None
+
+
+def _not_activated(_: Sequence[str]) -> AbstractContextManager[None]:
+    """Stand in for PEFT's change of the whole weight during a call."""
+    return nullcontext()
+
+
+def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
+    """Keep only the factors of this rank's experts in a wrapper."""
+    ranks, place, whole = mesh.size(), mesh.get_local_rank(), wrapper.num_experts
+    own = slice(place * whole // ranks, (place + 1) * whole // ranks)
+
+    def part_of(name: str, tensor: Tensor) -> Tensor:
+        if name == "lora_A":
+            part = tensor.view(whole, -1, tensor.shape[1])[own].flatten(0, 1)
+        else:
+            part = tensor.view(len(tensor), -1, whole)[:, :, own].flatten(1)
+        return DTensor.from_local(part.clone(), mesh, [Shard(name == "lora_B")], run_check=False)
+
+    def gather(_: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
+        for key, tensor in [(key, state[key]) for key in _factor_keys(wrapper, prefix) if key in state]:
+            joined = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if ".lora_B." in key[len(prefix) - 1 :]:  # ranks lie side by side, where PEFT counts experts fastest
+                joined = joined.view(len(joined), ranks, -1, whole // ranks).transpose(1, 2).reshape(len(joined), -1)
+            state[key] = joined
+
+    def cut(state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key in _factor_keys(wrapper, prefix):
+            if key in state and not isinstance(state[key], DTensor):
+                name = "lora_B" if ".lora_B." in key[len(prefix) - 1 :] else "lora_A"
+                state[key] = part_of(name, state[key].to(wrapper.get_param().device))
+
+    instead: dict[nn.Parameter, nn.Parameter] = {}
+    for name in ("lora_A", "lora_B"):
+        for linear in getattr(wrapper, name).values():
+            old = linear.weight
+            instead[old] = linear.weight = nn.Parameter(part_of(name, old.detach()), requires_grad=old.requires_grad)
+            old.data = old.data.new_empty(0)  # a trainer's optimizer may hold it until its first step
+    wrapper.num_experts = whole // ranks
+    wrapper._register_state_dict_hook(gather)
+    wrapper._register_load_state_dict_pre_hook(cut)
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: _exchange_parameters(optimizer, instead))
+    weakref.finalize(wrapper, handle.remove)
+
+
+def _exchange_parameters(optimizer: Optimizer, instead: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Let an optimizer that was made before its parameters were cut step those that took their places.
+
+    torch's fused and foreach steps cannot take plain tensors, such as adapters of attention, together with DTensors.
+    """
+    own = set(instead.values())
+    for group in optimizer.param_groups:
+        group["params"][:] = [instead.get(each, each) for each in group["params"]]
+        if own & set(group["params"]) and not all(isinstance(each, DTensor) for each in group["params"]):
+            group |= {name: False for name in ("fused", "foreach") if name in group}
+
+
+def _factor_keys(wrapper: Any, prefix: str) -> Iterator[str]:
+    for name in ("lora_A", "lora_B"):
+        for adapter in getattr(wrapper, name):
+            yield f"{prefix}{name}.{adapter}.weight"
+
+
+def _replace_merging(wrapper: Any, module: Any) -> None:
+    """Make a wrapper merge its factors into this rank's weights, or say why that cannot be."""
+
+    def delta_weight(adapter: str, *_: Any, **__: Any) -> Tensor:
+        parameter = wrapper.get_param()
+        if is_four_bit(module):
+            raise InputError(
+                "merge: experts in NF4 would round the adapters away: save the adapters, load the model without "
+                "quantization_config, and merge there"
+            )
+        inner, outer = (_local(layers[adapter].weight.detach()) for layers in (wrapper.lora_A, wrapper.lora_B))
+        outer = outer.reshape(len(outer), -1, wrapper.num_experts).permute(2, 0, 1) * wrapper.scaling[adapter]
+        delta = outer @ inner.reshape(wrapper.num_experts, -1, inner.shape[1])
+        delta = (delta.transpose(1, 2) if module.is_transposed else delta).to(parameter.dtype)
+        if not isinstance(parameter, DTensor):
+            return delta
+        if parameter.to_local().shape != delta.shape:
+            raise InputError("merge: experts have copies on several ranks: save the adapters, and merge in one process")
+        return DTensor.from_local(delta.contiguous(), parameter.device_mesh, parameter.placements, run_check=False)
+
+    wrapper.get_delta_weight = delta_weight
+
+
+class _Mean:
+    """Replaces gradients of parameters by their means over ranks at the end of each backward pass.
+
+    An accumulated gradient is the sum of an earlier mean, equal on all ranks, and a new part, so its mean is right too.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
+        self._parameters, self._group, self._is_queued = parameters, group, False
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, _: Tensor) -> None:
+        if not self._is_queued:
+            self._is_queued = True
+            Variable._execution_engine.queue_callback(self._finish)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        self._is_queued = False
+        for each in self._parameters:
+            if each.grad is None:
+                each.grad = torch.zeros_like(each)
+        gradients = [_local(each.grad) for each in self._parameters if each.grad is not None]
+        joined = torch.cat([gradient.flatten().float() for gradient in gradients])
+        dist.all_reduce(joined, group=self._group)
+        joined /= dist.get_world_size(self._group)
+        for gradient, mean in zip(gradients, joined.split([gradient.numel() for gradient in gradients])):
+            gradient.copy_(mean.view(gradient.shape))
+
+
+def _average(model: nn.Module, wrappers: Sequence[Any], implementation: Any) -> None:
+    """Make the gradients of all adapters those of the mean of the ranks' losses, and whole adapters those of the first rank."""
+    world, mesh = dist.get_world_size(), implementation.ep_mesh
+    if implementation.tp_mesh.size() > 1 or world % mesh.size():
+        raise InputError("adapters of experts on several ranks need tp_size=1 and pp_size=1: change distributed_config")
+    layers = [linear for wrapper in wrappers for each in (wrapper.lora_A, wrapper.lora_B) for linear in each.values()]
+    of_experts = [linear.weight for linear in layers if linear.weight.requires_grad]
+    copies = world // mesh.size()
+    for weight in of_experts:
+        weight.register_hook(lambda gradient: gradient * (copies / world))
+    if copies > 1 and of_experts:
+        places: list[int] = [0] * world
+        dist.all_gather_object(places, mesh.get_local_rank())
+        alike = [[rank for rank in range(world) if places[rank] == place] for place in range(mesh.size())]
+        _Mean(of_experts, dist.new_subgroups_by_enumeration(alike)[0])
+    known = {id(weight) for weight in of_experts}
+    others = [
+        each for each in model.parameters()
+        if each.requires_grad and id(each) not in known and not isinstance(each, DTensor)
+    ]  # fmt: skip
+    for each in others:
+        dist.broadcast(each.data, 0)
+    if others:
+        _Mean(others, None)

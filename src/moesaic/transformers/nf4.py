@@ -1,0 +1,123 @@
+"""`quantization_config=moesaic.transformers.FourBitExpertsConfig()`: experts become NF4 while a checkpoint is read.
+
+transformers reads one parameter at a time, of which a rank gets its own experts, and this quantizes it before the next one is
+read: no rank ever holds the model, and a device holds one parameter of a layer in 16 bits at a time. All else stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from moesaic.errors import InputError
+from moesaic.kernels import nf4
+from moesaic.transformers.experts import FLAGS, refusal, split_inputs
+from moesaic.transformers.lora import adopt_at_first_call, scales_name
+
+METHOD = "moesaic_nf4_experts"
+
+
+@register_quantization_config(METHOD)
+class FourBitExpertsConfig(QuantizationConfigMixin):
+    """Asks `from_pretrained` for experts in NF4, in the layout of bitsandbytes' `Experts4bit`; attention and all else stay.
+
+    The experts are frozen; train adapters with PEFT's `target_parameters`.
+    """
+
+    def __init__(self, **_: Any) -> None:
+        self.quant_method = METHOD
+
+
+@register_quantizer(METHOD)
+class FourBitExpertsQuantizer(HfQuantizer):
+    """Makes room for codes and scales in a model, and quantizes each weight of experts as it is read."""
+
+    def is_serializable(self) -> bool:
+        """Return that a model so loaded is not saved whole; its adapters are."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether adapters of the model can be trained."""
+        return True
+
+    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+        """Return whether a parameter is a weight of experts."""
+        module = model.get_submodule(param_name.rpartition(".")[0])
+        return param_name.rpartition(".")[2] in _weights(module)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """Return what quantizes a weight."""
+        return _Quantize()
+
+    def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
+        """Shard scales like the weights."""
+        for name, style in list(plan.items()):
+            if style == "grouped_gemm" and name.endswith("_proj"):
+                plan[scales_name(name)] = style
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+        found = [module for module in model.modules() if _weights(module)]
+        if not found:
+            raise InputError(f"{type(model).__name__} has no experts that can be in NF4: leave quantization_config out")
+        for module in found:
+            for name in _weights(module):
+                weight = module._parameters[name]
+                experts, height, width = weight.mT.shape if module.is_transposed else weight.shape
+                if width % nf4.BLOCK:
+                    raise InputError(
+                        f"{name} of {type(module).__name__} reads {width} inputs, no multiple of {nf4.BLOCK}: "
+                        "leave quantization_config out"
+                    )
+                for own, columns, dtype in (
+                    (name, width // 2, torch.uint8),
+                    (scales_name(name), width // 64, torch.float32),
+                ):
+                    empty = torch.empty(experts, height, columns, dtype=dtype, device=weight.device)
+                    module._parameters[own] = nn.Parameter(empty, requires_grad=False)
+                module.__dict__.setdefault("_whole_shapes", {})[name] = tuple(weight.shape)
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        for module in model.modules():
+            for name, shape in getattr(module, "_whole_shapes", {}).items():
+                getattr(
+                    module, name
+                ).ds_shape = shape  # where PEFT looks for the shape of a weight that is stored otherwise
+            if hasattr(module, "_whole_shapes") and not hasattr(module, "_moesaic"):
+                adopt_at_first_call(module)
+        return model
+
+
+class _Quantize(ConversionOps):
+    """Quantizes one weight of this rank's experts; blocks lie along the input width, and a gate's rows come first."""
+
+    def convert(self, input_dict: dict[str, Any], model: Any = None, **others: Any) -> dict[str, Tensor]:
+        """Return codes and scales, by name."""
+        found: dict[str, Tensor] = {}
+        for full_name, value in input_dict.items():
+            weight = value[0] if isinstance(value, list) else value
+            path, _, name = full_name.rpartition(".")
+            module = model.get_submodule(path)
+            weight = weight.mT if module.is_transposed else weight
+            if name != "down_proj":
+                weight = split_inputs(module, weight).flatten(1, 2)
+            parts = [nf4.quantize(expert) for expert in weight]
+            codes, scales = (torch.stack(list(each)) for each in zip(*parts))
+            found[full_name], found[scales_name(full_name)] = codes, scales
+        return found
+
+
+def _weights(module: Any) -> tuple[str, ...]:
+    """Return the names of the weights of an experts module that can be in NF4; () for other modules."""
+    if not all(hasattr(module, flag) for flag in FLAGS):
+        return ()
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    can = all(name in module._parameters for name in names)
+    return names if can and (refusal(module) is None or hasattr(module, "_whole_shapes")) else ()

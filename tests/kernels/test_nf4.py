@@ -1,0 +1,79 @@
+"""NF4: the bytes of bitsandbytes, and products equal to those with dequantized matrices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moesaic.errors import InputError
+from moesaic.kernels import nf4
+
+CODES = (
+    "04c16e29f3b05d17e29f3c05d18e2af4c16e18e3b05d17e29f3b05d18e2af4c1"
+    "6d18e3b04c17e29f3b05d17e2af4c06d18e2a04c16e29f3b05d17e29f3c05d18"
+    "e2af4c16e18e3b05d17e29f3b05d18e2af4c16d18e3b04c17e29f3b05d17e2af"
+    "4c06d18e2a04c16e29f3b05d17e29f3c05d18e2af4c16e18e3b05d17e29f3b05"
+    "d18e2af4c16d18e3b04c17e29f3b05d17e2af4c06d18e2a04c16e29f3b05d17e"
+    "29f3c05d18e2af4c16e18e3b05d17e29f3b05d18e2af4c16d18e3b04c17e29f3"
+    "7777777777777777777777777777777777777777777777777777777777777777"
+    "17e29f3b05d18e2af4c16d18e3b04c17e29f3b05d17e2af4c06d18e2a04c16e2"
+)
+"""What bitsandbytes 0.50.2 wrote for `weights()`."""
+SCALES = [50.0, 50.0, 50.0, 50.0, 12.5, 12.5, 0.0, 12.5]
+
+
+def weights() -> Tensor:
+    """Return two matrices of numbers that bfloat16 holds exactly, with a block of zeros."""
+    numbers = ((torch.arange(2 * 2 * 128) * 37) % 101 - 50).float().view(2, 2, 128)
+    numbers = numbers * torch.tensor([1.0, 0.25]).view(2, 1, 1)
+    numbers[1, 1, :64] = 0
+    return numbers.bfloat16()
+
+
+def test_codes_are_the_bytes_that_bitsandbytes_wrote():
+    codes, scales = nf4.quantize(weights())
+    assert bytes(codes.flatten().tolist()).hex() == CODES
+    assert scales.flatten().tolist() == SCALES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_and_numbers_are_those_of_bitsandbytes(dtype):
+    bitsandbytes = pytest.importorskip("bitsandbytes.functional", reason="pip install bitsandbytes")
+    torch.manual_seed(0)
+    weight = (2 * torch.randn(64, 256) * torch.rand(64, 1)).to(dtype)
+    weight[3, 64:128], weight[4, 0] = 0, 1e-30
+    theirs, state = bitsandbytes.quantize_4bit(weight, blocksize=64, compress_statistics=False, quant_type="nf4")
+    codes, scales = nf4.quantize(weight)
+    assert torch.equal(codes.flatten(), theirs.flatten())
+    assert torch.equal(scales.flatten(), state.absmax.flatten())
+    for out in (torch.float32, torch.bfloat16, torch.float16):
+        state.dtype = out
+        assert torch.equal(nf4.dequantize(codes, scales, out), bitsandbytes.dequantize_4bit(theirs, state))
+
+
+@pytest.mark.parametrize("scratch", [nf4.SCRATCH, 64])
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_products_equal_those_with_dequantized_matrices(dtype, transposed, scratch, monkeypatch):
+    monkeypatch.setattr(nf4, "SCRATCH", scratch)
+    torch.manual_seed(0)
+    height, width, counts = 40, 192, [3, 0, 5, 1]
+    codes, scales = nf4.quantize(torch.randn(4, height, width))
+    x = torch.randn(sum(counts), width if transposed else height).to(dtype)
+    ends = torch.tensor(counts).cumsum(0).int()
+    found = nf4.rows_times(x, codes, scales, ends, transposed)
+    assert found.dtype == dtype
+    matrices = nf4.dequantize(codes, scales, dtype)
+    for matrix, rows, out in zip(matrices, x.split(counts), found.split(counts)):
+        matrix = matrix.t() if transposed else matrix
+        exact = rows.double() @ matrix.double()
+        bound = 8 * torch.finfo(dtype).eps * (rows.double().abs() @ matrix.double().abs())
+        assert bool(((out.double() - exact).abs() <= bound).all())
+    fake = torch.library.opcheck(nf4.rows_times, (x, codes, scales, ends, transposed), test_utils="test_faketensor")
+    assert set(fake.values()) == {"SUCCESS"}
+
+
+def test_widths_that_blocks_do_not_divide_are_refused():
+    with pytest.raises(InputError, match="NF4 needs input widths that are multiples of 64, got 96"):
+        nf4.quantize(torch.zeros(2, 96))
