@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ say_ends("moesaic train")
 print("ready", flush=True)
 time.sleep(60)
 """
+
+
+@pytest.fixture(autouse=True)
+def _not_under_nohup() -> Iterator[None]:
+    """Let processes that a test starts be ended by SIGHUP, though pytest itself may run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP], ids=lambda kind: kind.name)
