@@ -45,6 +45,8 @@ COMPRESSION = float(
 """Upper bound on the compression ratio of all codecs; only floors use it."""
 PAIRED = 2
 """Number of layouts on which two choices are changed at once."""
+PAIRED_SHARE = 0.2
+"""The share of `Settings.give_up` beyond 1 by which a choice may slow a plan and still be combined with a second one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,8 @@ class Settings:
     """Try every combination on these layouts instead."""
     give_up: float = math.inf
     """Ratio of step times above which a plan is hopeless. A layout gets no further start after one that is this many times
-    slower than the best step so far. Choices are changed only from schedules within this ratio of the best one on the layout.
+    slower than the best step so far. Choices are changed only from schedules within this ratio of the best one on the layout,
+    and in pairs only if neither alone makes a plan slower by more than a fifth of it.
     Smaller values search faster and may miss a plan."""
     reserve_gib: float = 1.0
     """Memory set aside for the framework, in addition to allocator fragmentation (`planner/memory.py`)."""
@@ -323,13 +326,19 @@ class _Search:
         """Return the plan that steepest descent reaches from `best`; each step changes at most `choices` choices."""
         changed = 1
         while changed <= choices:
-            neighbourhood = neighbours(best.plan, self.settings.space, cost_model.grid, changed)
+            of_single = partial(self._may_pair, cost_model.grid, best.seconds) if changed > 1 else None
+            neighbourhood = neighbours(best.plan, self.settings.space, cost_model.grid, changed, keep=of_single)
             step = min(
                 [best, *filter(None, (self._simulate(cost_model, plan) for plan in neighbourhood))], key=self._cost
             )
             changed = 1 if self._cost(step) < self._cost(best) else changed + 1
             best = step
         return best
+
+    def _may_pair(self, grid: Grid, best: float, plan: Plan) -> bool:
+        """Return whether a plan that differs from the best in one choice is fast enough, or unknown, to change a second one."""
+        planned = self.tried.get((grid, plan))
+        return planned is None or planned.seconds <= best * (1 + (self.settings.give_up - 1) * PAIRED_SHARE)
 
     def _simulated_on(self, grid: Grid) -> list[PlannedStep]:
         """Return the simulated plans of a layout."""
@@ -460,7 +469,9 @@ def smallest_layout(cost_models: Sequence[StepCostModel]) -> tuple[Grid, float]:
     return best, least
 
 
-def neighbours(plan: Plan, space: SearchSpace, grid: Grid, changed: int = 1) -> Iterator[Plan]:
+def neighbours(
+    plan: Plan, space: SearchSpace, grid: Grid, changed: int = 1, *, keep: Callable[[Plan], bool] | None = None
+) -> Iterator[Plan]:
     """Yield the plans of a space that differ from a plan in some choices.
 
     Args:
@@ -468,9 +479,17 @@ def neighbours(plan: Plan, space: SearchSpace, grid: Grid, changed: int = 1) -> 
         space: the search space.
         grid: the mesh.
         changed: number of choices in which the plans differ from `plan`.
+        keep: returns whether a choice is combined with others, given the plan that differs in it alone; None: all are.
     """
     values = space.values(grid) | {"schedule": _schedules(space, grid)}
-    others = {name: [each for each in choices if each != getattr(plan, name)] for name, choices in values.items()}
+    others = {
+        name: [
+            each
+            for each in choices
+            if each != getattr(plan, name) and (keep is None or keep(replace(plan, **{name: each})))
+        ]
+        for name, choices in values.items()
+    }
     for names in itertools.combinations(values, changed):
         for choice in itertools.product(*(others[name] for name in names)):
             yield replace(plan, **dict(zip(names, choice)))
