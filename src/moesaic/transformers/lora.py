@@ -234,7 +234,7 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
                 joined = joined.view(len(joined), ranks, -1, whole // ranks).transpose(1, 2).reshape(len(joined), -1)
             state[key] = joined
 
-    def cut(state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def cut(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
         for key in _factor_keys(wrapper, prefix):
             if key in state and not isinstance(state[key], DTensor):
                 name = "lora_B" if ".lora_B." in key[len(prefix) - 1 :] else "lora_A"
@@ -247,8 +247,8 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
             instead[old] = linear.weight = nn.Parameter(part_of(name, old.detach()), requires_grad=old.requires_grad)
             old.data = old.data.new_empty(0)  # a trainer's optimizer may hold it until its first step
     wrapper.num_experts = whole // ranks
-    wrapper._register_state_dict_hook(gather)
-    wrapper._register_load_state_dict_pre_hook(cut)
+    wrapper.register_state_dict_post_hook(gather)
+    wrapper.register_load_state_dict_pre_hook(cut)
     handle = register_optimizer_step_pre_hook(lambda optimizer, *_: _exchange_parameters(optimizer, instead))
     weakref.finalize(wrapper, handle.remove)
 

@@ -81,16 +81,16 @@ class FourBitExpertsQuantizer(HfQuantizer):
                 ):
                     empty = torch.empty(experts, height, columns, dtype=dtype, device=weight.device)
                     module._parameters[own] = nn.Parameter(empty, requires_grad=False)
-                module.__dict__.setdefault("_whole_shapes", {})[name] = tuple(weight.shape)
+                module.__dict__.setdefault("moesaic_whole_shapes", {})[name] = tuple(weight.shape)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         for module in model.modules():
-            for name, shape in getattr(module, "_whole_shapes", {}).items():
+            for name, shape in getattr(module, "moesaic_whole_shapes", {}).items():
                 getattr(
                     module, name
                 ).ds_shape = shape  # where PEFT looks for the shape of a weight that is stored otherwise
-            if hasattr(module, "_whole_shapes") and not hasattr(module, "_moesaic"):
+            if hasattr(module, "moesaic_whole_shapes") and not hasattr(module, "_moesaic"):
                 adopt_at_first_call(module)
         return model
 
@@ -120,4 +120,4 @@ def _weights(module: Any) -> tuple[str, ...]:
         return ()
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     can = all(name in module._parameters for name in names)
-    return names if can and (refusal(module) is None or hasattr(module, "_whole_shapes")) else ()
+    return names if can and (refusal(module) is None or hasattr(module, "moesaic_whole_shapes")) else ()
