@@ -2,8 +2,9 @@
 
 Each system gets tokens, experts and routing weights and returns weighted sums, on Gloo processes of this machine, in float32
 (its own casts included). Gradients of tokens and routing weights must be complete on the token's rank. An expert's gradient
-must be the sum over all tokens that reached it. What a system's trainer does to gradients afterwards is not tested. Versions
-are those that were installed. A system that is not installed, or cannot run without a GPU, is listed with the reason.
+must be the sum over all tokens that reached it, and clipping must scale the router, the experts and a dense parameter by one
+factor. transformers is tested under each of its implementations of experts and of expert parallelism. New memory holds NaN.
+Versions are those that were installed. A system that is not installed, or cannot run without a GPU, is listed with the reason.
 
 moesaic bench certificates --json benchmarks/results/certificates.json
 """
@@ -34,6 +35,7 @@ from moesaic.errors import InputError
 from moesaic.routing.capacity import Capacity, Dropless
 from moesaic.routing.losses import LoadBalance
 from moesaic.testing.certify import (
+    CLIPPED,
     LAYER_SITUATIONS,
     SITUATIONS,
     AbstractMoELayer,
@@ -71,9 +73,10 @@ class _OnMesh(AbstractRoutedExperts, ABC):
 
 
 class TransformersExperts(_OnMesh):
-    """The Mixtral experts of transformers under one of its implementations of expert parallelism."""
+    """The Mixtral experts of transformers under one of its implementations of experts and one of expert parallelism."""
 
     implementation = "transformers.distributed.expert_parallel:AllToAllEP"
+    backend = "eager"
 
     def place(self, whole: MoEWeights, own: MoEWeights, mesh: DeviceMesh) -> None:
         """Make this rank's experts, and the implementation that exchanges their tokens."""
@@ -81,14 +84,16 @@ class TransformersExperts(_OnMesh):
         modeling: Any = import_module("transformers.models.mixtral.modeling_mixtral")
         _, hidden, dim = own.w1.shape
         config = transformers.MixtralConfig(
-            hidden_size=dim, intermediate_size=hidden, num_local_experts=own.num_experts, experts_implementation="eager"
-        )
+            hidden_size=dim, intermediate_size=hidden, num_local_experts=own.num_experts,
+            experts_implementation=self.backend,
+        )  # fmt: skip
         self.experts: Any = modeling.MixtralExperts(config)
         self.experts.gate_up_proj = nn.Parameter(torch.cat([own.w1, own.w3], 1))
         self.experts.down_proj = nn.Parameter(own.w2.clone())
         self.experts._is_expert_parallel = True
         module, _, name = self.implementation.partition(":")
-        self.ep = getattr(import_module(module), name)(self.experts, mesh, self.mesh["tp"])
+        sharing = mesh if self.shares_tokens else self.mesh["tp"]
+        self.ep = getattr(import_module(module), name)(self.experts, mesh, sharing)
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         """Run the experts under the implementation."""
@@ -100,12 +105,6 @@ class TransformersExperts(_OnMesh):
         d_up, d_down = _gradient(self.experts.gate_up_proj), _gradient(self.experts.down_proj)
         w1, w3 = d_up.chunk(2, 1)
         return MoEWeights(w1, w3, d_down)
-
-
-class MoesaicExperts(TransformersExperts):
-    """The same experts under Moesaic's expert parallelism."""
-
-    implementation = "moesaic.transformers.expert_parallel:MoesaicEP"
 
 
 class TorchtitanExperts(_OnMesh):
@@ -250,19 +249,26 @@ class MoesaicLayer(AbstractMoELayer):
         w1, w3 = _gradient(self.layer.experts.w13).unbind(1)
         return MoEWeights(w1, w3, _gradient(self.layer.experts.w2), _gradient(self.layer.router.weight))
 
-    def norm(self) -> float | None:
-        """Return the norm as computed before an optimizer step, times dp, since gradients are averaged over dp before."""
+    def clip(self, max_norm: float, dense: nn.Parameter) -> float | None:
+        """Average gradients over dp and clip them, as before an optimizer step; then undo the mean."""
         average_gradients(self.layer, self.mesh)
-        return float(clip_grad_norm_(self.layer, math.inf)) * self.mesh.grid.dp
+        dp, module = self.mesh.grid.dp, nn.ModuleList([self.layer, nn.ParameterList([dense])])
+        _gradient(dense).div_(dp)
+        norm = float(clip_grad_norm_(module, max_norm / dp)) * dp
+        for parameter in module.parameters():
+            _gradient(parameter).mul_(dp)
+        return norm
 
 
 class TransformersLayer(AbstractMoELayer):
-    """The router, experts and load-balancing loss of Mixtral in transformers."""
+    """The router, experts and load-balancing loss of Mixtral in transformers, clipped as by its `Trainer`."""
+
+    kind = TransformersExperts
 
     def __init__(self, spec: LayerSpec) -> None:
         modeling: Any = import_module("transformers.models.mixtral.modeling_mixtral")
         transformers: Any = import_module("transformers")
-        self.top_k, self.experts = spec.top_k, TransformersExperts(spec)
+        self.top_k, self.experts, self.group = spec.top_k, self.kind(spec), spec.group
         num_experts, dim = spec.router.shape
         config = transformers.MixtralConfig(
             hidden_size=dim, num_local_experts=num_experts, num_experts_per_tok=spec.top_k
@@ -284,6 +290,15 @@ class TransformersLayer(AbstractMoELayer):
     def gradients(self) -> MoEWeights:
         """Return this rank's gradients."""
         return replace(self.experts.gradients(), router=_gradient(self.router.weight))
+
+    def clip(self, max_norm: float, dense: nn.Parameter) -> float | None:
+        """Clip as `Trainer` does where parameters are on several meshes."""
+        if not self.shares_tokens:
+            _sum_gradient(self.router.weight, self.group)
+        experts, mesh = self.experts.experts, self.experts.mesh
+        parameters = _placed([self.router.weight, dense], [experts.gate_up_proj, experts.down_proj], mesh)
+        trainer: Any = import_module("transformers").Trainer
+        return float(trainer._mixed_mesh_grad_norm(None, nn.ParameterList(parameters), max_norm))
 
 
 class TorchtitanLayer(AbstractMoELayer):
@@ -309,21 +324,13 @@ class TorchtitanLayer(AbstractMoELayer):
         """Return this rank's gradients."""
         return replace(self.experts.gradients(), router=_gradient(self.router.gate.weight))
 
-    def norm(self) -> float | None:
-        """Return the norm as torchtitan computes it, with DTensors as in its models: experts over ep, the router replicated."""
+    def clip(self, max_norm: float, dense: nn.Parameter) -> float | None:
+        """Clip as torchtitan does, with DTensors as in its models."""
         _sum_gradient(self.router.gate.weight, self.group)
         own = self.experts
-        placed: list[tuple[Tensor, DeviceMesh, Placement]] = [
-            (self.router.gate.weight, own.mesh["copies"], Replicate())
-        ]
-        placed += [(weight, own.mesh["ep"], Shard(0)) for weight in (own.w1, own.w3, own.w2)]
-        parameters = []
-        for weight, mesh, place in placed:
-            parameter = nn.Parameter(DTensor.from_local(weight.detach(), mesh, [place]))
-            parameter.grad = DTensor.from_local(_gradient(weight), mesh, [place])
-            parameters.append(parameter)
+        parameters = _placed([self.router.gate.weight, dense], [own.w1, own.w3, own.w2], own.mesh)
         clip = import_module("torchtitan.distributed.utils").clip_grad_norm_
-        return float(clip(parameters, math.inf, ep_enabled=True))
+        return float(clip(parameters, max_norm, ep_enabled=True))
 
 
 class DeepSpeedMoELayer(AbstractMoELayer):
@@ -353,9 +360,9 @@ class DeepSpeedMoELayer(AbstractMoELayer):
         """Return this rank's gradients."""
         return replace(self.inner.gradients(), router=_gradient(self.gate.wg.weight))
 
-    def norm(self) -> float | None:
-        """Return the norm as DeepSpeed's engine computes it in float32 without ZeRO."""
-        return _deepspeed_norm(self.inner.layer, self.gate.wg.weight, self.group)
+    def clip(self, max_norm: float, dense: nn.Parameter) -> float | None:
+        """Clip as DeepSpeed's engine does in float32 without ZeRO."""
+        return _deepspeed_clip(self.inner.layer, self.gate.wg.weight, self.group, max_norm, dense)
 
 
 class AutoEPLayer(AbstractMoELayer):
@@ -372,9 +379,9 @@ class AutoEPLayer(AbstractMoELayer):
         """Return this rank's gradients."""
         return replace(_expert_gradients(self.layer.experts), router=_gradient(self.layer.router.gate.weight))
 
-    def norm(self) -> float | None:
-        """Return the norm as DeepSpeed's engine computes it in float32 without ZeRO."""
-        return _deepspeed_norm(self.layer, self.layer.router.gate.weight, self.group)
+    def clip(self, max_norm: float, dense: nn.Parameter) -> float | None:
+        """Clip as DeepSpeed's engine does in float32 without ZeRO."""
+        return _deepspeed_clip(self.layer, self.layer.router.gate.weight, self.group, max_norm, dense)
 
 
 class AutomodelLayer(AutomodelExperts, AbstractMoELayer):
@@ -405,11 +412,11 @@ class AutomodelLayer(AutomodelExperts, AbstractMoELayer):
         """Return this rank's gradients."""
         return replace(super().gradients(), router=_gradient(self.layer.gate.weight))
 
-    def norm(self) -> float | None:
-        """Return the norm as Automodel's recipes compute it before an optimizer step."""
+    def clip(self, max_norm: float, dense: nn.Parameter) -> float | None:
+        """Clip as Automodel's recipes do before an optimizer step."""
         _sum_gradient(self.layer.gate.weight, self.group)
         clip = import_module("nemo_automodel.components.training.utils").clip_grad_norm
-        return float(clip(math.inf, [self.layer]))
+        return float(clip(max_norm, [self.layer, nn.ParameterList([dense])]))
 
 
 class _OneExpert(nn.Module):
@@ -501,9 +508,23 @@ def _autoep_in_model(spec: LayerSpec) -> None:
     autoep.replace_moe_layer(autoep.ep_parser()[0], ep_size=spec.group.size(), ep_rank=spec.group.rank())
 
 
-def _deepspeed_norm(layer: nn.Module, router: nn.Parameter, group: dist.ProcessGroup) -> float:
+def _deepspeed_clip(
+    layer: nn.Module, router: nn.Parameter, group: dist.ProcessGroup, max_norm: float, dense: nn.Parameter
+) -> float:
     _sum_gradient(router, group)
-    return float(import_module("deepspeed.runtime.utils").clip_grad_norm_(layer.parameters(), math.inf))
+    return float(import_module("deepspeed.runtime.utils").clip_grad_norm_([*layer.parameters(), dense], max_norm))
+
+
+def _placed(same: Sequence[Tensor], split: Sequence[Tensor], mesh: DeviceMesh) -> list[nn.Parameter]:
+    """Return DTensors over these weights and gradients: those that are the same on all ranks, and those split over ep."""
+    placed: list[tuple[Tensor, DeviceMesh, Placement]] = [(weight, mesh["copies"], Replicate()) for weight in same]
+    placed += [(weight, mesh["ep"], Shard(0)) for weight in split]
+    parameters = []
+    for weight, of_weight, place in placed:
+        parameter = nn.Parameter(DTensor.from_local(weight.detach(), of_weight, [place]))
+        parameter.grad = DTensor.from_local(_gradient(weight), of_weight, [place])
+        parameters.append(parameter)
+    return parameters
 
 
 def _sum_gradient(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
@@ -539,13 +560,38 @@ class CertifiedSystem:
     """Puts the layer into a model by the system's own means; None if it has none, or only its trainer has."""
 
 
+BACKENDS = ("eager", "grouped_mm", "batched_mm")
+"""The implementations of experts of transformers that a CPU runs."""
+OF_TRANSFORMERS, OF_MOESAIC = "transformers.distributed.expert_parallel", "moesaic.transformers.expert_parallel"
+MODES: dict[str, tuple[str, bool, tuple[str, ...]]] = {
+    "moesaic": (f"{OF_MOESAIC}:MoesaicEP", False, ("moesaic",)),
+    "moesaic-shared": (f"{OF_MOESAIC}:MoesaicEP", True, ("moesaic",)),
+    "transformers": (f"{OF_TRANSFORMERS}:AllToAllEP", False, BACKENDS),
+    "transformers-all_reduce": (f"{OF_TRANSFORMERS}:AllReduceEP", True, BACKENDS),
+    "transformers-auto": (f"{OF_TRANSFORMERS}:AutoEP", True, BACKENDS),
+}
+"""Name -> expert parallelism under transformers' Mixtral, whether all ranks share one batch, implementations of experts."""
+
+
+def _under_transformers() -> dict[str, CertifiedSystem]:
+    """Return a system for each mode of expert parallelism with each implementation of experts."""
+    systems = {}
+    for name, (implementation, shares, backends) in MODES.items():
+        for backend in backends:
+            options = {"implementation": implementation, "backend": backend, "shares_tokens": shares}
+            experts = type("Experts", (TransformersExperts,), options)
+            layer = type("Layer", (TransformersLayer,), {"kind": experts, "shares_tokens": shares})
+            of, _, mode = implementation.partition(":")
+            plain = backend == "moesaic" or (name == "transformers" and backend == "eager")
+            systems[name if plain else f"{name}-{backend}"] = CertifiedSystem(
+                of.partition(".")[0], f"{mode} under Mixtral's {backend} experts{', one batch for all ranks' * shares}",
+                experts, MoesaicLayer if name == "moesaic" else layer,
+            )  # fmt: skip
+    return systems
+
+
 SYSTEMS = {
-    "moesaic": CertifiedSystem(
-        "moesaic", "ep_implementation moesaic under transformers' Mixtral experts", MoesaicExperts, MoesaicLayer
-    ),
-    "transformers": CertifiedSystem(
-        "transformers", "AllToAllEP under Mixtral's experts", TransformersExperts, TransformersLayer
-    ),
+    **_under_transformers(),
     "torchtitan": CertifiedSystem(
         "torchtitan", "AllToAllTokenDispatcher around plain products", TorchtitanExperts, TorchtitanLayer
     ),
@@ -561,7 +607,10 @@ SYSTEMS = {
     ),
 }  # fmt: skip
 """Tested systems by name. A new system takes two classes, for its experts and its whole layer, and a line here."""
-NEEDS_A_GPU = {"megatron-core": "its all-to-all dispatcher makes a CUDA stream when it is made"}
+NEEDS_A_GPU = {
+    "megatron-core": "its all-to-all dispatcher makes a CUDA stream when it is made",
+    "transformers-sonicmoe": "its kernels are CUDA's",
+}
 """Packages that cannot run here, with the reason."""
 
 
@@ -570,15 +619,17 @@ class CertificateOptions(PagedOptions):
     """Options of `moesaic bench certificates`."""
 
     only: str | None = None
-    """Test only these systems, separated by commas; None for all."""
+    """Test only these systems, separated by commas, with those whose names continue theirs; None for all."""
 
 
 def measure(options: CertificateOptions, cases: None, told: Told) -> list[dict[str, Any]]:
     """Return a row per system, number of ranks, situation and quantity, and one per system that cannot run."""
-    names = options.only.split(",") if options.only else list(SYSTEMS)
-    unknown = [name for name in names if name not in SYSTEMS]
-    if unknown:
-        raise InputError(f"only={unknown[0]}: choose among {', '.join(SYSTEMS)}")
+    names: list[str] = [] if options.only else list(SYSTEMS)
+    for asked in options.only.split(",") if options.only else []:
+        meant = [name for name in SYSTEMS if f"{name}-".startswith(f"{asked}-")]
+        if not meant:
+            raise InputError(f"only={asked}: choose among {', '.join(SYSTEMS)}")
+        names += meant
     rows: list[dict[str, Any]] = []
     for name in names:
         system = SYSTEMS[name]
@@ -591,6 +642,9 @@ def measure(options: CertificateOptions, cases: None, told: Told) -> list[dict[s
         for world in WORLDS:
             told(f"{name} {head['version']} on {world} ranks")
             rows += [{**head, "world": world, **each} for each in _certified(name, world)]
+    if not options.only:
+        told("planted faults")
+        rows += import_module("moesaic_lab.planted.certified").planted_rows()
     return rows + [
         {"system": name, "version": None, "failed": f"needs a GPU: {why}"} for name, why in NEEDS_A_GPU.items()
     ]
@@ -631,9 +685,11 @@ def _put(system: CertifiedSystem) -> list[dict[str, Any]]:
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return claims on the number of other systems that ran and on the worst error of ours."""
     ran = {SYSTEMS[row["system"]].package for row in rows if "quantity" in row}
-    own = [row["error"] for row in rows if row["system"] == "moesaic" and "quantity" in row]
-    others = len(ran - {"moesaic"})
+    own = [row["error"] for row in rows if row["system"].startswith("moesaic") and "quantity" in row]
+    others, planted = len(ran - {"moesaic"}), [row["caught"] for row in rows if "fault" in row]
+    caught = Claim(name="certify.planted_caught", value=sum(planted), target=len(planted), op=">=")
     return [
+        *([caught] if planted else []),
         Claim(name="certificates.systems", value=others, target=SYSTEMS_ASKED, op=">="),
         Claim(name="certificates.moesaic_worst", value=max(own, default=None), target=1e-5),
     ]
@@ -645,7 +701,8 @@ def page(found: Sequence[Mapping[str, Any]]) -> str:
     lines = [_markdown(_COLUMNS, _summary(experts, [each.name for each in SITUATIONS])), "", "The situations:", ""]
     lines += [f"- **{each.name}**: {each.says}." for each in SITUATIONS]
     lines += ["", "The tested part of each system:", ""]
-    lines += [f"- **{name}**: {each.what}." for name, each in SYSTEMS.items()]
+    measured = {row["system"] for row in found}
+    lines += [f"- **{name}**: {each.what}." for name, each in SYSTEMS.items() if name in measured]
     lines += ["", "Whole layers:", "", _markdown(_LAYER_COLUMNS, _layer_summary(layers)), "", "The situations:", ""]
     lines += [f"- **{each.name}**: {each.says}." for each in LAYER_SITUATIONS]
     wrong = [row for row in found if "quantity" in row and not row["holds"]]
@@ -660,7 +717,8 @@ def page(found: Sequence[Mapping[str, Any]]) -> str:
 
 def _parted(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
     """Return the rows of experts and the rows of whole layers, separately."""
-    return [row for row in rows if "is_layer" not in row], [row for row in rows if "is_layer" in row]
+    experts = [row for row in rows if "is_layer" not in row and "fault" not in row]
+    return experts, [row for row in rows if "is_layer" in row]
 
 
 def _markdown(columns: Sequence[tuple[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -680,7 +738,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
 _COLUMNS = [("system", "system"), ("version", "version"), *((each.name, each.name) for each in SITUATIONS)]
 _LAYER_COLUMNS = [
     ("system", "system"), *((each.name, each.name) for each in LAYER_SITUATIONS), ("over", "auxiliary loss is over"),
-    ("norm", "gradient norm"),
+    ("clipping", "clipping"),
 ]  # fmt: skip
 AUXILIARY = "auxiliary loss over "
 
@@ -707,7 +765,7 @@ def _layer_summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         row["over"] = (
             f"{over[0]['quantity'].removeprefix(AUXILIARY)}, times {' or '.join(factors)}" if over else "has none"
         )
-        row["norm"] = _cell([each for each in own if each["quantity"] == "gradient norm"]) or "its trainer's"
+        row["clipping"] = _cell([each for each in own if each["quantity"] in CLIPPED]) or "not compared"
         row["capacity"] = row["capacity"] or "has none"
     return summary
 

@@ -27,6 +27,7 @@ COMMANDS = {
     "plan": "search the layout and the plan with the shortest simulated step on a cluster",
     "convert": "convert a checkpoint into another format, or a dense model into a sparse one",
     "check": "test on this machine that every plan computes what the plain layer computes",
+    "certify": "test on this machine that your own MoE layer computes what a dense layer computes",
     "trace": "show, check and convert routing traces",
     "demo": "train a sparse and a dense model, compare them, sample, and write a report",
 }

@@ -9,21 +9,29 @@ What is certified may be
 Experts and whole layers run on the ranks of a process group, of one rank or more. Each rank runs them on its own tokens and
 back-propagates the sum over its own outputs. The gradients of a token and of its routing weights must be complete on the
 token's rank. An expert's gradient on its owner is the sum over all tokens that reached the expert. The router's gradient is
-summed over the ranks; what data parallelism makes of it is not tested. An auxiliary loss may be over a rank's own tokens or
-over all tokens, times any factor: the finding says which. Under a capacity, rows of dropped tokens must be 0, all others exact,
-and as many are kept as fit.
+summed over the ranks. Ranks may also share one batch (`shares_tokens`): then every rank has the whole of all gradients. A layer
+that clips must leave the router, the experts and a parameter outside of it with their gradients times one factor. An auxiliary
+loss may be over a rank's own tokens or over all tokens, times any factor: the finding says which. Under a capacity, rows of
+dropped tokens must be 0, all others exact, and as many are kept as fit.
 
     for finding in certify(YourExperts):  # on all ranks together
         print(finding)
+
+`moesaic certify yours.py:YourExperts` starts the ranks itself.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -35,9 +43,11 @@ from moesaic.comm.collectives import all_gather, all_reduce_sum
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, Transfer
+from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.program.grid import Axis, Grid
 from moesaic.routing.losses import LoadBalance
+from moesaic.routing.routers import SoftmaxTopK
 from moesaic.testing.reference import Copy, ratio, reference_choice, reference_loss, reference_output, relative
 
 
@@ -99,6 +109,8 @@ class AbstractCertified(ABC):
 
     has_capacity: ClassVar[bool] = False
     """Whether a capacity can be set; if not, situations with one are left out."""
+    shares_tokens: ClassVar[bool] = False
+    """Whether all ranks hold the same tokens, as under tensor parallelism, and each has the whole gradient of that batch."""
 
     @abstractmethod
     def __init__(self, spec: LayerSpec) -> None:
@@ -139,8 +151,18 @@ class AbstractMoELayer(AbstractCertified):
             x: (tokens, dim); there may be no tokens.
         """
 
-    def norm(self) -> float | None:
-        """Return the norm of the whole gradient that the system computes for clipping; None if it computes none."""
+    def clip(self, max_norm: float, dense: nn.Parameter) -> float | None:
+        """Clip the gradients as the system does before an optimizer step; None if it never clips.
+
+        The router's gradient is reduced over the ranks before, to the sum. Afterwards `gradients` returns clipped gradients.
+
+        Args:
+            max_norm: largest norm of all gradients together: the router's, every expert's and that of `dense`.
+            dense: a parameter outside of the layer, whose gradient is the same on all ranks.
+
+        Returns:
+            the norm before clipping.
+        """
         return None
 
 
@@ -165,6 +187,8 @@ class Situation:
     """Run under activation checkpointing: the forward pass runs again inside the backward pass."""
     is_summed: bool = False
     """Whether the gradient of the output is one expanded number, as in the backward pass of a sum."""
+    is_unequal: bool = False
+    """Whether it is about ranks with unequal numbers of tokens, which ranks that share their tokens cannot have."""
 
 
 def _first_ones(chosen: Tensor, num_experts: int) -> Tensor:
@@ -180,8 +204,8 @@ def _last_half(chosen: Tensor, num_experts: int) -> Tensor:
 
 SITUATIONS = (
     Situation("even", "the same number of tokens on every rank", (6,)),
-    Situation("uneven", "ranks hold different numbers of tokens", (5, 1, 9, 2)),
-    Situation("empty rank", "a rank holds no token", (4, 0, 3, 5)),
+    Situation("uneven", "ranks hold different numbers of tokens", (5, 1, 9, 2), is_unequal=True),
+    Situation("empty rank", "a rank holds no token", (4, 0, 3, 5), is_unequal=True),
     Situation("one owner", "all tokens go to the experts of the first rank", (6, 3), experts=_first_ones),
     Situation("idle owner", "the experts of a rank get no token", (6, 3), experts=_last_half),
     Situation("no tokens", "no rank holds any token", (0,)),
@@ -193,9 +217,9 @@ SITUATIONS = (
 """The situations that `certify` tries by default with experts."""
 LAYER_SITUATIONS = (
     Situation("even", "the same number of tokens on every rank", (16,)),
-    Situation("uneven", "ranks hold different numbers of tokens", (9, 3, 12, 5)),
+    Situation("uneven", "ranks hold different numbers of tokens", (9, 3, 12, 5), is_unequal=True),
     Situation("one expert", "the same, and one expert per token", (9, 3, 12, 5), top_k=1),
-    Situation("empty rank", "a rank holds no token", (8, 0, 5, 3)),
+    Situation("empty rank", "a rank holds no token", (8, 0, 5, 3), is_unequal=True),
     Situation("capacity", "copies beyond a rank's even share are dropped; one expert per token", (16,), 1, 1.0),
 )
 """The situations that `certify` tries by default with whole layers."""
@@ -207,7 +231,8 @@ class Certified:
 
     situation: str
     quantity: str
-    """output, tokens, gates, router and experts (their gradients), gradient norm, capacity, auxiliary loss over some tokens."""
+    """output, tokens, gates, router and experts (their gradients), gradient norm, router, experts and dense after clipping,
+    capacity, auxiliary loss over some tokens."""
     error: float
     """Largest absolute difference over all ranks, relative to the largest expected value; inf for NaN."""
     factor: float | None
@@ -236,6 +261,7 @@ def certify(
     dim: int = 16,
     hidden: int = 24,
     dtype: torch.dtype = torch.float32,
+    poisons: bool = True,
 ) -> list[Certified]:
     """Run a system in every situation and compare it with a dense layer in float64. Returns the same on every rank.
 
@@ -247,6 +273,8 @@ def certify(
         dim: width of a token.
         hidden: inner width of an expert.
         dtype: dtype of tokens and weights.
+        poisons: fill memory that torch allocates without a value with NaN while the system runs. Otherwise rows that nothing
+            writes are often 0 by chance in a fresh process. It takes torch's deterministic algorithms.
 
     Returns:
         a finding per situation and quantity, or one with the exception. If ranks fail differently in a situation, they may wait
@@ -259,12 +287,14 @@ def certify(
     compare_group = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
     findings, is_over = [], False
     for situation in situations or (LAYER_SITUATIONS if issubclass(system, AbstractMoELayer) else SITUATIONS):
-        if situation.capacity is not None and not system.has_capacity:
+        has_no_limit = situation.capacity is not None and not system.has_capacity
+        if has_no_limit or (situation.is_unequal and system.shares_tokens):
             continue
         failed = "is left out: after what failed before, ranks are not at the same place"
         if not is_over:
-            drawn = _draw(situation, group, num_experts, dim, hidden, dtype)
-            results, failures = _attempted(partial(_run, system, drawn), compare_group)
+            drawn = _draw(situation, group, num_experts, dim, hidden, dtype, system.shares_tokens)
+            with _poisoned() if poisons else nullcontext():
+                results, failures = _attempted(partial(_run, system, drawn), compare_group)
             is_over = len(set(failures)) > 1
             of_ranks = (f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure)
             failed = "; ".join(of_ranks) if is_over else failures[0]
@@ -273,6 +303,45 @@ def certify(
         else:
             findings += [Certified(situation.name, *each) for each in _compared(system, drawn, results)]
     return findings
+
+
+def certify_named(name: str, poisons: bool = True) -> list[Certified]:
+    """Certify the class "module:Class" or "file.py:Class" on all ranks; see `certify`.
+
+    Raises:
+        InputError: there is no such class, or it is none of the two kinds.
+    """
+    return certify(system_named(name), poisons=poisons)
+
+
+def system_named(name: str) -> type[AbstractRoutedExperts] | type[AbstractMoELayer]:
+    """Return the class "module:Class" or "file.py:Class"; the working folder is searched for modules too."""
+    where, _, what = name.partition(":")
+    path = Path(where)
+    try:
+        sys.path.insert(0, str(path.resolve().parent if path.suffix == ".py" else Path.cwd()))
+        system = getattr(import_module(path.stem if path.suffix == ".py" else where), what)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise InputError(f"{name}: {error}: write package.module:Class or path/to/file.py:Class") from error
+    if not (isinstance(system, type) and issubclass(system, AbstractRoutedExperts | AbstractMoELayer)):
+        raise InputError(f"{name}: must be a class derived from AbstractRoutedExperts or AbstractMoELayer")
+    return system
+
+
+@contextmanager
+def _poisoned() -> Iterator[None]:
+    """Let torch fill new memory with NaN, which it does under deterministic algorithms; those that it lacks only warn."""
+    memory: Any = torch.utils.deterministic
+    mode, fills = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        memory.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(mode)
+            memory.fill_uninitialized_memory = fills
 
 
 Call = list[tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -289,7 +358,13 @@ class _Drawn:
 
 
 def _draw(
-    situation: Situation, group: dist.ProcessGroup, num_experts: int, dim: int, hidden: int, dtype: torch.dtype
+    situation: Situation,
+    group: dist.ProcessGroup,
+    num_experts: int,
+    dim: int,
+    hidden: int,
+    dtype: torch.dtype,
+    shares: bool,
 ) -> _Drawn:
     """Draw weights, tokens and a routing, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
@@ -302,12 +377,13 @@ def _draw(
     calls: list[Call] = []
     for _ in range(situation.calls):
         calls.append([])
-        for rank in range(group.size()):
+        for rank in range(1 if shares else group.size()):
             count = situation.tokens[rank % len(situation.tokens)]
             chosen = torch.rand(count, num_experts, generator=generator).topk(situation.top_k).indices
             gates = torch.rand(count, situation.top_k, generator=generator, dtype=torch.float64).to(dtype)
             dy = torch.ones(1, 1, dtype=dtype).expand(count, dim) if situation.is_summed else normal(count, dim)
             calls[-1].append((normal(count, dim), situation.experts(chosen, num_experts), gates, dy))
+        calls[-1] *= group.size() if shares else 1
     return _Drawn(situation, LayerSpec(weights, group, situation.top_k, situation.capacity), calls)
 
 
@@ -330,6 +406,7 @@ def _attempted(run: Callable[[], Results], group: dist.ProcessGroup) -> tuple[li
 def _run(system: type[AbstractRoutedExperts] | type[AbstractMoELayer], drawn: _Drawn) -> Results:
     """Run a system on this rank."""
     layer, situation, loss = system(drawn.spec), drawn.situation, None
+    dense = nn.Parameter(torch.ones_like(drawn.spec.router[0]))  # scales tokens, as a norm before the layer does
     results: Results = {"output": [], "tokens": [], "gates": []}
     for call in drawn.calls:
         tokens, experts, weights, dy = call[drawn.spec.group.rank()]
@@ -338,7 +415,7 @@ def _run(system: type[AbstractRoutedExperts] | type[AbstractMoELayer], drawn: _D
         run: Callable[..., Any] = (
             partial(checkpoint, layer.run, use_reentrant=False) if situation.recomputes else layer.run
         )
-        y = run(x, *given)
+        y = run(x, *given) if given or not situation.tokens_learn else run(x * dense)
         if isinstance(layer, AbstractMoELayer):
             y, loss = y
         torch.autograd.backward(y, dy)
@@ -350,12 +427,27 @@ def _run(system: type[AbstractRoutedExperts] | type[AbstractMoELayer], drawn: _D
     if isinstance(layer, AbstractMoELayer):
         assert gradients.router is not None, "gradients() of a whole layer includes the router's"
         results["router"] = [gradients.router.clone()]
-        results["experts"] = [each.clone() for each in gradients.experts]  # `norm` may reduce gradients in place
-        norm = layer.norm()
-        results["gradient norm"] = [] if norm is None else [torch.tensor(norm)]
+        results["experts"] = [each.clone() for each in gradients.experts]  # `clip` changes gradients in place
+        results |= _clipped(layer, dense, drawn.spec.group)
         if loss is not None:
             results["auxiliary"] = _run_loss(system(drawn.spec), tokens)  # type: ignore[arg-type]
     return {name: [each.detach().double().cpu() for each in tensors] for name, tensors in results.items()}
+
+
+def _clipped(layer: AbstractMoELayer, dense: nn.Parameter, group: dist.ProcessGroup) -> Results:
+    """Clip the gradients and return the norm and the clipped gradients; nothing if the layer does not clip."""
+    dense.grad = torch.zeros_like(dense) if dense.grad is None else dense.grad
+    if not layer.shares_tokens:
+        dist.all_reduce(dense.grad, group=group)
+    norm = layer.clip(MAX_NORM, dense)
+    if norm is None:
+        return {}
+    clipped = layer.gradients()
+    assert clipped.router is not None
+    gradients: Results = {"router": [clipped.router], "experts": clipped.experts, "dense": [dense.grad]}
+    return {"gradient norm": [torch.tensor(norm)]} | {
+        f"{name} after clipping": each for name, each in gradients.items()
+    }
 
 
 def _run_loss(layer: AbstractMoELayer, tokens: Tensor) -> list[Tensor]:
@@ -368,6 +460,10 @@ def _run_loss(layer: AbstractMoELayer, tokens: Tensor) -> list[Tensor]:
     return [loss, router]
 
 
+MAX_NORM = 1.0
+"""Norm to which layers clip, far below that of their gradients."""
+CLIPPED = ("gradient norm", *(f"{name} after clipping" for name in ("router", "experts", "dense")))
+"""Quantities of a layer that clips."""
 Found = tuple[str, float, float | None]
 """(quantity, error, factor) as in `Certified`."""
 
@@ -383,13 +479,12 @@ def _compared(
         xs = [x.double() for x, _, _, _ in drawn.calls[0]]
         errors = [_capacity_error(twin, x, each["output"][0], drawn) for x, each in zip(xs, actual)]
         return [("capacity", max(errors), None)]
-    expected = _expected(twin, drawn, is_whole)
+    expected = _expected(twin, drawn, is_whole, system.shares_tokens)
     names = ["output", *(["tokens"] if drawn.situation.tokens_learn else []), *([] if is_whole else ["gates"])]
-    if is_whole:
+    if is_whole and not system.shares_tokens:
         router = torch.stack([own["router"][0] for own in actual]).sum(0)
         actual = [own | {"router": [router]} for own in actual]
-        names += ["router"]
-    names += ["experts", *(["gradient norm"] if actual[0].get("gradient norm") else [])]
+    names += [*(["router"] if is_whole else []), "experts", *(name for name in CLIPPED if name in actual[0])]
     found: list[Found] = [(name, *_difference(actual, expected, name)) for name in names]
     if "auxiliary" in actual[0]:
         values, routers = zip(*(each["auxiliary"] for each in actual))
@@ -409,8 +504,10 @@ def _difference(actual: list[Results], expected: list[Results], name: str) -> tu
 def _dense_layer(spec: LayerSpec, *, normalizes: bool) -> MoE:
     """Return the reference's layer with the weights of a system, in float64."""
     weights, (_, hidden, dim) = spec.weights, spec.weights.w1.shape
-    options = {"normalize": "after" if normalizes else "before"}
+    options = {"normalize": "before"}
     twin = MoE(dim, hidden, weights.num_experts, spec.top_k, router_options=options, losses=()).double()
+    assert isinstance(twin.router, SoftmaxTopK)
+    twin.router.normalize = "after" if normalizes else "before"  # a layer of ours is refused "after" with top_k=1
     values = {"w13": torch.stack([weights.w1, weights.w3], 1), "w2": weights.w2}
     with torch.no_grad():
         twin.router.get_parameter("weight").copy_(spec.router)
@@ -424,10 +521,10 @@ def _choice(twin: MoE, x: Tensor) -> tuple[Tensor, Tensor, list[Copy]]:
     return reference_choice(twin, x, torch.ones(len(x), dtype=torch.bool), None, None, twin.top_k)
 
 
-def _expected(twin: MoE, drawn: _Drawn, is_whole: bool) -> list[Results]:
+def _expected(twin: MoE, drawn: _Drawn, is_whole: bool, shares: bool) -> list[Results]:
     """Return the results that each rank must have."""
-    world = drawn.spec.group.size()
-    expected: list[Results] = [{"output": [], "tokens": [], "gates": []} for _ in range(world)]
+    world, dense = drawn.spec.group.size(), torch.zeros_like(drawn.spec.router[0], dtype=torch.float64)
+    expected: list[Results] = [{"output": [], "tokens": [], "gates": []} for _ in range(1 if shares else world)]
     for call in drawn.calls:
         for own, (tokens, experts, weights, dy) in zip(expected, call):
             x, gates = tokens.double().requires_grad_(), weights.double().requires_grad_()
@@ -441,6 +538,7 @@ def _expected(twin: MoE, drawn: _Drawn, is_whole: bool) -> list[Results]:
             assert gates.grad is not None
             for name, tensor in (("output", y.detach()), ("tokens", x.grad), ("gates", gates.grad)):
                 own[name].append(tensor)
+            dense += (x.grad * x.detach()).sum(0) if drawn.situation.tokens_learn else 0
     parameters = (
         twin.experts.get_parameter("w13"),
         twin.experts.get_parameter("w2"),
@@ -449,10 +547,14 @@ def _expected(twin: MoE, drawn: _Drawn, is_whole: bool) -> list[Results]:
     w13, w2, router = (torch.zeros_like(each) if each.grad is None else each.grad for each in parameters)
     w1, w3 = w13.unbind(1)
     whole = MoEWeights(w1, w3, w2, router)
-    norm = torch.stack([tensor.square().sum() for tensor in (router, *whole.experts)]).sum().sqrt()
-    for rank, own in enumerate(expected):
-        own |= {"experts": whole._part(rank, world).experts, "router": [router], "gradient norm": [norm]}
-    return expected
+    norm = torch.stack([tensor.square().sum() for tensor in (router, dense, *whole.experts)]).sum().sqrt()
+    by = (MAX_NORM / norm).clamp(max=1)
+    of_ranks = []
+    for rank, own in enumerate(expected * world if shares else expected):
+        gradients = {"router": [router], "experts": whole._part(rank, world).experts, "dense": [dense]}
+        clipped = {f"{name} after clipping": [by * each for each in own] for name, own in gradients.items()}
+        of_ranks.append(own | gradients | clipped | {"gradient norm": [norm]})
+    return of_ranks
 
 
 def _compared_losses(twin: MoE, drawn: _Drawn, values: Tensor, router: Tensor) -> Found:

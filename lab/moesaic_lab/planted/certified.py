@@ -1,0 +1,155 @@
+"""Faults of other people's expert parallelism, planted into systems that pass, which `certify` must notice.
+
+They were reported in August and September 2026. Each let a training run go on with wrong numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from inspect import isfunction
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moesaic.testing.certify import CLIPPED, LAYER_SITUATIONS, certify
+from moesaic.testing.equivalence import Patch
+from moesaic.testing.runner import on_ranks
+from moesaic_lab import certificates
+
+
+def _replaced(*places: tuple[Any, str, Any]) -> Patch:
+    """Return a patch that replaces an attribute of each (owner, or a function that imports it; name; value)."""
+
+    def patch() -> ExitStack:
+        stack = ExitStack()
+        for owner, name, value in places:
+            stack.enter_context(mock.patch.object(owner() if isfunction(owner) else owner, name, value))
+        return stack
+
+    return patch
+
+
+def _expert_parallel() -> Any:
+    """Return the module of transformers' expert parallelism, which is imported only when a fault is planted."""
+    return import_module(certificates.OF_TRANSFORMERS)
+
+
+_masked_fill = Tensor.masked_fill
+
+
+def _masked_forward_only(self: Tensor, mask: Tensor, value: float) -> Tensor:
+    """Fill as usual, but let the gradient through as if nothing were filled."""
+    return self + (_masked_fill(self, mask, value) - self).detach()
+
+
+def _rows_left(self: Tensor, mask: Tensor, value: float) -> Tensor:
+    """Fill all except whole rows."""
+    return self if mask.dim() == 2 and mask.shape[1] == 1 else _masked_fill(self, mask, value)
+
+
+Norm = Callable[[Tensor, Tensor], Tensor]
+"""Computes a "global" norm from the squared norms of the shared gradients and of the rank's own experts' gradients."""
+
+
+def _mean_of_ranks(shared: Tensor, own: Tensor) -> Tensor:
+    """Return the mean of the ranks' norms."""
+    norm = (shared + own).sqrt()
+    dist.all_reduce(norm)
+    return norm / dist.get_world_size()
+
+
+def _clip_by(norm_of: Norm, module: nn.Module, max_norm: float) -> Tensor:
+    """Clip as `moesaic.clip_grad_norm_` does, but to another norm."""
+    gradients = [each.grad for each in module.parameters() if each.grad is not None]
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+    squares = torch.zeros(2, dtype=torch.float64)
+    for whole, own in zip(gradients, local):
+        squares[int(isinstance(whole, DTensor))] += own.double().square().sum()
+    norm = norm_of(*squares)
+    for own in local:
+        own.mul_(float((max_norm / norm).clamp(max=1)))
+    return norm
+
+
+def _clips_by(norm_of: Norm) -> Patch:
+    return _replaced((certificates, "clip_grad_norm_", partial(_clip_by, norm_of)))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that `certify` must notice."""
+
+    name: str
+    source: str
+    """Where it was reported, as repository#number."""
+    system: str
+    """Key of `SYSTEMS`: whose layer it is planted into."""
+    patch: Patch
+    wrong: frozenset[str]
+    """Exactly the quantities that must be wrong; others must be right."""
+
+
+_UPSTREAM = frozenset({"tokens", "router", *CLIPPED})
+FAULTS = (
+    Fault(
+        "zero weights hide masked copies in the forward pass only", "transformers#48687",
+        "transformers-all_reduce-batched_mm", _replaced((Tensor, "masked_fill", _masked_forward_only)), _UPSTREAM,
+    ),
+    Fault(
+        "rows that the product leaves unwritten are read", "transformers#48205", "transformers-all_reduce-grouped_mm",
+        _replaced((Tensor, "masked_fill", _rows_left)), frozenset({"output"}),
+    ),
+    Fault(
+        "gradients of rows that the product leaves unwritten are read", "transformers#48205",
+        "transformers-all_reduce-grouped_mm", _replaced((Tensor, "masked_fill_", lambda self, *_: self)),
+        _UPSTREAM - {"router"},
+    ),
+    Fault(
+        "gradients of a shared batch are not summed over the ranks", "transformers#48205",
+        "transformers-all_reduce-eager",
+        _replaced((_expert_parallel, "_AllReduceBackward", SimpleNamespace(apply=lambda tensor, group: tensor))), _UPSTREAM,
+    ),
+    Fault("each rank clips by the norm of its own experts", "Automodel#3816", "moesaic",
+          _clips_by(lambda shared, own: (shared + own).sqrt()), frozenset(CLIPPED)),
+    Fault("the norm is the mean of the ranks' norms", "DeepSpeed#8475, #8478", "moesaic",
+          _clips_by(_mean_of_ranks), frozenset(CLIPPED)),
+    Fault("the norm leaves out the experts", "DeepSpeed#8613", "moesaic",
+          _clips_by(lambda shared, own: shared.sqrt()), frozenset(CLIPPED)),
+)  # fmt: skip
+
+
+def wrong_quantities() -> list[tuple[set[str], set[str]]]:
+    """Return for each fault what `certify` finds wrong without it and with it; all ranks call it together."""
+    found: list[tuple[set[str], set[str]]] = []
+    for fault in FAULTS:
+        layer, wrong = certificates.SYSTEMS[fault.system].layer, []
+        for patch in (ExitStack, fault.patch):
+            with patch():
+                findings = certify(layer, situations=LAYER_SITUATIONS[:1])
+            wrong.append({each.failed or each.quantity for each in findings if not each.holds()})
+        found.append((wrong[0], wrong[1]))
+    return found
+
+
+def planted_rows() -> list[dict[str, Any]]:
+    """Plant every fault on two ranks; return a row for each that says whether exactly what it makes wrong was found."""
+    found = on_ranks(2, wrong_quantities, timeout_seconds=certificates.TIMEOUT_SECONDS)[0]
+    return [
+        {
+            "system": fault.system,
+            "fault": fault.name,
+            "source": fault.source,
+            "wrong": sorted(planted),
+            "caught": not without and planted == fault.wrong,
+        }
+        for fault, (without, planted) in zip(FAULTS, found)
+    ]
