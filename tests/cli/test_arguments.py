@@ -97,3 +97,18 @@ def test_help_texts_break_lines_where_the_terminal_does(capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "in the source, and whose second line continues the sentence. (default: 1)" in printed
     assert "One of two." in printed
+
+
+def test_the_short_help_leaves_out_what_is_unusual_and_the_flags_stay(capsys):
+    def listed(flag):
+        with pytest.raises(SystemExit):
+            parse(Explained, [flag], prog="moesaic do", description="Do.", usual=("--count",))
+        return capsys.readouterr().out
+
+    assert "--count" in listed("--help")
+    assert "--inner.kind" not in listed("--help")
+    assert "--inner.kind" in listed("--help-all")
+    given = ("--inner.kind", "b")
+    assert parse(Explained, given, prog="do", description="", usual=("--count",)).inner.kind == "b"
+    with pytest.raises(InputError, match=r"--help-all lists all$"):
+        parse(Explained, ["--zzzzz"], prog="do", description="", usual=("--count",))

@@ -71,9 +71,9 @@ def test_every_replication_policy_is_shown(replication: str, schedule: str, caps
 def test_it_prints_both_programs_so_that_they_parse_back(
     flags: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["show", *flags.split()]) == 0
+    assert main(["show", *flags.split(), "--listing"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("across nodes") == 2
+    assert "h.0: chunk 0 of h" in printed
     blocks = [block for block in printed.split("\n\n") if block.startswith("program ") or "\nprogram " in block]
     programs = [from_text(block[block.index("program ") :]) for block in blocks]
     assert programs[0].name == name
@@ -81,6 +81,37 @@ def test_it_prints_both_programs_so_that_they_parse_back(
     for program in programs:
         validate(program)
         assert to_text(program) in printed
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--plan.schedule s2 --plan.all-to-all multicast",
+        "--plan.schedule ted --plan.chunks 8 --plan.all-to-all hier2d",
+        "--plan.schedule baseline --plan.replication shadow",
+    ],
+)
+def test_without_the_listing_it_prints_a_screen(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last row of each program has the figures of --json."""
+    words = flags.split()
+    assert main(["show", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "slot" not in printed.replace("the slot that it writes", "")
+    assert "…" not in printed
+    assert len(printed.splitlines()) <= 40
+    found, cells = shown(capsys, *words), [line.split() for line in printed.splitlines()]
+    for name in ("forward", "backward"):
+        times, moved = (row[3:] for row in cells if row[:3] == [name, "in", "all"])
+        assert times[0] == str(found[name]["tasks"])
+        assert times[-2:] == [f"{found[name]['seconds'] * 1e3:,.2f}", f"{found[name]['overlap']:.0%}"]
+        assert moved[:2] == [f"{found[name][key] / 1e6:,.2f}" for key in ("inside_bytes", "across_bytes")]
+
+
+@pytest.mark.parametrize("command", ["show", "train", "plan"])
+def test_the_help_lists_the_replication_policies(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert [name for name in REPLICATION if name not in printed] == []
 
 
 def test_json_counts_the_bytes_across_nodes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +156,7 @@ def test_programs_whose_samples_may_move_are_shown(capsys: pytest.CaptureFixture
     assert {row["task"] for row in found["forward"]["rows"]} - {row["task"] for row in plain["forward"]["rows"]} == {
         "index_home"
     }
-    assert main(["show", *S1, *SMALL, "--samples", "4"]) == 0
+    assert main(["show", *S1, *SMALL, "--samples", "4", "--listing"]) == 0
     assert "placed" in capsys.readouterr().out
 
 

@@ -20,6 +20,7 @@ import pytest
 from forked import Forked
 from moesaic.cli import train as command
 from moesaic.cli.main import main
+from moesaic.cli.train import USUAL
 from moesaic.errors import InputError
 from moesaic.train import loop
 from moesaic.train.checkpoint import list_checkpoints, load_checkpoint
@@ -67,8 +68,18 @@ def plain(text: str) -> str:
     return re.sub(r"[\s─-╿]|\x1b\[[0-9;]*m", "", text)
 
 
-def test_help_holds_every_fields_text(capsys):
+def test_the_help_is_short_and_lists_what_most_people_set(capsys):
     assert main(["train", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    docs = docs_of(TrainConfig)
+    assert len(lines) < 140
+    assert set(re.findall(r"^\W (--[a-z][\w.-]+)", "\n".join(lines), re.MULTILINE)) == set(USUAL)
+    assert set(USUAL) < set(docs)
+    assert any("--help-all lists every flag" in line for line in lines)
+
+
+def test_the_long_help_holds_every_fields_text(capsys):
+    assert main(["train", "--help-all"]) == 0
     out = plain(capsys.readouterr().out)
     docs = docs_of(TrainConfig)
     assert len(docs) > 40

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, get_type_hints
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 def parse(
     kind: type[T], arguments: Sequence[str], *, prog: str, description: str, default: T | None = None,
-    taken: Sequence[str] = (),
+    taken: Sequence[str] = (), usual: Sequence[str] = (),
 ) -> T:  # fmt: skip
     """Parse flags into a dataclass.
 
@@ -30,22 +30,24 @@ def parse(
         description: the text above the list of flags in the help.
         default: an instance that gives the values of missing flags; None for the defaults of the dataclass.
         taken: further flags of the command, which its caller has read: an unknown one may be meant for one of them.
+        usual: the flags that --help lists; --help-all lists the others too. Empty: --help lists all.
 
     Raises:
         InputError: if a flag is unknown or a value does not parse. The message is one line.
         SystemExit: with code 0, after the help was printed.
     """
+    is_short = usual and {"-h", "--help"} & set(arguments)
     errors = io.StringIO()
     options: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(errors):
             parsed, unknown = tyro.cli(
                 kind,
-                args=list(arguments),
+                args=["--help" if usual and word == "--help-all" else word for word in arguments],
                 prog=prog,
                 description=description,
                 return_unknown_args=True,
-                registry=_joining_registry(),
+                registry=_help_registry(_rest(kind, usual) if is_short else ()),
                 **options,
             )
     except SystemExit as stop:
@@ -53,15 +55,17 @@ def parse(
             raise
         raise _refusal_of(stop) or InputError(_one_line(errors.getvalue())) from stop
     if unknown:
-        raise InputError(
-            f"unknown argument {unknown[0]}{_nearest(unknown[0], [*taken, *_flags(kind)])}; --help lists all"
-        )
+        nearest = _nearest(unknown[0], [*taken, *_flags(kind)])
+        raise InputError(f"unknown argument {unknown[0]}{nearest}; --help{'-all' if usual else ''} lists all")
     result: T = parsed
     return result
 
 
-def _joining_registry() -> ConstructorRegistry:
-    """Return tyro's rules for dataclasses, with the line breaks of field docstrings removed: tyro keeps those of the source."""
+def _help_registry(hidden: Collection[tuple[type, str]]) -> ConstructorRegistry:
+    """Return tyro's rules for dataclasses, with the line breaks of field docstrings removed: tyro keeps those of the source.
+
+    `hidden` fields, each a class and a name, are left out of the help, and not parsed.
+    """
     registry, is_asking = ConstructorRegistry(), False
 
     @registry.struct_rule
@@ -76,9 +80,11 @@ def _joining_registry() -> ConstructorRegistry:
             is_asking = False
         if not isinstance(spec, StructConstructorSpec):
             return None
-        return replace(
-            spec, fields=tuple(replace(field, helptext=_on_one_line(field.helptext)) for field in spec.fields)
-        )
+        shown = []
+        for each in spec.fields:
+            kind = tyro.conf.Suppress[each.type] if (info.type, each.name) in hidden else each.type
+            shown.append(replace(each, type=kind, helptext=_on_one_line(each.helptext)))
+        return replace(spec, fields=tuple(shown))
 
     return registry
 
@@ -93,6 +99,18 @@ def _nearest(word: str, flags: list[str]) -> str:
 
     near = difflib.get_close_matches(word.split("=")[0], flags, n=1, cutoff=0.6)
     return f", did you mean {near[0]}?" if near else ""
+
+
+def _rest(kind: Any, usual: Sequence[str], prefix: str = "--") -> set[tuple[type, str]]:
+    """Return the fields, each a class and a name, of which and in which no flag is in `usual`."""
+    rest, hints = set(), get_type_hints(kind)
+    for field in fields(kind):
+        flag = prefix + field.name.replace("_", "-")
+        if not any(f"{name}.".startswith(f"{flag}.") for name in usual):
+            rest.add((kind, field.name))
+        elif is_dataclass(hints[field.name]):
+            rest |= _rest(hints[field.name], usual, f"{flag}.")
+    return rest
 
 
 def _flags(kind: Any, prefix: str = "--") -> list[str]:

@@ -1,4 +1,4 @@
-"""`moesaic show`: prints the programs of a plan, the bytes that they move, and their timelines. Runs without torch."""
+"""`moesaic show`: prints the stages of a plan's programs, the bytes that they move, and their memory. Runs without torch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from moesaic.program.layouts import LayoutIndex
 from moesaic.program.placed import PlacedIndex, placed_sizes
 from moesaic.program.plan import Crossing, Plan
 from moesaic.program.sizes import CallSizes
-from moesaic.program.task import Op, Program
-from moesaic.program.text import to_text
+from moesaic.program.task import Kind, Lane, Op, Program
+from moesaic.program.text import NAMES, to_text
 from moesaic.program.timeline import Timeline, to_trace
 from moesaic.runtime.counted import CountedCall
 
@@ -115,13 +115,23 @@ class ShowOptions:
     """Write a Gantt chart of the programs to this HTML file."""
     trace: str | None = None
     """Write the timelines of the programs to this file, for chrome://tracing or ui.perfetto.dev."""
+    listing: bool = False
+    """Print every slot and task of the programs too."""
     json: bool = False
-    """Print the tables as JSON, without the programs."""
+    """Print the figures as JSON, movement by movement."""
+
+
+NARROWEST = 120
+"""Columns that the tables need."""
+WHAT = {Kind.LANE: "gates", Kind.WEIGHT: "weights", Kind.INDEX: "positions"}
+"""What a movement carries, for the kinds of slots whose own name does not say it."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
-    description = "Print the programs of a plan, the bytes that they move on a mesh, and when each task runs."
+    description = (
+        "Print what a plan's programs do on a mesh: the time of their stages, the bytes that they move, and memory."
+    )
     options = parse(ShowOptions, arguments, prog="moesaic show", description=description)
     plan = options.plan if options.plan_file is None else read_plan(Path(options.plan_file))
     if plan.crossing is Crossing.DEEPEP:
@@ -154,14 +164,15 @@ def run(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({**_as_data(programs, rows, timelines), "held": memory}, indent=2))
         return 0
-    for name, program in programs.items():
-        print(to_text(program))
-        times = (
-            f"{timelines[name].makespan * 1e3:.2f} ms on {cluster.name}, {timelines[name].overlap:.0%} of the moving"
-        )
-        Console().print(_table(name, rows[name], times, options.mesh, replicates=compiled.replicates))
+    nodes = grid.world // grid.ranks_per_node
+    print(f"{compiled.forward.name} on {cluster.name}, {nodes} nodes of {grid.ranks_per_node} ranks")
+    console = Console(width=max(Console().width, NARROWEST))
+    console.print(_stage_table(timelines), _byte_table(rows, replicates=compiled.replicates), sep="\n")
     for row in memory:
         print(_memory_line(row, plan.memory_budget))
+    print(NAMES)
+    if options.listing:
+        print(*map(to_text, programs.values()), sep="\n", end="")
     return 0
 
 
@@ -228,12 +239,14 @@ def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) ->
 
 
 def _movement_rows(program: Program, sizes: CallSizes, layer: Workload) -> list[dict[str, Any]]:
-    rows = []
+    rows, stages = [], {task.name: task.stage.value for task in program.tasks}
     for moved in traffic(program, sizes, sizes.grid.node_of):
         inside, across = moved.num_bytes(layer.dim, layer.element_bytes, unit_columns=layer.matrices * layer.dim)
         rows.append(
             {
                 "task": moved.task,
+                "stage": stages[moved.task],
+                "what": WHAT.get(moved.kind, moved.kind.value),
                 "collective": moved.collective,
                 "codec": moved.codec or "none",
                 "inside_bytes": inside,
@@ -280,19 +293,44 @@ def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline]) -> Non
             ) from error
 
 
-def _table(name: str, rows: list[dict[str, Any]], times: str, mesh: MeshOptions, *, replicates: bool) -> Table:
+def _stage_table(timelines: dict[str, Timeline]) -> Table:
+    """Return the table of times: a row per stage of a program, and one of the whole program."""
+    table = Table(title="milliseconds of a rank, whose lanes run side by side", box=None, title_justify="left")
+    for column in ("", "stage", "tasks", "computing", "inside nodes", "across nodes", "in all", "moving hidden"):
+        table.add_column(column, justify="left" if column in ("", "stage") else "right")
+    for name, timeline in timelines.items():
+        stages = dict.fromkeys(span.stage for span in timeline.spans)
+        for stage in (*stages, None):
+            spans = [span for span in timeline.spans if stage in (span.stage, None)]
+            times = [
+                sum(span.end - span.start for span in spans if span.lane in lanes)
+                for lanes in ((Lane.COMPUTE, Lane.HOST), (Lane.INTRA,), (Lane.INTER,))
+            ]
+            cells = [str(len(spans)), *(f"{seconds * 1e3:,.2f}" for seconds in times)]
+            whole = () if stage else (f"{timeline.makespan * 1e3:,.2f}", f"{timeline.overlap:.0%}")
+            table.add_row(name, stage.value if stage else "in all", *cells, *whole)
+    return table
+
+
+def _byte_table(rows: dict[str, list[dict[str, Any]]], *, replicates: bool) -> Table:
+    """Return the table of bytes: a row per kind of movement of a program's stage, over all its chunks, groups and hops."""
     routing = "even routing, so that nothing is replicated" if replicates else "even routing"
-    title = (
-        f"{name}: MB in all, {mesh.world // mesh.ranks_per_node} nodes of {mesh.ranks_per_node} ranks, {routing}, before "
-        f"any codec; {times} behind computing"
-    )
-    table = Table(title=title)
-    for column in ("task", "collective", "codec", "inside nodes", "across nodes", "messages across"):
-        table.add_column(column, justify="right" if "nodes" in column or "messages" in column else "left")
-    keys = ("inside_bytes", "across_bytes")
-    for row in rows:
-        sizes = (f"{row[key] / 1e6:,.2f}" for key in keys)
-        table.add_row(row["task"], row["collective"], row["codec"], *sizes, str(row["across_messages"]))
-    table.add_section()
-    table.add_row("in all", "", "", *(f"{sum(row[key] for row in rows) / 1e6:,.2f}" for key in keys), "")
+    table = Table(title=f"MB that all ranks move, {routing}, before any codec", box=None, title_justify="left")
+    for column in ("", "stage", "what", "how", "inside nodes", "across nodes", "messages", "tasks"):
+        table.add_column(column, justify="right" if "nodes" in column or column == "messages" else "left", no_wrap=True)
+    for name, of_program in rows.items():
+        alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for row in of_program:
+            if row["inside_messages"] + row["across_messages"]:
+                how = row["collective"] if row["codec"] == "none" else f"{row['collective']}, {row['codec']}"
+                alike.setdefault((row["stage"], row["what"], how), []).append(row)
+        for words, moved in (*alike.items(), (("in all", "", ""), of_program)):
+            inside, across = (
+                f"{sum(row[key] for row in moved) / 1e6:,.2f}" for key in ("inside_bytes", "across_bytes")
+            )
+            messages = sum(row["inside_messages"] + row["across_messages"] for row in moved)
+            tasks = [row["task"] for row in moved if words[1]]
+            table.add_row(
+                name, *words, inside, across, f"{messages:,}", "".join(tasks[:1]) + ", ..." * (len(tasks) > 1)
+            )
     return table

@@ -24,10 +24,17 @@ from --config FILE (.toml or .json; with the config.json of a run and --existing
 The file overrides the preset, and flags override both.
 --plan FILE uses the plan that moesaic show --write or moesaic plan --write wrote; --plan auto changes plans while training,
 see --planner.
-The defaults shown below are those of the given preset and file."""
+--help-all lists every flag. The defaults shown below are those of the given preset and file."""
 
 TAKEN = ("--preset", "--config", "--plan")
 """Flags that choose what the others change."""
+USUAL = (
+    "--out", "--existing", "--steps", "--batch-size", "--accumulation", "--device", "--precision", "--evaluate.every",
+    "--save.every", "--model.dim", "--model.num-layers", "--model.seq-len", "--model.moe.num-experts", "--model.moe.top-k",
+    "--model.moe.router", "--data.path", "--data.tokenizer", "--optimizer.lr", "--optimizer.warmup-steps", "--mesh.tp",
+    "--mesh.ep", "--mesh.etp", "--mesh.pp", "--planner.cluster", "--balance.replication",
+)  # fmt: skip
+"""Flags that --help lists: those that most people set."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -52,7 +59,7 @@ def train_from(
         presets: values of --preset.
         task_of: returns what a configuration trains; None for a decoder.
     """
-    if {"-h", "--help", "-H"} & set(arguments):
+    if {"-h", "--help", "--help-all"} & set(arguments):
         _configured(arguments, presets, command)  # prints, without torch, and exits
     is_alone = "RANK" not in os.environ
     config = _configured(arguments, presets, command) if is_alone else None  # refused at once, without torch
@@ -120,7 +127,7 @@ def _configured(
         path = Path(chosen["--config"])
         config = override(config, _table(path), source=str(path))
     description = DESCRIPTION.replace("PRESETS", ", ".join(presets))
-    return parse(TrainConfig, words, prog=command, description=description, default=config, taken=TAKEN)
+    return parse(TrainConfig, words, prog=command, description=description, default=config, taken=TAKEN, usual=USUAL)
 
 
 def _table(path: Path) -> dict[str, Any]:

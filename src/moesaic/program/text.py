@@ -7,6 +7,11 @@ from moesaic.program.task import Layout, Op, Program, Task
 
 VERSION = 1
 """Version of the text format."""
+NAMES = (
+    "A task is called after the slot that it writes. h.0: chunk 0 of h; h~1: its peer group 1; h@0: the first hop of its "
+    "all-to-all; h': its gradient; h/sums: its sums, before they are gathered."
+)
+"""What the names of slots and tasks mean."""
 
 
 def to_text(program: Program) -> str:
