@@ -17,8 +17,8 @@ from moesaic.program.passes.split import split_capacity
 from moesaic.program.task import Lane, Stage
 from moesaic.program.timeline import Span, Timeline, lay_out
 from moesaic.program.transpose import transpose
-from moesaic.report.gantt import WHOLE, gantt, in_words, unit_of, write_gantt
-from moesaic.report.style import run_colour
+from moesaic.report.gantt import gantt, in_words, unit_of, write_gantt
+from moesaic.report.style import WHOLE, ordered_colours
 from report.test_page import BROWSER, complaints, needs_browser, open_in_browser, without_plotly
 
 SPANS = (
@@ -40,18 +40,19 @@ def bars(timeline: Timeline) -> dict[str, tuple[str, float, float, str]]:
 
 
 def test_bars_stand_where_the_timeline_says() -> None:
+    first, second = ordered_colours(2)
     assert bars(TIMELINE) == {
         "take": ("compute", 0, 1, WHOLE),
-        "h.0": ("inter", 1, 4, run_colour(0)),
-        "out.0": ("compute", 5, 3, run_colour(0)),
-        "h.1": ("inter", 5, 4, run_colour(1)),
+        "h.0": ("inter", 1, 4, first),
+        "out.0": ("compute", 5, 3, first),
+        "h.1": ("inter", 5, 4, second),
     }
 
 
 def test_lanes_run_from_top_to_bottom_and_idle_ones_are_left_out() -> None:
     made = gantt(TIMELINE)
     assert list(made.layout.yaxis.categoryarray) == ["inter", "compute"]
-    assert [trace.name for trace in made.data] == ["no one chunk", "chunk 0", "chunk 1"]
+    assert [trace.name for trace in made.data] == ["all chunks", "chunk 0", "chunk 1"]
     assert made.layout.xaxis.title.text == "time (ms)"
     assert list(made.layout.xaxis.range) == [0, 9]
     assert list(gantt(TIMELINE, 0.02).layout.xaxis.range) == [0, 20]
@@ -101,6 +102,7 @@ def page_of(tmp_path: Path) -> Path:
 def test_the_page_holds_both_charts_below_each_other_on_one_axis(tmp_path: Path) -> None:
     text = without_plotly(page_of(tmp_path).read_text(encoding="utf-8"))
     assert re.findall(r"<h3>(.*?)</h3>", text) == ["forward", "backward &lt;b&gt;"]
+    assert "h.0: chunk 0 of h" in text
     assert text.index("id='chart-1'") < text.index("id='chart-2'")
     charts = json.loads(re.search(r"const charts = (\{.*?\n\});", text, re.S)[1])
     assert list(charts) == ["chart-1", "chart-2"]

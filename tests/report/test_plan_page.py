@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import html
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("plotly")
 
+from moesaic.planner.answer import Speed
 from moesaic.planner.candidates import Pins
 from moesaic.planner.cluster import read_cluster
 from moesaic.planner.model import Job
 from moesaic.planner.search import Settings, search
 from moesaic.planner.simulate import Simulator
 from moesaic.program.compile import compile_plan
-from moesaic.report.gantt import COMPUTING, bars_of, step_gantt
-from moesaic.report.plan_page import roofline, stacked
+from moesaic.report.gantt import COMPUTING, bars_of, step_gantt, unit_of
+from moesaic.report.plan_page import PlanAnswer, roofline, stacked, tiles, write_plan_page
+from moesaic.report.style import PART_COLOURS
 from moesaic.shapes import ModelShape, MoEShape
+from report.test_page import without_plotly
 
 H100 = read_cluster("dgx-h100", nodes=2)
 JOB = Job()
@@ -74,5 +79,40 @@ def test_the_bars_of_a_step_are_its_parts_and_end_with_it(again: bool) -> None:
     assert all(before[1] <= after[0] * (1 + 1e-9) for before, after in pairwise(computing))
     drawn = step_gantt(bars)
     assert sum(len(trace.x) for trace in drawn.data) == len(bars)
+    compared = stacked({"plan 1": parts}, "seconds")
+    colours = {trace.name: trace.marker.color for trace in (*compared.data, *drawn.data)}
+    assert all(trace.marker.color == colours[trace.name] for trace in compared.data)
+    assert colours.keys() <= PART_COLOURS.keys()
+    assert len(set(colours.values())) == len(colours)
     (others,) = (trace for trace in drawn.data if trace.name == "further micro-batches")
     assert drawn.layout.xaxis.range[1] == pytest.approx(1.05 * others.x[0] / 2, rel=1e-3)
+
+
+def test_the_page_opens_with_a_sentence_tiles_and_the_ranking_and_folds_the_sources(tmp_path: Path) -> None:
+    result = search(JOB, H100, Settings(pins=Pins(tp=1, ep=8, etp=1), keep=2))
+    best, compiled = result.best, compile_plan(result.best.plan, result.best.grid)
+    simulator, layer = Simulator(H100), JOB.step_model(H100, result.best.grid.dp).layer
+    timelines = {
+        name: simulator.run(program, layer, compiled.grid).timeline
+        for name, program in (("forward", compiled.forward), ("backward", compiled.backward))
+    }
+    speed = Speed(tokens_per_second=1000.0, interval=(800.0, 1250.0), utilization=0.25)
+    answer = PlanAnswer(
+        job=JOB, result=result, cluster=H100, speed=speed, price=3.6, lines=["<i>said</i>"], timelines=timelines
+    )
+    shown = {card.title: (*card.values, card.note) for card in tiles(answer)}
+    unit, length = unit_of(best.seconds)
+    low, high = (f"{best.seconds / length * factor:.3g}" for factor in (0.8, 1.25))
+    assert shown["Step time"][1].startswith(f"{low} ")
+    assert f" to {high} {unit} " in shown["Step time"][1]
+    assert shown["Cost"][0] == "1,000,000"
+    assert shown["Bottleneck"][0] == best.estimate.bottleneck
+    assert shown["Memory of a rank"] == (f"{best.memory.total / 2**30:.1f} GiB", "of 80 GiB")
+    text = without_plotly(write_plan_page("a <b> plan", answer, tmp_path / "plan.html").read_text(encoding="utf-8"))
+    places = [
+        text.index(part)
+        for part in ("a &lt;b&gt; plan</h1>", "<p class='lead'>The fastest of ", "<h3>Step time</h3>", "<th>plan 2</th>",
+                     "id='chart-1'", "<details><summary>The answer in sentences", "&lt;i&gt;said",
+                     "<details><summary>Where the numbers come from", html.escape(H100.measured[0], quote=False)[:30])
+    ]  # fmt: skip
+    assert places == sorted(places)

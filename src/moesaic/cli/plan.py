@@ -18,6 +18,7 @@ from rich.progress import Progress
 
 from moesaic.cli.arguments import parse
 from moesaic.cli.plan_words import (
+    USUAL_PRICE,
     about_parameters,
     answer,
     as_others_shard,
@@ -28,6 +29,7 @@ from moesaic.cli.plan_words import (
     table_of,
 )
 from moesaic.errors import InputError, in_one_line
+from moesaic.named import REPLICATION
 from moesaic.planner.answer import SkewedStep, Speed, in_words, remedies, under_skew
 from moesaic.planner.candidates import Pins, SearchSpace, name_of
 from moesaic.planner.cluster import ClusterSpec, presets, read_cluster
@@ -60,9 +62,10 @@ FINISHED = 2
 """`finished_eps` of `Settings`: the sizes of ep that the line "slower" gives."""
 TABLES = 4
 """Number of calls of a trace under which plans are ranked."""
-DESCRIPTION = """Search the layout and plan with the shortest simulated step for a model on a cluster, within its device memory.
-All figures are predictions, from the description of a cluster or from what moesaic profile measured on it. Policies for
-uneven routing (replication, placement, memory budgets) are not searched: choose them for moesaic train."""
+DESCRIPTION = f"""Search the layout and plan with the shortest simulated step for a model on a cluster, within its memory. All
+figures are predictions, from the description of a cluster or from what moesaic profile measured on it. Policies for uneven
+routing are not searched: choose replication ({", ".join(REPLICATION)}), placement and memory budgets for
+moesaic train."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +214,7 @@ def _print(job: Job, simulator: Simulator, result: Result, options: PlanOptions)
     if options.verbose or options.json or options.page is not None:
         lines += further(job, simulator, result, has_price=price is not None)
     if options.page is not None:
-        _write_page(options, lines, job, result, simulator)
+        _write_page(options, lines[:-1], job, result, simulator)  # the page has the last line's sources one by one
     if options.json:
         speed = best_speed(job, cluster, result.best)
         described = {"parameters": dict(zip(("total", "active"), job.parameters(cluster))), "speed": asdict(speed)}
@@ -274,7 +277,7 @@ def _print_without_layout(error: TooLargeError, cluster: ClusterSpec, options: P
 
 
 def _write_page(options: PlanOptions, lines: list[str], job: Job, result: Result, simulator: Simulator) -> None:
-    from moesaic.report.plan_page import write_plan_page
+    from moesaic.report.plan_page import PlanAnswer, write_plan_page
 
     best, cluster = result.best, simulator.cluster
     layer = job.step_model(cluster, best.grid.dp).layer
@@ -284,7 +287,11 @@ def _write_page(options: PlanOptions, lines: list[str], job: Job, result: Result
         for name, program in (("forward", compiled.forward), ("backward", compiled.backward))
     }
     title = f"{options.model} on {cluster.name}, {cluster.world} devices"
-    write_plan_page(title, lines, job, result, cluster, timelines, Path(str(options.page)))
+    found = PlanAnswer(
+        job=job, result=result, cluster=cluster, speed=best_speed(job, cluster, best), lines=lines, timelines=timelines,
+        price=options.price_per_hour or USUAL_PRICE,
+    )  # fmt: skip
+    write_plan_page(title, found, Path(str(options.page)))
 
 
 def _join_flag(arguments: Sequence[str], flag: str) -> list[str]:

@@ -30,6 +30,9 @@ from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import largest_max_vio
 from moesaic.program.plan import plan_in_words
 
+USUAL_PRICE = 2.5
+"""Price of a device per hour where none is given."""
+
 
 def table_of(result: Result, cluster: ClusterSpec, model: str, skewed: Sequence[SkewedStep | None] = ()) -> Table:
     """Return the ranking as a table; `skewed` has each of its plans under a MaxVio, if one is given."""
@@ -131,8 +134,11 @@ def further(job: Job, simulator: Simulator, result: Result, *, has_price: bool) 
         schedule = choose(simulator, job.step_model(cluster, best.grid.dp).layer, best.grid).schedule
         yield f"Parm's Algorithm 1 chooses {schedule} on the best layout (moesaic train --plan parm)"
     if not has_price:
-        tokens = best_speed(job, cluster, best).price(2.5)
-        yield f"price: unknown without --price-per-hour; at 2.5 per device and hour a trillion tokens cost {tokens:,.0f}"
+        tokens = best_speed(job, cluster, best).price(USUAL_PRICE)
+        yield (
+            f"price: unknown without --price-per-hour; at {USUAL_PRICE} per device and hour a trillion tokens cost "
+            f"{tokens:,.0f}"
+        )
     yield what_was_measured(cluster)
 
 

@@ -19,11 +19,10 @@ from moesaic.errors import InputError
 from moesaic.planner.model import Job
 from moesaic.planner.search import PlannedStep
 from moesaic.program.task import Lane
+from moesaic.program.text import NAMES
 from moesaic.program.timeline import LANES, Timeline
-from moesaic.report.style import Picture, bars, charts_page, figure, rounded, run_colour
+from moesaic.report.style import WHOLE, Picture, bars, charts_page, figure, ordered_colours, part_colour, rounded
 
-WHOLE = "#9aa1ac"
-"""Colour of tasks that belong to no chunk, or to several."""
 _ROW = 58
 """Height of a lane, in pixels."""
 
@@ -51,13 +50,14 @@ def gantt(timeline: Timeline, until: float | None = None) -> go.Figure:
         until: end of the time axis in seconds, to give several charts one scale; None for the timeline's end.
     """
     chunks = sorted({span.chunk for span in timeline.spans}, key=lambda chunk: (chunk is not None, chunk or 0))
-    names = {chunk: "no one chunk" if chunk is None else f"chunk {chunk}" for chunk in chunks}
+    names = {chunk: "all chunks" if chunk is None else f"chunk {chunk}" for chunk in chunks}
     all_bars = [
         Bar(span.lane.value, names[span.chunk], span.task, span.start, span.end, span.stage.value)
         for span in timeline.spans
     ]
     rows = [lane.value for lane in LANES if timeline.on(lane)]
-    colours = {names[chunk]: WHOLE if chunk is None else run_colour(chunk) for chunk in chunks}
+    shades = iter(ordered_colours(sum(chunk is not None for chunk in chunks)))
+    colours = {names[chunk]: WHOLE if chunk is None else next(shades) for chunk in chunks}
     end = until or timeline.makespan
     return _draw(all_bars, rows, colours, unit_of(end), end, textposition="inside")
 
@@ -85,7 +85,7 @@ def _draw(
             text=[html.escape(bar.what, quote=False) for bar in own],
             customdata=[[bar.kind, rounded(bar.end / length)] for bar in own],
             hovertemplate="%{text}<br>%{customdata[0]} %{base:.4g} to %{customdata[1]:.4g}, takes %{x:.4g}<extra></extra>",
-            insidetextfont={"size": 11, "color": "#ffffff"},
+            insidetextfont={"size": 11},
             showlegend=True,
             **text,
         )
@@ -114,7 +114,7 @@ def write_gantt(timelines: Mapping[str, Timeline], path: Path) -> Path:
         raise InputError(f"{path}: no timeline to draw: give at least one")
     until = max(timeline.makespan for timeline in timelines.values())
     charts = [Picture(title, in_words(timeline), gantt(timeline, until)) for title, timeline in timelines.items()]
-    return charts_page(path, "timeline", " and ".join(timelines), "", charts)
+    return charts_page(path, "timeline", " and ".join(timelines), NAMES, charts)
 
 
 def unit_of(seconds: float) -> tuple[str, float]:
@@ -236,7 +236,6 @@ def step_gantt(all_bars: Sequence[Bar]) -> go.Figure:
     """Draw the bars of a step. The axis first shows the first micro-batch; a double click shows the whole step."""
     until = max(bar.end for bar in all_bars if bar.part not in (FURTHER, "optimizer"))
     rows = [row for row in (*dict.fromkeys(ROWS.values()), WAITING) if any(bar.row == row for bar in all_bars)]
-    parts = dict.fromkeys(bar.part for bar in all_bars)
-    colours = {part: WHOLE if part == FURTHER else run_colour(number) for number, part in enumerate(parts)}
+    colours = {bar.part: part_colour(bar.part) for bar in all_bars}
     end = min(1.05 * until, max(bar.end for bar in all_bars))
     return _draw(all_bars, rows, colours, unit_of(until), end, textposition="none")

@@ -14,8 +14,6 @@ from typing import Any
 import plotly.graph_objects as go
 
 from moesaic.report.style import (
-    AFTER,
-    BEFORE,
     INK,
     RUN_SYMBOLS,
     STEP,
@@ -25,9 +23,10 @@ from moesaic.report.style import (
     Table,
     expert_loads,
     figure,
-    layer_colours,
     line,
+    ordered_colours,
     page_text,
+    part_colour,
     run_colour,
     save_page,
     time_unit,
@@ -65,12 +64,11 @@ OF_LAYERS: tuple[tuple[str, str, str, str, dict[str, str]], ...] = (
 MOST_NAMED = 12
 """Largest number of layers that a legend names."""
 MEBIBYTE = 2**20
-BYTES = (
-    ("token_bytes_alone", "tokens, left alone", BEFORE), ("token_bytes", "tokens", AFTER),
-    ("weight_bytes", "weights of experts", run_colour(1)), ("sample_bytes_across", "samples, between nodes", run_colour(2)),
-    ("sample_bytes_inside", "samples, inside nodes", run_colour(3)),
-)  # fmt: skip
-"""(number, name, colour) of the bytes that a call of a layer moves."""
+BYTES = {
+    "token_bytes_alone": "tokens, left alone", "token_bytes": "tokens", "weight_bytes": "weights of experts",
+    "sample_bytes_across": "samples, between nodes", "sample_bytes_inside": "samples, inside nodes",
+}  # fmt: skip
+"""Number -> name of the bytes that a call of a layer moves."""
 SHOWN = 40
 """Largest number of decisions about plans in the table; the last ones are shown."""
 
@@ -214,7 +212,7 @@ def per_layer(series: Mapping[str, Series], title: str, **y_axis: str) -> go.Fig
     """Draw a thin line per layer, by its name, and their mean in `INK`. The legend of a deep model has the mean alone."""
     chart = figure(STEP, title, height=280, legend=True, **{"rangemode": "tozero", **y_axis})
     is_shallow = len(series) <= MOST_NAMED
-    for (name, values), colour in zip(series.items(), layer_colours(len(series))):
+    for (name, values), colour in zip(series.items(), ordered_colours(len(series))):
         chart.add_trace(line(name, values.steps, values.values, colour, width=1.4, showlegend=is_shallow))
     if len(series) > 1:
         mean = mean_over_layers(list(series.values()))
@@ -245,23 +243,23 @@ def balance_section(run: RunSummary, colour: str) -> Section | None:
         return None
     steps, layers = [each["step"] for each in lines], [each["balance"]["layers"] for each in lines]
     busiest = figure(STEP, "busiest rank / mean", height=300, legend=True, rangemode="normal")
-    for name, title, shade in (("rows_alone", "left alone", BEFORE), ("rows", "as decided", AFTER)):
+    for name, title in (("rows_alone", "left alone"), ("rows", "as decided")):
         if any(name in layer for of_line in layers for layer in of_line):
             loads = [
                 _mean([max(rows) * len(rows) / sum(rows) for rows in _having(name, each) if any(rows)], 1.0)
                 for each in layers
             ]
-            busiest.add_trace(line(title, steps, loads, shade, width=2.2, showlegend=True))
+            busiest.add_trace(line(title, steps, loads, part_colour(title), width=2.2, showlegend=True))
     moved = figure(STEP, "MiB per call, all ranks", height=300, legend=True)
-    for name, title, shade in BYTES:
+    for name, title in BYTES.items():
         if any(name in layer for of_line in layers for layer in of_line):
             sizes = [_mean(_having(name, each), 0.0) / MEBIBYTE for each in layers]
-            moved.add_trace(line(title, steps, sizes, shade, width=2.0, showlegend=True))
+            moved.add_trace(line(title, steps, sizes, part_colour(title), width=2.0, showlegend=True))
     chosen = [sum(map(Counter, _having("options", each)), Counter[str]()) for each in layers]
     options = figure(STEP, "share of the calls", height=300, legend=True, rangemode="tozero", tickformat="~%")
-    for index, name in enumerate(sorted({name for counts in chosen for name in counts})):
+    for name in sorted({name for counts in chosen for name in counts}):
         shares = [counts[name] / max(counts.total(), 1) for counts in chosen]
-        options.add_trace(line(name, steps, shares, run_colour(index), width=2.0, showlegend=True))
+        options.add_trace(line(name, steps, shares, part_colour(name), width=2.0, showlegend=True))
     pictures = [
         Picture(
             "Load of the busiest rank", "Relative to the mean load, averaged over the layers; 1 is balanced.", busiest

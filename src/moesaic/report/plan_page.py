@@ -1,13 +1,15 @@
-"""Writes the page about a plan: the answer in words, a step's time by part, one layer as Gantt chart, memory, and roofline."""
+"""Writes the page about a plan: a sentence, tiles, the ranking, a step by part, a layer, memory, roofline and sources."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
 
+from moesaic.planner.answer import Speed
 from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.compute import rates_of
@@ -16,52 +18,57 @@ from moesaic.planner.model import Job
 from moesaic.planner.search import PlannedStep, Result
 from moesaic.planner.workload import Workload
 from moesaic.program.plan import plan_in_words
+from moesaic.program.text import NAMES
 from moesaic.program.timeline import Timeline
 from moesaic.report.gantt import bars_of, gantt, in_words, step_gantt, unit_of
-from moesaic.report.style import INK, Picture, bars, charts_page, figure, line, run_colour
+from moesaic.report.style import INK, Picture, Table, bars, charts_page, figure, line, part_colour, run_colour
+from moesaic.report.summary import Card, amount, percent
 
 
-def write_plan_page(
-    title: str, answer: Sequence[str], job: Job, result: Result, cluster: ClusterSpec, timelines: Mapping[str, Timeline],
-    path: Path,
-) -> Path:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class PlanAnswer:
+    """What the planner found."""
+
+    job: Job
+    result: Result
+    cluster: ClusterSpec
+    speed: Speed
+    """The speed of the best plan."""
+    price: float
+    """Price of a device per hour."""
+    lines: Sequence[str]
+    """The answer in sentences, as the terminal shows it."""
+    timelines: Mapping[str, Timeline]
+    """The timelines of the best plan's programs, "forward" and "backward"."""
+
+
+def write_plan_page(title: str, answer: PlanAnswer, path: Path) -> Path:
     """Write the page about a plan and return its path. The page is self-contained and loads nothing.
-
-    Args:
-        title: title of the page.
-        answer: the planner's answer, in sentences.
-        job: the training job.
-        result: the ranking of plans.
-        cluster: the cluster on which the job runs.
-        timelines: the timelines of the best plan's programs, "forward" and "backward".
-        path: the file to write.
 
     Raises:
         InputError: the file cannot be written.
     """
+    job, result, cluster, timelines = answer.job, answer.result, answer.cluster, answer.timelines
     best, until = result.best, max(timeline.makespan for timeline in timelines.values())
-    layer = job.step_model(cluster, best.grid.dp).layer
+    named = {f"plan {number}": planned for number, planned in enumerate(result.ranking, start=1)}
     pictures = [
         Picture(
             "One step of the best plan",
             f"The first micro-batch of {job.accumulation}, block by block. Drag to zoom in, double-click for the whole step.",
             step_gantt(bars_of(job, best, timelines)),
         ),
-        Picture("One step", "Seconds by part of the step, for the best plans.", stacked(
-            {_name(candidate): candidate.estimate.parts for candidate in result.ranking},
-            "seconds",
-        )),
+        Picture(
+            "One step", "Seconds by part of the step, for the plans of the table.",
+            stacked({name: planned.estimate.parts for name, planned in named.items()}, "seconds"),
+        ),
         *(
-            Picture(f"One MoE layer of the best plan, {name}", in_words(timeline), gantt(timeline, until))
+            Picture(f"One MoE layer of the best plan, {name}", f"{in_words(timeline)}. {NAMES}", gantt(timeline, until))
             for name, timeline in timelines.items()
         ),
         Picture(
             "Memory of a rank", f"GiB by use; the line marks the device's memory, {cluster.device.memory_gib:g} GiB.",
             stacked(
-                {
-                    _name(candidate): {use: size / GIB for use, size in vars(candidate.memory).items()}
-                    for candidate in result.ranking
-                },
+                {name: {use: size / GIB for use, size in vars(planned.memory).items()} for name, planned in named.items()},
                 "GiB", limit=cluster.device.memory_gib,
             ),
         ),
@@ -69,10 +76,56 @@ def write_plan_page(
             "Roofline of products",
             "The device's rate over the rows of a product: bounded by memory bandwidth times operations per byte of weights, "
             "and by the best measured rate. The dot is an expert of the best plan.",
-            roofline(best, cluster, layer),
+            roofline(best, cluster, job.step_model(cluster, best.grid.dp).layer),
         ),
     ]  # fmt: skip
-    return charts_page(path, "plan", title, " · ".join(answer), pictures)
+    tokens = job.batch_size * job.accumulation * job.model.seq_len
+    lead = (
+        f"The fastest of {result.num_simulated:,} simulated plans trains on {tokens:,} tokens in a step of "
+        f"{_time(best.seconds)}, limited by {best.estimate.bottleneck}: {name_of(best.grid)}, {plan_in_words(best.plan)}."
+    )
+    folded = {
+        "The answer in sentences": answer.lines,
+        "Where the numbers come from": [
+            *(f"measured: {each}" for each in cluster.measured),
+            f"the rest: {cluster.source}",
+        ],
+    }
+    return charts_page(path, "plan", title, lead, pictures, cards=tiles(answer), table=ranking(named), folded=folded)
+
+
+def tiles(answer: PlanAnswer) -> list[Card]:
+    """Return the headline numbers of the best plan."""
+    best, speed = answer.result.best, answer.speed
+    slow, fast = (_time(best.seconds * speed.tokens_per_second / bound) for bound in speed.interval)
+    total, active = (amount(number) for number in answer.job.parameters(answer.cluster))
+    low, high = speed.interval
+    name = best.estimate.bottleneck
+    rows = [
+        ("Step time", _time(best.seconds), f"{fast} to {slow} by the errors for published steps"),
+        ("Memory of a rank", f"{best.memory.total / GIB:.1f} GiB", f"of {answer.cluster.device.memory_gib:g} GiB"),
+        ("Cost", f"{speed.price(answer.price):,.0f}", f"a trillion tokens, at {answer.price:g} a device and hour"),
+        ("Bottleneck", name, f"busy for {percent(best.estimate.limits[name] / best.seconds)} of the step"),
+        ("Speed", f"{speed.tokens_per_second:,.0f}", f"tokens/s and device, {low:,.0f} to {high:,.0f}"),
+        ("MFU", percent(speed.utilization), "of the data sheet's rate"),
+        ("Over the bound", f"{best.seconds / answer.result.bound_seconds:.2f}", "times the least step of any layout"),
+        ("Parameters", total, f"{active} active"),
+    ]
+    return [Card(title, (value,), note) for title, value, note in rows]
+
+
+def ranking(named: Mapping[str, PlannedStep]) -> Table:
+    """Return the table of plans, by the name that the charts give them."""
+    heads = ("", "step", "times the best", "layout", "plan", "limited by", "memory")
+    fastest = min(planned.seconds for planned in named.values())
+    rows = [
+        (
+            name, _time(planned.seconds), f"{planned.seconds / fastest:.2f}", name_of(planned.grid),
+            plan_in_words(planned.plan), planned.estimate.bottleneck, f"{planned.memory.total / GIB:.1f} GiB",
+        )
+        for name, planned in named.items()
+    ]  # fmt: skip
+    return Table(heads, rows)
 
 
 def stacked(named: Mapping[str, Mapping[str, float]], unit: str, *, limit: float | None = None) -> go.Figure:
@@ -84,10 +137,10 @@ def stacked(named: Mapping[str, Mapping[str, float]], unit: str, *, limit: float
         limit: where to draw a vertical line; None for no line.
     """
     chart = figure(unit, "", height=140 + 34 * len(named), legend=True)
-    for number, part in enumerate(dict.fromkeys(part for parts in named.values() for part in parts)):
-        chart.add_trace(bars(part, list(named), [parts.get(part, 0.0) for parts in named.values()], run_colour(number)))
-    chart.update_yaxes(autorange="reversed", nticks=None)
-    chart.update_layout(barmode="stack", hovermode="closest")
+    for part in dict.fromkeys(part for parts in named.values() for part in parts):
+        chart.add_trace(bars(part, list(named), [parts.get(part, 0.0) for parts in named.values()], part_colour(part)))
+    chart.update_yaxes(autorange="reversed", dtick=1)
+    chart.update_layout(barmode="stack", hovermode="closest", legend={"traceorder": "normal"})
     if limit is not None:
         chart.add_vline(x=limit, line={"color": INK, "width": 2, "dash": "dash"})
     return chart
@@ -118,6 +171,6 @@ def roofline(best: PlannedStep, cluster: ClusterSpec, layer: Workload) -> go.Fig
     return chart
 
 
-def _name(candidate: PlannedStep) -> str:
-    unit, length = unit_of(candidate.seconds)
-    return f"{name_of(candidate.grid)}, {plan_in_words(candidate.plan)}: {candidate.seconds / length:.4g} {unit}"
+def _time(seconds: float) -> str:
+    unit, length = unit_of(seconds)
+    return f"{seconds / length:.3g} {unit}"

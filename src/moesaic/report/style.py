@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import plotly.graph_objects as go
 import plotly.io
@@ -28,7 +29,19 @@ RUN_COLOURS = ("#3a6ea5", "#d9772b", "#2f8f6f", "#b8478a", "#8a6d1f", "#4fa8c9",
 RUN_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
 """Markers of runs, used in addition to the colours."""
 INK = "#1f2937"
-BEFORE, AFTER = "#9aa1ac", "#3a6ea5"
+WHOLE = "#9aa1ac"
+PART_COLOURS = {
+    "attention": "#3a6ea5", "dense": "#8fb8de", "shared experts": "#4fa8c9", "unembed": "#1d3f66",
+    "moe forward": "#e59a4f", "moe backward": "#b85c12", "routing": "#b8478a", "small kernels": "#dd9cc2",
+    "launches": "#8a6d1f", "parameters": "#2f8f6f", "pipeline": "#c9c2a3", "optimizer": "#5b5f6b",
+    "further micro-batches": WHOLE,
+    "weights": "#2f8f6f", "gradients": "#7cc4a8", "activations": "#d9772b", "buffers": "#f0c090",
+    "tokens": "#3a6ea5", "tokens, left alone": WHOLE, "weights of experts": "#2f8f6f",
+    "samples, between nodes": "#b8478a", "samples, inside nodes": "#dd9cc2", "left alone": WHOLE, "as decided": "#3a6ea5",
+    "none": WHOLE, "shadow": "#2f8f6f", "spill": "#d9772b", "eplb": "#3a6ea5",
+}  # fmt: skip
+"""Colour of each part of a step, use of memory, kind of byte and decision of balancing, on every page: blue for dense work,
+orange for experts and activations, green for parameters and weights, pink for routing and samples, grey for what is left."""
 STEP = "optimizer step"
 MOST_COLUMNS = 200
 """Largest number of columns of a heatmap. If there are more steps, the loads of neighbouring ones are added up."""
@@ -79,11 +92,16 @@ def run_colour(index: int) -> str:
     return RUN_COLOURS[index % len(RUN_COLOURS)]
 
 
-def layer_colours(num_layers: int) -> list[str]:
-    """Return a colour per MoE layer, from dark to light with depth, without red and green that could be confused."""
-    if num_layers == 1:
+def part_colour(name: str) -> str:
+    """Return the colour of a part; one that the table lacks has the same on every page too."""
+    return PART_COLOURS.get(name) or run_colour(crc32(name.encode()))
+
+
+def ordered_colours(count: int) -> list[str]:
+    """Return a colour per MoE layer or chunk, from dark to light, without red and green that could be confused."""
+    if count == 1:
         return ["#46327e"]
-    places = [0.08 + 0.7 * index / (num_layers - 1) for index in range(num_layers)]
+    places = [0.08 + 0.7 * index / (count - 1) for index in range(count)]
     return list(sample_colorscale("Viridis", places))
 
 
@@ -244,13 +262,23 @@ def page_text(template: str, drawn: Drawn, **content: Any) -> str:
     )
 
 
-def charts_page(path: Path, what: str, title: str, lead: str, charts: Sequence[Picture]) -> Path:
+def charts_page(path: Path, what: str, title: str, lead: str, charts: Sequence[Picture], **further: Any) -> Path:
     """Write a page of charts below each other, and return its path.
+
+    Args:
+        path: the file to write.
+        what: kind of page.
+        title: its title.
+        lead: the sentence with which it opens; empty for none.
+        charts: the charts.
+        **further: `cards`, `table` before the charts, and `folded` after them, a title and lines each.
 
     Raises:
         InputError: the file cannot be written.
     """
-    return save_page(page_text("charts.html", Drawn(), what=what, title=title, lead=lead, charts=charts), path)
+    content = {"cards": (), "table": None, "folded": {}} | further
+    text = page_text("charts.html", Drawn(), what=what, title=title, lead=lead, charts=charts, **content)
+    return save_page(text, path)
 
 
 def save_page(text: str, path: Path, *, typed: bool = True) -> Path:
