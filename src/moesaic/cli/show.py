@@ -16,6 +16,7 @@ from moesaic.balance import check_replication
 from moesaic.balance.budget import MemoryBudget
 from moesaic.balance.samples import Homes
 from moesaic.cli.arguments import parse
+from moesaic.codecs import is_coded
 from moesaic.errors import InputError
 from moesaic.files import write
 from moesaic.planner.call_sizes import copies_by_rank, sizes_of
@@ -322,7 +323,7 @@ def _byte_table(rows: dict[str, list[dict[str, Any]]], *, replicates: bool) -> T
         alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for row in of_program:
             if row["inside_messages"] + row["across_messages"]:
-                how = row["collective"] if row["codec"] == "none" else f"{row['collective']}, {row['codec']}"
+                how = f"{row['collective']}, {row['codec']}" if is_coded(row["codec"]) else row["collective"]
                 alike.setdefault((row["stage"], row["what"], how), []).append(row)
         for words, moved in (*alike.items(), (("in all", "", ""), of_program)):
             inside, across = (
