@@ -82,7 +82,7 @@ def _help_registry(hidden: Collection[tuple[type, str]]) -> ConstructorRegistry:
             return None
         shown = []
         for each in spec.fields:
-            kind = tyro.conf.Suppress[each.type] if (info.type, each.name) in hidden else each.type
+            kind: Any = tyro.conf.Suppress[each.type] if (info.type, each.name) in hidden else each.type  # type: ignore[misc,name-defined]
             shown.append(replace(each, type=kind, helptext=_on_one_line(each.helptext)))
         return replace(spec, fields=tuple(shown))
 
