@@ -56,7 +56,7 @@ COMMANDS = {
 }
 """A quick use of each."""
 OTHERS = {
-    "help": ["train", "--preset", "demo", "--help"],
+    "help": ["train", "--preset", "demo", "--help-all"],
     "refused": ["train", "--config", "config.json"],
     "train": ["train", "--preset", "gpt-tiny"],
     "profile": ["profile", "--out", "p.json"],

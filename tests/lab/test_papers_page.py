@@ -53,13 +53,13 @@ def commands(text: str) -> list[list[str]]:
 
 @cache
 def options_of(*command: str) -> set[str]:
-    """Return the options that a command's help names."""
+    """Return the options that a command's whole help names."""
     import contextlib
     import io
 
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
-        assert main([*command, "--help"]) == 0
+        assert main([*command, "--help-all" if command == ("train",) else "--help"]) == 0
     return set(re.findall(r"--([\w.-]+)", shown.getvalue()))
 
 
