@@ -77,7 +77,7 @@ class FourBitExpertsQuantizer(HfQuantizer):
                     )
                 for own, columns, dtype in (
                     (name, width // 2, torch.uint8),
-                    (scales_name(name), width // 64, torch.float32),
+                    (scales_name(name), width // nf4.BLOCK, torch.float32),
                 ):
                     empty = torch.empty(experts, height, columns, dtype=dtype, device=weight.device)
                     module._parameters[own] = nn.Parameter(empty, requires_grad=False)
@@ -87,9 +87,8 @@ class FourBitExpertsQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         for module in model.modules():
             for name, shape in getattr(module, "moesaic_whole_shapes", {}).items():
-                getattr(
-                    module, name
-                ).ds_shape = shape  # where PEFT looks for the shape of a weight that is stored otherwise
+                # PEFT looks there for the shape of a weight that is stored otherwise.
+                getattr(module, name).ds_shape = shape
             if hasattr(module, "moesaic_whole_shapes") and not hasattr(module, "_moesaic"):
                 adopt_at_first_call(module)
         return model
