@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moesaic.routing.routers import ROUTERS
 from moesaic_lab.operators import DIM, HandWritten, OperatorCounter, claims, counted, hand_step, kept_row, make_layer
 
 
@@ -33,7 +34,7 @@ def test_the_hand_written_layer_computes_what_the_layer_computes():
         torch.testing.assert_close(actual.double(), true, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("router", ["softmax", "sigmoid", "switch", "group_limited"])
+@pytest.mark.parametrize("router", ROUTERS)
 def test_a_16_bit_layer_keeps_only_what_backward_needs(router):
     assert kept_row(router)["kept_over_need"] <= 1.02
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from moesaic.kernels.choice import choose
 from moesaic.kernels.choice_call import WantedSums
@@ -160,10 +161,23 @@ def route_chosen(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: 
     return Routed(_routing(record, weight_N, num_tokens, num_experts, {}, None), record, None)
 
 
-def _router_input(x_TD: Tensor, valid_T: Tensor | None, *, takes_16_bit: bool) -> Tensor:
-    """Return the tokens in a dtype that the router takes, with padding, which may hold NaN, set to zero."""
-    x = x_TD if takes_16_bit or x_TD.dtype.itemsize >= 4 else x_TD.float()
-    return x if valid_T is None else x.masked_fill(~valid_T.unsqueeze(1), 0.0)
+def _without_padding(x_TD: Tensor, valid_T: Tensor | None) -> Tensor:
+    """Return the tokens with padding, which may hold NaN, set to zero."""
+    return x_TD if valid_T is None else x_TD.masked_fill(~valid_T.unsqueeze(1), 0.0)
+
+
+def _scores(router: AbstractRouter, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+    """Return a router's scores; of 16-bit tokens neither a float32 copy nor anything between it and them is kept for backward."""
+    if x_TD.dtype.itemsize >= 4:
+        return router.scores(x_TD, noise, token_ids)
+
+    def of_copy(x_TD: Tensor) -> Scores:
+        return router.scores(x_TD.float(), noise, token_ids)
+
+    if not torch.is_grad_enabled():
+        return of_copy(x_TD)
+    scores: Scores = checkpoint(of_copy, x_TD, use_reentrant=False, preserve_rng_state=False)
+    return scores
 
 
 class _Counted(NamedTuple):
@@ -225,7 +239,7 @@ def _choose_at_once(
     reduced: bool,
 ) -> _Scored:
     """Score, choose and weigh in one operation; `reduced` says whether the losses follow from this rank's tokens alone."""
-    logits = fused.logits(_router_input(x_TD, valid_T, takes_16_bit=True))
+    logits = fused.logits(_without_padding(x_TD, valid_T))
     fields = [_fused_sum(loss) for loss in losses]
     wanted = WantedSums("balance" in fields or (bool(losses) and not reduced), "z" in fields, reduced)
     expert = None if given is None else given.expert
@@ -256,11 +270,11 @@ def _choose_in_steps(
     replay: RoutingRecord | None,
 ) -> _Scored:
     """Score, choose and weigh by the router's own methods."""
-    x = _router_input(x_TD, batch.valid_T, takes_16_bit=router.takes_16_bit)
+    x = _without_padding(x_TD, batch.valid_T)
     noise = batch.noise if replay is None else replay.noise
     if replay is None and noise is None:
         noise = router.draw(len(x), x.device)
-    scores = router.scores(x, noise, batch.token_ids)
+    scores = _scores(router, x, noise, batch.token_ids)
     choice = router.choose(scores, top_k, batch.valid_T, noise) if replay is None else replay.choice
     weight_N = router.weigh(scores, choice, top_k)
     alive_N = _alive(choice, batch.valid_T)

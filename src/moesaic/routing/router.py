@@ -75,8 +75,6 @@ class AbstractRouter(KeepsFloat32, ABC):
 
     recorded: Recorded | None = None
     """The choices of a trace that is replayed (`routing/replay.py`); None if the router chooses."""
-    takes_16_bit = False
-    """True if `scores` takes tokens in 16-bit dtypes too, and computes in float32; else the layer converts and keeps them."""
 
     @property
     def looks_across_tokens(self) -> bool:
@@ -98,7 +96,7 @@ class AbstractRouter(KeepsFloat32, ABC):
         """Score every expert for every token.
 
         Args:
-            x_TD: (tokens, dim), float32 or float64, whatever the autocast state; also 16-bit if `takes_16_bit`.
+            x_TD: (tokens, dim), float32 or float64, whatever the autocast state.
             noise: the random numbers that `draw` returned for this call.
             token_ids: (tokens,) int64 vocabulary ids, or None.
         """
