@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.choice_call import ChoiceGradients, ChoiceResult, ChoiceRule, WantedSums
-from moesaic.kernels.once import differentiable_once
+from moesaic.kernels.operator import differentiable_once, operator
 from moesaic.kernels.pick import kind_of
 from moesaic.kernels.top_k import in_best_groups, top_k_indices
 
@@ -63,8 +63,8 @@ def _by_triton(logits: Tensor, rule: ChoiceRule) -> bool:
     return fits and logits.dtype == torch.float32 and kind_of(logits.device) == "triton"
 
 
-@torch.library.custom_op(
-    "moesaic::choose", mutates_args=(), schema=f"(Tensor logits, Tensor? bias, Tensor? valid, Tensor? expert, {SETTINGS}) "
+@operator(
+    "choose", schema=f"(Tensor logits, Tensor? bias, Tensor? valid, Tensor? expert, {SETTINGS}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def choose_forward(
@@ -109,13 +109,13 @@ def empty_chosen(logits: Tensor, rule: ChoiceRule, wanted: WantedSums) -> Choice
     return ChoiceResult(*(logits.new_empty(size) for size in floats), *new_ints)
 
 
-@choose_forward.register_fake
+@torch.library.register_fake(choose_forward)
 def _(logits: Tensor, bias: Any, valid: Any, expert: Any, *settings: Any) -> tuple[Tensor, ...]:
     return tuple(empty_chosen(logits, *_settings(settings)))
 
 
-@torch.library.custom_op(
-    "moesaic::choose_backward", mutates_args=(), schema="(Tensor logits, Tensor? valid, Tensor expert, Tensor counts, "
+@operator(
+    "choose_backward", schema="(Tensor logits, Tensor? valid, Tensor expert, Tensor counts, "
     f"Tensor num_valid, Tensor? d_weight, Tensor? d_balance, Tensor? d_z, {SETTINGS}) -> Tensor",
 )  # fmt: skip
 def choose_backward(*arguments: Any) -> Tensor:
@@ -128,12 +128,12 @@ def choose_backward(*arguments: Any) -> Tensor:
     return _logits_gradient(call, rule, wanted)
 
 
-@choose_backward.register_fake
+@torch.library.register_fake(choose_backward)
 def _(logits: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-differentiable_once("choose_backward")
+differentiable_once(choose_backward)
 
 
 class _Choose(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moesaic.kernels.activation import Clamp
-from moesaic.kernels.once import differentiable_once
+from moesaic.kernels.operator import differentiable_once, operator
 from moesaic.kernels.pick import expert_kernel
 from moesaic.kernels.work import Dispatch, ExpertWork, Gradients, Wanted
 
@@ -93,9 +93,7 @@ def _unflatten(
     )  # fmt: skip
 
 
-@torch.library.custom_op(
-    "moesaic::expert_forward", mutates_args=(), schema=f"({CALL_SCHEMA}, ScalarType out_dtype) -> (Tensor, Tensor)"
-)
+@operator("expert_forward", schema=f"({CALL_SCHEMA}, ScalarType out_dtype) -> (Tensor, Tensor)")
 def expert_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the result of a call, in `out_dtype`, and its pre-activations."""
     *call, out_dtype = arguments
@@ -103,7 +101,7 @@ def expert_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return expert_kernel(work.x.device, work.kernel).forward(work, out_dtype)
 
 
-@expert_forward.register_fake
+@torch.library.register_fake(expert_forward)
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     *call, out_dtype = arguments
     work = _unflatten(*call)
@@ -118,9 +116,8 @@ def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *_, **__) -> i
     return (up[1] + 1) * _product_flops(x, token, down)
 
 
-@torch.library.custom_op(
-    "moesaic::expert_backward",
-    mutates_args=(),
+@operator(
+    "expert_backward",
     schema=f"({CALL_SCHEMA}, Tensor pre, Tensor dy, bool wants_x, bool wants_gates, bool wants_weights) -> Tensor[]",
 )
 def expert_backward(*arguments: Any) -> list[Tensor]:
@@ -137,7 +134,7 @@ def expert_backward(*arguments: Any) -> list[Tensor]:
     return [d_x, d_gates, *gradients.weights]
 
 
-@expert_backward.register_fake
+@torch.library.register_fake(expert_backward)
 def _(*arguments: Any) -> list[Tensor]:
     *call, _pre, _dy, wants_x, wants_gates, wants_weights = arguments
     work = _unflatten(*call)
@@ -160,7 +157,7 @@ def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *others, **__)
     return int(products * _product_flops(x, token, down))
 
 
-differentiable_once("expert_backward")
+differentiable_once(expert_backward)
 
 
 def _product_flops(x: Sequence[int], token: Sequence[int] | None, down: Sequence[int]) -> int:

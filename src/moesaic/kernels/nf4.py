@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from moesaic.errors import InputError
 from moesaic.kernels import grouped_matmul
+from moesaic.kernels.operator import operator
 from moesaic.kernels.pick import kind_of
 from moesaic.kernels.products import rows_product
 
@@ -78,7 +79,7 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return (pairs.view(-1, BLOCK) * scales.reshape(-1, 1)).to(dtype).view(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
-@torch.library.custom_op("moesaic::nf4_rows_times", mutates_args=())
+@operator("nf4_rows_times")
 def rows_times(x: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     """Multiply each expert's rows by its matrix; not differentiable by itself.
 
@@ -103,7 +104,7 @@ def rows_times(x: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, transpose
     return _by_blocks(x, codes, scales, ends, transposed=transposed)
 
 
-@rows_times.register_fake
+@torch.library.register_fake(rows_times)
 def _(x: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     return x.new_empty(x.shape[0], codes.shape[1] if transposed else 2 * codes.shape[2])
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.kernels.once import differentiable_once
+from moesaic.kernels.operator import differentiable_once, operator
 from moesaic.kernels.products import rows_product, sum_product
 
 BLOCK = 4096
@@ -42,7 +42,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     return logits
 
 
-@torch.library.custom_op("moesaic::router_logits", mutates_args=())
+@operator("router_logits")
 def router_forward(x: Tensor, weight: Tensor) -> Tensor:
     """Return the logits, (T, E) float32."""
     if not _takes_pieces(x.device):
@@ -56,12 +56,12 @@ def router_forward(x: Tensor, weight: Tensor) -> Tensor:
     return logits if unit is None else logits * unit
 
 
-@router_forward.register_fake
+@torch.library.register_fake(router_forward)
 def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("moesaic::router_gradients", mutates_args=())
+@operator("router_gradients")
 def router_backward(
     x: Tensor, weight: Tensor, grad: Tensor, wants_x: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
@@ -91,12 +91,12 @@ def router_backward(
     return d_x, d_weight
 
 
-@router_backward.register_fake
+@torch.library.register_fake(router_backward)
 def _(x: Tensor, weight: Tensor, grad: Tensor, wants_x: bool, wants_weight: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape if wants_x else (0,)), weight.new_empty(weight.shape if wants_weight else (0,))
 
 
-differentiable_once("router_gradients")
+differentiable_once(router_backward)
 
 
 class _RouterLogits(torch.autograd.Function):

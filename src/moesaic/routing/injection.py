@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from moesaic.errors import InputError
+from moesaic.kernels.operator import operator
 
 
 def _objects_in_graphs() -> tuple[type, Callable[[type], None] | None]:
@@ -160,12 +161,12 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
 if _register is not None:
     _register(BackwardPasses)
 
-    @torch.library.custom_op("moesaic::injected_weight", mutates_args=())
+    @operator("injected_weight")
     def injected_weight(like: Tensor, passes: BackwardPasses, is_half: bool) -> Tensor:
         """Return `passes.weight(like, is_half)`, as an operator for compiled backward passes."""
         return passes.weight(like, is_half)
 
-    @injected_weight.register_fake
+    @torch.library.register_fake(injected_weight)
     def _(like: Tensor, passes: BackwardPasses, is_half: bool) -> Tensor:
         return like.new_empty((), dtype=torch.float32)
 

@@ -167,7 +167,7 @@ def _without_padding(x_TD: Tensor, valid_T: Tensor | None) -> Tensor:
 
 
 def _scores(router: AbstractRouter, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
-    """Return a router's scores; of 16-bit tokens neither a float32 copy nor anything between it and them is kept for backward."""
+    """Return a router's scores. Backward computes those of 16-bit tokens again: no float32 copy of the tokens is kept."""
     if x_TD.dtype.itemsize >= 4:
         return router.scores(x_TD, noise, token_ids)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from moesaic.kernels.operator import operator
 from moesaic.routing.route import RoutingRecord
 
 
@@ -128,7 +129,7 @@ def is_recomputing() -> bool:
     return hooks is not None and hooks[0].__module__ == torch_checkpoint.__module__
 
 
-@torch.library.custom_op("moesaic::count_in_graph", mutates_args=("counts",))
+@operator("count_in_graph", mutates_args=("counts",))
 def count_in_graph(counts: Tensor, requested: Tensor) -> None:
     """Add a call's copies per expert to the step's counts, (num_experts,) int64, unless the graph runs in a recomputation."""
     if not is_recomputing():

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.kernels.code_formats import FP8_LARGEST, FP8_WIDTH, INT8_LARGEST
+from moesaic.kernels.operator import operator
 
 CHUNK = 1024
 """The number of a row's values that are processed at a time."""
@@ -24,7 +25,7 @@ ROUND = tl.constexpr(12582912.0)
 """1.5 * 2**23: adding and subtracting it rounds a float32 below 2**22 to the nearest integer, ties to even."""
 
 
-@torch.library.custom_op("moesaic::triton_int8_encode", mutates_args=("scale", "integers"))
+@operator("triton_int8_encode", mutates_args=("scale", "integers"))
 def int8_encode(rows: Tensor, scale: Tensor, integers: Tensor) -> None:
     """Fill the fields of an `Int8` message.
 
@@ -38,7 +39,7 @@ def int8_encode(rows: Tensor, scale: Tensor, integers: Tensor) -> None:
     )
 
 
-@torch.library.custom_op("moesaic::triton_fp8_encode", mutates_args=("scale", "codes"))
+@operator("triton_fp8_encode", mutates_args=("scale", "codes"))
 def fp8_encode(rows: Tensor, scale: Tensor, codes: Tensor) -> None:
     """Fill the fields of an `Fp8` message.
 
@@ -54,7 +55,7 @@ def fp8_encode(rows: Tensor, scale: Tensor, codes: Tensor) -> None:
     )  # fmt: skip
 
 
-@torch.library.custom_op("moesaic::triton_decode", mutates_args=())
+@operator("triton_decode")
 def decode(scale: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Decode the fields of an `Int8` or `Fp8` message into (R, D) rows in `dtype`."""
     is_float8 = codes.dtype == torch.float8_e4m3fn
@@ -67,7 +68,7 @@ def decode(scale: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     return rows
 
 
-@decode.register_fake
+@torch.library.register_fake(decode)
 def _(scale: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.new_empty(codes.shape, dtype=dtype)
 

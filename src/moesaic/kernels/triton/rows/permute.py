@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesaic.kernels.operator import operator
+
 WIDEST = 1024
 """The most columns that one program sums."""
 
 
-@torch.library.custom_op("moesaic::triton_sum_tokens", mutates_args=())
+@operator("triton_sum_tokens")
 def sum_tokens(
     rows: Tensor, by_token: Tensor, starts: Tensor, weights: Tensor | None, per_token: int, dtype: torch.dtype
 ) -> Tensor:
@@ -43,7 +45,7 @@ def sum_tokens(
     return out
 
 
-@sum_tokens.register_fake
+@torch.library.register_fake(sum_tokens)
 def _(
     rows: Tensor, by_token: Tensor, starts: Tensor, weights: Tensor | None, per_token: int, dtype: torch.dtype
 ) -> Tensor:

@@ -14,13 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesaic.kernels.operator import operator
+
 BLOCK = 128
 """The number of copies that one program counts and places."""
 SCANNED = 1024
 """The number of blocks whose counts are summed at a time."""
 
 
-@torch.library.custom_op("moesaic::triton_sort", mutates_args=())
+@operator("triton_sort")
 def sort(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort token copies by expert; copies of one expert keep their order.
 
@@ -52,7 +54,7 @@ def sort(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return copy, row, ends
 
 
-@sort.register_fake
+@torch.library.register_fake(sort)
 def _(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     copy = expert.new_empty(expert.shape, dtype=torch.int64)
     return copy, torch.empty_like(copy), expert.new_empty(num_experts, dtype=torch.int32)
