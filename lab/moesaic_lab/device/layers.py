@@ -12,11 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.experts import GPT_OSS, GatedExperts
+from moesaic.kernels.activation import Clamp
 from moesaic.kernels.expert_ffn import expert_ffn
 from moesaic.kernels.permute import sort_by_expert
 from moesaic.kernels.work import ExpertWork
 from moesaic_lab.device.shapes import GpuLayer
 
+LEAVES = ("x", "w13", "w2", "weight", "up_bias", "down_bias")
+"""Names of `Inputs.leaves`; the biases belong to gpt-oss's experts only."""
 TOLERANCE = 0.02
 """Largest allowed error, relative to a result's root mean square. bfloat16 rounds to 2**-9, a few times per result."""
 
@@ -37,11 +41,18 @@ class Inputs:
     """(T, K) int32."""
     dy: Tensor
     """(T, D)."""
+    biases: tuple[Tensor, ...] = ()
+    """(E, 2, I) and (E, D) for gpt-oss's experts, clamped SwiGLU with biases; empty for SwiGLU."""
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """The tensors that receive gradients."""
-        return self.x, self.w13, self.w2, self.weight
+        """The tensors that receive gradients, in the order of `LEAVES`."""
+        return self.x, self.w13, self.w2, self.weight, *self.biases
+
+    @property
+    def clamp(self) -> Clamp | None:
+        """The constants of clamped SwiGLU; None for SwiGLU."""
+        return GPT_OSS if self.biases else None
 
     @staticmethod
     def random(layer: GpuLayer, device: str, dtype: torch.dtype, seed: int = 0) -> Inputs:
@@ -62,6 +73,9 @@ class Inputs:
             weight=best.values.softmax(1).detach().requires_grad_(),
             expert=best.indices.to(torch.int32),
             dy=torch.randn(layer.tokens, layer.dim, **factory).to(dtype),
+            biases=(leaf(layer.num_experts, 2, layer.hidden), leaf(layer.num_experts, layer.dim))
+            if layer.is_clamped
+            else (),
         )
 
     @staticmethod
@@ -74,7 +88,8 @@ class Inputs:
             for sizes in ((tokens, dim), (experts, 2, hidden, dim), (experts, dim, hidden), (tokens, dim))
         )
         weight = torch.zeros(tokens, layer.top_k, requires_grad=True)
-        return Inputs(x=x, w13=w13, w2=w2, weight=weight, expert=expert, dy=dy.detach())
+        biases = (w13.new_empty(experts, 2, hidden), w2.new_empty(experts, dim)) if layer.is_clamped else ()
+        return Inputs(x=x, w13=w13, w2=w2, weight=weight, expert=expert, dy=dy.detach(), biases=biases)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +111,9 @@ def ours(inputs: Inputs, tiles: Mapping[str, Any] | None) -> Implementation:
         order = sort(inputs.expert.view(-1), len(inputs.w13))
         top_k = inputs.expert.shape[1]
         return moe_mlp(
-            inputs.x, inputs.w13, inputs.w2, inputs.weight.view(-1), *order, top_k=top_k, activation="silu", tiles=tiles
-        )
+            inputs.x, inputs.w13, inputs.w2, inputs.weight.view(-1), *order, top_k=top_k, activation="silu",
+            biases=inputs.biases, clamp=inputs.clamp, tiles=tiles,
+        )  # fmt: skip
 
     return Implementation(forward=forward, leaves=inputs.leaves)
 
@@ -106,6 +122,7 @@ def grouped_mm(inputs: Inputs) -> Implementation:
     """Return the implementation by torch's `grouped_mm`, one operation after the other."""
     num_experts, top_k = len(inputs.w13), inputs.expert.shape[1]
     token = torch.arange(len(inputs.x), device=inputs.x.device).repeat_interleave(top_k)
+    up_bias, down_bias = inputs.biases or (None, None)
 
     def forward() -> Tensor:
         flat = inputs.expert.view(-1).long()
@@ -113,8 +130,8 @@ def grouped_mm(inputs: Inputs) -> Implementation:
         order = sort_by_expert(token, flat, counts, len(inputs.x), top_k)
         work = ExpertWork(
             x=inputs.x, dispatch=order.dispatch, gates=inputs.weight.view(-1)[order.order], gates_first=False,
-            ends=order.ends, up=inputs.w13, up_bias=None, down=inputs.w2, down_bias=None, activation="silu",
-            kernel="grouped_mm",
+            ends=order.ends, up=inputs.w13, up_bias=up_bias, down=inputs.w2, down_bias=down_bias, activation="silu",
+            clamp=inputs.clamp, kernel="grouped_mm",
         )  # fmt: skip
         return expert_ffn(work)
 
@@ -126,7 +143,9 @@ def liger(inputs: Inputs) -> Implementation:
 
     Raises:
         ImportError: the package is not installed.
+        ValueError: the experts are not SwiGLU.
     """
+    _check_plain(inputs, "liger")
     function = import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
     gate_up = inputs.w13.detach().flatten(1, 2).requires_grad_()
 
@@ -145,7 +164,9 @@ def sonic(inputs: Inputs) -> Implementation:
 
     Raises:
         ImportError: the package is not installed.
+        ValueError: the experts are not SwiGLU.
     """
+    _check_plain(inputs, "SonicMoE")
     quack = import_module("quack.gemm_interface")
     for name in ("gemm", "gemm_gated", "gemm_dgated"):
         setattr(quack, name, partial(getattr(quack, name), tuned=False))  # else it tunes for minutes
@@ -170,10 +191,11 @@ def layer_of(inputs: Inputs) -> Implementation:
     from moesaic.layer import MoE
 
     num_experts, _, hidden, dim = inputs.w13.shape
-    layer = MoE(dim, hidden, num_experts, inputs.expert.shape[1]).to(inputs.x.device, inputs.x.dtype)
+    experts = partial(GatedExperts, clamp=inputs.clamp, bias=True) if inputs.biases else "swiglu"
+    layer = MoE(dim, hidden, num_experts, inputs.expert.shape[1], experts=experts).to(inputs.x.device, inputs.x.dtype)
     with torch.no_grad():
-        for name in ("w13", "w2"):
-            layer.experts.get_parameter(name).copy_(getattr(inputs, name))
+        for name, value in zip(("w13", "w2", "b13", "b2"), (inputs.w13, inputs.w2, *inputs.biases)):
+            layer.experts.get_parameter(name).copy_(value)
     return Implementation(forward=lambda: layer(inputs.x), leaves=(inputs.x, *layer.parameters()))
 
 
@@ -185,7 +207,7 @@ def errors(inputs: Inputs, y: Tensor, grads: tuple[Tensor | None, ...]) -> dict[
         y: (T, D), the output.
         grads: gradients of `inputs.leaves` for the output gradient `inputs.dy`; None for a gradient that is not compared.
     """
-    actual = dict(zip(("y", "x", "w13", "w2", "weight"), (y, *grads)))
+    actual = dict(zip(("y", *LEAVES), (y, *grads)))
     squares = {name: torch.zeros(2, dtype=torch.float64, device=y.device) for name in actual}
     exact = {name: torch.zeros_like(each, dtype=torch.float32) for name, each in zip(("y", "x"), (y, y))}
 
@@ -195,14 +217,19 @@ def errors(inputs: Inputs, y: Tensor, grads: tuple[Tensor | None, ...]) -> dict[
 
     for e in range(len(inputs.w13)):
         token, slot = (inputs.expert == e).nonzero(as_tuple=True)
-        leaves = (inputs.x[token], inputs.weight[token, slot], inputs.w13[e], inputs.w2[e])
-        x, weight, w13, w2 = (leaf.detach().float().requires_grad_() for leaf in leaves)
+        of_expert = (
+            inputs.x[token],
+            inputs.weight[token, slot],
+            *(each[e] for each in (inputs.w13, inputs.w2, *inputs.biases)),
+        )
+        leaves = [leaf.detach().float().requires_grad_() for leaf in of_expert]
         with torch.enable_grad():
-            rows = ((F.silu(x @ w13[0].T) * (x @ w13[1].T)) @ w2.T) * weight.unsqueeze(1)
-        d_x, d_weight, *d_matrices = torch.autograd.grad(rows, (x, weight, w13, w2), inputs.dy[token].float())
+            rows = _rows_of(inputs.clamp, *leaves)
+        d_x, d_weight, *d_parameters = torch.autograd.grad(rows, leaves, inputs.dy[token].float())
         exact["y"].index_add_(0, token, rows.detach())
         exact["x"].index_add_(0, token, d_x)
-        for name, right, found in zip(("w13", "w2"), d_matrices, (grads[1], grads[2])):
+        names = (*LEAVES[1:3], *LEAVES[4:])
+        for name, right, found in zip(names, d_parameters, (*grads[1:3], *grads[4:])):
             compare(name, right, None if found is None else found[e])
         compare("weight", d_weight, None if grads[3] is None else grads[3][token, slot])
     for name, right in exact.items():
@@ -212,6 +239,24 @@ def errors(inputs: Inputs, y: Tensor, grads: tuple[Tensor | None, ...]) -> dict[
         for name, found in actual.items()
         if found is not None
     }
+
+
+def _rows_of(clamp: Clamp | None, x: Tensor, weight: Tensor, w13: Tensor, w2: Tensor, *biases: Tensor) -> Tensor:
+    """Return the weighted results of one expert, (rows, D)."""
+    up_bias, down_bias = biases or (torch.zeros(2, 1), 0.0)
+    gate, up = (x @ matrix.T + bias.to(x) for matrix, bias in zip(w13, up_bias))
+    if clamp is None:
+        hidden = F.silu(gate) * up
+    else:
+        gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+        hidden = gate * torch.sigmoid(clamp.alpha * gate) * (up + clamp.offset)
+    return (hidden @ w2.T + down_bias) * weight.unsqueeze(1)
+
+
+def _check_plain(inputs: Inputs, name: str) -> None:
+    """Raise ValueError for experts that are not SwiGLU."""
+    if inputs.biases:
+        raise ValueError(f"{name} has no clamped SwiGLU with biases")
 
 
 def relative(result: Tensor, exact: Tensor) -> float:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moesaic.kernels.activation import ACTIVATIONS
+from moesaic.kernels.activation import ACTIVATIONS, Clamp
 from moesaic.kernels.triton import expert_stage
 from moesaic.kernels.triton.rows.tiles import Tile
 from moesaic.kernels.work import Dispatch, ExpertWork, Wanted
@@ -32,9 +32,11 @@ def moe_mlp(
     *,
     top_k: int,
     activation: str,
+    biases: tuple[Tensor, ...] = (),
+    clamp: Clamp | None = None,
     tiles: Mapping[str, Tile] | None = None,
 ) -> Tensor:
-    """Run the experts of each token and return the weighted sums, differentiable in x, the matrices and the routing weights.
+    """Run the experts of each token and return the weighted sums, differentiable in x, the parameters and the routing weights.
 
     Args:
         x: (T, D) tokens.
@@ -46,6 +48,8 @@ def moe_mlp(
         ends: (E,) int32, from `sort`: the end of each expert's rows.
         top_k: K, copies per token.
         activation: "silu", "gelu" or "relu".
+        biases: (E, C, I) and (E, D); empty for none.
+        clamp: the constants of clamped SwiGLU; None for no clamping.
         tiles: tiles by names of products, from `Tuned.tiles`; None for the defaults.
 
     Returns:
@@ -54,7 +58,7 @@ def moe_mlp(
     assert activation in ACTIVATIONS, activation
     assert x.dtype == up.dtype == down.dtype, (x.dtype, up.dtype, down.dtype)
     assert len(weight) == len(copy) == len(row) == len(x) * top_k, (weight.shape, copy.shape, x.shape, top_k)
-    y: Tensor = _Mlp.apply(x, up, down, weight, copy, row, ends, top_k, activation, tiles)
+    y: Tensor = _Mlp.apply(x, up, down, weight, copy, row, ends, (top_k, activation, clamp), tiles, *biases)
     return y
 
 
@@ -62,33 +66,39 @@ class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, up: Tensor, down: Tensor, weight: Tensor, copy: Tensor, row: Tensor, ends: Tensor,
-        top_k: int, activation: str, tiles: Mapping[str, Tile] | None,
+        form: Form, tiles: Mapping[str, Tile] | None, *biases: Tensor,
     ) -> Tensor:  # fmt: skip
-        tensors = (x, up, down, weight, copy, row, ends)
-        y, pre = expert_stage.forward(_work(tensors, top_k, activation), x.dtype, tiles)
+        tensors = (x, up, down, weight, copy, row, ends, *biases)
+        y, pre = expert_stage.forward(_work(tensors, form), x.dtype, tiles)
         ctx.save_for_backward(*tensors, pre)
-        ctx.top_k, ctx.activation, ctx.tiles = top_k, activation, tiles
+        ctx.form, ctx.tiles = form, tiles
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, pre = ctx.saved_tensors
-        work = _work(tensors, ctx.top_k, ctx.activation)
+        work = _work(tensors, ctx.form)
         grads = expert_stage.backward(work, pre, dy.contiguous(), Wanted(), ctx.tiles)
         assert grads.gates is not None
         weight, row = tensors[3], tensors[5]
         d_weight = grads.gates.index_select(0, row.clamp(0, max(len(row) - 1, 0)))
         d_weight = d_weight.masked_fill(row < 0, 0.0).to(weight.dtype)
-        return grads.x, grads.up, grads.down, d_weight, *(None,) * 6
+        biases = (grads.up_bias, grads.down_bias) if work.up_bias is not None else ()
+        return grads.x, grads.up, grads.down, d_weight, *(None,) * 5, *biases
 
 
-def _work(tensors: Sequence[Tensor], top_k: int, activation: str) -> ExpertWork:
+Form = tuple[int, str, Clamp | None]
+"""The number of copies per token, the activation and its clamp."""
+
+
+def _work(tensors: Sequence[Tensor], form: Form) -> ExpertWork:
     """Return the argument of `expert_stage`: routing weights in expert order, rows of each token in the order of its copies."""
-    x, up, down, weight, copy, row, ends = tensors
+    x, up, down, weight, copy, row, ends, *biases = tensors
+    (top_k, activation, clamp), (up_bias, down_bias) = form, biases or (None, None)
     starts = torch.arange(0, len(row), top_k, device=row.device)
     return ExpertWork(
         x=x, dispatch=Dispatch(token=copy // top_k, by_token=row, starts=starts, per_token=top_k),
         gates=weight.index_select(0, copy), gates_first=False, ends=ends, up=up,
-        up_bias=None, down=down, down_bias=None, activation=activation,
+        up_bias=up_bias, down=down, down_bias=down_bias, activation=activation, clamp=clamp,
     )  # fmt: skip

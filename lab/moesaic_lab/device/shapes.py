@@ -24,7 +24,7 @@ class GpuLayer:
     num_experts: int
     top_k: int
     is_clamped: bool = False
-    """Whether tiles are searched with gpt-oss's experts, clamped SwiGLU with biases. The layer's row times plain SwiGLU."""
+    """Whether the experts are those of gpt-oss: clamped SwiGLU with biases."""
 
     @property
     def name(self) -> str:

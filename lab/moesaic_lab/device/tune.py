@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from moesaic.kernels.activation import Clamp
 from moesaic.kernels.triton.down_grad import down_grad
 from moesaic.kernels.triton.expert_stage import shapes
 from moesaic.kernels.triton.grouped import rows_times
@@ -24,17 +23,12 @@ from moesaic_lab.device.search import Tuned, save, search
 from moesaic_lab.device.shapes import GpuLayer
 from moesaic_lab.device.timing import seconds_of
 
-GPT_OSS = Clamp(limit=7.0, alpha=1.702, offset=1.0)
 
-
-def products(
-    inputs: Inputs, *, is_clamped: bool = False, is_compiling: bool = False
-) -> dict[str, Callable[[Tile], object]]:
+def products(inputs: Inputs, *, is_compiling: bool = False) -> dict[str, Callable[[Tile], object]]:
     """Return the grouped products of a layer as functions of a tile, with operands shaped as in the layer.
 
     Args:
         inputs: tensors of the layer.
-        is_clamped: as in `GpuLayer`; biases are zeros, which take as long as others.
         is_compiling: whether the products are only compiled, so that their operands need no values.
     """
     top_k = inputs.expert.shape[1]
@@ -45,10 +39,9 @@ def products(
     if len(inputs.x) and not is_compiling:
         hidden.normal_()
         pre.normal_()
-    form: dict[str, Any] = {"activation": "silu", "clamp": GPT_OSS if is_clamped else None, "weight": weight}
-    up_bias = down_bias = down_weight = None
-    if is_clamped:
-        up_bias, down_bias, down_weight = x.new_zeros(w13.shape[:3]), x.new_zeros(w2.shape[:2]), weight
+    form: dict[str, Any] = {"activation": "silu", "clamp": inputs.clamp, "weight": weight}
+    up_bias, down_bias = (bias.detach() for bias in inputs.biases) if inputs.biases else (None, None)
+    down_weight = weight if inputs.biases else None
     return {
         "up": lambda tile: up(x, w13, ends, tile, **form, bias=up_bias, token=token),
         "down": lambda tile: rows_times(hidden, w2, ends, tile, transposed=True, bias=down_bias, weight=down_weight),
@@ -82,7 +75,7 @@ def tune(
     Returns:
         `tuned` with the tiles found.
     """
-    runs = products(inputs, is_clamped=layer.is_clamped)
+    runs = products(inputs)
     sizes = (layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, inputs.x.itemsize)
     for name, shape in shapes(*sizes, gated=True).items():
         if bucket(shape) in tuned.by_bucket or (only and name not in only):
@@ -99,7 +92,7 @@ def tune(
 
 def breakdown(layer: GpuLayer, inputs: Inputs, tuned: Tuned) -> dict[str, dict[str, float]]:
     """Return the milliseconds of each step of a layer, timed alone, and its TFLOP/s, or GB/s if it only moves bytes."""
-    runs = products(inputs, is_clamped=layer.is_clamped)
+    runs = products(inputs)
     num_rows = layer.tokens * layer.top_k
     sizes = (num_rows, layer.num_experts, layer.dim, layer.hidden, inputs.x.itemsize)
     flops = 2.0 * num_rows * layer.dim * layer.hidden

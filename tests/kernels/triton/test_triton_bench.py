@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -13,7 +14,7 @@ import torch
 from moesaic.kernels.triton.rows.tiles import default_tile
 from moesaic_lab.device import layers as gpu_layers
 from moesaic_lab.device import on_gpu, timing
-from moesaic_lab.device.layers import Inputs, errors, grouped_mm, ours, sonic
+from moesaic_lab.device.layers import Inputs, errors, grouped_mm, layer_of, ours, sonic
 from moesaic_lab.device.shapes import LARGEST, LAYERS, GpuLayer, claims
 from moesaic_lab.device.steps import PRODUCTS
 
@@ -81,20 +82,22 @@ def test_a_layer_that_fails_is_a_row_with_its_reason(one_layer, tmp_path, monkey
     assert all("ZeroDivisionError" in claim.reason for claim in found if "sonic" not in claim.name)
 
 
-def test_wrong_results_are_found(device):
-    inputs = Inputs.random(TINY, device, torch.float32)
+@pytest.mark.parametrize("layer", [TINY, replace(TINY, is_clamped=True)], ids=["swiglu", "gpt_oss"])
+def test_wrong_results_are_found(device, layer):
+    inputs = Inputs.random(layer, device, torch.float32)
     implementation = ours(inputs, None)
     y = implementation.forward()
     results = [y.detach(), *torch.autograd.grad(y, implementation.leaves, inputs.dy)]
     assert max(errors(inputs, results[0], tuple(results[1:])).values()) < 1e-4
-    for number, name in enumerate(("y", "x", "w13", "w2", "weight")):
+    for number, name in enumerate(("y", *gpu_layers.LEAVES)[: len(results)]):
         spoilt = [*results[:number], results[number] * 1.1, *results[number + 1 :]]
         report = errors(inputs, spoilt[0], tuple(spoilt[1:]))
         assert {key for key, error in report.items() if error > gpu_layers.TOLERANCE} == {name}
 
 
-def test_grouped_mm_computes_the_same_layer(device):
-    inputs = Inputs.random(TINY, device, torch.float32)
+@pytest.mark.parametrize("layer", [TINY, replace(TINY, is_clamped=True)], ids=["swiglu", "gpt_oss"])
+def test_grouped_mm_computes_the_same_layer(device, layer):
+    inputs = Inputs.random(layer, device, torch.float32)
     implementation = grouped_mm(inputs)
     y = implementation.forward()
     assert max(errors(inputs, y.detach(), torch.autograd.grad(y, implementation.leaves, inputs.dy)).values()) < 1e-4
@@ -163,3 +166,10 @@ def test_claims_of_layers_that_were_not_measured_say_so():
     assert targets[f"gpu.{LARGEST.name}.backward_tflops"] == 586
     assert targets["gpu.T8192_H7168_I2048_E256_K8.forward_tflops"] is None
     assert targets["gpu.T24576_H1536_I512_E64_K4.activation_gib"] == pytest.approx(0.66)
+
+
+def test_a_peer_without_clamps_says_so_and_the_whole_layer_runs(device):
+    inputs = Inputs.random(replace(TINY, top_k=2, is_clamped=True), device, torch.float32)
+    with pytest.raises(ValueError, match="SonicMoE has no clamped SwiGLU with biases"):
+        sonic(inputs)
+    assert layer_of(inputs).forward().shape == inputs.x.shape
