@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -323,22 +324,39 @@ class _Search:
         return min((self._climb(cost_model, start) for start in starts.values()), key=self._cost)
 
     def _climb(self, cost_model: StepCostModel, best: PlannedStep, *, choices: int = 1) -> PlannedStep:
-        """Return the plan that steepest descent reaches from `best`; each step changes at most `choices` choices."""
+        """Return the plan that steepest descent reaches from `best`; each step changes at most `choices` choices.
+
+        A choice that made a plan too slow to change a second one is not tried again on the way. If two choices may change,
+        all are tried at its end.
+        """
+        avoided: set[tuple[str, Any]] = set()
         changed = 1
         while changed <= choices:
-            of_single = partial(self._may_pair, cost_model.grid, best.seconds) if changed > 1 else None
-            neighbourhood = neighbours(best.plan, self.settings.space, cost_model.grid, changed, keep=of_single)
-            step = min(
-                [best, *filter(None, (self._simulate(cost_model, plan) for plan in neighbourhood))], key=self._cost
+            grid, near = cost_model.grid, self._near(best.seconds)
+            keep = (
+                partial(self._may_pair, grid, near, best.plan) if changed > 1 else lambda *choice: choice not in avoided
             )
-            changed = 1 if self._cost(step) < self._cost(best) else changed + 1
-            best = step
+            neighbourhood = neighbours(best.plan, self.settings.space, grid, changed, keep=keep)
+            found = list(filter(None, (self._simulate(cost_model, plan) for plan in neighbourhood)))
+            step = min([best, *found], key=self._cost)
+            if self._cost(step) < self._cost(best):
+                slow = [each.plan for each in found if each.seconds > near] if changed == 1 else []
+                avoided.update((name, getattr(plan, name)) for plan in slow for name in changes_of(plan, best.plan))
+                best, changed = step, 1
+            elif avoided and choices > 1:
+                avoided.clear()
+            else:
+                changed += 1
         return best
 
-    def _may_pair(self, grid: Grid, best: float, plan: Plan) -> bool:
-        """Return whether a plan that differs from the best in one choice is fast enough, or unknown, to change a second one."""
-        planned = self.tried.get((grid, plan))
-        return planned is None or planned.seconds <= best * (1 + (self.settings.give_up - 1) * PAIRED_SHARE)
+    def _near(self, seconds: float) -> float:
+        """Return the step time up to which a plan is fast enough to change a second choice of it."""
+        return seconds * (1 + (self.settings.give_up - 1) * PAIRED_SHARE)
+
+    def _may_pair(self, grid: Grid, near: float, plan: Plan, name: str, value: Any) -> bool:
+        """Return whether a plan with another choice is near enough, or unknown, to change a second one."""
+        planned = self.tried.get((grid, replace(plan, **{name: value})))
+        return planned is None or planned.seconds <= near
 
     def _simulated_on(self, grid: Grid) -> list[PlannedStep]:
         """Return the simulated plans of a layout."""
@@ -470,7 +488,7 @@ def smallest_layout(cost_models: Sequence[StepCostModel]) -> tuple[Grid, float]:
 
 
 def neighbours(
-    plan: Plan, space: SearchSpace, grid: Grid, changed: int = 1, *, keep: Callable[[Plan], bool] | None = None
+    plan: Plan, space: SearchSpace, grid: Grid, changed: int = 1, *, keep: Callable[[str, Any], bool] | None = None
 ) -> Iterator[Plan]:
     """Yield the plans of a space that differ from a plan in some choices.
 
@@ -479,20 +497,21 @@ def neighbours(
         space: the search space.
         grid: the mesh.
         changed: number of choices in which the plans differ from `plan`.
-        keep: returns whether a choice is combined with others, given the plan that differs in it alone; None: all are.
+        keep: returns whether a choice is changed, given its name and its value; None: all are.
     """
     values = space.values(grid) | {"schedule": _schedules(space, grid)}
     others = {
-        name: [
-            each
-            for each in choices
-            if each != getattr(plan, name) and (keep is None or keep(replace(plan, **{name: each})))
-        ]
+        name: [each for each in choices if each != getattr(plan, name) and (keep is None or keep(name, each))]
         for name, choices in values.items()
     }
     for names in itertools.combinations(values, changed):
         for choice in itertools.product(*(others[name] for name in names)):
             yield replace(plan, **dict(zip(names, choice)))
+
+
+def changes_of(plan: Plan, other: Plan) -> list[str]:
+    """Return the names of the choices in which two plans differ."""
+    return [name for name, value in vars(plan).items() if value != getattr(other, name)]
 
 
 def _schedules(space: SearchSpace, grid: Grid) -> tuple[Schedule, ...]:
@@ -520,4 +539,4 @@ def _without_duplicates(ranking: list[PlannedStep]) -> list[PlannedStep]:
 
 def _num_choices(plan: Plan) -> int:
     """Return the number of choices of a plan that are not the default."""
-    return sum(value != usual for value, usual in zip(vars(plan).values(), vars(Plan()).values()))
+    return len(changes_of(plan, Plan()))
