@@ -12,9 +12,16 @@ from moesaic.testing.runner import start_ranks
 TIMEOUT_SECONDS = 120
 PRELOAD = (
     "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.run", "torch.distributed.pipelining",
-    "moesaic.cli.main", "moesaic.cli.train", "moesaic.train.loop", "pytest",
+    "moesaic.cli.main", "moesaic.cli.train", "moesaic.train.loop", "pytest", "fsspec.core", "numpy.ma", "typeguard",
+    "torch.distributed.checkpoint._fsspec_filesystem", "tyro._backends._argparse_formatter", "moesaic.train.presets",
+    "moesaic.kernels.by_expert", "moesaic.runtime.graphs",
 )  # fmt: skip
 """Modules that ranks of tests and commands import, in addition to those of `moesaic.testing.runner`."""
+HUB = (
+    "transformers.trainer", "transformers.models.mixtral.modeling_mixtral", "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "moesaic.transformers", "peft", "datasets",
+)  # fmt: skip
+"""The same where tests use transformers, whose parts are imported when they are used: five seconds of each rank."""
 
 
 def start(world: int, function: Callable[..., Any], *arguments: Any) -> None:
@@ -24,7 +31,7 @@ def start(world: int, function: Callable[..., Any], *arguments: Any) -> None:
 
 def preloaded() -> tuple[str, ...]:
     """Return the modules that the fork server imports, from which all processes of tests are forked."""
-    return (*PRELOAD, *(name for name in ("transformers",) if name in sys.modules))
+    return (*PRELOAD, *(HUB if "transformers" in sys.modules else ()))
 
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
