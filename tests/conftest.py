@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import re
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +30,21 @@ WAITING = (
     "weights/test_convert_memory.py",
 )  # fmt: skip
 """Files whose tests spend most of their time waiting: for timeouts, slow links, disks or another process."""
+FURTHER = re.compile(r"mark\.random|\b(pairwise|seed_ranges|thinned)\(")
+"""What a file says that has tests marked `random`."""
+
+
+@functools.cache
+def may_hold_random(path: Path) -> bool:
+    """Return whether a file's text asks for tests marked `random`."""
+    return FURTHER.search(path.read_text(encoding="utf-8")) is not None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files that hold no test for `-m "random ..."`: importing them takes longer than many tests."""
+    if not config.option.markexpr.startswith("random") or not collection_path.match("test_*.py"):
+        return None
+    return None if may_hold_random(collection_path) else True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -41,7 +59,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the files that wait first: at the end they would leave processors idle."""
+    """Run the files that wait first: at the end they would leave processors idle. Hold `may_hold_random` to the markers."""
+    missed = {str(item.path) for item in items if item.get_closest_marker("random") and not may_hold_random(item.path)}
+    if missed:
+        raise pytest.UsageError(f"make test-random would leave out the random tests of {', '.join(sorted(missed))}")
     items.sort(key=lambda item: not item.path.as_posix().endswith(WAITING))
 
 
