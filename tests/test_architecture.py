@@ -161,11 +161,13 @@ def test_parts_that_plan_and_report_do_not_import_torch():
 
 
 def test_importing_the_package_does_not_import_torch():
-    modules = ["moesaic", "moesaic.__main__", "moesaic.train.metrics"]
+    """Nor do beds for commands need it, nor does the summary of a run need what draws pages."""
+    modules = ["moesaic", "moesaic.__main__", "moesaic.train.metrics", "moesaic_testbed.launcher"]
     for path in SOURCES:
         if part_of(path) in (*TORCH_FREE, "cli"):
             modules.append(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"))
-    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    code = "import sys, moesaic.report.summary; assert 'plotly' not in sys.modules; "
+    code += f"import {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import moesaic
+from forked import Forked
 from runs import tiny, write_config
 
 
@@ -20,16 +21,13 @@ def test_training_on_two_ranks_hears_of_nothing_deprecated(tmp_path: Path) -> No
         "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
         "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
     }  # fmt: skip
-    # Not forked: what has been imported before warns no more.
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "moesaic", "train", "--config", str(config)],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    err = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], err
+    places = [environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    words = ["-m", "moesaic", "train", "--config", str(config)]
+    # Rank 0 is not forked: what has been imported before warns no more.
+    first = subprocess.Popen([sys.executable, *words], env=places[0], stderr=subprocess.PIPE, text=True)
+    second = Forked(words, places[1])
+    err = [rank.communicate(timeout=300)[1] for rank in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], err
     ours = str(Path(moesaic.__file__).parent)
     said = [line for line in "\n".join(err).splitlines() if "deprecated" in line or "Warning: " in line]
     # Of Python's warnings those that name a file of ours; torch also logs some, which name no file.

@@ -157,7 +157,7 @@ def test_memory_does_not_depend_on_the_order_of_hashes() -> None:
         "print(layer_memory(compiled.forward, compiled.backward, volumes))\n"
     )
     outputs = set()
-    for seed in range(4):
+    for seed in range(2):
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
             env={**os.environ, "PYTHONHASHSEED": str(seed)},

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -131,16 +129,6 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (good / "config.json").unlink()
     with pytest.raises(InputError, match=r"no run there \(config\.json is missing\)"):
         read_runs([good])
-
-
-def test_neither_summary_nor_page_needs_torch() -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "import moesaic.report.summary; assert 'plotly' not in sys.modules\n"
-        "import moesaic.report.page, moesaic.cli.report, moesaic.cli.main"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
 
 
 def test_layers_that_appear_with_fewer_entries_are_kept(tmp_path: Path) -> None:
