@@ -49,16 +49,8 @@ def test_links_are_cut_on_beds_only() -> None:
     ],
 )
 def test_a_broken_promise_is_a_claim_that_does_not_hold(broken: dict[str, object], claim: str) -> None:
-    sound = {
-        "number": 0,
-        "kind": "restart",
-        "way": "",
-        "rank": 1,
-        "transport": "gloo",
-        "reached": 7,
-        "resumed": 6,
-        "recovered": True,
-    }
+    sound = {"number": 0, "kind": "restart", "way": "", "rank": 1, "transport": "gloo"}
+    sound |= {"reached": 7, "resumed": 6, "recovered": True}
     for changes, holds in (({}, True), (broken, False)):
         found = FaultOutcome(**{**sound, **changes})  # type: ignore[arg-type]
         assert found.is_wrong is not holds

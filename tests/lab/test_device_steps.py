@@ -156,17 +156,8 @@ def test_a_failure_is_printed_before_the_run_ends(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "def test_wrong():\n    assert 1 == 2\n\ndef test_killed():\n    import os\n    os._exit(3)\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "moesaic_lab.device.failures",
-        str(tmp_path),
-    ]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "moesaic_lab.device.failures"]
+    command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert "==== " in done.stdout
     assert "assert 1 == 2" in done.stdout

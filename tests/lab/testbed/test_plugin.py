@@ -35,18 +35,8 @@ TESTS = """
 
 def run_pytest(folder, **environment):
     (folder / "test_mine.py").write_text(textwrap.dedent(TESTS))
-    words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rs",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        str(folder),
-        "test_mine.py",
-    ]
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "--rootdir", str(folder)]
+    words = [sys.executable, "-m", "pytest", *options, "test_mine.py"]
     done = subprocess.run(
         words, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )
