@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 from moesaic.program.compile import Compiled
-from moesaic.program.grid import Axis, Grid
-from moesaic.program.task import Layout, Op, Program, Task
+from moesaic.program.grid import Grid
+from moesaic.program.task import Layout, Op, Slot, Task
 from moesaic.program.validate import reduces
 
 
@@ -38,32 +39,29 @@ def work(compiled: Compiled, in_order: bool) -> Hashable:
     """
     key: list[Hashable] = []
     for program in (compiled.forward, compiled.backward):
-        tasks = [_work_of(task, program, compiled.grid) for task in program.tasks if not _is_idle(task, compiled.grid)]
+        slots = {slot.name: slot for slot in program.slots}
+        tasks = [_work_of(task, slots, compiled.grid) for task in program.tasks if not _is_idle(task, compiled.grid)]
         key.append(tuple(tasks) if in_order else frozenset(Counter(tasks).items()))
     return tuple(key)
 
 
 def _is_idle(task: Task, grid: Grid) -> bool:
-    return task.op in (Op.MOVE, Op.SCALE) and _size(grid, task.group) == 1
+    return task.op in (Op.MOVE, Op.SCALE) and math.prod(grid.size(axis) for axis in task.group) == 1
 
 
-def _work_of(task: Task, program: Program, grid: Grid) -> Hashable:
-    ends = task.of or (task.reads[0], task.writes[0])
-    source, target = (program.slot(name) for name in ends)
-    reads = tuple(_where(program.slot(name).layout, grid) for name in task.reads)
-    writes = tuple(_where(program.slot(name).layout, grid) for name in task.writes)
-    group = tuple(axis for axis in task.group if _size(grid, (axis,)) > 1)
+def _work_of(task: Task, slots: Mapping[str, Slot], grid: Grid) -> Hashable:
+    source, target = (slots[name] for name in task.of or (task.reads[0], task.writes[0]))
+    reads = tuple(_where(slots[name].layout, grid) for name in task.reads)
+    writes = tuple(_where(slots[name].layout, grid) for name in task.writes)
+    group = tuple(axis for axis in task.group if grid.size(axis) > 1)
     sums = task.op in (Op.MOVE, Op.UNPACK) and grid.etp > 1 and reduces(source, target)
-    kinds = tuple(program.slot(name).kind for name in (*task.reads, *task.writes))
+    kinds = tuple(slots[name].kind for name in (*task.reads, *task.writes))
     power = task.power if task.op is Op.SCALE else 0
     return task.op, task.lane, group, task.link, task.codec, task.hop, sums, power, kinds, reads, writes
 
 
+@functools.cache
 def _where(layout: Layout, grid: Grid) -> Layout:
     """Return a layout without the parts that make no difference: axes of one rank, and a tensor-parallel group of one."""
-    spread = tuple(axis for axis in layout.spread if _size(grid, (axis,)) > 1)
+    spread = tuple(axis for axis in layout.spread if grid.size(axis) > 1)
     return replace(layout, spread=spread, whole_tp=layout.whole_tp and grid.tp > 1)
-
-
-def _size(grid: Grid, group: tuple[Axis, ...]) -> int:
-    return math.prod(grid.size(axis) for axis in group)
