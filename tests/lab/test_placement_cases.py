@@ -9,8 +9,10 @@ import pytest
 from helpers import thinned
 from moesaic_lab.placement_cases import CASES, EXACT, MESHES, PlacementCase, claims, run_case
 
+TRIED = [each for number, each in enumerate(itertools.product(CASES, MESHES)) if number % 5 in (0, 1, 3)]
 
-@pytest.mark.parametrize(("case", "mesh"), thinned(itertools.product(CASES, MESHES), every=5), ids=str)
+
+@pytest.mark.parametrize(("case", "mesh"), thinned(TRIED, every=3), ids=str)
 def test_a_case_is_exact_and_residuals_ride_where_that_is_equal(case: PlacementCase, mesh: str) -> None:
     found = run_case(case, mesh)
     assert found["error"] <= EXACT

@@ -112,7 +112,7 @@ def test_random_plans() -> None:
         itertools.product(GRIDS, SCHEDULES, SEARCHED, (1, 2), (1, 2), (None, 0, 1, 2), (False, True), (False, True))
     )
     seen = 0
-    for grid, schedule, links, chunks, groups, r, fuse, overlap in draw.sample(space, 230):
+    for grid, schedule, links, chunks, groups, r, fuse, overlap in draw.sample(space, 100):
         if groups > 1 and (chunks > 1 or r is not None):
             continue
         compiled_plan = compiled(
@@ -123,7 +123,7 @@ def test_random_plans() -> None:
             continue
         seen += 1
         compare(Simulator(tree(grid.world // (grid.ranks_per_node or 1), grid.ranks_per_node or 1)), compiled_plan)
-    assert seen > 25
+    assert seen > 10
 
 
 @pytest.mark.parametrize("all_to_all", [name for name in ALL_TO_ALLS if not ALL_TO_ALLS[name].hops_by_node])

@@ -70,13 +70,13 @@ def with_budget(seed: int) -> Case:
 @pytest.mark.random
 def test_random_plans_compute_the_same_under_any_budget(held: Counter[str]) -> None:
     wrong = {}
-    for seed in range(1000, 1024):
+    for seed in range(1000, 1010):
         case = with_budget(seed)
         with suppress(InputError):  # what clashes with a budget, or with replication
             wrong[seed] = failures(case, run_case(case))
-    assert len(wrong) > 15
+    assert len(wrong) > 6
     assert {seed: errors for seed, errors in wrong.items() if errors} == {}
-    assert held["sliced_calls"] > 15
+    assert held["sliced_calls"] > 6
 
 
 HASHED = MoE(DIM, 2 * DIM, 8, 1, router="hash").router.table[:, 0].tolist()  # type: ignore[index, union-attr]
