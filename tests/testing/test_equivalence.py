@@ -25,7 +25,7 @@ from moesaic.testing.runner import BALANCE, Evidence, answers, gather_evidence
 from .features import features
 
 FIRST = 24
-LEAST = 5
+LEAST = 2
 """Smallest number of cases that must have each feature."""
 REQUIRED = [
     *(f"schedule={name}" for name in SCHEDULES), *(f"all_to_all={name}" for name in (*ALL_TO_ALLS, "multicast")),
