@@ -255,3 +255,16 @@ def test_one_rank_for_all_has_as_many_connections_as_each_by_itself(gpus: int) -
         even = simulate_even(simulator, compiled_plan, layer)
         by_each_rank = simulate_counts(simulator, compiled_plan, layer, uniform_counts(gpus, layer))
         assert [run.seconds for run in even] == pytest.approx([run.seconds for run in by_each_rank], rel=2e-3)
+
+
+def test_cards_of_a_preset_and_machines_of_them_have_names() -> None:
+    four, two_machines = read_cluster("4x4090-pcie"), read_cluster("2x4x4090-25gbe")
+    assert (four.nodes, four.devices_per_node, four.device) == (1, 4, read_cluster("8x4090-pcie").device)
+    assert (two_machines.nodes, two_machines.devices_per_node) == (2, 4)
+    rates = {link.name: (link.devices, link.gbps) for link in two_machines.links}
+    assert rates == {"pcie": (1, (200.0,)), "host memory": (4, (327.0,)), "nic": (4, (0.92 * 25,))}
+    assert read_cluster("3x2x5090-10gbe").world == 6
+    assert read_cluster("2x2x3090-10gbe", nodes=4).world == 8
+    for unknown in ("4x4080-pcie", "3x4090-pcie", "4x4090-40gbe", "0x4x4090-25gbe"):
+        with pytest.raises(InputError, match="or give cards"):
+            read_cluster(unknown)

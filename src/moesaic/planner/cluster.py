@@ -9,6 +9,7 @@ and a value that would be right.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
@@ -471,6 +472,13 @@ class ClusterSpec:
         return kind == "inside" and len({tuple(sorted(peer.devices)) for peer in self.peers}) == size * (size - 1) // 2
 
 
+CARDS = re.compile(r"(?:([1-9]\d*)x)?([1248])x(\w+)-(?:pcie|(10|25|100)gbe)")
+"""Names of machines with some of the cards of a preset `8xCARD-pcie`: `4x4090-pcie`, and `2x4x4090-25gbe` for two machines of
+four cards with a port of 25 Gb/s each."""
+ETHERNET_SHARE = 0.92
+"""Share of a port's rate that messages reach, as in the presets of DGX machines."""
+
+
 def presets() -> list[str]:
     """Return the names of the clusters that the package ships."""
     folder = resources.files("moesaic.planner").joinpath("clusters")
@@ -481,7 +489,7 @@ def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
     """Read a cluster.
 
     Args:
-        name: a preset, or the path of a TOML or JSON file.
+        name: a preset, some cards of one (`CARDS`), or the path of a TOML or JSON file.
         nodes: number of nodes, fewer or more than in the file; None for the file's number.
 
     Raises:
@@ -492,8 +500,16 @@ def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
     elif name in presets():
         with resources.as_file(resources.files("moesaic.planner").joinpath("clusters", f"{name}.toml")) as path:
             table = {"name": name, **read_table(path)}
+    elif (cards := CARDS.fullmatch(name)) and f"8x{cards[3]}-pcie" in presets():
+        machine = replace(read_cluster(f"8x{cards[3]}-pcie").of_devices(int(cards[2])), name=name)
+        rate = ETHERNET_SHARE * int(cards[4] or 100)
+        links = (replace(link, gbps=(rate,)) if link.carries == "outside" else link for link in machine.links)
+        return replace(machine, nodes=nodes or int(cards[1] or 1), links=tuple(links))
     else:
-        raise InputError(f"cluster {name!r} is unknown{suggestion(name, presets())}; or give a path that ends in .toml")
+        raise InputError(
+            f"cluster {name!r} is unknown{suggestion(name, presets())}; or give cards (4x4090-pcie, 2x4x4090-25gbe), or a path "
+            "that ends in .toml"
+        )
     return build(ClusterSpec, table if nodes is None else table | {"nodes": nodes}, source=f"cluster {name}")
 
 
