@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.planner.finetune import FinetunePrediction, predict_finetune
+from moesaic.planner.cluster import read_cluster
+from moesaic.planner.finetune import CODED, FinetuneJob, FinetunePrediction, predict_finetune
+from moesaic.planner.model import DataShape
 from moesaic.planner.presets import read_job
+from moesaic.planner.simulate import Simulator
+from moesaic.planner.step import StepCostModel
+from moesaic.program.grid import Grid
 from moesaic.shapes import ModelShape
 
 QWEN = read_job("qwen3-30b-a3b").model
@@ -60,3 +65,44 @@ def test_what_fits_leaves_room_for_the_framework() -> None:
 def test_sizes_that_do_not_fit_each_other_are_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         predict(**changed)
+
+
+def test_frozen_weights_have_no_gradient_products_and_only_adapters_are_stepped() -> None:
+    cluster, grid = read_cluster("4x4090-pcie"), Grid(world=4, ep=4)
+    job = FinetuneJob(batch_size=4, model=QWEN, data=DataShape(vocab_size=151_936))
+    frozen = StepCostModel(job.step_model(cluster, 4), grid, Simulator(cluster))
+    trained = StepCostModel(super(FinetuneJob, job).step_model(cluster, 4), grid, Simulator(cluster))
+    saved = trained.around["attention"] - frozen.around["attention"]
+    assert saved == pytest.approx(48 * frozen.forward.projections)
+    assert trained.around["unembed"] - frozen.around["unembed"] == pytest.approx(frozen.forward.output)
+    adapters = predict().parts["adapters"] / 4
+    assert frozen.optimizer_seconds == pytest.approx(adapters * 40 / 850e9)
+    assert frozen.optimizer_seconds < trained.optimizer_seconds / 20
+
+
+FEW = {"ranks": 2, "memory_bytes": None}
+
+
+def test_splits_of_layers_keep_micro_batches_in_flight_and_one_rank_at_a_time_does_not() -> None:
+    found = predict(**FEW, cluster=read_cluster("2x4090-pcie"))
+    splits = found.splits
+    pipeline, alone = splits["layers, micro-batches"], splits["layers, one rank at a time"]
+    # 8 micro-batches in 2 stages: 9 turns of a stage instead of 16; the last one also has the output.
+    assert pipeline.tokens_per_second / alone.tokens_per_second == pytest.approx(16 / 9, rel=0.02)
+    assert found.tokens_per_second == splits["experts"].tokens_per_second
+    assert found.tokens_per_second == pytest.approx(2 * 4 * 4096 / found.seconds)
+    assert found.interval[0] < found.tokens_per_second < found.interval[1]
+    assert splits[found.fastest].tokens_per_second == max(each.tokens_per_second for each in splits.values())
+
+
+def test_slow_ports_bind_and_faster_ports_or_fewer_bits_help() -> None:
+    slow = read_cluster("2x1x4090-10gbe")
+    found = predict(**FEW, cluster=slow)
+    assert found.bottleneck.startswith("nic")
+    assert predict(**FEW, cluster=slow.with_links("outside", 2.0)).seconds < 0.8 * found.seconds
+    assert predict(**FEW, cluster=slow, codecs=CODED).seconds < 0.9 * found.seconds
+
+
+def test_a_cluster_of_another_size_is_refused() -> None:
+    with pytest.raises(InputError, match="2x4090-pcie has 2 devices, not 4"):
+        predict(cluster=read_cluster("2x4090-pcie"))

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from moesaic.cli.arguments import parse
+from moesaic.cli.plan_finetune import print_finetune
 from moesaic.cli.plan_words import (
     USUAL_PRICE,
     about_parameters,
@@ -35,6 +36,7 @@ from moesaic.planner.candidates import Pins, SearchSpace, name_of
 from moesaic.planner.cluster import ClusterSpec, presets, read_cluster
 from moesaic.planner.emit import SYSTEMS, from_flags, layout_of, unread_flags
 from moesaic.planner.files import write_planned
+from moesaic.planner.finetune import Method
 from moesaic.planner.hub import HubShape
 from moesaic.planner.loads import typical_counts
 from moesaic.planner.model import Job
@@ -95,6 +97,11 @@ class PlanOptions:
     """Micro-batches per optimizer step; None for that of the model (about 4 million tokens for a Hugging Face model)."""
     seq_len: int | None = None
     """Tokens per sequence; None for that of the model (4096 for a Hugging Face model)."""
+    finetune: Method | None = None
+    """Predict a fine-tune of adapters on a frozen Hugging Face model, with experts in NF4 (qlora) or in 16 bits (lora): what
+    fits, how fast it is if ranks share experts or layers, and what would help. Accumulation is 4 unless given."""
+    adapter_rank: int = 8
+    """With --finetune: rank of the adapters."""
     price_per_hour: float | None = None
     """Price of one device per hour, to print what training on a trillion tokens costs."""
     emit: EmitName | None = None
@@ -171,6 +178,8 @@ def run(arguments: Sequence[str]) -> int:
     if options.write is not None and Path(options.write).suffix not in (".toml", ".json"):
         raise InputError(f"--write {options.write}: choose a name that ends in .toml or .json")
     simulator = _simulator(options)
+    if options.finetune is not None:
+        return _finetune(options, options.finetune, simulator.cluster)
     job, counts = _job(options, simulator.cluster), [] if options.trace is None else _counts(Path(options.trace))
     if options.explain is not None:  # refuse an impossible layout before the search
         layout = from_flags(options.explain)
@@ -196,6 +205,17 @@ def run(arguments: Sequence[str]) -> int:
     if options.emit is not None:
         return _emit(options.emit, job, layout_of(job, result.best), result.best)
     return _print(job, simulator, result, options)
+
+
+def _finetune(options: PlanOptions, method: Method, cluster: ClusterSpec) -> int:
+    """Print the prediction of a fine-tune; returns the exit code."""
+    for name in ("profile", "trace", "max_vio", "emit", "explain", "write", "page", "tp", "ep", "etp", "pp"):
+        if getattr(options, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')} has no meaning with --finetune: leave it out")
+    return print_finetune(
+        _job(options, cluster), cluster, options.model, method=method, rank=options.adapter_rank,
+        accumulation=options.accumulation or 4, as_json=options.json,
+    )  # fmt: skip
 
 
 def _print(job: Job, simulator: Simulator, result: Result, options: PlanOptions) -> int:

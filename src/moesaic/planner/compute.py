@@ -13,6 +13,7 @@ import numpy as np
 
 from moesaic.planner.cluster import ELEMENT_BYTES, ClusterSpec
 from moesaic.planner.movement import AbstractVolumes, row_bytes
+from moesaic.planner.workload import Workload
 from moesaic.program.task import Kind, Op, Slot, Task
 
 
@@ -153,8 +154,9 @@ def _experts(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, ra
     weights = next(slots[name] for name in task.reads if slots[name].layout.flow == "weights")
     units = layer.hidden * volumes.shards(weights.layout)
     per_row = 2.0 * layer.dim * units * layer.matrices
-    weight_bytes = layer.dim * units * layer.matrices * layer.element_bytes
-    passes = 2 if task.op is Op.EXPERT_GRAD else 1
+    weight_bytes = layer.dim * units * layer.matrices * layer.weight_bytes
+    is_backward = task.op is Op.EXPERT_GRAD
+    passes = layer.backward_products if is_backward else 1
     rows_by_expert = volumes.rows_per_expert(rows.layout)
     seconds_by_expert = rates.product_seconds(rows_by_expert.reshape(-1), per_row, weight_bytes, grouped=True).reshape(
         rows_by_expert.shape
@@ -164,6 +166,31 @@ def _experts(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, ra
             rows_by_expert, layer.dim, units, layer.matrices, layer.element_bytes
         )
     seconds: np.ndarray = seconds_by_expert.sum(axis=1) * passes
+    if layer.frozen_bytes:
+        seconds += frozen_seconds(rows_by_expert, units, layer, rates, is_backward=is_backward).sum(axis=1)
+    return seconds
+
+
+def frozen_seconds(rows: np.ndarray, units: float, layer: Workload, rates: Rates, *, is_backward: bool) -> np.ndarray:
+    """Return the seconds that frozen experts take in a pass besides their products, in the shape of `rows`.
+
+    Weights of fewer bits are read and written once in 16 bits. Adapters take their traffic, which exceeds their
+    operations: rows are read, and the result of the second factor is written, read and added
+    (`moesaic.experts.frozen.Product`); backward reads rows and gradients again for the gradients of both factors.
+
+    Args:
+        rows: rows of each expert.
+        units: units of the hidden width.
+        layer: the layer.
+        rates: rates of the devices.
+        is_backward: whether it is a backward pass.
+    """
+    weights, narrow = layer.dim * units * layer.matrices, layer.frozen_bytes < layer.element_bytes
+    moved = (rows > 0) * weights * (layer.frozen_bytes + layer.element_bytes) * narrow
+    matrices = layer.matrices
+    values = (9 * layer.dim, 3 * matrices + 3) if is_backward else (5 * layer.dim, 4 * matrices - 3)
+    moved = moved + rows * (values[0] + values[1] * units) * layer.element_bytes * layer.adapters
+    seconds: np.ndarray = moved / rates.memory
     return seconds
 
 

@@ -1,24 +1,31 @@
 """Memory and speed of a fine-tune of adapters whose base model is frozen, with experts in NF4 or in 16 bits, on small cards.
 
 It runs as `moesaic.transformers` does: blocks are recomputed, experts are spread over all ranks, FSDP2 shards the rest, and
-adapters are float32. Frozen parameters have neither gradients nor states.
+adapters are float32. Frozen parameters have neither gradients nor states. Steps are those of `step.py`; beside expert
+parallelism stand two splits of the layers over the ranks, in a pipeline, and one rank at a time as with `device_map`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moesaic.balance.machine import Machine
 from moesaic.errors import InputError
+from moesaic.planner.answer import speed_of
+from moesaic.planner.candidates import Pins
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.hub import HubShape
 from moesaic.planner.memory import FRAGMENTED, GIB
 from moesaic.planner.model import DataShape, Job
+from moesaic.planner.others import OthersLayout, predict, rank_models
+from moesaic.planner.predict import ENDLESS_GIB
 from moesaic.planner.rates import cluster_of
+from moesaic.planner.search import LOSSLESS, PlannedStep, Settings, search
 from moesaic.planner.simulate import Simulator
-from moesaic.planner.step import StepCostModel
+from moesaic.planner.step import StepCostModel, StepModel
 from moesaic.program.grid import Grid
+from moesaic.program.plan import Codec, Plan
 from moesaic.shapes import ModelShape
 
 Method = Literal["qlora", "lora"]
@@ -41,26 +48,86 @@ SENT_VALUES = 2.5
 """Further values of the token's width for each copy in buffers of the exchange. Measured on two ranks."""
 COPY_BYTES = 58
 """Bytes of indices, routing weights and order of each copy."""
+CODED: tuple[Codec, ...] = ("none", "fp8")
+"""Codecs of messages among which "fewer bits on the wire" chooses."""
+STEPWISE = ("norms", "rotation")
+"""Operations of transformers' blocks that run step by step (`StepModel.stepwise`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneJob(Job):
+    """A fine-tune; sequences, micro-batches and model as in `Job`."""
+
+    precision: Literal["auto", "float32", "bfloat16", "float64"] = "bfloat16"
+    method: Method = "qlora"
+    """Storage of experts."""
+    rank: int = 8
+    """Rank of the adapters."""
+    logits: int | None = None
+    """Tokens whose logits exist at once; None for those of a micro-batch."""
+
+    def step_model(self, cluster: ClusterSpec, dp: int) -> StepModel:
+        """Return the model of a step in which adapters alone are trained; those of experts are spread over the cluster."""
+        whole = super().step_model(cluster, dp)
+        frozen = replace(whole.layer, frozen_bytes=WEIGHT_BYTES[self.method], adapters=True)
+        attention, experts = _adapters(whole, self.rank)
+        return replace(
+            whole, layer=frozen, adapters=(attention, experts / cluster.world), stepwise=STEPWISE,
+            gathered_bytes=frozen.element_bytes,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """A way to split a model over ranks."""
+
+    tokens_per_second: float
+    """Of all ranks together."""
+    bytes: float
+    """Bytes of tensors on the fullest rank."""
+    fits: bool
+    """Whether a device holds them."""
+    bottleneck: str
+    """What takes longest: computation, a link, or gathering parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetunePrediction:
-    """What a fine-tune needs and how fast it is."""
+    """What a fine-tune needs, and how fast it is if the cluster is known."""
 
     parts: dict[str, float]
     """Bytes of tensors on the fullest rank at the peak of a step that accumulates gradients, under even routing."""
     fits: bool | None
     """Whether a device holds `bytes`, with fragments and what the framework uses; None if its memory is not given."""
+    seconds: float | None = None
+    """Seconds of an optimizer step with expert parallelism."""
+    tokens_per_second: float | None = None
+    """Of all ranks together, with expert parallelism."""
+    interval: tuple[float, float] | None = None
+    """Likely range of `tokens_per_second`, by the errors of predicted training steps; no fine-tune is among them."""
+    bottleneck: str | None = None
+    """The largest of `limits`."""
+    limits: dict[str, float] = field(default_factory=dict)
+    """Lower bounds on the seconds of a step, one per resource."""
+    plan: Plan | None = None
+    """The fastest plan of the MoE layers."""
+    splits: dict[str, Split] = field(default_factory=dict)
+    """Ways to split the model: over experts, over layers as a pipeline of micro-batches, over layers one rank at a time."""
 
     @property
     def bytes(self) -> float:
         """Sum of the parts."""
         return sum(self.parts.values())
 
+    @property
+    def fastest(self) -> str:
+        """Name of the fastest split among those that fit, or of all if none fits."""
+        return max(self.splits, key=lambda name: (self.splits[name].fits, self.splits[name].tokens_per_second))
+
 
 def predict_finetune(
     shape: ModelShape, *, ranks: int, memory_bytes: float | None, tokens: int, length: int, method: Method, rank: int,
-    cluster: ClusterSpec | None = None, logits: int | None = None,
+    cluster: ClusterSpec | None = None, logits: int | None = None, accumulation: int = 4, codecs: tuple[Codec, ...] = ("none",),
 ) -> FinetunePrediction:  # fmt: skip
     """Predict a fine-tune with gradient checkpointing, of adapters on every expert and on queries and values.
 
@@ -74,19 +141,44 @@ def predict_finetune(
         rank: rank of the adapters.
         cluster: the cluster, of as many devices as ranks; None predicts memory only.
         logits: tokens whose logits exist at once; None for those of a micro-batch, as in transformers.
+        accumulation: micro-batches of a rank per optimizer step.
+        codecs: codecs of messages that the plan may use.
 
     Raises:
-        InputError: the model is none of the Hugging Face hub, or the sizes do not fit each other.
+        InputError: the model is none of the Hugging Face hub, or the sizes do not fit each other or the cluster.
     """
-    cost_model = _cost_model(shape, ranks, tokens, length, cluster)
-    parts = _memory(cost_model, method, rank, logits or tokens)
+    _check(shape, ranks, tokens, length, cluster)
+    job = FinetuneJob(
+        batch_size=ranks * tokens // length, accumulation=accumulation, method=method, rank=rank, logits=logits,
+        model=replace(shape, seq_len=length, checkpoint_activations=True), data=DataShape(vocab_size=shape.vocab),  # type: ignore[attr-defined]
+    )  # fmt: skip
+    grid = Grid(world=ranks, ep=ranks, ranks_per_node=None if cluster is None else cluster.devices_per_node)
+    machine = cluster or cluster_of(Machine(), grid)
     if memory_bytes is None and cluster is not None:
         memory_bytes = cluster.device.memory_gib * GIB
-    needed = sum(parts.values()) * FRAGMENTED + RESERVED
-    return FinetunePrediction(parts=parts, fits=None if memory_bytes is None else needed <= memory_bytes)
+    parts = _memory(StepCostModel(job.step_model(machine, grid.dp), grid, Simulator(machine)), job)
+    fits = None if memory_bytes is None else _fits(sum(parts.values()), memory_bytes)
+    if cluster is None:
+        return FinetunePrediction(parts=parts, fits=fits)
+    cluster = replace(cluster, device=replace(cluster.device, memory_gib=ENDLESS_GIB))
+    space = replace(LOSSLESS, codecs=codecs, backward_codecs=codecs)
+    best = search(job, cluster, Settings(space=space, pins=Pins(tp=1, ep=ranks), keep=1, give_up=1.5)).best
+    speed = speed_of(job, best, cluster, devices=ranks, sequences=job.batch_size * accumulation)
+    memory = memory_bytes or 0.0
+    of_experts = Split(
+        tokens_per_second=ranks * speed.tokens_per_second, bytes=sum(parts.values()), fits=bool(fits),
+        bottleneck=best.estimate.bottleneck,
+    )  # fmt: skip
+    low, high = (ranks * each for each in speed.interval)
+    return FinetunePrediction(
+        parts=parts, fits=fits, seconds=best.seconds, tokens_per_second=of_experts.tokens_per_second, interval=(low, high),
+        bottleneck=of_experts.bottleneck, limits=best.estimate.limits, plan=best.plan,
+        splits={"experts": of_experts, **_layer_splits(job, cluster, memory)},
+    )  # fmt: skip
 
 
-def _cost_model(shape: ModelShape, ranks: int, tokens: int, length: int, cluster: ClusterSpec | None) -> StepCostModel:
+def _check(shape: ModelShape, ranks: int, tokens: int, length: int, cluster: ClusterSpec | None) -> None:
+    """Raise InputError if the sizes of a fine-tune do not fit each other."""
     if not isinstance(shape, HubShape):
         raise InputError("fine-tuning is planned for models of the Hugging Face hub: give the config.json of one")
     for name, value in (("ranks", ranks), ("tokens", tokens), ("length", length)):
@@ -96,42 +188,68 @@ def _cost_model(shape: ModelShape, ranks: int, tokens: int, length: int, cluster
         raise InputError(f"tokens={tokens} are not whole sequences of length={length}: choose a multiple")
     if shape.moe.num_experts % ranks:
         raise InputError(f"{shape.moe.num_experts} experts do not split over {ranks} ranks: choose a divisor")
-    grid = Grid(world=ranks, ep=ranks, ranks_per_node=None if cluster is None else cluster.devices_per_node)
-    machine = cluster or cluster_of(Machine(), grid)
-    model = replace(shape, seq_len=length, checkpoint_activations=True)
-    job = Job(
-        batch_size=ranks * tokens // length, precision="bfloat16", model=model, data=DataShape(vocab_size=shape.vocab)
-    )
-    return StepCostModel(job.step_model(machine, grid.dp), grid, Simulator(machine))
+    if cluster is not None and cluster.world != ranks:
+        raise InputError(f"{cluster.name} has {cluster.world} devices, not {ranks}: choose another size")
 
 
-def adapter_parameters(cost_model: StepCostModel, rank: int) -> tuple[float, float]:
-    """Return the parameters of a block's adapters on a rank: those of queries and values, and those of its experts."""
-    model, layer = cost_model.model, cost_model.model.layer
+def _layer_splits(job: FinetuneJob, cluster: ClusterSpec, memory_bytes: float) -> dict[str, Split]:
+    """Return the splits of the layers over all ranks, if there are several ranks and as many layers."""
+    ranks = cluster.world
+    if not 1 < ranks <= job.model.num_layers:
+        return {}
+    sequences, splits = job.batch_size // ranks, {}
+    tokens = sequences * job.model.seq_len
+    for name, count in (("layers, micro-batches", ranks * job.accumulation), ("layers, one rank at a time", 1)):
+        layout = OthersLayout(
+            pp=ranks, micro_batch=sequences, global_batch=count * sequences, recompute=("block",), sharded="parameters",
+            stepwise=(*STEPWISE, "loss"),
+        )  # fmt: skip
+        step: PlannedStep = predict(job, cluster, layout)
+        alone, simulator = Grid(world=1, ranks_per_node=1), Simulator(cluster)
+        whole = replace(job, batch_size=sequences).step_model(cluster, 1)
+        needed = max(
+            sum(_memory(StepCostModel(stage, alone, simulator), job).values())
+            for stage in rank_models(job, whole, layout, count)
+        )
+        splits[name] = Split(
+            tokens_per_second=count * tokens / step.seconds, bytes=needed, fits=_fits(needed, memory_bytes),
+            bottleneck=step.estimate.bottleneck,
+        )  # fmt: skip
+    return splits
+
+
+def _fits(num_bytes: float, memory_bytes: float) -> bool:
+    return num_bytes * FRAGMENTED + RESERVED <= memory_bytes
+
+
+def _adapters(model: StepModel, rank: int) -> tuple[float, float]:
+    """Return the parameters of all blocks' adapters: those of queries and values, and those of all experts."""
+    layer = model.layer
     queries, values = model.attention_result or layer.dim, (model.key_values or 2 * layer.dim) / 2
     of_expert = (layer.dim + (layer.matrices - 1) * layer.hidden) + (layer.hidden + layer.dim)
-    return rank * (2 * layer.dim + queries + values), rank * of_expert * layer.num_experts / cost_model.grid.ep
+    attention = rank * (2 * layer.dim + queries + values)
+    return model.num_layers * attention, model.moe_layers * layer.num_experts * rank * of_expert
 
 
-def _memory(cost_model: StepCostModel, method: Method, rank: int, logits: int) -> dict[str, float]:
+def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
     """Return the bytes of a rank by part, at the peak of a step."""
     model, grid, layer = cost_model.model, cost_model.grid, cost_model.model.layer
-    attention, experts = adapter_parameters(cost_model, rank)
-    adapters = model.num_layers * attention + model.moe_layers * experts
-    head, block = model.vocab * layer.dim * 2, cost_model.block_parameters[0] * 2
-    is_sharded = grid.dp > 1
+    attention, experts = _adapters(model, job.rank)
+    adapters, is_sharded = attention + experts / grid.ep, grid.dp > 1
+    logits = (job.logits or layer.tokens) * model.vocab * LOGIT_BYTES + is_sharded * model.vocab * layer.dim * 2.0
+    of_block = experts / grid.ep / max(model.moe_layers, 1)
     peaks = {
-        "logits and loss": logits * model.vocab * LOGIT_BYTES + is_sharded * head,
-        "a block's activations": _block_bytes(cost_model, experts) + is_sharded * 2 * block,
+        "logits and loss": model.outputs * logits,
+        "a block's activations": _block_bytes(cost_model, of_block) + is_sharded * 4 * cost_model.block_parameters[0],
     }
     largest = max(peaks, key=lambda name: peaks[name])
     return {
-        "experts": model.expert_parameters * WEIGHT_BYTES[method] / grid.ep,
+        "experts": model.expert_parameters * layer.weight_bytes / grid.ep,
         "other weights": (model.dense_parameters + model.shared_parameters) * 2 / grid.dp,
         "adapters": 4 * adapters,
         "gradients": 4 * adapters,
         "optimizer": 8 * adapters,
-        "blocks' inputs": model.num_layers * layer.tokens * layer.dim * 2.0,
+        "blocks' inputs": model.alive * model.num_layers * layer.tokens * layer.dim * 2.0,
         largest: peaks[largest],
     }
 

@@ -114,7 +114,7 @@ def row_bytes(slot: Slot, codec: str, rows: float, layer: Workload) -> float:
     if slot.kind is Kind.INDEX:
         return rows * INDEX_BYTES
     if slot.kind is Kind.WEIGHT:
-        return rows * layer.element_bytes * layer.dim * (layer.matrices if slot.layout.flow == "weights" else 1)
+        return rows * layer.weight_bytes * layer.dim * (layer.matrices if slot.layout.flow == "weights" else 1)
     return coded_bytes(codec, rows, layer.dim, layer.element_bytes)
 
 

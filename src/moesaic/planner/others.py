@@ -168,7 +168,7 @@ def predict(
     whole = replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups)
     whole = replace(whole, launches=launches)
     simulator = Simulator(cluster)
-    ranks = [StepCostModel(each, grid, simulator) for each in _rank_models(job, whole, layout, count)]
+    ranks = [StepCostModel(each, grid, simulator) for each in rank_models(job, whole, layout, count)]
     layer = ranks[0].model.layer
     passes = layer_passes(cluster, grid, layer, deepep=layout.by_deepep)
     busy = [rank.busy_seconds(*passes) for rank in ranks]
@@ -240,7 +240,7 @@ def _runs(layout: OthersLayout, blocks: int) -> int:
     return layers // layout.virtual_layers
 
 
-def _rank_models(job: Job, whole: StepModel, layout: OthersLayout, count: int) -> list[StepModel]:
+def rank_models(job: Job, whole: StepModel, layout: OthersLayout, count: int) -> list[StepModel]:
     """Return the model of every distinct rank of the pipeline: its blocks, and the embedding or the output if it has them.
 
     All runs have equally many blocks, or the first ones have one more. The blocks of multi-token prediction come last,

@@ -18,7 +18,7 @@ import numpy as np
 from moesaic.errors import InputError
 from moesaic.planner.call_sizes import node_tokens_per_node
 from moesaic.planner.cluster import ELEMENT_BYTES, ClusterSpec, Link, ScoreKernel
-from moesaic.planner.compute import rates_of
+from moesaic.planner.compute import frozen_seconds, rates_of
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.timing import Simulated
 from moesaic.planner.topology import check_fit, one_node
@@ -160,6 +160,9 @@ class StepModel:
     """Runs of consecutive layers of a rank."""
     alive: float = 1.0
     """Micro-batches whose activations the rank keeps at once."""
+    adapters: tuple[float, float] = (0.0, 0.0)
+    """Parameters of adapters on a rank, which are then all that is trained: those that all ranks have, and those of its
+    experts."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "seq_len", "micro_batches", "parameter_bytes", "replicas", "stages", "runs"):
@@ -221,6 +224,11 @@ class StepModel:
         return self.shared_hidden * self.layer.matrices * self.layer.dim * self.moe_layers
 
     @property
+    def is_frozen(self) -> bool:
+        """Whether adapters alone are trained."""
+        return sum(self.adapters) > 0
+
+    @property
     def gathers_per_block(self) -> bool:
         """Whether parameters are gathered for every block of every micro-batch."""
         return self.sharded == "parameters"
@@ -273,6 +281,8 @@ class ForwardSeconds:
     """A dense feed-forward layer, in total."""
     dense_product: float
     """Of `dense`: products."""
+    output: float
+    """Of `unembed`: the product."""
     unembed: float
     """The output projection, and a third of the loss's forward and backward seconds."""
     shared: float
@@ -478,11 +488,13 @@ class StepCostModel:
         """Seconds of a micro-batch outside the programs of MoE layers, by part."""
         model, seconds = self.model, self.forward
         layers, sparse = model.num_layers, model.moe_layers
+        frozen = model.is_frozen  # frozen weights have no gradients
+        attention, dense = 3 * seconds.attention, (3 + model.recomputes("mlp")) * seconds.dense
         return {
-            "attention": layers * (3 * seconds.attention + self._attention_recomputed),
-            "dense": (layers - sparse) * (3 + model.recomputes("mlp")) * seconds.dense,
-            "unembed": 3 * model.outputs * seconds.unembed,
-            "shared experts": sparse * (3 + model.recomputes("moe", "shared_experts")) * seconds.shared,
+            "attention": layers * (attention + self._attention_recomputed - frozen * seconds.projections),
+            "dense": (layers - sparse) * (dense - frozen * seconds.dense_product),
+            "unembed": model.outputs * (3 * seconds.unembed - frozen * seconds.output),
+            "shared experts": sparse * (3 + model.recomputes("moe", "shared_experts") - frozen) * seconds.shared,
             "small kernels": self._stepwise_seconds(),
             "launches": sparse * self.launches * (2 + self.forward_passes) / 3,
         }
@@ -578,6 +590,7 @@ class StepCostModel:
             copies=copies,
             dense=dense + copies / 2 + over_tp,
             dense_product=dense,
+            output=output if logits else 0.0,
             unembed=loss + output if logits else 0.0,
             shared=product(layer.matrices * dim * hidden, 1, dim + hidden) if hidden else 0.0,
         )
@@ -590,18 +603,20 @@ class StepCostModel:
         With FSDP2 every block is gathered before its passes, and its gradients are scattered after them, behind the other
         blocks of the pass; those of embedding and output are not hidden. Else gradients are reduced behind the last
         micro-batch's backward pass (sharded gradients behind each) and parameters gathered behind the first forward pass, if
-        the system hides them; with nothing sharded, an all-gather of the gradients replaces the one of the parameters.
+        the system hides them; with nothing sharded, an all-gather of the gradients replaces the one of the parameters. Of a
+        frozen model the gradients of the adapters that all ranks have are reduced, in float32, at the end.
         """
         model, (dense, experts) = self.model, self._unit_seconds
         units = model.num_layers * dense + model.moe_layers * experts
         root = self.root_parameters * self._gradient_bytes
         ends = reduce_seconds(self.cluster, self.grid, root, self.grid.tp, self._num_shards[0]) / 2
-        count, gathered = model.micro_batches, self._gather_ratio
+        count, gathered, is_trained = model.micro_batches, self._gather_ratio, not model.is_frozen
         if model.gathers_per_block:
             return (
-                (count, (2 * gathered + 1) * ends, 0),
+                (count, (2 * gathered + is_trained) * ends, 0),
                 (count, gathered * units, 1),
-                (count, (gathered + 1) * units + self._copy_seconds, 2),
+                (count, (gathered + is_trained) * units + is_trained * self._copy_seconds, 2),
+                (1, reduce_seconds(self.cluster, self.grid, 4 * model.adapters[0], 1, self.grid.world), 0),
             )
         whole, units = model.sharded == "none", units + ends
         narrow = model.layer.element_bytes / self._gradient_bytes
@@ -651,7 +666,7 @@ class StepCostModel:
     @cached_property
     def compute_bound(self) -> float:
         """Seconds of computation of a step, with each expert in one product."""
-        passes = (self.forward_passes + 2) * self.model.moe_layers
+        passes = (self.forward_passes + self.model.layer.backward_products) * self.model.moe_layers
         return self._outside_seconds + self.model.micro_batches * passes * self._expert_seconds
 
     @property
@@ -689,10 +704,12 @@ class StepCostModel:
         )
         gathering = [
             (moves * units - passes * attention) * model.gathers_per_block
-            for passes, moves in ((1, self._gather_ratio), (2, self._gather_ratio + 1))
+            for passes, moves in ((1, self._gather_ratio), (2, self._gather_ratio + (not model.is_frozen)))
         ]
         passes = (self.forward_passes - 1) * max(compute, crossing)
-        passes += max(compute, crossing, gathering[0]) + max(2 * compute, crossing, gathering[1])
+        passes += max(compute, crossing, gathering[0]) + max(
+            model.layer.backward_products * compute, crossing, gathering[1]
+        )
         return self._outside_seconds + model.micro_batches * passes
 
     @property
@@ -723,6 +740,8 @@ class StepCostModel:
     @property
     def stepped_parameters(self) -> float:
         """Parameters that a rank's optimizer updates."""
+        if self.model.is_frozen:
+            return sum(self.model.adapters)
         return self.whole_parameters if self.model.sharded == "none" else self.held_parameters
 
     @property
@@ -777,7 +796,7 @@ class StepCostModel:
         rows = np.array([grid.dp * layer.copies / layer.num_experts / grid.edp])
         work = layer.matrices * layer.dim * layer.hidden / grid.etp
         rates = rates_of(self.cluster, layer.products or layer.dtype)
-        seconds = rates.product_seconds(rows, 2.0 * work, work * layer.element_bytes, grouped=True)
+        seconds = rates.product_seconds(rows, 2.0 * work, work * layer.weight_bytes, grouped=True)
         return float(seconds[0]) * layer.num_experts / grid.ep
 
     @property
@@ -829,16 +848,24 @@ def layer_passes(cluster: ClusterSpec, grid: Grid, layer: Workload, *, deepep: b
     padded = rows + NARROW_ROWS.get(layer.products or "", 0) / 2
     rates, per_expert = rates_of(cluster, layer.products or layer.dtype), np.array([padded])
     work, units = layer.matrices * layer.dim * layer.hidden / grid.etp, layer.hidden / grid.etp
-    seconds = rates.product_seconds(per_expert, 2.0 * work, work * layer.element_bytes, grouped=True)
+    seconds = rates.product_seconds(per_expert, 2.0 * work, work * layer.weight_bytes, grouped=True)
     seconds += rates.traffic_seconds(per_expert, layer.dim, units, layer.matrices, layer.element_bytes)
+    further = (
+        [
+            float(frozen_seconds(per_expert, units, layer, rates, is_backward=is_backward)[0]) * experts
+            for is_backward in (False, True)
+        ]
+        if layer.frozen_bytes
+        else [0.0, 0.0]
+    )
     products, moves = float(seconds[0]) * experts, 2 if deepep or grid.ep == 1 else 4
     copies = moves * 2 * rows * experts * layer.dim * layer.element_bytes / rates.memory
     links, latency = _all_to_all(cluster, grid, layer, deepep)
     moving = max(links.values(), default=0.0) + latency
     both = {name: 2 * busy for name, busy in links.items()}
     return (
-        LayerPass(products + copies, 2 * moving, both),
-        LayerPass(2 * products + copies, 2 * moving, both),
+        LayerPass(products + further[0] + copies, 2 * moving, both),
+        LayerPass(layer.backward_products * products + further[1] + copies, 2 * moving, both),
     )
 
 

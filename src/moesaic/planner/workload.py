@@ -39,6 +39,10 @@ class Workload:
     """Dtype of activations, weights and products."""
     products: Dtype | None = None
     """Dtype of products if their inputs are cast to narrower numbers; None: `dtype`."""
+    frozen_bytes: float = 0.0
+    """Bytes of a weight of experts that are not trained, its share of scales included; 0 if they are trained."""
+    adapters: bool = False
+    """Whether experts that are not trained have adapters of low rank."""
     capacity_factor: float = 1.0
     """Rows per expert over the mean load. All of them are sent and computed whether filled or not, as padding layers do."""
     groups: int = 1
@@ -70,6 +74,16 @@ class Workload:
     def element_bytes(self) -> int:
         """Bytes of an activation or a weight."""
         return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a weight of an expert."""
+        return self.frozen_bytes or self.element_bytes
+
+    @property
+    def backward_products(self) -> int:
+        """Products of backward for each one of forward: for the rows' gradient, and the weights' if they are trained."""
+        return 1 if self.frozen_bytes else 2
 
     @property
     def reachable(self) -> int:

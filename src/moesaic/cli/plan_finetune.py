@@ -1,0 +1,149 @@
+"""`moesaic plan --finetune`: what fits, how fast each split of a model is, and which change would help most."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from moesaic.errors import InputError
+from moesaic.planner.cluster import ClusterSpec
+from moesaic.planner.finetune import CODED, FinetunePrediction, Method, predict_finetune
+from moesaic.planner.memory import FRAGMENTED, GIB
+from moesaic.planner.model import Job
+from moesaic.program.plan import plan_in_words
+
+MOST_TIMES = 16
+"""Largest factor by which devices are multiplied, or sequences are shortened, to find what fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneChange:
+    """The effect of one change, predicted again."""
+
+    what: str
+    """The change, in words."""
+    speedup: float
+    """Tokens per second after it over those before it, of the fastest split that fits."""
+    bytes: float
+    """Bytes of tensors on the fullest rank with expert parallelism after it."""
+    fits: bool
+    """Whether expert parallelism fits after it."""
+
+
+def print_finetune(
+    job: Job, cluster: ClusterSpec, model: str, *, method: Method, rank: int, accumulation: int, as_json: bool
+) -> int:
+    """Print a prediction on standard output; returns the exit code.
+
+    Args:
+        job: gives the model, its sequences and a micro-batch.
+        cluster: the cluster.
+        model: name of the model, as given.
+        method, rank, accumulation: as for `predict_finetune`.
+        as_json: print plain data.
+
+    Raises:
+        InputError: nothing fits; the message says what is missing and what fits.
+    """
+    length, ranks = job.model.seq_len, cluster.world
+    sizes: dict[str, Any] = {
+        "ranks": ranks, "memory_bytes": None, "tokens": max(job.batch_size // ranks, 1) * length, "length": length,
+        "method": method, "rank": rank, "accumulation": accumulation,
+    }  # fmt: skip
+    found = predict_finetune(job.model, cluster=cluster, **sizes)
+    if not any(split.fits for split in found.splits.values()):
+        raise InputError(f"{model} on {cluster.name} does not fit: {_what_fits(job, cluster, found, sizes)}")
+    changes = sorted(_changes(job, cluster, found, sizes), key=lambda change: -change.speedup)
+    if as_json:
+        data = {**asdict(found), "bytes": found.bytes, "fastest": found.fastest, "changes": [*map(asdict, changes)]}
+        print(json.dumps({"model": model, "cluster": cluster.name, **sizes, **data}, indent=2))
+        return 0
+    print(*_lines(model, cluster, found, changes, sizes), sep="\n")
+    return 0
+
+
+def _lines(
+    model: str, cluster: ClusterSpec, found: FinetunePrediction, changes: list[FinetuneChange], sizes: dict[str, Any]
+) -> Iterator[str]:
+    device, (low, high) = cluster.device.memory_gib, found.interval or (0.0, 0.0)
+    yield (
+        f"{model} on {cluster.name}: {sizes['method']}, adapters of rank {sizes['rank']}, {sizes['tokens']:,} tokens "
+        f"in sequences of {sizes['length']:,} for each of {sizes['ranks']} ranks, {sizes['accumulation']} micro-batches a step"
+    )
+    with_fragments = _reserved(found.bytes)
+    yield f"fullest rank, experts spread: {found.bytes / GIB:.1f} GiB, {with_fragments:.1f} with fragments, of {device:g}"
+    yield "  " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in found.parts.items())
+    yield "split over ranks             tokens/s       GiB  limited by"
+    for name, split in found.splits.items():
+        mark = "fastest" if name == found.fastest else "" if split.fits else "does not fit"
+        speed = f"{split.tokens_per_second:>12,.0f}{split.bytes / GIB:>10.1f}"
+        yield f"  {name:<26} {speed}  {split.bottleneck}{'; ' * bool(mark)}{mark}"
+    if found.plan is not None and found.tokens_per_second is not None:
+        limits = sorted(found.limits.items(), key=lambda limit: -limit[1])[:3]
+        busy = ", ".join(f"{name} {seconds:.2f}" for name, seconds in limits)
+        yield f"experts spread: {low:,.0f} to {high:,.0f} tokens/s likely; seconds of a step: {found.seconds:.2f}; busy: {busy}"
+        yield f"  plan: {plan_in_words(found.plan)}"
+    yield "what would change most, each predicted again:"
+    for change in changes[:6]:
+        needs = f"{change.bytes / GIB:.1f} GiB with experts spread{'' if change.fits else ', does not fit'}"
+        yield f"  {change.what}: {change.speedup:.2f} times the tokens/s; {needs}"
+
+
+def _reserved(num_bytes: float) -> float:
+    return num_bytes * FRAGMENTED / GIB
+
+
+def _changes(
+    job: Job, cluster: ClusterSpec, found: FinetunePrediction, sizes: dict[str, Any]
+) -> Iterator[FinetuneChange]:
+    """Yield single changes of a fine-tune, each predicted again."""
+    before = found.splits[found.fastest].tokens_per_second
+
+    def change(what: str, other: ClusterSpec = cluster, *, of_experts: bool = False, **changed: Any) -> FinetuneChange:
+        after = predict_finetune(job.model, cluster=other, **{**sizes, **changed})
+        split = after.splits["experts" if of_experts else after.fastest]
+        speedup = split.tokens_per_second / (found.splits["experts"].tokens_per_second if of_experts else before)
+        return FinetuneChange(what=what, speedup=speedup, bytes=after.bytes, fits=bool(after.fits))
+
+    tokens, length = sizes["tokens"], sizes["length"]
+    if cluster.nodes > 1:
+        yield change("a second NIC per machine, experts spread", cluster.with_links("outside", 2.0), of_experts=True)
+    if cluster.devices_per_node > 1:
+        yield change(
+            "links inside machines twice as fast, experts spread", cluster.with_links("inside", 2.0), of_experts=True
+        )
+    if cluster.world > 1:
+        yield change("rows in fp8 on the wire, experts spread", of_experts=True, codecs=CODED)
+    yield change("twice the sequences in a micro-batch", tokens=2 * tokens)
+    if tokens > length:
+        yield change("half the sequences in a micro-batch", tokens=tokens // length // 2 * length)
+    elif length % 2 == 0:
+        yield change("sequences of half the length", tokens=tokens // 2, length=length // 2)
+    yield change("logits and loss of 512 tokens at a time", logits=min(512, tokens))
+
+
+def _what_fits(job: Job, cluster: ClusterSpec, found: FinetunePrediction, sizes: dict[str, Any]) -> str:
+    """Return a clause with what is missing, and the smallest single changes after which experts spread over ranks fit."""
+    memory = cluster.device.memory_gib
+    fitting, powers = [], [2**power for power in range(1, MOST_TIMES.bit_length())]
+    again = partial(predict_finetune, job.model)
+    limited = {**sizes, "memory_bytes": memory * GIB}
+    for times in powers:
+        ranks = cluster.world * times
+        if job.model.moe.num_experts % ranks == 0 and again(**{**limited, "ranks": ranks}).fits:
+            fitting.append(f"{ranks} such devices")
+            break
+    for times in powers:
+        length = sizes["length"] // times
+        if length and again(**{**limited, "tokens": length, "length": length}).fits:
+            fitting.append(f"one sequence of {length:,} tokens")
+            break
+    if again(**{**limited, "logits": min(512, sizes["tokens"])}).fits:
+        fitting.append("logits and loss of 512 tokens at a time")
+    if sizes["method"] == "lora" and again(**{**limited, "method": "qlora"}).fits:
+        fitting.append("--finetune qlora")
+    needs = f"needs {_reserved(found.bytes) + 1:.1f} GiB of {memory:g} on a device"
+    return f"{needs}; smallest that fits: {'; or '.join(fitting) or 'no single change that was tried'}"

@@ -1,0 +1,74 @@
+"""`moesaic plan --finetune`: what it prints, and what it refuses in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moesaic.cli.main import main
+
+CONFIG = {
+    "model_type": "qwen3_moe", "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 16,
+    "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 32000,
+}  # fmt: skip
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    words = ["plan", "--model", str(tmp_path / "config.json"), "--finetune", "qlora", "--seq-len", "512"]
+    return [*words, "--cluster", "2x2x4090-10gbe"]
+
+
+def test_it_says_what_fits_which_split_is_fastest_and_what_would_help(command, capsys):
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 25
+    assert sum("fastest" in line for line in lines) == 1
+    text = "\n".join(lines)
+    for words in (
+        "logits and loss 0.",
+        "of 24",
+        "layers, one rank at a time",
+        "tokens/s likely",
+        "a second NIC",
+        "fp8",
+    ):
+        assert words in text
+
+
+def test_json_has_everything(command, capsys):
+    assert main([*command, "--json", "--adapter-rank", "4", "--batch-size", "8"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens"], found["rank"], found["accumulation"]) == (1024, 4, 4)
+    assert found["bytes"] == pytest.approx(sum(found["parts"].values()))
+    assert found["tokens_per_second"] == pytest.approx(4 * 4 * 1024 / found["seconds"])
+    assert found["fastest"] in found["splits"]
+    halved = next(change for change in found["changes"] if change["what"] == "half the sequences in a micro-batch")
+    assert halved["bytes"] < found["bytes"]
+    assert {"what", "speedup", "bytes", "fits"} == set(halved)
+
+
+def refused(words: list[str], capsys) -> str:
+    assert main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_what_does_not_fit_is_refused_with_what_does(capsys):
+    words = ["plan", "--model", "qwen3-30b-a3b", "--cluster", "2x3090-pcie", "--finetune", "lora"]
+    assert (
+        "does not fit: needs 42.1 GiB of 24 on a device; smallest that fits: 8 such devices; or --finetune qlora"
+        in refused(words, capsys)
+    )
+
+
+def test_flags_and_models_that_have_no_meaning_are_refused(command, capsys):
+    assert "--ep has no meaning with --finetune" in refused([*command, "--ep", "2"], capsys)
+    assert "config.json of one" in refused(
+        ["plan", "--model", "demo", "--cluster", "2x4090-pcie", "--finetune", "qlora"], capsys
+    )
