@@ -47,6 +47,7 @@ BENCHMARKS = {
     "relocate_train": ("relocate_train", "training steps under every technique against skewed routing"),
     "schedules": ("schedules", "bytes of every schedule and all-to-all, against formulas"),
     "simulator": ("simulator", "run time of the simulator"),
+    "small": ("small", "splits of a frozen model over small cards, on emulated clusters"),
     "soak": ("soak", "memory, file descriptors and threads of a long run that changes plans"),
     "train": ("train.benchmark", "training steps of the demo model on an emulated cluster, against other systems"),
     "vision_sweeps": ("vision.sweeps", "balance loss, inference capacity and admission of a vision model"),

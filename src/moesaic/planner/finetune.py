@@ -40,10 +40,10 @@ LOGIT_BYTES = 12
 TOKEN_BYTES = 18
 """Bytes of each value of a token that a recomputed block keeps, and its gradients: float32 copies for two norms and two
 adapters, 16 bits for the gradient of the residual stream."""
-COPY_VALUES = (5.0, 6.0)
-"""Values of the token's width, and of the hidden width, that backward of frozen experts has for each copy of a token: rows,
-the results' gradient without and with routing weights, the rows' gradient and its adapters' part; pre-activations of gate and
-up, their gradients, hidden values and their gradient (`FrozenExperts.gradients`)."""
+COPY_VALUES = 5.0
+"""Values of the token's width that backward of frozen experts has for each copy of a token: rows, the results' gradient without
+and with routing weights, the rows' gradient and its adapters' part. Of the hidden width it has the results of each matrix but
+the last and the rows that the last one reads, and the gradients of both (`FrozenExperts.gradients`)."""
 SENT_VALUES = 2.5
 """Further values of the token's width for each copy in buffers of the exchange. Measured on two ranks."""
 COPY_BYTES = 58
@@ -160,9 +160,7 @@ def predict_finetune(
     fits = None if memory_bytes is None else _fits(sum(parts.values()), memory_bytes)
     if cluster is None:
         return FinetunePrediction(parts=parts, fits=fits)
-    cluster = replace(cluster, device=replace(cluster.device, memory_gib=ENDLESS_GIB))
-    space = replace(LOSSLESS, codecs=codecs, backward_codecs=codecs)
-    best = search(job, cluster, Settings(space=space, pins=Pins(tp=1, ep=ranks), keep=1, give_up=1.5)).best
+    best = spread_experts(job, cluster, codecs)
     speed = speed_of(job, best, cluster, devices=ranks, sequences=job.batch_size * accumulation)
     memory = memory_bytes or 0.0
     of_experts = Split(
@@ -173,7 +171,7 @@ def predict_finetune(
     return FinetunePrediction(
         parts=parts, fits=fits, seconds=best.seconds, tokens_per_second=of_experts.tokens_per_second, interval=(low, high),
         bottleneck=of_experts.bottleneck, limits=best.estimate.limits, plan=best.plan,
-        splits={"experts": of_experts, **_layer_splits(job, cluster, memory)},
+        splits={"experts": of_experts, **layer_splits(job, cluster, memory)},
     )  # fmt: skip
 
 
@@ -192,8 +190,25 @@ def _check(shape: ModelShape, ranks: int, tokens: int, length: int, cluster: Clu
         raise InputError(f"{cluster.name} has {cluster.world} devices, not {ranks}: choose another size")
 
 
-def _layer_splits(job: FinetuneJob, cluster: ClusterSpec, memory_bytes: float) -> dict[str, Split]:
-    """Return the splits of the layers over all ranks, if there are several ranks and as many layers."""
+def spread_experts(job: FinetuneJob, cluster: ClusterSpec, codecs: tuple[Codec, ...] = ("none",)) -> PlannedStep:
+    """Return the fastest step of a fine-tune whose experts are spread over all devices of a cluster, of any memory.
+
+    Raises:
+        InputError: if the experts or the sequences do not split over the devices.
+    """
+    roomy = replace(cluster, device=replace(cluster.device, memory_gib=ENDLESS_GIB))
+    space = replace(LOSSLESS, codecs=codecs, backward_codecs=codecs)
+    return search(job, roomy, Settings(space=space, pins=Pins(tp=1, ep=cluster.world), keep=1, give_up=1.5)).best
+
+
+def layer_splits(job: FinetuneJob, cluster: ClusterSpec, memory_bytes: float) -> dict[str, Split]:
+    """Return the splits of the layers over all ranks, if there are several ranks and as many layers.
+
+    Args:
+        job: the fine-tune; a micro-batch of the pipeline has the sequences of a rank's micro-batch.
+        cluster: the cluster.
+        memory_bytes: memory of a device.
+    """
     ranks = cluster.world
     if not 1 < ranks <= job.model.num_layers:
         return {}
@@ -257,9 +272,8 @@ def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
 def _block_bytes(cost_model: StepCostModel, adapters: float) -> float:
     """Return the bytes of a block's recomputed activations where its backward pass needs most."""
     model, layer = cost_model.model, cost_model.model.layer
-    widths, hidden = COPY_VALUES
-    widths += SENT_VALUES * (cost_model.grid.ep > 1)
-    copies = layer.copies * (2 * (widths * layer.dim + hidden * layer.hidden) + COPY_BYTES)
+    widths = COPY_VALUES + SENT_VALUES * (cost_model.grid.ep > 1)
+    copies = layer.copies * (2 * (widths * layer.dim + 2 * layer.matrices * layer.hidden) + COPY_BYTES)
     # Norms of queries and keys keep them in float32.
     attention = 2 * (model.attention_kept - layer.dim + model.attention_normed)
     shared = 2 * 2 * layer.matrices * model.shared_hidden
