@@ -68,7 +68,9 @@ def test_what_does_not_fit_is_refused_with_what_does(capsys):
 
 
 def test_flags_and_models_that_have_no_meaning_are_refused(command, capsys):
-    assert "--ep has no meaning with --finetune" in refused([*command, "--ep", "2"], capsys)
+    for flag in (["--ep", "2"], ["--allow-lossy"], ["--reserve-gib", "2"]):
+        assert f"{flag[0]} has no meaning with --finetune" in refused([*command, *flag], capsys)
+    assert "rank=0: must be at least 1" in refused([*command, "--adapter-rank", "0"], capsys)
     assert "config.json of one" in refused(
         ["plan", "--model", "demo", "--cluster", "2x4090-pcie", "--finetune", "qlora"], capsys
     )

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
@@ -62,6 +62,10 @@ GIVE_UP, REFINED = 1.5, 4
 """`give_up` and `refine` of `Settings`: 64 devices take ten seconds, and searching longer found no better plan."""
 FINISHED = 2
 """`finished_eps` of `Settings`: the sizes of ep that the line "slower" gives."""
+FOR_FINETUNE = (
+    "model", "cluster", "nodes", "gpus", "batch_size", "accumulation", "seq_len", "finetune", "adapter_rank", "json",
+)  # fmt: skip
+"""Options that have a meaning with `--finetune`."""
 TABLES = 4
 """Number of calls of a trace under which plans are ranked."""
 DESCRIPTION = f"""Search the layout and plan with the shortest simulated step for a model on a cluster, within its memory. All
@@ -209,9 +213,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def _finetune(options: PlanOptions, method: Method, cluster: ClusterSpec) -> int:
     """Print the prediction of a fine-tune; returns the exit code."""
-    for name in ("profile", "trace", "max_vio", "emit", "explain", "write", "page", "tp", "ep", "etp", "pp"):
-        if getattr(options, name) is not None:
-            raise InputError(f"--{name.replace('_', '-')} has no meaning with --finetune: leave it out")
+    for each in fields(options):
+        if each.name not in FOR_FINETUNE and getattr(options, each.name) != each.default:
+            raise InputError(f"--{each.name.replace('_', '-')} has no meaning with --finetune: leave it out")
     return print_finetune(
         _job(options, cluster), cluster, options.model, method=method, rank=options.adapter_rank,
         accumulation=options.accumulation or 4, as_json=options.json,

@@ -7,6 +7,7 @@ parallelism stand two splits of the layers over the ranks, in a pipeline, and on
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -147,7 +148,9 @@ def predict_finetune(
     Raises:
         InputError: the model is none of the Hugging Face hub, or the sizes do not fit each other or the cluster.
     """
-    _check(shape, ranks, tokens, length, cluster)
+    _check(
+        shape, cluster, {"ranks": ranks, "tokens": tokens, "length": length, "rank": rank, "accumulation": accumulation}
+    )
     job = FinetuneJob(
         batch_size=ranks * tokens // length, accumulation=accumulation, method=method, rank=rank, logits=logits,
         model=replace(shape, seq_len=length, checkpoint_activations=True), data=DataShape(vocab_size=shape.vocab),  # type: ignore[attr-defined]
@@ -175,11 +178,12 @@ def predict_finetune(
     )  # fmt: skip
 
 
-def _check(shape: ModelShape, ranks: int, tokens: int, length: int, cluster: ClusterSpec | None) -> None:
+def _check(shape: ModelShape, cluster: ClusterSpec | None, sizes: Mapping[str, int]) -> None:
     """Raise InputError if the sizes of a fine-tune do not fit each other."""
+    ranks, tokens, length = sizes["ranks"], sizes["tokens"], sizes["length"]
     if not isinstance(shape, HubShape):
         raise InputError("fine-tuning is planned for models of the Hugging Face hub: give the config.json of one")
-    for name, value in (("ranks", ranks), ("tokens", tokens), ("length", length)):
+    for name, value in sizes.items():
         if value < 1:
             raise InputError(f"{name}={value}: must be at least 1")
     if tokens % length:
