@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 pytest.importorskip("peft", reason="pip install peft")
 
+from allocated import Allocated
 from lora_ranks import SIZES, load
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -21,34 +18,6 @@ from moesaic.errors import InputError
 from worlds import on_ranks
 
 EXPERTS = {"intermediate_size": 64, "moe_intermediate_size": 256, "num_experts": 16}
-
-
-class Allocated(TorchDispatchMode):
-    """Counts the bytes of living storages that operations made within it, and the most there were at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now, self.most, self._known = 0, 0, set[int]()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu":
-                self._note(tensor.untyped_storage())
-        return out
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.now += size
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._free, key, size)
-
-    def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
 
 
 def write(folder: Path, **sizes: int) -> None:

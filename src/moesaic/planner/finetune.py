@@ -47,6 +47,9 @@ and with routing weights, the rows' gradient and its adapters' part. Of the hidd
 the last and the rows that the last one reads, and the gradients of both (`FrozenExperts.gradients`)."""
 SENT_VALUES = 2.5
 """Further values of the token's width for each copy in buffers of the exchange. Measured on two ranks."""
+FACTOR_BYTES = (8, 14)
+"""Bytes of each parameter of a block's adapters while it runs backward, on one rank and on several: copies in 16 bits, their
+gradients, and the same in float32; on several ranks also joined for a call. Measured."""
 COPY_BYTES = 58
 """Bytes of indices, routing weights and order of each copy."""
 CODED: tuple[Codec, ...] = ("none", "fp8")
@@ -282,5 +285,5 @@ def _block_bytes(cost_model: StepCostModel, adapters: float) -> float:
     attention = 2 * (model.attention_kept - layer.dim + model.attention_normed)
     shared = 2 * 2 * layer.matrices * model.shared_hidden
     dense = 2 * 2 * layer.matrices * model.inner * layer.tokens * (model.moe_layers < model.num_layers)
-    # Factors of a block in 16 bits, their gradients, and the same in float32.
-    return layer.tokens * (TOKEN_BYTES * layer.dim + attention + shared) + max(copies, dense) + 8 * adapters
+    factors = FACTOR_BYTES[cost_model.grid.ep > 1] * adapters
+    return layer.tokens * (TOKEN_BYTES * layer.dim + attention + shared) + max(copies, dense) + factors
