@@ -115,6 +115,13 @@ def trainer_losses(folder: str, out: str, four_bit: bool, ep: int) -> list[float
     trainer = Trainer(model=model, args=options, train_dataset=Sequences())
     found = losses(trainer)
     trainer.save_model(out)
+    saved = {name: tensor.clone() for name, tensor in peft.get_peft_model_state_dict(model).items()}
+    with torch.no_grad():
+        for parameter in trained(model):
+            parameter.zero_()
+    model.load_adapter(out, "default", is_trainable=True)
+    for name, tensor in peft.get_peft_model_state_dict(model).items():
+        assert torch.equal(tensor, saved[name]), name
     return found
 
 

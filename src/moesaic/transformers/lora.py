@@ -78,10 +78,10 @@ def _weights_of(module: Any) -> FrozenWeights:
     if is_four_bit(module):
         names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
         (up, down), (up_scales, down_scales) = (
-            [_local(getattr(module, make(name))) for name in names] for make in (str, scales_name)
+            [local_part(getattr(module, make(name))) for name in names] for make in (str, scales_name)
         )
         parts = (2 if module.has_gate else 1, -1)
-        biases = [_local(getattr(module, f"{name}_bias")) for name in names] if module.has_bias else [None, None]
+        biases = [local_part(getattr(module, f"{name}_bias")) for name in names] if module.has_bias else [None, None]
         weights = FrozenWeights(
             up=up.unflatten(1, parts), down=down, up_scales=up_scales.unflatten(1, parts), down_scales=down_scales,
             up_bias=None if biases[0] is None else split_inputs(module, biases[0]), down_bias=biases[1],
@@ -115,14 +115,14 @@ def factors(wrapper: Any) -> tuple[Tensor, Tensor]:
     inner, outer = [], []
     for name, first in wrapper.lora_A.items():
         off = wrapper.disable_adapters or wrapper.merged or name not in wrapper.active_adapters
-        a, b = _local(first.weight), _local(wrapper.lora_B[name].weight)
+        a, b = local_part(first.weight), local_part(wrapper.lora_B[name].weight)
         inner.append(a.reshape(wrapper.num_experts, -1, a.shape[1]))
         whole = b.reshape(len(b), -1, wrapper.num_experts).permute(2, 0, 1)
         outer.append(whole * (0.0 if off else wrapper.scaling[name]))
     return torch.cat(inner, 1), torch.cat(outer, 2)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor; the gradient is sharded like the tensor."""
     return tensor.to_local(grad_placements=tensor.placements) if isinstance(tensor, DTensor) else tensor
 
@@ -236,9 +236,10 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
 
     def cut(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
         for key in _factor_keys(wrapper, prefix):
-            if key in state and not isinstance(state[key], DTensor):
+            if key in state:  # PEFT may have sharded it, as if a rank's experts lay side by side
                 name = "lora_B" if ".lora_B." in key[len(prefix) - 1 :] else "lora_A"
-                state[key] = part_of(name, state[key].to(wrapper.get_param().device))
+                factor = state[key].full_tensor() if isinstance(state[key], DTensor) else state[key]
+                state[key] = part_of(name, factor.to(wrapper.get_param().device))
 
     instead: dict[nn.Parameter, nn.Parameter] = {}
     for name in ("lora_A", "lora_B"):
@@ -271,6 +272,14 @@ def _factor_keys(wrapper: Any, prefix: str) -> Iterator[str]:
             yield f"{prefix}{name}.{adapter}.weight"
 
 
+def added(wrapper: Any, module: Any, adapter: str) -> Tensor:
+    """Return what an adapter adds to this rank's part of a weight, in the weight's own layout and the adapter's dtype."""
+    inner, outer = (local_part(layers[adapter].weight.detach()) for layers in (wrapper.lora_A, wrapper.lora_B))
+    outer = outer.reshape(len(outer), -1, wrapper.num_experts).permute(2, 0, 1) * wrapper.scaling[adapter]
+    delta = outer @ inner.reshape(wrapper.num_experts, -1, inner.shape[1])
+    return delta.transpose(1, 2) if module.is_transposed else delta
+
+
 def _replace_merging(wrapper: Any, module: Any) -> None:
     """Make a wrapper merge its factors into this rank's weights, or say why that cannot be."""
 
@@ -279,12 +288,9 @@ def _replace_merging(wrapper: Any, module: Any) -> None:
         if is_four_bit(module):
             raise InputError(
                 "merge: experts in NF4 would round the adapters away: save the adapters, load the model without "
-                "quantization_config, and merge there"
+                "quantization_config, and merge there; moesaic finetune --merge merges into the numbers that NF4 stands for"
             )
-        inner, outer = (_local(layers[adapter].weight.detach()) for layers in (wrapper.lora_A, wrapper.lora_B))
-        outer = outer.reshape(len(outer), -1, wrapper.num_experts).permute(2, 0, 1) * wrapper.scaling[adapter]
-        delta = outer @ inner.reshape(wrapper.num_experts, -1, inner.shape[1])
-        delta = (delta.transpose(1, 2) if module.is_transposed else delta).to(parameter.dtype)
+        delta = added(wrapper, module, adapter).to(parameter.dtype)
         if not isinstance(parameter, DTensor):
             return delta
         if parameter.to_local().shape != delta.shape:
@@ -316,7 +322,7 @@ class _Mean:
         for each in self._parameters:
             if each.grad is None:
                 each.grad = torch.zeros_like(each)
-        gradients = [_local(each.grad) for each in self._parameters if each.grad is not None]
+        gradients = [local_part(each.grad) for each in self._parameters if each.grad is not None]
         joined = torch.cat([gradient.flatten().float() for gradient in gradients])
         dist.all_reduce(joined, group=self._group)
         joined /= dist.get_world_size(self._group)
