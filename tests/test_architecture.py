@@ -29,7 +29,7 @@ LAB_SOURCES = [*sorted(LAB.rglob("*.py")), *sorted(TESTBED.rglob("*.py"))]
 PARTS = (
     "errors", "files", "configfile", "codecs", "shapes", "traces", "program", "kernels", "comm", "draw", "routing", "experts",
     "runtime", "named", "chosen", "layer", "captured", "balance", "planner", "measure", "auto", "models", "parallel",
-    "transformers", "train", "weights", "testing", "report", "cli",
+    "transformers", "train", "weights", "finetune", "testing", "report", "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
 TORCH_FREE = ("errors", "files", "configfile", "codecs", "shapes", "program", "traces", "planner", "report")
@@ -254,6 +254,7 @@ def test_nothing_reads_environment_variables_but_what_the_launcher_says():
     reads = re.compile(r"\bos\.(environ|getenv|putenv)\b|\bfrom os import\b.*\b(environ|getenv)\b")
     found = [name_of(path) for path in [*SOURCES, *LAB_SOURCES] if reads.search(path.read_text(encoding="utf-8"))]
     allowed = [
+        "src/moesaic/cli/finetune.py",  # reads RANK, WORLD_SIZE: whether a launcher has started it
         "src/moesaic/cli/train.py",  # reads RANK: whether this process is the first, before PyTorch is loaded
         "src/moesaic/comm/mesh.py",  # reads LOCAL_WORLD_SIZE: how many ranks share a node
         "src/moesaic/train/launch.py",  # reads RANK, WORLD_SIZE and their like: whether others were started, which attempt

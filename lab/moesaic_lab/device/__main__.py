@@ -21,7 +21,7 @@ PARTS = {
 """By name: a function of this room from a folder and further words to an exit code."""
 ROWS = {
     "plans": "ranks:plans_row", "training": "ranks:training_row", "sharded": "ranks:sharded_row", "whole": "whole:layer_row",
-    "transformers": "whole:model_row",
+    "transformers": "whole:model_row", "finetune": "finetune:finetune_row",
 }  # fmt: skip
 """By name: a function of this room that returns the row of this name, or that of the name and a further word."""
 

@@ -53,7 +53,7 @@ NOTES = (
     "One process per step; a step that did not end well says why. Layers: SwiGLU, bfloat16, forward 6 T H I K and backward "
     "12 T H I K FLOPs, router excluded, sorting of copies included; random router. Ways run in turn, median over the repeats "
     "by CUDA events, the host ahead of the GPU as in training. activation_gib: held between forward and backward, the layer's "
-    "input included. Published figures were measured on an H100 by SonicMoE's authors. Plans, training, sharded: four NCCL "
+    "input included. Published figures were measured on an H100 by SonicMoE's authors. Plans, training, sharded, finetune: four NCCL "
     "ranks on the one GPU, largest error against one process. whole, transformers: wall time of forward and backward."
 )
 ROOT = Path(__file__).resolve().parents[3]
@@ -61,6 +61,9 @@ FIGURES: dict[str, tuple[str, str, float | None, str]] = {
     "plans.worst_error": ("plans", "worst", 1e-5, "1"),
     "training.worst_difference_of_a_loss": ("training", "worst", 1e-3, "1"),
     "sharded.worst_error": ("sharded", "worst", 1e-4, "1"),
+    "finetune.worst_difference_of_a_loss": ("finetune", "worst", 1e-5, "1"),
+    "finetune.one_process": ("finetune", "one_peak_gib", 24.0, "GiB"),
+    "finetune.fullest_of_four": ("finetune", "four_peak_gib", 9.0, "GiB"),
     "whole.eager_ms": ("whole", "eager_ms", None, "ms"),
     "whole.eager_host_ms": ("whole", "eager_host_ms", 1.5, "ms"),
     "whole.compiled_ms": ("whole", "compiled_ms", None, "ms"),
@@ -127,6 +130,7 @@ def steps(folder: Path, *, dry: bool) -> list[GpuStep]:
         tests("tests", 120, *(("tests/kernels/triton/test_triton_sort.py",) if dry else (KERNEL_TESTS, "-n", "8"))),
         tests("checks", 60, CHECKS),
         part("plans", 60), part("training", 60), part("sharded", 60, needs="transformers"),
+        part("finetune", 150, needs="peft"),
         *(part("measure", 60, name, name=f"layer.{name}") for name in layers),
         part("sonic", 180, *layers, needs="sonicmoe"), part("whole", 60),
         part("transformers", 60, *FAMILIES, needs="transformers"),

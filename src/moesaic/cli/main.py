@@ -25,6 +25,7 @@ COMMANDS = {
     "show": "print the programs of a plan, the bytes that they move and when each task runs",
     "profile": "measure this machine for the simulator and the planner",
     "plan": "search the layout and the plan with the shortest simulated step on a cluster",
+    "finetune": "train adapters of an MoE model of transformers on small cards, with its experts in four bits",
     "convert": "convert a checkpoint into another format, or a dense model into a sparse one",
     "check": "test on this machine that every plan computes what the plain layer computes",
     "certify": "test on this machine that your own MoE layer computes what a dense layer computes",
@@ -111,6 +112,8 @@ _EXTRAS = {
     "torch": "train",
     "safetensors": "train",
     "transformers": "transformers",
+    "peft": "finetune",
+    "datasets": "data",
     "plotly": "report",
     "jinja2": "report",
 }

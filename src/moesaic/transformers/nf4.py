@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moesaic.errors import InputError
 from moesaic.kernels import nf4
 from moesaic.transformers.experts import FLAGS, refusal, split_inputs
-from moesaic.transformers.lora import adopt_at_first_call, scales_name
+from moesaic.transformers.lora import adopt_at_first_call, local_part, scales_name
 
 METHOD = "moesaic_nf4_experts"
 
@@ -111,6 +111,15 @@ class _Quantize(ConversionOps):
             codes, scales = (torch.stack(list(each)) for each in zip(*parts))
             found[full_name], found[scales_name(full_name)] = codes, scales
         return found
+
+
+def dequantized(module: Any, name: str) -> Tensor:
+    """Return the numbers that this rank's part of a weight in NF4 stands for, in the family's layout, float32."""
+    codes, scales = (local_part(getattr(module, each)) for each in (name, scales_name(name)))
+    weight = nf4.dequantize(codes, scales, torch.float32)
+    if name == "gate_up_proj" and not module.is_concatenated:
+        weight = weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return weight.mT if module.is_transposed else weight
 
 
 def _weights(module: Any) -> tuple[str, ...]:

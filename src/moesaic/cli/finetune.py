@@ -1,0 +1,71 @@
+"""`moesaic finetune MODEL DATA`: trains adapters of a model of transformers, with experts in NF4 that ranks share."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from moesaic.cli.arguments import parse
+from moesaic.errors import InputError, in_one_line, to_install
+from moesaic.finetune.options import MERGED, FinetuneOptions, require_data
+
+DESCRIPTION = """Train adapters (LoRA) of attention and experts of a model of transformers. The experts stay frozen, in four bits, and are
+spread over the ranks: one for each GPU, --ranks N processes, or those of torchrun -m moesaic finetune ...
+What does not fit is refused before anything is loaded."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
+    options = parse(FinetuneOptions, arguments, prog="moesaic finetune", description=DESCRIPTION)
+    for package in ("transformers", "peft"):
+        if find_spec(package) is None:
+            raise InputError(f"needs the package {package}: {to_install('.[finetune]')}")
+    if "RANK" not in os.environ:
+        return _start(options, arguments)
+    from moesaic.train.launch import launch
+
+    place = launch()
+    try:
+        _finetune(options, int(os.environ["WORLD_SIZE"]), says=place.is_first)
+    except Exception as error:
+        if place.fails_first(error):
+            raise
+        return 2 if isinstance(error, InputError) else 1
+    place.leave()
+    return 0
+
+
+def _start(options: FinetuneOptions, arguments: Sequence[str]) -> int:
+    """Fine-tune in this process, or start ranks that do; returns the exit code."""
+    require_data(options.data)
+    print("moesaic finetune: loading PyTorch", flush=True)
+    import torch
+
+    ranks = options.ranks or (torch.cuda.device_count() if options.device != "cpu" else 0) or 1
+    if ranks == 1:
+        _finetune(options, 1)
+        return 0
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from moesaic.finetune.recipe import require
+
+    require(options, ranks)
+    try:
+        run.main(["--standalone", "--nproc-per-node", str(ranks), "-m", "moesaic", "finetune", *arguments])
+    except ChildFailedError as error:
+        return error.get_first_failure()[1].exitcode
+    return 0
+
+
+def _finetune(options: FinetuneOptions, world: int, *, says: bool = True) -> None:
+    from moesaic.finetune.recipe import finetune
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # between transformers and PEFT
+        finetune(options, world)
+    if says:
+        merged = f", and merged in {options.out}/{MERGED}" if options.merge else ""
+        print(in_one_line(f"done: adapters in {options.out}{merged}"))

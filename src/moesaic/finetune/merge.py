@@ -1,0 +1,105 @@
+"""Writes a fine-tuned model with its adapters merged, weight by weight, in the files that `from_pretrained` reads.
+
+Adapters were trained over the numbers that NF4 stands for, so they are merged into these: the merged model computes what the
+adapted one does, to the rounding of its dtype. Ranks send their experts to the first rank, which holds one weight of a layer
+and one file at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from moesaic.files import write
+from moesaic.transformers.lora import adapters_of, added, is_four_bit, local_part
+from moesaic.transformers.nf4 import dequantized
+from moesaic.weights.files import INDEX, SHARD_BYTES, filling
+from moesaic.weights.model import Architecture
+
+
+@torch.no_grad()
+def write_merged(model: Any, source: str, folder: Path, dtype: torch.dtype, tokenizer: Any) -> None:
+    """Write the merged model into a new folder; all ranks call it together.
+
+    Args:
+        model: of PEFT, after `adopt_adapters`.
+        source: the model that was fine-tuned, whose configuration the merged one gets.
+        folder: must not exist, or be empty.
+    """
+    weights = ((name, tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor.cpu()) for name, tensor in _weights(model))
+    if dist.is_initialized() and dist.get_rank():
+        for _ in weights:
+            pass
+        return
+    config = AutoConfig.from_pretrained(source)
+    config.dtype = dtype
+    names = Architecture(config).model
+    with filling(folder):
+        config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        file_of: dict[str, str] = {}
+        shard: dict[str, Tensor] = {}
+        total = 0
+        for name, tensor in weights:
+            total += tensor.nbytes
+            shard |= {key: part.clone() for key, part in revert_weight_conversion(names, {name: tensor}).items()}
+            if sum(each.nbytes for each in shard.values()) > SHARD_BYTES:
+                _write(folder, shard, file_of)
+        _write(folder, shard, file_of)
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        write(folder / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def _write(folder: Path, shard: dict[str, Tensor], file_of: dict[str, str]) -> None:
+    """Write a file of tensors, note their names, and forget them."""
+    name = f"model-{len(set(file_of.values())) + 1:05}.safetensors"
+    save_file(shard, folder / name, metadata={"format": "pt"})
+    file_of |= dict.fromkeys(shard, name)
+    shard.clear()
+
+
+def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight of the model under its plain name; on other ranks than the first, the value may be a part."""
+    seen: set[int] = set()
+    for path, module in model.get_base_model().named_modules():
+        buffers = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        for name, tensor in {**module._parameters, **buffers}.items():
+            if tensor is None or id(tensor) in seen or ".lora_" in path or name.endswith("_absmax"):
+                continue
+            seen.add(id(tensor))
+            plain = f"{path}.{name}".replace(".base_layer", "")
+            yield plain, _merged(model, path, module, name, tensor)
+
+
+def _merged(model: Any, path: str, module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Return a weight with what its adapter adds; whole on the first rank."""
+    expert_adapter = adapters_of(module).get(name) if hasattr(module, "is_transposed") else None
+    if expert_adapter is not None or (is_four_bit(module) and name + "" in ("gate_up_proj", "up_proj", "down_proj")):
+        part = dequantized(module, name) if is_four_bit(module) else local_part(tensor).float()
+        if expert_adapter is not None:
+            part = part + added(expert_adapter, module, "default").float()
+        return _gathered(part.contiguous()) if isinstance(tensor, DTensor) else part
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    layer = model.get_base_model().get_submodule(path.removesuffix(".base_layer"))
+    if name == "weight" and path.endswith(".base_layer") and hasattr(layer, "get_delta_weight"):
+        return whole.float() + layer.get_delta_weight("default").float()
+    return whole
+
+
+def _gathered(part: Tensor) -> Tensor:
+    """Return the parts of all ranks on the first rank, on the CPU; elsewhere the part."""
+    own = part.cpu()
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    dist.gather(own, parts)
+    return own if parts is None else torch.cat(parts)

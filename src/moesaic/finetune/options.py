@@ -1,0 +1,114 @@
+"""The options of a fine-tuning run, and the file of them that its folder keeps. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from moesaic.errors import InputError
+from moesaic.files import read_text
+
+RUN, MERGED, COMPLETE = "finetune.json", "merged", "complete.json"
+"""In a run's folder the file with its options and the folder of the merged model, and in each checkpoint the mark of a complete one."""
+FREE = ("out", "ranks", "save_every", "merge", "resume", "memory_gib", "device")
+"""Options that may differ when a run is resumed; `ranks` is compared by the number of ranks themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions:
+    """Options of `moesaic finetune`."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Folder of a model of transformers, or its name on the hub."""
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+    """A text, a .jsonl file with "text" or "messages" in each line, or a folder or name that datasets loads (split train)."""
+    out: str = "runs/finetune"
+    """Folder for checkpoints, adapters and the merged model."""
+    ranks: int | None = None
+    """Processes on this machine, which share the experts; None: one for each GPU, or those that torchrun has started."""
+    method: Literal["qlora", "lora"] = "qlora"
+    """qlora keeps the frozen experts in NF4, lora in --dtype."""
+    rank: int = 16
+    """Rank of the adapters of attention and experts."""
+    alpha: float = 32.0
+    """Adapters are scaled by alpha / rank."""
+    length: int = 2048
+    """Tokens of a sequence; texts are joined and cut."""
+    batch: int = 16
+    """Sequences of an optimizer step, over all ranks."""
+    micro_batch: int = 1
+    """Sequences that a rank processes at a time."""
+    epochs: int = 1
+    """Passes over DATA."""
+    steps: int | None = None
+    """Optimizer steps, in place of --epochs."""
+    learning_rate: float = 2e-4
+    """Largest learning rate; 3 % of the steps warm up, and a cosine goes to zero."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the model and of the merged weights; adapters and their optimizer states are float32."""
+    plan: Literal["default", "auto"] = "default"
+    """default gives the same bits in every run; auto times seven other plans of the experts in the first steps."""
+    save_every: int = 100
+    """Steps between checkpoints, of which the last two are kept."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the folder; give the same options again."""
+    merge: bool = False
+    """Also write the model with the adapters merged into its (dequantized) weights, into merged/ of the folder."""
+    memory_gib: float | None = None
+    """Memory of a rank's device, GiB, to see whether the run fits; None: that of its GPU, or a share of the free host memory."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes GPUs if there are any."""
+    seed: int = 0
+    """Seed of the adapters' first values and of the order of sequences."""
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "length", "batch", "micro_batch", "epochs", "save_every"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        for name in ("ranks", "steps"):
+            if (getattr(self, name) or 1) < 1:
+                raise InputError(f"--{name} {getattr(self, name)}: must be at least 1")
+        if not (0 < self.learning_rate < 1 and 0 < self.alpha < float("inf")):
+            raise InputError("--learning-rate must be a number between 0 and 1, --alpha a number above 0")
+
+    def kept(self, world: int) -> dict[str, Any]:
+        """Return what a resumed run must have in common with the run."""
+        return {name: value for name, value in asdict(self).items() if name not in FREE} | {"ranks": world}
+
+
+def require_data(data: str) -> None:
+    """Raise InputError if DATA is a path to nothing, or an empty file; a name on the hub is looked up later."""
+    path = Path(data)
+    if path.is_file():
+        if not path.stat().st_size:
+            raise InputError(f"{data}: is empty: name a file with text")
+    elif not path.exists() and (path.suffix or data.count("/") > 1 or path.is_absolute() or data.startswith(".")):
+        raise InputError(f"{data}: no such file: name a text, a .jsonl file, or a dataset")
+
+
+def require_folder(options: FinetuneOptions, world: int) -> None:
+    """Check the folder of a run.
+
+    Raises:
+        InputError: it is in use, or holds no run of these options to resume.
+    """
+    folder, path = Path(options.out), Path(options.out, RUN)
+    if options.merge and Path(options.out, MERGED).exists():
+        raise InputError(f"{folder / MERGED}: exists: delete it, or choose another --out")
+    if not options.resume:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise InputError(f"--out {folder}: is in use: choose another folder, or --resume the run in it")
+        return
+    try:
+        found = json.loads(read_text(path))
+        differing = [name for name, value in options.kept(world).items() if found[name] != value]
+    except (OSError, ValueError, TypeError, KeyError):
+        raise InputError(f"--resume: {path} is missing or damaged: start anew without --resume") from None
+    if differing:
+        name = differing[0]
+        flag = name if name in ("model", "data") else f"--{name.replace('_', '-')}"
+        raise InputError(f"--resume: the run in {folder} has {flag} {found[name]}: give the same, or start in another --out")

@@ -1,0 +1,186 @@
+"""`moesaic finetune` on CPU ranks from one command: losses, resuming, merging, and what it refuses before it loads anything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason='pip install ".[transformers]"')
+peft = pytest.importorskip("peft", reason="pip install peft")
+
+from lora_ranks import SIZES
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from forked import Forked
+from moesaic.cli.main import main
+from moesaic.errors import InputError
+from moesaic.finetune.data import sequences
+from moesaic.finetune.options import COMPLETE
+from moesaic.transformers import FourBitExpertsConfig
+
+FLAGS = (
+    "--length", "16", "--batch", "4", "--steps", "4", "--save-every", "2", "--dtype", "float32", "--learning-rate", "0.01",
+    "--device", "cpu",
+)  # fmt: skip
+IMPORTS = ("transformers", "moesaic.finetune.recipe")
+
+
+def words_tokenizer() -> Any:
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install tokenizers")
+    model = tokenizers.models.WordLevel({f"w{number}": number for number in range(64)}, unk_token="w3")
+    of_words = tokenizers.Tokenizer(model)
+    of_words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=of_words, pad_token="w0", eos_token="w2")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model, its tokenizer, and a text."""
+    path = tmp_path_factory.mktemp("finetune")
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**SIZES, intermediate_size=64, moe_intermediate_size=64, num_experts=4)
+    Qwen3MoeForCausalLM(config).save_pretrained(path / "model")
+    words_tokenizer().save_pretrained(path / "model")
+    draws = torch.randint(4, 12, (500,), generator=torch.Generator().manual_seed(1)).tolist()
+    (path / "text.txt").write_text(" ".join(f"w{number}" for number in draws))
+    return path
+
+
+def on_ranks(place: Path, out: str, ranks: int, *flags: str) -> list[float]:
+    """Run the command on several ranks; return the losses."""
+    words = [str(place / "model"), str(place / "text.txt"), "--out", str(place / out), "--ranks", str(ranks)]
+    command = Forked(["-m", "moesaic", "finetune", *words, *FLAGS, *flags], {}, IMPORTS)
+    said, errors = command.communicate(timeout=500)
+    assert command.returncode == 0, errors
+    assert "fine-tuning: step 4, loss" in said
+    return losses(place / out)
+
+
+def losses(out: Path) -> list[float]:
+    state = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+def loss(model: Any) -> float:
+    ids = torch.randint(4, 12, (2, 16), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        return float(model.eval()(input_ids=ids, labels=ids).loss)
+
+
+def adapted(place: Path, out: str) -> Any:
+    base = AutoModelForCausalLM.from_pretrained(
+        place / "model", dtype=torch.float32, quantization_config=FourBitExpertsConfig(), experts_implementation="moesaic"
+    )
+    return peft.PeftModel.from_pretrained(base, place / out)
+
+
+@pytest.fixture(scope="module")
+def finished(place: Path) -> list[float]:
+    """The losses of a run on two ranks, whose merged model is in two/merged."""
+    return on_ranks(place, "two", 2, "--merge")
+
+
+def test_two_ranks_train_like_one_process(place, finished):
+    words = [str(place / "model"), str(place / "text.txt"), "--out", str(place / "one"), *FLAGS]
+    assert main(["finetune", *words]) == 0
+    assert losses(place / "one") == pytest.approx(finished, abs=1e-6)
+    assert finished[-1] < finished[0] - 0.1
+    assert loss(adapted(place, "one")) == pytest.approx(loss(adapted(place, "two")), abs=1e-5)
+
+
+def test_the_merged_model_has_the_losses_of_the_adapters(place, finished):
+    model = adapted(place, "two")
+    expected = loss(model)
+    assert loss(AutoModelForCausalLM.from_pretrained(place / "two" / "merged")) == pytest.approx(expected, abs=1e-6)
+    with model.disable_adapter():
+        assert loss(model) > expected + 0.1
+
+
+def test_a_killed_run_goes_on_from_its_newest_complete_checkpoint_with_the_same_bits(place, finished):
+    shutil.copytree(place / "two", place / "killed")
+    shutil.rmtree(place / "killed" / "merged")
+    (place / "killed" / "checkpoint-4" / COMPLETE).unlink()  # killed while it was written
+    assert on_ranks(place, "killed", 2, "--resume") == finished
+    one, two = (adapted(place, name).state_dict() for name in ("two", "killed"))
+    assert all(torch.equal(two[name], tensor) for name, tensor in one.items())
+
+
+@pytest.mark.random
+def test_four_ranks_train_and_merge_like_two(place, finished):
+    assert on_ranks(place, "four", 4, "--merge") == pytest.approx(finished, abs=1e-6)
+    merged = (loss(AutoModelForCausalLM.from_pretrained(place / name / "merged")) for name in ("two", "four"))
+    assert next(merged) == pytest.approx(next(merged), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--ranks", "3", "--batch", "3"], "3 ranks do not divide its 4 experts"),
+        (["--batch", "3", "--ranks", "2"], "--batch 3 is no multiple of 2 ranks times --micro-batch 1"),
+        (["--memory-gib", "1"], "ranks would need"),
+        (["--resume"], "is missing or damaged: start anew"),
+        (["--rank", "0"], "--rank 0: must be at least 1"),
+        (["--length", "4000"], "fewer than one sequence: choose a --length of at most 501"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(place, capsys, flags, line):
+    words = [str(place / "model"), str(place / "text.txt"), "--out", str(place / "none"), *FLAGS, *flags]
+    assert main(["finetune", *words]) == 2
+    (said,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("moesaic finetune:")]
+    assert line in said
+    assert not (place / "none").exists()
+
+
+def test_models_and_data_that_cannot_be_used_are_refused_in_one_line(place, capsys, tmp_path):
+    dense = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+    quantized = {**dense, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    for name, table in (("dense", dense), ("fp8", quantized), ("\x1b]52;model", None)):
+        (tmp_path / name).mkdir()
+        if table:
+            (tmp_path / name / "config.json").write_text(json.dumps(table))
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "mine.txt").write_text("mine")
+    model, text = str(place / "model"), str(place / "text.txt")
+    for words, line in (
+        ([str(tmp_path / "dense"), text], "llama has no experts"),
+        ([str(tmp_path / "fp8"), text], "its weights are quantized (fp8): run moesaic convert"),
+        ([str(tmp_path / "\x1b]52;model"), text], "\\x1b]52;model: is neither a folder nor a name"),
+        ([model, str(tmp_path / "no.txt")], "no.txt: no such file"),
+        ([model, str(tmp_path / "empty.txt")], "empty.txt: is empty"),
+        ([model, text, "--out", str(tmp_path / "used")], "is in use: choose another folder, or --resume"),
+    ):
+        assert main(["finetune", *words, *FLAGS]) == 2
+        said = capsys.readouterr().err
+        assert "\x1b" not in said
+        assert line in said
+    assert (tmp_path / "used" / "mine.txt").read_text() == "mine"
+
+
+def test_a_run_is_resumed_with_its_own_options_only(place, finished, capsys):
+    words = [str(place / "model"), str(place / "text.txt"), "--out", str(place / "two"), *FLAGS, "--resume"]
+    for flags, line in ((["--rank", "4"], "has --rank 16: give the same"), ([], "has --ranks 2: give the same")):
+        assert main(["finetune", *words, *flags]) == 2
+        assert line in capsys.readouterr().err
+
+
+def test_data_may_be_lines_of_json_with_texts_or_messages(tmp_path):
+    tokenizer = words_tokenizer()
+    lines = [{"text": "w5 w6 w7"}, {"messages": [{"role": "user", "content": "w8 w9"}]}]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    with pytest.raises(InputError, match="the model's tokenizer no chat template"):
+        sequences(str(tmp_path / "data.jsonl"), tokenizer, 3, 1)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} w1{% endfor %}"
+    rows = sequences(str(tmp_path / "data.jsonl"), tokenizer, 3, 2)
+    assert rows.tolist() == [[5, 6, 7], [2, 8, 9]]
+    (tmp_path / "data.jsonl").write_text('{"prompt": "w5"}\n')
+    with pytest.raises(InputError, match='neither "text" nor "messages"'):
+        sequences(str(tmp_path / "data.jsonl"), tokenizer, 3, 1)
+    (tmp_path / "data.jsonl").write_text("not JSON\n")
+    with pytest.raises(InputError, match="cannot be read as text or as JSON lines"):
+        sequences(str(tmp_path / "data.jsonl"), tokenizer, 3, 1)
