@@ -1,8 +1,8 @@
 """Experts in NF4 with PEFT's adapters, as `moesaic finetune` trains them, in the form that `moesaic certify` takes.
 
-The adapters have full rank and hold what NF4 rounded away: A is the identity, and B the difference. The adapted experts then are
-those of the dense reference, and the gradient of B is that of their weights, so every number that adapters depend on is held
-against float64. Widths are padded with zeros to one block of NF4.
+The adapters have full rank and hold what NF4 rounded away: A is the identity, and B the difference. So the adapted experts are
+those of the dense reference, and the gradient of B is that of their weights: all that adapters depend on is held against
+float64. Widths are padded with zeros to one block of NF4.
 
 moesaic certify moesaic_lab.four_bit:FourBitAdapters
 """
@@ -36,7 +36,10 @@ class FourBitAdapters(AbstractRoutedExperts):
         modeling: Any = import_module("transformers.models.mixtral.modeling_mixtral")
         own, (_, self._hidden, self._dim) = spec.weights.owned(spec.group), spec.weights.w1.shape
         config = transformers.MixtralConfig(
-            hidden_size=WIDTH, intermediate_size=WIDTH, num_local_experts=own.num_experts, experts_implementation="moesaic"
+            hidden_size=WIDTH,
+            intermediate_size=WIDTH,
+            num_local_experts=own.num_experts,
+            experts_implementation="moesaic",
         )
         experts = modeling.MixtralExperts(config)
         whole = {"gate_up_proj": _fused(spec.weights), "down_proj": _padded(spec.weights.w2)}

@@ -11,16 +11,19 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason='pip install ".[transformers]"')
-peft = pytest.importorskip("peft", reason="pip install peft")
+pytest.importorskip("peft", reason="pip install peft")
 
-from lora_ranks import SIZES
+import peft
+from lora_ranks import FAMILIES, SIZES
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from forked import Forked
 from moesaic.cli.main import main
 from moesaic.errors import InputError
+from moesaic.finetune import recipe
 from moesaic.finetune.data import sequences
-from moesaic.finetune.options import COMPLETE
+from moesaic.finetune.merge import write_merged
+from moesaic.finetune.options import COMPLETE, FinetuneOptions
 from moesaic.transformers import FourBitExpertsConfig
 
 FLAGS = (
@@ -74,7 +77,10 @@ def loss(model: Any) -> float:
 
 def adapted(place: Path, out: str) -> Any:
     base = AutoModelForCausalLM.from_pretrained(
-        place / "model", dtype=torch.float32, quantization_config=FourBitExpertsConfig(), experts_implementation="moesaic"
+        place / "model",
+        dtype=torch.float32,
+        quantization_config=FourBitExpertsConfig(),
+        experts_implementation="moesaic",
     )
     return peft.PeftModel.from_pretrained(base, place / out)
 
@@ -110,6 +116,27 @@ def test_a_killed_run_goes_on_from_its_newest_complete_checkpoint_with_the_same_
     assert all(torch.equal(two[name], tensor) for name, tensor in one.items())
 
 
+@pytest.mark.parametrize(
+    ("family", "method", "dtype"), [("gpt_oss", "qlora", "float32"), ("qwen3", "lora", "bfloat16")]
+)
+def test_families_and_methods_merge_into_what_they_computed(tmp_path, family, method, dtype):
+    torch.manual_seed(0)
+    FAMILIES[family]().save_pretrained(tmp_path / "model")
+    options = FinetuneOptions(model=str(tmp_path / "model"), data="", method=method, rank=4, dtype=dtype)
+    base = AutoModelForCausalLM.from_pretrained(options.model, **recipe.loading(options, 1, "cpu"))
+    model = recipe.adapt(base, options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    write_merged(model, options.model, tmp_path / "merged", getattr(torch, dtype), words_tokenizer())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.dtype == getattr(torch, dtype)
+    assert loss(merged) == pytest.approx(loss(model), abs=1e-6 if dtype == "float32" else 0.005)
+    with model.disable_adapter():
+        assert abs(loss(model) - loss(merged)) > 0.01
+
+
 @pytest.mark.random
 def test_four_ranks_train_and_merge_like_two(place, finished):
     assert on_ranks(place, "four", 4, "--merge") == pytest.approx(finished, abs=1e-6)
@@ -137,7 +164,13 @@ def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(place, capsys,
 
 
 def test_models_and_data_that_cannot_be_used_are_refused_in_one_line(place, capsys, tmp_path):
-    dense = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+    dense = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+    }
     quantized = {**dense, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     for name, table in (("dense", dense), ("fp8", quantized), ("\x1b]52;model", None)):
         (tmp_path / name).mkdir()

@@ -86,7 +86,19 @@ def test_the_steps_fit_two_calls_and_the_files(tmp_path: Path) -> None:
     names = [each.name for each in planned]
     assert {each.output for each in planned if each.output} <= set(FILES)
     assert [name for name in names if name.startswith("layer.")] == [f"layer.{each.name}" for each in LAYERS]
-    firsts = ["compile", "tests", "checks", "plans", "training", "sharded", "finetune", names[7], "sonic", "whole", "transformers"]
+    firsts = [
+        "compile",
+        "tests",
+        "checks",
+        "plans",
+        "training",
+        "sharded",
+        "finetune",
+        names[7],
+        "sonic",
+        "whole",
+        "transformers",
+    ]
     assert [name for name in names if name in firsts] == firsts
     assert names[-3:] == ["memcheck", "racecheck", "ncu"]
     usual = sum(7.5 if each.name.startswith("layer") else each.seconds for each in planned if not each.background)

@@ -113,4 +113,6 @@ def _model(given: FinetuneOptions, sizes: dict[str, Any], world: int, device: st
                 made[key] = (torch.ones(shape) if len(shape) == 1 else torch.randn(shape).mul_(0.02)).to(dtype)
             weights[part] = made[key]
     arguments = recipe.loading(given, world, device)
-    return recipe.adapt(Qwen3MoeForCausalLM.from_pretrained(None, config=config, state_dict=weights, **arguments), given)
+    return recipe.adapt(
+        Qwen3MoeForCausalLM.from_pretrained(None, config=config, state_dict=weights, **arguments), given
+    )

@@ -53,8 +53,8 @@ NOTES = (
     "One process per step; a step that did not end well says why. Layers: SwiGLU, bfloat16, forward 6 T H I K and backward "
     "12 T H I K FLOPs, router excluded, sorting of copies included; random router. Ways run in turn, median over the repeats "
     "by CUDA events, the host ahead of the GPU as in training. activation_gib: held between forward and backward, the layer's "
-    "input included. Published figures were measured on an H100 by SonicMoE's authors. Plans, training, sharded, finetune: four NCCL "
-    "ranks on the one GPU, largest error against one process. whole, transformers: wall time of forward and backward."
+    "input included. Published figures were measured on an H100 by SonicMoE's authors. Plans, training, sharded, finetune: "
+    "four NCCL ranks on the one GPU, largest error against one process. whole, transformers: wall time of forward and backward."
 )
 ROOT = Path(__file__).resolve().parents[3]
 FIGURES: dict[str, tuple[str, str, float | None, str]] = {

@@ -11,8 +11,8 @@ from moesaic.cli.arguments import parse
 from moesaic.errors import InputError, in_one_line, to_install
 from moesaic.finetune.options import MERGED, FinetuneOptions, require_data
 
-DESCRIPTION = """Train adapters (LoRA) of attention and experts of a model of transformers. The experts stay frozen, in four bits, and are
-spread over the ranks: one for each GPU, --ranks N processes, or those of torchrun -m moesaic finetune ...
+DESCRIPTION = """Train adapters (LoRA) of attention and experts of a model of transformers. The experts stay frozen, in four
+bits, and are spread over the ranks: one for each GPU, --ranks N processes, or those of torchrun -m moesaic finetune ...
 What does not fit is refused before anything is loaded."""
 
 
@@ -43,8 +43,9 @@ def _start(options: FinetuneOptions, arguments: Sequence[str]) -> int:
     print("moesaic finetune: loading PyTorch", flush=True)
     import torch
 
-    ranks = options.ranks or (torch.cuda.device_count() if options.device != "cpu" else 0) or 1
-    if ranks == 1:
+    gpus = torch.cuda.device_count() if options.device != "cpu" else 0
+    ranks = options.ranks or gpus or 1
+    if ranks == 1 and gpus < 2:  # Trainer gives a lone process all GPUs, a rank of torchrun one
         _finetune(options, 1)
         return 0
     from torch.distributed import run

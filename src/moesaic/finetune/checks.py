@@ -34,10 +34,14 @@ def require_model(options: FinetuneOptions, world: int) -> None:
     model = Architecture(config).model
     experts = Targets.experts(model)
     if not experts:
-        raise InputError(f"{options.model}: {config.model_type} has no experts that transformers stacks: choose an MoE model")
+        raise InputError(
+            f"{options.model}: {config.model_type} has no experts that transformers stacks: choose an MoE model"
+        )
     number = next(iter(experts.values())).num_experts
     if number % world:
-        raise InputError(f"{options.model}: {world} ranks do not divide its {number} experts: choose --ranks that divide them")
+        raise InputError(
+            f"{options.model}: {world} ranks do not divide its {number} experts: choose --ranks that divide them"
+        )
     for module in experts.values() if options.method == "qlora" else ():
         for name in Targets.weights(module):
             shape = module._parameters[name].shape
@@ -79,8 +83,8 @@ def _require_memory(options: FinetuneOptions, world: int) -> None:
     more = (each for each in (2 * world, 4 * world, 8 * world) if shape.moe.num_experts % each == 0)
     advice += [f"--ranks {each}" for each in more if predicted(options.length, each).fits][:1]
     raise InputError(
-        f"{options.model}: each of {world} ranks would need {found.bytes / GIB:.1f} GiB ({largest}) and room for the framework, and "
-        f"has {memory / GIB:.1f}: {'give ' + ' or '.join(advice) if advice else 'take more or larger devices'}"
+        f"{options.model}: each of {world} ranks would need {found.bytes / GIB:.1f} GiB ({largest}) besides the framework's, "
+        f"and has {memory / GIB:.1f}: {'give ' + ' or '.join(advice) if advice else 'take more or larger devices'}"
     )
 
 

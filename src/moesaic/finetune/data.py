@@ -37,9 +37,9 @@ def sequences(data: str, tokenizer: Any, length: int, batch: int) -> Tensor:
     found: list[Tensor] = []
     documents, end = _documents(data), [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     while some := list(islice(documents, AT_ONCE)):
-        texts = [_text(each, data, tokenizer) for each in some]
-        for ids in tokenizer([text for text in texts if text], add_special_tokens=False)["input_ids"] if any(texts) else ():
-            found.append(torch.tensor([*ids, *end]))
+        texts = [text for each in some if (text := _text(each, data, tokenizer))]
+        rows_of_ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        found += [torch.tensor([*ids, *end]) for ids in rows_of_ids]
     tokens = torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
     if len(tokens) < length:
         missing = f"has {len(tokens)} tokens, fewer than one sequence: choose a --length of at most {len(tokens)}"
@@ -53,9 +53,9 @@ def _text(document: Any, data: str, tokenizer: Any) -> str:
     if isinstance(document, dict) and isinstance(document.get("text"), str):
         return str(document["text"])
     if not isinstance(document, dict) or not isinstance(document.get("messages"), list):
-        raise InputError(f"{data}: an entry has neither \"text\" nor \"messages\": name data in which each has one")
+        raise InputError(f'{data}: an entry has neither "text" nor "messages": name data in which each has one')
     if not tokenizer.chat_template:
-        raise InputError(f"{data}: has \"messages\", and the model's tokenizer no chat template: give \"text\" instead")
+        raise InputError(f'{data}: has "messages", and the model\'s tokenizer no chat template: give "text" instead')
     try:
         return str(tokenizer.apply_chat_template(document["messages"], tokenize=False))
     except Exception as error:  # a template may raise anything

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from moesaic.files import write
-from moesaic.transformers.lora import adapters_of, added, is_four_bit, local_part
+from moesaic.transformers.lora import added, is_four_bit, local_part
 from moesaic.transformers.nf4 import dequantized
 from moesaic.weights.files import INDEX, SHARD_BYTES, filling
 from moesaic.weights.model import Architecture
@@ -36,14 +36,14 @@ def write_merged(model: Any, source: str, folder: Path, dtype: torch.dtype, toke
         source: the model that was fine-tuned, whose configuration the merged one gets.
         folder: must not exist, or be empty.
     """
-    weights = ((name, tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor.cpu()) for name, tensor in _weights(model))
+    config = AutoConfig.from_pretrained(source)
+    config.dtype = dtype
+    architecture = Architecture(config)
+    weights = _weights(model, architecture, dtype)
     if dist.is_initialized() and dist.get_rank():
         for _ in weights:
             pass
         return
-    config = AutoConfig.from_pretrained(source)
-    config.dtype = dtype
-    names = Architecture(config).model
     with filling(folder):
         config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
@@ -53,7 +53,8 @@ def write_merged(model: Any, source: str, folder: Path, dtype: torch.dtype, toke
         total = 0
         for name, tensor in weights:
             total += tensor.nbytes
-            shard |= {key: part.clone() for key, part in revert_weight_conversion(names, {name: tensor}).items()}
+            stored = revert_weight_conversion(architecture.model, {name: tensor.cpu()})
+            shard |= {key: part.clone() for key, part in stored.items()}
             if sum(each.nbytes for each in shard.values()) > SHARD_BYTES:
                 _write(folder, shard, file_of)
         _write(folder, shard, file_of)
@@ -69,32 +70,29 @@ def _write(folder: Path, shard: dict[str, Tensor], file_of: dict[str, str]) -> N
     shard.clear()
 
 
-def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight of the model under its plain name; on other ranks than the first, the value may be a part."""
-    seen: set[int] = set()
+def _weights(model: Any, architecture: Architecture, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield each stored weight of the model under its plain name; on other ranks than the first, the value may be a part."""
+    wrappers = {
+        (id(each.get_base_layer()), getattr(each, "parameter_name", "weight")): each
+        for each in model.modules() if hasattr(each, "lora_A")
+    }  # fmt: skip
     for path, module in model.get_base_model().named_modules():
-        buffers = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
-        for name, tensor in {**module._parameters, **buffers}.items():
-            if tensor is None or id(tensor) in seen or ".lora_" in path or name.endswith("_absmax"):
-                continue
-            seen.add(id(tensor))
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             plain = f"{path}.{name}".replace(".base_layer", "")
-            yield plain, _merged(model, path, module, name, tensor)
+            if plain in architecture.shapes:
+                yield plain, _merged(module, name, tensor, wrappers.get((id(module), name)), dtype)
 
 
-def _merged(model: Any, path: str, module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Return a weight with what its adapter adds; whole on the first rank."""
-    expert_adapter = adapters_of(module).get(name) if hasattr(module, "is_transposed") else None
-    if expert_adapter is not None or (is_four_bit(module) and name + "" in ("gate_up_proj", "up_proj", "down_proj")):
-        part = dequantized(module, name) if is_four_bit(module) else local_part(tensor).float()
-        if expert_adapter is not None:
-            part = part + added(expert_adapter, module, "default").float()
-        return _gathered(part.contiguous()) if isinstance(tensor, DTensor) else part
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    layer = model.get_base_model().get_submodule(path.removesuffix(".base_layer"))
-    if name == "weight" and path.endswith(".base_layer") and hasattr(layer, "get_delta_weight"):
-        return whole.float() + layer.get_delta_weight("default").float()
-    return whole
+def _merged(module: nn.Module, name: str, tensor: Tensor, wrapper: Any, dtype: torch.dtype) -> Tensor:
+    """Return a weight with what its adapter adds, if it has one; whole on the first rank."""
+    if wrapper is None:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not hasattr(wrapper, "parameter_name"):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return (whole.float() + wrapper.get_delta_weight("default").float()).to(dtype)
+    part = dequantized(module, name) if is_four_bit(module) else local_part(tensor).float()
+    part = (part + added(wrapper, module, "default").float()).to(dtype).contiguous()
+    return _gathered(part) if isinstance(tensor, DTensor) else part
 
 
 def _gathered(part: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from moesaic.errors import InputError
 from moesaic.files import read_text
 
 RUN, MERGED, COMPLETE = "finetune.json", "merged", "complete.json"
-"""In a run's folder the file with its options and the folder of the merged model, and in each checkpoint the mark of a complete one."""
+"""The file of options and the folder of the merged model in the folder of a run, and the mark of a complete checkpoint."""
 FREE = ("out", "ranks", "save_every", "merge", "resume", "memory_gib", "device")
 """Options that may differ when a run is resumed; `ranks` is compared by the number of ranks themselves."""
 
@@ -59,7 +59,7 @@ class FinetuneOptions:
     merge: bool = False
     """Also write the model with the adapters merged into its (dequantized) weights, into merged/ of the folder."""
     memory_gib: float | None = None
-    """Memory of a rank's device, GiB, to see whether the run fits; None: that of its GPU, or a share of the free host memory."""
+    """Memory of a rank's device, GiB, to see whether the run fits; None: that of the GPU, or a share of the host's free one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes GPUs if there are any."""
     seed: int = 0
@@ -111,4 +111,6 @@ def require_folder(options: FinetuneOptions, world: int) -> None:
     if differing:
         name = differing[0]
         flag = name if name in ("model", "data") else f"--{name.replace('_', '-')}"
-        raise InputError(f"--resume: the run in {folder} has {flag} {found[name]}: give the same, or start in another --out")
+        raise InputError(
+            f"--resume: the run in {folder} has {flag} {found[name]}: give the same, or start in another --out"
+        )

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moesaic.errors import InputError, TrainingError
+from moesaic.errors import TrainingError
 from moesaic.files import write, writing
 from moesaic.finetune.checks import device_of, require_model
 from moesaic.finetune.data import sequences
@@ -59,7 +59,8 @@ def finetune(options: FinetuneOptions, world: int) -> None:
     if is_first:
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / RUN, json.dumps(options.kept(world), indent=1) + "\n")
-    model = load(options, world, device)
+    base = transformers.AutoModelForCausalLM.from_pretrained(options.model, **loading(options, world, device))
+    model = adapt(base, options)
     train(options, model, rows, world, device)
     model.save_pretrained(folder, is_main_process=is_first)
     if is_first:
@@ -68,16 +69,21 @@ def finetune(options: FinetuneOptions, world: int) -> None:
         write_merged(model, options.model, folder / MERGED, getattr(torch, options.dtype), tokenizer)
 
 
-def load(options: FinetuneOptions, world: int, device: str) -> peft.PeftModel:
-    """Return the model on this rank, with new adapters."""
-    if options.plan == "default" and world > 1:
-        register_plan(FIXED, Plan())
-    name = FIXED if options.plan == "default" else "moesaic"
-    spread = {"distributed_config": distributed_config(world, ep_implementation=name)} if world > 1 else {"device_map": device}
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=getattr(torch, options.dtype), experts_implementation="moesaic",
-        quantization_config=FourBitExpertsConfig() if options.method == "qlora" else None, **spread,
-    )  # fmt: skip
+def loading(options: FinetuneOptions, world: int, device: str) -> dict[str, Any]:
+    """Return the arguments with which `from_pretrained` loads a rank's part of the frozen model."""
+    found: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "experts_implementation": "moesaic"}
+    if options.method == "qlora":
+        found["quantization_config"] = FourBitExpertsConfig()
+    if world == 1:
+        return found | {"device_map": device}
+    if options.plan == "auto":
+        return found | {"distributed_config": distributed_config(world)}
+    register_plan(FIXED, Plan())
+    return found | {"distributed_config": distributed_config(world, ep_implementation=FIXED)}
+
+
+def adapt(base: Any, options: FinetuneOptions) -> peft.PeftModel:
+    """Return a loaded model with new adapters, of which each rank keeps those of its own experts."""
     targets = Targets(base)
     torch.manual_seed(options.seed)
     config = peft.LoraConfig(
@@ -113,7 +119,6 @@ def train(options: FinetuneOptions, model: peft.PeftModel, rows: Tensor, world: 
         disable_tqdm=True, use_cpu=device == "cpu", activation_checkpointing=True,
         activation_checkpointing_kwargs={"use_reentrant": False},
     )  # fmt: skip
-    given._n_gpu = min(given.n_gpu, 1)  # else one process spreads batches over all GPUs that it sees
     start = newest(Path(options.out)) if options.resume else None
     steps = options.steps or options.epochs * len(rows) // options.batch
     done = 0 if start is None else int(start.name.rpartition("-")[2])
@@ -135,7 +140,9 @@ class _Keep(transformers.TrainerCallback):
     def __init__(self, world: int, start: Path | None) -> None:
         self._rank, self._world, self._start = dist.get_rank() if world > 1 else 0, world, start
 
-    def on_save(self, args: Any, state: Any, control: Any, optimizer: Any = None, lr_scheduler: Any = None, **_: Any) -> None:
+    def on_save(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, lr_scheduler: Any = None, **_: Any
+    ) -> None:
         """Save this rank's states; then the first rank marks the checkpoint as complete."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         own = optimizer.state_dict()
@@ -164,7 +171,9 @@ class _Keep(transformers.TrainerCallback):
             for name, value in values.items() if isinstance(parameter, DTensor) else ():
                 if value.dim():
                     local = value.to(parameter.device)
-                    values[name] = DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
+                    values[name] = DTensor.from_local(
+                        local, parameter.device_mesh, parameter.placements, run_check=False
+                    )
         optimizer.load_state_dict(kept["optimizer"])
         lr_scheduler.load_state_dict(kept["schedule"])
         torch.set_rng_state(kept["random"][0])

@@ -19,7 +19,9 @@ class Targets:
     def __init__(self, model: nn.Module) -> None:
         experts = {_place(path): module for path, module in self.experts(model).items()}
         layers, blocks = {layer for layer, _ in experts}, {name.split(".")[0] for _, name in experts}
-        self.parameters = sorted({f"{name}.{weight}" for (_, name), each in experts.items() for weight in self.weights(each)})
+        self.parameters = sorted(
+            {f"{name}.{weight}" for (_, name), each in experts.items() for weight in self.weights(each)}
+        )
         """Weights of experts."""
         linear = {_place(path) for path, module in model.named_modules() if isinstance(module, nn.Linear)}
         self.modules = sorted({n for layer, n in linear if layer in layers and n.split(".")[0] not in blocks})
