@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -105,10 +106,11 @@ def read_config(model: str) -> Any:
     if quantized:
         table = quantized if isinstance(quantized, dict) else quantized.to_dict()
         method = str(getattr(table.get("quant_method"), "value", table.get("quant_method")))
-        instead = (
-            "run moesaic convert FOLDER-OF-IT 16-BIT --to hf, and fine-tune 16-BIT" if method in METHODS
-            else "name the checkpoint that it was quantized from"
-        )  # fmt: skip
+        instead = "name the checkpoint that it was quantized from"
+        if method in METHODS:
+            folder = model if Path(model).is_dir() else Path(model).name
+            fetched = "" if folder == model else f"hf download {model} --local-dir {folder}, "
+            instead = f"run {fetched}moesaic convert {folder} {folder}-16-bit --to hf, and fine-tune {folder}-16-bit"
         raise InputError(f"{model}: its weights are quantized ({method}): {instead}")
     return config
 

@@ -54,13 +54,11 @@ def finetune(options: FinetuneOptions, world: int) -> None:
         transformers.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     rows = sequences(options.data, tokenizer, options.length, options.batch)
-    if world > 1:
-        dist.barrier()  # all have looked at the folder
-    if is_first:
-        folder.mkdir(parents=True, exist_ok=True)
-        write(folder / RUN, json.dumps(options.kept(world), indent=1) + "\n")
     base = transformers.AutoModelForCausalLM.from_pretrained(options.model, **loading(options, world, device))
     model = adapt(base, options)
+    if is_first:  # only now, so that a run that cannot load leaves nothing
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder / RUN, json.dumps(options.kept(world), indent=1) + "\n")
     train(options, model, rows, world, device)
     model.save_pretrained(folder, is_main_process=is_first)
     if is_first:
