@@ -55,7 +55,7 @@ class FourBitAdapters(AbstractRoutedExperts):
         lora = peft.LoraConfig(
             r=WIDTH, lora_alpha=WIDTH, target_modules=[], target_parameters=[f"experts.{name}" for name in rest]
         )
-        self.model = peft.get_peft_model(holder, lora)  # type: ignore[arg-type]
+        self.model: Any = peft.get_peft_model(holder, lora)  # type: ignore[arg-type]
         self._wrappers = {each.parameter_name: each for each in self.model.modules() if hasattr(each, "parameter_name")}
         for name, wrapper in self._wrappers.items():
             _fill(wrapper, rest[name])

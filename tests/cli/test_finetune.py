@@ -15,13 +15,19 @@ pytest.importorskip("peft", reason="pip install peft")
 
 import peft
 from lora_ranks import FAMILIES, SIZES
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from forked import Forked
 from moesaic.cli.main import main
 from moesaic.errors import InputError
 from moesaic.finetune import recipe
 from moesaic.finetune.data import sequences
+from moesaic.finetune.loss import loss_in_parts
 from moesaic.finetune.merge import write_merged
 from moesaic.finetune.options import COMPLETE, FinetuneOptions
 from moesaic.transformers import FourBitExpertsConfig
@@ -135,6 +141,34 @@ def test_families_and_methods_merge_into_what_they_computed(tmp_path, family, me
     assert loss(merged) == pytest.approx(loss(model), abs=1e-6 if dtype == "float32" else 0.005)
     with model.disable_adapter():
         assert abs(loss(model) - loss(merged)) > 0.01
+
+
+def test_the_loss_in_parts_and_its_gradients_are_those_of_transformers():
+    ids = torch.randint(4, 12, (2, 16), generator=torch.Generator().manual_seed(3))
+    labels = ids.masked_fill(ids == 5, -100)
+    found = []
+    for tokens in (None, 7):
+        torch.manual_seed(0)
+        model = FAMILIES["qwen3"]()
+        assert tokens is None or loss_in_parts(model, ids[:1], tokens)
+        for options in ({}, {"num_items_in_batch": 11}):
+            value = model(input_ids=ids, labels=labels, **options).loss
+            value.backward()
+            found.append((value.detach(), {name: each.grad.clone() for name, each in model.named_parameters()}))
+    for (loss, gradients), (other, others) in zip(found[:2], found[2:]):
+        torch.testing.assert_close(other, loss)
+        torch.testing.assert_close(others, gradients)
+
+
+def test_a_family_that_caps_its_logits_keeps_its_loss():
+    torch.manual_seed(0)
+    model, ids = FAMILIES["qwen3"](), torch.arange(4, 20).unsqueeze(0)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(50)
+    model.lm_head.register_forward_hook(lambda head, inputs, logits: 5 * torch.tanh(logits / 5))
+    expected = model(input_ids=ids, labels=ids).loss
+    assert not loss_in_parts(model, ids)
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
 
 
 @pytest.mark.random

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moesaic.finetune import recipe
+from moesaic.finetune.loss import loss_in_parts
 from moesaic.finetune.options import FinetuneOptions
 from moesaic_lab.device.ranks import WORLD, sharing_gpu
 from moesaic_lab.hf import as_launched
@@ -58,6 +59,7 @@ def cost_of(device: str, folder: str, sizes: dict[str, Any], length: int) -> dic
     model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
     ids = torch.randint(sizes["vocab_size"], (1, length), device=device)
+    loss_in_parts(model, ids[:, :64])
     seconds = []
     if is_gpu:
         torch.cuda.reset_peak_memory_stats()

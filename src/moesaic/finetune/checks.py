@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 import transformers
 
 from moesaic.errors import InputError
+from moesaic.finetune.loss import TOKENS
 from moesaic.finetune.options import FinetuneOptions
 from moesaic.finetune.targets import Targets
 from moesaic.kernels import nf4
@@ -71,7 +72,7 @@ def _require_memory(options: FinetuneOptions, world: int) -> None:
     def predicted(length: int, ranks: int) -> FinetunePrediction:
         return predict_finetune(
             shape, ranks=ranks, memory_bytes=memory, tokens=options.micro_batch * length, length=length,
-            method=options.method, rank=options.rank,
+            method=options.method, rank=options.rank, logits=TOKENS,
         )  # fmt: skip
 
     found = predicted(options.length, world)

@@ -34,7 +34,7 @@ class FinetuneOptions:
     """qlora keeps the frozen experts in NF4, lora in --dtype."""
     rank: int = 16
     """Rank of the adapters of attention and experts."""
-    alpha: float = 32.0
+    alpha: int = 32
     """Adapters are scaled by alpha / rank."""
     length: int = 2048
     """Tokens of a sequence; texts are joined and cut."""
@@ -66,14 +66,14 @@ class FinetuneOptions:
     """Seed of the adapters' first values and of the order of sequences."""
 
     def __post_init__(self) -> None:
-        for name in ("rank", "length", "batch", "micro_batch", "epochs", "save_every"):
+        for name in ("rank", "alpha", "length", "batch", "micro_batch", "epochs", "save_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
         for name in ("ranks", "steps"):
             if (getattr(self, name) or 1) < 1:
                 raise InputError(f"--{name} {getattr(self, name)}: must be at least 1")
-        if not (0 < self.learning_rate < 1 and 0 < self.alpha < float("inf")):
-            raise InputError("--learning-rate must be a number between 0 and 1, --alpha a number above 0")
+        if not 0 < self.learning_rate < 1:
+            raise InputError(f"--learning-rate {self.learning_rate}: must be between 0 and 1")
 
     def kept(self, world: int) -> dict[str, Any]:
         """Return what a resumed run must have in common with the run."""

@@ -22,6 +22,7 @@ from moesaic.errors import TrainingError
 from moesaic.files import write, writing
 from moesaic.finetune.checks import device_of, require_model
 from moesaic.finetune.data import sequences
+from moesaic.finetune.loss import loss_in_parts
 from moesaic.finetune.merge import write_merged
 from moesaic.finetune.options import COMPLETE, MERGED, RUN, FinetuneOptions, require_data, require_folder
 from moesaic.finetune.targets import Targets
@@ -60,7 +61,7 @@ def finetune(options: FinetuneOptions, world: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / RUN, json.dumps(options.kept(world), indent=1) + "\n")
     train(options, model, rows, world, device)
-    model.save_pretrained(folder, is_main_process=is_first)
+    model.save_pretrained(str(folder), is_main_process=is_first)
     if is_first:
         tokenizer.save_pretrained(folder)
     if options.merge:
@@ -108,6 +109,7 @@ def train(options: FinetuneOptions, model: peft.PeftModel, rows: Tensor, world: 
     Raises:
         TrainingError: the loss is no longer finite.
     """
+    loss_in_parts(model, rows[:1, :64].to(device))
     accumulation = options.batch // (world * options.micro_batch)
     given = transformers.TrainingArguments(
         output_dir=options.out, per_device_train_batch_size=options.micro_batch, gradient_accumulation_steps=accumulation,
