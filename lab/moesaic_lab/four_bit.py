@@ -55,13 +55,14 @@ class FourBitAdapters(AbstractRoutedExperts):
         lora = peft.LoraConfig(
             r=WIDTH, lora_alpha=WIDTH, target_modules=[], target_parameters=[f"experts.{name}" for name in rest]
         )
-        self.model: Any = peft.get_peft_model(holder, lora)  # type: ignore[arg-type]
-        self._wrappers = {each.parameter_name: each for each in self.model.modules() if hasattr(each, "parameter_name")}
+        model: Any = peft.get_peft_model(holder, lora)
+        found: list[Any] = list(model.modules())
+        self._wrappers = {each.parameter_name: each for each in found if hasattr(each, "parameter_name")}
         for name, wrapper in self._wrappers.items():
             _fill(wrapper, rest[name])
         mesh = init_device_mesh("cpu", (1, spec.group.size(), 1), mesh_dim_names=("copies", "ep", "tp"))
         self.run_on_ranks = MoesaicEP(experts, mesh["ep"], mesh["tp"])
-        adopt_adapters(self.model)
+        adopt_adapters(model)
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         """Run the adapted experts."""

@@ -30,7 +30,7 @@ from moesaic_lab.device.shapes import LAYERS
 from moesaic_lab.device.shapes import claims as layer_claims
 
 SECONDS = 540.0
-"""Time limit of one call: borrowed GPUs often allow ten minutes per command. A second call goes on."""
+"""Time limit of one call: borrowed GPUs often allow ten minutes per command. A later call goes on."""
 FILES = ("gpu.json", "rows.json", "tiles.json", "compiled.json", "cluster.json", "tests.txt", "ncu.csv")
 TUNED = ("T40960_H768_I256", "T32768_H4096_I512_E128")
 """Two layers, at both ends of the range of shapes, for which tiles are searched. Other layers use default tiles, except for
@@ -130,10 +130,9 @@ def steps(folder: Path, *, dry: bool) -> list[GpuStep]:
         tests("tests", 120, *(("tests/kernels/triton/test_triton_sort.py",) if dry else (KERNEL_TESTS, "-n", "8"))),
         tests("checks", 60, CHECKS),
         part("plans", 60), part("training", 60), part("sharded", 60, needs="transformers"),
-        part("finetune", 150, needs="peft"),
         *(part("measure", 60, name, name=f"layer.{name}") for name in layers),
         part("sonic", 180, *layers, needs="sonicmoe"), part("whole", 60),
-        part("transformers", 60, *FAMILIES, needs="transformers"),
+        part("transformers", 60, *FAMILIES, needs="transformers"), part("finetune", 150, needs="peft"),
     ]  # fmt: skip
     for name, product in itertools.product(("T24",) if dry else TUNED, PRODUCTS[:1] if dry else PRODUCTS):
         planned.append(part("tune", 14, name, product, "9", name=f"tune.{name}.{product}"))
