@@ -210,6 +210,8 @@ def test_models_and_data_that_cannot_be_used_are_refused_in_one_line(place, caps
         (tmp_path / name).mkdir()
         if table:
             (tmp_path / name / "config.json").write_text(json.dumps(table))
+    shutil.copytree(place / "model", tmp_path / "mute")
+    (tmp_path / "mute" / "tokenizer.json").write_text("{")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "mine.txt").write_text("mine")
@@ -218,6 +220,7 @@ def test_models_and_data_that_cannot_be_used_are_refused_in_one_line(place, caps
         ([str(tmp_path / "dense"), text], "llama has no experts"),
         ([str(tmp_path / "fp8"), text], "its weights are quantized (fp8): run moesaic convert"),
         ([str(tmp_path / "\x1b]52;model"), text], "\\x1b]52;model: is neither a folder nor a name"),
+        ([str(tmp_path / "mute"), text], "mute: has no tokenizer that transformers can load"),
         ([model, str(tmp_path / "no.txt")], "no.txt: no such file"),
         ([model, str(tmp_path / "empty.txt")], "empty.txt: is empty"),
         ([model, text, "--out", str(tmp_path / "used")], "is in use: choose another folder, or --resume"),
@@ -245,6 +248,9 @@ def test_data_may_be_lines_of_json_with_texts_or_messages(tmp_path):
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} w1{% endfor %}"
     rows = sequences(str(tmp_path / "data.jsonl"), tokenizer, 3, 2)
     assert rows.tolist() == [[5, 6, 7], [2, 8, 9]]
+    datasets = pytest.importorskip("datasets", reason="pip install datasets")
+    datasets.Dataset.from_dict({"text": ["w5 w6", "", "w7"]}).save_to_disk(tmp_path / "dataset")
+    assert sequences(str(tmp_path / "dataset"), tokenizer, 5, 1).tolist() == [[5, 6, 2, 7, 2]]
     (tmp_path / "data.jsonl").write_text('{"prompt": "w5"}\n')
     with pytest.raises(InputError, match='neither "text" nor "messages"'):
         sequences(str(tmp_path / "data.jsonl"), tokenizer, 3, 1)

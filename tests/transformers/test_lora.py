@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 import moesaic.transformers
 from moesaic.errors import InputError
+from moesaic.testing.certify import certify_named
 from moesaic_lab.hf import batch
 from worlds import on_ranks
 
@@ -53,6 +54,12 @@ def test_experts_in_nf4_train_adapters_like_peft(folder, expected, family):
     assert loss == pytest.approx(expected[f"{family}-rounded"][0], abs=1e-6)
     assert loss != pytest.approx(expected[family][0], abs=1e-6)
     close(adapters, expected[f"{family}-rounded"][1])
+
+
+def test_experts_in_nf4_with_adapters_are_certified():
+    found = on_ranks(2, certify_named, "moesaic_lab.four_bit:FourBitAdapters")[0]
+    assert [str(each) for each in found if not each.holds()] == []
+    assert len(found) > 30
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.random)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Sequence
@@ -54,10 +55,13 @@ def _start(options: FinetuneOptions, arguments: Sequence[str]) -> int:
     from moesaic.finetune.recipe import require
 
     require(options, ranks)
+    logging.disable(logging.ERROR)  # a rank has said why it failed; torchrun would say that it did
     try:
         run.main(["--standalone", "--nproc-per-node", str(ranks), "-m", "moesaic", "finetune", *arguments])
     except ChildFailedError as error:
         return error.get_first_failure()[1].exitcode
+    finally:
+        logging.disable(logging.NOTSET)
     return 0
 
 

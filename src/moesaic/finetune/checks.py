@@ -116,6 +116,17 @@ def read_config(model: str) -> Any:
     return config
 
 
+def read_tokenizer(model: str) -> Any:
+    """Return a model's tokenizer; InputError if it has none."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # of the hub, of a file, of a tokenizer's own code
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{model}: has no tokenizer that transformers can load ({reason:.100}): add its files"
+        ) from error
+
+
 def device_of(options: FinetuneOptions) -> str:
     """Return the type of the device that ranks use.
 

@@ -47,7 +47,7 @@ def loss_in_parts(model: Any, ids: Tensor, tokens: int = TOKENS) -> bool:
             return float(model(input_ids=ids, labels=ids, use_cache=False).loss)
 
     expected = tried()
-    head.forward, base.loss_function = (lambda hidden: hidden), in_parts
+    head.forward, base.loss_function = Tensor.clone, in_parts  # a copy, since FSDP2 warns of views
     if abs(tried() - expected) <= 1e-4 * abs(expected):
         return True
     head.forward, base.loss_function = project, usual

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from moesaic.errors import TrainingError
 from moesaic.files import write, writing
-from moesaic.finetune.checks import device_of, require_model
+from moesaic.finetune.checks import device_of, read_tokenizer, require_model
 from moesaic.finetune.data import sequences
 from moesaic.finetune.loss import loss_in_parts
 from moesaic.finetune.merge import write_merged
@@ -53,7 +53,7 @@ def finetune(options: FinetuneOptions, world: int) -> None:
     transformers.logging.set_verbosity_error()
     if not is_first:
         transformers.logging.disable_progress_bar()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+    tokenizer = read_tokenizer(options.model)
     rows = sequences(options.data, tokenizer, options.length, options.batch)
     base = transformers.AutoModelForCausalLM.from_pretrained(options.model, **loading(options, world, device))
     model = adapt(base, options)
