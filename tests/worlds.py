@@ -18,9 +18,13 @@ PRELOAD = (
 )  # fmt: skip
 """Modules that ranks of tests and commands import, in addition to those of `moesaic.testing.runner`."""
 HUB = (
-    "transformers.trainer", "transformers.models.mixtral.modeling_mixtral", "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "moesaic.transformers", "peft", "datasets",
-)  # fmt: skip
+    "transformers.trainer",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "moesaic.transformers",
+    "peft",
+    "datasets",
+)
 """The same where tests use transformers, whose parts are imported when they are used: five seconds of each rank."""
 
 

@@ -87,13 +87,23 @@ class SmallPlace(LayerPlace):
         around = {"attention_parameters": self.flops / 2 / self.tokens_per_rank, "attention_kept": 4.0 * self.dim}
         moe = MoEShape(num_experts=self.num_experts, top_k=self.top_k, hidden=self.hidden, experts="gelu")
         shape = HubShape(
-            dim=self.dim, num_layers=self.layers, num_heads=1, seq_len=self.tokens_per_rank, moe=moe, attention=around,
-            checkpoint_activations=True, score_width=1e-9,
-        )  # fmt: skip
+            dim=self.dim,
+            num_layers=self.layers,
+            num_heads=1,
+            seq_len=self.tokens_per_rank,
+            moe=moe,
+            attention=around,
+            checkpoint_activations=True,
+            score_width=1e-9,
+        )
         return FinetuneJob(
-            batch_size=self.world, accumulation=self.micro_batches, precision="float32", method="lora", model=shape,
+            batch_size=self.world,
+            accumulation=self.micro_batches,
+            precision="float32",
+            method="lora",
+            model=shape,
             data=DataShape(vocab_size=1),
-        )  # fmt: skip
+        )
 
     @property
     def planned_on(self) -> ClusterSpec:
@@ -122,12 +132,19 @@ class SmallCell(TimedCell):
         fastest = min((OURS, LAYERS), key=lambda name: self.timings[name].median)
         ratios = [self.ratio(OURS, name).median for name in TRANSFORMERS]
         return {
-            "cell": self.place.name, "bed": self.place.in_words, "gflops": self.place.gflops,
-            "sequences": self.place.world * self.place.micro_batches, "computes": bool(self.place.computes),
-            "plan": plan_in_words(self.plan), **{f"{name}_ms": 1e3 * each.median for name, each in self.timings.items()},
-            "over_transformers": max(ratios), "over_layers": self.ratio(OURS, LAYERS).median, "picked": self.picked,
-            "regret": max(self.ratio(self.picked, fastest).median - 1, 0.0), "repeats": self.place.repeats,
-        }  # fmt: skip
+            "cell": self.place.name,
+            "bed": self.place.in_words,
+            "gflops": self.place.gflops,
+            "sequences": self.place.world * self.place.micro_batches,
+            "computes": bool(self.place.computes),
+            "plan": plan_in_words(self.plan),
+            **{f"{name}_ms": 1e3 * each.median for name, each in self.timings.items()},
+            "over_transformers": max(ratios),
+            "over_layers": self.ratio(OURS, LAYERS).median,
+            "picked": self.picked,
+            "regret": max(self.ratio(self.picked, fastest).median - 1, 0.0),
+            "repeats": self.place.repeats,
+        }
 
 
 def read_config(path: Path = COMMITTED) -> SmallConfig:
@@ -153,10 +170,13 @@ def measure(config: SmallConfig, ranks: Cluster, place: SmallPlace) -> SmallCell
 
 def on_rank(place: SmallPlace, plan: Plan, warmup: int, seed: int) -> dict[str, list[Span]]:
     """Time the splits in turn on this rank; all ranks call this together."""
-    ours, theirs, of_layers = Ours(place, plan, seed), Theirs(place, seed), Layers(place)
+    ours, theirs, of_layers = Ours(place, plan, seed), Theirs(place, seed), SplitLayers(place)
     methods: dict[str, Callable[[], object]] = {
-        OURS: ours.step, "all-to-all": theirs.step, "all-reduce": partial(theirs.step, shares=True), LAYERS: of_layers.step,
-    }  # fmt: skip
+        OURS: ours.step,
+        "all-to-all": theirs.step,
+        "all-reduce": partial(theirs.step, shares=True),
+        LAYERS: of_layers.step,
+    }
     with without_collections():
         return in_turn(methods, place.repeats, barrier=start_together(latest), warmup=warmup)
 
@@ -199,9 +219,14 @@ class Ours:
         self.place, self.virtual = place, Virtual(place)
         experts = virtual_experts(self.virtual)  # type: ignore[arg-type]  # has `multiply`
         self.layer = MoE(
-            place.dim, place.hidden, place.num_experts, place.top_k, router=partial(BalancedRouter, seed=seed),
-            experts=experts, losses=(),
-        )  # fmt: skip
+            place.dim,
+            place.hidden,
+            place.num_experts,
+            place.top_k,
+            router=partial(BalancedRouter, seed=seed),
+            experts=experts,
+            losses=(),
+        )
         self.layer.requires_grad_(requires_grad=False)
         grid = Grid(world=place.world, ep=place.world, ranks_per_node=place.ranks_per_node)
         self.layer.parallelize(Mesh(grid, open_transport(name="sockets")), plan)
@@ -277,7 +302,7 @@ class Theirs:
             self.virtual.train(lambda x: implementation(x, chosen, weights), around, ways * place.tokens_per_rank)
 
 
-class Layers:
+class SplitLayers:
     """A part of the layers on each rank, between which micro-batches pass."""
 
     def __init__(self, place: SmallPlace) -> None:
@@ -318,16 +343,28 @@ def claims(cells: list[SmallCell]) -> list[Claim]:
 
 
 BENCHMARK = emulated(
-    name="small", description="Compare splits of a frozen model over small cards, on emulated clusters.",
-    read_config=read_config, run=run, notes=notes_of(__doc__), rows=lambda cells: [cell.row for cell in cells], claims=claims,
+    name="small",
+    description="Compare splits of a frozen model over small cards, on emulated clusters.",
+    read_config=read_config,
+    run=run,
+    notes=notes_of(__doc__),
+    rows=lambda cells: [cell.row for cell in cells],
+    claims=claims,
     columns=(
         Shown(
             title="a step, ms, virtual compute",
             columns=(
-                "cell", "ours_ms", "all-to-all_ms", "all-reduce_ms", "layers_ms", "over_transformers", "over_layers", "picked",
+                "cell",
+                "ours_ms",
+                "all-to-all_ms",
+                "all-reduce_ms",
+                "layers_ms",
+                "over_transformers",
+                "over_layers",
+                "picked",
                 "regret",
             ),
         ),
     ),
     packages=("torch", "transformers"),
-)  # fmt: skip
+)

@@ -33,9 +33,21 @@ from moesaic.finetune.options import COMPLETE, FinetuneOptions
 from moesaic.transformers import FourBitExpertsConfig
 
 FLAGS = (
-    "--length", "16", "--batch", "4", "--steps", "4", "--save-every", "2", "--dtype", "float32", "--learning-rate", "0.01",
-    "--device", "cpu",
-)  # fmt: skip
+    "--length",
+    "16",
+    "--batch",
+    "4",
+    "--steps",
+    "4",
+    "--save-every",
+    "2",
+    "--dtype",
+    "float32",
+    "--learning-rate",
+    "0.01",
+    "--device",
+    "cpu",
+)
 IMPORTS = ("transformers", "moesaic.finetune.recipe")
 
 

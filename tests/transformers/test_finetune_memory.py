@@ -26,9 +26,14 @@ from worlds import on_ranks
 
 TOKENS, LENGTH, RANK = 1024, 128, 8
 OURS = {
-    "hidden_size": 128, "num_hidden_layers": 4, "moe_intermediate_size": 128, "num_experts": 16, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 16,
-}  # fmt: skip
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "moe_intermediate_size": 128,
+    "num_experts": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+}
 LOSS, BLOCK = "logits and loss", "a block's activations"
 VOCABULARIES = {LOSS: 2048, BLOCK: 64}
 """What needs most memory, and a size of the vocabulary with which it does."""
@@ -46,16 +51,20 @@ def peaks(folder: str, world: int) -> dict[str, int]:
         spread = {"distributed_config": config}
     four_bit = moesaic.transformers.FourBitExpertsConfig()
     adapters = peft.LoraConfig(
-        r=RANK, target_modules=["q_proj", "v_proj"],
+        r=RANK,
+        target_modules=["q_proj", "v_proj"],
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    )  # fmt: skip
+    )
     found = {}
     for name in VOCABULARIES:
         with Allocated() as allocated:
             base = AutoModelForCausalLM.from_pretrained(
-                Path(folder) / name, dtype=torch.bfloat16, experts_implementation="moesaic", quantization_config=four_bit,
+                Path(folder) / name,
+                dtype=torch.bfloat16,
+                experts_implementation="moesaic",
+                quantization_config=four_bit,
                 **spread,
-            )  # fmt: skip
+            )
             model: Any = peft.get_peft_model(base, adapters)
             moesaic.transformers.adopt_adapters(model)
             model.gradient_checkpointing_enable({"use_reentrant": False})

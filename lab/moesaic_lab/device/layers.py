@@ -111,9 +111,17 @@ def ours(inputs: Inputs, tiles: Mapping[str, Any] | None) -> Implementation:
         order = sort(inputs.expert.view(-1), len(inputs.w13))
         top_k = inputs.expert.shape[1]
         return moe_mlp(
-            inputs.x, inputs.w13, inputs.w2, inputs.weight.view(-1), *order, top_k=top_k, activation="silu",
-            biases=inputs.biases, clamp=inputs.clamp, tiles=tiles,
-        )  # fmt: skip
+            inputs.x,
+            inputs.w13,
+            inputs.w2,
+            inputs.weight.view(-1),
+            *order,
+            top_k=top_k,
+            activation="silu",
+            biases=inputs.biases,
+            clamp=inputs.clamp,
+            tiles=tiles,
+        )
 
     return Implementation(forward=forward, leaves=inputs.leaves)
 

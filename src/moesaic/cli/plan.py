@@ -63,8 +63,17 @@ GIVE_UP, REFINED = 1.5, 4
 FINISHED = 2
 """`finished_eps` of `Settings`: the sizes of ep that the line "slower" gives."""
 FOR_FINETUNE = (
-    "model", "cluster", "nodes", "gpus", "batch_size", "accumulation", "seq_len", "finetune", "adapter_rank", "json",
-)  # fmt: skip
+    "model",
+    "cluster",
+    "nodes",
+    "gpus",
+    "batch_size",
+    "accumulation",
+    "seq_len",
+    "finetune",
+    "adapter_rank",
+    "json",
+)
 """Options that have a meaning with `--finetune`."""
 TABLES = 4
 """Number of calls of a trace under which plans are ranked."""
@@ -217,9 +226,14 @@ def _finetune(options: PlanOptions, method: Method, cluster: ClusterSpec) -> int
         if each.name not in FOR_FINETUNE and getattr(options, each.name) != each.default:
             raise InputError(f"--{each.name.replace('_', '-')} has no meaning with --finetune: leave it out")
     return print_finetune(
-        _job(options, cluster), cluster, options.model, method=method, rank=options.adapter_rank,
-        accumulation=options.accumulation or 4, as_json=options.json,
-    )  # fmt: skip
+        _job(options, cluster),
+        cluster,
+        options.model,
+        method=method,
+        rank=options.adapter_rank,
+        accumulation=options.accumulation or 4,
+        as_json=options.json,
+    )
 
 
 def _print(job: Job, simulator: Simulator, result: Result, options: PlanOptions) -> int:

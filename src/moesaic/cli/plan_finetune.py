@@ -50,9 +50,14 @@ def print_finetune(
     """
     length, ranks = job.model.seq_len, cluster.world
     sizes: dict[str, Any] = {
-        "ranks": ranks, "memory_bytes": None, "tokens": max(job.batch_size // ranks, 1) * length, "length": length,
-        "method": method, "rank": rank, "accumulation": accumulation,
-    }  # fmt: skip
+        "ranks": ranks,
+        "memory_bytes": None,
+        "tokens": max(job.batch_size // ranks, 1) * length,
+        "length": length,
+        "method": method,
+        "rank": rank,
+        "accumulation": accumulation,
+    }
     found = predict_finetune(job.model, cluster=cluster, **sizes)
     if not any(split.fits for split in found.splits.values()):
         raise InputError(f"{model} on {cluster.name} does not fit: {_what_fits(job, cluster, found, sizes)}")

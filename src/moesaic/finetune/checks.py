@@ -71,9 +71,15 @@ def _require_memory(options: FinetuneOptions, world: int) -> None:
 
     def predicted(length: int, ranks: int) -> FinetunePrediction:
         return predict_finetune(
-            shape, ranks=ranks, memory_bytes=memory, tokens=options.micro_batch * length, length=length,
-            method=options.method, rank=options.rank, logits=TOKENS,
-        )  # fmt: skip
+            shape,
+            ranks=ranks,
+            memory_bytes=memory,
+            tokens=options.micro_batch * length,
+            length=length,
+            method=options.method,
+            rank=options.rank,
+            logits=TOKENS,
+        )
 
     found = predicted(options.length, world)
     if found.fits:

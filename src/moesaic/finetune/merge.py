@@ -74,8 +74,9 @@ def _weights(model: Any, architecture: Architecture, dtype: torch.dtype) -> Iter
     """Yield each stored weight of the model under its plain name; on other ranks than the first, the value may be a part."""
     wrappers = {
         (id(each.get_base_layer()), getattr(each, "parameter_name", "weight")): each
-        for each in model.modules() if hasattr(each, "lora_A")
-    }  # fmt: skip
+        for each in model.modules()
+        if hasattr(each, "lora_A")
+    }
     for path, module in model.get_base_model().named_modules():
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             plain = f"{path}.{name}".replace(".base_layer", "")

@@ -86,9 +86,12 @@ def adapt(base: Any, options: FinetuneOptions) -> peft.PeftModel:
     targets = Targets(base)
     torch.manual_seed(options.seed)
     config = peft.LoraConfig(
-        r=options.rank, lora_alpha=options.alpha, target_modules=targets.modules, target_parameters=targets.parameters,
+        r=options.rank,
+        lora_alpha=options.alpha,
+        target_modules=targets.modules,
+        target_parameters=targets.parameters,
         task_type="CAUSAL_LM",
-    )  # fmt: skip
+    )
     model = peft.get_peft_model(base, config)
     adopt_adapters(model)
     return model
@@ -112,13 +115,27 @@ def train(options: FinetuneOptions, model: peft.PeftModel, rows: Tensor, world: 
     loss_in_parts(model, rows[:1, :64].to(device))
     accumulation = options.batch // (world * options.micro_batch)
     given = transformers.TrainingArguments(
-        output_dir=options.out, per_device_train_batch_size=options.micro_batch, gradient_accumulation_steps=accumulation,
-        max_steps=options.steps or -1, num_train_epochs=options.epochs, learning_rate=options.learning_rate,
-        lr_scheduler_type="cosine", warmup_steps=0.03, weight_decay=0.0, logging_steps=1, logging_nan_inf_filter=False,
-        save_steps=options.save_every, save_total_limit=2, save_only_model=True, seed=options.seed, report_to="none",
-        disable_tqdm=True, use_cpu=device == "cpu", activation_checkpointing=True,
+        output_dir=options.out,
+        per_device_train_batch_size=options.micro_batch,
+        gradient_accumulation_steps=accumulation,
+        max_steps=options.steps or -1,
+        num_train_epochs=options.epochs,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=0.03,
+        weight_decay=0.0,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_steps=options.save_every,
+        save_total_limit=2,
+        save_only_model=True,
+        seed=options.seed,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=device == "cpu",
+        activation_checkpointing=True,
         activation_checkpointing_kwargs={"use_reentrant": False},
-    )  # fmt: skip
+    )
     start = newest(Path(options.out)) if options.resume else None
     steps = options.steps or options.epochs * len(rows) // options.batch
     done = 0 if start is None else int(start.name.rpartition("-")[2])
@@ -127,9 +144,11 @@ def train(options: FinetuneOptions, model: peft.PeftModel, rows: Tensor, world: 
         return
     with TrainingProgress(steps, done, label="fine-tuning") as progress:
         trainer = transformers.Trainer(
-            model=model, args=given, train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+            model=model,
+            args=given,
+            train_dataset=[{"input_ids": row, "labels": row} for row in rows],
             callbacks=[_Keep(world, start), _Show(progress, options.batch * options.length)],
-        )  # fmt: skip
+        )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train(resume_from_checkpoint=None if start is None else str(start))
 

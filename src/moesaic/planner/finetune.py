@@ -76,9 +76,12 @@ class FinetuneJob(Job):
         frozen = replace(whole.layer, frozen_bytes=WEIGHT_BYTES[self.method], adapters=True)
         attention, experts = _adapters(whole, self.rank)
         return replace(
-            whole, layer=frozen, adapters=(attention, experts / cluster.world), stepwise=STEPWISE,
+            whole,
+            layer=frozen,
+            adapters=(attention, experts / cluster.world),
+            stepwise=STEPWISE,
             gathered_bytes=frozen.element_bytes,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +133,19 @@ class FinetunePrediction:
 
 
 def predict_finetune(
-    shape: ModelShape, *, ranks: int, memory_bytes: float | None, tokens: int, length: int, method: Method, rank: int,
-    cluster: ClusterSpec | None = None, logits: int | None = None, accumulation: int = 4, codecs: tuple[Codec, ...] = ("none",),
-) -> FinetunePrediction:  # fmt: skip
+    shape: ModelShape,
+    *,
+    ranks: int,
+    memory_bytes: float | None,
+    tokens: int,
+    length: int,
+    method: Method,
+    rank: int,
+    cluster: ClusterSpec | None = None,
+    logits: int | None = None,
+    accumulation: int = 4,
+    codecs: tuple[Codec, ...] = ("none",),
+) -> FinetunePrediction:
     """Predict a fine-tune with gradient checkpointing, of adapters on every expert and on queries and values.
 
     Args:
@@ -155,9 +168,14 @@ def predict_finetune(
         shape, cluster, {"ranks": ranks, "tokens": tokens, "length": length, "rank": rank, "accumulation": accumulation}
     )
     job = FinetuneJob(
-        batch_size=ranks * tokens // length, accumulation=accumulation, method=method, rank=rank, logits=logits,
-        model=replace(shape, seq_len=length, checkpoint_activations=True), data=DataShape(vocab_size=shape.vocab),  # type: ignore[attr-defined]
-    )  # fmt: skip
+        batch_size=ranks * tokens // length,
+        accumulation=accumulation,
+        method=method,
+        rank=rank,
+        logits=logits,
+        model=replace(shape, seq_len=length, checkpoint_activations=True),
+        data=DataShape(vocab_size=shape.vocab),  # type: ignore[attr-defined]
+    )
     grid = Grid(world=ranks, ep=ranks, ranks_per_node=None if cluster is None else cluster.devices_per_node)
     machine = cluster or cluster_of(Machine(), grid)
     if memory_bytes is None and cluster is not None:
@@ -170,15 +188,23 @@ def predict_finetune(
     speed = speed_of(job, best, cluster, devices=ranks, sequences=job.batch_size * accumulation)
     memory = memory_bytes or 0.0
     of_experts = Split(
-        tokens_per_second=ranks * speed.tokens_per_second, bytes=sum(parts.values()), fits=bool(fits),
+        tokens_per_second=ranks * speed.tokens_per_second,
+        bytes=sum(parts.values()),
+        fits=bool(fits),
         bottleneck=best.estimate.bottleneck,
-    )  # fmt: skip
+    )
     low, high = (ranks * each for each in speed.interval)
     return FinetunePrediction(
-        parts=parts, fits=fits, seconds=best.seconds, tokens_per_second=of_experts.tokens_per_second, interval=(low, high),
-        bottleneck=of_experts.bottleneck, limits=best.estimate.limits, plan=best.plan,
+        parts=parts,
+        fits=fits,
+        seconds=best.seconds,
+        tokens_per_second=of_experts.tokens_per_second,
+        interval=(low, high),
+        bottleneck=of_experts.bottleneck,
+        limits=best.estimate.limits,
+        plan=best.plan,
         splits={"experts": of_experts, **layer_splits(job, cluster, memory)},
-    )  # fmt: skip
+    )
 
 
 def _check(shape: ModelShape, cluster: ClusterSpec | None, sizes: Mapping[str, int]) -> None:
@@ -223,9 +249,13 @@ def layer_splits(job: FinetuneJob, cluster: ClusterSpec, memory_bytes: float) ->
     tokens = sequences * job.model.seq_len
     for name, count in (("layers, micro-batches", ranks * job.accumulation), ("layers, one rank at a time", 1)):
         layout = OthersLayout(
-            pp=ranks, micro_batch=sequences, global_batch=count * sequences, recompute=("block",), sharded="parameters",
+            pp=ranks,
+            micro_batch=sequences,
+            global_batch=count * sequences,
+            recompute=("block",),
+            sharded="parameters",
             stepwise=(*STEPWISE, "loss"),
-        )  # fmt: skip
+        )
         step: PlannedStep = predict(job, cluster, layout)
         alone, simulator = Grid(world=1, ranks_per_node=1), Simulator(cluster)
         whole = replace(job, batch_size=sequences).step_model(cluster, 1)
@@ -234,9 +264,11 @@ def layer_splits(job: FinetuneJob, cluster: ClusterSpec, memory_bytes: float) ->
             for stage in rank_models(job, whole, layout, count)
         )
         splits[name] = Split(
-            tokens_per_second=count * tokens / step.seconds, bytes=needed, fits=_fits(needed, memory_bytes),
+            tokens_per_second=count * tokens / step.seconds,
+            bytes=needed,
+            fits=_fits(needed, memory_bytes),
             bottleneck=step.estimate.bottleneck,
-        )  # fmt: skip
+        )
     return splits
 
 
