@@ -7,7 +7,8 @@ nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,15 @@ from moesaic.planner.hops import check_regular
 from moesaic.planner.symmetry import UnlikeError
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.algorithms import Hier2D
-from moesaic.program.all_to_all.all_to_all import PACKED, AbstractAllToAll, Leg, NodeMap, check_link
+from moesaic.program.all_to_all.all_to_all import (
+    PACKED,
+    AbstractAllToAll,
+    Hop,
+    Leg,
+    NodeMap,
+    check_link,
+    check_paths,
+)
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import Lane
 
@@ -37,6 +46,56 @@ ANY_NODES = [name for name, link in ALL_TO_ALLS.items() if not link.needs_even_n
 LANES_APART = ("pipelined", "hier1d", "hier2d", "hier3d", "naive")
 """All-to-alls of this file whose hops on the lane between nodes carry nothing else."""
 nodes_per_group = ALL_TO_ALLS["hier3d"].nodes_per_group
+
+
+class Mine(AbstractAllToAll):
+    """What somebody writes: hops as they are given, and one path for every pair of ranks."""
+
+    def __init__(self, hops: Any, path: Callable[[int, int], list[tuple[int, int, int]]]) -> None:
+        self._hops, self._path = hops, path
+
+    def hops(self, node_map: NodeMap) -> tuple[Hop, ...]:
+        return self._hops
+
+    def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
+        return tuple(Leg(*leg) for leg in self._path(source, target) if leg[1] != leg[2])
+
+
+INTER, INTRA = Hop(Lane.INTER), Hop(Lane.INTRA)
+
+
+@pytest.mark.parametrize(
+    ("hops", "path", "words"),
+    [
+        (
+            (Hop(Lane.INTER, (1,)), INTER),
+            lambda a, b: [(0, a, b)],
+            r"hop 0 reads \(1,\): give a tuple of numbers of earlier",
+        ),
+        ((Hop(Lane.INTER, (-2,)),), lambda a, b: [(0, a, b)], r"hop 0 reads \(-2,\): give"),
+        ((Hop(Lane.INTER, 0),), lambda a, b: [(0, a, b)], "hop 0 reads 0: give a tuple"),
+        ((), lambda a, b: [(0, a, b)], r"hops are \(\): return a tuple of at least one Hop"),
+        ([INTER], lambda a, b: [(0, a, b)], r"hops are \[.*: return a tuple"),
+        ((Hop(Lane.COMPUTE),), lambda a, b: [(0, a, b)], r"choose Lane\.INTRA or Lane\.INTER"),
+        (
+            (INTER,),
+            lambda a, b: [(3, a, b)],
+            "the leg 0 to 1 in hop 3 needs a hop after -1, of hops 0 to 0: change its hop",
+        ),
+        ((INTER,), lambda a, b: [(0, a, b + 100)], "the leg 0 to 101 in hop 0 does not start at 0, or not end at"),
+        ((INTER,), lambda a, b: [(0, a, 0)], "the path from rank 0 to 1 ends at rank 0: add the legs"),
+        (
+            (INTER, INTER),
+            lambda a, b: [(0, a, 0), (1, 0, b)],
+            "passes on a packet of hop 0: add 0 to the reads of hop 1",
+        ),
+        ((INTRA,), lambda a, b: [(0, a, b)], r"from rank 0 to 2: .* leaves a node: put the hop on Lane\.INTER"),
+    ],
+)
+def test_what_is_wrong_with_hops_or_paths_is_one_line(hops: Any, path: Any, words: str) -> None:
+    with pytest.raises(InputError, match=rf"^plan\.all_to_all=mine: .*{words}") as refusal:
+        check_link(Mine(hops, path), "mine", Grid(world=4, ep=4, ranks_per_node=2), ("ep",))
+    assert "\n" not in str(refusal.value)
 
 
 def flat(nodes: int, g: int) -> tuple[Grid, NodeMap]:
@@ -65,26 +124,6 @@ def per_rank(name: str, places: NodeMap, hop: int) -> list[int]:
     """Return the number of messages that each rank sends in a hop."""
     sent = Counter(source for number, source, _ in messages(name, places) if number == hop)
     return [sent[rank] for rank in places.ranks]
-
-
-def check_paths(name: str, grid: Grid, places: NodeMap) -> None:
-    hops = ALL_TO_ALLS[name].hops(places)
-    for number, hop in enumerate(hops):
-        assert hop.lane in (Lane.INTRA, Lane.INTER)
-        assert hop.reads
-        assert all(PACKED <= read < number for read in hop.reads)
-    for source, target, path in legs(name, places):
-        assert path, "a packet between two ranks moves"
-        assert (path[0].source, path[-1].target) == (source, target)
-        position, last = source, PACKED
-        for leg in path:
-            assert leg.source == position != leg.target
-            assert leg.target in places.ranks
-            assert last in hops[leg.hop].reads, f"hop {leg.hop} does not wait for {last}, where the packet is"
-            assert leg.hop > last
-            if hops[leg.hop].lane is Lane.INTRA:
-                assert grid.node_of(leg.source) == grid.node_of(leg.target), f"{name} hop {leg.hop} goes inside nodes"
-            position, last = leg.target, leg.hop
 
 
 def crossings(grid: Grid, path: tuple[Leg, ...]) -> int:
@@ -140,7 +179,7 @@ def test_the_lane_between_nodes_carries_what_crosses(name: str, nodes: int, g: i
 @pytest.mark.parametrize(("nodes", "g"), EVEN)
 @pytest.mark.parametrize("name", ALL_TO_ALLS)
 def test_every_packet_goes_step_by_step_from_its_source_to_its_target(name: str, nodes: int, g: int) -> None:
-    check_paths(name, *flat(nodes, g))
+    check_paths(ALL_TO_ALLS[name], flat(nodes, g)[1], name)
 
 
 @pytest.mark.parametrize(("grid", "axes"), GROUPS, ids=str)
@@ -148,7 +187,7 @@ def test_every_packet_goes_step_by_step_from_its_source_to_its_target(name: str,
 def test_packets_stay_in_their_group(name: str, grid: Grid, axes: tuple[Axis, ...]) -> None:
     check_link(ALL_TO_ALLS[name], name, grid, axes)
     for places in all_groups(grid, axes):
-        check_paths(name, grid, places)
+        check_paths(ALL_TO_ALLS[name], places, name)
 
 
 @pytest.mark.parametrize(("grid", "axes"), UNEVEN, ids=str)
@@ -156,7 +195,7 @@ def test_packets_stay_in_their_group(name: str, grid: Grid, axes: tuple[Axis, ..
 def test_those_that_need_no_even_nodes_run_on_uneven_ones(name: str, grid: Grid, axes: tuple[Axis, ...]) -> None:
     check_link(ALL_TO_ALLS[name], name, grid, axes)
     for places in all_groups(grid, axes):
-        check_paths(name, grid, places)
+        check_paths(ALL_TO_ALLS[name], places, name)
 
 
 @pytest.mark.parametrize(("grid", "axes"), UNEVEN, ids=str)

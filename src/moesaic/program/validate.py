@@ -36,20 +36,21 @@ def validate(program: Program) -> None:
     names: set[str] = set()
     for task in program.tasks:
         if task.name in names:
-            raise ProgramError(f"two tasks are called {task.name}")
+            raise ProgramError(f"two tasks are called {task.name}: give each task a name of its own")
         names.add(task.name)
         for name in (*task.reads, *task.writes):
             if name not in known:
-                raise ProgramError(f"task {task.name}: slot {name} is not declared")
+                raise ProgramError(f"task {task.name}: slot {name} is not declared: add a Slot of this name")
         for name in task.reads:
             if name not in written:
                 ring = _cycle(program, task)
                 if ring:
-                    raise ProgramError(f"tasks wait for each other: {' -> '.join((*ring, ring[0]))}")
-                raise ProgramError(f"task {task.name} reads {name} before anything writes it")
+                    circle = " -> ".join((*ring, ring[0]))
+                    raise ProgramError(f"tasks wait for each other: {circle}: let one of them read another slot")
+                raise ProgramError(f"task {task.name} reads {name} before anything writes it: put its writer first")
         for name in task.writes:
             if name in written:
-                raise ProgramError(f"task {task.name} writes {name}, which is written already")
+                raise ProgramError(f"task {task.name} writes {name}, which is written already: write another slot")
             written.add(name)
         if task.op is Op.MOVE:
             collective(program, task.name)
@@ -57,7 +58,7 @@ def validate(program: Program) -> None:
             _check_expert(program, task)
     for name in program.outputs:
         if name not in written:
-            raise ProgramError(f"output {name} is never written")
+            raise ProgramError(f"output {name} is never written: let a task write it, or take it out of the outputs")
 
 
 def _cycle(program: Program, start: Task) -> tuple[str, ...]:
@@ -85,7 +86,7 @@ def _check_expert(program: Program, task: Task) -> None:
     if seen != partial:
         raise ProgramError(
             f"task {task.name}: shards of an expert give partial sums over {sorted(seen)}, "
-            f"{out.name} is partial over {sorted(partial)}"
+            f"but {out.name} is partial over {sorted(partial)}: declare it so"
         )
 
 
@@ -114,7 +115,11 @@ def collective(program: Program, task_name: str) -> str:
         if before is after and before is not State.SHARDED:
             continue
         if (before, after) not in _CHANGES:
-            raise ProgramError(f"task {task_name}: no collective takes {axis} from {before.value} to {after.value}")
+            allowed = ", ".join(sorted(to.value for at, to in _CHANGES if at is before))
+            raise ProgramError(
+                f"task {task_name}: no collective takes {axis} from {before.value} to {after.value}: "
+                + (f"let {target.name} be {allowed}" if allowed else f"let {source.name} be in another state")
+            )
         words.add(_CHANGES[(before, after)])
     if words == {"exchange", "gather"}:
         return "deliver"

@@ -15,6 +15,9 @@ from moesaic.program.task import Lane
 PACKED = -1
 """Stands for the packed input, in place of the number of an earlier hop."""
 
+FOLLOWED = 8
+"""The most ranks of a group whose paths `check_link` follows."""
+
 
 @dataclass(frozen=True)
 class Hop:
@@ -129,18 +132,62 @@ def legs_by_hop(link: AbstractAllToAll, grid: Grid, group: tuple[Axis, ...]) -> 
 
 
 def check_link(link: AbstractAllToAll, name: str, grid: Grid, group: tuple[Axis, ...]) -> None:
-    """Raise InputError if an algorithm cannot run within all groups over some axes with the same hops."""
+    """Raise InputError if an algorithm cannot run within all groups over some axes with the same hops.
+
+    Paths are followed in groups of at most `FOLLOWED` ranks only, since a search compiles plans for thousands.
+    """
     node_maps = [NodeMap(grid, ranks) for ranks in grid.kinds_of_groups(group)]
     if link.needs_even_nodes and not all(node_map.is_even for node_map in node_maps):
         raise InputError(
             f"plan.all_to_all={name} needs equally many ranks of every group over {'+'.join(group)} on each node, "
             f"which nodes of {grid.ranks_per_node} ranks do not give: choose linear or pipelined"
         )
+    for node_map in node_maps:
+        check_hops(link.hops(node_map), f"plan.all_to_all={name}: ")
+        if len(node_map.ranks) <= FOLLOWED:
+            check_paths(link, node_map, f"plan.all_to_all={name}: ")
     if len({link.hops(node_map) for node_map in node_maps}) > 1:
         raise InputError(
             f"plan.all_to_all={name} needs every group over {'+'.join(group)} on equally many nodes, which nodes of "
             f"{grid.ranks_per_node} ranks do not give: choose linear or pipelined"
         )
+
+
+def check_hops(hops: tuple[Hop, ...], where: str) -> None:
+    """Raise InputError, whose message starts with `where`, unless hops can be issued in their order."""
+    if not isinstance(hops, tuple) or not hops:
+        raise InputError(f"{where}hops are {hops!r}: return a tuple of at least one Hop(lane, reads)")
+    for number, hop in enumerate(hops):
+        if hop.lane not in (Lane.INTRA, Lane.INTER):
+            raise InputError(f"{where}hop {number} is on {hop.lane}: choose Lane.INTRA or Lane.INTER")
+        reads = hop.reads if isinstance(hop.reads, tuple) else ()
+        if not reads or not all(PACKED <= read < number for read in reads):
+            raise InputError(
+                f"{where}hop {number} reads {hop.reads!r}: give a tuple of numbers of earlier hops, or {PACKED} for the input"
+            )
+
+
+def check_paths(link: AbstractAllToAll, node_map: NodeMap, where: str) -> None:
+    """Raise InputError, whose message starts with `where`, unless every path leads from its source to its target."""
+    hops = link.hops(node_map)
+    for source, target in permutations(node_map.ranks, 2):
+        at, last = source, PACKED
+        path = f"{where}the path from rank {source} to {target}"
+        for leg in link.path(node_map, source, target):
+            name = f"{path}: the leg {leg.source} to {leg.target} in hop {leg.hop}"
+            if not last < leg.hop < len(hops):
+                raise InputError(f"{name} needs a hop after {last}, of hops 0 to {len(hops) - 1}: change its hop")
+            if leg.source != at or leg.target == at or leg.target not in node_map.ranks:
+                raise InputError(
+                    f"{name} does not start at {at}, or not end at another rank of {node_map.ranks}: change it"
+                )
+            if last not in hops[leg.hop].reads:
+                raise InputError(f"{name} passes on a packet of hop {last}: add {last} to the reads of hop {leg.hop}")
+            if hops[leg.hop].lane is Lane.INTRA and node_map.node(at) != node_map.node(leg.target):
+                raise InputError(f"{name} leaves a node: put the hop on Lane.INTER")
+            at, last = leg.target, leg.hop
+        if at != target:
+            raise InputError(f"{path} ends at rank {at}: add the legs from there")
 
 
 def legs_of(*legs: tuple[int, int, int]) -> tuple[Leg, ...]:

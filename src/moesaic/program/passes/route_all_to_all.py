@@ -30,11 +30,12 @@ def route_all_to_all(program: Program, algorithm: str, grid: Grid) -> Program:
         raise InputError(f"plan.all_to_all={algorithm!r} is unknown: choose one of {', '.join(ALL_TO_ALLS)}")
     if isinstance(ALL_TO_ALLS[algorithm], Linear):
         return program
+    for group in dict.fromkeys(task.group for task in program.tasks if is_long(program, task)):
+        check_link(ALL_TO_ALLS[algorithm], algorithm, grid, group)
     slots: list[Slot] = list(program.slots)
     tasks: list[Task] = []
     for task in program.tasks:
         if is_long(program, task):
-            check_link(ALL_TO_ALLS[algorithm], algorithm, grid, task.group)
             lowered, new_slots = lower(program, task, algorithm, "", grid)
             tasks += lowered
             slots += new_slots
