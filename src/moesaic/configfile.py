@@ -119,8 +119,9 @@ def as_json(config: Any) -> str:
 
 
 def suggestion(word: str, known: list[str]) -> str:
-    """Return ': did you mean X?' for the closest known word, or the list of all words if none is close."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    """Return ': did you mean X?' for the known word that holds this one or is closest, or the list of all if none is close."""
+    holding = [each for each in known if len(word) > 2 and word in each]
+    near = holding or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f": did you mean {near[0]}?" if near else f": choose one of {', '.join(known)}"
 
 

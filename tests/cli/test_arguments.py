@@ -48,9 +48,10 @@ def test_flags_override_the_default():
     [
         (["--cuont", "3"], "unknown argument --cuont, did you mean --count?; --help lists all"),
         (["--kind=b"], "unknown argument --kind=b, did you mean --inner.kind?; --help lists all"),
+        (["--old_kind"], "unknown argument --old_kind; --help lists all"),
         (["--zzzzz"], "unknown argument --zzzzz; --help lists all"),
         (["word"], "unknown argument word; --help lists all"),
-        (["--count", "x"], "--count: invalid literal for int() with base 10: 'x'"),
+        (["--count", "x"], "--count: not a whole number: 'x'"),
         (["--inner.kind", "c"], "invalid choice 'c' for argument '--inner.kind'. Expected one of ('a', 'b')."),
         (["--count", "0"], f"count=0 in {'a' * 50} {'b' * 50} {'c' * 50}: must be at least 1"),
     ],

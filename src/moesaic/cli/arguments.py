@@ -95,10 +95,14 @@ def _on_one_line(text: str | Callable[[], str | None] | None) -> Callable[[], st
 
 
 def _nearest(word: str, flags: list[str]) -> str:
+    """Return ", did you mean --X?" for a flag whose name ends like an unknown one, else for the one that is most like it."""
     import difflib
 
-    near = difflib.get_close_matches(word.split("=")[0], flags, n=1, cutoff=0.6)
-    return f", did you mean {near[0]}?" if near else ""
+    name = word.split("=")[0].lstrip("-").replace("_", "-")
+    names = [flag.lstrip("-") for flag in flags]
+    ending = [each for each in names if each.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = ending or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f", did you mean --{near[0]}?" if near else ""
 
 
 def _rest(kind: Any, usual: Sequence[str], prefix: str = "--") -> set[tuple[type, str]]:
@@ -135,5 +139,10 @@ def _one_line(box: str) -> str:
     text = re.sub(r"\x1b\[[0-9;]*m|[─-╿]+|-{3,}", " ", box)
     words = re.sub(r"\s+", " ", text).strip()
     words = re.split(r" (?:Argument helptext:|For full helptext)", words)[0]
+    words = re.sub(
+        r"no type matching .* instantiated from \['(.*?)'\]\. Got errors: .*(int|float)\b.*", r"\2: '\1'", words
+    )
+    words = re.sub(r"(invalid literal for )?int(\(\) with base 10)?: '", "not a whole number: '", words)
+    words = re.sub(r"(could not convert string to )?float: '", "not a number: '", words)
     words = re.sub(r"^(Parsing error|Value error|Invalid choice|Required options) ", "", words)
     return re.sub(r"^Error parsing ", "", words)
