@@ -76,7 +76,7 @@ test-peers: build/peers/.current  ## layers, recipes and checkpoints against tor
 	rm -f build/peers/extensions/*/lock build/peers/extensions/*/*/lock
 	OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(CURDIR)/build/peers/extensions \
 		build/peers/bin/python -m pytest -q -rs tests/peers tests/weights/test_against_torchtitan.py \
-		tests/weights/test_against_megatron.py tests/test_recipes.py
+		tests/weights/test_against_megatron.py tests/test_recipes.py tests/test_moving_in.py
 
 test-torch: $(TORCHES:%=test-torch-%)  ## the parts that torch carries, under every torch of TORCHES in turn
 
