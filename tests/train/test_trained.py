@@ -105,6 +105,7 @@ def test_one_command_makes_a_model_of_the_hub_of_a_run(
     assert json.loads((out / "config.json").read_text())["model_type"] == "mixtral"
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert model(torch.zeros(1, 4, dtype=torch.int64)).logits.isfinite().all()
+    assert "| parameters | " in (out / "README.md").read_text()
     with pytest.raises(InputError, match="is not empty"):
         export_run(run, out)
     right = runs.hub_values

@@ -18,6 +18,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
+import huggingface_hub
 from checkpoints import assert_bitwise, build, edit_json, save, tensors_of
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import state_dict_saver
@@ -27,6 +28,7 @@ import moesaic
 from moesaic.cli.main import main
 from moesaic.errors import InputError
 from moesaic.train.distributed_checkpoint import SHARDS, restore
+from moesaic.weights.card import card
 from moesaic.weights.convert import RECEIPT, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -64,6 +66,31 @@ def test_the_receipt_says_what_was_done_with_the_same_hashes_in_every_format(hub
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
     for to in ("moesaic", "torchtitan", "megatron"):
         assert moesaic.convert(hub, tmp_path / to, to=to, logits=False)["sha256"] == receipt["sha256"]
+
+
+def test_the_card_is_the_hubs_and_keeps_the_license(tmp_path: Path) -> None:
+    hub = save("Mixtral", tmp_path / "hub")
+    (hub / "README.md").write_text(
+        "---\nlicense: apache-2.0\nbase_model: a/b\ndatasets:\n- c\n---\n# The source's words\n"
+    )
+    receipt = moesaic.convert(hub, tmp_path / "titan", to="torchtitan")
+    assert not (tmp_path / "titan" / "README.md").exists()
+    receipt = moesaic.convert(hub, tmp_path / "hf", to="hf")
+    written = huggingface_hub.ModelCard.load(tmp_path / "hf" / "README.md")
+    assert written.data.to_dict() == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["moe", "moesaic"],
+        "license": "apache-2.0",
+    }
+    assert f"| tensors, bytes | {receipt['tensors']:,}, {receipt['bytes']:,} |" in written.text
+    assert "| largest difference of logits to the source | 0.0 |" in written.text
+    assert "from a checkpoint in the format hf |" in written.text
+    assert "source's words" not in written.text
+    assert "not converted" not in written.text
+    some = card("mixtral", receipt | {"left_behind": ["step of a", "step of b"], "upcycled": {"num_experts": 8}})
+    assert "| not converted | step of a" in some
+    assert "| made sparse | num_experts 8 |" in some
 
 
 @pytest.mark.parametrize("to", ["hf", "moesaic"])

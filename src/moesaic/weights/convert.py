@@ -10,6 +10,7 @@ from typing import Any
 from moesaic import __version__
 from moesaic.errors import InputError
 from moesaic.files import MOST_TEXT, read_bytes, read_text, write
+from moesaic.weights.card import CARD, card
 from moesaic.weights.checkpoint import FORMATS, Checkpoint, format_of, open_checkpoint
 from moesaic.weights.files import filling, require_room
 from moesaic.weights.layout import Layout, Readable, first_names
@@ -64,6 +65,7 @@ def convert(
     tensors, unplaced = _named(before, layout, FORMATS[to])
     size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     others = _others(folder) if to == "hf" or came_from == "hf" else {}
+    card_before = others.pop(CARD, b"").decode(errors="replace")
     with filling(target):
         before.model.config.save_pretrained(target)
         for name, data in others.items():
@@ -79,6 +81,8 @@ def convert(
         if compares_logits(size, logits):
             old = Side(opened, folder, came_from, source_config)
             receipt["logits"] = compare_logits(old, Side(after, target, to, after.model.config))
+        if to == "hf":
+            write(target / CARD, card(receipt["model"], receipt, card_before))
         write(target / RECEIPT, json.dumps(receipt, indent=1) + "\n")
     return receipt
 
@@ -98,7 +102,7 @@ def _named(before: Checkpoint, layout: Layout, format: AbstractFormat) -> tuple[
 
 
 def _others(folder: Path) -> dict[str, bytes]:
-    """Return the files that accompany the weights, by name: tokenizer, chat template, generation settings.
+    """Return the files that accompany the weights, by name: tokenizer, chat template, generation settings, model card.
 
     Links count only within the folder, or within the cache of a hub that holds it: others may lead to files of the reader that
     the sender of the folder wants to see in the output.
@@ -106,7 +110,7 @@ def _others(folder: Path) -> dict[str, bytes]:
     others = {}
     for path in sorted(folder.iterdir()):
         is_ours = path.name in ("config.json", RECEIPT) or path.name.endswith(".index.json") or "quant" in path.name
-        if path.suffix not in (".json", ".txt", ".model", ".jinja") or is_ours:
+        if (path.suffix not in (".json", ".txt", ".model", ".jinja") and path.name != CARD) or is_ours:
             continue
         # The hub's cache keeps a model's files in models--NAME/blobs, and in models--NAME/snapshots/COMMIT links to them.
         home, cache = folder.resolve(), folder.resolve().parent.parent

@@ -22,6 +22,7 @@ from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT, TransformerBlock
 from moesaic.routing.capacity import Dropless
 from moesaic.train.state import Trained, load_trained
+from moesaic.weights.card import CARD, card
 from moesaic.weights.files import filling, require_room
 from moesaic.weights.layout import first_names
 from moesaic.weights.logits import compare, compares_logits, fixed_text
@@ -60,13 +61,14 @@ def export_run(folder: Path, out: Path, *, logits: bool | None = None) -> dict[s
         model.save_pretrained(out)
         if tokenizer.exists():
             write(out / tokenizer.name, read_bytes(tokenizer, at_most=MOST_TEXT))
-        found = _compared(trained, out) if compares_logits(size, logits) else None
-    return {
-        "model": type(model).__name__,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "tokenizer": tokenizer.exists(),
-        "logits": found,
-    }
+        summary = {
+            "model": type(model).__name__,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "tokenizer": tokenizer.exists(),
+            "logits": _compared(trained, out) if compares_logits(size, logits) else None,
+        }
+        write(out / CARD, card(model.config.model_type, summary))
+    return summary
 
 
 @torch.no_grad()
