@@ -135,3 +135,44 @@ def lora(folder: str) -> Any:
     own = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     average_gradients(model, Mesh.create(ep=world))
     return own, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def resumed(folder: str, runs: list[tuple[str, str | None, dict[str, Any]]]) -> list[list[float]]:
+    """Train five steps per run with a trainer that resumes, saving after two, and return the losses.
+
+    A run is its folder, the checkpoint to start from and options of the trainer. Ranks hold half of the experts each.
+    """
+    from transformers import Trainer, TrainingArguments
+
+    from moesaic.transformers import Resumable
+
+    class ResumableTrainer(Resumable, Trainer):
+        pass
+
+    world = 1
+    if dist.is_initialized():
+        as_launched()
+        world = dist.get_world_size()
+    found = []
+    for out, checkpoint, options in runs:
+        case = RankCase(folder, ep=min(world, 2))
+        model = load(case) if world > 1 else load_whole(folder)
+        given = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4 // world}
+        trainer = ResumableTrainer(
+            model=model,
+            args=TrainingArguments(**arguments(out, **given, **options)),
+            train_dataset=Sequences(),
+            eval_dataset=Sequences(),
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        if options:
+            found.append([trainer.evaluate()["eval_loss"], trainer.state.best_metric])
+    return found
+
+
+def load_whole(folder: str) -> Any:
+    """Return a folder's model in one process."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="moesaic").train()

@@ -3,6 +3,7 @@
 `experts_implementation="moesaic"` runs a model's experts on Moesaic's kernels (`experts.py`).
 `quantization_config=FourBitExpertsConfig()` keeps them in four bits (`nf4.py`), with PEFT's adapters of experts (`lora.py`).
 `distributed_config(ep_size=...)` runs them expert-parallel with Moesaic's programs (`expert_parallel.py`).
+`Resumable` makes a trainer's checkpoints whole, on any number of ranks (`resume.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ except ImportError as error:
 from moesaic.transformers.expert_parallel import MoesaicEP, distributed_config, register_plan, use_plan
 from moesaic.transformers.lora import adopt_adapters, experts_forward
 from moesaic.transformers.nf4 import FourBitExpertsConfig
+from moesaic.transformers.resume import Resumable
 
 ALL_EXPERTS_FUNCTIONS.register("moesaic", experts_forward)
 EPImplementationInterface.register("moesaic", MoesaicEP)
@@ -27,6 +29,7 @@ EPImplementationInterface.register("moesaic", MoesaicEP)
 __all__ = [
     "FourBitExpertsConfig",
     "MoesaicEP",
+    "Resumable",
     "adopt_adapters",
     "distributed_config",
     "experts_forward",
