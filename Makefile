@@ -27,8 +27,10 @@ SMOKE := tests/test_layer.py tests/routing/test_injection.py tests/kernels/test_
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
 
+# The pip that Python 3.11 brings takes a minute more to choose versions than the newest.
 $(STAMP): pyproject.toml lab/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -e "./lab[measure,vision]"
 	touch $@
 
