@@ -10,7 +10,7 @@ from typing import Any
 
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec
-from moesaic.planner.finetune import CODED, FinetunePrediction, Method, predict_finetune
+from moesaic.planner.finetune import CODED, LOSS_TOKENS, FinetunePrediction, Method, predict_finetune
 from moesaic.planner.memory import FRAGMENTED, GIB
 from moesaic.planner.model import Job
 from moesaic.program.plan import plan_in_words
@@ -57,6 +57,7 @@ def print_finetune(
         "method": method,
         "rank": rank,
         "accumulation": accumulation,
+        "logits": LOSS_TOKENS,
     }
     found = predict_finetune(job.model, cluster=cluster, **sizes)
     if not any(split.fits for split in found.splits.values()):
@@ -127,7 +128,7 @@ def _changes(
         yield change("half the sequences in a micro-batch", tokens=tokens // length // 2 * length)
     elif length % 2 == 0:
         yield change("sequences of half the length", tokens=tokens // 2, length=length // 2)
-    yield change("logits and loss of 512 tokens at a time", logits=min(512, tokens))
+    yield change("transformers' own loss, with the logits of all tokens at once", logits=None)
 
 
 def _what_fits(job: Job, cluster: ClusterSpec, found: FinetunePrediction, sizes: dict[str, Any]) -> str:
@@ -146,8 +147,6 @@ def _what_fits(job: Job, cluster: ClusterSpec, found: FinetunePrediction, sizes:
         if length and again(**{**limited, "tokens": length, "length": length}).fits:
             fitting.append(f"one sequence of {length:,} tokens")
             break
-    if again(**{**limited, "logits": min(512, sizes["tokens"])}).fits:
-        fitting.append("logits and loss of 512 tokens at a time")
     if sizes["method"] == "lora" and again(**{**limited, "method": "qlora"}).fits:
         fitting.append("--finetune qlora")
     needs = f"needs {_reserved(found.bytes) + 1:.1f} GiB of {memory:g} on a device"

@@ -10,11 +10,10 @@ import torch
 import transformers
 
 from moesaic.errors import InputError
-from moesaic.finetune.loss import TOKENS
 from moesaic.finetune.options import FinetuneOptions
 from moesaic.finetune.targets import Targets
 from moesaic.kernels import nf4
-from moesaic.planner.finetune import FinetunePrediction, predict_finetune
+from moesaic.planner.finetune import LOSS_TOKENS, FinetunePrediction, predict_finetune
 from moesaic.planner.hub import read_shape
 from moesaic.planner.memory import GIB
 from moesaic.weights.model import Architecture
@@ -78,7 +77,7 @@ def _require_memory(options: FinetuneOptions, world: int) -> None:
             length=length,
             method=options.method,
             rank=options.rank,
-            logits=TOKENS,
+            logits=LOSS_TOKENS,
         )
 
     found = predicted(options.length, world)

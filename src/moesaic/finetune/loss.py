@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-TOKENS = 256
-"""Tokens whose logits exist at once."""
+from moesaic.planner.finetune import LOSS_TOKENS
 
 
-def loss_in_parts(model: Any, ids: Tensor, tokens: int = TOKENS) -> bool:
+def loss_in_parts(model: Any, ids: Tensor, tokens: int = LOSS_TOKENS) -> bool:
     """Make a causal language model of transformers compute its loss in parts; its logits are hidden states from then on.
 
     A family that caps its logits is recognised by its loss, and left as it is.

@@ -507,8 +507,8 @@ def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
         return replace(machine, nodes=nodes or int(cards[1] or 1), links=tuple(links))
     else:
         raise InputError(
-            f"cluster {name!r} is unknown{suggestion(name, presets())} (or give cards, 4x4090-pcie or 2x4x4090-25gbe, or a path "
-            "that ends in .toml)"
+            f"cluster {name!r} is unknown{suggestion(name, presets())} (or give cards, 4x4090-pcie or 2x4x4090-25gbe, or a "
+            "path that ends in .toml)"
         )
     return build(ClusterSpec, table if nodes is None else table | {"nodes": nodes}, source=f"cluster {name}")
 

@@ -54,6 +54,8 @@ COPY_BYTES = 58
 """Bytes of indices, routing weights and order of each copy."""
 CODED: tuple[Codec, ...] = ("none", "fp8")
 """Codecs of messages among which "fewer bits on the wire" chooses."""
+LOSS_TOKENS = 256
+"""Tokens whose logits exist at once where `moesaic finetune` computes the loss."""
 STEPWISE = ("norms", "rotation")
 """Operations of transformers' blocks that run step by step (`StepModel.stepwise`)."""
 
@@ -184,26 +186,31 @@ def predict_finetune(
     fits = None if memory_bytes is None else _fits(sum(parts.values()), memory_bytes)
     if cluster is None:
         return FinetunePrediction(parts=parts, fits=fits)
+    return _with_speed(FinetunePrediction(parts=parts, fits=fits), job, cluster, memory_bytes or 0.0, codecs)
+
+
+def _with_speed(
+    found: FinetunePrediction, job: FinetuneJob, cluster: ClusterSpec, memory_bytes: float, codecs: tuple[Codec, ...]
+) -> FinetunePrediction:
+    """Return a prediction of memory with the speed on a cluster, and the other splits of the model."""
+    ranks = cluster.world
     best = spread_experts(job, cluster, codecs)
-    speed = speed_of(job, best, cluster, devices=ranks, sequences=job.batch_size * accumulation)
-    memory = memory_bytes or 0.0
+    speed = speed_of(job, best, cluster, devices=ranks, sequences=job.batch_size * job.accumulation)
     of_experts = Split(
         tokens_per_second=ranks * speed.tokens_per_second,
-        bytes=sum(parts.values()),
-        fits=bool(fits),
+        bytes=found.bytes,
+        fits=bool(found.fits),
         bottleneck=best.estimate.bottleneck,
     )
-    low, high = (ranks * each for each in speed.interval)
-    return FinetunePrediction(
-        parts=parts,
-        fits=fits,
+    return replace(
+        found,
         seconds=best.seconds,
         tokens_per_second=of_experts.tokens_per_second,
-        interval=(low, high),
+        interval=(ranks * speed.interval[0], ranks * speed.interval[1]),
         bottleneck=of_experts.bottleneck,
         limits=best.estimate.limits,
         plan=best.plan,
-        splits={"experts": of_experts, **layer_splits(job, cluster, memory)},
+        splits={"experts": of_experts, **layer_splits(job, cluster, memory_bytes)},
     )
 
 

@@ -62,7 +62,7 @@ class Resumable:
         if not isinstance(self.model, PreTrainedModel):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
             return
-        kind = next(each for each in type(self.model).__mro__ if not issubclass(each, FSDPModule))
+        kind: Any = next(each for each in type(self.model).__mro__ if not issubclass(each, FSDPModule))
         spread = getattr(self.model.config, "distributed_config", None)
         options = {} if spread is None else {"distributed_config": replace(spread)}
         read = kind.from_pretrained(resume_from_checkpoint, dtype=self.model.dtype, **options)

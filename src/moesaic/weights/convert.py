@@ -65,11 +65,10 @@ def convert(
     tensors, unplaced = _named(before, layout, FORMATS[to])
     size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
     others = _others(folder) if to == "hf" or came_from == "hf" else {}
-    card_before = others.pop(CARD, b"").decode(errors="replace")
     with filling(target):
         before.model.config.save_pretrained(target)
-        for name, data in others.items():
-            write(target / name, data)
+        for name in others.keys() - {CARD}:
+            write(target / name, others[name])
         FORMATS[to].write(target, tensors)
         after = open_checkpoint(target, to, Architecture(read_config(target, None)))
         receipt = _receipt(before, after) | {
@@ -81,10 +80,15 @@ def convert(
         if compares_logits(size, logits):
             old = Side(opened, folder, came_from, source_config)
             receipt["logits"] = compare_logits(old, Side(after, target, to, after.model.config))
-        if to == "hf":
-            write(target / CARD, card(receipt["model"], receipt, card_before))
-        write(target / RECEIPT, json.dumps(receipt, indent=1) + "\n")
+        _write_words(target, receipt, others.get(CARD, b"").decode(errors="replace"))
     return receipt
+
+
+def _write_words(target: Path, receipt: dict[str, Any], card_before: str) -> None:
+    """Write a receipt, and for the hub a model card."""
+    if receipt["target"]["format"] == "hf":
+        write(target / CARD, card(receipt["model"], receipt, card_before))
+    write(target / RECEIPT, json.dumps(receipt, indent=1) + "\n")
 
 
 def _named(before: Checkpoint, layout: Layout, format: AbstractFormat) -> tuple[dict[str, Readable], list[str]]:
