@@ -17,6 +17,7 @@ import peft
 from lora_ranks import FAMILIES, SIZES
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     PreTrainedTokenizerFast,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -181,6 +182,25 @@ def test_a_family_that_caps_its_logits_keeps_its_loss():
     expected = model(input_ids=ids, labels=ids).loss
     assert not loss_in_parts(model, ids)
     torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
+
+
+def test_a_run_of_moesaic_train_is_fine_tuned_with_its_own_tokenizer(tmp_path):
+    text, run, hub = tmp_path / "text.txt", tmp_path / "run", tmp_path / "model"
+    text.write_text("eins, zwö, trois 狐 ")
+    text.write_text(text.read_text() * 300)
+    sizes = "--model.conv-width 1 --model.dim 64 --model.moe.hidden 64"
+    flags = f"--preset gpt-tiny --out {run} --steps 4 --data.path {text} {sizes} --device cpu --no-tensorboard"
+    assert main(["train", *flags.split()]) == 0
+    assert main(["convert", str(run), str(hub), "--to", "hf"]) == 0
+    found = on_ranks(tmp_path, "out", 2, "--merge")
+    assert found[-1] < found[0] - 0.05
+    model, merged = adapted(tmp_path, "out"), tmp_path / "out" / "merged"
+    expected = loss(model)
+    assert loss(AutoModelForCausalLM.from_pretrained(merged)) == pytest.approx(expected, abs=1e-6)
+    with model.disable_adapter():
+        assert abs(loss(model) - expected) > 0.01
+    for folder in (hub, merged):
+        assert AutoTokenizer.from_pretrained(folder)(text.read_text())["input_ids"] == list(text.read_bytes())
 
 
 @pytest.mark.random

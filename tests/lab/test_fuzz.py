@@ -56,7 +56,6 @@ ELSEWHERE = {
         "weights/convert.py",
         "_others",
     ): "copies bytes; tests/weights/test_convert.py and kinds.py try other kinds of files",
-    ("weights/run.py", "export_run"): "copies a tokenizer's bytes; kinds.py tries other kinds of files",
     ("testing/runner.py", "on_ranks"): "reads what its processes wrote",
 }
 """What reads something else than a person's file, or is tried elsewhere."""

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -22,9 +23,10 @@ from moesaic.shapes import BlockConfig
 from moesaic.train.config import TrainConfig
 from moesaic.train.metrics import Metrics
 from moesaic.train.state import Trained
-from moesaic.train.tokenizer import ByteTokenizer
+from moesaic.train.tokenizer import AbstractTokenizer, ByteTokenizer, HubTokenizer
 from moesaic.weights import run as runs
-from moesaic.weights.run import export_run, to_hub
+from moesaic.weights.run import export_run, to_hub, write_tokenizer
+from runs import train_tokenizer
 
 MIXTRAL = BlockConfig(kv_heads=2, tied=False)
 QWEN3 = BlockConfig(kv_heads=2, head_dim=12, qk_norm=True, rope_theta=500.0, rope_factor=2.0)
@@ -101,11 +103,15 @@ def test_one_command_makes_a_model_of_the_hub_of_a_run(
     assert main(["convert", str(run), str(out), "--to", "hf"]) == 0
     said = capsys.readouterr().out
     assert "MixtralForCausalLM" in said
+    assert "; with its tokenizer\n" in said
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert tokenizer("né")["input_ids"] == [110, 195, 169]
     assert re.search(r"^largest difference of logits: \d\S*$", said, re.MULTILINE)
     assert json.loads((out / "config.json").read_text())["model_type"] == "mixtral"
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert model(torch.zeros(1, 4, dtype=torch.int64)).logits.isfinite().all()
     assert "| parameters | " in (out / "README.md").read_text()
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 0
     with pytest.raises(InputError, match="is not empty"):
         export_run(run, out)
     right = runs.hub_values
@@ -120,6 +126,50 @@ def test_one_command_makes_a_model_of_the_hub_of_a_run(
     assert re.search(r"other: its logits differ from those of the source by .*\n$", capsys.readouterr().err)
     assert not (tmp_path / "lost").exists()
     assert not (tmp_path / "other").exists()
+
+
+def wrapping() -> tokenizers.Tokenizer:
+    """Return a BPE that puts special tokens around a text."""
+    tokenizer = train_tokenizer(TEXT, 320)
+    around = [("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))]
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<|endoftext|> $A", special_tokens=around)
+    return tokenizer
+
+
+TEXT = "naïve 狐\0 🦊 \u0300\ufffd\u00a0Ā\r\n\t  don't </s><|endoftext|> the quick brown fox" + "".join(
+    chr(number) for number in range(0x3000)
+)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "tokenizer", [ByteTokenizer(), HubTokenizer(train_tokenizer(TEXT, 320)), HubTokenizer(wrapping())],
+    ids=["bytes", "bpe", "wrapping"],
+)  # fmt: skip
+def test_transformers_encodes_and_decodes_like_the_tokenizer_of_the_run(
+    family: str, tokenizer: AbstractTokenizer, tmp_path: Path
+) -> None:
+    transformers.AutoConfig.for_model(family).save_pretrained(tmp_path)
+    write_tokenizer(tokenizer, tmp_path)
+    for again in (None, tmp_path / "again"):
+        theirs = transformers.AutoTokenizer.from_pretrained(again or tmp_path)
+        ids = tokenizer.encode(TEXT.encode()).tolist()
+        assert theirs(TEXT)["input_ids"] == ids
+        assert theirs.decode(ids) == TEXT == tokenizer.decode(ids)
+        assert (theirs.eos_token_id, len(theirs)) == (tokenizer.separator, tokenizer.vocab_size)
+        theirs.save_pretrained(tmp_path / "again")
+
+
+def test_a_run_of_tokens_without_a_named_tokenizer_gets_none_on_the_hub(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens, run, out = tmp_path / "tokens.bin", tmp_path / "run", tmp_path / "hub"
+    torch.randint(0, 256, (4000,)).to(torch.uint16).numpy().tofile(tokens)
+    flags = f"--preset gpt-tiny --out {run} --steps 1 --data.path {tokens} --model.conv-width 1 --device cpu --no-tensorboard"
+    assert main(["train", *flags.split()]) == 0
+    assert main(["convert", str(run), str(out), "--to", "hf"]) == 0
+    assert "without a tokenizer, since the run's .bin files name none\n" in capsys.readouterr().out
+    assert not list(out.glob("tokenizer*"))
 
 
 class FakeWandb:

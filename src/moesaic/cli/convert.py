@@ -88,7 +88,9 @@ def run(arguments: Sequence[str]) -> int:
             )
         summary = export_run(Path(options.source), Path(options.out), logits=LOGITS[options.logits])
         about_tokenizer = (
-            "with tokenizer.json" if summary["tokenizer"] else "without tokenizer.json, since token ids are bytes"
+            "with its tokenizer"
+            if summary["tokenizer"]
+            else "without a tokenizer, since the run's .bin files name none"
         )
         lines = [f"{summary['model']}: {summary['parameters']:,} parameters in {options.out}; {about_tokenizer}"]
         lines += _logits_lines(summary["logits"])

@@ -25,6 +25,11 @@ class AbstractTokenizer(ABC):
     vocab_size: int
     separator: int
 
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """The tokenizer as a `tokenizer.json` of the tokenizers library."""
+
     @abstractmethod
     def encode(self, data: bytes) -> np.ndarray:
         """Return the ids of a document, (tokens,) of an unsigned integer dtype, without a separator."""
@@ -39,6 +44,19 @@ class ByteTokenizer(AbstractTokenizer):
 
     vocab_size = BYTES
     separator = 0
+
+    @property
+    def text(self) -> str:
+        """A byte-level BPE without merges, which shows each byte as one letter."""
+        tokenizers = _library()
+        byte_level = tokenizers.pre_tokenizers.ByteLevel
+        letters = set(byte_level.alphabet())
+        others = iter(sorted(letters - {chr(byte) for byte in range(BYTES)}))
+        vocabulary = {chr(byte) if chr(byte) in letters else next(others): byte for byte in range(BYTES)}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+        tokenizer.pre_tokenizer = byte_level(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        return str(tokenizer.to_str(pretty=True))
 
     def encode(self, data: bytes) -> np.ndarray:
         return np.frombuffer(data, dtype=np.uint8)
@@ -69,10 +87,7 @@ class HubTokenizer(AbstractTokenizer):
         Raises:
             InputError: if it is missing or damaged.
         """
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise InputError(f"data.tokenizer needs the package tokenizers: {to_install('.[data]')}") from error
+        tokenizers = _library()
         try:
             return cls(tokenizers.Tokenizer.from_str(read_text(path)))
         except FileNotFoundError as error:
@@ -84,7 +99,6 @@ class HubTokenizer(AbstractTokenizer):
 
     @property
     def text(self) -> str:
-        """The tokenizer as JSON."""
         return str(self._tokenizer.to_str(pretty=True))
 
     def encode(self, data: bytes) -> np.ndarray:
@@ -93,6 +107,15 @@ class HubTokenizer(AbstractTokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids]))
+
+
+def _library() -> Any:
+    """Return the module tokenizers; InputError if it is not installed."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise InputError(f"data.tokenizer needs the package tokenizers: {to_install('.[data]')}") from error
+    return tokenizers
 
 
 def make_tokenizer(config: DataConfig, file: Path | None) -> AbstractTokenizer:

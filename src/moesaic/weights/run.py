@@ -7,21 +7,24 @@ name. Capacities and losses are dropped, since they matter in training only; the
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 from torch import Tensor
 
 from moesaic.errors import InputError, to_install
-from moesaic.files import MOST_TEXT, read_bytes, write
+from moesaic.files import write
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention
 from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT, TransformerBlock
 from moesaic.routing.capacity import Dropless
 from moesaic.train.state import Trained, load_trained
+from moesaic.train.tokenizer import AbstractTokenizer
 from moesaic.weights.card import CARD, card
 from moesaic.weights.files import filling, require_room
 from moesaic.weights.layout import first_names
@@ -46,8 +49,8 @@ def export_run(folder: Path, out: Path, *, logits: bool | None = None) -> dict[s
             to do so for models of at most 2 GiB.
 
     Returns:
-        "model" (its class in transformers), "parameters" (their number), "tokenizer" (whether a tokenizer.json was copied),
-        "logits" (as in a receipt; None if they were not compared).
+        "model" (its class in transformers), "parameters" (their number), "tokenizer" (whether the run has one, which was
+        written), "logits" (as in a receipt; None if they were not compared).
 
     Raises:
         InputError: there is no run, its model has no equivalent in transformers, or logits differ by more than rounding.
@@ -56,19 +59,35 @@ def export_run(folder: Path, out: Path, *, logits: bool | None = None) -> dict[s
     trained = load_trained(folder, "cpu")
     model = to_hub(trained)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    tokenizer = folder / "tokenizer.json"
     with filling(out):
         model.save_pretrained(out)
-        if tokenizer.exists():
-            write(out / tokenizer.name, read_bytes(tokenizer, at_most=MOST_TEXT))
+        if trained.text is not None:
+            write_tokenizer(trained.text, out)
         summary = {
             "model": type(model).__name__,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "tokenizer": tokenizer.exists(),
+            "tokenizer": trained.text is not None,
             "logits": _compared(trained, out) if compares_logits(size, logits) else None,
         }
         write(out / CARD, card(model.config.model_type, summary))
     return summary
+
+
+def write_tokenizer(tokenizer: AbstractTokenizer, out: Path) -> None:
+    """Write a run's tokenizer so that transformers' AutoTokenizer encodes as it does; separators become ends of text.
+
+    Text is text to a run, where transformers would find special tokens in it or add some around it.
+    """
+    theirs = tokenizers.Tokenizer.from_str(tokenizer.text)
+    theirs.post_processor = None
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": theirs.id_to_token(tokenizer.separator),
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+    }
+    write(out / "tokenizer.json", theirs.to_str(pretty=True))
+    write(out / "tokenizer_config.json", json.dumps(settings, indent=1) + "\n")
 
 
 @torch.no_grad()
@@ -89,6 +108,7 @@ def to_hub(trained: Trained) -> Any:
         InputError: the model has no equivalent in transformers. The message names the option.
     """
     config = hub_config(trained.config.model, trained.model.vocab_size, str(trained.folder))
+    config.eos_token_id = None if trained.text is None else trained.text.separator
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     values = hub_values(trained.model)
     placed = {value.untyped_storage().data_ptr() for value in values.values()}
