@@ -26,6 +26,8 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict_saver
 
 from moesaic.configfile import as_json, override, read_table
+from moesaic.finetune.data import sequences
+from moesaic.finetune.options import RUN, FinetuneOptions, require_folder
 from moesaic.planner import cluster
 from moesaic.planner.cluster import read_cluster
 from moesaic.planner.emit import from_flags
@@ -133,6 +135,7 @@ def _make_texts(one: Path, text: Path) -> None:
     parquet.write_table(pyarrow.table({"text": ["a b", "c"] * 9}), one / "table.parquet")
     (one / "messages.mo").write_bytes(_catalogue({"one": "eins", "two": "zwei"}))
     (one / "pairs.jsonl").write_text('{"source": "a b", "target": "c"}\n{"source": "d", "target": "e"}\n')
+    (one / RUN).write_text(json.dumps(_finetune_in(one).kept(1)))
     (one / "documents.json").write_text('[{"text": "a b"}, {"text": "c"}]')
     (one / "tokens.bin").write_bytes(np.arange(2000, dtype="<u2").tobytes())
     (one / "flags.txt").write_text("--tensor-model-parallel-size 2 --expert-model-parallel-size=4 --moe-enable-deepep")
@@ -265,6 +268,15 @@ def _documents(path: Path) -> object:
     return read_documents(path, "text")
 
 
+def _finetune_in(folder: Path) -> FinetuneOptions:
+    return FinetuneOptions(model="model", data="text", out=str(folder), resume=True)
+
+
+def _sequences(path: Path) -> object:
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path.with_name("tokenizer.json")))
+    return sequences(str(path), tokenizer, 1, 1)
+
+
 def _elements(tensors: Mapping[str, Readable]) -> object:
     return [tensor.read(full_region(tensor.shape)) for tensor in tensors.values()]
 
@@ -320,6 +332,8 @@ READERS = {
     "documents": _table("documents.jsonl", _documents),
     "documents in a table of JSON": _table("documents.json", _documents),
     "documents in Parquet": _table("table.parquet", _documents),
+    "data of a fine-tune": _table("documents.jsonl", _sequences),
+    "options of a fine-tune": Reader(base="one", file=RUN, read=lambda at: require_folder(_finetune_in(at), 1)),
     "pairs": _table("pairs.jsonl", read_pairs),
     "catalogue": _table("messages.mo", read_pairs),
     "tokens": _table("tokens.bin", lambda path: load_corpus(DataConfig(path=(str(path),), vocab_size=2000))),
