@@ -283,6 +283,8 @@ def test_data_may_be_lines_of_json_with_texts_or_messages(tmp_path):
     datasets = pytest.importorskip("datasets", reason="pip install datasets")
     datasets.Dataset.from_dict({"text": ["w5 w6", "", "w7"]}).save_to_disk(tmp_path / "dataset")
     assert sequences(str(tmp_path / "dataset"), tokenizer, 5, 1).tolist() == [[5, 6, 2, 7, 2]]
+    (tmp_path / "data.jsonl").write_text('{"text": "w5 \\ud83e w6"}\n')
+    assert sequences(str(tmp_path / "data.jsonl"), tokenizer, 4, 1).tolist() == [[5, 3, 6, 2]]
     (tmp_path / "data.jsonl").write_text('{"prompt": "w5"}\n')
     with pytest.raises(InputError, match='neither "text" nor "messages"'):
         sequences(str(tmp_path / "data.jsonl"), tokenizer, 3, 1)

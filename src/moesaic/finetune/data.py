@@ -38,6 +38,7 @@ def sequences(data: str, tokenizer: Any, length: int, batch: int) -> Tensor:
     documents, end = _documents(data), [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     while some := list(islice(documents, AT_ONCE)):
         texts = [text for each in some if (text := _text(each, data, tokenizer))]
+        texts = [text.encode(errors="replace").decode() for text in texts]  # JSON may hold halves of surrogate pairs
         rows_of_ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         found += [torch.tensor([*ids, *end]) for ids in rows_of_ids]
     tokens = torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
