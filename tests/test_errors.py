@@ -96,7 +96,7 @@ CASES: dict[str, Case] = {
         lambda f: base(f, "--model.moe.topk", "3"), ["--model.moe.topk", "did you mean --model.moe.top-k?"],
     ),
     "stray word": (lambda f: base(f, "word"), ["unknown argument word"]),
-    "wrong type of a flag": (lambda f: base(f, "--steps", "many"), ["--steps", "'many'", "int"]),
+    "wrong type of a flag": (lambda f: base(f, "--steps", "many"), ["--steps", "'many'", "whole number"]),
     "wrong choice of a flag": (
         lambda f: base(f, "--plan.all-to-all", "best"), ["--plan.all-to-all", "'best'", "linear", "hier2d"],
     ),

@@ -45,8 +45,8 @@ COPY_VALUES = 5.0
 """Values of the token's width that backward of frozen experts has for each copy of a token: rows, the results' gradient without
 and with routing weights, the rows' gradient and its adapters' part. Of the hidden width it has the results of each matrix but
 the last and the rows that the last one reads, and the gradients of both (`FrozenExperts.gradients`)."""
-SENT_VALUES = 2.5
-"""Further values of the token's width for each copy in buffers of the exchange. Measured on two ranks."""
+SENT_VALUES = 3.5
+"""Further values of the token's width for each copy in buffers of the exchange. Measured on two ranks, three seeds."""
 FACTOR_BYTES = (8, 14)
 """Bytes of each parameter of a block's adapters while it runs backward, on one rank and on several: copies in 16 bits, their
 gradients, and the same in float32; on several ranks also joined for a call. Measured."""
