@@ -58,6 +58,7 @@ ELSEWHERE = {
     ): "copies bytes; tests/weights/test_convert.py and kinds.py try other kinds of files",
     ("weights/run.py", "write_tokenizer"): "reads the text of a tokenizer that is loaded",
     ("finetune/recipe.py", "on_step_begin"): "reads what the same ranks saved, as tensors only",
+    ("transformers/resume.py", "_load_optimizer_and_scheduler"): "reads what a trainer saved, as tensors only",
     ("testing/runner.py", "on_ranks"): "reads what its processes wrote",
 }
 """What reads something else than a person's file, or is tried elsewhere."""

@@ -13,7 +13,7 @@ from moesaic_lab import house
 
 ROOT = Path(__file__).resolve().parents[2]
 RATCHET = {
-    "code_lines": 33_442, "code_lines_with_lab": 52_066, "lab_code_lines": 18_019, "tests_code_lines": 38_458,
+    "code_lines": 33_442, "code_lines_with_lab": 52_066, "lab_code_lines": 18_019, "tests_code_lines": 38_459,
     "statements": 34_701, "formatter_off": 393, "path_frames": 9, "path_files": 24, "path_returns": 2,
     "names_with_two_meanings": 9,
 }  # fmt: skip
