@@ -113,8 +113,8 @@ class PlanOptions:
     finetune: Method | None = None
     """Predict a fine-tune of adapters on a frozen Hugging Face model, with experts in NF4 (qlora) or in 16 bits (lora): what
     fits, how fast it is if ranks share experts or layers, and what would help. Accumulation is 4 unless given."""
-    adapter_rank: int = 8
-    """With --finetune: rank of the adapters."""
+    adapter_rank: int = 16
+    """With --finetune: rank of the adapters, by default that of `moesaic finetune`."""
     price_per_hour: float | None = None
     """Price of one device per hour, to print what training on a trillion tokens costs."""
     emit: EmitName | None = None
