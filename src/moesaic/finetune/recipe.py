@@ -92,7 +92,7 @@ def adapt(base: Any, options: FinetuneOptions) -> peft.PeftModel:
         target_parameters=targets.parameters,
         task_type="CAUSAL_LM",
     )
-    model = peft.get_peft_model(base, config)
+    model = peft.get_peft_model(base, config, low_cpu_mem_usage=True)
     adopt_adapters(model)
     return model
 

@@ -173,7 +173,9 @@ def adopt_adapters(model: nn.Module) -> None:
     """Let experts that are in NF4 or on several ranks run with the adapters that PEFT gave them. All ranks call it together.
 
     The first call of a model does this by itself. Earlier it frees memory: until then every rank has factors for all experts.
-    On several ranks, gradients of all adapters become those of the mean of the ranks' losses, as FSDP2's are.
+    After `peft.get_peft_model(..., low_cpu_mem_usage=True)` no rank ever has: this draws factors without memory on the CPU, by
+    weights. On several ranks, gradients of all adapters become those of the mean of the ranks' losses, as
+    FSDP2's are.
 
     Args:
         model: a model from `peft.get_peft_model`.
@@ -184,6 +186,8 @@ def adopt_adapters(model: nn.Module) -> None:
     spread: list[Any] = []
     wrappers: list[Any] = list(model.modules())
     for wrapper in wrappers:
+        if hasattr(wrapper, "reset_lora_parameters"):
+            _draw(wrapper)
         module = _adapted(wrapper)
         if module is None or wrapper.parameter_name in adapters_of(module):
             continue
@@ -210,6 +214,19 @@ def _adapted(wrapper: Any) -> nn.Module | None:
     return module if is_four_bit(module) or getattr(module, "_moesaic", None) is not None else None
 
 
+def _draw(layer: Any) -> None:
+    """Give factors that PEFT left on the meta device their memory and initial values, before this rank's part is cut out."""
+    for name, linear in layer.lora_A.items():
+        if linear.weight.is_meta:
+            pair = linear, layer.lora_B[name]
+            for each in pair:
+                each.to_empty(device="cpu")
+            layer.reset_lora_parameters(name, init_lora_weights=True)
+            implementation = getattr(_adapted(layer), "_moesaic", None)
+            for each in pair if implementation is None else ():
+                each.to(next(layer.get_base_layer().parameters()).device)
+
+
 def _not_activated(_: Sequence[str]) -> AbstractContextManager[None]:
     """Stand in for PEFT's change of the whole weight during a call."""
     return nullcontext()
@@ -225,7 +242,8 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
             part = tensor.view(whole, -1, tensor.shape[1])[own].flatten(0, 1)
         else:
             part = tensor.view(len(tensor), -1, whole)[:, :, own].flatten(1)
-        return DTensor.from_local(part.clone(), mesh, [Shard(name == "lora_B")], run_check=False)
+        part = part.to(wrapper.get_param().device, copy=True)
+        return DTensor.from_local(part, mesh, [Shard(name == "lora_B")], run_check=False)
 
     def gather(_: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
         for key, tensor in [(key, state[key]) for key in _factor_keys(wrapper, prefix) if key in state]:
@@ -239,7 +257,7 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
             if key in state:  # PEFT may have sharded it, as if a rank's experts lay side by side
                 name = "lora_B" if ".lora_B." in key[len(prefix) - 1 :] else "lora_A"
                 factor = state[key].full_tensor() if isinstance(state[key], DTensor) else state[key]
-                state[key] = part_of(name, factor.to(wrapper.get_param().device))
+                state[key] = part_of(name, factor)
 
     instead: dict[nn.Parameter, nn.Parameter] = {}
     for name in ("lora_A", "lora_B"):
