@@ -51,6 +51,24 @@ def test_replication_never_costs_more_than_none_by_the_model(kind: type, costs: 
     assert helped > 5 or costs is DEAR_WEIGHTS
 
 
+@pytest.mark.parametrize(
+    ("decided", "words"),
+    [
+        (None, "decided NoneType: return integers of shape"),
+        (np.zeros((2, 2, 2)), r"decided float64 \(2, 2, 2\): return integers"),
+        (np.zeros((2, 2), dtype=np.int64), r"decided int64 \(2, 2\): return integers of shape \(2, 2, 2\)"),
+        (np.array([[[0, -1], [0, 0]], [[0, 0], [0, 0]]]), "below 0 or at load.home: return 0"),
+        (np.array([[[1, 0], [0, 0]], [[0, 0], [0, 0]]]), "below 0 or at load.home: return 0"),
+    ],
+)
+def test_a_call_refuses_a_table_that_is_none(decided: np.ndarray | None, words: str, monkeypatch: pytest.MonkeyPatch):
+    load = CallLoad(Grid(world=2, ep=2, ranks_per_node=1), np.array([[6, 2], [4, 8]]), 2, units=3, dim=5)
+    policy = Spill()
+    monkeypatch.setattr(policy, "decide", lambda load: decided)
+    with pytest.raises(InputError, match=f"replication policy Spill .*{words}"):
+        policy.start({}).choose(load)
+
+
 def test_the_cost_by_hand():
     load = CallLoad(Grid(world=2, ep=2, ranks_per_node=1), np.array([[6, 2], [4, 8]]), 2, units=3, dim=5)
     costs = ReplicationCosts(machine=Machine(tflops=1e-12, inter_gbps=8e-9), element_bytes=2, matrices=3)

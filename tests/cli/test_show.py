@@ -58,6 +58,11 @@ def test_every_replication_policy_is_shown(replication: str, schedule: str, caps
         assert found[name]["inside_bytes"] == plain[name]["inside_bytes"]
 
 
+def test_the_first_line_names_the_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--plan.replication", "eplb"]) == 0
+    assert capsys.readouterr().out.startswith("s2, 1 chunks, replication, policy eplb on 25gbe")
+
+
 @pytest.mark.parametrize(
     ("flags", "name"),
     [

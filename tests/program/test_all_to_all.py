@@ -17,7 +17,7 @@ from moesaic.errors import InputError
 from moesaic.planner.hops import check_regular
 from moesaic.planner.symmetry import UnlikeError
 from moesaic.program.all_to_all import ALL_TO_ALLS
-from moesaic.program.all_to_all.algorithms import Hier2D
+from moesaic.program.all_to_all.algorithms import Hier2D, Linear
 from moesaic.program.all_to_all.all_to_all import (
     PACKED,
     AbstractAllToAll,
@@ -180,6 +180,19 @@ def test_the_lane_between_nodes_carries_what_crosses(name: str, nodes: int, g: i
 @pytest.mark.parametrize("name", ALL_TO_ALLS)
 def test_every_packet_goes_step_by_step_from_its_source_to_its_target(name: str, nodes: int, g: int) -> None:
     check_paths(ALL_TO_ALLS[name], flat(nodes, g)[1], name)
+
+
+@pytest.mark.parametrize("path", [None, ((0, 0, 1),), [Leg(0, 0, 1)]])
+def test_a_path_that_is_no_tuple_of_legs_is_refused(path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Linear()
+    monkeypatch.setattr(link, "path", lambda node_map, source, target: path)
+    with pytest.raises(InputError, match=r"from rank 0 to 1 is .*: return a tuple of Leg\(hop, source, target\)"):
+        check_paths(link, flat(2, 2)[1], "")
+
+
+def test_a_class_in_place_of_an_object_is_refused() -> None:
+    with pytest.raises(InputError, match=r"plan.all_to_all=mine is <class .*: put an object"):
+        check_link(Linear, "mine", Grid(world=2, ep=2), ("ep",))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("grid", "axes"), GROUPS, ids=str)

@@ -11,10 +11,10 @@ from moesaic.errors import InputError
 from moesaic.program.build import SCHEDULES
 from moesaic.program.order.graph import early
 from moesaic.program.passes.split import split_capacity
-from moesaic.program.task import Kind, Op, Program, State
+from moesaic.program.task import Kind, Layout, Op, Program, State
 from moesaic.program.text import to_text
 from moesaic.program.transpose import transpose
-from moesaic.program.validate import ProgramError, collective, validate
+from moesaic.program.validate import ProgramError, collective, validate, validate_schedule
 from program_text import from_text
 
 PROGRAMS = [split_capacity(make(), chunks) for make in SCHEDULES.values() for chunks in (1, 2)]
@@ -118,6 +118,37 @@ def _unknown_output(program: Program) -> Program:
 def test_validation_names_what_is_wrong(plant: Callable[[Program], Program], words: str) -> None:
     with pytest.raises(ProgramError, match=words):
         validate(plant(SCHEDULES["s2"]()))
+
+
+def _with(program: Program, slot: str, **changes: object) -> Program:
+    slots = tuple(replace(each, **changes) if each.name == slot else each for each in program.slots)
+    return replace(program, slots=slots)
+
+
+def _moves(program: Program, task: str, **changes: object) -> Program:
+    return replace(program, tasks=tuple(replace(t, **changes) if t.name == task else t for t in program.tasks))
+
+
+IDENTICAL = (("tp", State.IDENTICAL),)
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (lambda p: None, "a schedule returned None: return build.build"),
+        (lambda p: _moves(p, "z", group="ep"), "task z moves over 'ep': give a tuple of axes"),
+        (lambda p: _with(p, "mine", layout=Layout(whole_tp=True)), r"mine both have Layout\(whole_tp=True\)"),
+        (lambda p: _with(p, "mine", state=IDENTICAL), r"mine goes from Layout\(whole_tp=True\) to Layout\(\) without"),
+        (lambda p: _moves(p, "out", reads=("h", "gates_mine", "w")), "nothing reads g: read it"),
+        (lambda p: _with(p, "y", state=()), "x has .* and tp IDENTICAL, but y has .* and sharded: let it be like x"),
+        (lambda p: _with(p, "y", layout=Layout(flow="tokens")), r"but y has Layout\(flow='tokens'\) and tp IDENTICAL"),
+    ],
+)
+def test_a_schedule_whose_states_and_layouts_disagree_is_refused(
+    plant: Callable[[Program], Program], words: str
+) -> None:
+    with pytest.raises(ProgramError, match=words):
+        validate_schedule(plant(SCHEDULES["s2"]()))
 
 
 def test_a_cycle_is_named_task_by_task() -> None:

@@ -166,7 +166,8 @@ def run(arguments: Sequence[str]) -> int:
         print(json.dumps({**_as_data(programs, rows, timelines), "held": memory}, indent=2))
         return 0
     per_node = grid.ranks_per_node or grid.world
-    print(f"{compiled.forward.name} on {cluster.name}, {grid.world // per_node} nodes of {per_node} ranks")
+    policy = f", policy {compiled.plan.replication}" if compiled.replicates else ""
+    print(f"{compiled.forward.name}{policy} on {cluster.name}, {grid.world // per_node} nodes of {per_node} ranks")
     console = Console(width=max(Console().width, NARROWEST))
     console.print(_stage_table(timelines), _byte_table(rows, replicates=compiled.replicates), sep="\n")
     for row in memory:

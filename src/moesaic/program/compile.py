@@ -33,7 +33,7 @@ from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Program, State
 from moesaic.program.text import to_text
 from moesaic.program.transpose import saved, transpose, up_to_experts
-from moesaic.program.validate import validate
+from moesaic.program.validate import validate, validate_schedule
 
 
 @dataclass(frozen=True)
@@ -215,6 +215,7 @@ def _check_deepep(plan: Plan, grid: Grid) -> None:
 def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Program, Grid]:
     """Return the forward program after the passes that come before the transpose, its transpose, and the grid."""
     program = SCHEDULES[plan.schedule](bias)
+    validate_schedule(program)
     if program.slot("x").on("etp") is State.IDENTICAL and not grid.shares_tp_and_etp:
         raise InputError(
             f"plan.schedule={plan.schedule} needs mesh.tp and mesh.etp over the same ranks, got {grid.tp} and {grid.etp} with "

@@ -321,7 +321,10 @@ class CallSizes:
         else:
             end = first + _stands_at(held_keys, first, wanted_keys)
         # Replicated weights that no rank needs are not sent.
-        assert move.is_for_helpers or (first < end).all(), "ranks want pieces that no rank of their group holds"
+        assert move.is_for_helpers or (first < end).all(), (
+            f"a movement over {'+'.join(move.group)} wants pieces that no rank of the group holds: from {move.source} to "
+            f"{move.target}"
+        )
         count = end - first
         return holder[runs(first, count)] * world + np.repeat(target, count), np.repeat(rows[wanted], count)
 

@@ -3,7 +3,11 @@ slot."""
 
 from __future__ import annotations
 
-from moesaic.program.task import Op, Program, Slot, State, Task
+from dataclasses import fields
+from typing import get_args
+
+from moesaic.program.grid import Axis
+from moesaic.program.task import Layout, Op, Program, Slot, State, Task
 
 _CHANGES: dict[tuple[State, State], str] = {
     (State.SHARDED, State.SHARDED): "exchange",
@@ -59,6 +63,57 @@ def validate(program: Program) -> None:
     for name in program.outputs:
         if name not in written:
             raise ProgramError(f"output {name} is never written: let a task write it, or take it out of the outputs")
+
+
+def validate_schedule(program: Program) -> None:
+    """Check what a schedule builds, before any pass changes it.
+
+    Raises:
+        ProgramError: if `validate` refuses it; a movement names an unknown axis, or its states and layouts do not change
+            together; a slot is never read; or the output is not laid out like the input.
+    """
+    if not isinstance(program, Program):
+        raise ProgramError(f"a schedule returned {program!r}: return build.build(...)")
+    where = f"schedule {program.name}"
+    for task in program.moves():
+        unknown = [axis for axis in task.group if axis not in get_args(Axis)]
+        if unknown:
+            raise ProgramError(f"{where}: task {task.name} moves over {task.group!r}: give a tuple of axes")
+    validate(program)
+    for task in program.moves():
+        _check_layouts(program, task, where)
+    read = {name for task in program.tasks for name in task.reads}
+    for name in (name for task in program.tasks for name in task.writes if name not in {*read, *program.outputs}):
+        raise ProgramError(f"{where}: nothing reads {name}: read it, or take its task out")
+    x, y = program.slot("x"), program.slot(program.outputs[0])
+    if (x.kind, x.layout, x.state) != (y.kind, y.layout, y.state):
+        states = [", ".join(f"{axis} {state.name}" for axis, state in slot.state) or "sharded" for slot in (x, y)]
+        have = [f"{_layout(slot)} and {state}" for slot, state in zip((x, y), states)]
+        raise ProgramError(f"{where}: x has {have[0]}, but {y.name} has {have[1]}: let it be like x")
+
+
+def _check_layouts(program: Program, task: Task, where: str) -> None:
+    """Raise ProgramError if a movement changes a state but not the rows, or `whole_tp` but no state."""
+    source, target = program.slot(task.reads[0]), program.slot(task.writes[0])
+    if source.layout == target.layout:
+        word = collective(program, task.name)
+        if {"gather", "slice", "reduce_scatter"}.intersection(word.split("+")):
+            raise ProgramError(
+                f"{where}: task {task.name} is a {word}, but {source.name} and {target.name} both have "
+                f"{_layout(source)}: change the layout too"
+            )
+    elif source.layout.whole_tp != target.layout.whole_tp and source.state == target.state:
+        raise ProgramError(
+            f"{where}: task {task.name} goes from {_layout(source)} to {_layout(target)} without a change of state: "
+            "give the states that change"
+        )
+
+
+def _layout(slot: Slot) -> str:
+    """Return a slot's layout as code, without fields that have their defaults."""
+    usual, layout = Layout(), slot.layout
+    names = [field.name for field in fields(Layout) if getattr(layout, field.name) != getattr(usual, field.name)]
+    return f"Layout({', '.join(f'{name}={getattr(layout, name)!r}' for name in names)})"
 
 
 def _cycle(program: Program, start: Task) -> tuple[str, ...]:

@@ -113,9 +113,22 @@ class _ByTable(AbstractChooser):
 
     def choose(self, load: CallLoad) -> CallDecision:
         table = self._policy.decide(load)
+        _check_table(table, load, type(self._policy).__name__)
         program = REPLICATED if table.any() else ALONE
         replicated = table if program == REPLICATED else None
         return CallDecision(option=program, program=program, replicated=replicated, seconds={})
+
+
+def _check_table(table: np.ndarray, load: CallLoad, policy: str) -> None:
+    """Raise InputError unless `AbstractReplicationPolicy.decide` may return a table; `CallSizes` checks its sums."""
+    shape = (*load.copies.shape, load.grid.ep)
+    if not isinstance(table, np.ndarray) or table.dtype.kind != "i" or table.shape != shape:
+        found = f"{table.dtype} {table.shape}" if isinstance(table, np.ndarray) else type(table).__name__
+        raise InputError(
+            f"replication policy {policy} decided {found}: return integers of shape {shape}, (world, num_experts, ep)"
+        )
+    if table.min(initial=0) < 0 or table[:, np.arange(load.num_experts), load.home].any():
+        raise InputError(f"replication policy {policy} replicates copies below 0 or at load.home: return 0 there")
 
 
 def programs_of(compiled: Compiled, policy: AbstractReplicationPolicy) -> dict[str, Compiled]:

@@ -136,6 +136,10 @@ def check_link(link: AbstractAllToAll, name: str, grid: Grid, group: tuple[Axis,
 
     Paths are followed in groups of at most `FOLLOWED` ranks only, since a search compiles plans for thousands.
     """
+    if not isinstance(link, AbstractAllToAll):
+        raise InputError(
+            f"plan.all_to_all={name} is {link!r} in ALL_TO_ALLS: put an object of an AbstractAllToAll there"
+        )
     node_maps = [NodeMap(grid, ranks) for ranks in grid.kinds_of_groups(group)]
     if link.needs_even_nodes and not all(node_map.is_even for node_map in node_maps):
         raise InputError(
@@ -173,7 +177,10 @@ def check_paths(link: AbstractAllToAll, node_map: NodeMap, where: str) -> None:
     for source, target in permutations(node_map.ranks, 2):
         at, last = source, PACKED
         path = f"{where}the path from rank {source} to {target}"
-        for leg in link.path(node_map, source, target):
+        legs = link.path(node_map, source, target)
+        if not isinstance(legs, tuple) or not all(isinstance(leg, Leg) for leg in legs):
+            raise InputError(f"{path} is {legs!r}: return a tuple of Leg(hop, source, target)")
+        for leg in legs:
             name = f"{path}: the leg {leg.source} to {leg.target} in hop {leg.hop}"
             if not last < leg.hop < len(hops):
                 raise InputError(f"{name} needs a hop after {last}, of hops 0 to {len(hops) - 1}: change its hop")
