@@ -1,4 +1,4 @@
-"""Configurations as files: reads TOML or JSON, writes JSON. Every error names the field and a valid value."""
+"""Configurations as files: reads and writes TOML and JSON. Every error names the field and a valid value."""
 
 from __future__ import annotations
 
@@ -116,6 +116,44 @@ def _table(value: Any, where: str) -> dict[str, Any]:
 def as_json(config: Any) -> str:
     """Return a configuration as indented JSON; `override` reads it back."""
     return json.dumps(asdict(config), indent=2) + "\n"
+
+
+def as_toml(config: Any) -> str:
+    """Return a configuration as TOML, without fields that have their defaults; `build` reads it back."""
+    return to_toml(_not_default(config)) + "\n"
+
+
+def _not_default(value: Any) -> Any:
+    """Return a value with dataclasses as tables of the fields that differ from their defaults, and tuples as lists."""
+    if isinstance(value, tuple):
+        return [_not_default(each) for each in value]
+    if not is_dataclass(value):
+        return value
+    table = {}
+    for field in fields(value):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if getattr(value, field.name) != default:
+            table[field.name] = _not_default(getattr(value, field.name))
+    return table
+
+
+def to_toml(table: dict[str, Any], prefix: str = "") -> str:
+    """Return a table as TOML; the JSON of numbers, texts, truth values and lists of these is also TOML.
+
+    Args:
+        table: has no None.
+        prefix: the name of the table with a trailing dot; "" for the whole file.
+    """
+    lines, below = [], []
+    for name, value in table.items():
+        if isinstance(value, dict):
+            below += ["", f"[{prefix}{name}]", to_toml(value, f"{prefix}{name}.")]
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for entry in value:
+                below += ["", f"[[{prefix}{name}]]", to_toml(entry, f"{prefix}{name}.")]
+        else:
+            lines.append(f"{name} = {json.dumps(value)}")
+    return "\n".join([*lines, *below])
 
 
 def suggestion(word: str, known: list[str]) -> str:

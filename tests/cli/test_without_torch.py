@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.planner.profile import ClusterProfile, HostCosts, LinkCosts, Products
+from moesaic.configfile import as_toml
+from moesaic.planner.cluster import ClusterSpec, Device, Host, Link, Tflops
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = ROOT / "benchmarks" / "traces" / "gpt-tiny-unbalanced"
@@ -32,10 +33,13 @@ for name, words in json.loads(sys.argv[1]).items():
     ended[name] = code, out.getvalue(), error.getvalue()
 print(json.dumps([ended, os.listdir()]))
 """
-PROFILE = ClusterProfile(
-    nodes=2, ranks_per_node=2, memory_gib=8.0, inside=LinkCosts(one_sender=50e6, all_senders=25e6),
-    outside=LinkCosts(one_sender=25e6, all_senders=12.5e6), host=HostCosts(layer=1e-3, task=1e-4, sharing=2.0),
-    products=Products(rows=(1.0, 256.0), fp32=(2e9, 6e10)),
+PROFILE = ClusterSpec(
+    nodes=2, devices_per_node=2, device=Device(tflops=Tflops(fp32=0.03), memory_gib=8, memory_gigabytes_per_second=3),
+    links=(
+        Link(name="inside", devices=2, gbps=(0.4,), carries="inside", shared=True),
+        Link(name="outside", devices=2, gbps=(0.2,), carries="outside"),
+    ),
+    host=Host(runs_compute=True, layer_us=1000, task_us=200),
 )  # fmt: skip
 NARROW = ["--tp", "1", "--schedules", "s1", "--all-to-alls", "linear", "--chunks", "1", "--orders", "fifo", "--json"]
 
@@ -50,7 +54,7 @@ def documented() -> list[str]:
 
 
 COMMANDS = {
-    "plan": ["plan", "--model", "gpt-tiny", "--profile", "profile.json", *NARROW],
+    "plan": ["plan", "--model", "gpt-tiny", "--cluster", "cluster.toml", *NARROW],
     "show": ["show", "--plan.schedule", "s1", "--mesh.world", "4", "--mesh.ep", "4", "--mesh.etp", "1", "--json"],
     "trace": ["trace", "show", str(TRACE), "--json"],
 }
@@ -59,7 +63,7 @@ OTHERS = {
     "help": ["train", "--preset", "demo", "--help-all"],
     "refused": ["train", "--config", "config.json"],
     "train": ["train", "--preset", "gpt-tiny"],
-    "profile": ["profile", "--out", "p.json"],
+    "profile": ["profile", "--out", "p.toml"],
 }
 
 
@@ -67,13 +71,13 @@ OTHERS = {
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
     """Return exit code, output and errors of each command in a process without torch and the other extras."""
     folder = tmp_path_factory.mktemp("core")
-    PROFILE.write(folder / "profile.json")
+    (folder / "cluster.toml").write_text(as_toml(PROFILE))
     (folder / "config.json").write_text('{"optimizer": {"lr": Infinity}}')
     told = [sys.executable, "-c", BLOCKED, json.dumps(COMMANDS | OTHERS)]
     done = subprocess.run(told, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found, left = json.loads(done.stdout)
-    assert sorted(left) == ["config.json", "profile.json"]
+    assert sorted(left) == ["cluster.toml", "config.json"]
     return {name: tuple(each) for name, each in found.items()}
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from moesaic.configfile import as_toml
 from moesaic.errors import InputError
-from moesaic.planner.profile import ClusterProfile, HostCosts, LinkCosts, MachineInfo, Versions
+from moesaic.planner.cluster import ClusterSpec, Device, Host, Link, Tflops
 from moesaic_lab.model.claims import case_rows, claims, panels, rows_of
 from moesaic_lab.model.config import ModelBenchConfig, ModelCase, read_config
 from moesaic_lab.model.run import ModelFound, _path, _profile_path, kept, kept_earlier, plans_of, predict
@@ -20,10 +21,13 @@ CASE = ModelCase(name="tp 2", tp=2, dim=32, hidden=32)
 FEW = replace(CASE, plans=6)
 BED = CASE.bed
 CONFIG = ModelBenchConfig(cells=(FEW,))
-PROFILE = ClusterProfile(
-    machine=MachineInfo.here(), versions=Versions.here(), nodes=2, ranks_per_node=2,
-    inside=LinkCosts(one_sender=50e6, all_senders=25e6), outside=LinkCosts(one_sender=25e6, all_senders=12.5e6),
-    host=HostCosts(layer=1e-3, task=1e-4, message=2e-5, sharing=2.0),
+PROFILE = ClusterSpec(
+    nodes=2, devices_per_node=2, device=Device(tflops=Tflops(fp32=0.03), memory_gib=8, memory_gigabytes_per_second=3),
+    links=(
+        Link(name="inside", devices=2, gbps=(0.4,), carries="inside", shared=True),
+        Link(name="outside", devices=2, gbps=(0.2,), carries="outside"),
+    ),
+    host=Host(runs_compute=True, layer_us=2000, task_us=200, message_us=40),
 )  # fmt: skip
 
 
@@ -85,7 +89,7 @@ def test_parts_beds_and_cases_can_be_asked_for() -> None:
 def test_predictions_come_from_the_profile_alone() -> None:
     plans = plans_of(replace(CASE, plans=6))
     usual = predict(CASE, plans, PROFILE)
-    slow = predict(CASE, plans, replace(PROFILE, host=replace(PROFILE.host, task=1e-3)))
+    slow = predict(CASE, plans, replace(PROFILE, host=replace(PROFILE.host, task_us=1000)))
     quick = predict(replace(CASE, gflops=1e-3), plans, PROFILE)
     assert all(slow[name] > usual[name] and quick[name] > usual[name] for name in plans)
 
@@ -93,7 +97,7 @@ def test_predictions_come_from_the_profile_alone() -> None:
 def test_what_is_kept_is_used_again_for_the_same_case_only(tmp_path: Path) -> None:
     plans = plans_of(FEW)
     table = {"screened": {name: [0.1, 0.2, 0.3] for name in plans}, "confirmed": {}}
-    PROFILE.write(_profile_path(tmp_path, BED))
+    _profile_path(tmp_path, BED).write_text(as_toml(PROFILE))
     assert kept(CONFIG, tmp_path) == []
     _path(tmp_path, CONFIG, FEW).write_text(json.dumps(table))
     (again,) = kept(CONFIG, tmp_path)
@@ -172,12 +176,12 @@ def test_profiles_from_an_hour_before_predict_the_same_cases(tmp_path: Path) -> 
     plans = plans_of(FEW)
     for folder in (keep, before):
         folder.mkdir()
-    PROFILE.write(_profile_path(keep, BED))
+    _profile_path(keep, BED).write_text(as_toml(PROFILE))
     _path(keep, CONFIG, FEW).write_text(json.dumps({"screened": {name: [0.1] for name in plans}, "confirmed": {}}))
     with pytest.raises(InputError, match="has no profile of 2x2: measure one with --only profile"):
         kept_earlier(CONFIG, keep, before)
-    slower = replace(PROFILE, host=replace(PROFILE.host, task=1e-3))
-    slower.write(_profile_path(before, BED))
+    slower = replace(PROFILE, host=replace(PROFILE.host, task_us=1000))
+    _profile_path(before, BED).write_text(as_toml(slower))
     with pytest.raises(InputError, match="is not an hour older"):
         kept_earlier(CONFIG, keep, before)
     os.utime(_profile_path(before, BED), (0, 0))

@@ -98,7 +98,13 @@ def test_the_papers_test_beds_and_common_machines_are_presets() -> None:
         (changed(links=PLAIN["links"][:1] and [PLAIN["links"][1]]), "devices = 1 and gbps = 2484 for NVLink"),
         (changed(links=[{**PLAIN["links"][0], "carries": "inside"}]), "between its 2 nodes: add one with devices = 4, "),
         (changed(peers=[{"devices": [0, 4], "gbps": 1}]), "cluster peers: devices=[0, 4]: a node has devices 0 to 3"),
-        (changed(host={"messages": "in turn"}), "host.messages='in turn': choose one of together, in_turn"),
+        (changed(host={"message_us": float("nan")}), "cluster.host.message_us=nan: must be a finite number"),
+        (changed(host={"layer_us": -1}), "cluster.host.layer_us=-1.0: must be a finite number of at least 0"),
+        (changed(device={**PLAIN["device"], "codecs": [{"name": "int9", "gigabytes_per_second": 1}]}), "int9"),
+        (changed(device={**PLAIN["device"], "codecs": [{"name": "int8", "gigabytes_per_second": float("inf")}]}),
+         "cluster.device.codecs, int8: gigabytes_per_second=inf: must be a finite number above 0"),
+        (changed(collectives=[{"what": "saa everywhere", "beta": -1}]), "saa everywhere: beta=-1.0: must be a finite"),
+        (changed(host={"messages": "in turn"}), "host.messages='in turn': choose one of together, in_turn, eager"),
         (changed(links=[{"name": "a", "devices": 1, "gbps": [1, 2, 3]}]), "gbps has 3 values: give one"),
     ],
 )  # fmt: skip
@@ -114,6 +120,11 @@ def test_unknown_clusters_and_files(tmp_path: Path) -> None:
         read_cluster("dgx-h10")
     with pytest.raises(InputError, match="no such file"):
         read_cluster(str(tmp_path / "none.toml"))
+    (tmp_path / "profile.json").write_text('{"format": 1, "versions": {}, "host": {"task": 1e-4}}')
+    with pytest.raises(
+        InputError, match=r"profile\.json is a profile of an earlier version: run moesaic profile again"
+    ):
+        read_cluster(str(tmp_path / "profile.json"))
     with pytest.raises(InputError, match=r"tflops\.fp8 is not given: add it, or choose one of bf16"):
         Tflops(bf16=3.0).of("fp8")
 

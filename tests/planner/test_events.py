@@ -259,12 +259,11 @@ def message(sender: int, receiver: int, links: list[int], seconds: float) -> Mov
     return Movement((min(sender, receiver), max(sender, receiver)), load, np.ones(2), sender)
 
 
-def queued(program: Program, issue: list[list[float]], movements: list[list[Movement]], **options: object) -> Events:
-    """Run a program of messages; link n has burst bursts[n], 0 if not given."""
+def queued(program: Program, issue: list[list[float]], movements: list[list[Movement]]) -> Events:
+    """Run a program of messages."""
     table = np.array(issue)
     graph = graph_of(program, host_runs_compute=True, has_lanes=False)
-    arguments = {"bursts": np.zeros(4), **options}
-    events = Events(graph, table, np.zeros_like(table), movements, **arguments)  # type: ignore[arg-type]
+    events = Events(graph, table, np.zeros_like(table), movements, queues=True)
     events.run()
     return events
 
@@ -299,37 +298,3 @@ def test_a_link_serves_others_while_a_message_waits_on_an_earlier_link() -> None
     movements = [[message(0, 1, [0], 3.0), message(0, 2, [0, 1], 3.0), message(3, 2, [2, 1], 3.0)], []]
     events = queued(chain(MOVE_AND_READ), [[0.0, 0.0, 0.0, 1.0], [0.0] * 4], movements)
     assert events.ends[0, 2] == 7.0
-
-
-def test_a_link_that_has_rested_lets_its_burst_through_at_once() -> None:
-    movements = [[message(0, 1, [0], 3.0)], [], [message(0, 1, [0], 3.0)], []]
-    program = chain([(Lane.INTER, []), (Lane.COMPUTE, [0]), (Lane.INTER, []), (Lane.COMPUTE, [2])])
-    idle = np.zeros((4, 2)).tolist()
-    events = queued(program, idle, movements, bursts=np.array([1.0]))
-    assert events.ends[:, 1].tolist() == [2.0, 2.0, 5.0, 5.0], "the second comes to a link that has not rested"
-
-
-def test_ranks_of_a_core_issue_one_after_the_other_as_long_as_they_have_anything_to_do() -> None:
-    """Actor 0 issues two tasks, then waits for actor 1, whose first task comes after them. Actor 0 continues when actor
-    1 waits."""
-    program = chain([(Lane.COMPUTE, []), (Lane.INTER, [0]), (Lane.COMPUTE, [1])])
-    movements = [[], [message(0, 1, [0], 5.0), message(1, 0, [1], 5.0)], []]
-    issue = [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
-    apart = queued(program, issue, movements)
-    shared = queued(program, issue, movements, cores=[0, 0])
-    assert apart.ends[1].tolist() == [7.0, 7.0]
-    assert shared.starts[1].tolist() == [2.0, 4.0]
-    assert shared.ends[1].tolist() == [9.0, 7.0]
-    assert shared.ends[2].tolist() == [10.0, 8.0]
-
-
-def test_a_message_leaves_before_its_core_is_done_with_its_bytes() -> None:
-    """Actor 0 issues for 1 s, and its message arrives 5 s later whatever its core does. Its next task starts when the
-    bytes are moved. On a shared core, actor 1 also waits for them."""
-    program = chain([(Lane.INTER, []), (Lane.COMPUTE, [])])
-    movements = [[message(0, 1, [0], 5.0)], []]
-    issue, moving = [[1.0, 1.0], [1.0, 1.0]], np.array([[2.0, 0.0], [0.0, 0.0]])
-    apart = queued(program, issue, movements, cores=[0, 1], moving=moving)
-    assert apart.ends.tolist() == [[1.0, 6.0], [4.0, 2.0]]
-    shared = queued(program, issue, movements, cores=[0, 0], moving=moving)
-    assert shared.ends.tolist() == [[1.0, 6.0], [4.0, 6.0]]

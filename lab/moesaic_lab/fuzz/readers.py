@@ -33,16 +33,6 @@ from moesaic.planner.cluster import read_cluster
 from moesaic.planner.emit import from_flags
 from moesaic.planner.files import read_planned, write_plan
 from moesaic.planner.presets import read_job
-from moesaic.planner.profile import (
-    ClusterProfile,
-    Errors,
-    HostCosts,
-    LinkCosts,
-    MachineInfo,
-    Products,
-    Versions,
-    read_profile,
-)
 from moesaic.planner.table import PlanTable
 from moesaic.planner.workload import read_counts
 from moesaic.program.plan import Plan
@@ -124,7 +114,6 @@ def _make_tables(one: Path) -> None:
     (one / "cluster.toml").write_text(
         (Path(cluster.__file__).parent / "clusters" / "bed-2x2.toml").read_text(encoding="utf-8")
     )
-    _profile().write(one / "profile.json")
     np.save(one / "counts.npy", np.arange(8).reshape(2, 4))
     (one / "counts.csv").write_text("1, 2, 3\n4, 5, 6\n")
     (one / "plan-table.json").write_text(json.dumps(_used_table().state()))
@@ -197,15 +186,6 @@ _HUB = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
     "num_experts_per_tok": 2, "vocab_size": 100, "max_position_embeddings": 64, "head_dim": 8,
 }  # fmt: skip
-
-
-def _profile() -> ClusterProfile:
-    return ClusterProfile(
-        date="2026-01-01", machine=MachineInfo.here(), versions=Versions.here(), nodes=2, ranks_per_node=2,
-        inside=LinkCosts(one_sender=50e6, all_senders=25e6), outside=LinkCosts(one_sender=25e6, all_senders=12.5e6),
-        host=HostCosts(layer=1e-3, task=1e-4, wait=1e-4, message=2e-5, transport_byte=1e-9, sharing=2.0),
-        products=Products(rows=(1.0, 100.0), fp32=(1e9, 1e10)), errors=Errors(host_median=0.05),
-    )  # fmt: skip
 
 
 def _catalogue(texts: Mapping[str, str]) -> bytes:
@@ -315,7 +295,6 @@ READERS = {
     "job": _table("config.json", lambda path: read_job(str(path))),
     "model of the hub": _table("config.json", lambda path: read_job(str(path)), base="hub"),
     "cluster": _table("cluster.toml", lambda path: read_cluster(str(path))),
-    "profile": _table("profile.json", lambda path: read_profile(path, any_machine=True)),
     "counts": _table("counts.npy", read_counts),
     "counts in text": _table("counts.csv", read_counts),
     "trace": Reader(base="one", file="trace.npz", read=_trace),

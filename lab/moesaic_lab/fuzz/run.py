@@ -352,7 +352,7 @@ def _changed(drawn: tuple[list[str], tuple[int, str, str], list[str], str]) -> l
 
 
 _FILES = (
-    "run", "one", "hub", "shards", "one/plan.json", "one/trace.npz", "one/config.json", "one/profile.json", "one/cluster.toml",
+    "run", "one", "hub", "shards", "one/plan.json", "one/trace.npz", "one/config.json", "one/cluster.toml",
     "hub/config.json", "one/counts.npy", "out.json", "out.npz", "out.html", "out.svg", "text",
 )  # fmt: skip
 

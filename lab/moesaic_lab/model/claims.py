@@ -86,8 +86,13 @@ def _claims_of(results: Sequence[ModelFound], suffix: str, unavailable: str = ""
         "" if ranked >= LEAST_CASES else f"{ranked} cases of {LEAST_PLANS} plans: needs {LEAST_CASES}"
     )
     regrets = [result.regret for result in results]
+    by_case = [row["rank_correlation"] for row in case_rows(results)]
     return [
         *error_claims,
+        _claim(
+            f"model.case_correlation{suffix}", statistics.median(by_case) if by_case else None, 0.9, missing, op=">="
+        ),
+        _claim(f"model.case_correlation_worst{suffix}", min(by_case, default=None), 0.75, missing, op=">="),
         _claim(f"model.planner_regret{suffix}", max(regrets, default=None), 0.03, missing),
         _claim(f"model.planner_regret_median{suffix}", statistics.median(regrets) if regrets else None, None, missing),
     ]

@@ -1,8 +1,7 @@
 """Runs the model benchmark bed by bed: first a profile, then all plans of all cases, measured and predicted.
 
-Measured times are kept in a folder: a file per case, and per bed its profile and the times that the profile was fitted to. So a
-run can be interrupted and continued, and a changed cost model can be compared with the same times. If a profile is removed, it
-is fitted again to its times. A file is used again only for exactly the same case, bed and repeats.
+Measured times are kept in a folder: a file per case, and per bed its profile. So a run can be interrupted and continued, and a
+changed cost model can be compared with the same times. A file is used again only for exactly the same case, bed and repeats.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from moesaic.configfile import as_toml
 from moesaic.errors import InputError
 from moesaic.planner.candidates import SearchSpace, candidates
-from moesaic.planner.profile import ClusterProfile, read_profile
-from moesaic.planner.profile_simulate import profiled_simulator
+from moesaic.planner.cluster import ClusterSpec, read_cluster
+from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
@@ -97,12 +97,12 @@ def run(
     with Launcher() as launcher:
         for bed, of_bed in config.beds.items():
             jobs = [case for case in of_bed if case in cases and not _path(keep, config, case).exists()]
-            if not jobs and (not profiles or _profiled(keep, bed)):
+            if not jobs and (not profiles or _profile_path(keep, bed).exists()):
                 continue
             with launcher.open(bed) as ranks:
                 known = [_profile(keep, bed, ranks, progress)]
-                if earlier is not None and _profiled(earlier, bed):
-                    known.append(_kept_profile(earlier, bed))
+                if earlier is not None and _profile_path(earlier, bed).exists():
+                    known.append(read_cluster(str(_profile_path(earlier, bed))))
                 for case in jobs:
                     progress(f"{case.shape}: {case.name}")
                     _measure(keep, config, case, known, ranks)
@@ -118,9 +118,9 @@ def kept(config: ModelBenchConfig, keep: Path, profiles: Path | None = None) -> 
     """
     profiles = profiles or keep
     return [
-        _predicted_case(keep, config, case, _kept_profile(profiles, case.bed))
+        _predicted_case(keep, config, case, read_cluster(str(_profile_path(profiles, case.bed))))
         for case in config.cells
-        if _path(keep, config, case).exists() and _profiled(profiles, case.bed)
+        if _path(keep, config, case).exists() and _profile_path(profiles, case.bed).exists()
     ]
 
 
@@ -133,8 +133,8 @@ def kept_earlier(config: ModelBenchConfig, keep: Path, profiles: Path) -> list[M
     times = [_path(keep, config, case) for case in config.cells]
     last = max((path.stat().st_mtime for path in times if path.exists()), default=0.0)
     for bed, (case, *_) in config.beds.items():
-        path = _profiled(profiles, bed)
-        if path is None:
+        path = _profile_path(profiles, bed)
+        if not path.exists():
             raise InputError(
                 f"--earlier {profiles}: has no profile of {case.shape}: measure one with --only profile --keep {profiles}"
             )
@@ -161,7 +161,7 @@ def _plans_on(grid: Grid) -> dict[str, Compiled]:
     return distinct({plan_in_words(compiled.plan): compiled for compiled in candidates(grid, SPACE)})[0]
 
 
-def predict(case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterProfile, seed: int = 0) -> dict[str, float]:
+def predict(case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterSpec, seed: int = 0) -> dict[str, float]:
     """Return the predicted seconds of each plan.
 
     Args:
@@ -170,8 +170,9 @@ def predict(case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterProf
         profile: profile of the bed.
         seed: seed of the routing pattern, which determines the number of ranks that each token visits.
     """
-    virtual = 1e9 * case.gflops if case.compute == "virtual" else None
-    simulator = profiled_simulator(profile, virtual_flops=virtual)
+    is_virtual = case.compute == "virtual"
+    device = profile.device.with_flops(1e9 * case.gflops) if is_virtual else profile.device
+    simulator = Simulator(replace(profile, device=device))
     return {
         name: simulator.layer_seconds(
             compiled.forward, compiled.backward, _workload_of(case, compiled, seed), compiled.grid
@@ -190,7 +191,7 @@ def _workload_of(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
 
 
 def _measure(
-    keep: Path, config: ModelBenchConfig, case: ModelCase, profiles: Sequence[ClusterProfile], ranks: object
+    keep: Path, config: ModelBenchConfig, case: ModelCase, profiles: Sequence[ClusterSpec], ranks: object
 ) -> None:
     from moesaic_lab.model import ranks as model_ranks
     from moesaic_testbed.cluster import Cluster
@@ -209,36 +210,20 @@ def _measure(
     kept_json(_path(keep, config, case), lambda: asdict(times))
 
 
-def _profile(keep: Path, bed: Bed, ranks: object, progress: Progress) -> ClusterProfile:
-    from moesaic.measure import profile as measuring
-    from moesaic.measure.profile import write_measured
+def _profile(keep: Path, bed: Bed, ranks: object, progress: Progress) -> ClusterSpec:
+    from moesaic.measure.profile import measure_still
     from moesaic_testbed.cluster import Cluster
 
     assert isinstance(ranks, Cluster)
-    if not _profiled(keep, bed):
-        progress(f"{bed.nodes}x{bed.ranks_per_node}: profile")
-        measured = ranks.run(measuring.measure_still, bed.ranks_per_node, PROFILE_REPEATS, ("fp32",), "sockets")[0]
-        write_measured(measured, _times_path(keep, bed))
-    return _kept_profile(keep, bed)
-
-
-def _kept_profile(keep: Path, bed: Bed) -> ClusterProfile:
-    """Return a bed's profile from the folder; if the profile does not exist yet, fit it to the folder's times first."""
-    from moesaic.measure.profile import profile_of, read_measured
-
     path = _profile_path(keep, bed)
     if not path.exists():
-        profile_of(read_measured(_times_path(keep, bed))).write(path)
-    return read_profile(path)
+        progress(f"{bed.nodes}x{bed.ranks_per_node}: profile")
+        measured = ranks.run(measure_still, bed.ranks_per_node, PROFILE_REPEATS, ("fp32",), "sockets")[0]
+        path.write_text(as_toml(measured.cluster), encoding="utf-8")
+    return read_cluster(str(path))
 
 
-def _profiled(keep: Path, bed: Bed) -> Path | None:
-    """Return the file whose date tells when a bed was profiled: its times, else its profile; None if neither exists."""
-    paths = (_times_path(keep, bed), _profile_path(keep, bed))
-    return next((path for path in paths if path.exists()), None)
-
-
-def _predicted_case(keep: Path, config: ModelBenchConfig, case: ModelCase, profile: ClusterProfile) -> ModelFound:
+def _predicted_case(keep: Path, config: ModelBenchConfig, case: ModelCase, profile: ClusterSpec) -> ModelFound:
     content = json.loads(_path(keep, config, case).read_text(encoding="utf-8"))
     plans = plans_of(case)
     timed = {part: {name: tuple(times) for name, times in content[part].items()} for part in ("screened", "confirmed")}
@@ -258,11 +243,7 @@ def _path(keep: Path, config: ModelBenchConfig, case: ModelCase) -> Path:
 
 def _profile_path(keep: Path, bed: Bed) -> Path:
     digest = hashlib.sha256(json.dumps(asdict(bed), sort_keys=True).encode()).hexdigest()[:12]
-    return keep / f"profile-{bed.nodes}x{bed.ranks_per_node}-{digest}.json"
-
-
-def _times_path(keep: Path, bed: Bed) -> Path:
-    return _profile_path(keep, bed).with_suffix(".times.json")
+    return keep / f"profile-{bed.nodes}x{bed.ranks_per_node}-{digest}.toml"
 
 
 def points(results: Sequence[ModelFound]) -> list[tuple[float, float]]:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError
-from moesaic.planner.profile import MachineInfo, Versions
+from moesaic.measure.here import machine, versions
 
 if TYPE_CHECKING:
     from moesaic.testing.runner import Evidence
@@ -111,8 +111,8 @@ def as_dict(evidence: Evidence) -> dict[str, Any]:
     from moesaic.testing.cases import missing_codecs
 
     return {
-        "machine": asdict(MachineInfo.here()),
-        "versions": asdict(Versions.here()),
+        "machine": machine(),
+        "versions": versions(),
         "passed": not evidence.failures,
         "cases": len(evidence.loopback),
         "codecs_not_installed": missing_codecs(),

@@ -42,8 +42,6 @@ from moesaic.planner.loads import typical_counts
 from moesaic.planner.model import Job
 from moesaic.planner.others import OthersLayout, best_layout, predict
 from moesaic.planner.presets import CONFIGS, PRESETS, read_job
-from moesaic.planner.profile import read_profile
-from moesaic.planner.profile_simulate import profiled_simulator
 from moesaic.planner.search import LOSSLESS, LOSSY, PlannedStep, Result, Settings, TooLargeError, search
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import largest_max_vio, read_counts
@@ -90,14 +88,13 @@ class PlanOptions:
     model: Annotated[str, tyro.conf.arg(help_behavior_hint="(required)")] = ""
     """A preset (demo, gpt-small, mixtral-8x7b, qwen3-30b-a3b, deepseek-v3), a training configuration (TOML, or the
     config.json of a run), or the config.json of a Hugging Face model."""
-    cluster: Annotated[str, tyro.conf.arg(help_behavior_hint="(required without --profile)")] = ""
-    """A cluster preset, or a .toml file that describes a cluster; docs/planning.md lists both."""
+    cluster: Annotated[str, tyro.conf.arg(help_behavior_hint="(required)")] = ""
+    """A cluster preset, or a .toml file that describes a cluster, such as one that moesaic profile wrote; docs/planning.md
+    lists both."""
     nodes: int | None = None
     """Number of nodes; None for that of the cluster."""
     gpus: int | None = None
     """Number of devices, instead of --nodes: whole nodes, or a part of one node."""
-    profile: str | None = None
-    """A file that moesaic profile measured, instead of --cluster."""
     trace: str | None = None
     """Rank the best plans again under recorded routing: a trace (docs/traces.md), or one table of copies with a row per
     data-parallel group and a column per expert (.npy, .csv). They must fit the memory under it. Bounds assume even routing."""
@@ -171,8 +168,6 @@ class PlanOptions:
             raise InputError("--trace and --max-vio both say how skewed the routing is: give one of them")
         if self.nodes is not None and self.gpus is not None:
             raise InputError("--nodes and --gpus both say how large the cluster is: give one of them")
-        if self.profile is not None and self.gpus is not None:
-            raise InputError(f"--gpus {self.gpus}: a profile holds for whole nodes of its machine: give --nodes")
         if not 0 <= self.reserve_gib < math.inf:
             raise InputError(f"--reserve-gib {self.reserve_gib}: must be a finite number of at least 0")
         for name in ("schedules", "all_to_alls", "chunks", "orders"):
@@ -287,7 +282,7 @@ def _best_of(
 def _as_others(job: Job, cluster: ClusterSpec, options: PlanOptions, ours: Speed | None) -> list[str]:
     """Return lines about the best layout of Megatron, for a Hugging Face model on several devices, and about `--explain`."""
     lines: list[str] = []
-    if cluster.world > 1 and isinstance(job.model, HubShape) and options.profile is None:
+    if cluster.world > 1 and isinstance(job.model, HubShape):
         lines += as_others_shard("megatron", job, cluster, _best_of("megatron", job, cluster, options), ours)
     return lines if options.explain is None else [*lines, *explained(job, cluster, ours, options.explain)]
 
@@ -305,8 +300,7 @@ def _print_without_layout(error: TooLargeError, cluster: ClusterSpec, options: P
         larger_spec = read_cluster(options.cluster, nodes=-(-count // read_cluster(options.cluster).devices_per_node))
         return _job(options, larger_spec), larger_spec
 
-    larger_cluster = None if options.profile is not None else larger
-    lines = [f"{error}: {in_words(remedies(error.job, cluster, _settings(options), larger_cluster))}"]
+    lines = [f"{error}: {in_words(remedies(error.job, cluster, _settings(options), larger))}"]
     lines += [about_parameters(error.job, cluster), *_as_others(error.job, cluster, options, None)]
     if options.explain is None:
         raise InputError("; ".join(lines))
@@ -368,13 +362,8 @@ def _search(
 
 
 def _simulator(options: PlanOptions) -> Simulator:
-    if options.profile is not None:
-        if options.cluster:
-            raise InputError("--profile and --cluster both say what the cluster is: give one of them")
-        # A profile is usually that of another machine than the one that plans.
-        return profiled_simulator(read_profile(Path(options.profile), any_machine=True), nodes=options.nodes)
     if not options.cluster:
-        raise InputError(f"--cluster is missing: choose one of {', '.join(presets())}, give a file, or a --profile")
+        raise InputError(f"--cluster is missing: choose one of {', '.join(presets())}, or give a file")
     cluster = read_cluster(options.cluster, nodes=options.nodes)
     cluster = cluster if options.gpus is None else cluster.of_devices(options.gpus)
     if options.pp is not None and cluster.world % options.pp:

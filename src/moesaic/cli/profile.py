@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,15 +12,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from moesaic.cli.arguments import parse
+from moesaic.configfile import as_toml
 from moesaic.errors import InputError, in_one_line
+from moesaic.files import write
 
 if TYPE_CHECKING:
-    from moesaic.planner.profile import ClusterProfile
+    from moesaic.measure.profile import Profile
 
 DESCRIPTION = (
-    "Measure the links, host costs and matrix products of this machine (CPUs only). Start it like a training run: torchrun "
-    "--nproc-per-node 4 -m moesaic profile --out profile.json, or moesaic testbed run --nodes 2 --ranks-per-node 2 -- "
-    "python -m moesaic profile --out profile.json. Nothing else should run on the machine at the same time."
+    "Measure the links, host costs and matrix products of this machine (CPUs only), and describe it as a cluster, which "
+    "moesaic plan and train read. Start it like a training run: torchrun --nproc-per-node 4 -m moesaic profile --out "
+    "cluster.toml, or moesaic testbed run --nodes 2 --ranks-per-node 2 -- python -m moesaic profile. Nothing else should "
+    "run on the machine at the same time."
 )
 DTYPES = ("fp32", "bf16")
 
@@ -29,7 +32,7 @@ DTYPES = ("fp32", "bf16")
 class ProfileOptions:
     """Options of `moesaic profile`."""
 
-    out: str = "profile.json"
+    out: str = "cluster.toml"
     """File to write; an existing one is replaced."""
     repeats: int = 5
     """How often each measurement is repeated; a noisy machine may need more."""
@@ -39,7 +42,6 @@ class ProfileOptions:
     """Transport between the ranks; use the same as --mesh.transport of the training."""
     still: bool = False
     """Bind each rank to one core and use the batch scheduling policy, as moesaic bench model does and training does not."""
-
     accept: bool = False
     """Write the profile even if its own check fails."""
 
@@ -49,8 +51,8 @@ class ProfileOptions:
         for name in self.dtypes.split(","):
             if name not in DTYPES:
                 raise InputError(f"--dtypes {self.dtypes}: choose from {', '.join(DTYPES)}, separated by a comma")
-        if not self.out.endswith(".json"):
-            raise InputError(f"--out {self.out}: name a file that ends in .json")
+        if not self.out.endswith(".toml"):
+            raise InputError(f"--out {self.out}: name a file that ends in .toml")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -60,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
     import torch.distributed as dist
 
     from moesaic.comm.mesh import Mesh
-    from moesaic.measure.profile import layer_errors, measure, profile_of
+    from moesaic.measure.profile import measure
     from moesaic.measure.together import hold_still
     from moesaic.train.launch import launch
 
@@ -70,99 +72,60 @@ def run(arguments: Sequence[str]) -> int:
         hold_still(dist.get_rank() if dist.is_initialized() else 0)
     console = Console(stderr=True, quiet=not started.is_first)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=1.0)
-        grid = Mesh.create(device_type="cpu").grid
-        measured = measure(
-            grid.ranks_per_node or grid.world,
-            options.repeats,
-            tuple(options.dtypes.split(",")),
-            lambda what, share: bar.update(task, description=what, completed=share),
-            options.transport,
-        )
     try:
-        profile = profile_of(measured)
-        failed = failings(profile, layer_errors(profile, measured))
-        if failed and not options.accept:
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("starting", total=1.0)
+            grid = Mesh.create(device_type="cpu").grid
+            profile = measure(
+                grid.ranks_per_node or grid.world,
+                options.repeats,
+                tuple(options.dtypes.split(",")),
+                lambda what, share: bar.update(task, description=what, completed=share),
+                options.transport,
+            )
+        if profile.troubles and not options.accept:
             raise InputError(
-                f"the profile fails its own check ({'; '.join(failed)}), so {options.out} is not written: measure while "
-                "nothing else runs, give more --repeats, or write it anyway with --accept"
+                f"the profile fails its own check ({'; '.join(profile.troubles)}), so {options.out} is not written: measure "
+                "while nothing else runs, give more --repeats, or write it anyway with --accept"
             )
     except InputError:  # raised on every rank; only the first rank prints it
         if started.is_first:
             raise
         return 2
     if started.is_first:
-        profile.write(Path(options.out))
-        console.print(table(profile, layer_errors(profile, measured)))
+        _write(profile, Path(options.out))
+        console.print(table(profile))
         console.print(in_one_line(f"wrote {options.out}"), markup=False)
     started.leave()
     return 0
 
 
-def failings(profile: ClusterProfile, layers: Sequence[float]) -> list[str]:
-    """Return the checks that a profile fails, in words: medians above `LIMITS`, and collectives that fit no line.
-
-    Args:
-        profile: the profile.
-        layers: errors of the predicted times of whole layers, as shares.
-    """
-    ordered = sorted(layers)
-    medians = {
-        "processor time of plans": profile.errors.host_median,
-        "whole layers": max(profile.errors.layers_median, ordered[len(ordered) // 2] if ordered else 0.0),
-    }
-    failed = [
-        f"{name} {medians[name]:.0%} off, at most {limit:.0%}"
-        for name, limit in LIMITS.items()
-        if medians[name] > limit
-    ]
-    return failed + [line.trouble for line in profile.collectives.values() if line.trouble]
+def _write(profile: Profile, path: Path) -> None:
+    try:
+        write(path, as_toml(profile.cluster), typed=True)
+    except OSError as error:
+        raise InputError(f"profile {path}: cannot be written ({error.strerror or error})") from error
 
 
-LIMITS = {"processor time of plans": 0.25, "whole layers": 0.5}
-"""Largest median errors on held-out measurements; a profile with larger ones predicts nothing."""
-
-
-def table(profile: ClusterProfile, layers: Sequence[float]) -> Table:
-    """Return a profile as a table.
-
-    Args:
-        profile: the profile.
-        layers: errors of the predicted times of whole layers, as shares.
-    """
-    figures = Table(
-        "what", "value", title=f"{profile.nodes} x {profile.ranks_per_node} ranks, {profile.machine.processor}"
-    )
-    for name, link in (("inside nodes", profile.inside), ("between nodes", profile.outside)):
-        if link.all_senders:
-            figures.add_row(f"{name}: one sender", f"{link.one_sender / 1e6:.1f} MB/s")
-            figures.add_row(f"{name}: each of all senders", f"{link.all_senders / 1e6:.1f} MB/s")
-            figures.add_row(f"{name}: latency", f"{1e6 * link.latency_seconds:.0f} us")
-    for name, line in profile.collectives.items():
+def table(profile: Profile) -> Table:
+    """Return a profile as a table."""
+    cluster = profile.cluster
+    figures = Table("what", "value", title=f"{cluster.name}: {cluster.description}")
+    for link in cluster.links:
+        whose = f"{link.devices} ranks together" if link.devices > 1 else "each rank"
+        figures.add_row(f"{link.name}, {whose}", f"{link.gbps[0] * 125:.1f} MB/s")
+    for line in cluster.collectives:
         rate = f"{1e-6 / line.beta:.1f} MB/s" if line.beta else "no bytes seen"
-        figures.add_row(f"{name}", f"{1e6 * line.alpha:.0f} us + {rate}, r2 {line.r2:.3f}, worst {line.worst:.0%}")
-    for cost in fields(profile.host):
-        value = getattr(profile.host, cost.name)
-        text = (
-            f"{value:.2f}"
-            if cost.name == "sharing"
-            else f"{1e9 * value:.3g} ns"
-            if "byte" in cost.name
-            else f"{1e6 * value:.1f} us"
-        )
-        figures.add_row(f"host: {cost.name}", text)
+        figures.add_row(line.what, f"{1e6 * line.alpha:.0f} us + {rate}, r2 {line.r2:.3f}, worst {line.worst:.0%}")
+    for name in ("layer_us", "task_us", "message_us"):
+        figures.add_row(f"host: {name.partition('_')[0]}", f"{getattr(cluster.host, name):.0f} us")
+    device = cluster.device
     for name in DTYPES:
-        rates = getattr(profile.products, name)
-        if rates:
-            figures.add_row(f"products, {name}, most", f"{max(rates) / 1e9:.1f} GFLOP/s")
-    figures.add_row("copies", f"{profile.copy_bytes_per_second / 1e9:.1f} GB/s")
-    figures.add_row(
-        "check: held-out plans, processor time",
-        f"{profile.errors.host_median:.1%} (worst {profile.errors.host_worst:.1%})",
-    )
-    figures.add_row("check: held-out sizes, links", f"worst {profile.errors.links_worst:.1%}")
-    ordered = sorted(abs(error) for error in layers)
-    if ordered:
-        figures.add_row("check: whole layers, wall time", f"{ordered[len(ordered) // 2]:.1%} (worst {ordered[-1]:.1%})")
+        if rate := getattr(device.tflops, name):
+            figures.add_row(f"products, {name}, most", f"{1e3 * rate:.1f} GFLOP/s")
+    figures.add_row("copies", f"{device.memory_gigabytes_per_second:.1f} GB/s")
+    for codec in device.codecs:
+        figures.add_row(f"codec {codec.name}", f"{codec.gigabytes_per_second:.2f} GB/s")
+    worst = float(abs(profile.errors).max())
+    figures.add_row("check: held-out layers, wall time", f"{profile.median_error:.1%} off (worst {worst:.1%})")
     return figures

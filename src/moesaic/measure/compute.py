@@ -15,20 +15,44 @@ from moesaic.experts import EXPERTS
 from moesaic.experts.experts import ExpertCall
 from moesaic.kernels.codecs import AbstractCodec, codec_named
 from moesaic.measure.together import gathered
-from moesaic.planner.profile import Products
+from moesaic.planner.cluster import CodecRate, Device, Tflops
 
 ROWS = (1, 4, 16, 64, 256, 1024)
 """Rows per expert that are timed."""
 DIM, HIDDEN, EXPERTS_HELD = 256, 512, 2
 """Sizes of the timed SwiGLU experts."""
 COPIED_ROWS = 2048
+SPIN_SECONDS = 0.02
+"""Seconds of processor time per repeat when the sharing of cores is measured: several time slices of a scheduler."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def products(dtypes: tuple[str, ...], repeats: int, barrier: Callable[[], object]) -> Products:
-    """Time the library's experts, forward and backward, on all ranks at once."""
-    rates = {name: tuple(_rate(rows, _DTYPES[name], repeats, barrier) for rows in ROWS) for name in dtypes}
-    return Products(rows=tuple(map(float, ROWS)), **rates)
+def device(dtypes: tuple[str, ...], ranks_per_node: int, repeats: int, barrier: Callable[[], object]) -> Device:
+    """Measure a rank's products of experts, copies and codecs, while all ranks compute, and its share of the memory."""
+    rates = {name: [_rate(rows, _DTYPES[name], repeats, barrier) for rows in ROWS] for name in dtypes}
+    first = rates[dtypes[0]]
+    copied, coded = copy_bytes_per_second(repeats, barrier), codecs(repeats, barrier)
+    shared = 1e-9 / sharing(repeats, barrier)
+    return Device(
+        tflops=Tflops(**{name: max(of_rows) * shared / 1e3 for name, of_rows in rates.items()}),
+        memory_gib=round(memory_gib(ranks_per_node), 2),
+        memory_gigabytes_per_second=copied * shared,
+        gemm_rows=tuple(map(float, ROWS)),
+        gemm_share=tuple(rate / max(first) for rate in first),
+        codecs=tuple(CodecRate(name=name, gigabytes_per_second=2 * rate * shared) for name, rate in coded.items()),
+    )
+
+
+def sharing(repeats: int, barrier: Callable[[], object]) -> float:
+    """Return wall-clock over processor time of a rank while all ranks compute, mean over ranks; at least 1."""
+    ratios = []
+    for _ in range(repeats):
+        barrier()
+        start, before, count = time.monotonic(), time.thread_time(), 0
+        while time.thread_time() - before < SPIN_SECONDS:
+            count += sum(range(1000)) > 0
+        ratios.append((time.monotonic() - start) / (time.thread_time() - before))
+    return max(1.0, statistics.median(map(statistics.fmean, zip(*gathered(ratios)))))
 
 
 def copy_bytes_per_second(repeats: int, barrier: Callable[[], object]) -> float:

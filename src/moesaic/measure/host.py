@@ -1,4 +1,4 @@
-"""Measures the processor time of whole layers on the real transport, and how much it stretches while all ranks compute.
+"""Measures the time of whole layers on the real transport.
 
 The layers that calibrate the host have small shapes and every kind of task; they are never the layers of a benchmark.
 Two stand-ins isolate parts of a layer: experts that compute nothing, so that times contain everything but matrix
@@ -26,7 +26,7 @@ from moesaic.errors import InputError
 from moesaic.experts import AbstractExperts, PlainExperts
 from moesaic.experts.experts import DeferredWgrad, ExpertCall, Weights
 from moesaic.layer import MoE
-from moesaic.measure.together import gathered
+from moesaic.measure.together import elapsed, gathered
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
@@ -183,27 +183,13 @@ def balanced_choice(num_tokens: int, top_k: int, num_experts: int, seed: int) ->
     )
 
 
-SPIN_SECONDS = 0.02
-"""Seconds of processor time per repeat when the sharing of cores is measured: several time slices of a scheduler."""
-
-
-@dataclass(frozen=True)
-class CalibrationStep:
-    """Measured times of one calibration layer, per repeat, over all ranks."""
-
-    processor: tuple[float, ...]
-    """Seconds of processor time of a rank, all threads, mean over ranks."""
-    wall: tuple[float, ...]
-    """Seconds from the first rank's start to the last one's end."""
-
-
-def host_steps(
+def timed(
     layers: Sequence[Calibration],
     transport: AbstractTransport,
     repeats: int,
     barrier: Callable[[], object],
     progress: Callable[[float], object],
-) -> list[tuple[Calibration, CalibrationStep]]:
+) -> list[tuple[Calibration, float]]:
     """Time layers whose experts compute nothing, in turns. All ranks call it together and get the same result.
 
     Args:
@@ -212,35 +198,27 @@ def host_steps(
         repeats: timed steps per layer, after a first step that computes the layouts.
         barrier: releases all ranks at one moment.
         progress: called with the share that is done.
+
+    Returns:
+        each layer with the median seconds from the first rank's start to the last one's end.
     """
     built: dict[object, _Layer] = {}
     for calibration in layers:
         key = (calibration.mesh, calibration.workload)
         if key not in built:
             built[key] = _Layer(calibration, transport)
-    spans: list[list[tuple[float, float, float]]] = [[] for _ in layers]
+    spans: list[list[tuple[float, float]]] = [[] for _ in layers]
     gc.collect()
     for repeat in range(-1, repeats):
         for number, calibration in enumerate(layers):
             progress((repeat + 1 + number / len(layers)) / (repeats + 1))
             barrier()
-            start, before = time.monotonic(), time.process_time()
+            start = time.monotonic()
             built[calibration.mesh, calibration.workload].step(calibration)
             if repeat >= 0:
-                spans[number].append((start, time.monotonic(), time.process_time() - before))
-    of_all_ranks = gathered(spans)
-    return [
-        (calibration, _over_ranks([of_rank[number] for of_rank in of_all_ranks]))
-        for number, calibration in enumerate(layers)
-    ]
-
-
-def _over_ranks(spans: list[list[tuple[float, float, float]]]) -> CalibrationStep:
-    """Return the times of a step, from each rank's (start, end, processor seconds) per repeat."""
-    return CalibrationStep(
-        processor=tuple(statistics.fmean(span[2] for span in repeat) for repeat in zip(*spans)),
-        wall=tuple(max(span[1] for span in repeat) - min(span[0] for span in repeat) for repeat in zip(*spans)),
-    )
+                spans[number].append((start, time.monotonic()))
+    of_layers = zip(*gathered(spans))
+    return [(layer, statistics.median(elapsed(of_ranks))) for layer, of_ranks in zip(layers, of_layers)]
 
 
 class _Layer:
@@ -267,21 +245,9 @@ class _Layer:
             parameter.grad = None
 
 
-def sharing(repeats: int, barrier: Callable[[], object]) -> tuple[float, ...]:
-    """Return wall-clock over processor time of a rank while all ranks compute, per repeat, mean over ranks; at least 1."""
-    own_ratios = []
-    for _ in range(repeats):
-        barrier()
-        start, before, count = time.monotonic(), time.thread_time(), 0
-        while time.thread_time() - before < SPIN_SECONDS:
-            count += sum(range(1000)) > 0
-        own_ratios.append((time.monotonic() - start) / (time.thread_time() - before))
-    return tuple(max(1.0, statistics.fmean(ratios)) for ratios in zip(*gathered(own_ratios)))
-
-
 EXPERTS_PER_RANK = 2
-SHAPES = ((32, 32, 2), (256, 32, 4), (256, 1024, 2))
-"""(dim, hidden, tokens per rank and expert): everything small; wide rows; large weights."""
+SHAPES = ((32, 32, 2), (256, 32, 4), (256, 32, 16))
+"""(dim, hidden, tokens per rank and expert): everything small; wide rows; many wide rows."""
 PLANS = (
     Plan(),
     Plan(chunks=4),

@@ -1,13 +1,12 @@
-"""Times movements and collectives with the library's own transport, over sizes and spans of ranks.
+"""Times collectives with the library's own transport, over sizes and spans of ranks.
 
-The spans are the ranks inside nodes, the ranks between nodes, and all ranks. Movements have one sender, or all at once.
+The spans are the ranks inside nodes, the ranks between nodes, and all ranks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,67 +14,9 @@ from torch import Tensor
 
 from moesaic.comm.collectives import all_gather_rows, all_reduce_sum, all_to_all, reduce_scatter_sum
 from moesaic.comm.transport import AbstractTransport, Transfer
-from moesaic.measure.together import gathered
+from moesaic.errors import InputError
+from moesaic.measure.together import elapsed, gathered
 from moesaic.planner.fit import Fit, fit
-
-MESSAGE_SIZES = (2048, 8192, 32768, 131072, 524288)
-"""Message sizes in bytes."""
-
-
-@dataclass(frozen=True)
-class TimedMovements:
-    """Timed movements of one kind over sizes."""
-
-    num_bytes: tuple[float, ...]
-    """Bytes that each rank sends in a movement."""
-    seconds: tuple[tuple[float, ...], ...]
-    """By size and repeat, seconds from the first rank's start to the last rank's end."""
-    messages: int
-    """Messages that each rank sends, and receives, in a movement."""
-
-
-def movements(
-    transport: AbstractTransport, to: Sequence[int], source: Sequence[int], repeats: int, barrier: Callable[[], object]
-) -> TimedMovements:
-    """Time movements. All ranks call it together and get the same result.
-
-    Args:
-        transport: this rank's transport.
-        to: ranks that this rank sends to.
-        source: ranks that send to this rank.
-        repeats: timed repeats of each size, after one untimed.
-        barrier: releases all ranks at one moment.
-    """
-    num_messages = max(len(peers[0]) for peers in gathered([tuple(to)]))
-    seconds = []
-    for size in MESSAGE_SIZES:
-        send_buffers = {peer: torch.zeros(size, dtype=torch.uint8) for peer in to}
-        receive_buffers = {peer: torch.empty(size, dtype=torch.uint8) for peer in source}
-        own_spans = []
-        for repeat in range(-1, repeats):
-            tag = transport.take_tags(1)
-            barrier()
-            start = time.monotonic()
-            if to or source:
-                transport.wait(transport.issue(Transfer(transport.rank, tag, send_buffers, receive_buffers)))
-            if repeat >= 0:
-                own_spans.append((start, time.monotonic()))
-        seconds.append(_elapsed(own_spans))
-    return TimedMovements(tuple(float(size * num_messages) for size in MESSAGE_SIZES), tuple(seconds), num_messages)
-
-
-def _elapsed(own_spans: list[tuple[float, float]]) -> tuple[float, ...]:
-    """Return, per repeat, the seconds from the first rank's start to the last rank's end, from this rank's (start, end)."""
-    return tuple(
-        max(end for _, end in of_ranks) - min(start for start, _ in of_ranks) for of_ranks in zip(*gathered(own_spans))
-    )
-
-
-def partners(rank: int, world: int, ranks_per_node: int, *, inside: bool) -> tuple[int, ...]:
-    """Return the other ranks of a rank's node, or those of all other nodes."""
-    node = rank // ranks_per_node
-    return tuple(peer for peer in range(world) if peer != rank and (peer // ranks_per_node == node) is inside)
-
 
 SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 19, 1 << 20, 1 << 21)
 """Bytes as nccl-tests counts them: of a rank's input tensor, or of its output tensor in an all-gather."""
@@ -87,11 +28,21 @@ def _all_gather(transport: AbstractTransport, peers: Peers, whole: Tensor) -> ob
     return all_gather_rows(transport, peers, whole[:rows], rows * len(peers))
 
 
+def _send(transport: AbstractTransport, peers: Peers, whole: Tensor) -> object:
+    """Send from rank 0 to the next rank of its group, while all other ranks are silent."""
+    tag, rank, target = transport.take_tags(1), transport.rank, peers[1]
+    if peers[0] != 0 or rank not in (0, target):
+        return None
+    sent, received = ({target: whole}, {}) if rank == 0 else ({}, {0: whole})
+    return transport.wait(transport.issue(Transfer(rank, tag, sent, received)))
+
+
 COLLECTIVES: dict[str, Callable[[AbstractTransport, Peers, Tensor], object]] = {
     "all_to_all": all_to_all,
     "all_gather": _all_gather,
     "reduce_scatter": reduce_scatter_sum,
     "all_reduce": all_reduce_sum,
+    "send": _send,
 }
 """Collectives that are timed over every span of ranks."""
 
@@ -152,6 +103,21 @@ def all_to_all_gathered(transport: AbstractTransport, inside: Peers, tensor: Ten
     return whole
 
 
+def rate_of(line: Fit) -> float:
+    """Return the bytes per second of long transfers, from the two ends of the last three sizes.
+
+    A link whose rate is limited passes the first kilobytes at once, which a line through all sizes takes for a higher rate.
+
+    Raises:
+        InputError: if longer transfers take no longer.
+    """
+    ends = [(size, line.seconds(size) * (1 + line.residuals[number])) for number, size in enumerate(SIZES)]
+    (short, earlier), (long, later) = ends[-3], ends[-1]
+    if not later > earlier:
+        raise InputError(f"{line.what}: longer transfers take no longer: measure again with more --repeats")
+    return (long - short) / (later - earlier)
+
+
 def collectives(
     transport: AbstractTransport, ranks_per_node: int, repeats: int, barrier: Callable[[], object]
 ) -> dict[str, Fit]:
@@ -191,6 +157,6 @@ def collectives(
                     torch.cuda.synchronize()
                 if repeat >= 0:
                     own_spans.append((start, time.monotonic()))
-            seconds.append(_elapsed(own_spans))
+            seconds.append(elapsed(gathered(own_spans)))
         lines[name] = fit(SIZES, seconds, what=name)
     return lines

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 def hold_still(rank: int) -> None:
@@ -68,3 +68,8 @@ def gathered(own: list) -> list[list]:
     of_all_ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(of_all_ranks, own)
     return of_all_ranks
+
+
+def elapsed(of_ranks: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, ...]:
+    """Return, per repeat, the seconds from the first rank's start to the last one's end, from each rank's (start, end)."""
+    return tuple(max(end for _, end in spans) - min(start for start, _ in spans) for spans in zip(*of_ranks))

@@ -1,12 +1,12 @@
 """Parm's Algorithm 1, which picks S1 or S2 for a layer, with the errors of the printed one corrected.
 
-Source: Yin et al. (INFOCOM 2024), section V. It needs the start-up time and rate of three operations. A profile has measured
-ones, for groups that are whole nodes or all ranks. Otherwise they come from the simulated cluster.
+Source: Yin et al. (INFOCOM 2024), section V. It needs the start-up time and rate of three operations. `moesaic profile`
+measures them for groups that are whole nodes or all ranks. Otherwise they come from the simulated cluster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from moesaic.planner.cluster import ELEMENT_BYTES
@@ -71,31 +71,32 @@ def choose(simulator: Simulator, layer: Workload, grid: Grid) -> Plan:
         layer: the workload of a rank.
         grid: the mesh.
     """
-    known = measured_operations(simulator.timing.collectives, grid, layer.dtype) or operations(
+    known = measured_operations(simulator.cluster.collectives, grid, layer.dtype) or operations(
         simulator, grid, layer.top_k, layer.dtype, layer.capacity_factor
     )
     return CHOICES[corrected(known, layer, grid.tp, grid.etp)]
 
 
-def measured_operations(collectives: Mapping[str, Fit], grid: Grid, dtype: str) -> Operations | None:
-    """Return the operations that a profile measured; None if it has none for the groups of this mesh.
+def measured_operations(collectives: Sequence[Fit], grid: Grid, dtype: str) -> Operations | None:
+    """Return the operations that `moesaic profile` measured; None if it has none for the groups of this mesh.
 
     Args:
-        collectives: measured lines by name, as `ClusterProfile.collectives`; there are lines for groups of whole nodes, of
-            one rank per node, and of all ranks.
+        collectives: as in `ClusterSpec`: there are lines for groups of whole nodes, of one rank per node, and of all
+            ranks.
         grid: the mesh.
         dtype: dtype of rows.
     """
     exchanged, gathered = (_span(grid, axes) for axes in (("ep", "etp"), ("tp",)))
     names = (f"all_to_all {exchanged}", f"all_gather {gathered}", f"saa {exchanged}")
-    if gathered != "inside" or any(name not in collectives for name in names):
+    known = {line.what: line for line in collectives}
+    if gathered != "inside" or any(name not in known for name in names):
         return None
-    lines = (replace(collectives[name], beta=collectives[name].beta * ELEMENT_BYTES[dtype]) for name in names)
+    lines = (replace(known[name], beta=known[name].beta * ELEMENT_BYTES[dtype]) for name in names)
     return Operations(**dict(zip(("all_to_all", "gather", "overlapped"), lines)))
 
 
 def _span(grid: Grid, axes: tuple[Axis, ...]) -> str:
-    """Return the span of the group of rank 0 in the words of a profile; "" if a profile has no word for it."""
+    """Return the span of the group of rank 0 in the words of `moesaic profile`; "" if it has no word for it."""
     group, per_node = grid.group(0, axes), grid.ranks_per_node or grid.world
     known = {
         tuple(range(per_node)): "inside",

@@ -17,8 +17,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
+from moesaic.codecs import codec_spec
 from moesaic.configfile import SUCH_AS, build, read_table, suggestion
 from moesaic.errors import InputError
+from moesaic.planner.checks import check_above_zero, check_curve, check_not_negative
+from moesaic.planner.fit import Fit
 
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
 ELEMENT_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "mxfp8": 1}
@@ -195,6 +198,20 @@ class ScoreShares:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CodecRate:
+    """Speed of one codec."""
+
+    name: str
+    """Name of the codec, such as int8."""
+    gigabytes_per_second: float
+    """Bytes of rows that a device encodes per second, and decodes in another second."""
+
+    def __post_init__(self) -> None:
+        codec_spec(self.name)
+        check_above_zero(f"cluster.device.codecs, {self.name}: gigabytes_per_second", self.gigabytes_per_second)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """One accelerator, or one process on a CPU."""
 
@@ -229,6 +246,8 @@ class Device:
     """Data-sheet rate of dense bfloat16 products, the reference for utilization; 0 for the rate in `tflops`."""
     codec_gigabytes_per_second: float | None = None
     """Rate of encoding or decoding, in bytes of rows; None: a copy that reads rows and writes messages."""
+    codecs: tuple[CodecRate, ...] = ()
+    """Rates of single codecs; the others have the rate above."""
 
     def __post_init__(self) -> None:
         for name in ("peak_tflops", "activation_traffic", "contention", "sort_us_per_1000_copies", "router_us"):
@@ -254,6 +273,11 @@ class Device:
         of_experts: float = getattr(self.grouped_tflops, dtype, 0.0) if grouped else 0.0
         return of_experts * 1e12 or self.tflops.of(dtype)
 
+    def with_flops(self, flops: float) -> Device:
+        """Return a device whose float32 products all take `flops` operations per second, whatever their rows."""
+        rates = Tflops(fp32=flops / 1e12)
+        return replace(self, tflops=rates, grouped_tflops=None, gemm_rows=(1.0,), gemm_share=(1.0,))
+
     def with_products(self, times: float, dtypes: Sequence[str] = get_args(Dtype)) -> Device:
         """Return a device whose products in some dtypes, dense and grouped, are `times` as fast."""
 
@@ -274,13 +298,18 @@ class Host:
     """Time of the issuing thread per task, in microseconds: a kernel launch, a Python call."""
     message_us: float = 0.0
     """Time of the issuing thread per message that a rank sends or receives, in microseconds."""
-    messages: Literal["together", "in_turn"] = "together"
+    layer_us: float = 0.0
+    """Time of a layer outside its programs, forward and backward together, in microseconds: routing, the exchange of
+    counts, autograd."""
+    messages: Literal["together", "in_turn", "eager"] = "together"
     """together: all messages of a movement share the links at once. in_turn: a rank sends its messages one after the
     other, and receives one after the other, as ScheMoE (eq. 17) assumes of NCCL. With in_turn, a movement inside nodes
-    has its own communicator and runs concurrently with a movement between nodes (eq. 16: Pipe-A2A)."""
+    has its own communicator and runs concurrently with a movement between nodes (eq. 16: Pipe-A2A). eager: as between
+    processes on CPUs, a message leaves when its sender issues it, whatever the others do, and links are queues. So ranks
+    of a node drift apart, and links that would idle in lockstep do not; up to 16 ranks are simulated separately."""
 
     def __post_init__(self) -> None:
-        for name in ("task_us", "message_us"):
+        for name in ("task_us", "message_us", "layer_us"):
             check_not_negative(f"cluster.host.{name}", getattr(self, name))
 
 
@@ -323,6 +352,9 @@ class ClusterSpec:
     rank stands for all, the slowest speed counts."""
     rank_skew: RankSkew = field(default_factory=RankSkew)
     """Random differences between ranks besides `speeds`; used for prediction intervals only."""
+    collectives: tuple[Fit, ...] = ()
+    """Measured lines of collectives over bytes, counted as nccl-tests does, of exactly this many nodes. The name tells the
+    collective and its span, such as "all_gather inside"; see `moesaic.measure.links`."""
     name: str = "cluster"
     """Shown in tables."""
     description: str = ""
@@ -392,6 +424,7 @@ class ClusterSpec:
             devices_per_node=used,
             links=links if used < per_node else self.links,
             peers=tuple(peer for peer in self.peers if max(peer.devices) < used),
+            collectives=self.collectives if count == self.world else (),
             speeds=speeds,
         )
 
@@ -497,6 +530,8 @@ def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
     """
     if name.endswith((".toml", ".json")):
         table = read_table(Path(name))
+        if {"format", "versions", "host"} <= table.keys():
+            raise InputError(f"cluster {name} is a profile of an earlier version: run moesaic profile again")
     elif name in presets():
         with resources.as_file(resources.files("moesaic.planner").joinpath("clusters", f"{name}.toml")) as path:
             table = {"name": name, **read_table(path)}
@@ -510,27 +545,6 @@ def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
             f"cluster {name!r} is unknown{suggestion(name, presets())} (or give cards, 4x4090-pcie or 2x4x4090-25gbe, or a "
             "path that ends in .toml)"
         )
-    return build(ClusterSpec, table if nodes is None else table | {"nodes": nodes}, source=f"cluster {name}")
-
-
-def check_above_zero(where: str, value: float) -> None:
-    """Raise InputError unless a number is finite and above 0."""
-    if not (value > 0 and math.isfinite(value)):
-        raise InputError(f"{where}={value}: must be a finite number above 0")
-
-
-def check_curve(where: str, at: str, share: str, holder: object) -> None:
-    """Raise InputError unless two fields form a curve: ascending positions above 0, and as many shares above 0."""
-    positions, shares = getattr(holder, at), getattr(holder, share)
-    if len(positions) != len(shares):
-        raise InputError(f"{where}{at} has {len(positions)} values and {share} {len(shares)}: give one share for each")
-    if any(a >= b for a, b in pairwise(positions)) or (positions and positions[0] <= 0):
-        raise InputError(f"{where}{at}={list(positions)}: must be above 0 and ascending")
-    for value in shares:
-        check_above_zero(f"{where}{share}", value)
-
-
-def check_not_negative(where: str, value: float) -> None:
-    """Raise InputError unless a number is finite and at least 0."""
-    if not (value >= 0 and math.isfinite(value)):
-        raise InputError(f"{where}={value}: must be a finite number of at least 0")
+    if nodes not in (None, table.get("nodes")):
+        table = table | {"nodes": nodes, "collectives": []}
+    return build(ClusterSpec, table, source=f"cluster {name}")

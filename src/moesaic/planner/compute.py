@@ -7,10 +7,11 @@ rows, and is never below the time to read its weights. All other tasks take the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from moesaic.codecs import name_of
 from moesaic.planner.cluster import ELEMENT_BYTES, ClusterSpec
 from moesaic.planner.movement import AbstractVolumes, row_bytes
 from moesaic.planner.workload import Workload
@@ -33,6 +34,8 @@ class Rates:
     """Bytes per second of copies."""
     codec: float | None
     """Bytes of rows encoded or decoded per second; None: as copies."""
+    codecs: Mapping[str, float] = field(default_factory=dict)
+    """The same of single codecs, by name; the others have the rate above."""
     activation_traffic: float = 0.0
     """As in `Device`."""
     cast_bytes: float = 0.0
@@ -95,6 +98,7 @@ def rates_of(spec: ClusterSpec, dtype: str) -> Rates:
         share=device.gemm_share,
         memory=device.memory_gigabytes_per_second * 1e9 * slowest,
         codec=None if codec is None else codec * 1e9 * slowest,
+        codecs={each.name: each.gigabytes_per_second * 1e9 * slowest for each in device.codecs},
         activation_traffic=device.activation_traffic,
         cast_bytes=4.0 if ELEMENT_BYTES[dtype] < 2 else 0.0,
     )
@@ -203,8 +207,9 @@ def _coding(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rat
     codec = task.codec if slot.kind is Kind.ROWS else ""
     row_counts, inverse = np.unique(rows, return_inverse=True)
     coded = [row_bytes(slot, codec, count, volumes.layer) for count in row_counts.tolist()]
-    if codec and rates.codec is not None:
-        return plain_bytes / rates.codec
+    rate = rates.codecs.get(name_of(codec), rates.codec) if codec else None
+    if rate is not None:
+        return plain_bytes / rate
     return (plain_bytes + np.array(coded)[inverse]) / rates.memory
 
 

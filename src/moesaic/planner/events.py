@@ -5,24 +5,20 @@ its tasks one after the other, and a task waits for the slots that it reads. In 
 members have reached it, and takes longer while other movements use its links. If no two movements share a link, every
 actor's spans equal those of `lay_out`.
 
-A separate message (`Movement.sender`) starts when its sender reaches it, and only its receiver waits for it. If ranks
-share cores, a core issues for one rank until that rank has nothing to issue, and then for the rank that has waited
-longest.
-
 Movements that share links run max-min fair among their messages, and no link idles that a movement could use. A
 movement is one fluid: its messages advance in proportion, and alone it runs at speed 1, with its slowest link full. If
 a link is oversubscribed, each of its messages gets an equal part, as the connections of one TCP link do, unless its
 movement needs less (progressive filling: Bertsekas and Gallager, Data Networks, section 6.5.2). Messages are counted,
 not movements, so the shares do not depend on how messages are grouped into movements.
 
-Alternatively, links are queues. Each link serves messages in order of arrival and forwards a message while it is still
-coming in. So does the shaped link of a machine whose senders hand whole messages to the kernel.
+A separate message (`Movement.sender`) starts when its sender reaches it, and only its receiver waits for it. Its links
+may be queues: each serves messages in order of arrival and forwards a message while it is still coming in. So does the
+shaped link of a machine whose senders hand whole messages to the kernel.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -32,9 +28,8 @@ from moesaic.planner.movement import Movement
 from moesaic.planner.topology import Use
 from moesaic.program.task import Lane, Program
 
-_END, _FLOW, _ARRIVED, _FREE = 0, 1, 2, 3
-"""Kinds of events: a node ends; a movement's first byte reaches a link; its last byte has arrived; a core has moved
-bytes."""
+_END, _FLOW, _ARRIVED = 0, 1, 2
+"""Kinds of events: a node ends; a movement's first byte reaches a link; its last byte has arrived."""
 
 
 @dataclass(frozen=True)
@@ -146,11 +141,7 @@ class Events:
         issue: (tasks, actors) seconds of the issuing thread per task.
         compute: (tasks, actors) seconds of computation; for movements, of the copies around them.
         movements: of each task; () for tasks that move nothing.
-        cores: (actors,) the core on which each actor issues; None: one core per actor.
-        moving: (tasks, actors) seconds for which a core stays busy with a task's bytes after issuing the task. Ignored
-            without cores.
-        bursts: (links,) seconds' worth of bytes that pass at once over a link that has been idle for as long. If given,
-            links are queues; None: messages share links.
+        queues: whether links are queues: each serves messages in the order of their arrival.
     """
 
     def __init__(
@@ -160,16 +151,11 @@ class Events:
         compute: np.ndarray,
         movements: Sequence[Sequence[Movement]],
         *,
-        cores: Sequence[int] | None = None,
-        moving: np.ndarray | None = None,
-        bursts: np.ndarray | None = None,
+        queues: bool = False,
     ) -> None:
         self._graph, self._movements = graph, movements
         self._tasks, self._actors = compute.shape
         self._issue, self._compute = issue.tolist(), compute.tolist()
-        self._cores = None if cores is None else _Cores(cores)
-        self._moving = np.zeros_like(issue).tolist() if moving is None else moving.tolist()
-        self._queues = None if bursts is None else _Queues(bursts.tolist())
         self._parts_started: list[dict[int, list[int]]] = [{} for _ in movements]
         self._awaited: list[dict[int, int]] = [{} for _ in movements]
         for parts_started, awaited, parts in zip(self._parts_started, self._awaited, movements):
@@ -183,6 +169,7 @@ class Events:
         self._heap: list[tuple[float, int, int, int]] = []
         self._flows: dict[int, _Flow] = {}
         self._links = _Links()
+        self._free: dict[int, float] | None = {} if queues else None
         self._num_flows = 0
         self.starts = np.zeros((self._tasks, self._actors))
         """(tasks, actors) time at which each task starts to run on each actor."""
@@ -208,14 +195,6 @@ class Events:
                 _, kind, number, detail = heapq.heappop(self._heap)
                 if kind == _END:
                     self._end(now, number, detail)
-                    if self._cores is not None and detail < self._tasks:
-                        if self._moving[detail][number]:
-                            heapq.heappush(self._heap, (now + self._moving[detail][number], _FREE, number, detail))
-                        else:
-                            self._issue_next(now, self._cores.release(number))
-                elif kind == _FREE:
-                    assert self._cores is not None, "only a core moves bytes"
-                    self._issue_next(now, self._cores.release(number))
                 elif kind == _FLOW:
                     changed |= self._enter(now, number, detail)
                 elif number in self._flows and self._flows[number].version == detail:
@@ -249,8 +228,7 @@ class Events:
     def _start(self, now: float, actor: int, node: int) -> None:
         task = node - self._tasks
         if task < 0:
-            if self._cores is None or self._cores.take(actor, node):
-                heapq.heappush(self._heap, (now + self._issue[node][actor], _END, actor, node))
+            heapq.heappush(self._heap, (now + self._issue[node][actor], _END, actor, node))
             return
         self.starts[task, actor] = now
         parts, awaited = self._parts_started[task].get(actor, ()), self._awaited[task].get(actor, 0)
@@ -260,8 +238,8 @@ class Events:
                 self._launch(now, task, self._movements[task][part])
         if awaited:
             self._end_wait(now, actor, task)
-        elif parts or (self._cores is not None and not self._compute[task][actor]):
-            self._end(now, actor, node)  # at once, so the core stays with this rank
+        elif parts:
+            self._end(now, actor, node)
         else:
             heapq.heappush(self._heap, (now + self._compute[task][actor], _END, actor, node))
 
@@ -271,11 +249,6 @@ class Events:
         self._awaited[task][actor] -= 1
         if not self._awaited[task][actor]:
             self._end(now, actor, self._tasks + task)
-
-    def _issue_next(self, now: float, waiting: tuple[int, int] | None) -> None:
-        if waiting is not None:
-            actor, node = waiting
-            heapq.heappush(self._heap, (now + self._issue[node][actor], _END, actor, node))
 
     def _launch(self, now: float, task: int, movement: Movement) -> None:
         load = movement.load
@@ -297,13 +270,14 @@ class Events:
         """Start a movement on its links, and return the links whose load changed. If links are queues, start it on link
         number `place` only: its first byte reaches the next link later, and other messages may reach that link before."""
         flow = self._flows[number]
-        if self._queues is not None:
+        if self._free is not None:
             if place == len(flow.use):
                 heapq.heappush(self._heap, (max(now, flow.through), _ARRIVED, number, flow.version))
                 return set()
-            link, use = list(flow.use.items())[place]
-            begin, end = self._queues.serve(now, link, use.part * flow.left)
-            flow.through = max(flow.through, end)
+            link, want = list(flow.use.items())[place]
+            begin = max(now, self._free.get(link, now))
+            self._free[link] = begin + want.part * flow.left
+            flow.through = max(flow.through, self._free[link])
             heapq.heappush(self._heap, (begin, _FLOW, number, place + 1))
             return set()
         flow.since, flow.speed = now, 1.0
@@ -313,11 +287,12 @@ class Events:
 
     def _arrive(self, now: float, number: int) -> set[int]:
         flow = self._flows.pop(number)
-        if self._queues is None:
-            self._links.leave(number, flow.use)
         for actor in flow.waiting:
             self._end_wait(now, actor, flow.task)
-        return set(flow.use) if self._queues is None else set()
+        if self._free is not None:
+            return set()
+        self._links.leave(number, flow.use)
+        return set(flow.use)
 
     def _rate(self, now: float, changed: set[int]) -> None:
         """Update the speeds of the movements that a change on some links affects."""
@@ -336,69 +311,6 @@ class Events:
     def _push(self, now: float, number: int, flow: _Flow) -> None:
         flow.version += 1
         heapq.heappush(self._heap, (now + max(flow.left, 0.0) / max(flow.speed, 1e-12), _ARRIVED, number, flow.version))
-
-
-class _Cores:
-    """The actor for which each core issues.
-
-    Args:
-        core_of: (actors,) the core of each actor.
-    """
-
-    def __init__(self, core_of: Sequence[int]) -> None:
-        self._core_of = core_of
-        self._holder: dict[int, int] = {}
-        self._waiting: dict[int, deque[tuple[int, int]]] = {core: deque() for core in core_of}
-
-    def take(self, actor: int, node: int) -> bool:
-        """Take an actor's core and return True if the core is free to issue now. Otherwise queue the node, ahead of
-        others if the core already issues for this actor."""
-        core = self._core_of[actor]
-        if core not in self._holder:
-            self._holder[core] = actor
-            return True
-        if self._holder[core] == actor:
-            self._waiting[core].appendleft((actor, node))
-        else:
-            self._waiting[core].append((actor, node))
-        return False
-
-    def release(self, actor: int) -> tuple[int, int] | None:
-        """Release an actor's core, and give it to the next (actor, node) in its queue, which is returned; None if the
-        queue is empty."""
-        core = self._core_of[actor]
-        del self._holder[core]
-        if not self._waiting[core]:
-            return None
-        next_issue = self._waiting[core].popleft()
-        self._holder[core] = next_issue[0]
-        return next_issue
-
-
-class _Queues:
-    """Links as queues.
-
-    Args:
-        bursts: (links,) as in `Events`.
-    """
-
-    def __init__(self, bursts: Sequence[float]) -> None:
-        self._bursts = bursts
-        self._free: dict[int, float] = {}
-
-    def serve(self, now: float, link: int, seconds: float) -> tuple[float, float]:
-        """Return the times at which the first and the last byte of a message pass a link.
-
-        Args:
-            now: time at which the message reaches the link.
-            link: number of the link.
-            seconds: for which the message occupies the link.
-        """
-        free = self._free.get(link, -float("inf"))
-        rested = min(max(now - free, 0.0), self._bursts[link])
-        begin = max(now, free)
-        self._free[link] = begin + max(seconds - rested, 0.0)
-        return begin, self._free[link]
 
 
 FULL = 1.0 + 1e-9

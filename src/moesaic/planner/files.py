@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moesaic.configfile import override, read_table
+from moesaic.configfile import override, read_table, to_toml
 from moesaic.errors import InputError
 from moesaic.files import write
 from moesaic.planner.memory import GIB
@@ -102,17 +102,8 @@ def _fields_of(plan: Plan) -> dict[str, Any]:
 def _write(table: dict[str, Any], path: Path) -> None:
     if path.suffix not in (".toml", ".json"):
         raise InputError(f"plan {path}: choose a name that ends in .toml or .json")
-    text = json.dumps(table, indent=2) + "\n" if path.suffix == ".json" else _to_toml(table)
+    text = (json.dumps(table, indent=2) if path.suffix == ".json" else to_toml(table)) + "\n"
     try:
         write(path, text, typed=True)
     except OSError as error:
         raise InputError(f"plan {path}: cannot be written ({error.strerror}): choose another path") from error
-
-
-def _to_toml(table: dict[str, Any]) -> str:
-    """Return tables of depth one as TOML; the JSON of numbers, strings and truth values is also TOML."""
-    lines = [f"{name} = {json.dumps(value)}" for name, value in table.items() if not isinstance(value, dict)]
-    for name, inner in table.items():
-        if isinstance(inner, dict):
-            lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in inner.items())]
-    return "\n".join(lines) + "\n"

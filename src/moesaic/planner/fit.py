@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.errors import InputError
-from moesaic.planner.cluster import check_not_negative
+from moesaic.planner.checks import check_not_negative
 
 MAX_SPREAD = 0.25
 """Spread of repeats, as a share of their median, above which times are considered noise."""

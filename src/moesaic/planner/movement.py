@@ -25,6 +25,9 @@ from moesaic.program.layouts import ends_of
 from moesaic.program.sizes import CallSizes, MovedRows
 from moesaic.program.task import INDEX_BYTES, Kind, Layout, Op, Program, Slot, Task
 
+RANKS_APART = 16
+"""Number of ranks up to which each is simulated separately if messages are eager; beyond it, one rank stands for all."""
+
 
 @dataclass(frozen=True)
 class Movement:
@@ -181,7 +184,6 @@ class Counted(AbstractVolumes):
         topology: of the cluster, not folded.
         layer: the layer whose rows move.
         legs: `legs_by_hop`, possibly cached across calls.
-        is_eager: every message is a movement by itself, which waits for its sender only.
     """
 
     def __init__(
@@ -190,11 +192,8 @@ class Counted(AbstractVolumes):
         topology: Topology,
         layer: Workload,
         legs: Callable[[AbstractAllToAll, Grid, tuple[Axis, ...]], dict[int, np.ndarray]],
-        *,
-        is_eager: bool = False,
     ) -> None:
         self.sizes, self.topology, self.layer, self._legs = sizes, topology, layer, legs
-        self._is_eager = is_eager
         self._rows: dict[Layout, np.ndarray] = {}
         self._movements: dict[tuple[object, ...], list[Movement]] = {}
 
@@ -215,7 +214,7 @@ class Counted(AbstractVolumes):
         return pieces / len(self.sizes.shapes.experts(weights, 0)) / self.sizes.grid.etp
 
     def movements(self, task: Task, slots: Mapping[str, Slot], codec: str) -> list[Movement]:
-        """Return the movements of a move or hop: one per connected set of ranks, or one per message."""
+        """Return the movements of a move or hop: one per connected set of ranks, or one per message that is eager."""
         source, move = ends_of(task, slots)
         key = (source.kind, move, codec, task.link if task.op is Op.HOP else "", task.hop)
         if key not in self._movements:
@@ -232,7 +231,7 @@ class Counted(AbstractVolumes):
             return []
         amounts, inverse = np.unique(moved.rows, return_inverse=True)
         num_bytes = np.array([row_bytes(slot, codec, row_count, self.layer) for row_count in amounts.tolist()])[inverse]
-        if self._is_eager:
+        if self.topology.spec.host.messages == "eager" and self.num_actors <= RANKS_APART:
             return self._messages(source, target, num_bytes)
         ones = np.ones(len(source))
         posts = np.bincount(source, minlength=self.num_actors) + np.bincount(target, minlength=self.num_actors)

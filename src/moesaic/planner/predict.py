@@ -55,8 +55,7 @@ class Predictor:
         cluster: the cluster.
         grid: the mesh.
         plans: the candidates.
-        simulator: a simulator of this cluster, such as one of a profile, which predicts by measured times; None for one by
-            the description of the cluster.
+        simulator: a simulator of this cluster that has computed its layers before; None for a new one.
 
     Raises:
         InputError: if a plan does not fit the mesh.

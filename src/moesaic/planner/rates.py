@@ -1,8 +1,7 @@
-"""The rates that policies use, read from the cluster or profile that a run names."""
+"""The rates that policies use, read from the cluster that a run names."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -12,8 +11,6 @@ from moesaic.balance.replication.cost import ReplicationCosts
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops, read_cluster
 from moesaic.planner.compute import rates_of
-from moesaic.planner.profile import read_profile
-from moesaic.planner.profile_simulate import profiled_simulator
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.topology import Topology, check_fit
 from moesaic.planner.workload import Workload
@@ -27,18 +24,14 @@ def simulator_of(cluster: str, world: int, per_node: int) -> Simulator:
     """Return the simulator of the cluster that a run names.
 
     Args:
-        cluster: a preset, a description that ends in .toml, or a profile of `moesaic profile` that ends in .json.
+        cluster: a preset, or a file, such as one that `moesaic profile` wrote.
         world: number of ranks of the run.
         per_node: number of ranks per node.
 
     Raises:
         InputError: if the cluster's nodes do not have `per_node` devices.
     """
-    nodes = world // per_node
-    if cluster.endswith(".json"):
-        simulator = profiled_simulator(read_profile(Path(cluster), any_machine=True), nodes=nodes)
-    else:
-        simulator = Simulator(read_cluster(cluster, nodes=nodes))
+    simulator = Simulator(read_cluster(cluster, nodes=world // per_node))
     devices = simulator.cluster.devices_per_node
     if devices != per_node:
         raise InputError(

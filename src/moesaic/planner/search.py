@@ -170,8 +170,7 @@ def search(
         settings: settings of the search; None for the defaults.
         counts: tables of copies, (groups, num_experts) each: a row per data-parallel group, a column per expert. The best
             plans are ranked again by their mean time under the tables. Empty for even routing.
-        simulator: a simulator of this cluster, such as one of a profile, which ranks plans by measured times; None for one
-            by the description of the cluster.
+        simulator: a simulator of this cluster that keeps what it computes for the caller; None for a new one.
         progress: called from time to time with (current activity, number of items done, number of items).
 
     Raises:

@@ -1,8 +1,8 @@
 """`Simulator`: predicts when each task of a program runs on a cluster. Needs no torch.
 
 It simulates the program that the executor runs, with rows derived from the same layouts and paths. Under an even
-workload one rank stands for all (`even.py`), so the number of ranks costs nothing. With counts, or with few ranks on a
-profiled machine, every rank is simulated (`movement.py`). `timing.py` says how long tasks take.
+workload one rank stands for all (`even.py`), so the number of ranks costs nothing. With counts, or if
+few ranks send eagerly, every rank is simulated (`movement.py`). `timing.py` says how long tasks take.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from moesaic.planner.call_sizes import chunks_of, sizes_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.compute import compute_seconds, rates_of
 from moesaic.planner.even import MAX_RANKS_APART, AbstractEvenLayers, EvenLayers
-from moesaic.planner.movement import AbstractVolumes, Counted, movements_of
+from moesaic.planner.movement import RANKS_APART, AbstractVolumes, Counted, movements_of
 from moesaic.planner.symmetry import UnlikeError
-from moesaic.planner.timing import AbstractTiming, Simulated, SpecTiming
+from moesaic.planner.timing import Simulated, Timing
 from moesaic.planner.topology import Topology
 from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all.all_to_all import legs_by_hop
@@ -31,15 +31,15 @@ class Simulator:
 
     Args:
         cluster: the cluster.
-        timing: how long tasks take; None: derived from the cluster's description.
+        timing: how long tasks take; None: all ranks start at once.
         even: source of the rows and messages of even layers; None: every layer is computed by itself.
     """
 
     def __init__(
-        self, cluster: ClusterSpec, *, timing: AbstractTiming | None = None, even: AbstractEvenLayers | None = None
+        self, cluster: ClusterSpec, *, timing: Timing | None = None, even: AbstractEvenLayers | None = None
     ) -> None:
         self.cluster = cluster
-        self.timing = timing or SpecTiming(cluster)
+        self.timing = timing or Timing(cluster)
         self._even = even or EvenLayers(cluster)
         self._topology = cache(partial(Topology, cluster))
         self._legs, self._shapes = cache(legs_by_hop), cache(LayoutIndex)
@@ -75,7 +75,7 @@ class Simulator:
         *,
         sizes: tuple[CallSizes | None, CallSizes | None] = (None, None),
     ) -> tuple[Simulated, Simulated]:
-        """Simulate a layer's forward and backward pass, where the backward pass starts at the end of the forward pass.
+        """Simulate a layer's forward and backward pass.
 
         Args:
             forward: forward program of a compiled plan.
@@ -84,15 +84,15 @@ class Simulator:
             grid: mesh of the compiled plan.
             sizes: of a call with counts, one per pass; None: even routing.
         """
-        calls = zip((forward, backward), sizes)
-        volumes = [(program, self.volumes(program, workload, grid, sizes=call_sizes)) for program, call_sizes in calls]
-        forward_run, backward_run = self.timing.passes(volumes, workload.products or workload.dtype)
+        forward_run, backward_run = (
+            self.run(program, workload, grid, sizes=of_call) for program, of_call in zip((forward, backward), sizes)
+        )
         return forward_run, backward_run
 
     def layer_seconds(self, forward: Program, backward: Program, workload: Workload, grid: Grid) -> float:
-        """Return the seconds of a layer: both passes, plus routing if it was measured. Arguments as in `passes`."""
+        """Return the seconds of a layer: both passes, and its time outside its programs. Arguments as in `passes`."""
         passes = self.passes(forward, backward, workload, grid)
-        return self.timing.around_seconds + sum(run.seconds for run in passes)
+        return self.cluster.host.layer_us * 1e-6 + sum(run.seconds for run in passes)
 
     def durations(
         self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None
@@ -119,7 +119,7 @@ class Simulator:
         """Return the rows and messages of a program. Arguments as in `run`."""
         if sizes is not None:
             return self._counted(sizes, workload)
-        if grid.world <= self.timing.ranks_apart:
+        if self.cluster.host.messages == "eager" and grid.world <= RANKS_APART:
             return self._counted(self._even_sizes(program, workload, grid), workload)
         try:
             volumes = self._even.volumes(program, workload, grid)
@@ -142,8 +142,7 @@ class Simulator:
 
     def _counted(self, sizes: CallSizes, workload: Workload) -> AbstractVolumes:
         topology = self._topology(sizes.grid.world, sizes.grid.ranks_per_node)
-        is_eager = sizes.grid.world <= self.timing.ranks_apart
-        return Counted(sizes, topology, workload, self._legs, is_eager=is_eager)
+        return Counted(sizes, topology, workload, self._legs)
 
     def _even_sizes(self, program: Program, workload: Workload, grid: Grid) -> CallSizes:
         """Return sizes under even routing. The rows of each layout are computed once for all programs of a mesh."""

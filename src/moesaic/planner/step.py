@@ -363,7 +363,7 @@ class StepCostModel:
     Args:
         model: the model and how it is trained.
         grid: the layout.
-        simulator: of the cluster. The simulator of a profile predicts MoE layers from measurements.
+        simulator: of the cluster.
 
     Raises:
         InputError: if the layout does not fit the cluster, or the dtype's rate is unknown.
@@ -379,7 +379,7 @@ class StepCostModel:
             )
         self._rates = rates_of(self.cluster, model.layer.dtype)
         self.forward = self._block_seconds()
-        self.routing = simulator.timing.around_seconds
+        self.routing = self.cluster.host.layer_us * 1e-6
         """Seconds of an MoE layer outside its programs, forward and backward, if measured. A recomputed forward pass
         replays its routing, which counts nothing."""
         self.launches = self._launch_seconds()
@@ -687,15 +687,12 @@ class StepCostModel:
         It sums the computation outside MoE layers, and for each pass through them the largest of computing, crossing a link,
         and gathering parameters behind the pass.
 
-        Crossing does not count on a profiled machine, where some bytes may pass a link before the last rank has reached
-        the movement.
-
         Args:
             compression: bytes of a row over the bytes that a codec sends for it.
         """
         model, crossing = self.model, 0.0
         compute = model.moe_layers * self._expert_seconds
-        if not self.simulator.timing.starts_early and not model.overlapped:
+        if not model.overlapped:
             crossing = 2 * model.moe_layers * max([0.0, *map(self._crossing_seconds, self._links)]) / compression
         dense, experts = self._unit_seconds
         units, attention = (

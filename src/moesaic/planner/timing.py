@@ -1,13 +1,10 @@
-"""`AbstractTiming`: predicts when a program's tasks run on one machine, given their rows and messages.
+"""`Timing`: predicts when a program's tasks run on a cluster, given their rows and messages.
 
-The simulator (`simulate.py`) derives the rows and messages. Two subclasses turn them into times with the same events:
-`SpecTiming` from a cluster's description, `ProfileTiming` (`profile_simulate.py`) from measurements of a machine.
+The simulator (`simulate.py`) derives the rows and messages.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +12,6 @@ import numpy as np
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.compute import compute_seconds, rates_of
 from moesaic.planner.events import Events, graph_of
-from moesaic.planner.fit import Fit
 from moesaic.planner.movement import AbstractVolumes, Movement, movements_of
 from moesaic.program.bundles import bundles
 from moesaic.program.task import Lane, Program
@@ -64,39 +60,18 @@ class Simulated:
         return link if link and self.link_seconds[link] >= 0.5 * self.lane_seconds[lane] else f"start-up on lane {lane}"
 
 
-class AbstractTiming(ABC):
-    """Predicts when a program's tasks run on one machine."""
+class Timing:
+    """Timing on a cluster.
 
-    @property
-    @abstractmethod
-    def around_seconds(self) -> float:
-        """Seconds that a layer takes before its forward program; 0 if not measured."""
+    Args:
+        cluster: rates of devices and links, and the host's costs per task and message.
+        late: (ranks,) seconds by which each rank starts late; None: all ranks start at 0. Requires that every rank is
+            simulated separately.
+    """
 
-    @property
-    @abstractmethod
-    def starts_early(self) -> bool:
-        """Whether part of a movement's bytes may have crossed a link before the last rank has reached the movement."""
+    def __init__(self, cluster: ClusterSpec, *, late: np.ndarray | None = None) -> None:
+        self._cluster, self._late = cluster, late
 
-    @property
-    def collectives(self) -> Mapping[str, Fit]:
-        """Measured lines, as in `ClusterProfile.collectives`; empty if not measured."""
-        return {}
-
-    @property
-    def ranks_apart(self) -> int:
-        """Number of ranks up to which each rank and each message is simulated separately, even under an even workload."""
-        return 0
-
-    def passes(self, passes: Sequence[tuple[Program, AbstractVolumes]], dtype: str) -> list[Simulated]:
-        """Simulate a layer's passes, each from the end of the one before.
-
-        Args:
-            passes: forward and backward program, each with its rows and messages.
-            dtype: of the products.
-        """
-        return [self.run(*each, dtype) for each in passes]
-
-    @abstractmethod
     def run(self, program: Program, volumes: AbstractVolumes, dtype: str) -> Simulated:
         """Simulate a program.
 
@@ -105,29 +80,6 @@ class AbstractTiming(ABC):
             volumes: rows and messages of its tasks.
             dtype: of the products.
         """
-
-
-class SpecTiming(AbstractTiming):
-    """Timing from the description of a cluster.
-
-    Args:
-        cluster: rates of devices and links, and the host's costs per task and per message.
-        late: (ranks,) seconds by which each rank starts late; None: all ranks start at 0. Requires that every rank is
-            simulated separately.
-    """
-
-    def __init__(self, cluster: ClusterSpec, *, late: np.ndarray | None = None) -> None:
-        self._cluster, self._late = cluster, late
-
-    @property
-    def around_seconds(self) -> float:
-        return 0.0
-
-    @property
-    def starts_early(self) -> bool:
-        return False
-
-    def run(self, program: Program, volumes: AbstractVolumes, dtype: str) -> Simulated:
         slots = {slot.name: slot for slot in program.slots}
         rates, host = rates_of(self._cluster, dtype), self._cluster.host
         shape = (len(program.tasks), volumes.num_actors)
@@ -143,7 +95,9 @@ class SpecTiming(AbstractTiming):
         for number, moved in enumerate(movements):
             for movement in moved if number not in in_earlier_message else ():
                 issue[number, list(movement.actors)] += movement.posts * host.message_us * 1e-6
-        events = Events(graph_of(program, host_runs_compute=host.runs_compute), issue, compute, movements)
+        is_eager = host.messages == "eager"
+        graph = graph_of(program, host_runs_compute=host.runs_compute, has_lanes=not is_eager)
+        events = Events(graph, issue, compute, movements, queues=is_eager)
         events.run(self._late)
         computing = np.array([task.lane is Lane.COMPUTE for task in program.tasks], dtype=bool)
         if self._cluster.device.contention:
@@ -158,7 +112,6 @@ def account(
     movements: list[list[Movement]],
     events: Events,
     computing: np.ndarray,
-    at_most: float = float("inf"),
 ) -> Simulated:
     """Summarize the events of a program after their run.
 
@@ -168,7 +121,6 @@ def account(
         movements: of each task.
         events: after the run.
         computing: (actors,) seconds that each actor computes.
-        at_most: upper bound in seconds on the busy time of any link, lane or device.
     """
     slots = {slot.name: slot for slot in program.slots}
     ends = events.ends.max(axis=0) if len(program.tasks) else np.zeros(volumes.num_actors)
@@ -180,9 +132,9 @@ def account(
     return Simulated(
         timeline=Timeline(program.name, spans),
         ends=ends,
-        compute_seconds=min(float(computing.max(initial=0.0)), at_most),
-        link_seconds={name: min(each, at_most) for name, each in _links(volumes, movements).items()},
-        lane_seconds={name: min(each, at_most) for name, each in _lanes(program, volumes, movements).items()},
+        compute_seconds=float(computing.max(initial=0.0)),
+        link_seconds=_links(volumes, movements),
+        lane_seconds=_lanes(program, volumes, movements),
     )
 
 

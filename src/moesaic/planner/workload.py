@@ -15,7 +15,8 @@ import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.files import read_text
-from moesaic.planner.cluster import ELEMENT_BYTES, Dtype, check_above_zero, check_not_negative
+from moesaic.planner.checks import check_above_zero, check_not_negative
+from moesaic.planner.cluster import ELEMENT_BYTES, Dtype
 from moesaic.traces.arrays import read_array
 
 

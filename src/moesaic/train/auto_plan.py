@@ -1,6 +1,6 @@
 """The plan of a run: from a file, a search or a rule before it starts, or chosen while it trains (`auto.py`).
 
-If a cluster is described or was profiled, its predictions prefill the plan table of the layers, which is kept in
+If a cluster is described, its predictions prefill the plan table of the layers, which is kept in
 checkpoints. Lossless plans compute the same up to the order of sums, so the loss curve does not depend on them.
 """
 

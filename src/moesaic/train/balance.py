@@ -44,7 +44,7 @@ ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def known_cluster(config: TrainConfig, grid: Grid) -> tuple[Simulator, Workload]:
-    """Return the simulator of the cluster that a run names, described or measured, and the workload of the run's layer.
+    """Return the simulator of the cluster that a run names, and the workload of the run's layer.
 
     Raises:
         InputError: if the cluster does not fit the run.

@@ -152,12 +152,12 @@ class PlannerConfig:
     """Empty: use the fields of `plan` and `balance`. A file: use the plan written by moesaic show --write, or the mesh
     and plan written by moesaic plan --write. search: use the mesh and plan with the shortest predicted step on the
     available ranks. auto: change plans while training, by predicted times at first and by measured times as they come
-    in; without cluster or profile, by timing candidate plans in the first steps. auto also searches for a mesh if the
+    in; without a cluster, by timing candidate plans in the first steps. auto also searches for a mesh if the
     configured one does not fit the ranks. parm: choose S1 or S2 by Parm's Algorithm 1 (corrected), with times from the
-    cluster or profile. --plan is short for this option."""
+    cluster. --plan is short for this option."""
     cluster: str = ""
-    """Source of predicted times, for plan=auto and for policies in `balance`: a preset, a description (.toml), or a
-    profile that moesaic profile measured (.json). Empty: usual links are assumed if times are needed."""
+    """Source of predicted times, for plan=auto and for policies in `balance`: a preset, or a file that describes a
+    cluster, such as one that moesaic profile wrote. Empty: usual links are assumed if times are needed."""
 
     def __post_init__(self) -> None:
         if self.rule and not self.cluster:

@@ -1,0 +1,157 @@
+"""`moesaic profile`: calibration layers, the fit of the host's costs, links, the file. One test really measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moesaic.configfile import as_toml
+from moesaic.errors import InputError
+from moesaic.measure import compute as measured_compute
+from moesaic.measure import costs, host, links
+from moesaic.measure.costs import NO_TIME, START, fit_host
+from moesaic.measure.host import Calibration, calibrations
+from moesaic.measure.profile import Profile, links_of, measure
+from moesaic.planner.cluster import ClusterSpec, CodecRate, Device, Host, Link, Tflops, read_cluster
+from moesaic.planner.fit import Fit
+from moesaic.planner.simulate import Simulator
+from moesaic.program.task import Op
+
+COSTS = {"layer_us": 2000.0, "task_us": 80.0, "message_us": 30.0}
+UNKNOWN = ClusterSpec(
+    nodes=2, devices_per_node=2,
+    device=Device(
+        tflops=Tflops(fp32=0.02), memory_gib=8, memory_gigabytes_per_second=3,
+        codecs=(CodecRate(name="int8", gigabytes_per_second=0.5),),
+    ),
+    links=(
+        Link(name="inside", devices=2, gbps=(0.4,), carries="inside", shared=True),
+        Link(name="outside", devices=2, gbps=(0.2,), carries="outside"),
+    ),
+    host=Host(runs_compute=True, messages="eager"),
+    collectives=(Fit(alpha=1e-4, beta=1e-8, residuals=(0.1, -0.1), what="all_gather inside"),),
+)  # fmt: skip
+"""A cluster whose host has not been measured."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fewer_layers() -> Iterator[None]:
+    """Two shapes of layers say what three do here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "SHAPES", host.SHAPES[:2])
+        yield
+
+
+def timed(spec: ClusterSpec) -> list[tuple[Calibration, float]]:
+    """Return the calibration layers with the times that a cluster predicts."""
+    simulator = Simulator(replace(spec, device=spec.device.with_flops(NO_TIME)))
+    layers = []
+    for calibration in calibrations(spec.world, spec.devices_per_node):
+        compiled = calibration.compiled
+        seconds = simulator.layer_seconds(compiled.forward, compiled.backward, calibration.routed, compiled.grid)
+        layers.append((calibration, seconds))
+    return layers
+
+
+def test_calibrations_have_every_kind_of_task_and_differ() -> None:
+    layers = list(calibrations(4, 2))
+    kinds = {
+        task.op
+        for calibration in layers
+        for task in (*calibration.compiled.forward.tasks, *calibration.compiled.backward.tasks)
+    }
+    assert {Op.MOVE, Op.HOP, Op.PACK, Op.UNPACK, Op.EXPERT, Op.EXPERT_GRAD, Op.TAKE, Op.JOIN, Op.PERMUTE} <= kinds
+    assert len(layers) >= 4 * len(START)
+    assert len({(calibration.compiled.digest, calibration.workload) for calibration in layers}) == len(layers)
+    assert {calibration.mesh.tp for calibration in layers} == {1, 2}
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_every_chunk_of_a_calibration_has_rows_for_every_expert(world: int) -> None:
+    """The simulator counts a message without rows, which is never sent: four chunks would seem to cost nothing."""
+    for calibration in calibrations(world, 2):
+        origins = calibration.mesh.tp if calibration.compiled.routes_slices else 1
+        rows = calibration.tokens * calibration.workload.top_k // (calibration.workload.num_experts * origins)
+        assert rows >= calibration.compiled.plan.chunks, calibration.name
+
+
+def test_one_rank_and_odd_worlds_can_be_calibrated_too() -> None:
+    assert {calibration.mesh.world for calibration in calibrations(1, 1)} == {1}
+    assert {calibration.mesh.ep for calibration in calibrations(3, 3)} == {3}
+
+
+def test_layers_give_back_the_costs_of_the_host_that_timed_them() -> None:
+    found, errors = fit_host(UNKNOWN, timed(replace(UNKNOWN, host=replace(UNKNOWN.host, **COSTS))))
+    assert {name: getattr(found.host, name) for name in COSTS} == pytest.approx(COSTS, rel=0.05)
+    assert np.abs(errors).max() < 0.01
+    assert replace(found, host=UNKNOWN.host) == UNKNOWN
+    assert Profile(cluster=found, errors=errors).troubles == []
+
+
+def test_a_host_without_costs_is_found_too() -> None:
+    found, errors = fit_host(UNKNOWN, timed(UNKNOWN))
+    assert max(found.host.layer_us / START[0], found.host.task_us / START[1]) < 0.02
+    assert np.abs(errors).max() < 0.1
+
+
+def test_times_that_no_costs_explain_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "MOST_STEPS", 3)
+    draw = np.random.default_rng(0)
+    layers = [(calibration, seconds * float(draw.uniform(0.1, 10))) for calibration, seconds in timed(UNKNOWN)]
+    profile = Profile(cluster=UNKNOWN, errors=fit_host(UNKNOWN, layers)[1])
+    assert profile.troubles == [f"whole layers {profile.median_error:.0%} off, at most 50%"]
+    bent = replace(UNKNOWN, collectives=(Fit(r2=0.5, what="all_gather inside"),))
+    assert "all_gather inside" in Profile(cluster=bent, errors=np.zeros(1)).troubles[0]
+
+
+def lines(**seconds_per_byte: float) -> dict[str, Fit]:
+    named = {name.replace("_on_", " "): beta for name, beta in seconds_per_byte.items()}
+    return {
+        name: Fit(alpha=1e-4, beta=beta, what=name, residuals=(0.0,) * len(links.SIZES)) for name, beta in named.items()
+    }
+
+
+def test_shared_links_are_distinguished_from_separate_ones() -> None:
+    """Two ranks a node: of an all-to-all inside, half leaves a rank; of one between three nodes, two thirds."""
+    measured = lines(all_to_all_on_inside=2e-8, send_on_inside=2e-8, all_to_all_on_outside=8e-8, send_on_outside=7e-8)
+    inside, outside = links_of(measured, 3, 2)
+    assert (inside.devices, inside.shared, inside.gbps[0]) == (2, True, pytest.approx(2 * 8e-9 / 2 / 2e-8))
+    assert (outside.devices, outside.shared, outside.gbps[0]) == (2, False, pytest.approx(2 * 8e-9 * 2 / 3 / 8e-8))
+    assert (inside.carries, outside.carries) == ("inside", "outside")
+    own = links_of(measured | lines(send_on_outside=12e-8), 3, 2)[1]
+    assert (own.devices, own.gbps[0]) == (1, pytest.approx(8e-9 * 2 / 3 / 8e-8))
+    assert links_of({}, 1, 1) == ()
+    with pytest.raises(InputError, match="send outside: longer transfers take no longer"):
+        links_of(measured | lines(send_on_outside=0.0), 3, 2)
+
+
+def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    measured = replace(UNKNOWN, host=replace(UNKNOWN.host, **COSTS), source='of "one" machine, é')
+    path.write_text(as_toml(measured), encoding="utf-8")
+    assert read_cluster(str(path)) == measured
+    assert read_cluster(str(path), nodes=2) == measured
+    assert read_cluster(str(path), nodes=4) == replace(measured, nodes=4, collectives=()), "measured on two nodes"
+    path.write_text(as_toml(measured).replace("alpha = 0.0001", "alpha = -1.0"), encoding="utf-8")
+    with pytest.raises(InputError, match=r"cluster.toml.*all_gather inside: alpha=-1.0: must be"):
+        read_cluster(str(path))
+
+
+def test_one_rank_without_a_launcher_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "SHAPES", ((8, 8, 1),))
+    monkeypatch.setattr(measured_compute, "ROWS", (1, 4))
+    monkeypatch.setattr(measured_compute, "COPIED_ROWS", 64)
+    monkeypatch.setattr(links, "SIZES", ())
+    shares: list[float] = []
+    profile = measure(1, 3, ("fp32", "bf16"), lambda what, share: shares.append(share))
+    device = profile.cluster.device
+    assert shares == sorted(shares)
+    assert (profile.cluster.links, profile.cluster.collectives) == ((), ())
+    assert min(device.tflops.fp32, device.tflops.bf16, device.memory_gigabytes_per_second, *device.gemm_share) > 0
+    assert {each.name for each in device.codecs} >= {"int8"}
+    assert profile.cluster.host.layer_us + profile.cluster.host.task_us > 0
+    assert np.isfinite(profile.errors).all()
