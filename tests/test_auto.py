@@ -258,9 +258,10 @@ def test_capacities_under_which_plans_differ_are_refused(capacity, grid):
     assert "\n" not in line
 
 
-def test_a_plan_by_another_name_is_refused():
-    with pytest.raises(InputError, match=r"plan='s1' is unknown: write Plan\(\.\.\.\), or \"auto\""):
-        MoE(DIM, HIDDEN, 4).parallelize(Mesh(Grid(world=1), NoTransport()), "s1")
+@pytest.mark.parametrize("plan", ["s1", {"chunks": 2}])
+def test_what_is_no_plan_is_refused(plan):
+    with pytest.raises(InputError, match=r"plan=.* is unknown: write Plan\(\.\.\.\), or \"auto\""):
+        MoE(DIM, HIDDEN, 4).parallelize(Mesh(Grid(world=1), NoTransport()), plan)
 
 
 def test_ranks_that_differ_in_auto_all_say_so():

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from helpers import make_layer
 from moesaic import MoE, balance_on_step, checkpoint, finish_step
+from moesaic.errors import InputError
+from moesaic.parallel import parameter_groups
 from moesaic.routing.routers import SigmoidTopK
 
 
@@ -22,6 +24,14 @@ def expected_bias(load: Tensor) -> list[float]:
 
 def train_on(layer: nn.Module, x: Tensor) -> None:
     layer(x).sum().backward()
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_is_no_optimizer_or_no_model_is_refused(swapped: bool) -> None:
+    layer = sigmoid_layer()
+    optimizer = torch.optim.SGD(parameter_groups(layer.parameters(), lr=0.1))
+    with pytest.raises(InputError, match=r"takes an optimizer, then the model: got (MoE and SGD|SGD and list)$"):
+        balance_on_step(*((layer, optimizer) if swapped else (optimizer, list(layer.parameters()))))
 
 
 def test_one_step_updates_once_by_the_sum_of_its_micro_batches() -> None:

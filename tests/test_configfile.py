@@ -101,6 +101,7 @@ def test_the_dataclass_checks_itself_after_an_override():
 def test_suggestions():
     assert suggestion("rooter", ["router", "experts"]) == ": did you mean router?"
     assert suggestion("zzz", ["router", "experts"]) == ": choose one of router, experts"
+    assert suggestion("zzz", ["router"] * 99) == f": choose one of {'router, ' * 37}..."
 
 
 def test_differing_fields_are_named_with_both_values():

@@ -34,10 +34,16 @@ def test_what_is_no_capacity_is_refused(name: str, capacity: object) -> None:
         MoE(8, 8, 4, 2, **{name: capacity})
 
 
-@pytest.mark.parametrize("factor", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("factor", [0, -1.0, float("nan"), "1.25"])
 def test_a_factor_that_is_no_limit_is_refused(factor: float) -> None:
     with pytest.raises(InputError, match="a capacity factor must be a finite number above 0"):
-        MoE(8, 8, 4, 2, capacity=factor)
+        Capacity.fixed(factor)
+
+
+@pytest.mark.parametrize("coefficient", [-1, float("inf"), "0.01"])
+def test_a_coefficient_that_is_no_number_of_0_or_more_is_refused(coefficient: float) -> None:
+    with pytest.raises(InputError, match="LoadBalance: the coefficient must be a finite number of 0 or more, got"):
+        LoadBalance(coefficient)
 
 
 def test_one_loss_needs_no_tuple() -> None:

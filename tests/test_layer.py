@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from helpers import Scripted, agree, fitting_top_k, ids_for, make_layer, run
 from moesaic import Capacity, Dropless, GatedExperts, Importance, LoadBalance, ModuleExperts, MoE, PlainExperts, ZLoss
@@ -268,6 +269,12 @@ BAD_LAYERS = [
     ({"apply_weight": "around"}, 'apply_weight=\'around\' is unknown: write "after" or "before"'),
     ({"router": "topk"}, "router='topk' is unknown: choose one of softmax, switch, .*, or pass a function"),
     ({"experts": "reglu"}, "experts='reglu' is unknown: choose one of swiglu, .*, or pass a function"),
+    ({"experts": nn.Linear(8, 8)}, "experts is a module, Linear: pass a function that makes it from the sizes"),
+    ({"experts": nn.Linear}, "experts: the function returned Linear: return an AbstractExperts, or ModuleExperts"),
+    ({"router": nn.Linear}, "router: the function returned Linear: return an AbstractRouter$"),
+    ({"router_options": ["bias"]}, "router_options=.*: pass a dict of names and values"),
+    ({"dtype": "bfloat16"}, "dtype='bfloat16': pass a floating-point torch.dtype"),
+    ({"dtype": torch.int8}, "dtype=torch.int8: pass a floating-point torch.dtype"),
 ]
 
 BAD_CALLS = [
@@ -278,6 +285,7 @@ BAD_CALLS = [
     ("softmax", (X,), {"mask": torch.ones(2, 3)}, "mask has dtype torch.float32: pass bool, True for real tokens"),
     ("hash", (X,), {}, r"Hash routes by token ids: call the layer as moe\(x, token_ids=ids\)"),
     ("hash", (X,), {"token_ids": torch.zeros(6, dtype=torch.int64)}, r"token_ids has shape \(6,\), x has \(2, 3, 8\)"),
+    ("hash", (X,), {"token_ids": torch.zeros(2, 3)}, "token_ids have dtype torch.float32: pass whole numbers"),
     ("softmax", (X,), {"top_k": 0}, "top_k=0 does not fit num_experts=4"),
     ("softmax", (X,), {"top_k": 5}, "top_k=5 does not fit num_experts=4"),
     ("gshard", (X,), {"top_k": 1}, "the GShard router chooses two experts per token, got top_k=1"),

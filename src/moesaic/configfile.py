@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from moesaic.errors import InputError
@@ -157,10 +158,14 @@ def to_toml(table: dict[str, Any], prefix: str = "") -> str:
 
 
 def suggestion(word: str, known: list[str]) -> str:
-    """Return ': did you mean X?' for the known word that holds this one or is closest, or the list of all if none is close."""
+    """Return ': did you mean X?' for the known word that holds this one or is closest; if none is close, a list."""
     holding = [each for each in known if len(word) > 2 and word in each]
     near = holding or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f": did you mean {near[0]}?" if near else f": choose one of {', '.join(known)}"
+    return (
+        f": did you mean {near[0]}?"
+        if near
+        else f": choose one of {shorten(', '.join(known), 300, placeholder=' ...')}"
+    )
 
 
 def differing_fields(one: Any, other: Any, prefix: str = "") -> list[str]:

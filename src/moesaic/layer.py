@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -129,15 +129,17 @@ class MoE(InjectsLosses, RoutingCached):
         make_router = _with_options(_pick(router, ROUTERS | ON_MESH, "router"), router, router_options)
         make_experts = _with_bias(_pick(experts, EXPERTS, "experts"), experts, bias)
         with nullcontext() if device is None else torch.device(device):
-            self.router: AbstractRouter = make_router(dim, num_experts)
+            self.router: AbstractRouter = _made("router", make_router(dim, num_experts), AbstractRouter)
             self.router.check(top_k)
             self.router.check_fits(top_k if eval_top_k is None else eval_top_k)
-            self.experts: AbstractExperts = make_experts(dim, hidden, num_experts)
+            self.experts: AbstractExperts = _made("experts", make_experts(dim, hidden, num_experts), AbstractExperts)
             self.shared: AbstractExperts | None = make_experts(dim, shared_hidden, 1) if shared_hidden else None
             for module in filter(None, (self.experts, self.shared)):
                 _use_kernel(module, kernel)
             self.shared_gate = nn.Linear(dim, 1, bias=False) if shared_gate else None
         if dtype is not None:
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise InputError(f"dtype={dtype!r}: pass a floating-point torch.dtype, such as torch.bfloat16")
             self.to(dtype)
         self.capacity = Dropless() if capacity is None else as_capacity(capacity, "capacity")
         self.losses = _as_losses(losses)
@@ -385,7 +387,7 @@ class MoE(InjectsLosses, RoutingCached):
 
     def _is_auto(self, plan: Plan | Compiled | str | None, mesh: Mesh) -> bool:
         """Return whether the plan is "auto". Refuse other strings, and capacities under which plans are not equivalent."""
-        if not isinstance(plan, str):
+        if plan is None or is_dataclass(plan):
             return False
         if plan != "auto":
             raise InputError(f'plan={plan!r} is unknown: write Plan(...), or "auto" to find one while training')
@@ -526,6 +528,8 @@ class MoE(InjectsLosses, RoutingCached):
                 )
         if mask is not None and mask.dtype != torch.bool:
             raise InputError(f"MoE: mask has dtype {mask.dtype}: pass bool, True for real tokens")
+        if token_ids is not None and (token_ids.is_floating_point() or token_ids.is_complex()):
+            raise InputError(f"MoE: token_ids have dtype {token_ids.dtype}: pass whole numbers, in torch.int64")
         if self.router.needs_token_ids and token_ids is None:
             raise InputError(
                 f"{type(self.router).__name__} routes by token ids: call the layer as moe(x, token_ids=ids)"
@@ -569,9 +573,12 @@ def balance_on_step(optimizer: torch.optim.Optimizer, model: nn.Module, group: G
     Returns:
         A handle; its `remove()` unregisters the hook.
     """
-    _set_data_ranks(model, group)
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
+    if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
+        given = f"{type(optimizer).__name__} and {type(model).__name__}"
+        raise InputError(f"balance_on_step takes an optimizer, then the model: got {given}")
+    _set_data_ranks(model, group)
     return optimizer.register_step_pre_hook(lambda *_: finish_step(model))
 
 
@@ -585,12 +592,24 @@ def _set_data_ranks(model: nn.Module, group: Group) -> None:
 
 def _pick(choice: str | Callable, table: dict, argument: str) -> Callable:
     """Return the entry of `table` that `choice` names, or `choice` itself if it is a function."""
+    if isinstance(choice, nn.Module):
+        raise InputError(
+            f"{argument} is a module, {type(choice).__name__}: pass a function that makes it from the sizes"
+        )
     if callable(choice):
         return choice
     if choice not in table:
         raise InputError(f"{argument}={choice!r} is unknown: choose one of {', '.join(table)}, or pass a function")
     factory: Callable = table[choice]
     return factory
+
+
+def _made(argument: str, module: Any, kind: type[Any]) -> Any:
+    """Return what a function given as `router` or `experts` made, after a check of its class."""
+    if not isinstance(module, kind):
+        more = ", or ModuleExperts(make_one, dim, num_experts) of your modules" if argument == "experts" else ""
+        raise InputError(f"{argument}: the function returned {type(module).__name__}: return an {kind.__name__}{more}")
+    return module
 
 
 def _check_sizes(**sizes: int) -> None:
@@ -625,6 +644,8 @@ def _with_options(make: RouterFactory, choice: str | Callable, options: Mapping[
         return make
     if callable(choice):
         raise InputError("router_options is only for a router given by name: set the options in your function")
+    if not isinstance(options, Mapping):
+        raise InputError(f'router_options={options!r}: pass a dict of names and values, such as {{"bias": True}}')
     option_names = options_of(make)
     for name in options:
         if name not in option_names:

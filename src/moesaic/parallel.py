@@ -101,17 +101,17 @@ def parallelize_layers(
         layer.parallelize(mesh, compiled[bias], calls=calls, broadcast=broadcast)
 
 
-def parameter_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module | Iterable[nn.Parameter], **options: Any) -> list[dict[str, Any]]:
     """Return a model's parameters as parameter groups for an optimizer: one group for plain tensors and one per device mesh.
 
     torch's fused and foreach steps refuse a group that mixes tensors with DTensors, or DTensors of two meshes.
 
     Args:
-        model: the model, after it was parallelized.
+        model: the model, or parameters of it, after it was parallelized.
         options: optimizer options for every group, such as `weight_decay=0.1`.
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for parameter in model.parameters() if isinstance(model, nn.Module) else model:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault(mesh, []).append(parameter)
     return [{"params": parameters, **options} for parameters in groups.values()]

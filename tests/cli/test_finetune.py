@@ -245,6 +245,7 @@ def test_models_and_data_that_cannot_be_used_are_refused_in_one_line(place, caps
             (tmp_path / name / "config.json").write_text(json.dumps(table))
     shutil.copytree(place / "model", tmp_path / "mute")
     (tmp_path / "mute" / "tokenizer.json").write_text("{")
+    shutil.copytree(place / "model", tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
     (tmp_path / "empty.txt").touch()
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "mine.txt").write_text("mine")
@@ -254,6 +255,7 @@ def test_models_and_data_that_cannot_be_used_are_refused_in_one_line(place, caps
         ([str(tmp_path / "fp8"), text], "its weights are quantized (fp8): run moesaic convert"),
         ([str(tmp_path / "\x1b]52;model"), text], "\\x1b]52;model: is neither a folder nor a name"),
         ([str(tmp_path / "mute"), text], "mute: has no tokenizer that transformers can load"),
+        ([str(tmp_path / "bare"), text], "bare: has no tokenizer that transformers can load"),
         ([model, str(tmp_path / "no.txt")], "no.txt: no such file"),
         ([model, str(tmp_path / "empty.txt")], "empty.txt: is empty"),
         ([model, text, "--out", str(tmp_path / "used")], "is in use: choose another folder, or --resume"),

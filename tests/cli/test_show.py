@@ -12,7 +12,7 @@ from moesaic.cli.main import main
 from moesaic.errors import InputError
 from moesaic.named import REPLICATION
 from moesaic.planner.cluster import read_cluster
-from moesaic.planner.files import read_plan, write_plan
+from moesaic.planner.files import read_planned, write_plan
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all import ALL_TO_ALLS
@@ -251,8 +251,13 @@ def test_a_plan_that_was_written_is_shown_again(tmp_path: Path, capsys: pytest.C
     path = tmp_path / "plan.json"
     flags = ["--plan.schedule", "s1", "--plan.chunks", "2", "--plan.all-to-all", "multicast"]
     first = shown(capsys, *flags, *SMALL, "--write", str(path))
-    assert read_plan(path) == Plan(schedule="s1", chunks=2, all_to_all="multicast")
+    assert read_planned(path)[1] == Plan(schedule="s1", chunks=2, all_to_all="multicast")
     assert shown(capsys, "--plan-file", str(path), *SMALL) == first
+    mesh = {"tp": 1, "ep": 8, "etp": 1, "innermost": "ep"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mesh": mesh}))
+    asked = [word for name, value in mesh.items() for word in (f"--mesh.{name}", str(value))]
+    assert shown(capsys, "--plan-file", str(path), *SMALL) == shown(capsys, *flags, *SMALL, *asked) != first
+    assert shown(capsys, "--plan-file", str(path), *SMALL, "--mesh.ep", "2") != shown(capsys, *flags, *SMALL, *asked)
 
 
 @pytest.mark.parametrize(

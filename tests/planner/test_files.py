@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moesaic.errors import InputError
-from moesaic.planner.files import read_plan, write_plan
+from moesaic.planner.files import read_planned, write_plan
 from moesaic.program.build import SCHEDULES
 from moesaic.program.plan import Plan
 
@@ -35,13 +35,13 @@ def plan_of(seed: int) -> Plan:
 def test_a_plan_comes_back_as_it_was(seed: int, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_plan(plan_of(seed), path)
-    assert read_plan(path) == plan_of(seed)
+    assert read_planned(path)[1] == plan_of(seed)
 
 
 def test_toml_is_read_and_fields_that_are_left_out_keep_their_defaults(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text('version = 1\n[plan]\nschedule = "s3"\nchunks = 2\ngather_weights = 0\n')
-    assert read_plan(path) == Plan(schedule="s3", chunks=2, gather_weights=0)
+    assert read_planned(path)[1] == Plan(schedule="s3", chunks=2, gather_weights=0)
 
 
 GOOD: dict[str, Any] = {"version": 1, "plan": {}}
@@ -74,7 +74,7 @@ def test_what_holds_no_plan_is_refused(table: object, words: str, tmp_path: Path
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(table))
     with pytest.raises(InputError) as refusal:
-        read_plan(path)
+        read_planned(path)[1]
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -94,7 +94,7 @@ def test_what_is_no_such_file_is_refused(name: str, content: bytes | None, words
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(InputError) as refusal:
-        read_plan(path)
+        read_planned(path)[1]
     assert words in str(refusal.value)
     assert str(path) in str(refusal.value)
     assert "\n" not in str(refusal.value)

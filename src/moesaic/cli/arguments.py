@@ -102,7 +102,7 @@ def _nearest(word: str, flags: list[str]) -> str:
     names = [flag.lstrip("-") for flag in flags]
     ending = [each for each in names if each.rpartition(".")[2] == name.rpartition(".")[2]]
     near = ending or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f", did you mean --{near[0]}?" if near else ""
+    return f", did you mean --{near[0]}?" if near and word.startswith("-") else ""
 
 
 def _rest(kind: Any, usual: Sequence[str], prefix: str = "--") -> set[tuple[type, str]]:
@@ -144,5 +144,5 @@ def _one_line(box: str) -> str:
     )
     words = re.sub(r"(invalid literal for )?int(\(\) with base 10)?: '", "not a whole number: '", words)
     words = re.sub(r"(could not convert string to )?float: '", "not a number: '", words)
-    words = re.sub(r"^(Parsing error|Value error|Invalid choice|Required options) ", "", words)
+    words = re.sub(r"^(Parsing error|Value error|Invalid choice|Required options|Missing argument) ", "", words)
     return re.sub(r"^Error parsing ", "", words)

@@ -41,7 +41,7 @@ from moesaic.planner.hub import HubShape
 from moesaic.planner.loads import typical_counts
 from moesaic.planner.model import Job
 from moesaic.planner.others import OthersLayout, best_layout, predict
-from moesaic.planner.presets import CONFIGS, PRESETS, read_job
+from moesaic.planner.presets import CONFIGS, read_job
 from moesaic.planner.search import LOSSLESS, LOSSY, PlannedStep, Result, Settings, TooLargeError, search
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import largest_max_vio, read_counts
@@ -179,10 +179,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(PlanOptions, _join_flag(arguments, "--explain"), prog="moesaic plan", description=DESCRIPTION)
     if not options.model:
-        raise InputError(
-            f"--model is missing: choose one of {', '.join({**PRESETS, **CONFIGS})}, or give a training configuration, or the "
-            "config.json of a Hugging Face model"
-        )
+        names = ", ".join(CONFIGS)
+        raise InputError(f"--model is missing: name one ({names}), a training configuration, or a model's config.json")
     if options.write is not None and Path(options.write).suffix not in (".toml", ".json"):
         raise InputError(f"--write {options.write}: choose a name that ends in .toml or .json")
     simulator = _simulator(options)
@@ -408,7 +406,7 @@ def _settings(options: PlanOptions) -> Settings:
 @contextmanager
 def _progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """Yield the `progress` callback of a search, shown as a progress bar."""
-    with Progress(console=console, transient=True) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
@@ -465,14 +463,7 @@ def _step_as_data(planned: PlannedStep) -> dict[str, Any]:
     return {
         "seconds": planned.seconds,
         "over_bound": planned.seconds / planned.bound_seconds,
-        "mesh": {
-            "dp": grid.dp,
-            "tp": grid.tp,
-            "edp": grid.edp,
-            "ep": grid.ep,
-            "etp": grid.etp,
-            "innermost": grid.innermost,
-        },
+        "mesh": {name: getattr(grid, name) for name in ("dp", "tp", "edp", "ep", "etp", "innermost")},
         "plan": asdict(planned.plan),
         "bottleneck": planned.estimate.bottleneck,
         "parts": planned.estimate.parts,

@@ -21,7 +21,7 @@ from moesaic.errors import InputError
 from moesaic.files import write
 from moesaic.planner.call_sizes import copies_by_rank, sizes_of
 from moesaic.planner.cluster import ClusterSpec, Dtype, read_cluster
-from moesaic.planner.files import read_plan, write_plan
+from moesaic.planner.files import read_planned, write_plan
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import Workload, uniform_counts
 from moesaic.program.all_to_all.volume import traffic
@@ -80,18 +80,6 @@ class LayerOptions:
         if self.top_k > self.num_experts:
             raise InputError(f"--layer.top-k {self.top_k}: choose at most --layer.num-experts {self.num_experts}")
 
-    @property
-    def workload(self) -> Workload:
-        """The layer in the form that the simulator reads."""
-        return Workload(
-            tokens=self.tokens,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            dim=self.dim,
-            hidden=self.hidden,
-            dtype=self.dtype,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions:
@@ -109,7 +97,7 @@ class ShowOptions:
     cluster: str = "25gbe"
     """Cluster for the simulated times: a preset, or a .toml file; docs/planning.md describes both."""
     plan_file: str | None = None
-    """Read the plan from this file, which --write made, instead of from the --plan flags."""
+    """Read the plan, and the mesh where no flag gives it, from this file of --write, instead of from the --plan flags."""
     write: str | None = None
     """Write the plan to this file (.toml or .json)."""
     gantt: str | None = None
@@ -134,7 +122,7 @@ def run(arguments: Sequence[str]) -> int:
         "Print what a plan's programs do on a mesh: the time of their stages, the bytes that they move, and memory."
     )
     options = parse(ShowOptions, arguments, prog="moesaic show", description=description)
-    plan = options.plan if options.plan_file is None else read_plan(Path(options.plan_file))
+    of_file, plan = ({}, options.plan) if options.plan_file is None else read_planned(Path(options.plan_file))
     if plan.crossing is Crossing.DEEPEP:
         raise InputError(
             "plan.all_to_all=deepep runs the kernels of DeepEP, so there is no program to show: choose multicast, which sends "
@@ -142,9 +130,10 @@ def run(arguments: Sequence[str]) -> int:
         )
     if plan.replicates:
         check_replication("plan.replication", plan.replication)
-    grid = Grid(**vars(options.mesh))
+    usual = vars(MeshOptions())
+    grid = Grid(**usual | of_file | dict(vars(options.mesh).items() - usual.items()))
     cluster = _cluster(options)
-    layer, simulator = options.layer.workload, Simulator(cluster)
+    layer, simulator = Workload(**vars(options.layer)), Simulator(cluster)
     unmoved = compile_plan(plan, grid)
     compiled = moving(unmoved) if options.samples else unmoved
     sizes = sizes_of(compiled.forward, layer, compiled.grid)

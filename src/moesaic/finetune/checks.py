@@ -124,7 +124,10 @@ def read_config(model: str) -> Any:
 def read_tokenizer(model: str) -> Any:
     """Return a model's tokenizer; InputError if it has none."""
     try:
-        return transformers.AutoTokenizer.from_pretrained(model)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+        if not tokenizer("text", add_special_tokens=False)["input_ids"]:  # without files, some classes know no word
+            raise ValueError("there are no files of one")
+        return tokenizer
     except Exception as error:  # of the hub, of a file, of a tokenizer's own code
         reason = " ".join(str(error).split())
         raise InputError(

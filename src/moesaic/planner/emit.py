@@ -116,9 +116,9 @@ def from_flags(flags: str) -> OthersLayout:
             values[field] = _flag_value(words[place], words[place + 1 : until], make)
     values = yielding | values
     if not values:
-        first = next((word for word in words if word.startswith("--")), "nothing")
-        near = suggestion(first.lstrip("-"), list(known)) if first != "nothing" else ""
-        raise InputError(f"--explain: found no flag of Megatron or torchtitan that splits a model, only {first}{near}")
+        first = next(iter(named.values()), "")
+        only = (f"--{first}" if first else "nothing") + suggestion(first, list(known))
+        raise InputError(f"--explain: found no flag of Megatron or torchtitan that splits a model, only {only}")
     if any(name in TORCHTITAN for name in named.values()):
         # FSDP2 gathers parameters for every block, but keeps them whole between the micro-batches of a pipeline.
         local = values.get("local_batch", 1)

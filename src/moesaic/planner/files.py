@@ -24,11 +24,6 @@ MESH = ("tp", "ep", "etp", "innermost")
 """Fields of the table `mesh`."""
 
 
-def read_plan(path: Path) -> Plan:
-    """Return the plan in a file; raises InputError as `read_planned` does."""
-    return read_planned(path)[1]
-
-
 def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
     """Return the mesh table and the plan in a file; the mesh table is empty if the file has only a plan.
 

@@ -165,7 +165,7 @@ def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
         return PRESETS[name]
     if name not in CONFIGS and not name.endswith((".toml", ".json")):
         raise InputError(
-            f"model {name!r} is unknown{suggestion(name, [*{**PRESETS, **CONFIGS}])} (or give a path that ends in .toml)"
+            f"model {name!r} is unknown{suggestion(name, [*{**PRESETS, **CONFIGS}])} (or give a path to .toml or .json)"
         )
     table = CONFIGS[name] if name in CONFIGS else read_table(Path(name))
     if is_hub_config(table):

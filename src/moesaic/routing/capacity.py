@@ -88,9 +88,9 @@ class Capacity(AbstractCapacity):
     counts padding tokens too."""
 
     def __post_init__(self) -> None:
-        if self.factor is not None and not 0 < self.factor < math.inf:
+        if self.factor is not None and not (isinstance(self.factor, Real) and 0 < self.factor < math.inf):
             raise InputError(
-                f"a capacity factor must be a finite number above 0, got {self.factor}: write Dropless() to drop nothing, "
+                f"a capacity factor must be a finite number above 0, got {self.factor!r}: write Dropless() to drop nothing, "
                 "or Capacity.fitted() for the smallest capacity without drops"
             )
         if self.order not in ("position", "score"):

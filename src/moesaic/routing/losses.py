@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -157,9 +158,9 @@ class AbstractLoss(ABC):
     """Factor on the loss when its gradient is injected."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.coefficient < math.inf:
+        if not isinstance(self.coefficient, Real) or not 0 <= self.coefficient < math.inf:
             raise InputError(
-                f"{type(self).__name__}: the coefficient must be a finite number of 0 or more, got {self.coefficient}"
+                f"{type(self).__name__}: the coefficient must be a finite number of 0 or more, got {self.coefficient!r}"
             )
 
     @property

@@ -59,8 +59,8 @@ def _json_lines(data: bytes, path: Path, field: str) -> Iterator[bytes]:
             yield text.encode("utf-8", errors="surrogatepass")
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             raise InputError(
-                f"data: {path}: line {number} is no JSON object with a text under {field!r} ({error!r:.100}): correct it, or "
-                "name the field that holds the text with data.text_field"
+                f"data: {path}: line {number} is no JSON object with a text under {field!r} but {str(line[:60])[1:]}: "
+                "correct it, or name the field that holds the text with data.text_field"
             ) from error
 
 
