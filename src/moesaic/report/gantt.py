@@ -139,11 +139,11 @@ def in_words(timeline: Timeline) -> str:
 ROWS = {
     Lane.COMPUTE: "computing",
     Lane.HOST: "computing",
-    Lane.INTRA: "links inside nodes",
-    Lane.INTER: "links between nodes",
+    Lane.INTRA: "inside nodes",
+    Lane.INTER: "between nodes",
 }
 """Lane -> its row in a step's chart."""
-COMPUTING, WAITING = ROWS[Lane.COMPUTE], "waiting for parameters"
+COMPUTING, WAITING = ROWS[Lane.COMPUTE], "waiting"
 FURTHER = "further micro-batches"
 
 
