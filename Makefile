@@ -22,7 +22,7 @@ TORCHES := 2.10.0-3.10 2.12.1-3.12 2.13.0-3.10 newest-3.12
 SMOKE := tests/test_layer.py tests/routing/test_injection.py tests/kernels/test_codecs.py tests/test_compile.py tests/test_fsdp_outputs.py \
 	tests/test_parallel.py tests/train/test_on_two_ranks.py tests/test_deprecations.py tests/transformers/test_backend.py
 
-.PHONY: help setup demo test test-random test-all test-triton test-torch test-peers lint bench bench-all chaos fuzz soak docs site clean
+.PHONY: help setup demo test test-random test-all test-triton test-torch test-peers lint bench bench-all chaos fuzz soak docs site dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
@@ -159,6 +159,18 @@ docs: $(STAMP)  ## docs/performance.md and the pages of the papers from the comm
 
 site: $(STAMP)  ## the documentation as a site, in build/site
 	$(BIN)/python -m mkdocs build --strict
+
+dist:  ## what is published, in dist: built, checked, installed in an empty environment, where a command and README's first block run
+	$(PYTHON) -m venv --clear build/publish
+	build/publish/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip build twine
+	rm -rf dist
+	build/publish/bin/python -m build --outdir dist .
+	build/publish/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv --clear build/empty
+	build/empty/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	build/empty/bin/python -m pip install --quiet --disable-pip-version-check "$$(echo dist/*.whl)[transformers]"
+	sed -n '/^```python/,/^```$$/p; /^```$$/q' README.md | sed '/^```/d' > build/empty/readme.py
+	cd build/empty && bin/moesaic plan --model demo --cluster 25gbe && bin/python readme.py
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,15 +8,7 @@ from dataclasses import asdict, replace
 from rich.table import Table
 
 from moesaic.planner.algorithm1 import choose
-from moesaic.planner.answer import (
-    SkewedStep,
-    Speed,
-    again,
-    changes,
-    longer_by_rank_skew,
-    speed_of,
-    under_skew,
-)
+from moesaic.planner.answer import SkewedStep, Speed, again, changes, longer_by_rank_skew, speed_of, under_skew
 from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.emit import SYSTEMS, from_flags, unread_flags

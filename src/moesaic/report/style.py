@@ -75,7 +75,6 @@ TEMPLATE = go.layout.Template(
         "legend": {
             "orientation": "h",
             "x": 0,
-            "xref": "container",
             "y": 1.02,
             "xanchor": "left",
             "yanchor": "bottom",
