@@ -13,7 +13,7 @@ from moesaic.errors import InputError
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.cluster import ClusterSpec, Device, RankSkew, Tflops, read_cluster
 from moesaic.planner.simulate import Simulator
-from moesaic.planner.timing import Simulated, Timing
+from moesaic.planner.timing import ProgramTiming, Simulated
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
@@ -30,7 +30,7 @@ def run(device: Device = FREE, late: tuple[float, ...] | None = None, speeds: tu
     """Return a layer's forward pass on one node, with every rank simulated separately."""
     spec = replace(flat(1, 4, device=device), speeds=speeds)
     program = compile_plan(Plan(order="fifo"), GRID).forward
-    timing = Timing(spec, late=None if late is None else np.array(late))
+    timing = ProgramTiming(spec, late=None if late is None else np.array(late))
     sizes = sizes_of(program, LAYER, GRID)
     return Simulator(spec, timing=timing).run(program, LAYER, GRID, sizes=sizes)
 

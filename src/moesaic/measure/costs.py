@@ -11,7 +11,7 @@ from scipy.optimize import least_squares
 from moesaic.measure.host import Calibration
 from moesaic.planner.cluster import ClusterSpec, Host
 from moesaic.planner.simulate import Simulator
-from moesaic.planner.timing import Timing
+from moesaic.planner.timing import ProgramTiming
 
 HELD_OUT = 4
 """Every `HELD_OUT`-th layer is held out, and the fit is checked on these."""
@@ -50,7 +50,7 @@ def fit_host(cluster: ClusterSpec, layers: Sequence[tuple[Calibration, float]]) 
 
     def errors(times: np.ndarray, chosen: np.ndarray) -> np.ndarray:
         tried = host(times)
-        timing, around = Timing(replace(free, host=tried)), tried.layer_us * 1e-6
+        timing, around = ProgramTiming(replace(free, host=tried)), tried.layer_us * 1e-6
         predicted = [
             around
             + sum(timing.run(program, volumes, volumes.layer.dtype).seconds for program, volumes in passes[number])

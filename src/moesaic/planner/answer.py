@@ -25,7 +25,7 @@ from moesaic.planner.search import PlannedStep, Result, Settings, smallest_layou
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.step import StepCostModel
 from moesaic.planner.step_memory import step_memory
-from moesaic.planner.timing import Timing
+from moesaic.planner.timing import ProgramTiming
 from moesaic.planner.workload import largest_max_vio, skewed_counts, uniform_counts
 from moesaic.program.compile import Compiled, compile_plan
 
@@ -217,7 +217,7 @@ def longer_by_rank_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep) ->
         speed_of_devices[ranks:] = speed_of_devices[:ranks].min()
         drawn_speeds = speed_of_devices * np.append(speeds, np.full(cluster.world - ranks, speeds.min()))
         uneven = replace(cluster, speeds=tuple(drawn_speeds.tolist()))
-        simulator = Simulator(uneven, timing=Timing(uneven, late=late))
+        simulator = Simulator(uneven, timing=ProgramTiming(uneven, late=late))
         runs = simulate_counts(simulator, compiled, step.layer, counts)
         return StepCostModel(step, planned.grid, simulator).estimate(*runs).seconds
 

@@ -16,7 +16,7 @@ from moesaic.planner.compute import compute_seconds, rates_of
 from moesaic.planner.even import MAX_RANKS_APART, AbstractEvenLayers, EvenLayers
 from moesaic.planner.movement import RANKS_APART, AbstractVolumes, Counted, movements_of
 from moesaic.planner.symmetry import UnlikeError
-from moesaic.planner.timing import Simulated, Timing
+from moesaic.planner.timing import ProgramTiming, Simulated
 from moesaic.planner.topology import Topology
 from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all.all_to_all import legs_by_hop
@@ -36,10 +36,10 @@ class Simulator:
     """
 
     def __init__(
-        self, cluster: ClusterSpec, *, timing: Timing | None = None, even: AbstractEvenLayers | None = None
+        self, cluster: ClusterSpec, *, timing: ProgramTiming | None = None, even: AbstractEvenLayers | None = None
     ) -> None:
         self.cluster = cluster
-        self.timing = timing or Timing(cluster)
+        self.timing = timing or ProgramTiming(cluster)
         self._even = even or EvenLayers(cluster)
         self._topology = cache(partial(Topology, cluster))
         self._legs, self._shapes = cache(legs_by_hop), cache(LayoutIndex)

@@ -1,4 +1,4 @@
-"""`Timing`: predicts when a program's tasks run on a cluster, given their rows and messages.
+"""`ProgramTiming`: predicts when a program's tasks run on a cluster, given their rows and messages.
 
 The simulator (`simulate.py`) derives the rows and messages.
 """
@@ -60,8 +60,8 @@ class Simulated:
         return link if link and self.link_seconds[link] >= 0.5 * self.lane_seconds[lane] else f"start-up on lane {lane}"
 
 
-class Timing:
-    """Timing on a cluster.
+class ProgramTiming:
+    """Times of a program on a cluster.
 
     Args:
         cluster: rates of devices and links, and the host's costs per task and message.
