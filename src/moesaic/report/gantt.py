@@ -136,12 +136,7 @@ def in_words(timeline: Timeline) -> str:
     return line
 
 
-ROWS = {
-    Lane.COMPUTE: "computing",
-    Lane.HOST: "computing",
-    Lane.INTRA: "inside nodes",
-    Lane.INTER: "between nodes",
-}
+ROWS = {Lane.COMPUTE: "computing", Lane.HOST: "computing", Lane.INTRA: "inside nodes", Lane.INTER: "between nodes"}
 """Lane -> its row in a step's chart."""
 COMPUTING, WAITING = ROWS[Lane.COMPUTE], "waiting"
 FURTHER = "further micro-batches"
