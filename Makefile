@@ -123,6 +123,7 @@ bench-all: bench  ## every benchmark, the long trainings too
 	$(BIN)/moesaic bench relocate_train --json $(RESULTS)/relocate_train.json
 	$(BIN)/moesaic bench placement_gaps --json $(RESULTS)/placement_gaps.json
 	$(BIN)/moesaic bench extending --json $(RESULTS)/extending.json
+	$(BIN)/moesaic bench front --json $(RESULTS)/front.json
 	$(BIN)/moesaic bench moe_vs_dense --json $(RESULTS)/moe_vs_dense.json
 	$(BIN)/moesaic bench tiny --json $(RESULTS)/tiny.json
 	$(BIN)/moesaic bench vision_sweeps --json $(RESULTS)/vision_sweeps.json

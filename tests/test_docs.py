@@ -14,6 +14,7 @@ from moesaic.configfile import read_table
 from moesaic.routing.routers import ON_MESH, ROUTERS
 from moesaic_lab import performance_page, timeline_picture
 from moesaic_lab.bench import BENCHMARKS, OTHERS
+from moesaic_lab.front import blocks_of
 from moesaic_testbed import refusal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -185,23 +186,6 @@ def test_examples_run(example: Path) -> None:
     out, err = command.communicate(timeout=300)
     assert command.returncode == 0, err
     assert "tokens per expert" in out
-
-
-LAUNCH = re.compile(r"# (?:python|torchrun --nproc-per-node (\d+)) (\w+\.py)\b")
-"""The first line of a block that says how to start it, under which name."""
-
-
-def blocks_of(page: Path) -> list[tuple[str, str, str]]:
-    """Return ranks, file name and code of each block that runs; one that cannot says why in a comment in front of it."""
-    found = []
-    for reason, code in re.findall(
-        r"(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL
-    ):
-        if not reason and not re.match(r"# \S+\.py\b", code):  # a file that moesaic_lab.extending puts where it says
-            launch = LAUNCH.match(code)
-            ranks, name = launch.groups("") if launch else ("", f"block{len(found)}.py")
-            found.append((ranks, name, code))
-    return found
 
 
 BLOCKS = {page: blocks for page in PAGES if (blocks := blocks_of(page))}

@@ -27,6 +27,7 @@ BENCHMARKS = {
         "one layer on a CPU or a GPU: its operations, products and memory, and other libraries' layers",
     ),
     "extending": ("extending", "the promises of docs/extending.md, checked on the code"),
+    "front": ("front", "README from its first line on, in an empty environment"),
     "fuzz": ("fuzz.benchmark", "every reader and every command line on odd inputs"),
     "gates_loss": ("gates_loss", "losses and step times of the demo model under five gates"),
     "certificates": ("certificates", "expert parallelism of several libraries against dense experts"),
