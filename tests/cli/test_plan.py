@@ -190,7 +190,7 @@ def test_layouts_of_others_are_compared_under_even_routing_whatever_the_counts(
     [
         (["--cluster", "25gb", "--model", "demo"], "cluster '25gb' is unknown: did you mean 25gbe?"),
         (["--cluster", "25gbe", "--model", "dmo"], "model 'dmo' is unknown: did you mean demo?"),
-        (["--cluster", "25gbe"], "--model is missing: choose one of demo, gpt-tiny, bert-tiny, seq2seq-tiny, gpt-small"),
+        (["--cluster", "25gbe"], "--model is missing: name one (mixtral-8x7b, olmoe-1b-7b, "),
         (["--model", "demo"], "--cluster is missing: choose one of 100gbe"),
         (["--model", "demo", "--cluster", "25gbe", "--pp", "0"], "--pp 0: must be at least 1"),
         (["--model", "demo", "--cluster", "25gbe", "--pp", "3"], "--pp 3: does not divide 16 devices: choose a divisor"),
