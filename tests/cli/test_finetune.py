@@ -144,7 +144,6 @@ def test_families_and_methods_merge_into_what_they_computed(tmp_path, family, me
     options = FinetuneOptions(model=str(tmp_path / "model"), data="", method=method, rank=4, dtype=dtype)
     base = AutoModelForCausalLM.from_pretrained(options.model, **recipe.loading(options, 1, "cpu"))
     model = recipe.adapt(base, options)
-    torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -152,9 +151,9 @@ def test_families_and_methods_merge_into_what_they_computed(tmp_path, family, me
     write_merged(model, options.model, tmp_path / "merged", getattr(torch, dtype), words_tokenizer())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.dtype == getattr(torch, dtype)
-    assert loss(merged) == pytest.approx(loss(model), abs=1e-6 if dtype == "float32" else 0.01)
+    assert loss(merged) == pytest.approx(loss(model), abs=1e-6 if dtype == "float32" else 0.005)
     with model.disable_adapter():
-        assert abs(loss(model) - loss(merged)) > 0.02
+        assert abs(loss(model) - loss(merged)) > 0.01
 
 
 def test_the_loss_in_parts_and_its_gradients_are_those_of_transformers():

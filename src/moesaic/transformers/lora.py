@@ -173,8 +173,8 @@ def adopt_adapters(model: nn.Module) -> None:
     """Let experts that are in NF4 or on several ranks run with the adapters that PEFT gave them. All ranks call it together.
 
     The first call of a model does this by itself. Earlier it frees memory: until then every rank has factors for all experts.
-    After `peft.get_peft_model(..., low_cpu_mem_usage=True)` no rank ever has: this draws factors without memory on the CPU, by
-    weights. On several ranks, gradients of all adapters become those of the mean of the ranks' losses, as
+    After `peft.get_peft_model(..., low_cpu_mem_usage=True)` no rank ever has: factors on the meta device are drawn here, on the
+    CPU, for one weight at a time. On several ranks, gradients of all adapters become those of the mean of the ranks' losses, as
     FSDP2's are.
 
     Args:
@@ -187,7 +187,7 @@ def adopt_adapters(model: nn.Module) -> None:
     wrappers: list[Any] = list(model.modules())
     for wrapper in wrappers:
         if hasattr(wrapper, "reset_lora_parameters"):
-            _draw(wrapper)
+            _draw(wrapper, getattr(model, "peft_config", {}))
         module = _adapted(wrapper)
         if module is None or wrapper.parameter_name in adapters_of(module):
             continue
@@ -214,14 +214,14 @@ def _adapted(wrapper: Any) -> nn.Module | None:
     return module if is_four_bit(module) or getattr(module, "_moesaic", None) is not None else None
 
 
-def _draw(layer: Any) -> None:
+def _draw(layer: Any, configs: dict[str, Any]) -> None:
     """Give factors that PEFT left on the meta device their memory and initial values, before this rank's part is cut out."""
     for name, linear in layer.lora_A.items():
         if linear.weight.is_meta:
             pair = linear, layer.lora_B[name]
             for each in pair:
-                each.to_empty(device="cpu")
-            layer.reset_lora_parameters(name, init_lora_weights=True)
+                each.to_empty(device="cpu").reset_parameters()
+            layer.reset_lora_parameters(name, getattr(configs.get(name), "init_lora_weights", True))
             implementation = getattr(_adapted(layer), "_moesaic", None)
             for each in pair if implementation is None else ():
                 each.to(next(layer.get_base_layer().parameters()).device)
