@@ -184,8 +184,7 @@ def adopt_adapters(model: nn.Module) -> None:
         InputError: experts are on several ranks, and tensor or pipeline parallelism is on too.
     """
     spread: list[Any] = []
-    wrappers: list[Any] = list(model.modules())
-    for wrapper in wrappers:
+    for wrapper in _as_peft_made(model):
         if hasattr(wrapper, "reset_lora_parameters"):
             _draw(wrapper, getattr(model, "peft_config", {}))
         module = _adapted(wrapper)
@@ -212,6 +211,17 @@ def _adapted(wrapper: Any) -> nn.Module | None:
         return None
     module = wrapper.get_base_layer()
     return module if is_four_bit(module) or getattr(module, "_moesaic", None) is not None else None
+
+
+def _as_peft_made(model: nn.Module) -> list[Any]:
+    """Return all modules, wrappers in PEFT's order of making them: of modules, then of parameters, inner first."""
+    place = {module: number for number, module in enumerate(model.modules())}
+
+    def made(module: Any) -> tuple[bool, int, int]:
+        is_parameter = hasattr(module, "parameter_name")
+        return is_parameter, place[module.get_base_layer()] if is_parameter else place[module], -place[module]
+
+    return sorted(place, key=made)
 
 
 def _draw(layer: Any, configs: dict[str, Any]) -> None:
