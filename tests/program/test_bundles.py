@@ -46,11 +46,6 @@ def kinds(program: Program, bundle: tuple[int, ...]) -> list[Kind]:
     return [program.slot(program.tasks[place].writes[0]).kind for place in bundle]
 
 
-def test_bundles_are_all_tasks_in_order() -> None:
-    for program in PROGRAMS:
-        assert [place for bundle in bundles(program) for place in bundle] == list(range(len(program.tasks)))
-
-
 def test_what_travels_as_one_goes_the_same_way_and_waits_for_nothing_in_it() -> None:
     joint = 0
     for program in PROGRAMS:
@@ -72,11 +67,6 @@ def test_chunks_of_rows_do_not_wait_for_each_other() -> None:
     for program in PROGRAMS:
         for bundle in bundles(program):
             assert sum(kind in (Kind.ROWS, Kind.TOKENS) for kind in kinds(program, bundle)) <= 1
-
-
-def test_compiled_programs_are_side_by_side_already() -> None:
-    for program in PROGRAMS:
-        assert side_by_side(program).tasks == program.tasks
 
 
 def test_only_weights_and_indices_change_their_place() -> None:

@@ -13,15 +13,13 @@ from moesaic.planner.candidates import SearchSpace
 from moesaic.program.build import SCHEDULES
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
-from moesaic.program.passes.multicast import multicast
 from moesaic.program.plan import Plan
-from moesaic.program.task import Kind, Op, State
+from moesaic.program.task import Op, State
 from moesaic.program.text import to_text
-from moesaic.program.transpose import cotangent, transpose
-from moesaic.program.validate import ProgramError, collective, validate
+from moesaic.program.transpose import cotangent
+from moesaic.program.validate import ProgramError, validate
 from program_text import from_text
 
-GRID = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
 ALL_TO_ALLS = SearchSpace().all_to_alls
 
 
@@ -73,28 +71,6 @@ def test_any_legal_mix_validates_prints_and_parses_back(batch: int) -> None:
     for line in lines:
         assert "\n" not in line
         assert "plan." in line or "mesh." in line, line
-
-
-DUAL_WORDS = {
-    "exchange": {"exchange"},
-    "gather": {"slice", "reduce_scatter"},
-    "slice": {"gather"},
-    "deliver": {"collect"},
-    "collect": {"deliver"},
-    "reduce_scatter": {"gather"},
-    "share": {"all_reduce"},
-    "all_reduce": {"share", "all_reduce"},
-    "keep": {"keep"},
-}
-
-
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "multicast s1", "multicast s2"])
-def test_every_collective_transposes_to_its_partner(schedule: str) -> None:
-    program = multicast(SCHEDULES[schedule[-2:]](), GRID) if "multicast" in schedule else SCHEDULES[schedule]()
-    backward = transpose(program)
-    for task in program.moves():
-        if program.slot(task.reads[0]).kind is not Kind.INDEX:
-            assert collective(backward, f"{task.name}'") in DUAL_WORDS[collective(program, task.name)]
 
 
 def test_a_state_that_no_collective_reaches_is_refused() -> None:

@@ -3,13 +3,8 @@ print."""
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from dataclasses import replace
-
 import pytest
 
-from moesaic.planner.candidates import SearchSpace
 from moesaic.program.build import SCHEDULES
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
@@ -19,14 +14,13 @@ from moesaic.program.passes.halve_reduce import halve_reduce
 from moesaic.program.passes.multicast import multicast
 from moesaic.program.passes.overlap_gather import overlap_gather
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
-from moesaic.program.passes.split import split_capacity, split_peers
+from moesaic.program.passes.split import split_peers
 from moesaic.program.plan import Plan
 from moesaic.program.task import Op, Program
 from moesaic.program.transpose import transpose
 from moesaic.program.validate import collective, validate
 
 GRID = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
-ALL_TO_ALLS = SearchSpace().all_to_alls
 
 
 def moved(program: Program) -> dict[str, str]:
@@ -55,34 +49,6 @@ def test_fusing_what_has_no_chain_changes_nothing(schedule: str) -> None:
     assert fuse_ep_etp(SCHEDULES[schedule]()) == SCHEDULES[schedule]()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_fusing_twice_is_fusing_once(schedule: str) -> None:
-    once = fuse_ep_etp(SCHEDULES[schedule]())
-    assert fuse_ep_etp(once) == once
-
-
-@pytest.mark.parametrize("schedule", ["baseline", "s1", "s2", "s3"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_r_never_changes_how_weights_are_stored(schedule: str, bias: bool) -> None:
-    grid = Grid(world=16, tp=2, ep=2, etp=4)
-    plain = SCHEDULES[schedule](bias)
-    for r in (0, 1, 2, 4):
-        program, factored = gather_weights(plain, r, grid)
-        validate(program)
-        validate(transpose(program))
-        assert program.inputs == plain.inputs
-        for name in ("w", "b")[: 1 + bias]:
-            assert program.slot(name) == plain.slot(name)
-        assert replace(factored, etp_inner=1) == grid
-        assert (factored.etp_outer, factored.etp_inner) == ((r, 4 // r) if r else (4, 1))
-
-
-def test_r_etp_is_the_program_itself() -> None:
-    plain = SCHEDULES["s2"]()
-    assert gather_weights(plain, GRID.etp, GRID) == (plain, GRID)
-    assert gather_weights(SCHEDULES["ted"](), GRID.etp, GRID)[0].name == "ted"
-
-
 def test_r_1_gathers_the_shards_and_rows_node_token_ep_only_in_effect() -> None:
     program, grid = gather_weights(SCHEDULES["s2"](), 1, GRID)
     movements = moved(program)
@@ -103,30 +69,11 @@ def test_r_0_brings_all_weights_to_the_tokens_and_no_token_to_an_expert(schedule
     assert "w_full" not in backward.inputs, "gathered weights are not kept but gathered again"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_chunks_partition_what_is_between_and_leave_the_rest(schedule: str) -> None:
-    plain, cut = SCHEDULES[schedule](), split_capacity(SCHEDULES[schedule](), 3)
-    doubled = [name for name in names(cut) if name[-2:] in (".0", ".1", ".2")]
-    stems = Counter(name[:-2] for name in doubled)
-    assert set(stems.values()) == {3}
-    assert stems["out"] == 3
-    outside = [name for name in names(cut) if name not in doubled and not name.startswith(("take-", "join-"))]
-    assert sorted([*outside, *stems]) == sorted(names(plain))
-
-
 def test_peer_groups_take_dispatch_expert_and_combine_step_by_step() -> None:
     program = split_peers(SCHEDULES["s1"](), 4, GRID)
     in_steps = [name for name in names(program) if "~" in name]
     assert in_steps == [f"{name}~{step}" for step in range(4) for name in ("h", "g", "out", "z")]
     assert {program.slot(f"h~{step}").layout.step for step in range(4)} == {(step, 4) for step in range(4)}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_peer_groups_of_chunks_are_a_grid_of_parts(schedule: str) -> None:
-    program = split_peers(split_capacity(SCHEDULES[schedule](), 2), 2, GRID)
-    validate(program)
-    read = [program.slot(task.reads[0]).layout for task in program.tasks if task.op is Op.EXPERT]
-    assert sorted((layout.chunk, layout.step) for layout in read) == list(itertools.product(range(2), [(0, 2), (1, 2)]))
 
 
 @pytest.mark.parametrize("order", ["early", "optsche"])
@@ -151,12 +98,6 @@ def test_overlapped_gather_goes_by_ranks_of_ep_and_sums_inside_each_phase() -> N
         assert moved(program)[f"z~{phase}"] == "collect ep+etp"
         assert moved(program)[f"z_full~{phase}"] == "gather tp"
         assert program.slot(f"z~{phase}").layout.step == (phase, GRID.ep)
-
-
-def test_overlapped_gather_of_chunks_goes_by_phases_in_every_chunk() -> None:
-    program = overlap_gather(split_capacity(SCHEDULES["s3"](), 2), GRID)
-    phases = [name for name in names(program) if name.startswith("z_full")]
-    assert phases == [f"z_full.{chunk}~{phase}" for chunk in range(2) for phase in range(GRID.ep)]
 
 
 def test_the_backward_gather_of_s2_overlaps_too() -> None:
@@ -233,23 +174,6 @@ def test_multicast_has_one_level_where_node_tokens_and_rank_tokens_are_the_same(
     assert "node_token_index" not in program.inputs
     rank_tokens = [t.name for t in program.moves() if program.slot(t.writes[0]).layout.flow == "rank_tokens"]
     assert {name: how for name, how in moved(program).items() if name in rank_tokens} == movements
-
-
-@pytest.mark.parametrize("link", [link for link in ALL_TO_ALLS if link not in ("linear", "multicast")])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_lowering_replaces_each_long_movement_by_pack_hops_unpack(schedule: str, link: str) -> None:
-    plain = SCHEDULES[schedule]()
-    lowered = route_all_to_all(plain, link, GRID)
-    validate(lowered)
-    long = [task for task in plain.moves() if "ep" in task.group]
-    for task in long:
-        parts = [t for t in lowered.tasks if t.of == (task.reads[0], task.writes[0])]
-        assert [parts[0].op, parts[-1].op] == [Op.PACK, Op.UNPACK]
-        assert [t.hop for t in parts[1:-1]] == list(range(len(parts) - 2))
-        assert {t.op for t in parts[1:-1]} == {Op.HOP}
-        assert {t.group for t in parts} == {task.group}
-        assert parts[-1].writes == task.writes
-    assert [t.name for t in lowered.moves()] == [t.name for t in plain.moves() if t not in long]
 
 
 def test_codecs_code_rows_over_ep_and_nothing_else() -> None:

@@ -11,7 +11,7 @@ from moesaic.errors import InputError
 from moesaic.program.build import SCHEDULES
 from moesaic.program.order.graph import early
 from moesaic.program.passes.split import split_capacity
-from moesaic.program.task import Kind, Layout, Op, Program, State
+from moesaic.program.task import Layout, Program, State
 from moesaic.program.text import to_text
 from moesaic.program.transpose import transpose
 from moesaic.program.validate import ProgramError, collective, validate, validate_schedule
@@ -49,37 +49,12 @@ def test_backward_collectives_follow_from_the_states(schedule: str) -> None:
     assert " ".join(collective(backward, task.name) for task in backward.moves()) == BACKWARD[schedule]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_differentiable_slot_has_a_cotangent_in_the_dual_state(schedule: str) -> None:
-    forward = SCHEDULES[schedule]()
-    backward = {slot.name: slot for slot in transpose(forward).slots}
-    for slot in forward.slots:
-        if slot.kind is Kind.INDEX:
-            continue
-        cotangent = backward[slot.name + "'"]
-        assert cotangent.layout == slot.layout
-        for axis in ("tp", "etp"):
-            assert cotangent.on(axis) is slot.on(axis).dual
-
-
-def test_dual_is_an_involution() -> None:
-    assert all(state.dual.dual is state for state in State)
-    assert State.REPLICATED.dual is State.PARTIAL
-
-
 def test_early_issues_all_dispatches_before_the_first_expert() -> None:
     ordered = [task.name for task in early(split_capacity(SCHEDULES["s2"](), 3)).tasks]
     assert ordered.index("h.2") < ordered.index("out.0")
     assert ordered.index("z.0") == ordered.index("out.0") + 1
     backward = [task.name for task in early(transpose(split_capacity(SCHEDULES["s2"](), 3))).tasks]
     assert backward.index("z.2'") < backward.index("out.0'")
-
-
-def test_chunks_keep_the_outer_program() -> None:
-    plain, cut = SCHEDULES["s1"](), split_capacity(SCHEDULES["s1"](), 2)
-    assert (cut.inputs, cut.outputs) == (plain.inputs, plain.outputs)
-    assert sum(task.op is Op.EXPERT for task in cut.tasks) == 2
-    assert split_capacity(plain, 1) is plain
 
 
 @pytest.mark.parametrize(

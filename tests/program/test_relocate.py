@@ -10,14 +10,14 @@ from moesaic.errors import InputError
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
-from moesaic.program.layouts import LayoutIndex, Move
+from moesaic.program.layouts import LayoutIndex
 from moesaic.program.passes.relocate import INDEX, relocate
 from moesaic.program.placed import Placed, PlacedIndex, placed_sizes
 from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Layout, Op, Program
 from moesaic.program.transpose import transpose
-from moesaic.program.validate import reduces, validate
+from moesaic.program.validate import validate
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 PLANS = [
@@ -91,36 +91,6 @@ def test_results_go_from_the_experts_to_the_new_homes() -> None:
     assert messages(program, "h", sizes) == messages(program, "h", plain), "dispatch does not ask where samples go"
 
 
-def test_nobody_moves_nothing_changes() -> None:
-    copies, program = random_copies(GRID, 2, 8), relocate(compile_plan(Plan(), GRID).logical)
-    sizes = sizes_of(GRID, copies, Homes.start(4, 2))
-    assert messages(program, INDEX, sizes) == {}
-    assert messages(program, "z", sizes) == {(b, a): rows for (a, b), rows in messages(program, "h", sizes).items()}
-
-
-@pytest.mark.parametrize("grid", [GRID, Grid(world=4, ep=2, etp=2), Grid(world=4, ep=2), Grid(world=6, ep=6)], ids=str)
-def test_messages_match_on_both_sides(grid: Grid) -> None:
-    """Sender and receiver list the same pieces for any layouts. Movements that are not placed are the same as without
-    placement."""
-    random = np.random.default_rng(1)
-    program = relocate(compile_plan(Plan(chunks=2), grid).forward)
-    rank = np.repeat(np.arange(grid.world), 3)
-    for replica in {grid.group(each, ("ep", "etp")) for each in range(grid.world)}:
-        members = np.flatnonzero(np.isin(rank, replica))
-        rank[members] = random.permutation(rank[members])
-    sizes = sizes_of(grid, random_copies(grid, 3, 2 * grid.ep), Homes.of_ranks(rank, grid.world), chunks=2)
-    slots = {slot.name: slot for slot in program.slots}
-    for task in program.tasks:
-        if task.op is Op.MOVE and slots[task.reads[0]].layout.flow == "copies":
-            sent = messages(program, task.name, sizes)
-            for source in range(grid.world):
-                for target in range(grid.world):
-                    if source != target:
-                        before, after = slots[task.reads[0]], slots[task.writes[0]]
-                        move = Move(before.layout, after.layout, task.group, reduces(before, after))
-                        assert sizes.num_moved(move, source, target) == sent.get((source, target), 0)
-
-
 def test_chunks_are_samples() -> None:
     shapes = LayoutIndex(GRID, 4, 3, parts=2)
     chunks = [shapes.pieces(Layout(chunk=chunk), 0).chunk for chunk in (0, 1)]
@@ -140,16 +110,6 @@ def test_where_samples_go_is_not_asked_before_results_travel() -> None:
     assert sizes.num_rows(Layout(spread=("ep", "etp"), experts="rank"), 0)
     with pytest.raises(AssertionError, match="asked too early"):
         messages(program, "z", sizes)
-
-
-def test_a_token_is_found_where_its_sample_is_now() -> None:
-    """Sample 3, in slot 1 of rank 1, goes to slot 0 of rank 3: its tokens have indices from 8 at the origin and from 0
-    there."""
-    copies = np.zeros((4, 2, 8), dtype=np.int64)
-    copies[1, 1, 6] = 2
-    sizes, layout = sizes_of(GRID, copies, HOMES), relocate(compile_plan(Plan(), GRID).logical).slot(INDEX).layout
-    assert sizes.token_bases(Layout(flow="tokens"), layout, 3).rows.tolist() == [-LENGTH, -LENGTH]
-    assert sizes.token_bases(Layout(flow="tokens"), layout, 1).rows.tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -176,14 +136,3 @@ def test_programs_that_deliver_otherwise_are_refused(plan: Plan, grid: Grid, wor
 def test_the_pass_is_applied_once() -> None:
     with pytest.raises(InputError, match="relocates already"):
         relocate(relocate(compile_plan(Plan(), GRID).logical))
-
-
-def test_pieces_of_samples_are_pieces() -> None:
-    """The pieces of a run, one per sample, stand where the run stood, so the experts see the same rows in the same order."""
-    copies = random_copies(GRID, 2, 8)
-    sizes = sizes_of(GRID, copies, HOMES)
-    layout = Layout(spread=("ep", "etp"), experts="rank")
-    by_run = LayoutIndex(GRID, 8).pieces(layout, 2)
-    rows = [int(copies[origin, :, expert].sum()) for origin, expert in zip(by_run.origin, by_run.expert)]
-    assert sizes.rows_per_expert(layout, 2).tolist() == [sum(rows[:4]), sum(rows[4:])]
-    assert np.diff(sizes.offsets(layout, 2)).reshape(-1, 2).sum(1).tolist() == rows

@@ -17,10 +17,7 @@ from moesaic.program.passes.replicate import relays, replicate
 from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
-from moesaic.program.text import to_text
 from moesaic.program.transpose import transpose
-from moesaic.program.validate import validate
-from program_text import from_text
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 COPIES = np.array([[8, 1, 0, 0], [6, 2, 1, 0], [7, 0, 3, 1], [5, 0, 0, 4]])
@@ -45,18 +42,6 @@ def messages(
     return {(source, target): rows for source, target, rows in messages_of(task, slots, sizes)}
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_replicates_both_ways_and_prints(name: str, bias: bool):
-    forward = replicate(SCHEDULES[name](bias), 2)
-    for program in (forward, transpose(forward)):
-        validate(program)
-        assert from_text(to_text(program)) == program
-        for order in ("fifo", "early", "optsche"):
-            validate(ORDERS[order](program))
-    assert sum(task.op is Op.EXPERT for task in forward.tasks) == 3
-
-
 def test_a_shadowed_expert_takes_no_copies_home_and_sends_its_weights_once_to_each_helper():
     sizes = CallSizes(GRID, COPIES, TOKENS, replicated=replicated((1, 0, 1, 6), (2, 0, 2, 7), (3, 0, 3, 5)), units=16)
     assert messages("h.0", sizes) == {(0, 1): 1, (1, 2): 1, (2, 3): 1}
@@ -77,41 +62,6 @@ def test_what_stays_is_cut_into_chunks_and_what_is_replicated_is_not():
     sizes = CallSizes(GRID, COPIES, TOKENS, 2, replicated=replicated((1, 0, 2, 2)), units=16)
     assert messages("h.0", sizes)[(1, 0)] == messages("h.1", sizes)[(1, 0)] == 2
     assert messages("h.replicated", sizes) == {(1, 2): 2}
-
-
-def test_helpers_hold_the_experts_they_help_and_no_others():
-    sizes = CallSizes(GRID, COPIES, TOKENS, replicated=replicated((0, 0, 3, 2), (0, 1, 3, 1), (1, 2, 0, 1)), units=16)
-    here = replicate(SCHEDULES["s1"](), 1).slot("w_here").layout
-    rows = replicate(SCHEDULES["s1"](), 1).slot("h.replicated").layout
-    assert [sizes.num_held(here, rank) for rank in range(4)] == [1, 0, 0, 2]
-    assert [sizes.num_rows(here, rank) for rank in range(4)] == [16, 0, 0, 32]
-    assert sizes.rows_per_expert(rows, 3).tolist() == [2, 1]
-
-
-def test_shards_of_an_expert_help_at_their_own_place():
-    grid = Grid(world=4, ep=2, etp=2, ranks_per_node=2)
-    copies = np.array([[4, 0], [4, 0], [4, 0], [4, 0]])
-    replicated_copies = np.zeros((4, 2, 2), dtype=np.int64)
-    replicated_copies[2:, 0, 1] = 4
-    sizes = CallSizes(grid, copies, copies.sum(1), replicated=replicated_copies, units=8)
-    assert messages("w_here", sizes) == {(0, 2): 8, (1, 3): 8}
-    assert messages("h.replicated", sizes) == {(2, 3): 4, (3, 2): 4}
-
-
-def test_replicas_replicate_apart():
-    grid = Grid(world=4, ep=2, ranks_per_node=2)
-    copies = np.array([[4, 0], [4, 0], [4, 0], [4, 0]])
-    replicated_copies = np.zeros((4, 2, 2), dtype=np.int64)
-    replicated_copies[1, 0, 1] = 4
-    sizes = CallSizes(grid, copies, copies.sum(1), replicated=replicated_copies, units=8)
-    assert [sizes.helped(rank).tolist() for rank in range(4)] == [[False, False], [True, False], *[[False, False]] * 2]
-    assert messages("w_here", sizes) == {(0, 1): 8}
-
-
-def test_nothing_replicated_moves_no_weights():
-    sizes = CallSizes(GRID, COPIES, TOKENS, replicated=replicated(), units=16)
-    assert messages("w_here", sizes) == messages("h.replicated", sizes) == {}
-    assert sum(messages("h.0", sizes).values()) == COPIES.sum() - np.trace(COPIES)
 
 
 def test_replicated_weights_are_kept_for_the_backward_pass_rather_than_sent_again():
@@ -153,30 +103,6 @@ def test_weights_enter_a_node_once_and_are_passed_on_inside() -> None:
     assert relayed("w_near'", sizes, backward=True) == {(5, 1): 16}, "one sum of gradients crosses nodes, not three"
     near = replicate(SCHEDULES["s1"](), 1, NODES).slot("w_near").layout
     assert [sizes.held(near, rank).tolist() for rank in range(8)] == [[], [1], [], [], [], [1], [], []]
-
-
-def test_a_relay_may_help_too_and_may_pass_on_several_experts() -> None:
-    sizes = on_nodes((5, 1, 5, 2), (4, 1, 4, 2), (0, 5, 0, 3), num_experts=8)
-    assert relayed("w_near", sizes) == {(1, 5): 16, (5, 1): 16}
-    assert relayed("w_here", sizes) == {(5, 4): 16, (1, 0): 16}
-    two = on_nodes((4, 2, 4, 2), (6, 3, 6, 2), num_experts=16)  # experts 2 and 3 live on rank 1
-    assert relayed("w_near", two) == {(1, 5): 32}
-    assert relayed("w_here", two) == {(5, 4): 16, (5, 6): 16}
-
-
-@pytest.mark.parametrize("innermost", ["etp", "ep"])
-def test_relays_have_the_shard_that_they_pass_on(innermost: str) -> None:
-    grid = Grid(world=8, ep=4, etp=2, innermost=innermost, ranks_per_node=4)  # type: ignore[arg-type]
-    place = [grid.coordinate(rank, "ep") for rank in range(8)]
-    shard = [grid.coordinate(rank, "etp") for rank in range(8)]
-    sizes = on_nodes(*[(rank, 0, place[rank], 4) for rank in range(8) if place[rank]], grid=grid, num_experts=4)
-    assert relays(grid)
-    got = {target for name in ("w_near", "w_here") for _, target in relayed(name, sizes)}
-    assert got >= {rank for rank in range(8) if place[rank]}
-    for name in ("w_near", "w_here"):
-        assert all(shard[source] == shard[target] for source, target in relayed(name, sizes))
-    crossing = [pair for pair in relayed("w_near", sizes) if grid.node_of(pair[0]) != grid.node_of(pair[1])]
-    assert len(crossing) == (2 if innermost == "etp" else 0), "each shard once; none where a node has all places of ep"
 
 
 def test_weights_go_straight_where_nodes_hold_one_place_or_unequal_parts() -> None:

@@ -97,23 +97,6 @@ def test_chunks_partition_every_run_into_near_equal_contiguous_parts(
             assert (runs.max(0) - runs.min(0) <= 1).all()
 
 
-@pytest.mark.parametrize(("ep", "groups", "inner"), [(2, 2, "ep"), (4, 2, "etp"), (4, 4, "ep"), (6, 3, "etp")])
-def test_steps_partition_the_pieces_and_go_that_many_groups_ahead(ep: int, groups: int, inner: str) -> None:
-    grid = Grid(world=2 * ep, tp=2, ep=ep, etp=2, innermost=inner)
-    shapes = LayoutIndex(grid, 2 * ep, 2)
-    for whole in (Layout(), Layout(whole_tp=True), Layout(spread=("ep", "etp"), experts="rank")):
-        for rank in range(grid.world):
-            seen: Counter[Piece] = Counter()
-            for step in range(groups):
-                part = Layout(spread=whole.spread, whole_tp=whole.whole_tp, experts=whole.experts, step=(step, groups))
-                of_step = pieces(shapes, part, rank)
-                seen.update(of_step)
-                for origin, expert, _ in of_step:
-                    origin_group = grid.group(origin, ("ep",)).index(origin) * groups // ep
-                    assert (origin_group + step) % groups == expert // 2 * groups // ep
-            assert seen == Counter(pieces(shapes, whole, rank))
-
-
 def move_of(task: Task, slots: dict[str, Slot]) -> Move:
     source, target = (slots[name] for name in task.of or (task.reads[0], task.writes[0]))
     return Move(source.layout, target.layout, task.group, reduces(source, target))
@@ -196,33 +179,6 @@ def holders_of_rows(sizes: CallSizes, move: Move, rank: int) -> Counter[int]:
     return Counter(dict(enumerate(np.repeat(times, lengths).tolist())))
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@settings(max_examples=6)
-@given(data=st.data())
-def test_rows_per_expert_are_the_origins_copies(grid: Grid, data: st.DataObject) -> None:
-    world = grid.world
-    num_experts = 2 * grid.ep
-    copies = np.array(data.draw(st.lists(st.lists(st.integers(0, 9), min_size=num_experts, max_size=num_experts),
-                                         min_size=world, max_size=world)))  # fmt: skip
-    sizes = CallSizes(grid, copies, np.zeros(world, dtype=np.int64), 2)
-    layout = Layout(spread=("ep", "etp"), experts="rank")
-    for rank in range(world):
-        home = grid.coordinate(rank, "ep")
-        expected = copies[list(grid.group(rank, ("ep", "etp")))][:, 2 * home : 2 * home + 2].sum(0)
-        assert sizes.rows_per_expert(layout, rank).tolist() == expected.tolist()
-        by_chunk = [Layout(spread=("ep", "etp"), experts="rank", chunk=chunk) for chunk in range(2)]
-        assert sum(sizes.rows_per_expert(part, rank) for part in by_chunk).tolist() == expected.tolist()
-
-
-def test_nothing_at_all_is_fine() -> None:
-    grid = Grid(world=4, tp=2, ep=2, etp=2)
-    sizes = CallSizes(grid, np.zeros((4, 2), dtype=np.int64), np.zeros(4, dtype=np.int64), 3)
-    for program, task in movements(compile_plan(Plan(schedule="s2", chunks=3), grid)):
-        move = move_of(task, {slot.name: slot for slot in program.slots})
-        for rank in range(4):
-            assert sum(sizes.outgoing(move, rank).counts) == sizes.incoming(move, rank).runs.total == 0
-
-
 def test_a_gather_prefers_ones_own_rows_then_the_lowest_rank_that_has_them() -> None:
     """Three of four ranks of a tensor-parallel group need the rows that all of them hold: no rank sends what another
     one has."""
@@ -253,45 +209,3 @@ def test_counts_that_do_not_fit_the_mesh_are_refused(copies: tuple, tokens: tupl
 def test_experts_that_do_not_split_are_refused() -> None:
     with pytest.raises(InputError, match=r"num_experts=5 does not split over mesh\.ep=2: choose ep as a divisor of it"):
         LayoutIndex(Grid(world=4, ep=2), 5)
-
-
-def test_nodes_hold_the_experts_of_their_ranks() -> None:
-    grid = Grid(world=8, ep=4, etp=2, ranks_per_node=4)
-    shapes = LayoutIndex(grid, 12)
-    assert [list(shapes.node_experts(rank)) for rank in (0, 3, 4, 7)] == [list(range(6))] * 2 + [list(range(6, 12))] * 2
-    node_tokens = Layout(flow="node_tokens", spread=("node",), experts="node")
-    assert pieces(shapes, node_tokens, 5) == [(1, 1, 0), (5, 1, 0)]
-    assert pieces(shapes, Layout(flow="node_tokens"), 5) == [(5, 0, 0), (5, 1, 0)]
-
-
-def test_stops_are_at_places_of_ep_on_every_shard() -> None:
-    grid = Grid(world=8, ep=4, etp=2, ranks_per_node=4)
-    shapes = LayoutIndex(grid, 12, 2)
-    assert pieces(shapes, Layout(flow="rank_tokens"), 5) == [
-        (5, place, chunk) for place in range(4) for chunk in (0, 1)
-    ]
-    at_mate = Layout(flow="rank_tokens", spread=("node",), experts="node", chunk=1)
-    assert pieces(shapes, at_mate, 5) == [(1, 2, 1), (5, 2, 1), (1, 3, 1), (5, 3, 1)]
-    at_rank = Layout(flow="rank_tokens", spread=("ep", "etp"), experts="rank", chunk=0)
-    assert pieces(shapes, at_rank, 4) == pieces(shapes, at_rank, 5) == [(origin, 2, 0) for origin in range(8)]
-
-
-def test_copies_find_their_stops_and_stops_their_node_tokens() -> None:
-    """Two ranks per node, two experts per rank, two chunks, with different counts everywhere."""
-    grid = Grid(world=4, ep=4, ranks_per_node=2)
-    rng = np.random.default_rng(0)
-    copies, table = rng.integers(2, 9, (4, 8)), rng.integers(1, 9, (4, 2 + 4, 2))
-    sizes = CallSizes(grid, copies, np.full(4, 9), 2, node_tokens=table)
-    at_mate = {flow: Layout(flow=flow, spread=("node",), experts="node") for flow in ("node_tokens", "rank_tokens")}  # type: ignore[arg-type]
-    at_rank = {flow: Layout(flow=flow, spread=("ep", "etp"), experts="rank") for flow in ("copies", "rank_tokens")}  # type: ignore[arg-type]
-    for tokens, rows, rank in (
-        (at_mate["node_tokens"], at_mate["rank_tokens"], 3),
-        (at_rank["rank_tokens"], at_rank["copies"], 2),
-    ):
-        starts = dict(zip(pieces(sizes.shapes, tokens, rank), sizes.offsets(tokens, rank).tolist()))
-        per_piece = np.diff(sizes.offsets(rows, rank))
-        to = [(origin, expert // 2, chunk) for origin, expert, chunk in pieces(sizes.shapes, rows, rank)]
-        expected = np.repeat([starts[piece] for piece in to], per_piece)
-        assert sizes.token_bases(tokens, rows, rank).rows.tolist() == expected.tolist()
-    assert sizes.num_rows(at_mate["node_tokens"], 3) == table[[1, 3], 1].sum()
-    assert sizes.num_rows(at_rank["rank_tokens"], 2) == table[:, 2 + 2].sum()

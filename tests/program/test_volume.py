@@ -193,29 +193,6 @@ def test_every_row_is_counted_on_every_leg_of_its_path_and_nowhere_else(link: st
     assert carried(link, nodes, g) == tuple(expected)
 
 
-CLOSED = ("linear", "pipelined", "hier1d", "hier2d", "naive", "hier3d")
-
-
-@pytest.mark.parametrize(("nodes", "g"), SHAPES)
-@pytest.mark.parametrize("link", CLOSED)
-def test_lowered_volumes_are_direct_ones_plus_the_way_inside_the_node(link: str, nodes: int, g: int) -> None:
-    """n rows per rank, n / W for each target. Rows that cross nodes also move inside one, unless the local ranks are equal."""
-    world = nodes * g
-    direct = (world * (g - 1), world * (world - g))
-    detour = direct[1] * (g - 1) // g
-    size = ALL_TO_ALLS["hier3d"].nodes_per_group(nodes)
-    between_groups = world * g * (nodes - size)
-    expected = {
-        "linear": direct,
-        "pipelined": direct,
-        "hier1d": (direct[0] + 2 * detour, direct[1]),
-        "hier2d": (direct[0] + detour, direct[1]),
-        "naive": (direct[0] + detour, direct[1]),
-        "hier3d": (direct[0] + detour, direct[1] + between_groups * (size - 1) // size),
-    }
-    assert carried(link, nodes, g) == expected[link]
-
-
 def test_bytes_of_each_kind() -> None:
     """Rows have dim elements, routing weights and indices 4 bytes, hidden units their columns, a bias dim elements."""
     row = {"task": "t", "collective": "exchange", "codec": "", "inside_messages": 1, "across_messages": 1}
