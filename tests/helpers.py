@@ -39,6 +39,15 @@ def from_file(path: str, source: str) -> Callable[..., Any]:
     return function
 
 
+def refused(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """Return the text of the `InputError` that a call raises, which must be one line."""
+    with pytest.raises(InputError) as refusal:
+        function(*arguments, **options)
+    text = str(refusal.value)
+    assert "\n" not in text
+    return text
+
+
 def thinned(cases: Iterable[Any], every: int, start: int = 0) -> list[Any]:
     """Return cases for `parametrize`: `make test` runs one in `every` of them, `make test-random` runs the others.
 

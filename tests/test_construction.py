@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moesaic
-from helpers import TOP_K
+from helpers import TOP_K, refused
 from moesaic import Capacity, LoadBalance, MoE, PlainExperts, ZLoss
 from moesaic.errors import InputError, to_install
 from moesaic.routing.routers import ROUTERS
@@ -36,14 +36,12 @@ def test_what_is_no_capacity_is_refused(name: str, capacity: object) -> None:
 
 @pytest.mark.parametrize("factor", [0, -1.0, float("nan"), "1.25"])
 def test_a_factor_that_is_no_limit_is_refused(factor: float) -> None:
-    with pytest.raises(InputError, match="a capacity factor must be a finite number above 0"):
-        Capacity.fixed(factor)
+    assert "a capacity factor must be a finite number above 0" in refused(Capacity.fixed, factor)
 
 
 @pytest.mark.parametrize("coefficient", [-1, float("inf"), "0.01"])
 def test_a_coefficient_that_is_no_number_of_0_or_more_is_refused(coefficient: float) -> None:
-    with pytest.raises(InputError, match="LoadBalance: the coefficient must be a finite number of 0 or more, got"):
-        LoadBalance(coefficient)
+    assert "LoadBalance: the coefficient must be a finite number of 0 or more, got" in refused(LoadBalance, coefficient)
 
 
 def test_one_loss_needs_no_tuple() -> None:
@@ -90,8 +88,7 @@ def test_named_experts_take_biases(experts: str) -> None:
 
 
 def test_a_function_says_itself_whether_it_has_biases() -> None:
-    with pytest.raises(InputError, match="bias=True is only for experts given by name"):
-        MoE(8, 8, 4, 2, experts=PlainExperts, bias=True)
+    assert "bias=True is only for experts given by name" in refused(MoE, 8, 8, 4, 2, experts=PlainExperts, bias=True)
 
 
 BLOCKED = """import sys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.errors import InputError
+from helpers import refused
 from moesaic.files import entries, folder_below, kind_of, open_file, open_to_append, read_text, write, writing
 
 
@@ -41,9 +42,7 @@ def test_what_is_not_a_file_is_neither_written_nor_appended_to(kind: str, tmp_pa
     ODD[kind](path)
     assert kind_of(path) == kind
     for attempt in (lambda: write(path, "theirs"), lambda: open_to_append(path)):
-        with pytest.raises(InputError, match=rf"metrics.jsonl': is {kind}: ") as error:
-            attempt()
-        assert "\n" not in str(error.value)
+        assert re.search(rf"metrics.jsonl': is {kind}: ", refused(attempt))
     assert outside.read_text() == "mine"
     assert kind_of(path) == kind
     assert {each.name for each in tmp_path.iterdir()} == {"outside", "metrics.jsonl"}
@@ -53,8 +52,7 @@ def test_a_hard_link_is_not_appended_to_and_loses_its_other_name_when_written(tm
     outside, path = tmp_path / "outside", tmp_path / "metrics.jsonl"
     outside.write_text("mine")
     path.hardlink_to(outside)
-    with pytest.raises(InputError, match="a hard link"):
-        open_to_append(path)
+    assert "a hard link" in refused(open_to_append, path)
     write(path, "theirs")
     assert (outside.read_text(), path.read_text()) == ("mine", "theirs")
 
@@ -126,8 +124,7 @@ def test_folders_below_are_made_and_are_no_links(tmp_path: Path) -> None:
     assert folder_below(tmp_path / "routing").is_dir()
     assert folder_below(tmp_path / "routing").is_dir()
     (tmp_path / "checkpoints").symlink_to("routing")
-    with pytest.raises(InputError, match="checkpoints': is a symbolic link"):
-        folder_below(tmp_path / "checkpoints")
+    assert "checkpoints': is a symbolic link" in refused(folder_below, tmp_path / "checkpoints")
 
 
 def test_links_are_neither_entries_nor_folders_with_entries(tmp_path: Path) -> None:
@@ -138,6 +135,5 @@ def test_links_are_neither_entries_nor_folders_with_entries(tmp_path: Path) -> N
     assert [path.name for path in entries(real, "step-*")] == ["step-1", "step-2"]
     assert entries(tmp_path / "missing") == []
     (tmp_path / "link").symlink_to("real")
-    with pytest.raises(InputError, match="link': is a symbolic link"):
-        entries(tmp_path / "link")
+    assert "link': is a symbolic link" in refused(entries, tmp_path / "link")
     assert [path.name for path in entries(tmp_path / "link", "step-*", typed=True)] == ["step-1", "step-2"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from helpers import Scripted, agree, fitting_top_k, ids_for, make_layer, run
+from helpers import Scripted, agree, fitting_top_k, ids_for, make_layer, refused, run
 from moesaic import Capacity, Dropless, GatedExperts, Importance, LoadBalance, ModuleExperts, MoE, PlainExperts, ZLoss
 from moesaic.errors import InputError
 from moesaic.routing.capacity import AbstractCapacity
@@ -294,9 +295,7 @@ BAD_CALLS = [
 
 @pytest.mark.parametrize(("change", "message"), BAD_LAYERS)
 def test_a_bad_size_or_name_is_refused_in_one_line(change: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=message) as caught:
-        MoE(**{"dim": 8, "hidden": 8, "num_experts": 4, "top_k": 2, **change})
-    assert "\n" not in str(caught.value)
+    assert re.search(message, refused(MoE, **{"dim": 8, "hidden": 8, "num_experts": 4, "top_k": 2, **change}))
 
 
 @pytest.mark.parametrize(("router", "args", "options", "message"), BAD_CALLS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import permutations
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import GivenOrders, seed_ranges
+from helpers import GivenOrders, refused, seed_ranges
 from moesaic.balance import EXPERT_PLACERS
 from moesaic.balance.experts import (
     Balanced,
@@ -25,7 +26,6 @@ from moesaic.balance.experts import (
     spread_by_load,
 )
 from moesaic.balance.machine import Machine
-from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic_lab.exact_placements import best_experts
 
@@ -280,9 +280,7 @@ def test_no_load_moves_nobody() -> None:
     ],
 )
 def test_bad_input_is_refused_in_one_line(make, words) -> None:
-    with pytest.raises(InputError, match=words) as caught:
-        make()
-    assert "\n" not in str(caught.value)
+    assert re.search(words, refused(make))
 
 
 def test_a_slow_rank_gets_experts_that_it_computes_in_the_same_time() -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from helpers import refused
 from moesaic.balance.machine import Machine
-from moesaic.errors import InputError
 from moesaic.planner.rates import cluster_of
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import Workload
@@ -90,6 +90,4 @@ def test_chunks_share_the_bytes_and_repeat_the_latency() -> None:
     ],
 )
 def test_impossible_machines_are_refused(fields: dict, line: str) -> None:
-    with pytest.raises(InputError) as refusal:
-        Machine(**fields)
-    assert str(refusal.value) == line
+    assert refused(Machine, **fields) == line

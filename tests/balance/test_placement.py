@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
+from helpers import refused
 from moesaic.balance import SAMPLE_PLACERS
 from moesaic.balance.machine import Machine
 from moesaic.balance.samples import (
@@ -112,8 +113,7 @@ def test_homes_name_every_sample_once(samples: list[list[int]]) -> None:
 def test_samples_split_evenly() -> None:
     with pytest.raises(InputError, match="3 samples do not split evenly over 2 ranks"):
         Homes.of_ranks(np.array([0, 0, 1]), 2)
-    with pytest.raises(InputError, match="4 samples do not split evenly"):
-        Homes.of_ranks(np.array([0, 0, 0, 1]), 2)
+    assert "4 samples do not split evenly" in refused(lambda: Homes.of_ranks(np.array([0, 0, 0, 1]), 2))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -245,8 +245,7 @@ def test_small_gains_move_nobody() -> None:
     for make in (lambda: TwoStage(1), lambda: Weighed(least_gain=-0.1)):
         with pytest.raises(InputError, match=r"least_gain=(1|-0\.1): choose a share"):
             make()
-    with pytest.raises(InputError, match=r"rest=-1: choose 0 or more passes"):
-        Weighed(rest=-1)
+    assert "rest=-1: choose 0 or more passes" in refused(Weighed, rest=-1)
 
 
 def test_weighed_moves_nobody_for_a_small_gain_either() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from helpers import seed_ranges
+from helpers import refused, seed_ranges
 from moesaic.balance import replication_policy
 from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
@@ -138,8 +138,7 @@ def test_a_place_is_replicated_no_more_experts_than_it_has_room_for():
 
 
 def test_bad_costs_are_refused():
-    with pytest.raises(InputError, match=r"replication\.matrices=0: must be at least 1"):
-        ReplicationCosts(matrices=0)
+    assert "replication.matrices=0: must be at least 1" in refused(ReplicationCosts, matrices=0)
     with pytest.raises(InputError, match=r"plan\.replication='lplb' is unknown: choose one of none, shadow, published"):
         replication_policy("lplb")
 

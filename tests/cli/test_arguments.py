@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 
+from helpers import refused
 from moesaic.cli.arguments import _one_line, parse
 from moesaic.errors import InputError
 
@@ -60,9 +61,7 @@ def test_flags_override_the_default():
     ],
 )
 def test_refusals_are_one_line(words, message):
-    with pytest.raises(InputError) as caught:
-        options(*words)
-    assert str(caught.value) == message
+    assert refused(options, *words) == message
 
 
 def test_flags_that_the_command_has_read_before_are_suggested_too():

@@ -18,6 +18,7 @@ from typing import get_type_hints
 import pytest
 
 from forked import Forked
+from helpers import refused
 from moesaic.cli import train as command
 from moesaic.cli.main import main
 from moesaic.cli.train import USUAL
@@ -173,10 +174,7 @@ def test_what_is_no_decoder_is_the_laboratorys(tmp_path, capsys):
         == "moesaic train: preset bert-tiny is of kind encoder: train it with moesaic bench paper-train bert-tiny\n"
     )
     config = tiny(tmp_path, model={"block": {"kind": "encoder_decoder"}})
-    with pytest.raises(
-        InputError, match=r"model\.block\.kind=encoder_decoder: is no decoder: train it with moesaic bench"
-    ):
-        loop.train(config)
+    assert "model.block.kind=encoder_decoder: is no decoder: train it with moesaic bench" in refused(loop.train, config)
     assert not (tmp_path / "run").exists()
 
 

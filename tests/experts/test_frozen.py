@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from helpers import refused
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
-from moesaic.errors import InputError
 from moesaic.experts import Clamp, FourBitExperts, GatedExperts, PlainExperts
 from moesaic.experts.four_bit import NAMES
 from moesaic.kernels import nf4
@@ -186,5 +186,4 @@ def test_a_state_dict_restores_the_experts_after_moves_to_other_dtypes(base):
 
 
 def test_widths_that_blocks_do_not_divide_are_refused():
-    with pytest.raises(InputError, match="dim=48 and hidden=64 must be multiples of 64"):
-        FourBitExperts(48, 64, 2)
+    assert "dim=48 and hidden=64 must be multiples of 64" in refused(FourBitExperts, 48, 64, 2)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from helpers import TOP_K
+from helpers import TOP_K, refused
 from moesaic import MoE
-from moesaic.errors import InputError
 from moesaic.models.attention import KeyValueCache
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT, GPTOutput, make_moe
@@ -217,6 +217,4 @@ BAD = [
 
 @pytest.mark.parametrize(("make", "message"), BAD)
 def test_a_bad_config_is_refused_in_one_line(make, message: str) -> None:
-    with pytest.raises(InputError, match=message) as caught:
-        make()
-    assert "\n" not in str(caught.value)
+    assert re.search(message, refused(make))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers import refused
 from moesaic.configfile import as_json, build
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Link, Peer, Tflops, presets, read_cluster
@@ -109,17 +110,12 @@ def test_the_papers_test_beds_and_common_machines_are_presets() -> None:
     ],
 )  # fmt: skip
 def test_errors_name_the_wrong_field_in_one_line(table: dict, line: str) -> None:
-    with pytest.raises(InputError) as refusal:
-        build(ClusterSpec, table, source="here")
-    assert line in str(refusal.value)
-    assert "\n" not in str(refusal.value)
+    assert line in refused(build, ClusterSpec, table, source="here")
 
 
 def test_unknown_clusters_and_files(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="did you mean dgx-h100"):
-        read_cluster("dgx-h10")
-    with pytest.raises(InputError, match="no such file"):
-        read_cluster(str(tmp_path / "none.toml"))
+    assert "did you mean dgx-h100" in refused(read_cluster, "dgx-h10")
+    assert "no such file" in refused(lambda: read_cluster(str(tmp_path / "none.toml")))
     (tmp_path / "profile.json").write_text('{"format": 1, "versions": {}, "host": {"task": 1e-4}}')
     with pytest.raises(
         InputError, match=r"profile\.json is a profile of an earlier version: run moesaic profile again"
@@ -167,10 +163,8 @@ def test_ranks_may_leave_devices_idle_but_not_outnumber_them() -> None:
     spec = tree(4, 4, leaf=False)
     topology = Topology(spec, 4, 2)
     assert set(on_links(topology, 1, 2)) == {"pcie out 1", "pcie in 4", "nic out 0", "nic in 1"}
-    with pytest.raises(InputError, match="set ranks_per_node to at most 4"):
-        Topology(spec, 8, 8)
-    with pytest.raises(InputError, match="use at most 16 ranks, or a cluster of 5 nodes"):
-        Topology(spec, 20, 4)
+    assert "set ranks_per_node to at most 4" in refused(Topology, spec, 8, 8)
+    assert "use at most 16 ranks, or a cluster of 5 nodes" in refused(Topology, spec, 20, 4)
 
 
 def test_the_emulated_bed_has_its_fields_as_links() -> None:
@@ -277,5 +271,4 @@ def test_cards_of_a_preset_and_machines_of_them_have_names() -> None:
     assert read_cluster("3x2x5090-10gbe").world == 6
     assert read_cluster("2x2x3090-10gbe", nodes=4).world == 8
     for unknown in ("4x4080-pcie", "3x4090-pcie", "4x4090-40gbe", "0x4x4090-25gbe"):
-        with pytest.raises(InputError, match="or give cards"):
-            read_cluster(unknown)
+        assert "or give cards" in refused(read_cluster, unknown)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers import refused
 from moesaic.errors import InputError
 from moesaic.program.compile import compile_plan, moving
 from moesaic.program.grid import Grid
@@ -108,8 +109,7 @@ def test_shapes_are_made_once_per_number_of_experts() -> None:
     compiled = compile_plan(Plan(), GRID)
     assert compiled.shapes(8) is compiled.shapes(8)
     assert compiled.shapes(16) is not compiled.shapes(8)
-    with pytest.raises(InputError, match=r"num_experts=6 does not split over mesh\.ep=4"):
-        compiled.shapes(6)
+    assert "num_experts=6 does not split over mesh.ep=4" in refused(compiled.shapes, 6)
 
 
 def test_the_compiled_grid_factors_etp_and_keeps_the_ranks() -> None:
@@ -121,9 +121,7 @@ def test_the_compiled_grid_factors_etp_and_keeps_the_ranks() -> None:
 @pytest.mark.parametrize("codec", ["codec", "backward_codec"])
 def test_codecs_are_refused_where_redundant_copies_would_drift_apart(codec: str) -> None:
     for plan in (Plan(schedule="baseline", **{codec: "int8"}), Plan(schedule="ted", fuse=True, **{codec: "int8"})):  # type: ignore[arg-type]
-        with pytest.raises(InputError, match=r"a codec clashes with plan\.schedule=") as refusal:
-            compile_plan(plan, GRID)
-        assert "\n" not in str(refusal.value)
+        assert "a codec clashes with plan.schedule=" in refused(compile_plan, plan, GRID)
     compile_plan(Plan(schedule="ted", **{codec: "int8"}), GRID)  # type: ignore[arg-type]
 
 

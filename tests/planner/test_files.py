@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from helpers import refused
 from moesaic.errors import InputError
 from moesaic.planner.files import read_planned, write_plan
 from moesaic.program.build import SCHEDULES
@@ -44,9 +44,6 @@ def test_toml_is_read_and_fields_that_are_left_out_keep_their_defaults(tmp_path:
     assert read_planned(path)[1] == Plan(schedule="s3", chunks=2, gather_weights=0)
 
 
-GOOD: dict[str, Any] = {"version": 1, "plan": {}}
-
-
 @pytest.mark.parametrize(
     ("table", "words"),
     [
@@ -73,10 +70,7 @@ GOOD: dict[str, Any] = {"version": 1, "plan": {}}
 def test_what_holds_no_plan_is_refused(table: object, words: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(table))
-    with pytest.raises(InputError) as refusal:
-        read_planned(path)[1]
-    assert words in str(refusal.value)
-    assert "\n" not in str(refusal.value)
+    assert words in refused(lambda: read_planned(path)[1])
 
 
 @pytest.mark.parametrize(
@@ -93,17 +87,14 @@ def test_what_is_no_such_file_is_refused(name: str, content: bytes | None, words
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(InputError) as refusal:
-        read_planned(path)[1]
-    assert words in str(refusal.value)
-    assert str(path) in str(refusal.value)
-    assert "\n" not in str(refusal.value)
+    line = refused(lambda: read_planned(path)[1])
+    assert words in line
+    assert str(path) in line
 
 
 @pytest.mark.parametrize("name", ["plan", "plan.txt"])
 def test_a_name_that_could_not_be_read_back_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"choose a name that ends in \.toml or \.json"):
-        write_plan(Plan(), tmp_path / name)
+    assert "choose a name that ends in .toml or .json" in refused(lambda: write_plan(Plan(), tmp_path / name))
     assert not list(tmp_path.iterdir())
 
 

@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from moesaic.errors import InputError
+from helpers import refused
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.order import ORDERS
@@ -40,9 +40,7 @@ def test_every_choice_of_a_field_exists_and_everything_that_exists_is_a_choice()
     ],
 )
 def test_values_that_no_mesh_allows_are_refused(fields: dict, line: str) -> None:
-    with pytest.raises(InputError) as refusal:
-        Plan(**fields)
-    assert str(refusal.value) == line
+    assert refused(Plan, **fields) == line
 
 
 @pytest.mark.parametrize(
@@ -66,15 +64,11 @@ NO_NAMES = [3, None, True, ["s1"], b"s1"]
     ("name", "value"), [(f.name, value) for f in fields(Plan) for value in WRONG.get(str(f.type), NO_NAMES)], ids=str
 )
 def test_every_field_refuses_values_of_another_kind_in_one_line(name: str, value: object) -> None:
-    with pytest.raises(InputError) as refusal:
-        Plan(**{name: value})
-    assert str(refusal.value).startswith(f"plan.{name}={value!r}: must be ")
-    assert "\n" not in str(refusal.value)
+    assert refused(Plan, **{name: value}).startswith(f"plan.{name}={value!r}: must be ")
 
 
 def test_an_unknown_order_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(InputError, match=r"plan\.order='soon' is unknown: choose one of fifo, early, optsche"):
-        Plan(order="soon")
+    assert "plan.order='soon' is unknown: choose one of fifo, early, optsche" in refused(Plan, order="soon")
 
 
 def test_whole_numbers_of_numpy_become_pythons() -> None:

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from moesaic.errors import InputError
+from helpers import refused
 from moesaic.planner.table import PlanTable, Race, TableSettings
 from moesaic.program.plan import Plan
 
@@ -145,5 +145,4 @@ def test_a_race_of_one_is_over():
 
 
 def test_a_drift_that_is_no_share_is_refused():
-    with pytest.raises(InputError, match=r"drift=1.5: choose a share of at least 0 and below 1"):
-        TableSettings(drift=1.5)
+    assert "drift=1.5: choose a share of at least 0 and below 1" in refused(TableSettings, drift=1.5)

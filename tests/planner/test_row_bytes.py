@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers import refused
 from moesaic.codecs import CODECS, ELEMENT_BYTES
-from moesaic.errors import InputError
 from moesaic.kernels.codecs import codec_named
 from moesaic.planner import movement
 from moesaic.planner.movement import coded_bytes
@@ -40,14 +40,12 @@ def test_no_codec_has_two_names() -> None:
 
 
 def test_an_unknown_codec_has_no_size() -> None:
-    with pytest.raises(InputError, match="codec 'int3' is unknown: write one of none, bf16, fp16"):
-        coded_bytes("int3", 3, 5, 2)
+    assert "codec 'int3' is unknown: write one of none, bf16, fp16" in refused(coded_bytes, "int3", 3, 5, 2)
 
 
 def test_a_codec_refuses_elements_of_unknown_size() -> None:
     assert coded_bytes("none", 3, 5, 3) == 45
-    with pytest.raises(InputError, match="codec int8 does not support elements of 3 bytes: use codec none"):
-        coded_bytes("int8", 3, 5, 3)
+    assert "codec int8 does not support elements of 3 bytes: use codec none" in refused(coded_bytes, "int8", 3, 5, 3)
 
 
 @pytest.mark.parametrize(

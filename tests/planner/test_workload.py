@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers import refused
 from moesaic.errors import InputError
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.workload import (
@@ -84,8 +85,7 @@ def test_sizes_share_copies_within_tensor_groups_and_repeat_them_under_the_basel
         for program in (shared, repeated)
     ]
     assert rows == [400, 800]
-    with pytest.raises(InputError, match=r"give \(2, 16\)"):
-        sizes_of(shared, WORKLOAD, grid, counts[:1])
+    assert "give (2, 16)" in refused(lambda: sizes_of(shared, WORKLOAD, grid, counts[:1]))
 
 
 def test_recorded_counts(tmp_path: Path) -> None:
@@ -121,5 +121,4 @@ def test_recorded_counts(tmp_path: Path) -> None:
 def test_impossible_workloads_are_refused(fields: dict, line: str) -> None:
     with pytest.raises(InputError, match=line.replace("[", r"\[")):
         Workload(**{"tokens": 1, "num_experts": 16, "top_k": 1, "dim": 1, "hidden": 1, **fields})
-    with pytest.raises(InputError, match="exponent=-1"):
-        zipf_counts(1, WORKLOAD, exponent=-1.0, seed=0)
+    assert "exponent=-1" in refused(zipf_counts, 1, WORKLOAD, exponent=-1.0, seed=0)

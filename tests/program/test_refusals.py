@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers import refused
 from moesaic.errors import InputError
 from moesaic.program.build import SCHEDULES
 from moesaic.program.compile import compile_plan
@@ -45,9 +46,7 @@ REFUSED = [
 @pytest.mark.parametrize(("plan", "mesh", "words"), REFUSED, ids=lambda value: "-".join(map(str, value)))
 def test_what_clashes_is_refused_in_one_line_that_names_both(plan: dict, mesh: dict, words: list[str]) -> None:
     grid = replace(GRID, **mesh)
-    with pytest.raises(InputError) as refusal:
-        compile_plan(Plan(**plan), grid)
-    line = str(refusal.value)
+    line = refused(lambda: compile_plan(Plan(**plan), grid))
     assert "\n" not in line
     assert all(word in line for word in words), line
     assert "choose" in line, f"says not what to do instead: {line}"

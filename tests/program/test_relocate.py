@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
+from helpers import refused
 from moesaic.balance.samples import Homes
-from moesaic.errors import InputError
 from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
@@ -128,11 +130,8 @@ def test_where_samples_go_is_not_asked_before_results_travel() -> None:
 def test_programs_that_deliver_otherwise_are_refused(plan: Plan, grid: Grid, words: str) -> None:
     compiled = compile_plan(plan, grid)
     for program in (compiled.logical, compiled.forward, compiled.backward):
-        with pytest.raises(InputError, match=words) as refusal:
-            relocate(program)
-        assert "\n" not in str(refusal.value)
+        assert re.search(words, refused(relocate, program))
 
 
 def test_the_pass_is_applied_once() -> None:
-    with pytest.raises(InputError, match="relocates already"):
-        relocate(relocate(compile_plan(Plan(), GRID).logical))
+    assert "relocates already" in refused(lambda: relocate(relocate(compile_plan(Plan(), GRID).logical)))

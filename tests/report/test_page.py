@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from helpers import refused
 from report.folders import dense_run, eval_line, layer, sparse_run, train_line, write_run
 
 pytest.importorskip("plotly")
 
-from moesaic.errors import InputError
 from moesaic.report.page import flattened, report_text, write_report
 from moesaic.report.style import Drawn
 from moesaic.report.summary import read_runs
@@ -127,10 +127,8 @@ def test_configuration_is_flattened_into_words() -> None:
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     run = sparse_run(tmp_path / "moe")
-    with pytest.raises(InputError, match=r"is a folder: name a file"):
-        write_report([run], tmp_path)
-    with pytest.raises(InputError, match=r"cannot be written"):
-        write_report([run], run / "config.json" / "report.html")
+    assert "is a folder: name a file" in refused(write_report, [run], tmp_path)
+    assert "cannot be written" in refused(write_report, [run], run / "config.json" / "report.html")
 
 
 @needs_browser

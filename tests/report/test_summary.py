@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import refused
 from moesaic.errors import InputError
 from moesaic.report.summary import Series, distinct_names, mean_over_layers, read_runs, summarise
 from report.folders import dense_run, eval_line, layer, sparse_run, train_line, write_run
@@ -109,26 +110,19 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     good = sparse_run(tmp_path / "good")
     with pytest.raises(InputError, match=r"missing: no such folder: name the folder that moesaic train wrote"):
         read_runs([tmp_path / "missing"])
-    with pytest.raises(InputError, match=r"good: given twice: name each run once"):
-        read_runs([good, tmp_path / "x" / ".." / "good"])
+    assert "good: given twice: name each run once" in refused(read_runs, [good, tmp_path / "x" / ".." / "good"])
     (good / "metrics.jsonl").write_text("")
-    with pytest.raises(InputError, match=r"holds no line yet"):
-        read_runs([good])
+    assert "holds no line yet" in refused(read_runs, [good])
     (good / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n{"loss": 3}\n')
-    with pytest.raises(InputError, match=r"line 2 is not one of a run's metrics: remove it"):
-        read_runs([good])
+    assert "line 2 is not one of a run's metrics: remove it" in refused(read_runs, [good])
     (good / "metrics.jsonl").unlink()
-    with pytest.raises(InputError, match=r"metrics\.jsonl: no metrics there"):
-        read_runs([good])
+    assert "metrics.jsonl: no metrics there" in refused(read_runs, [good])
     (good / "config.json").write_text("{")
-    with pytest.raises(InputError, match=r"config\.json: does not parse"):
-        read_runs([good])
+    assert "config.json: does not parse" in refused(read_runs, [good])
     (good / "config.json").write_text("[]")
-    with pytest.raises(InputError, match=r"must hold a table of fields, holds a list"):
-        read_runs([good])
+    assert "must hold a table of fields, holds a list" in refused(read_runs, [good])
     (good / "config.json").unlink()
-    with pytest.raises(InputError, match=r"no run there \(config\.json is missing\)"):
-        read_runs([good])
+    assert "no run there (config.json is missing)" in refused(read_runs, [good])
 
 
 def test_layers_that_appear_with_fewer_entries_are_kept(tmp_path: Path) -> None:

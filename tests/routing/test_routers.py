@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import numpy as np
 import pytest
 import torch
 
-from helpers import make_layer, make_router
+from helpers import make_layer, make_router, refused
 from moesaic import MoE
 from moesaic.errors import InputError
 from moesaic.routing.router import AbstractRouter
@@ -231,8 +232,7 @@ def test_base_balances_the_tokens_that_are_not_padding() -> None:
 def test_base_takes_one_expert_in_every_call() -> None:
     with pytest.raises(InputError, match="the BASE router assigns one expert per token, got top_k=2: set top_k=1"):
         make_layer("base")(torch.randn(4, 8), top_k=2)
-    with pytest.raises(InputError, match="got top_k=2: set top_k=1"):
-        MoE(8, 8, 4, 1, router="base", eval_top_k=2)
+    assert "got top_k=2: set top_k=1" in refused(MoE, 8, 8, 4, 1, router="base", eval_top_k=2)
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "each"), [(8, 2, 4), (7, 2, 4), (5, 1, 2), (3, 4, 3), (0, 2, 0)])
@@ -298,6 +298,4 @@ BAD = [
 
 @pytest.mark.parametrize(("make", "message"), BAD)
 def test_bad_settings_are_refused_in_one_line(make, message: str) -> None:
-    with pytest.raises(InputError, match=message) as caught:
-        make()
-    assert "\n" not in str(caught.value)
+    assert re.search(message, refused(make))

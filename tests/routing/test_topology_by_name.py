@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from helpers import refused
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
@@ -109,10 +110,8 @@ def test_a_factory_takes_share_router_and_cluster() -> None:
 def test_what_does_not_fit_is_said_when_the_mesh_is_known() -> None:
     with pytest.raises(InputError, match="top_k=9 exceeds the 8 experts inside a group of the topology gate"):
         on_mesh(make(top_k=9), GRID)
-    with pytest.raises(InputError, match="share=2: choose 0 to 1"):
-        topology_gate(DIM, EXPERTS, share=2).place(GRID, 0)
-    with pytest.raises(InputError, match="ep=4 does not divide num_experts=6"):
-        topology_gate(DIM, 6).place(GRID, 0)
+    assert "share=2: choose 0 to 1" in refused(lambda: topology_gate(DIM, EXPERTS, share=2).place(GRID, 0))
+    assert "ep=4 does not divide num_experts=6" in refused(lambda: topology_gate(DIM, 6).place(GRID, 0))
 
 
 def test_a_gate_that_was_given_a_mesh_keeps_it() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers import refused
 from moesaic.errors import InputError
 from moesaic.traces.arrays import read_array
 from moesaic.traces.load import drift, layer_loads, locality, max_violation
@@ -189,11 +190,9 @@ OTHERS = {
 def test_other_files_are_refused(tmp_path, name):
     write, message = OTHERS[name]
     write(tmp_path / name)
-    with pytest.raises(InputError) as caught:
-        Trace.open(tmp_path / name).loads()
-    assert message in str(caught.value)
-    assert str(caught.value).startswith(f"trace {tmp_path / name}")
-    assert "\n" not in str(caught.value)
+    caught = refused(lambda: Trace.open(tmp_path / name).loads())
+    assert message in caught
+    assert caught.startswith(f"trace {tmp_path / name}")
 
 
 def test_wrong_questions_are_refused():
@@ -210,8 +209,7 @@ def test_wrong_questions_are_refused():
 
 def test_an_unwritable_place_is_refused_and_leaves_nothing(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(InputError, match="cannot be written"):
-        write_segment(tokens([0]), tmp_path / "file" / "a.npz")
+    assert "cannot be written" in refused(lambda: write_segment(tokens([0]), tmp_path / "file" / "a.npz"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -275,8 +273,7 @@ def test_arrays_are_not_inflated_beyond_what_their_bytes_can_hold(tmp_path):
             for _ in range(12):
                 file.write(bytes(8 << 20))
     tracemalloc.start()
-    with pytest.raises(InputError, match="is damaged or cut short"):
-        Trace.open(tmp_path / "bomb.npz")
+    assert "is damaged or cut short" in refused(Trace.open, tmp_path / "bomb.npz")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 4 << 20
@@ -302,8 +299,7 @@ def test_a_trace_is_not_listed_through_a_link_below_the_typed_path(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "routing").symlink_to(tmp_path / "other")
-    with pytest.raises(InputError, match="routing': is a symbolic link"):
-        Trace.open(run)
+    assert "routing': is a symbolic link" in refused(Trace.open, run)
     with pytest.raises(InputError, match="routing': is a symbolic link"):
         write_segment(tokens([0]), run / "routing" / segment_name(0))
     (tmp_path / "typed").symlink_to(tmp_path / "other")

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
-from helpers import thinned
+from helpers import refused, thinned
 from moesaic.errors import InputError
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
@@ -318,13 +318,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_so(written, two, damage):
 def test_all_damaged_or_none_there_is_one_error_that_says_what_to_do(two):
     for step in (1, 2):
         flip(two / f"step-{step:08d}" / TENSORS)
-    with pytest.raises(InputError) as caught:
-        load_checkpoint(two, pytest.fail)
     for part in (str(two), "every checkpoint", "step-00000001", "step-00000002", "--existing replace"):
-        assert part in str(caught.value)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(InputError, match="no checkpoint there"):
-        load_checkpoint(two / "nowhere", pytest.fail)
+        assert part in refused(load_checkpoint, two, pytest.fail)
+    assert "no checkpoint there" in refused(load_checkpoint, two / "nowhere", pytest.fail)
 
 
 def test_another_format_is_refused_even_where_an_older_checkpoint_is_whole(two):
@@ -335,12 +331,11 @@ def test_another_format_is_refused_even_where_an_older_checkpoint_is_whole(two):
 
 def test_another_architecture_is_named_with_both_values(two):
     other = replace(SHAPE, dim=32, checkpoint_activations=True, moe=replace(SHAPE.moe, num_experts=8))
-    with pytest.raises(InputError) as caught:
-        load_into(load_checkpoint(two, pytest.fail), GPT(other, 64), None, other, 64)
+    caught = refused(lambda: load_into(load_checkpoint(two, pytest.fail), GPT(other, 64), None, other, 64))
     for part in ("step 2", "model.dim (32 and 16)", "model.moe.num_experts (8 and 4)", "vocabulary (64 and 32)"):
-        assert part in str(caught.value)
-    assert "checkpoint_activations" not in str(caught.value)
-    assert "num_layers" not in str(caught.value)
+        assert part in caught
+    assert "checkpoint_activations" not in caught
+    assert "num_layers" not in caught
 
 
 KNOBS = {
@@ -503,8 +498,7 @@ def test_two_checkpoints_that_were_renamed_into_each_other_are_told_so(two):
     (two / "step-00000001").rename(two / "aside")
     (two / "step-00000002").rename(two / "step-00000001")
     (two / "aside").rename(two / "step-00000002")
-    with pytest.raises(InputError, match="is of step 1: rename the folder as it was"):
-        load_checkpoint(two, pytest.fail)
+    assert "is of step 1: rename the folder as it was" in refused(load_checkpoint, two, pytest.fail)
 
 
 def test_nothing_of_a_linked_checkpoint_is_deleted(tmp_path):
@@ -517,8 +511,7 @@ def test_nothing_of_a_linked_checkpoint_is_deleted(tmp_path):
     assert snapshot(outside) == before
     assert [path.name for path in list_checkpoints(folder)] == ["step-00000002"]
     (tmp_path / "linked").symlink_to(outside)
-    with pytest.raises(InputError, match="linked': is a symbolic link"):
-        save(tmp_path / "linked", 3)
+    assert "linked': is a symbolic link" in refused(save, tmp_path / "linked", 3)
     assert snapshot(outside) == before
 
 
@@ -527,6 +520,5 @@ def test_a_link_where_a_checkpoint_is_to_come_is_an_error(name, tmp_path):
     (tmp_path / "outside").mkdir()
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / name).symlink_to(tmp_path / "outside")
-    with pytest.raises(InputError):
-        save(tmp_path / "checkpoints", 3)
+    refused(save, tmp_path / "checkpoints", 3)
     assert list((tmp_path / "outside").iterdir()) == []

@@ -10,6 +10,7 @@ from dataclasses import FrozenInstanceError, fields, is_dataclass
 
 import pytest
 
+from helpers import refused
 from moesaic.balance import EXPERT_PLACERS
 from moesaic.configfile import override
 from moesaic.errors import InputError
@@ -59,9 +60,7 @@ BAD = [
 
 @pytest.mark.parametrize(("kind", "fields", "message"), BAD)
 def test_bad_values_are_refused_in_one_line(kind, fields, message):
-    with pytest.raises(InputError, match=message) as caught:
-        kind(**fields)
-    assert "\n" not in str(caught.value)
+    assert re.search(message, refused(kind, **fields))
 
 
 def test_configurations_are_frozen_and_compare_by_value():

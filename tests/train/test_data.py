@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers import refused
 from moesaic.errors import InputError
 from moesaic.train import data as data_module
 from moesaic.train.config import DataConfig
@@ -143,8 +144,7 @@ def test_nothing_there_and_empty_files_are_errors(tmp_path):
     for pattern in ("absent.txt", "*.txt"):
         with pytest.raises(InputError, match=r"data.path: nothing at .*: give a text file, a folder, a glob or a .bin"):
             find_files((str(tmp_path / pattern),), "data.path")
-    with pytest.raises(InputError, match=r"data.val: no text or .bin files in"):
-        find_files((str(tmp_path),), "data.val")
+    assert "data.val: no text or .bin files in" in refused(lambda: find_files((str(tmp_path),), "data.val"))
     for name, given in (("a.txt", tmp_path / "a.txt"), ("b.txt", tmp_path)):
         (tmp_path / name).touch()
         with pytest.raises(InputError, match=r"a.txt .*is empty: give files with text"):
@@ -178,13 +178,11 @@ def test_ids_of_a_large_file_are_checked_in_blocks(tmp_path, monkeypatch, place)
     ids = [1] * 1600
     ids[place] = 999
     path = tokens_file(tmp_path / "a.bin", ids, "uint16")
-    with pytest.raises(InputError, match="holds token 999"):
-        load_corpus(data(path))
+    assert "holds token 999" in refused(lambda: load_corpus(data(path)))
     monkeypatch.setattr(data_module, "ID_CHECK_BLOCK_BYTES", 8)
     monkeypatch.setattr(data_module, "ID_CHECK_BLOCKS", 3)
     if place in (0, 800, 1599):  # of the first, middle and last block
-        with pytest.raises(InputError, match="holds token 999"):
-            load_corpus(data(path))
+        assert "holds token 999" in refused(lambda: load_corpus(data(path)))
     else:
         load_corpus(data(path))
 
@@ -225,10 +223,8 @@ def test_bin_files_are_little_endian_integers(tmp_path, dtype, largest):
     assert isinstance(corpus.train, np.memmap)
     assert corpus.vocab_size == largest + 1
     assert corpus.val_bytes == 10
-    with pytest.raises(InputError) as caught:
-        load_corpus(data(path, vocab_size=largest))
     for part in (str(path), f"holds token {largest}", f"data.vocab_size is {largest}", f"set it above {largest}"):
-        assert part in str(caught.value)
+        assert part in refused(lambda: load_corpus(data(path, vocab_size=largest)))
 
 
 def test_several_bin_files_stand_in_a_row(tmp_path):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from helpers import refused
 from moesaic.errors import InputError
 from moesaic.train.config import DataConfig
 from moesaic.train.data import find_files, load_corpus
@@ -99,12 +101,9 @@ def test_tables_are_read_by_their_column(tmp_path):
         path = tmp_path / name
         assert read_documents(path, "text") == [b"one", b"two"]
         for field in ("content", "id"):
-            with pytest.raises(InputError, match=f"holds no table with a column of text '{field}'") as caught:
-                read_documents(path, field)
-            assert "\n" not in str(caught.value)
+            assert re.search(f"holds no table with a column of text '{field}'", refused(read_documents, path, field))
         path.write_bytes(path.read_bytes()[:30])
-        with pytest.raises(InputError, match="holds no table with a column of text 'text'"):
-            read_documents(path, "text")
+        assert "holds no table with a column of text 'text'" in refused(read_documents, path, "text")
 
 
 def test_without_the_library_tables_are_refused_in_one_line(tmp_path, monkeypatch):

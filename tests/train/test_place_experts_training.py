@@ -4,6 +4,7 @@ runs."""
 from __future__ import annotations
 
 import pickle
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers import refused
 from moesaic.balance.experts import AbstractExpertPlacer, ExpertLoad
 from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import ReplicationCosts
@@ -147,9 +149,7 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_middle_and_on_one_process(world)
     ],
 )
 def test_configurations_that_cannot_place_experts_are_refused(tmp_path, changes, words):
-    with pytest.raises(InputError, match=words) as caught:
-        tiny(tmp_path, balance={"experts": "balanced"}, **changes)
-    assert "\n" not in str(caught.value)
+    assert re.search(words, refused(tiny, tmp_path, balance={"experts": "balanced"}, **changes))
 
 
 def test_one_process_is_told_what_to_start(tmp_path):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers import refused
 from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.routing.replay import decoded, encoded
@@ -203,8 +204,7 @@ def test_a_new_run_in_an_old_folder_starts_a_new_trace(tmp_path):
     run_quietly(config)
     assert (traced(config).steps, traced(config).shape.num_experts) == ([0], 8)
     run_quietly(tiny(tmp_path, steps=1, existing="replace"))
-    with pytest.raises(InputError, match="holds no steps-"):
-        traced(config)
+    assert "holds no steps-" in refused(traced, config)
 
 
 @pytest.fixture(scope="module")
@@ -239,10 +239,11 @@ def test_refusals_are_one_line_and_leave_nothing(recorded, line):
     places = {"RUN": str(recorded / "run"), "COUNTS": str(recorded / "counts")}
     changes = {"out": str(recorded / "new"), "replay_routing": "RUN"} | REFUSED[line]
     before = snapshot(recorded)
-    with pytest.raises(InputError) as caught:
-        run_quietly(tiny(recorded, **{n: places.get(v, v) if isinstance(v, str) else v for n, v in changes.items()}))
-    assert str(caught.value).startswith(line.replace("RUN", places["RUN"]).replace("COUNTS", places["COUNTS"]))
-    assert "\n" not in str(caught.value)
+    assert refused(
+        lambda: run_quietly(
+            tiny(recorded, **{n: places.get(v, v) if isinstance(v, str) else v for n, v in changes.items()})
+        )
+    ).startswith(line.replace("RUN", places["RUN"]).replace("COUNTS", places["COUNTS"]))
     assert snapshot(recorded) == before
 
 

@@ -10,6 +10,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import refused
 from moesaic.errors import InputError
 from moesaic.train.config import DataConfig
 from moesaic.train.tokenizer import AbstractTokenizer, ByteTokenizer, HubTokenizer, make_tokenizer
@@ -58,8 +59,7 @@ def test_a_missing_or_damaged_tokenizer_is_an_error(tmp_path):
         make_tokenizer(DataConfig(tokenizer=str(path)), None)
     for content in (b'{"version": ', b"", b"\xff\xfe"):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=r"tokenizer.json: the tokenizer is damaged"):
-            HubTokenizer.load(path)
+        assert "tokenizer.json: the tokenizer is damaged" in refused(HubTokenizer.load, path)
 
 
 def test_somebody_elses_tokenizer_is_taken_as_it_is(tmp_path: Path):

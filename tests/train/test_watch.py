@@ -13,8 +13,9 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
+from helpers import refused
 from moesaic.cli.main import main
-from moesaic.errors import InputError, TrainingError
+from moesaic.errors import TrainingError
 from moesaic.train import watch as of_watch
 from moesaic.train.checkpoint import list_checkpoints
 from moesaic.train.launch import Roll, handle_ends, naming_dead_ranks
@@ -264,9 +265,7 @@ def test_ranks_that_all_wait_for_each_other_are_told_with_their_links():
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"line": 1, "ranks": [{"a": 1}]}', "\udcff", "[" * 100_000])
 def test_a_damaged_record_is_refused_in_one_line(tmp_path, text):
     RunFolder(tmp_path).write(HANG, text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(InputError, match="cannot be read") as refusal:
-        read_hang(tmp_path)
-    assert "\n" not in str(refusal.value)
+    assert "cannot be read" in refused(read_hang, tmp_path)
 
 
 def test_a_run_that_never_hung_says_so(tmp_path, capsys):

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from helpers import refused
+
 pytest.importorskip("transformers", reason='pip install "moesaic[transformers]"')
 
 import transformers
@@ -212,8 +214,7 @@ def test_logits_that_are_not_numbers_agree_only_with_their_like() -> None:
     for place, value in ((0, nan), (0, inf), (1, 1.0), (2, -inf), (2, nan), (3, -4.001)):
         new = old.clone()
         new[place] = value
-        with pytest.raises(InputError, match="its logits differ"):
-            compare(old, new, Path("out"))
+        assert "its logits differ" in refused(lambda: compare(old, new, Path("out")))
 
 
 def test_weights_that_are_not_numbers_are_converted_and_said(tmp_path: Path, capsys: Any) -> None:

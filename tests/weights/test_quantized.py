@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers import refused
+
 pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
 from checkpoints import build, edit_json, save, tensors_of
@@ -168,12 +170,13 @@ def test_other_quantizations_get_advice_that_works(tmp_path):
     path = save("Mixtral", tmp_path / "hub") / "config.json"
     for method in ("gptq", "awq", "bitsandbytes", "modelopt", "compressed-tensors", None):
         edit_json(path, quantization_config={"quant_method": method, "bits": 4})
-        with pytest.raises(InputError) as caught:
-            moesaic.convert(tmp_path / "hub", tmp_path / "out", to="hf")
         line = (
             f"the weights are quantized ({method}), and only fp8 and mxfp4 are read: convert the checkpoint that they"
         )
-        assert str(caught.value) == f"{path}: {line} were quantized from"
+        assert (
+            refused(moesaic.convert, tmp_path / "hub", tmp_path / "out", to="hf")
+            == f"{path}: {line} were quantized from"
+        )
 
 
 def test_an_empty_quantization_is_none(tmp_path):

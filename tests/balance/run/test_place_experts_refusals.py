@@ -10,11 +10,11 @@ import torch
 from meshes import make_layer, on_mesh
 from test_place_experts import TWO, adamw, step
 
+from helpers import refused
 from moesaic.balance.run.experts import ExpertPlacement
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
-from moesaic.errors import InputError
 from moesaic.experts import ModuleExperts
 from moesaic.program.grid import Grid, LinkLevel
 from moesaic.program.plan import Plan
@@ -56,9 +56,7 @@ def test_refusals_are_one_line_and_move_nothing() -> None:
 
 
 def refusal(what: Callable[[], object]) -> str:
-    with pytest.raises(InputError) as caught:
-        what()
-    return str(caught.value)
+    return refused(what)
 
 
 def test_layers_and_meshes_that_cannot_are_refused() -> None:

@@ -12,7 +12,7 @@ import torch
 from meshes import DIM, make_layer, tokens_of
 from torch import Tensor
 
-from helpers import thinned
+from helpers import refused, thinned
 from moesaic.balance.run.moving import MovingMoE
 from moesaic.balance.run.relocate import Following, Relocator, carry
 from moesaic.balance.samples import Given, Homes, TwoStage
@@ -224,9 +224,7 @@ def test_what_forbids_moving_is_refused_in_one_line(options: dict[str, Any], wor
 
 def test_samples_that_do_not_split_evenly_are_refused_on_every_rank() -> None:
     def rank(transport: AbstractTransport, samples: int, length: int) -> str:
-        with pytest.raises(InputError) as refusal:
-            run_trip(transport, samples=samples, length=length)
-        return str(refusal.value)
+        return refused(run_trip, transport, samples=samples, length=length)
 
     texts = set(run_ranks(4, lambda transport: rank(transport, 3 if transport.rank == 2 else 2, 3)))
     assert len(texts) == 1
@@ -240,8 +238,7 @@ def test_each_rank_of_a_tensor_group_must_answer_for_as_many_samples() -> None:
         relocator = Relocator(Mesh(Grid(world=4, tp=2, ep=4), transport))
         relocator.start([Following(make_layer().router, 2)], 3, 3)
 
-    with pytest.raises(InputError, match=r"mesh\.tp=2 needs a multiple of 2 samples per tensor group, got 3"):
-        run_ranks(4, rank)
+    assert "mesh.tp=2 needs a multiple of 2 samples per tensor group, got 3" in refused(run_ranks, 4, rank)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
@@ -276,8 +273,7 @@ def test_a_layer_on_no_mesh_cannot_move_samples() -> None:
 
 def test_a_residual_cannot_go_before_it_is_decided_where() -> None:
     trip = Relocator(Mesh(Grid(world=1), NoTransport())).start([Following(make_layer().router, 2)] * 2, 2, 3)
-    with pytest.raises(InputError, match="call the layer with this move first"):
-        trip.next().carry(torch.zeros(2, 3, DIM))
+    assert "call the layer with this move first" in refused(lambda: trip.next().carry(torch.zeros(2, 3, DIM)))
 
 
 def test_caches_forbid_moving() -> None:

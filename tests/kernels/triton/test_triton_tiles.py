@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from moesaic.errors import InputError
+from helpers import refused
 
 pytest.importorskip("triton", reason='the GPU extra is not installed: pip install ".[gpu]"')
 
@@ -125,13 +125,10 @@ def test_a_file_serves_only_the_device_it_was_made_on(tmp_path):
 def test_another_file_is_refused_in_one_line(tmp_path, text):
     path = tmp_path / "tiles.json"
     path.write_text(text)
-    with pytest.raises(InputError, match=r"is not a file of tuned tiles: delete it, or name another file") as error:
-        load(path, DEVICES[0])
-    assert "\n" not in str(error.value)
+    assert "is not a file of tuned tiles: delete it, or name another file" in refused(lambda: load(path, DEVICES[0]))
 
 
 def test_tiles_of_unknown_fields_are_refused(tmp_path):
     path = tmp_path / "tiles.json"
     path.write_text(json.dumps({Tuned(device=DEVICES[0]).key: {"down-1": {"rows": 16}}}))
-    with pytest.raises(InputError, match="lack fields or have unknown ones"):
-        load(path, DEVICES[0])
+    assert "lack fields or have unknown ones" in refused(lambda: load(path, DEVICES[0]))
