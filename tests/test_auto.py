@@ -89,7 +89,6 @@ def race(mesh: Mesh, seconds: Seconds, steps: int, **options: Any) -> dict[str, 
     run = Run(mesh, seconds, **options)
     for number in range(steps):
         run.step(micro=1 + number % 16 // 15)
-    assert run.auto.table is not None
     return {"ran": run.ran, "losses": torch.stack(run.losses), "said": run.auto.said, "plans": run.auto.table.plans}
 
 
@@ -275,6 +274,5 @@ def test_one_process_has_nothing_to_choose():
     layer = make_layer()
     expected = layer(tokens_of(0))
     layer.parallelize(Mesh(Grid(world=1), NoTransport()), "auto")
-    assert layer.on_mesh is not None
     assert layer.on_mesh.auto is None
     torch.testing.assert_close(layer(tokens_of(0)), expected)

@@ -192,9 +192,7 @@ BLOCKS = {page: blocks for page in PAGES if (blocks := blocks_of(page))}
 
 
 @pytest.mark.parametrize("page", BLOCKS, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_python_block_of_a_page_runs_as_a_file_of_its_own(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_python_block_of_a_page_runs_as_a_file_of_its_own(page, tmp_path, monkeypatch):
     """Files of one page lie in one folder and run in order, those for several ranks under torchrun."""
     monkeypatch.chdir(tmp_path)
     for ranks, name, code in BLOCKS[page]:

@@ -28,7 +28,6 @@ SYSTEMS = {
 def needed(system: str) -> None:
     """Skip unless the system's package is here, and a GPU if it needs one."""
     found = SYSTEMS[system]
-    assert found is not None
     if find_spec(found[1].split(".")[0]) is None:
         pytest.skip(f"{found[1]} is not installed")
     if found[2] and not torch.cuda.is_available():
@@ -45,7 +44,6 @@ def test_every_system_has_a_layer_before_and_after() -> None:
 def test_the_layer_before_runs(system: str, tmp_path: Path) -> None:
     needed(system)
     found = SYSTEMS[system]
-    assert found is not None
     (tmp_path / "before.py").write_text(found[3], encoding="utf-8")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     command = Forked([*(launcher if found[3].startswith("# torchrun") else ()), str(tmp_path / "before.py")], {})
@@ -90,7 +88,6 @@ COPIES: dict[str, tuple[Callable[[Any, MoE], dict[str, Tensor]], float]] = {
 def test_the_layer_after_computes_what_the_one_before_does(system: str) -> None:
     needed(system)
     found = SYSTEMS[system]
-    assert found is not None
     if found[3].startswith("# torchrun"):
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     before: dict[str, Any] = {}

@@ -100,7 +100,6 @@ def test_deepspeed_trains_as_one_process_does(stage):
 
 def test_an_exported_layer_computes_what_the_layer_does():
     difference = re.search(r"largest difference (\S+)", run("export", 1, ()))
-    assert difference is not None
     assert float(difference[1]) < 1e-6
 
 

@@ -222,7 +222,6 @@ def test_a_replica_that_replicates_nothing_beside_one_that_does() -> None:
     one = np.array([1])
     replicated = [Replications(one, np.array([0]), one, np.array([4])), NOTHING]
     table = spread(found, replicated)
-    assert table is not None
     assert table[found[0].origins].sum() == 4
     assert table[found[1].origins].sum() == 0
 

@@ -102,9 +102,7 @@ def test_figures_of_an_order_are_those_of_counting_row_by_row(grid: Grid) -> Non
 
 @settings(max_examples=12)
 @given(seed=st.integers(0, 10**6), grid=st.sampled_from(GRIDS), each=st.integers(1, 4), skew=st.floats(0, 2))
-def test_every_policy_keeps_places_full_and_decides_the_same_again(
-    seed: int, grid: Grid, each: int, skew: float
-) -> None:
+def test_every_policy_keeps_places_full_and_decides_the_same_again(seed, grid, each, skew):
     load = drawn(seed, grid, each, skew)
     for name, make in EXPERT_PLACERS.items():
         order = make(ExpertRates()).decide(load)
@@ -119,9 +117,7 @@ def test_every_policy_keeps_places_full_and_decides_the_same_again(
 
 @settings(max_examples=8)
 @given(seed=st.integers(0, 10**6), grid=st.sampled_from(GRIDS), each=st.integers(2, 4))
-def test_balanced_is_never_slower_than_to_stay_and_takes_the_best_of_what_it_looked_at(
-    seed: int, grid: Grid, each: int
-) -> None:
+def test_balanced_is_never_slower_than_to_stay_and_takes_the_best_of_what_it_looked_at(seed, grid, each):
     load = drawn(seed, grid, each)
     for machine in (Machine(), Machine(tflops=0.01), Machine(inter_gbps=0.1)):
         rates = ExpertRates(machine=machine)

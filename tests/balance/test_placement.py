@@ -297,9 +297,7 @@ def test_given_homes_come_in_turn() -> None:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("name", SAMPLE_PLACERS)
-def test_every_policy_keeps_samples_in_their_replica_and_ranks_full_and_decides_the_same_again(
-    name: str, grid: Grid
-) -> None:
+def test_every_policy_keeps_samples_in_their_replica_and_ranks_full_and_decides_the_same_again(name, grid):
     for seed, last in zip(range(3), (False, True, False)):
         load = random_load(grid, seed, slots=3, carried=seed, last=last)
         homes = SAMPLE_PLACERS[name](PlacerOptions(least_gain=0.0)).decide(load)

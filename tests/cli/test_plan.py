@@ -96,9 +96,7 @@ def test_the_answer_goes_to_standard_output(files: list[str], capsys: pytest.Cap
     assert "measured of" in shown
 
 
-def test_every_size_of_ep_is_given_a_speed_or_said_not_to_be_searched(
-    hub: list[str], capsys: pytest.CaptureFixture
-) -> None:
+def test_every_size_of_ep_is_given_a_speed_or_said_not_to_be_searched(hub, capsys):
     """Of four sizes the three best are searched; the line and `--ep` agree."""
     assert main([*hub, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -161,9 +159,7 @@ def test_recorded_counts_rank_anew(files: list[str], tmp_path: Path, capsys: pyt
     assert seconds[1] > seconds[0]
 
 
-def test_layouts_of_others_are_compared_under_even_routing_whatever_the_counts(
-    hub: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_layouts_of_others_are_compared_under_even_routing_whatever_the_counts(hub, tmp_path, capsys):
     np.save(tmp_path / "counts.npy", np.array([[9, 1, 1, 1, 1, 1, 1, 1]] * 8))
     flags = ["--ep", "8", "--chunks", "1", "--all-to-alls", "linear", "--explain", "--expert-model-parallel-size 8"]
     assert main([*hub, *flags, "--trace", str(tmp_path / "counts.npy")]) == 0
@@ -245,9 +241,7 @@ def hub(tmp_path: Path) -> list[str]:
     return ["plan", "--model", str(tmp_path / "config.json"), *machine, *FEW]
 
 
-def test_skew_costs_time_and_memory_beside_the_even_step(
-    files: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skew_costs_time_and_memory_beside_the_even_step(files, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "240")
     spread = [*files, "--tp", "1", "--ep", "4", "--etp", "1", "--top", "2", *FEW]
     found = {}
@@ -281,9 +275,7 @@ def test_skew_costs_time_and_memory_beside_the_even_step(
         (["--max-vio", "2", "--ep", "2", *FEW], "the best layout, tp"),
     ],
 )
-def test_a_skew_that_cannot_be_is_refused_in_one_line(
-    words: list[str], says: str, files: list[str], capsys: pytest.CaptureFixture
-) -> None:
+def test_a_skew_that_cannot_be_is_refused_in_one_line(words, says, files, capsys):
     assert main([*files, *words]) == 2
     said = capsys.readouterr().err
     assert says in said
@@ -320,9 +312,7 @@ def test_a_model_of_the_hub_is_answered_in_what_people_ask(hub: list[str], capsy
         ("automodel", "--distributed.ep_size 8"),
     ],
 )
-def test_a_layout_is_printed_in_the_words_of_another_system(
-    system: str, words: str, hub: list[str], capsys: pytest.CaptureFixture
-) -> None:
+def test_a_layout_is_printed_in_the_words_of_another_system(system, words, hub, capsys):
     assert main([*hub, "--ep", "8", "--emit", system]) == 0
     printed = capsys.readouterr()
     assert words in printed.out
@@ -331,9 +321,7 @@ def test_a_layout_is_printed_in_the_words_of_another_system(
         assert f"flags of {SYSTEMS[system].version}" in printed.err.splitlines()
 
 
-def test_somebodys_layout_is_printed_in_the_words_of_another_system(
-    hub: list[str], capsys: pytest.CaptureFixture
-) -> None:
+def test_somebodys_layout_is_printed_in_the_words_of_another_system(hub, capsys):
     flags = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 --enable-zero-bubble --micro-batch-size 2"
     assert main([*hub, "--ep", "8", "--explain", flags, "--emit", "torchtitan"]) == 0
     printed = capsys.readouterr().out
@@ -341,9 +329,7 @@ def test_somebodys_layout_is_printed_in_the_words_of_another_system(
     assert "--parallelism.expert_parallel_degree 4" in printed
 
 
-def test_the_best_layout_with_a_pipeline_is_printed_in_the_words_of_megatron(
-    hub: list[str], capsys: pytest.CaptureFixture
-) -> None:
+def test_the_best_layout_with_a_pipeline_is_printed_in_the_words_of_megatron(hub, capsys):
     assert main([*hub, "--ep", "8", "--pp", "2", "--emit", "megatron"]) == 0
     assert "--pipeline-model-parallel-size 2" in capsys.readouterr().out.splitlines()
 
@@ -365,9 +351,7 @@ def test_the_answer_is_a_page_to_share(hub: list[str], tmp_path: Path, capsys: p
     assert "http://" not in text.split("</script>")[-1]
 
 
-def test_a_model_that_fits_only_when_blocks_are_recomputed_says_so(
-    hub: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_model_that_fits_only_when_blocks_are_recomputed_says_so(hub, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(HUB | {"num_hidden_layers": 60, "hidden_size": 2048}))
     assert main([*hub, "--seq-len", "32768", "--ep", "8"]) == 0
     assert "activations are recomputed: otherwise no layout fits the memory" in capsys.readouterr().out
@@ -383,18 +367,14 @@ def test_a_model_that_fits_only_when_blocks_are_recomputed_says_so(
         (["--emit", "megatrom"], "megatrom"),
     ],
 )
-def test_questions_that_cannot_be_answered_are_one_line(
-    arguments: list[str], words: str, hub: list[str], capsys: pytest.CaptureFixture
-) -> None:
+def test_questions_that_cannot_be_answered_are_one_line(arguments, words, hub, capsys):
     assert main([*hub, *arguments]) != 0
     said = capsys.readouterr().err.strip()
     assert words in said
     assert "\n" not in said
 
 
-def test_where_nothing_of_ours_fits_it_says_what_would_and_explains_all_the_same(
-    hub: list[str], capsys: pytest.CaptureFixture
-) -> None:
+def test_where_nothing_of_ours_fits_it_says_what_would_and_explains_all_the_same(hub, capsys):
     tight = [*hub, "--reserve-gib", "79.5"]
     assert main(tight) == 2
     said = capsys.readouterr().err.strip()
@@ -415,9 +395,7 @@ def test_where_nothing_of_ours_fits_it_says_what_would_and_explains_all_the_same
     assert "the layout above" not in told
 
 
-def test_a_layout_with_stages_is_printed_where_nothing_of_ours_fits(
-    hub: list[str], capsys: pytest.CaptureFixture
-) -> None:
+def test_a_layout_with_stages_is_printed_where_nothing_of_ours_fits(hub, capsys):
     tight = [*hub, "--seq-len", "131072", "--reserve-gib", "70", "--pp", "2", "--emit", "megatron"]
     found = main(tight)
     said = capsys.readouterr()

@@ -68,9 +68,7 @@ def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "is a folder: name a file" in refusal(capsys, str(moe), "--out", str(tmp_path))
 
 
-def test_a_missing_plotly_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_plotly_is_one_line(tmp_path, capsys, monkeypatch):
     for name in list(sys.modules):
         if name.split(".")[0] == "plotly" or name.startswith("moesaic.report."):
             monkeypatch.delitem(sys.modules, name)

@@ -73,9 +73,7 @@ def test_the_first_line_names_the_policy(capsys: pytest.CaptureFixture[str]) -> 
         ("--plan.overlap-gather", "s2, overlapped gather"),
     ],
 )
-def test_it_prints_both_programs_so_that_they_parse_back(
-    flags: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_prints_both_programs_so_that_they_parse_back(flags, name, capsys):
     assert main(["show", *flags.split(), "--listing"]) == 0
     printed = capsys.readouterr().out
     assert "h.0: chunk 0 of h" in printed
@@ -188,9 +186,7 @@ def test_it_names_the_codec_of_what_is_coded(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("all_to_all", [*ALL_TO_ALLS, "multicast"])
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
-def test_its_times_are_the_simulators(
-    schedule: str, all_to_all: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_its_times_are_the_simulators(schedule, all_to_all, capsys, tmp_path):
     """What is printed, drawn and written to the trace is the simulator's own timeline, for every plan that fits the mesh."""
     mesh = {"world": 16, "tp": 2, "ep": 4, "etp": 2, "ranks_per_node": 4}
     layer = {"tokens": 512, "num_experts": 8, "top_k": 2, "dim": 64, "hidden": 128}
@@ -291,9 +287,7 @@ def test_a_plan_that_was_written_is_shown_again(tmp_path: Path, capsys: pytest.C
         ("--trace no/such.json", "--trace no/such.json: cannot be written"),
     ],
 )
-def test_bad_input_is_one_line(
-    flags: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_one_line(flags, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["show", *flags.split()]) == 2
     error = capsys.readouterr().err.strip()

@@ -29,9 +29,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     "name",
     ["config.writing", ".lock", "metrics.jsonl", "checkpoints", "checkpoints/step-00000001", "tensorboard", "routing"],
 )
-def test_training_in_a_folder_with_a_link_changes_nothing_outside(
-    run: Path, name: str, existing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_in_a_folder_with_a_link_changes_nothing_outside(run, name, existing, tmp_path, capsys):
     gift, mine = tmp_path / "gift", tmp_path / "mine"
     shutil.copytree(run, gift)
     mine.mkdir()
@@ -62,9 +60,7 @@ def test_a_report_is_not_written_through_a_link(run: Path, tmp_path: Path, capsy
     assert "is a symbolic link" in line
 
 
-def test_the_name_of_a_folder_does_not_reach_the_terminal(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_name_of_a_folder_does_not_reach_the_terminal(run, tmp_path, capsys):
     gift = tmp_path / "gift\x1b]52;c;bHM=\x07"
     shutil.copytree(run, gift)
     (gift / "text.txt").write_text("one two\n" * 50)

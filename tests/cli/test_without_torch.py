@@ -49,7 +49,6 @@ def documented() -> list[str]:
     text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     section = text.split("## Install")[1].split("\n## ")[0]
     listed = re.search(r"Without torch, (.*?) run; every other command refuses", section, re.DOTALL)
-    assert listed is not None
     return re.findall(r"`(?:moesaic )?([a-z ]+)`", listed[1])
 
 

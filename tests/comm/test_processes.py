@@ -46,7 +46,6 @@ def meshes(rank: int, world: int) -> dict[str, Any]:
                 ranks = tuple(sorted(dist.get_process_group_ranks(device_mesh[axis].get_group())))
                 assert ranks == mesh.grid.group(rank, (axis,)), f"{name} {axis} {innermost}"
                 assert device_mesh.get_local_rank(axis) == mesh.grid.coordinate(rank, axis)
-        assert mesh.expert_mesh is not None
         assert mesh.expert_mesh.mesh_dim_names == ("ep", "etp")
         assert mesh.is_distributed
         total = torch.ones(1)

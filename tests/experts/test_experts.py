@@ -47,7 +47,6 @@ def test_an_expert_without_tokens_gets_zero_gradients(name: str) -> None:
     experts: AbstractExperts = FACTORIES[name](8, 8, 3)
     experts(torch.randn(5, 8), torch.rand(5), torch.tensor([2, 2, 5], dtype=torch.int32)).sum().backward()
     for key, parameter in experts.named_parameters():
-        assert parameter.grad is not None, key
         grad = parameter.grad if "experts." in key else parameter.grad[1]
         assert grad.any() != ("experts.1." in key or "experts." not in key), key
 

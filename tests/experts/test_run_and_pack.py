@@ -222,7 +222,6 @@ def test_bfloat16_rows_and_float32_gates(kind: str) -> None:
     out, kept = experts.run(call)
     d_rows, d_gates, d_sharded, d_common = experts.gradients(call, kept, dy)
     assert {t.dtype for t in (out, d_rows, *d_sharded, *d_common)} == {torch.bfloat16}
-    assert d_gates is not None
     assert d_gates.dtype == torch.float32
     exact, kept = experts.run(ExpertCall(*weights_of(experts), rows.float(), gates, ends))
     torch.testing.assert_close(out.float(), exact, rtol=5e-2, atol=5e-2)

@@ -127,9 +127,7 @@ def test_every_activation_stays_near_float64_in_every_dtype(activation: str, dty
     pairwise(SHAPES, *WAYS, (0, 2**25), empty=has_one_expert),
     ids=str,
 )
-def test_cutting_experts_into_blocks_changes_nothing(
-    shape, ups, bias, weigh, dropless, limit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cutting_experts_into_blocks_changes_nothing(shape, ups, bias, weigh, dropless, limit, monkeypatch):
     """Results are added to tokens block by block, or kept until the end if they fit the limit."""
     monkeypatch.setattr(blocks, "CACHE_BYTES", 0)
     monkeypatch.setattr(blocks, "MIN_ROWS", 2)
@@ -141,7 +139,6 @@ def test_cutting_experts_into_blocks_changes_nothing(
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_weight_too_small_to_divide_by_has_its_gradient(smallest: float, bias: bool) -> None:
     work = make_work((13, 8, 8, 5, 5), bias=bias)
-    assert work.gates is not None
     with torch.no_grad():
         work.gates[::3] = smallest
     compare(work)
@@ -149,7 +146,6 @@ def test_a_weight_too_small_to_divide_by_has_its_gradient(smallest: float, bias:
 
 def test_float16_has_no_room_for_a_weight_before_its_dot_product() -> None:
     work = make_work((13, 8, 8, 5, 5), dtype=torch.float16)
-    assert work.gates is not None
     with torch.no_grad():
         work.gates.fill_(1e-5)
         work.gates.data[0] = 1e-3

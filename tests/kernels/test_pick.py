@@ -20,9 +20,7 @@ from moesaic.kernels import by_expert, pick, whole_batch
         ("meta", (9, 0), True, "other"),
     ],
 )
-def test_the_kernels_of_a_device(
-    device: str, capability: tuple[int, int], installed: bool, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernels_of_a_device(device, capability, installed, kind, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(pick.importlib.util, "find_spec", lambda name: object() if installed else None)
     pick._can_run_triton.cache_clear()

@@ -67,7 +67,6 @@ def test_algorithm_1_takes_the_measured_lines(saa: float, schedule: str) -> None
         Fit(alpha=1e-4, beta=saa, what="saa everywhere"),
     )
     operations = measured_operations(lines, GRID, "fp32")
-    assert operations is not None
     assert operations.overlapped.seconds(10) == pytest.approx(1e-4 + 40 * saa)
     measured = ClusterSpec(nodes=2, devices_per_node=4, device=DEVICE, links=LINKS, collectives=lines)
     assert choose(Simulator(measured), LAYER, GRID).schedule == schedule

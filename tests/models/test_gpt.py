@@ -137,7 +137,6 @@ def test_every_router_that_a_config_names_trains(router: str) -> None:
     model, batch = GPT(config(moe={"router": router, "top_k": top_k}), VOCAB), tokens()
     model(batch[:, :-1], batch[:, 1:]).loss.backward()
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
 
 

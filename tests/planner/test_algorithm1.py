@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-
-import pytest
 
 from helpers import refused
 from moesaic.planner.algorithm1 import choose, corrected, operations
@@ -37,9 +34,7 @@ def test_a_rule_needs_times_from_one_place() -> None:
     assert (named.rule, named.file, named.is_auto) == ("parm", "", False)
 
 
-def test_the_rule_says_what_it_chose_and_needs_no_rate_of_float64(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rule_says_what_it_chose_and_needs_no_rate_of_float64(tmp_path, monkeypatch):
     """Bytes decide, so a float64 run chooses what a float32 run of twice the width does."""
     grid = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=4)
     monkeypatch.setattr(Ranks, "of", lambda *_: SimpleNamespace(mesh=SimpleNamespace(grid=grid)))

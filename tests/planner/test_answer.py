@@ -93,7 +93,6 @@ def test_the_fastest_plan_that_does_not_fit_is_kept() -> None:
     assert min(each.memory.total for each in free.ranking) < size, "the best plan is not the smallest"
     tight = replace(SLOW_PORTS, device=replace(DEVICE, memory_gib=1.05 * (size - 1) / 2**30))
     found = search(JOB, tight, settings)
-    assert found.too_large is not None
     assert found.too_large.seconds < found.best.seconds
     assert found.too_large.memory.total >= size > found.best.memory.total
 
@@ -102,13 +101,11 @@ def test_skew_costs_where_experts_are_spread_and_nothing_where_every_rank_has_th
     weak = flat(1, 8, intra=80000, device=replace(DEVICE, tflops=Tflops(fp32=0.5)))
     spread = found(cluster=weak).best
     skewed = under_skew(JOB, weak, spread, 1.0)
-    assert skewed is not None
     # Experts are most of a step, and one rank computes twice as much of them.
     moe = sum(seconds for part, seconds in spread.estimate.parts.items() if part.startswith("moe"))
     assert skewed.longer == pytest.approx(1 + moe / spread.seconds, rel=0.1)
     assert skewed.memory.activations > spread.memory.activations
     even = under_skew(JOB, weak, spread, 0.0)
-    assert even is not None
     assert (even.longer, even.memory.total) == pytest.approx((1.0, spread.memory.total))
     whole = found(Pins(tp=1, ep=1, etp=1), weak).best
     assert under_skew(JOB, weak, whole, 1.0) == SkewedStep(longer=1.0, memory=whole.memory)
@@ -139,7 +136,6 @@ def test_the_interval_of_unlike_ranks_is_that_of_its_draws(skew: RankSkew) -> No
         expected.append((devices + launches + 2 * 2 * 2 * last) / best.seconds)
     longer = longer_by_rank_skew(JOB, free, best)
     assert longer == pytest.approx(np.quantile(expected, (0.25, 0.75)), rel=1e-3)
-    assert longer is not None
     plain, wide = (speed_of(JOB, best, free, devices=8, sequences=32, **more) for more in ({}, {"longer": longer}))
     assert wide.tokens_per_second == plain.tokens_per_second
     assert wide.interval[0] == pytest.approx(plain.interval[0] / longer[1])

@@ -212,7 +212,6 @@ def test_experts_over_thousands_of_ranks() -> None:
 def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL)
-    assert code is not None
     exec(compile(code.group(1), "planning.md", "exec"), {})
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["linear", "hier2d", "multicast"]
 
@@ -220,6 +219,5 @@ def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_clusters_file_of_the_page_is_read(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
     table = re.search(r"```toml\n(nodes.*?)```", page, re.DOTALL)
-    assert table is not None
     (tmp_path / "mine.toml").write_text(table.group(1), encoding="utf-8")
     assert [link.name for link in read_cluster(str(tmp_path / "mine.toml")).links] == ["pcie", "nic"]

@@ -145,7 +145,6 @@ def test_costs_of_the_issuing_thread_count_identically(all_to_all: str, runs_com
     """
     host = Host(task_us=3.0, message_us=20.0, runs_compute=runs_compute)
     simulator, compiled_plan = Simulator(tree(4, 4, host=host)), compiled(GRIDS[4], all_to_all=all_to_all)
-    assert compiled_plan is not None
     compare(simulator, compiled_plan)
     if all_to_all == "linear":
         run = simulator.run(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
@@ -162,7 +161,6 @@ def test_rows_and_messages_are_what_the_interpreter_sends(all_to_all: str) -> No
     """Compares the total rows and messages of every task with `messages_of`: node 0's, times the nodes."""
     grid = GRIDS[4]
     compiled_plan = compiled(grid, schedule="s1", all_to_all=all_to_all)
-    assert compiled_plan is not None
     simulator, slots = Simulator(tree(4, 4)), {slot.name: slot for slot in compiled_plan.forward.slots}
     even = simulator.volumes(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
     sizes = sizes_of(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
@@ -186,7 +184,6 @@ def test_rows_and_messages_are_what_the_interpreter_sends(all_to_all: str) -> No
 def test_steps_go_to_the_ranks_that_the_interpreter_sends_to(groups: int) -> None:
     grid = GRIDS[5]
     compiled_plan = compiled(grid, schedule="s2", peer_groups=groups)
-    assert compiled_plan is not None
     even = Simulator(tree(4, 4)).volumes(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
     assert isinstance(even, Even)
     sizes = sizes_of(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
@@ -231,7 +228,6 @@ def test_axes_that_do_not_nest_are_simulated_rank_by_rank_or_refused() -> None:
     with pytest.raises(UnlikeError):
         Digits(grid)
     compiled_plan = compiled(grid, schedule="s1")
-    assert compiled_plan is not None
     simulator = Simulator(tree(2, 6))
     run = simulator.run(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
     assert len(run.ends) == 12
@@ -241,9 +237,7 @@ def test_axes_that_do_not_nest_are_simulated_rank_by_rank_or_refused() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "tp"), [(2, 1), (4, 2), (8, 1)])
-def test_the_all_to_all_of_the_docs_takes_as_long_as_rank_by_rank(
-    monkeypatch: pytest.MonkeyPatch, nodes: int, tp: int
-) -> None:
+def test_the_all_to_all_of_the_docs_takes_as_long_as_rank_by_rank(monkeypatch, nodes, tp):
     """The ring passes packets on from node to node: on eight nodes it takes four times as long as if all nodes did the
     same."""
     monkeypatch.setitem(ALL_TO_ALLS, "ring", block("An all-to-all")["NodeRing"]())
@@ -253,7 +247,6 @@ def test_the_all_to_all_of_the_docs_takes_as_long_as_rank_by_rank(
     layer = Workload(tokens=4096, num_experts=64, top_k=2, dim=1024, hidden=2816)
     for simulator in (Simulator(cluster), sweep_simulator(cluster)):
         compiled_plan = compiled(grid, all_to_all="ring")
-        assert compiled_plan is not None
         for program in (compiled_plan.forward, compiled_plan.backward):
             even = simulator.run(program, layer, grid).seconds
             exact = simulator.run(program, layer, grid, sizes=sizes_of(program, layer, grid)).seconds
@@ -294,12 +287,9 @@ LOOKS: dict[str, Callable[[NodeMap, int, int], object]] = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_whatever_looks_at_a_node_s_number_is_simulated_rank_by_rank(
-    monkeypatch: pytest.MonkeyPatch, look: str
-) -> None:
+def test_whatever_looks_at_a_node_s_number_is_simulated_rank_by_rank(monkeypatch, look):
     monkeypatch.setitem(ALL_TO_ALLS, "numbered", Numbered(LOOKS[look]))
     compiled_plan = compiled(GRIDS[4], all_to_all="numbered")
-    assert compiled_plan is not None
     assert not isinstance(Simulator(tree(4, 4)).volumes(compiled_plan.forward, WORKLOAD, compiled_plan.grid), Even)
 
 
@@ -326,13 +316,10 @@ class Tabled(AbstractAllToAll):
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("seed", range(2))
-def test_regular_all_to_alls_take_as_long_as_rank_by_rank(
-    monkeypatch: pytest.MonkeyPatch, seed: int, groups: int
-) -> None:
+def test_regular_all_to_alls_take_as_long_as_rank_by_rank(monkeypatch, seed, groups):
     monkeypatch.setitem(ALL_TO_ALLS, "tabled", Tabled(seed, 4))
     grid = GRIDS[4]
     compiled_plan = compiled(grid, all_to_all="tabled", peer_groups=groups)
-    assert compiled_plan is not None
     simulator = Simulator(tree(4, 4))
     assert isinstance(simulator.volumes(compiled_plan.forward, WORKLOAD, grid), Even) == (groups == 1)
     for program in (compiled_plan.forward, compiled_plan.backward):
@@ -347,7 +334,6 @@ def test_an_irregular_all_to_all_is_refused_where_ranks_are_too_many(monkeypatch
     grid = Grid(world=1024, ep=1024, ranks_per_node=4)
     layer = Workload(tokens=512, num_experts=1024, top_k=2, dim=64, hidden=64)
     compiled_plan = compiled(grid, all_to_all="numbered")
-    assert compiled_plan is not None
     with pytest.raises(InputError, match="choose an all-to-all in which all nodes do the same, or at most 512 ranks"):
         Simulator(tree(256, 4)).run(compiled_plan.forward, layer, grid)
 
@@ -368,7 +354,6 @@ AXES: tuple[tuple[Axis, ...], ...] = (("tp",), ("ep",), ("etp",), ("ep", "etp"),
 def test_any_movement_that_a_schedule_may_have_sends_what_the_interpreter_sends(grid: Grid) -> None:
     """Between any two layouts, over any axes, summed or not: either all nodes behave identically, or an error is raised."""
     compiled_plan = compiled(grid, schedule="s2")
-    assert compiled_plan is not None
     program, per_node = compiled_plan.forward, grid.ranks_per_node or grid.world
     even = Simulator(tree(grid.world // per_node, per_node)).volumes(program, WORKLOAD, grid)
     assert isinstance(even, Even)
@@ -396,7 +381,6 @@ def test_any_movement_that_a_schedule_may_have_sends_what_the_interpreter_sends(
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_rows_of_any_layout_are_those_of_sizes(grid: Grid) -> None:
     compiled_plan = compiled(grid, schedule="s2")
-    assert compiled_plan is not None
     even = Simulator(tree(grid.world // (grid.ranks_per_node or 1), grid.ranks_per_node or 1)).volumes(
         compiled_plan.forward, WORKLOAD, grid
     )

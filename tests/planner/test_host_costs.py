@@ -78,9 +78,7 @@ def test_codecs_take_what_was_measured_of_them(codec: str) -> None:
     assert coded.seconds == pytest.approx(2 * 2 * row_bytes / (rates[codec] * 1e9), rel=1e-3)
 
 
-def test_the_command_plans_by_the_file_of_a_measured_cluster(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_plans_by_the_file_of_a_measured_cluster(tmp_path, capsys):
     path = tmp_path / "cluster.toml"
     path.write_text(as_toml(SLOW))
     told = f"--model gpt-tiny --batch-size 8 --cluster {path} --reserve-gib 0.1 --tp 1 --ep 4 --schedules s1".split()

@@ -52,7 +52,6 @@ def exact_seconds(plan: Plan, replicated: np.ndarray | None, counts: np.ndarray 
 def test_a_policy_that_replicates_under_even_routing_is_simulated_rank_by_rank() -> None:
     compiled = compile_plan(Plan(replication="spill"), GRID)
     _, replicated = decided(SIMULATOR, compiled, LAYER, uniform_counts(GRID.dp, LAYER))
-    assert replicated is not None
     assert replicated.any()
     found = sum(each.seconds for each in simulate_even(SIMULATOR, compiled, LAYER))
     assert found == pytest.approx(exact_seconds(compiled.plan, replicated), rel=1e-12)

@@ -640,7 +640,6 @@ def test_no_layout_of_a_search_is_slower_than_its_neighbours_and_all_is_offered(
             other = OthersLayout(ep=ep, tp=tp, global_batch=64, **more)  # type: ignore[arg-type]
             assert step.seconds <= predict(SMALL, NODE, other).seconds * (1 + 1e-9)
     plain = best_layout(SMALL, NODE, SYSTEMS["moesaic"].offers, stages=2)
-    assert plain is not None
     assert (plain[0].pp, plain[0].schedule, plain[0].overlapped, plain[0].precision) == (2, "1f1b", False, "bf16")
     assert plain[0].all_to_all == "linear"
 
@@ -657,7 +656,6 @@ def test_blocks_are_recomputed_where_nothing_else_fits() -> None:
     }
     reserve = NODE.device.memory_gib - 1.0501 * (sizes[()] + sizes["block",]) / 2 / GIB
     tight = best_layout(SMALL, NODE, offers, stages=2, reserve_gib=reserve)
-    assert tight is not None
     assert tight[0].recompute == ("block",)
     assert tight[1].memory.total <= usable_bytes(NODE, reserve)
     assert best_layout(SMALL, NODE, offers, stages=2, reserve_gib=79.9) is None
@@ -666,7 +664,6 @@ def test_blocks_are_recomputed_where_nothing_else_fits() -> None:
 def test_long_sequences_may_be_shared() -> None:
     long = replace(SMALL, model=replace(SMALL.model, seq_len=65536))
     tight = best_layout(long, NODE, SYSTEMS["moesaic"].offers, reserve_gib=60)
-    assert tight is not None
     assert tight[0].cp > 1 or tight[0].tp > 1
 
 

@@ -103,9 +103,7 @@ def kind_of(program: Program, task: Task) -> Kind:
         ("linear", [["g", "h"]], [["gates'", "rows'"]]),
     ],
 )
-def test_routing_weights_leave_with_their_rows(
-    all_to_all: str, forward: list[list[str]], backward: list[list[str]]
-) -> None:
+def test_routing_weights_leave_with_their_rows(all_to_all, forward, backward):
     work = compile_plan(Plan(all_to_all=all_to_all), GRIDS[0])  # type: ignore[arg-type]
     for program, expected in ((work.forward, forward), (work.backward, backward)):
         joint = [bundle for bundle in bundles(program) if len(bundle) > 1]

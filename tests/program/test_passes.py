@@ -165,9 +165,7 @@ BY_MATE = {
     ],
     ids=["one node", "a node for each copy of the experts", "a rank a node", "an expert's shards on every node"],
 )
-def test_multicast_has_one_level_where_node_tokens_and_rank_tokens_are_the_same(
-    grid: Grid, movements: dict[str, str]
-) -> None:
+def test_multicast_has_one_level_where_node_tokens_and_rank_tokens_are_the_same(grid, movements):
     program = multicast(SCHEDULES["s1"](), grid)
     validate(program)
     assert not [slot.name for slot in program.slots if slot.layout.flow == "node_tokens"]

@@ -119,9 +119,7 @@ IDENTICAL = (("tp", State.IDENTICAL),)
         (lambda p: _with(p, "y", layout=Layout(flow="tokens")), r"but y has Layout\(flow='tokens'\) and tp IDENTICAL"),
     ],
 )
-def test_a_schedule_whose_states_and_layouts_disagree_is_refused(
-    plant: Callable[[Program], Program], words: str
-) -> None:
+def test_a_schedule_whose_states_and_layouts_disagree_is_refused(plant, words):
     with pytest.raises(ProgramError, match=words):
         validate_schedule(plant(SCHEDULES["s2"]()))
 

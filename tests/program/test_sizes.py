@@ -79,9 +79,7 @@ def test_pieces_are_what_the_layout_says(grid: Grid) -> None:
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @settings(max_examples=6)
 @given(data=st.data(), num_chunks=st.integers(1, 4))
-def test_chunks_partition_every_run_into_near_equal_contiguous_parts(
-    grid: Grid, data: st.DataObject, num_chunks: int
-) -> None:
+def test_chunks_partition_every_run_into_near_equal_contiguous_parts(grid, data, num_chunks):
     sizes = data.draw(sizes_of(grid, num_chunks))
     whole = Layout(spread=("ep", "etp"), experts="rank")
     for rank in range(grid.world):

@@ -27,10 +27,8 @@ LINES = [
 
 def test_the_section_says_what_was_decided(tmp_path: Path) -> None:
     section = plans_section(summarise(write_run(tmp_path / "run", LINES), "run"))
-    assert section is not None
     assert section.text == "2 changes of plan, 12 % of the steps on trial; at the end s1, <linear> runs."
     table = section.table
-    assert table is not None
     assert table.rows[-1] == ("22", "trial over", "4", "s1, <linear>")
     assert [row[0] for row in table.rows] == ["0", "4", "22"], "in order, from all lines"
     page = write_report([tmp_path / "run"]).read_text(encoding="utf-8")
@@ -41,8 +39,6 @@ def test_the_section_says_what_was_decided(tmp_path: Path) -> None:
 def test_only_the_last_decisions_are_shown(tmp_path: Path) -> None:
     many = [told(500, [[step, "load", step % 5, "s2, linear"] for step in range(100)])]
     section = plans_section(summarise(write_run(tmp_path / "run", many), "run"))
-    assert section is not None
-    assert section.table is not None
     assert [row[0] for row in section.table.rows] == [str(step) for step in range(100 - SHOWN, 100)]
 
 

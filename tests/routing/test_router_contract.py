@@ -150,7 +150,6 @@ def test_a_call_with_padding_only_gives_zeros(name: str) -> None:
     assert not result.routing.requested.any()
     assert {float(value) for value in result.routing.losses.values()} == {0.0}
     for grad in result.grads.values():
-        assert grad is not None
         assert not grad.any()
 
 
@@ -160,7 +159,6 @@ def test_a_call_without_tokens_gives_every_parameter_a_zero_gradient(name: str) 
     result = run(layer, x, token_ids=ids_for(x))
     assert result.y.shape == (2, 0, 8)
     for key, grad in result.grads.items():
-        assert grad is not None, key
         assert not grad.any(), key
 
 

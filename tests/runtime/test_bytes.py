@@ -76,7 +76,6 @@ def run(work: Compiled, kind: str, seed: int = 0) -> tuple[list[Recorder], CallS
     def rank(transport: AbstractTransport) -> Recorder:
         recorder = Recorder(transport)
         layer = on_mesh(whole, work.grid, recorder, work)  # type: ignore[arg-type]
-        assert layer.on_mesh is not None
         tables_of = layer.on_mesh._tables
         layer.on_mesh._tables = lambda *a: found.append(tables_of(*a)) or found[-1]  # type: ignore[method-assign, func-returns-value]
         x = tokens_of(

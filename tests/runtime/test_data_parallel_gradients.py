@@ -52,8 +52,6 @@ def test_dense_is_averaged_over_dp_and_experts_are_summed_over_their_copies_and_
             if parameter.requires_grad and parameter is not module.unused:
                 parameter.grad = torch.full_like(parameter, float(2**transport.rank))
         average_gradients(module, Mesh(grid, transport))
-        assert module.shared.w13.grad is not None
-        assert module.dense.grad is not None
         assert module.experts.w13.grad is not None
         torch.testing.assert_close(module.shared.w13.grad[0, 0, 0, 0], module.dense.grad[0])
         assert torch.equal(module.unused.grad, torch.zeros(3))  # type: ignore[arg-type]
@@ -77,5 +75,4 @@ def test_ranks_need_not_agree_on_which_gradients_exist() -> None:
         return module.weight.grad
 
     for found in run_ranks(3, rank):
-        assert found is not None
         assert found.tolist() == [[2.0, 2.0]]

@@ -124,9 +124,7 @@ ONE = Grid(world=1)
 
 
 @pytest.mark.parametrize("budget", [None, 3])
-def test_without_gradients_nothing_is_kept_for_a_backward_pass(
-    budget: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_gradients_nothing_is_kept_for_a_backward_pass(budget, monkeypatch):
     kept: list[set[str]] = []
     for module in (executor_module, slices_module):
         interpret = module.interpret

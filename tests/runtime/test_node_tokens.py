@@ -38,9 +38,7 @@ def has_few_tokens(grid: Grid, chunks: int, seed: int) -> bool:
 @pytest.mark.parametrize(
     ("grid", "chunks", "seed"), pairwise(GRIDS, (1, 2, 3), range(3), empty=has_few_tokens), ids=str
 )
-def test_stops_and_node_tokens_are_the_distinct_tokens_of_every_place_node_and_chunk(
-    grid: Grid, chunks: int, seed: int
-) -> None:
+def test_stops_and_node_tokens_are_the_distinct_tokens_of_every_place_node_and_chunk(grid, chunks, seed):
     rng = random.Random(seed)
     num_experts, num_tokens = 2 * grid.ep, rng.choice(TOKENS)
     copies = sorted(
@@ -66,7 +64,6 @@ def test_stops_and_node_tokens_are_the_distinct_tokens_of_every_place_node_and_c
         return
     on_nodes = [(home // (grid.ep // nodes), chunk) for home, chunk in homes]
     node_tokens = distinct_tokens(on_nodes, copies, nodes, chunks)
-    assert found.node_token_index is not None
     assert found.counts[:nodes].tolist() == lengths(node_tokens, nodes, chunks)
     assert found.node_token_index.flatten().tolist() == in_turn(node_tokens)
     expected = [
@@ -106,7 +103,6 @@ def test_a_token_node_tokens_a_node_once_and_stops_once_at_each_rank_there() -> 
     expert, token = torch.tensor([0, 1, 1, 2, 3, 4, 5]), torch.tensor([5, 5, 7, 5, 5, 7, 7])
     found = find_node_tokens(token, expert, 8, 8, 1, grid)
     assert found.counts.tolist() == [[2], [1], [2], [1], [1], [0]], "5 and 7 on the first node, 7 on the second"
-    assert found.node_token_index is not None
     assert found.node_token_index.flatten().tolist() == [5, 7, 7]
     assert found.rank_token_index.flatten().tolist() == [0, 1, 0, 0], "5 and 7 at rank 0, 5 at rank 1, 7 at rank 2"
     assert found.copy_index.flatten().tolist() == [0, 0, 1, 0, 0, 0, 0]

@@ -59,7 +59,6 @@ def steps(
         assert x.grad is not None
         found += [y.detach(), x.grad]
         for parameter in layer.parameters():
-            assert parameter.grad is not None
             found.append(parameter.grad.clone())
             with torch.no_grad():
                 parameter -= 0.1 * parameter.grad
@@ -76,9 +75,7 @@ def steps(
     ],
     ids=["r", "schedules", "multicast"],
 )
-def test_a_layer_that_switches_equals_one_that_does_not(
-    grid: Grid, plans: list[Plan], capacity: AbstractCapacity
-) -> None:
+def test_a_layer_that_switches_equals_one_that_does_not(grid, plans, capacity):
     whole = make_layer(losses=(LoadBalance(0.1),))
 
     def rank(transport: AbstractTransport) -> list[tuple[Tensor, Tensor]]:
@@ -116,7 +113,6 @@ def test_a_switch_sends_nothing_and_keeps_weights_and_caches() -> None:
         recorder = Recorder(transport)
         layer = on_mesh(whole, GRID, recorder, SHARDS[0])  # type: ignore[arg-type]
         on = layer.on_mesh
-        assert on is not None
         before, places = len(recorder.ranges), [p.data_ptr() for p in layer.parameters()]
         seen = []
         for plan in [*SHARDS, *SHARDS]:
@@ -155,8 +151,6 @@ def test_a_compiled_plan_shares_its_caches_between_layers() -> None:
         for layer in layers:
             layer.use_plan(shared)
         one, two = (layer.on_mesh for layer in layers)
-        assert one is not None
-        assert two is not None
         shapes = [each.compiled.shapes(each.num_experts) for each in (one, two)]
         return one.compiled is two.compiled is shared and shapes[0] is shapes[1]
 
@@ -173,9 +167,7 @@ def test_a_compiled_plan_shares_its_caches_between_layers() -> None:
     ],
     ids=["slices", "tensor group", "tp=1"],
 )
-def test_ranks_that_switch_to_different_plans_all_say_so(
-    plans: list[Plan], grid: Grid, wrong: list[int], capacity: AbstractCapacity
-) -> None:
+def test_ranks_that_switch_to_different_plans_all_say_so(plans, grid, wrong, capacity):
     whole = make_layer()
 
     def rank(transport: AbstractTransport) -> str:

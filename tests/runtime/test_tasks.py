@@ -216,6 +216,5 @@ def test_an_index_counts_from_where_its_origins_tokens_start() -> None:
     index = torch.tensor([1, 0, 1, -1]).unsqueeze(1)
     at = Indexed(index, bases_of([0, 2, 2, 0]), 4, Indices(), has_empty=True)
     assert at.places.tolist() == [1, 2, 3, 0]
-    assert at.is_full is not None
     assert at.is_full.flatten().tolist() == [True, True, True, False]
     assert Indexed(index[:3], bases_of([0] * 3), 2, Indices(), has_empty=False).is_full is None

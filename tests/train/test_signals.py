@@ -37,7 +37,6 @@ def _not_under_nohup() -> Iterator[None]:
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP], ids=lambda kind: kind.name)
 def test_a_signal_before_the_first_step_says_one_line_and_ends_the_process_by_itself(kind: signal.Signals) -> None:
     process = subprocess.Popen([sys.executable, "-c", SAYS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(kind)
     _, said = process.communicate(timeout=60)

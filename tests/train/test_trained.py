@@ -24,7 +24,7 @@ from moesaic.shapes import BlockConfig
 from moesaic.train.config import TrainConfig
 from moesaic.train.metrics import Metrics
 from moesaic.train.state import Trained
-from moesaic.train.tokenizer import AbstractTokenizer, ByteTokenizer, HubTokenizer
+from moesaic.train.tokenizer import ByteTokenizer, HubTokenizer
 from moesaic.weights import run as runs
 from moesaic.weights.run import export_run, to_hub, write_tokenizer
 from runs import train_tokenizer
@@ -64,9 +64,7 @@ def trained(block: BlockConfig, **changes: Any) -> Trained:
     ],
     ids=["mixtral", "tied", "qwen3", "every other layer dense"],
 )
-def test_a_run_on_the_hub_gives_the_same_logits(
-    block: BlockConfig, changes: dict[str, Any], name: str, tmp_path: Path
-) -> None:
+def test_a_run_on_the_hub_gives_the_same_logits(block, changes, name, tmp_path):
     run = trained(block, **changes)
     to_hub(run).save_pretrained(tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -92,9 +90,7 @@ def test_what_the_hub_has_no_model_for_is_one_line(changes: dict[str, Any], word
     assert "\n" not in str(refusal.value)
 
 
-def test_one_command_makes_a_model_of_the_hub_of_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_command_makes_a_model_of_the_hub_of_a_run(tmp_path, capsys, monkeypatch):
     text, run, out = tmp_path / "text.txt", tmp_path / "run", tmp_path / "hub"
     text.write_text("one and two and three. " * 400)
     flags = (
@@ -145,9 +141,7 @@ TEXT = "naïve 狐\0 🦊 \u0300\ufffd\u00a0Ā\r\n\t  don't </s><|endoftext|> th
     "tokenizer", [ByteTokenizer(), HubTokenizer(train_tokenizer(TEXT, 320)), HubTokenizer(wrapping())],
     ids=["bytes", "bpe", "wrapping"],
 )  # fmt: skip
-def test_transformers_encodes_and_decodes_like_the_tokenizer_of_the_run(
-    family: str, tokenizer: AbstractTokenizer, tmp_path: Path
-) -> None:
+def test_transformers_encodes_and_decodes_like_the_tokenizer_of_the_run(family, tokenizer, tmp_path):
     transformers.AutoConfig.for_model(family).save_pretrained(tmp_path)
     write_tokenizer(tokenizer, tmp_path)
     for again in (None, tmp_path / "again"):
@@ -159,9 +153,7 @@ def test_transformers_encodes_and_decodes_like_the_tokenizer_of_the_run(
         theirs.save_pretrained(tmp_path / "again")
 
 
-def test_a_run_of_tokens_without_a_named_tokenizer_gets_none_on_the_hub(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_tokens_without_a_named_tokenizer_gets_none_on_the_hub(tmp_path, capsys):
     tokens, run, out = tmp_path / "tokens.bin", tmp_path / "run", tmp_path / "hub"
     torch.randint(0, 256, (4000,)).to(torch.uint16).numpy().tofile(tokens)
     flags = f"--preset gpt-tiny --out {run} --steps 1 --data.path {tokens} --model.conv-width 1 --device cpu --no-tensorboard"

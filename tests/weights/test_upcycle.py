@@ -49,9 +49,7 @@ def logits(folder: Path) -> torch.Tensor:
     ("kind", "experts", "top_k", "granularity"),
     [("llama", 4, 2, 1), ("mistral", 4, 1, 1), ("qwen3", 8, 4, 2), ("llama", 8, 4, 4), ("qwen3", 16, 8, 4)],
 )
-def test_the_sparse_model_computes_what_the_dense_one_did(
-    kind: str, experts: int, top_k: int, granularity: int, tmp_path: Path
-) -> None:
+def test_the_sparse_model_computes_what_the_dense_one_did(kind, experts, top_k, granularity, tmp_path):
     source, how = dense(tmp_path, kind), Upcycling(num_experts=experts, top_k=top_k, granularity=granularity)
     receipt = moesaic.convert(source, tmp_path / "out", to="hf", upcycle=how)
     expected, actual = logits(source), logits(tmp_path / "out")

@@ -68,12 +68,10 @@ def test_samples_that_move_find_experts_that_moved() -> None:
     order = np.array([2, 3, 0, 1])
 
     def run(transport: AbstractTransport, layer: MoE) -> tuple[Tensor, np.ndarray, np.ndarray]:
-        assert layer.on_mesh is not None
         following = Following(layer.router, 2, layer.on_mesh.order)
         trip = Relocator(Mesh(grid, transport), Given([after]), ends_home=False).start([following] * 2, 2, 3)
         move = trip.next()
         y = trip.take_home(MovingMoE(layer)(tokens_of(transport.rank).view(2, 3, -1), move=move))
-        assert move.load is not None
         assert move.load.following is not None
         return y.detach(), move.load.copies, move.load.following
 

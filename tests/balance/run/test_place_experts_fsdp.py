@@ -62,7 +62,6 @@ def train(mesh: Mesh, cut: str, moves: bool) -> list[Tensor]:
         found.append(y.detach())
         if moves:
             moved = placement.after_step()
-            assert moved is not None
             assert moved.num_bytes > 0
     with placement.at_home():
         for parameter in layer.experts.parameters():

@@ -31,7 +31,6 @@ def entered(plan: Plan, *, placed: bool = False) -> set[str]:
 
     def rank(transport: AbstractTransport) -> set[str]:
         layer, found = on_mesh(whole, GRID, transport, plan), set()
-        assert layer.on_mesh is not None
         if placed:
             layer.on_mesh.order.watches = True
 
@@ -70,7 +69,6 @@ def test_a_switch_of_plans_switches_what_decides() -> None:
         layer, found = on_mesh(whole, GRID, transport, Plan()), []
         for plan in (Plan(), Plan(memory_budget=8), Plan()):
             layer.use_plan(plan)
-            assert layer.on_mesh is not None
             found.append(type(layer.on_mesh.calls))
         return found
 

@@ -100,8 +100,6 @@ def test_counts_are_of_samples_wherever_these_are() -> None:
     homes = Homes(np.array([[5, 4], [0, 7], [6, 1], [3, 2]]))
     for _, trip in passes(Given([homes]), rides=True):
         first, second = (move.load for move in trip.moves)
-        assert first is not None
-        assert second is not None
         assert second.homes is homes
         assert np.array_equal(first.copies, second.copies)
         assert np.array_equal(first.copies, first.following)

@@ -203,7 +203,6 @@ def check(case: Case, *, seed: int = 0) -> None:
     for name, parameter in alone.named_parameters():
         for rank, each in enumerate(found):
             expected = parameter.grad
-            assert expected is not None
             if ".experts." in name and ".shared." not in name:
                 count = EXPERTS // grid.ep
                 first = grid.coordinate(rank, "ep") * count

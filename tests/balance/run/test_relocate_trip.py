@@ -84,7 +84,6 @@ def gpt_config(**options: Any) -> ModelConfig:
 
 def gpt_step(model: GPT, tokens: Tensor, targets: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
     output = model(tokens, targets, mask=mask)
-    assert output.loss is not None
     output.loss.backward()
     return output.loss.detach(), [routing.counts for routing in output.routings]
 
@@ -175,13 +174,11 @@ def test_the_prediction_is_what_the_next_router_makes_of_this_layers_input() -> 
         )
         move = trip.next()
         MovingMoE(one)(tokens_of(transport.rank, 6).view(2, 3, DIM), move=move)
-        assert move.load is not None
         return move.load.copies, move.load.following, move.load.carried
 
     for copies, following, carried in run_ranks(4, rank):
         assert copies.sum() == 4 * 6 * 2
         assert carried == 3
-        assert following is not None
         for at, routing in enumerate(expected):
             for sample in range(2):
                 here = routing.expert[routing.token // 3 == sample]
