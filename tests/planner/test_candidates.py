@@ -49,13 +49,6 @@ def test_r_runs_over_zero_and_the_divisors_of_etp_below_it():
     assert [plan.gather_weights for plan in plans.plans(GRIDS[0])] == [None, 0]
 
 
-def test_a_lossy_codec_is_tried_only_where_it_is_listed():
-    listed = SearchSpace(schedules=("s1",), chunks=(1,), overlap_gather=(False,), codecs=("none", "int8"))
-    plans = [compiled.plan for compiled in candidates(GRIDS[0], listed)]
-    assert {plan.codec for plan in plans} == {"none", "int8"}
-    assert {plan.backward_codec for plan in plans} == {"none"}
-
-
 def test_of_equal_programs_the_first_of_the_space_is_kept():
     one_node = Grid(world=2, ep=2)
     space = SearchSpace(schedules=("s1",), chunks=(1,), overlap_gather=(False, True), all_to_alls=("linear",))

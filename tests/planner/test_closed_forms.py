@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 
 from moesaic.planner.call_sizes import sizes_of
-from moesaic.planner.cluster import ClusterSpec, Host, read_cluster
+from moesaic.planner.cluster import ClusterSpec, read_cluster
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.timing import Simulated
 from moesaic.planner.workload import Workload, zipf_counts
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
-from moesaic.program.task import Kind, Lane, Op
+from moesaic.program.task import Kind, Op
 from planner.clusters import flat
-from planner.schemoe_forms import in_turn_all_to_all, pipelined_all_to_all
 
 W, S, DIM, EXPERTS, TOP_K = 8, 1024, 32, 16, 2
 """Ranks of one node, tokens of a tensor-parallel group, width, experts, experts per token."""
@@ -74,15 +73,6 @@ def test_parms_s1_and_s2(m: int, s: int) -> None:
         assert two["z_full"] / one["y"] == pytest.approx(TOP_K)
 
 
-@pytest.mark.parametrize("s", [2, 4])
-def test_s3_sends_shards_apart_on_the_links_between_them(s: int) -> None:
-    """1.7: 2 (1 / m) E C D (p - 1) / p over ep; a gather and a reduce-scatter of s E C D / m over etp."""
-    p, m, seconds_by_slot = W // s, 2, movements("s3", 2, s)
-    assert seconds_by_slot["arrived"] == pytest.approx((p - 1) / p * ECD / m)
-    assert seconds_by_slot["z"] == pytest.approx((p - 1) / p * ECD / m)
-    assert seconds_by_slot["h"] == seconds_by_slot["reduced"] == pytest.approx((s - 1) / s * s * ECD / m)
-
-
 @pytest.mark.parametrize("r", [0, 1, 2, 4])
 def test_tutels_r(r: int) -> None:
     """3.2: tokens 2 r E C D (W - 1) / W, weights (q - 1) P / W; r = 0: P (W - 1) / W and no token."""
@@ -100,39 +90,6 @@ def test_tutels_r(r: int) -> None:
     assert seconds_by_slot["h"] == pytest.approx(r * ECD * (visited - 1) / visited)
 
 
-@pytest.mark.parametrize(("intra", "inter"), [(80.0, 8.0), (8.0, 8.0), (4.0, 40.0)])
-def test_pipelined_all_to_all_by_schemoes_equations(intra: float, inter: float) -> None:
-    """2.5, eq. 16 to 18, with messages in turn. The formula counts the copy to the rank itself as a message inside the
-    node."""
-    nodes, g = 4, 4
-    world = nodes * g
-    spec = flat(nodes, g, intra=intra, inter=inter, host=Host(messages="in_turn"))
-    grid = Grid(world=world, ep=world, ranks_per_node=g)
-    message_bytes = S * TOP_K / world * DIM * 2 * 8
-    t1, t2 = message_bytes / (intra * 1e9), message_bytes / (inter * 1e9)
-    seconds_by_name = {}
-    for name in ("linear", "pipelined"):
-        compiled = compile_plan(Plan(all_to_all=name), grid)  # type: ignore[arg-type]
-        volumes = (simulator := Simulator(spec)).volumes(compiled.forward, WORKLOAD, grid)
-        slots = {slot.name: slot for slot in compiled.forward.slots}
-        parts = [
-            sum(moved.load.alone for moved in volumes.movements(task, slots, ""))
-            for task in compiled.forward.tasks
-            if task.op in (Op.MOVE, Op.HOP) and (task.of or (task.reads[0], task.writes[0]))[1] == "h"
-        ]
-        seconds_by_name[name] = parts
-        assert simulator.cluster is spec
-    assert seconds_by_name["linear"] == pytest.approx([in_turn_all_to_all(world, g, t1, t2) - t1])
-    assert max(seconds_by_name["pipelined"]) == pytest.approx(max((g - 1) * t1, (world - g) * t2))
-    assert sum(seconds_by_name["pipelined"]) == pytest.approx(sum(seconds_by_name["linear"]))
-    assert (
-        pipelined_all_to_all(world, g, t1, t2) - t1
-        <= max(seconds_by_name["pipelined"])
-        <= pipelined_all_to_all(world, g, t1, t2)
-    )
-    assert 1 < in_turn_all_to_all(world, g, t1, t2) / pipelined_all_to_all(world, g, t1, t2) <= 2, "eq. 18"
-
-
 def test_2dh_pays_where_messages_cost_and_not_where_bytes_do() -> None:
     """3.3: messages between nodes are m times larger and fewer, and bytes cross links inside nodes once more."""
     nodes, g = 8, 4
@@ -146,24 +103,6 @@ def test_2dh_pays_where_messages_cost_and_not_where_bytes_do() -> None:
             seconds[(name, tokens)] = Simulator(spec).run(compiled.forward, workload, grid).seconds
     assert seconds[("hier2d", 64)] < 0.5 * seconds[("linear", 64)]
     assert seconds[("hier2d", 65536)] > seconds[("linear", 65536)]
-
-
-def test_optsche_order_starts_each_task_as_eq_12_says() -> None:
-    """2.2: dispatches run first in, first out; a chunk's second all-to-all waits for its expert and the previous
-    all-to-all."""
-    spec = flat(1, W, intra=80.0)
-    grid = Grid(world=W, ep=W)
-    compiled = compile_plan(Plan(chunks=3, codec="int8"), grid)
-    spans = {span.task: span for span in Simulator(spec).run(compiled.forward, WORKLOAD, grid).timeline.spans}
-    first = [spans[f"h.{chunk}@0"] for chunk in range(3)]
-    second = [spans[f"z.{chunk}@0"] for chunk in range(3)]
-    assert [span.start for span in first[1:]] >= [span.end for span in first[:-1]]
-    assert second[0].start >= first[-1].end
-    for chunk in range(3):
-        before = max(spans[f"z.{chunk}@pack"].end, second[chunk - 1].end if chunk else first[-1].end)
-        crossing = [span.end for span in spans.values() if span.lane is Lane.INTER]
-        lane_free = max(end for end in crossing if end <= second[chunk].start + 1e-15)
-        assert second[chunk].start == pytest.approx(max(before, lane_free))
 
 
 def test_the_busiest_link_of_skewed_counts_sets_the_time() -> None:

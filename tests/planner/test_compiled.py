@@ -12,7 +12,6 @@ from helpers import refused
 from moesaic.errors import InputError
 from moesaic.program.compile import compile_plan, moving
 from moesaic.program.grid import Grid
-from moesaic.program.order import ORDERS
 from moesaic.program.passes.relocate import INDEX
 from moesaic.program.plan import Plan
 from moesaic.program.task import Op
@@ -93,29 +92,11 @@ def test_padded_capacities_are_multiples_as_the_spec_says(tp: int, etp: int, chu
         assert compiled.capacity_multiple == math.lcm(tp, etp * chunks, blocks * chunks)
 
 
-@pytest.mark.parametrize("schedule", ["s1", "s2", "s3"])
-@pytest.mark.parametrize("order", ORDERS)
-def test_orders_permute_tasks_and_nothing_else(schedule: str, order: str) -> None:
-    plan = Plan(schedule=schedule, chunks=2, all_to_all="hier2d", order=order)  # type: ignore[arg-type]
-    fifo = compile_plan(replace(plan, order="fifo"), GRID)
-    found = compile_plan(plan, GRID)
-    for one, other in ((fifo.forward, found.forward), (fifo.backward, found.backward)):
-        assert sorted(one.tasks, key=lambda t: t.name) == sorted(other.tasks, key=lambda t: t.name)
-        assert (one.slots, one.inputs, one.outputs) == (other.slots, other.inputs, other.outputs)
-    assert found.logical == fifo.logical
-
-
 def test_shapes_are_made_once_per_number_of_experts() -> None:
     compiled = compile_plan(Plan(), GRID)
     assert compiled.shapes(8) is compiled.shapes(8)
     assert compiled.shapes(16) is not compiled.shapes(8)
     assert "num_experts=6 does not split over mesh.ep=4" in refused(compiled.shapes, 6)
-
-
-def test_the_compiled_grid_factors_etp_and_keeps_the_ranks() -> None:
-    compiled = compile_plan(Plan(gather_weights=1), GRID)
-    assert (compiled.grid.etp_outer, compiled.grid.etp_inner) == (1, 2)
-    assert replace(compiled.grid, etp_inner=1) == GRID
 
 
 @pytest.mark.parametrize("codec", ["codec", "backward_codec"])

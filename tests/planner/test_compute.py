@@ -23,7 +23,7 @@ from moesaic.planner.memory import (
     what_is_missing,
 )
 from moesaic.planner.simulate import Simulator
-from moesaic.planner.workload import Workload, zipf_counts
+from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
@@ -101,15 +101,6 @@ def test_experts_take_their_operations_and_backward_twice() -> None:
     expected = 2 * rows * per_row / 100e12
     assert seconds_of(Op.EXPERT)[0] == pytest.approx(expected)
     assert seconds_of(Op.EXPERT_GRAD)[0] == pytest.approx(2 * expected)
-
-
-def test_uneven_experts_take_longer_than_even_ones_where_rows_are_few() -> None:
-    counts = zipf_counts(4, WORKLOAD, exponent=1.5, seed=0)
-    seconds = seconds_of(Op.EXPERT, counts)
-    assert len(seconds) == 4
-    assert seconds.max() > 1.5 * seconds_of(Op.EXPERT)[0]
-    loads = counts.sum(axis=0).reshape(4, 2).sum(axis=1)
-    assert int(seconds.argmax()) == int(loads.argmax())
 
 
 def test_copies_and_codecs_move_bytes() -> None:

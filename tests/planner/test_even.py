@@ -7,7 +7,6 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from documented import block
@@ -212,17 +211,6 @@ def test_rows_of_every_slot_are_those_of_sizes() -> None:
                 assert rows.tolist() == pytest.approx(expected), (grid, slot.name)
 
 
-def test_digits_give_the_coordinates_of_the_grid() -> None:
-    for grid in GRIDS:
-        digits = Digits(grid)
-        ranks = np.arange(grid.world)
-        for axis in ("tp", "ep", "etp", "edp", "dp"):
-            chosen = sorted(digits.axis(axis))  # type: ignore[arg-type]
-            radix = np.concatenate([[1], np.cumprod(digits.sizes[chosen])[:-1]])
-            place = digits.of(ranks)[:, chosen] @ radix if chosen else np.zeros(grid.world, dtype=np.int64)
-            assert place.tolist() == [grid.coordinate(rank, axis) for rank in range(grid.world)]  # type: ignore[arg-type]
-
-
 def test_axes_that_do_not_nest_are_simulated_rank_by_rank_or_refused() -> None:
     grid = Grid(world=12, tp=2, ep=2, etp=3, ranks_per_node=6)
     with pytest.raises(UnlikeError):
@@ -293,41 +281,6 @@ def test_whatever_looks_at_a_node_s_number_is_simulated_rank_by_rank(monkeypatch
     assert not isinstance(Simulator(tree(4, 4)).volumes(compiled_plan.forward, WORKLOAD, compiled_plan.grid), Even)
 
 
-class Tabled(AbstractAllToAll):
-    """An all-to-all over mates that tables give by the places of source and target: regular, and unlike anything
-    published."""
-
-    needs_even_nodes = True
-
-    def __init__(self, seed: int, per_node: int) -> None:
-        rng = random.Random(seed)
-        self.tables = [[[rng.randrange(per_node) for _ in range(per_node)] for _ in range(per_node)] for _ in range(2)]
-
-    def hops(self, places: NodeMap) -> tuple[Hop, ...]:
-        return Hop(Lane.INTRA), Hop(Lane.INTER, (-1, 0)), Hop(Lane.INTRA, (-1, 0, 1))
-
-    def path(self, places: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
-        if places.node(source) == places.node(target):
-            return legs_of((0, source, target))
-        first, second = (table[places.local(source)][places.local(target)] for table in self.tables)
-        leaves, enters = places.rank(places.node(source), first), places.rank(places.node(target), second)
-        return legs_of((0, source, leaves), (1, leaves, enters), (2, enters, target))
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("seed", range(2))
-def test_regular_all_to_alls_take_as_long_as_rank_by_rank(monkeypatch, seed, groups):
-    monkeypatch.setitem(ALL_TO_ALLS, "tabled", Tabled(seed, 4))
-    grid = GRIDS[4]
-    compiled_plan = compiled(grid, all_to_all="tabled", peer_groups=groups)
-    simulator = Simulator(tree(4, 4))
-    assert isinstance(simulator.volumes(compiled_plan.forward, WORKLOAD, grid), Even) == (groups == 1)
-    for program in (compiled_plan.forward, compiled_plan.backward):
-        even = simulator.run(program, WORKLOAD, grid).seconds
-        exact = simulator.run(program, WORKLOAD, grid, sizes=sizes_of(program, WORKLOAD, grid)).seconds
-        assert even / exact == pytest.approx(1, abs=0.01)
-
-
 def test_an_irregular_all_to_all_is_refused_where_ranks_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALL_TO_ALLS, "numbered", Numbered(LOOKS["parity"]))
     monkeypatch.setattr("moesaic.planner.simulate.MAX_RANKS_APART", 512)
@@ -376,16 +329,3 @@ def test_any_movement_that_a_schedule_may_have_sends_what_the_interpreter_sends(
             by_source[source] += rows * count
         assert left == [by_source[rank % per_node] for rank in range(grid.world)], move
     assert seen > 40
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_rows_of_any_layout_are_those_of_sizes(grid: Grid) -> None:
-    compiled_plan = compiled(grid, schedule="s2")
-    even = Simulator(tree(grid.world // (grid.ranks_per_node or 1), grid.ranks_per_node or 1)).volumes(
-        compiled_plan.forward, WORKLOAD, grid
-    )
-    sizes = sizes_of(compiled_plan.forward, WORKLOAD, grid)
-    for layout in LAYOUTS:
-        assert [sizes.num_rows(layout, rank) for rank in range(grid.world)] == [even.rows(layout)[0]] * grid.world, (
-            layout
-        )

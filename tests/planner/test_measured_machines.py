@@ -138,13 +138,6 @@ def test_products_of_blackwell_are_faster_than_whole_published_steps() -> None:
             assert device.flops(dtype) / 1e12 < device.peak_tflops * (2 if dtype == "mxfp8" else 1)
 
 
-def test_h800_is_an_h100_with_slower_links_inside_a_node() -> None:
-    h800, h100 = read_cluster("h800"), read_cluster("dgx-h100")
-    assert replace(h800.device, tflops=h100.device.tflops) == h100.device
-    assert h800.links[0].gbps[0] < 0.6 * h100.links[0].gbps[0]
-    assert h800.links[1:] == h100.links[1:]
-
-
 @pytest.mark.parametrize("name", [name for name in presets() if read_cluster(name).devices_per_node > 2])
 def test_a_part_of_a_node_is_any_number_of_devices_that_its_links_hold(name: str) -> None:
     """Fewer devices are behind a node-wide link, and bridges to missing devices are dropped."""

@@ -198,19 +198,6 @@ def test_keys_and_values_of_a_shared_sequence_hide_behind_its_scores_as_far_as_t
     assert predict(QWEN, slow, layout).seconds > predict(QWEN, slow, replace(layout, cp=1)).seconds / 8
 
 
-def test_overlap_recomputation_and_context_parallelism_do_what_they_are_for() -> None:
-    plain = OthersLayout(ep=32, global_batch=128)
-    assert seconds(replace(plain, overlapped=True)) < seconds(plain) < seconds(replace(plain, recompute=("block",)))
-    long = job(QWEN3_30B | {}, batch_size=32)
-    whole = predict(long, H100, OthersLayout(ep=8, global_batch=128))
-    split = predict(long, H100, OthersLayout(ep=8, cp=4, global_batch=128))
-    assert split.memory.activations < 0.5 * whole.memory.activations
-    # Four times as many micro-batches launch four times as often.
-    launches = [found.estimate.parts["launches"] for found in (split, whole)]
-    assert launches[0] == pytest.approx(4 * launches[1])
-    assert split.seconds - launches[0] == pytest.approx(whole.seconds - launches[1], rel=0.5)
-
-
 def test_a_distributed_optimizer_keeps_whole_parameters_and_moves_them_once_per_step() -> None:
     once = predict(QWEN, H100, OthersLayout(ep=8, global_batch=320))
     each = predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, sharded="parameters"))

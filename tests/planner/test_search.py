@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -21,7 +20,6 @@ from moesaic.planner.step_memory import step_memory
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
-from moesaic.program.text import to_text
 from moesaic.shapes import ModelShape, MoEShape
 from planner.clusters import DEVICE, flat, tree
 
@@ -166,19 +164,6 @@ def with_memory(gib: float):
     return replace(CLUSTER, device=replace(DEVICE, memory_gib=gib))
 
 
-def test_parameters_lie_in_parts_on_all_ranks() -> None:
-    simulator = Simulator(CLUSTER)
-    model = JOB.step_model(CLUSTER, 8)
-    shared = 2 * 64 * 3 * 256
-    for ep, etp in ((1, 1), (4, 1), (4, 2)):
-        grid = Grid(world=8, ep=ep, etp=etp, ranks_per_node=4)
-        made = compile_plan(Plan(), grid)
-        memory = step_memory(StepCostModel(model, grid, simulator), made.forward, made.backward, grid)
-        held = (model.dense_parameters + shared + model.expert_parameters) / 8
-        assert memory.weights == pytest.approx(4 * held)
-        assert memory.optimizer == pytest.approx(8 * held)
-
-
 def test_whole_experts_win_where_links_are_slow_and_tokens_many() -> None:
     few = replace(JOB, model=replace(JOB.model, ffn="moe", moe=MoEShape(num_experts=2, hidden=32)))
     many = replace(few, batch_size=256)
@@ -309,37 +294,6 @@ def test_neighbours_differ_in_one_choice() -> None:
     for other in pairs:
         assert sum(getattr(plan, name) != getattr(other, name) for name in vars(plan)) == 2
     assert Plan(schedule="s3", all_to_all="hier2d") in pairs
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(schedule="s2", all_to_all="hier2d"), Plan(all_to_all="multicast"), Plan(schedule="baseline", chunks=2),
-        Plan(gather_weights=1),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_programs_are_the_same_on_one_copy_of_the_experts(plan: Plan) -> None:
-    for tp, ep, etp in ((1, 4, 2), (2, 2, 4), (4, 8, 2)):
-        grid = Grid(world=64, tp=tp, ep=ep, etp=etp, ranks_per_node=8)
-        small = replace(grid, world=grid.period)
-        assert small.world == max(8, math.lcm(tp, ep * etp))
-        one, other = compile_plan(plan, grid), compile_plan(plan, small)
-        assert to_text(one.forward) == to_text(other.forward)
-        assert to_text(one.backward) == to_text(other.backward)
-        assert replace(one.grid, world=small.world) == other.grid
-
-
-def test_progress_is_told() -> None:
-    told: list[tuple[str, int, int]] = []
-    search(JOB, CLUSTER, Settings(space=SMALL, refine=1, pins=EP_8), progress=lambda *each: told.append(each))
-    assert {what for what, _, _ in told} == {
-        "bounding layouts",
-        "judging layouts",
-        "changing choices",
-        "changing pairs of choices",
-    }
-    assert all(0 <= done < total for _, done, total in told)
 
 
 def test_sizes_of_ep_that_are_searched_to_the_end_agree_with_ep_pinned() -> None:

@@ -221,6 +221,7 @@ def test_a_damaged_table_is_refused(change: dict) -> None:
         ({"optimism": 1.0}, "optimism=1.0: choose a share"),
         ({"hysteresis": -0.1}, "hysteresis=-0.1: choose a share"),
         ({"rows_per_bucket": 0}, "rows_per_bucket=0: must be a finite number above 0"),
+        ({"drift": 1.5}, "drift=1.5: choose a share of at least 0 and below 1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes: dict, words: str) -> None:
