@@ -149,16 +149,6 @@ def test_codecs_only_where_allowed(files: list[str], capsys: pytest.CaptureFixtu
     assert {plan["codec"] for plan in plans} != {"none"}
 
 
-def test_recorded_counts_rank_anew(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    seconds = []
-    for row in ([1, 1, 1, 1], [97, 1, 1, 1]):
-        np.save(tmp_path / "counts.npy", np.array([row] * 4))
-        counts = ["--trace", str(tmp_path / "counts.npy")]
-        assert main([*files, *FEW, "--tp", "1", "--ep", "4", "--json", *counts]) == 0
-        seconds.append(json.loads(capsys.readouterr().out)["ranking"][0]["seconds"])
-    assert seconds[1] > seconds[0]
-
-
 def test_layouts_of_others_are_compared_under_even_routing_whatever_the_counts(hub, tmp_path, capsys):
     np.save(tmp_path / "counts.npy", np.array([[9, 1, 1, 1, 1, 1, 1, 1]] * 8))
     flags = ["--ep", "8", "--chunks", "1", "--all-to-alls", "linear", "--explain", "--expert-model-parallel-size 8"]
@@ -393,13 +383,3 @@ def test_where_nothing_of_ours_fits_it_says_what_would_and_explains_all_the_same
     assert "yours: " in told
     assert "your parts: attention" in told
     assert "the layout above" not in told
-
-
-def test_a_layout_with_stages_is_printed_where_nothing_of_ours_fits(hub, capsys):
-    tight = [*hub, "--seq-len", "131072", "--reserve-gib", "70", "--pp", "2", "--emit", "megatron"]
-    found = main(tight)
-    said = capsys.readouterr()
-    if found == 0:
-        assert "--pipeline-model-parallel-size 2" in said.out
-    else:
-        assert "no layout of 8 devices with 2 stages fits" in said.err

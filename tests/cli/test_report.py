@@ -59,8 +59,6 @@ def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert refusal(capsys, missing) == (
         f"moesaic report: {missing}: no such folder: name the folder that moesaic train wrote"
     )
-    assert "no run there (config.json is missing)" in refusal(capsys, str(tmp_path))
-    assert "given twice" in refusal(capsys, str(moe), str(moe))
     assert "unknown argument --jsn, did you mean --json?" in refusal(capsys, str(moe), "--jsn")
     assert "give a file name" in refusal(capsys, str(moe), "--out", "")
     pytest.importorskip("plotly")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from moesaic.cli.main import main
-from moesaic.cli.sample import SampleOptions
 from runs import run_quietly, snapshot, tiny, write_tokenizer
 
 
@@ -71,26 +69,6 @@ def test_token_files_have_no_text(capsys, tmp_path, as_folder):
     run_quietly(tiny(tmp_path, steps=1, data={"path": [given], "vocab_size": 2000}))
     assert main(["sample", str(tmp_path / "run")]) == 2
     assert capsys.readouterr().err.endswith("the run was trained on .bin tokens, whose text is not known\n")
-
-
-def test_help_holds_every_fields_text(capsys):
-    assert main(["sample", "--help"]) == 0
-    out = re.sub(r"[\s─-╿]", "", capsys.readouterr().out)
-    for text in (
-        "Run folder of the model.",
-        "Text to continue; several prompts are sampled in one batch.",
-        "Number of tokens to generate.",
-        "Sampling temperature: the logits are divided by it; 0 always takes the likeliest token.",
-        "Sample among this many likeliest tokens; None for all tokens.",
-        "Seed of the sampling.",
-        "Device of the model: auto (CUDA if there is a GPU), cpu or cuda.",
-    ):
-        assert text.replace(" ", "") in out
-
-
-def test_the_defaults_are_the_documented_ones():
-    options = SampleOptions(run="x")
-    assert (options.tokens, options.temperature, options.top_k, options.seed) == (300, 0.8, 40, 0)
 
 
 @pytest.mark.parametrize("temperature", ["nan", "inf", "-1"])

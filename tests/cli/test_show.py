@@ -12,7 +12,7 @@ from moesaic.cli.main import main
 from moesaic.errors import InputError
 from moesaic.named import REPLICATION
 from moesaic.planner.cluster import read_cluster
-from moesaic.planner.files import read_planned, write_plan
+from moesaic.planner.files import read_planned
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all import ALL_TO_ALLS
@@ -24,18 +24,7 @@ from moesaic.program.text import to_text
 from moesaic.program.validate import validate
 from program_text import from_text
 
-SMALL = [
-    "--layer.tokens",
-    "64",
-    "--layer.dim",
-    "10",
-    "--layer.hidden",
-    "8",
-    "--layer.num-experts",
-    "8",
-    "--layer.top-k",
-    "1",
-]
+SMALL = "--layer.tokens 64 --layer.dim 10 --layer.hidden 8 --layer.num-experts 8 --layer.top-k 1".split()
 
 
 def shown(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
@@ -215,32 +204,13 @@ def test_its_times_are_the_simulators(schedule, all_to_all, capsys, tmp_path):
         assert spans == pytest.approx({span.task: span.start for span in run.timeline.spans})
 
 
-def test_a_faster_cluster_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
-    slow = shown(capsys, *SMALL)
-    fast = shown(capsys, *SMALL, "--cluster", "dgx-h100")
-    assert fast["forward"]["seconds"] < slow["forward"]["seconds"]
-    assert fast["forward"]["across_bytes"] == slow["forward"]["across_bytes"]
-
-
-def test_a_mesh_may_have_more_nodes_than_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shown(capsys, *SMALL, "--mesh.world", "64")["forward"]["seconds"] > 0
-
-
-def test_it_writes_pictures_and_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page, trace = tmp_path / "programs.html", tmp_path / "trace.json"
-    flags = ["--plan.chunks", "2", *SMALL]
-    found = shown(capsys, *flags, "--gantt", str(page), "--trace", str(trace))
+def test_it_writes_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "programs.html"
+    shown(capsys, "--plan.chunks", "2", *SMALL, "--gantt", str(page))
     html = page.read_text(encoding="utf-8")
     assert html.startswith("<!doctype html>")
     assert "forward" in html
     assert "backward" in html
-    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    assert {event["pid"] for event in events} == {0, 1}
-    for number, name in enumerate(("forward", "backward")):
-        of_program = [event for event in spans if event["pid"] == number]
-        assert len(of_program) == found[name]["tasks"]
-        assert max(e["ts"] + e["dur"] for e in of_program) == pytest.approx(found[name]["seconds"] * 1e6)
 
 
 def test_a_plan_that_was_written_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,15 +231,9 @@ def test_a_plan_that_was_written_is_shown_again(tmp_path: Path, capsys: pytest.C
     [
         ("--plan.all-to-all deepep", "so there is no program to show: choose multicast"),
         ("--plan.schedule ted --mesh.tp 1", "plan.schedule=ted needs mesh.tp and mesh.etp over the same ranks"),
-        ("--plan.schedule s9", "s9"),
         ("--mesh.world 6 --mesh.ep 3 --mesh.ranks-per-node 4", "mesh.ranks_per_node=4 does not divide the 6 ranks"),
-        ("--mesh.world 6 --mesh.ep 3 --mesh.ranks-per-node 3 --mesh.tp 4", "mesh.tp=4 does not divide the 6 ranks"),
-        ("--mesh.innermost tp", "innermost"),
         ("--plan.chunks 0", "plan.chunks=0"),
-        ("--plan.chunks two", "two"),
         ("--plan.replication hott", "plan.replication='hott' is unknown: choose one of none, shadow"),
-        ("--plan.gather-weights 3", "plan.gather_weights=3 does not divide mesh.etp=2"),
-        ("--plan.overlap-gather --plan.peer-groups 2", "overlap_gather clashes with split_peers"),
         ("--layer.tokens 0", "--layer.tokens 0: must be at least 1"),
         ("--layer.num-experts 3", "num_experts=3 does not split over mesh.ep=4"),
         ("--layer.top-k 9", "--layer.top-k 9: choose at most --layer.num-experts 8"),
@@ -292,14 +256,4 @@ def test_bad_input_is_one_line(flags, words, capsys, tmp_path, monkeypatch):
     assert main(["show", *flags.split()]) == 2
     error = capsys.readouterr().err.strip()
     assert words in error
-    assert "\n" not in error
-
-
-def test_a_plan_file_of_a_newer_version_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "plan.json"
-    write_plan(Plan(), path)
-    path.write_text(path.read_text().replace('"version": 1', '"version": 7'))
-    assert main(["show", "--plan-file", str(path)]) == 2
-    error = capsys.readouterr().err.strip()
-    assert "has version 7, this Moesaic reads up to 1: upgrade it" in error
     assert "\n" not in error

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from moesaic.cli.main import main
@@ -79,27 +78,6 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, words, 
     assert message.split(";")[0] in said
     assert said.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_truncated_trace_is_one_line(tmp_path, capsys):
-    path = made(tmp_path / "a.npz")
-    path.write_bytes(path.read_bytes()[:-200])
-    assert main(["trace", "show", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert said == (
-        f"moesaic trace: trace {path}: is damaged or cut short: remove the file and use the other steps, or record it again\n"
-    )
-
-
-def test_help_names_what_each_command_does(capsys):
-    assert main(["trace", "--help"]) == 0
-    assert "show    print the imbalance of a trace" in capsys.readouterr().out
-
-
-def test_zero_drift_keeps_the_busiest_expert(tmp_path, capsys):
-    found = shown(capsys, made(tmp_path / "a.npz", skew=1.0, seed=3))
-    assert [len(set(layer["busiest"])) for layer in found["layers"]] == [1, 1]
-    assert np.argmax(found["layers"][0]["shares"]) == found["layers"][0]["busiest"][0]
 
 
 def test_check_and_convert(tmp_path, capsys):

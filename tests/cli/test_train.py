@@ -24,12 +24,12 @@ from moesaic.cli.main import main
 from moesaic.cli.train import USUAL
 from moesaic.errors import InputError
 from moesaic.train import loop
-from moesaic.train.checkpoint import list_checkpoints, load_checkpoint
+from moesaic.train.checkpoint import list_checkpoints
 from moesaic.train.config import TrainConfig
 from moesaic.train.loop import TrainResult
 from moesaic.train.presets import PRESETS
 from moesaic.train.presets import preset as make_preset
-from runs import assert_same, losses, parameters, run_quietly, snapshot, tiny, write_config
+from runs import assert_same, losses, parameters, run_quietly, tiny, write_config
 
 
 @pytest.fixture
@@ -154,13 +154,6 @@ def test_the_configuration_of_a_run_takes_it_up_again(tmp_path, capsys):
     assert saved[0]["steps"] == 3
 
 
-def test_flags_are_split_off_wherever_they_stand():
-    words = ["--steps", "3", "--preset", "demo", "--config=a=b.toml", "--seed=1"]
-    rest, chosen = command._take(words, ("--preset", "--config"))
-    assert rest == ["--steps", "3", "--seed=1"]
-    assert chosen == {"--preset": "demo", "--config": "a=b.toml"}
-
-
 def test_a_misspelt_preset_is_recognised():
     with pytest.raises(InputError, match=r"^unknown argument --prset, did you mean --preset\?"):
         command._configured(["--prset", "demo"], PRESETS, "moesaic train")
@@ -224,28 +217,6 @@ def test_a_signal_saves_says_how_to_go_on_and_exits_0(tmp_path, kind):
     assert [number for number, _ in losses(run)] == list(range(1, step + 3))
     assert losses(run) == losses(tmp_path / "whole")
     assert_same(parameters(run), parameters(tmp_path / "whole"))
-
-
-def test_a_killed_process_leaves_only_whole_checkpoints(tmp_path):
-    run = tmp_path / "run"
-    config = tiny(tmp_path, steps=1_000_000, save={"every": 1, "keep": 3})
-    for _ in range(2):
-        before = len(losses(run)) if run.exists() else 0
-        process = start(replace(config, existing="resume"), tmp_path)
-        wait_for(lambda before=before: has_lines(run, before + 5), process)
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=300)
-        assert process.returncode == -signal.SIGKILL
-        found = {path.name for path in (run / "checkpoints").iterdir()}
-        assert all(re.fullmatch(r"step-\d{8}|\.writing-\d{8}", name) for name in found)
-        assert load_checkpoint(run / "checkpoints", pytest.fail).step >= before
-    (run / "checkpoints" / ".writing-99999999").mkdir()
-    step = load_checkpoint(run / "checkpoints", pytest.fail).step
-    run_quietly(replace(config, steps=step + 2, existing="resume"))
-    assert [number for number, _ in losses(run)] == list(range(1, step + 3))
-    names = [path.name for path in sorted((run / "checkpoints").iterdir())]
-    assert names == [f"step-{number:08d}" for number in range(step, step + 3)]
-    assert not [name for name in snapshot(run) if ".writing" in name]
 
 
 @pytest.mark.parametrize("rank", ["0", "1", None])
