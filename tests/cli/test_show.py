@@ -24,7 +24,7 @@ from moesaic.program.text import to_text
 from moesaic.program.validate import validate
 from program_text import from_text
 
-SMALL = "--layer.tokens 64 --layer.dim 10 --layer.hidden 8 --layer.num-experts 8 --layer.top-k 1".split()
+SMALL = ["--layer.tokens=64", "--layer.dim=10", "--layer.hidden=8", "--layer.num-experts=8", "--layer.top-k=1"]
 
 
 def shown(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:

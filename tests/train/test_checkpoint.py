@@ -136,14 +136,6 @@ def test_a_checkpoint_comes_back_with_its_optimizer_under_the_names_of_the_param
     assert_same(optimizer_tensors(fresh, other), tensors)
 
 
-def test_a_checkpoint_that_is_written_while_training_goes_on_holds_what_was(tmp_path):
-    model, optimizer = made = gpt()
-    save(tmp_path, 7, of=made, background=True)
-    loaded = load_checkpoint(tmp_path, pytest.fail)
-    assert_same(loaded.model, model.state_dict())
-    assert_same(loaded.optimizer, optimizer_tensors(model, optimizer))
-
-
 def test_only_the_newest_are_kept_and_those_of_a_course_given_up_push_out_none(tmp_path):
     for step in (1, 2, 10, 3000):
         save(tmp_path, step, keep_last=2)

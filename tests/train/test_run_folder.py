@@ -294,15 +294,6 @@ def test_a_run_whose_folder_goes_ends_with_an_error(ran, monkeypatch, act, log_e
     assert set(left.values()) <= {b"another's"}
 
 
-def test_a_removed_folder_is_an_exit_code_other_than_0(ran, monkeypatch, capsys):
-    after_step(monkeypatch, 3, shutil.rmtree)
-    config = tiny(ran, steps=5, save={"every": 4}, log_every=100, existing="resume")
-    assert main(["train", "--config", str(write_config(config, ran / "given.json"))]) == 1
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "was removed or replaced while the run was going on" in err
-
-
 def test_an_unlockable_folder_is_an_error(tmp_path):
     (tmp_path / ".lock").mkdir()
     assert ".lock': is a folder: nothing is written" in refused(lambda: RunFolder(tmp_path).claim())

@@ -110,16 +110,6 @@ def test_a_refused_run_leaves_no_folder(tmp_path, what):
     assert not (tmp_path / "run").exists()
 
 
-def test_replacing_leaves_nothing_of_the_old_run(tmp_path):
-    data = {"tokenizer": write_tokenizer(tmp_path / "given.json")}
-    run_quietly(tiny(tmp_path, steps=2, save={"every": 1}, tensorboard=True, data=data))
-    run_quietly(tiny(tmp_path, steps=1, existing="replace"))
-    at = "checkpoints/step-00000001"
-    of_checkpoint = ("SHA256SUMS", "config.json", "shards/.metadata", "shards/__0_0.distcp", "state.json")
-    expected = [*(f"{at}/{name}" for name in of_checkpoint), "config.json", "metrics.jsonl"]
-    assert sorted(snapshot(tmp_path / "run")) == expected
-
-
 @pytest.mark.parametrize(
     "error",
     [
