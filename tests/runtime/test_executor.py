@@ -27,7 +27,7 @@ from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op, Program
 from moesaic.runtime import executor as executor_module
 from moesaic.runtime.data_parallel import average_gradients
-from moesaic.runtime.executor import LayerRun, Script, drive, inputs_of, interpret, run_program, script_of
+from moesaic.runtime.executor import LayerRun, Script, drive, inputs_of, interpret, script_of
 from moesaic.runtime.tasks import Call
 from moesaic_lab.recorder import Recorder
 
@@ -68,38 +68,6 @@ def test_every_slot_is_freed_once_after_its_last_reading() -> None:
     for step in script_of(program, frozenset({"y"})).steps:
         later = [name for s in script_of(program, None).steps if s.number > step.number for name in s.reads]
         assert not set(step.unread).intersection(later)
-
-
-@pytest.mark.parametrize(
-    ("grid", "staying"),
-    [
-        (FOUR, {"x_mine", "y", "b_shards"}),
-        (Grid(world=4, tp=2, ep=4), {"b_shards"}),
-        (Grid(world=4, ep=2, etp=2), {"x_mine", "y", "b_shards"}),
-    ],
-)
-def test_movements_over_groups_of_one_rank_stay(grid: Grid, staying: set[str]) -> None:
-    compiled = compile_plan(Plan(), grid, bias=True)
-    shapes = compiled.shapes(8)
-    steps = script_of(compiled.forward, None).steps
-    for rank in range(grid.world):
-        found = {s.tasks[0].name for s in steps if s.tasks[0].op is Op.MOVE and shapes.stays(s.moves[0], rank)}
-        assert found == staying
-
-
-def test_splits_are_whole_only_if_they_are_all_rows_in_order() -> None:
-    compiled = compile_plan(Plan(), FOUR)
-    move = next(s.moves[0] for s in script_of(compiled.forward, None).steps if s.tasks[0].name in ("g", "h"))
-    copies = np.arange(32).reshape(4, 8)
-
-    sizes = CallSizes(FOUR, copies, np.full(4, 9), shapes=compiled.shapes(8))
-    for rank in range(4):
-        out, back = sizes.outgoing(move, rank), sizes.incoming(move, rank)
-        assert out.is_whole
-        assert out.runs.rows.tolist() == list(range(int(copies[rank].sum())))
-        assert not back.is_whole
-        assert sorted(back.runs.rows.tolist()) == list(range(int(copies[:, 2 * rank : 2 * rank + 2].sum())))
-        assert back.counts == tuple(copies[:, 2 * rank : 2 * rank + 2].sum(1).tolist())
 
 
 def test_a_layer_call_sends_its_counts_then_two_messages_to_each_peer() -> None:
@@ -157,27 +125,6 @@ def test_rows_that_stay_on_a_rank_are_not_copied() -> None:
     moves = [task for task in work.forward.tasks if task.op is Op.MOVE]
     assert len(moves) >= 3
     assert all(found[task.writes[0]] is found[task.reads[0]] for task in moves)
-
-
-@pytest.mark.parametrize(("kind", "chunks"), [("swiglu", 1), ("biases", 2), ("modules", 1)])
-def test_gradients_of_every_input_by_finite_differences(kind: str, chunks: int) -> None:
-    experts = make_layer(kind, num_experts=2).experts
-    sharded, common = (tuple(w.detach().requires_grad_() for w in weights) for weights in experts.weights())
-    work = compile_plan(Plan(chunks=chunks), ONE, bias=bool(common))
-    sizes = CallSizes(ONE, np.array([[2, 1]]), np.array([3]), chunks, units=experts.num_units(sharded))
-    index = torch.tensor([[1], [0], [1]])
-    x = torch.randn(3, DIM, dtype=torch.float64, requires_grad=True)
-    gates = torch.rand(3, 1, dtype=torch.float64, requires_grad=True)
-
-    def function(x: Tensor, gates: Tensor, *weights: Tensor) -> Tensor:
-        call = LayerRun(work, NoTransport(), Call(rank=0, sizes=sizes, experts=experts), {"index": index})
-        return run_program(call, x, gates, weights[: len(sharded)], weights[len(sharded) :])
-
-    assert torch.autograd.gradcheck(function, (x, gates, *sharded, *common))
-    y = function(x, gates, *sharded, *common)
-    (grad,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
 
 
 def test_the_number_of_saved_tensors_does_not_depend_on_the_data() -> None:

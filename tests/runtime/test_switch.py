@@ -143,20 +143,6 @@ def test_only_the_first_call_after_a_switch_tells_all_ranks() -> None:
     assert run_ranks(4, rank) == [[1, 3, 1, 1]] * 4
 
 
-def test_a_compiled_plan_shares_its_caches_between_layers() -> None:
-    shared = compile_plan(Plan(schedule="s3"), GRID)
-
-    def rank(transport: AbstractTransport) -> bool:
-        layers = [on_mesh(make_layer(seed=seed), GRID, transport, Plan()) for seed in (0, 1)]
-        for layer in layers:
-            layer.use_plan(shared)
-        one, two = (layer.on_mesh for layer in layers)
-        shapes = [each.compiled.shapes(each.num_experts) for each in (one, two)]
-        return one.compiled is two.compiled is shared and shapes[0] is shapes[1]
-
-    assert run_ranks(4, rank) == [True] * 4
-
-
 @pytest.mark.parametrize(
     ("plans", "grid", "wrong", "capacity"),
     [

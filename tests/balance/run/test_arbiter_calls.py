@@ -22,7 +22,6 @@ from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
-from moesaic.errors import InputError
 from moesaic.layer import MoE
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
@@ -54,28 +53,6 @@ def lean(layer: MoE, by: float) -> None:
     with torch.no_grad():
         weight = next(layer.router.parameters())
         weight[0] += by
-
-
-@pytest.mark.parametrize(
-    ("grid", "schedule", "recompute"), [("ep", "s1", False), ("tp", "s2", True), ("copies", "s1", True)]
-)
-def test_any_sequence_of_choices_equals_leaving_alone(grid: str, schedule: str, recompute: bool) -> None:
-    mesh, whole = GRIDS[grid], make_layer()
-
-    def rank(transport: AbstractTransport) -> tuple[list[tuple[Tensor, Tensor]], set[int]]:
-        plain = spread_over(whole, mesh, transport, Plan(schedule=schedule), None)  # type: ignore[arg-type]
-        plan = Plan(schedule=schedule, replication="arbiter")  # type: ignore[arg-type]
-        changing = spread_over(whole, mesh, transport, plan, AnyOption(seed=3))
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for number in range(4):
-            x = tokens_of(mesh.coordinate(transport.rank, "dp"), seed=number)
-            pairs += zip(step(changing, x, recompute), step(plain, x), strict=True)
-        return pairs, {verdict.program for verdict in changing.on_mesh.calls.take()}
-
-    for pairs, programs in run_ranks(4, rank):
-        assert len(programs) > 1
-        for number, (one, other) in enumerate(pairs):
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10, msg=lambda m, n=number: f"{n}: {m}")
 
 
 def test_the_true_arbiter_replicates_under_skew_and_nothing_under_even_loads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,10 +169,3 @@ def test_ranks_with_other_settings_are_refused() -> None:
         refused([usual, usual, other, usual], arbiter)
     refused([Shadow(), Shadow(), Shadow(DEAR), Shadow()], Plan(replication="shadow"))
     refused([Shadow(), Shadow(), Shadow(at_most=3), Shadow()], Plan(replication="shadow"))
-
-
-def test_a_name_that_no_policy_has_is_refused() -> None:
-    with pytest.raises(InputError, match=r"plan\.replication='shaddow' is unknown: choose one of none, shadow"):
-        run_ranks(
-            4, lambda transport: spread_over(make_layer(), GRIDS["ep"], transport, Plan(replication="shaddow"), None)
-        )

@@ -335,24 +335,6 @@ def test_slices_draw_the_same_random_numbers_again() -> None:
     assert (y == 0).any()
 
 
-@pytest.mark.parametrize("kind", ["biases", "modules"])
-def test_one_process_runs_in_slices_too(kind: str) -> None:
-    whole = make_layer(kind)
-    x, again = tokens_of(0, 20).requires_grad_(), tokens_of(0, 20).requires_grad_()
-    sliced = on_mesh(whole, Grid(world=1), NoTransport(), Plan(memory_budget=7))
-    y = sliced(x)
-    y.sin().sum().backward()
-    expected = whole(again)
-    expected.sin().sum().backward()
-    torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(x.grad, again.grad)
-    for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(sliced.get_parameter(name).grad, parameter.grad)
-    use = sliced.on_mesh.calls.budget.take()
-    assert (use.calls, use.sliced_calls, use.rows_spilled) == (1, 1, 0)
-    assert 6 <= use.slices <= 12
-
-
 def test_half_precision_gradients_are_summed_in_float32() -> None:
     """Of 300 equal slices: a sum in bfloat16 would stop growing at 256 times the value of a slice."""
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ import torch
 from meshes import compiled, every_rank, make_layer, on_mesh, part_of, tokens_of
 from torch import Tensor
 
-from helpers import GivenOrders, refused, thinned
+from helpers import GivenOrders, refused
 from moesaic.balance.experts import AbstractExpertPlacer, Balanced, ExpertLoad, ExpertRates
 from moesaic.balance.machine import Machine
 from moesaic.balance.run.experts import ExpertPlacement, Moved
@@ -21,7 +21,7 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.layer import MoE, finish_step
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
-from moesaic.routing.capacity import AbstractCapacity, Capacity
+from moesaic.routing.capacity import AbstractCapacity
 from moesaic.routing.losses import LoadBalance
 from moesaic.runtime.data_parallel import average_gradients
 from moesaic.runtime.routing_cache import checkpoint
@@ -34,7 +34,6 @@ TWO = Grid(world=2, ep=2)
 FOUR = Grid(world=4, ep=4, ranks_per_node=2)
 FOLDED = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
 COPIES = Grid(world=4, ep=2, innermost="ep", ranks_per_node=2)
-SHARDS = Grid(world=4, tp=2, ep=2, etp=2, innermost="ep")
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, amsgrad=True),
@@ -122,32 +121,6 @@ def assert_same_training(
 def test_training_with_moving_experts_is_training_without(grid: Grid, kind: str, optimizer: str) -> None:
     whole = make_layer(kind, losses=(LoadBalance(0.1),), router="sigmoid")
     assert_same_training(whole, grid, [Plan()], OPTIMIZERS[optimizer])
-
-
-PLANS = {
-    "ted": (FOLDED, [Plan(schedule="ted")]),
-    "s1": (SHARDS, [Plan(schedule="s1", chunks=2)]),
-    "s2": (FOLDED, [Plan(schedule="s2", overlap_gather=True)]),
-    "s3": (SHARDS, [Plan(schedule="s3", order="optsche", chunks=2)]),
-    "r": (FOLDED, [Plan(schedule="s2", gather_weights=r) for r in (0, 1, 2)]),
-    "multicast": (FOUR, [Plan(all_to_all="multicast", chunks=2)]),
-    "shadow": (FOUR, [Plan(replication="shadow")]),
-    "spill": (COPIES, [Plan(replication="eplb")]),
-    "switching": (FOLDED, [Plan(schedule="s1"), Plan(schedule="s2", chunks=2), Plan(schedule="baseline")]),
-}
-
-
-@pytest.mark.parametrize("name", thinned(PLANS, every=3))
-def test_under_every_kind_of_plan(name: str) -> None:
-    grid, plans = PLANS[name]
-    assert_same_training(make_layer(losses=(LoadBalance(0.1),)), grid, plans, adamw)
-
-
-@pytest.mark.parametrize(
-    "capacity", [Capacity.fixed(0.75), Capacity.fixed(2.0, scope="rank", padded=True)], ids=["drops", "padded"]
-)
-def test_drops_do_not_depend_on_where_experts_are(capacity: AbstractCapacity) -> None:
-    assert_same_training(make_layer(), TWO, [Plan()], adamw, capacity)
 
 
 def test_what_moves_is_counted_and_nothing_else_is_sent() -> None:
