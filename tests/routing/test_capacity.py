@@ -75,30 +75,12 @@ def test_first_choices_come_before_second_choices() -> None:
     assert admit(choice, None, torch.tensor(2), None, 2).nonzero().flatten().tolist() == [0, 2, 3, 4]
 
 
-def test_by_score_the_larger_best_weight_comes_first() -> None:
-    choice = choice_of([[0], [0], [0], [0]])
-    best = torch.tensor([0.2, 0.9, 0.5, 0.9])
-    assert admit(choice, None, torch.tensor(1), best, 2).nonzero().flatten().tolist() == [1]
-    assert admit(choice, None, torch.tensor(3), best, 2).nonzero().flatten().tolist() == [1, 2, 3]
-
-
-def test_by_score_equal_weights_go_by_position() -> None:
-    choice = choice_of([[0], [0], [0]])
-    assert admit(choice, None, torch.tensor(2), torch.full((3,), 0.5), 1).nonzero().flatten().tolist() == [0, 1]
-
-
 def test_copies_held_back_take_no_room() -> None:
     choice = choice_of([[0], [0], [0]])
     alive = torch.tensor([False, True, True])
     assert admit(choice, alive, torch.tensor(2), None, 1).nonzero().flatten().tolist() == [1, 2]
     assert admit(choice, alive, None, None, 1).nonzero().flatten().tolist() == [1, 2]
     assert admit(choice, None, None, None, 1) is None
-
-
-def test_no_copies_and_no_room_admit_nobody() -> None:
-    empty = choice_of([])
-    assert admit(empty, None, torch.tensor(2), None, 3).nonzero().flatten().tolist() == []
-    assert admit(choice_of([[0], [1]]), None, torch.tensor(0), None, 3).nonzero().flatten().tolist() == []
 
 
 @given(data=st.data())
@@ -151,24 +133,3 @@ def test_dropped_tokens_contribute_zero_and_are_counted() -> None:
 def test_by_score_the_layer_serves_the_surest_tokens() -> None:
     layer, x = layer_with_one_full_expert(capacity=Capacity.fixed(1.0, order="score"))
     assert layer(x, return_routing=True)[1].token.tolist() == [1, 3]
-
-
-def test_fitted_drops_nothing() -> None:
-    layer, x = layer_with_one_full_expert(capacity=Capacity.fitted())
-    routing = layer(x, return_routing=True)[1]
-    assert int(routing.dropped) == 0
-    assert int(routing.capacity) == 4
-
-
-def test_fitted_at_most_drops_above_its_factor() -> None:
-    layer, x = layer_with_one_full_expert(capacity=Capacity.fitted(at_most=1.5))
-    routing = layer(x, return_routing=True)[1]
-    assert routing.counts.tolist() == [3, 0]
-
-
-def test_a_dropped_copys_gate_gets_no_gradient() -> None:
-    layer, x = layer_with_one_full_expert(capacity=Capacity.fixed(1.0))
-    x.requires_grad_()
-    layer(x).sum().backward()
-    assert x.grad[:2].abs().sum() > 0
-    assert not x.grad[2:].any()

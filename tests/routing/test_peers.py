@@ -21,7 +21,7 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.program.grid import Grid
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
-from moesaic.routing.peers import Peers, kept_copies, places_before
+from moesaic.routing.peers import Peers
 from moesaic.routing.route import Routed, TokenInfo, route
 
 DIM, EXPERTS = 8, 4
@@ -246,17 +246,6 @@ def test_ranks_exchange_once_a_call_and_not_at_all_in_a_replay() -> None:
         return once, peers.exchanges, same
 
     assert run_ranks(2, rank) == [(1, 1, True)] * 2
-
-
-def test_queues_by_hand() -> None:
-    """With two ranks, choices and experts, the first choices of both ranks come before all second choices."""
-    counts_PKE = torch.tensor([[[2, 0], [1, 3]], [[1, 4], [0, 2]]])
-    assert places_before(counts_PKE).tolist() == [[[0, 0], [3, 4]], [[2, 0], [4, 7]]]
-    assert kept_copies(counts_PKE, None).tolist() == [[3, 3], [1, 6]]
-    assert kept_copies(counts_PKE, torch.tensor(4)).tolist() == [[3, 0], [1, 4]]
-    assert kept_copies(counts_PKE, torch.tensor(5)).tolist() == [[3, 1], [1, 4]]
-    assert kept_copies(counts_PKE, torch.tensor([2, 5])).tolist() == [[2, 2], [1, 5]]
-    assert kept_copies(counts_PKE, torch.tensor(0)).tolist() == [[0, 0], [0, 0]]
 
 
 def test_different_numbers_of_sequences_are_refused_on_every_rank() -> None:

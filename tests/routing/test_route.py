@@ -7,7 +7,6 @@ import torch
 
 from helpers import DETERMINISTIC, Scripted, ids_for, make_router
 from moesaic import Capacity, Dropless, LoadBalance
-from moesaic.routing.capacity import count
 from moesaic.routing.route import Routed, TokenInfo, route
 from moesaic.routing.routers import ROUTERS
 
@@ -38,17 +37,6 @@ def test_a_replay_repeats_the_call_bit_for_bit(name: str, capacity) -> None:
         assert torch.equal(getattr(first.routing, field), getattr(again.routing, field)), field
     assert torch.equal(first.loss, again.loss)
     assert first.routing.rows_per_token == again.routing.rows_per_token
-
-
-def test_a_replay_keeps_experts_that_the_router_would_no_longer_choose() -> None:
-    router, x = make_router("sigmoid"), torch.randn(12, 8)
-    first = route(router, x, top_k=2, capacity=Capacity.fixed(0.5))
-    router.bias.copy_(torch.tensor([9.0, 9.0, -9.0, -9.0]))
-    again = route(router, x, top_k=2, capacity=Capacity.fixed(0.5), replay=first.record)
-    fresh = route(router, x, top_k=2, capacity=Capacity.fixed(0.5))
-    assert torch.equal(first.routing.expert, again.routing.expert)
-    assert torch.equal(first.routing.weight, again.routing.weight)
-    assert not torch.equal(first.routing.requested, fresh.routing.requested)
 
 
 def test_a_replay_reads_the_counts_of_the_first_pass() -> None:
@@ -91,16 +79,3 @@ def test_counts_are_rows_and_requested_are_copies() -> None:
     assert int(result.dropped) == 1
     assert int(result.num_valid) == 3
     assert list(zip(result.token.tolist(), result.expert.tolist())) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 2)]
-
-
-def test_count_counts_the_living() -> None:
-    experts = torch.tensor([0, 2, 2, 1])
-    assert count(experts, None, 4).tolist() == [1, 1, 2, 0]
-    assert count(experts, torch.tensor([True, False, True, False]), 4).tolist() == [1, 0, 1, 0]
-    assert count(experts[:0], None, 2).tolist() == [0, 0]
-
-
-def test_without_losses_there_is_no_loss() -> None:
-    result = routed("softmax", torch.randn(3, 8))
-    assert result.loss is None
-    assert result.routing.losses == {}

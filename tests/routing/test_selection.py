@@ -11,28 +11,10 @@ from hypothesis import strategies as st
 
 from moesaic.kernels.choice import FEWEST_COLUMNS, normalized, softmax_rows
 from moesaic.kernels.top_k import top_k_indices, top_k_indices_reference
-from moesaic.routing.router import chosen, linear_scores, token_choice
+from moesaic.routing.router import linear_scores
 
 DTYPES = [torch.float32, torch.float64]
 INF = math.inf
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_of_equal_scores_the_lowest_index_comes_first(dtype: torch.dtype) -> None:
-    scores = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 2.0, 1.0, 2.0], [3.0, 1.0, 3.0, 3.0]], dtype=dtype)
-    assert top_k_indices(scores, 3).tolist() == [[0, 1, 2], [1, 3, 2], [0, 2, 3]]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_negative_zero_equals_zero(dtype: torch.dtype) -> None:
-    scores = torch.tensor([[-0.0, 0.0, -0.0], [0.0, -0.0, 0.0], [-1e-30, -0.0, 0.0]], dtype=dtype)
-    assert top_k_indices(scores, 3).tolist() == [[0, 1, 2], [0, 1, 2], [1, 2, 0]]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_infinities_order_and_tie_like_numbers(dtype: torch.dtype) -> None:
-    scores = torch.tensor([[-INF, INF, 0.0, INF], [-INF, -INF, -3.4e38, -INF]], dtype=dtype)
-    assert top_k_indices(scores, 4).tolist() == [[1, 3, 2, 0], [2, 0, 1, 3]]
 
 
 def test_neighbouring_floats_are_told_apart_beside_many_columns() -> None:
@@ -69,21 +51,6 @@ def test_any_row_equals_the_stable_sort(values: list[float], data: st.DataObject
         numbers = row[0].tolist()
         expected = sorted(range(len(values)), key=lambda i: (-numbers[i], i))[:top_k]
         assert top_k_indices(row, top_k).tolist() == [expected]
-
-
-def test_token_choice_lists_copies_token_by_token() -> None:
-    choice = token_choice(torch.tensor([[2, 0], [1, 3], [0, 1]]))
-    assert choice.token.tolist() == [0, 0, 1, 1, 2, 2]
-    assert choice.expert.tolist() == [2, 0, 1, 3, 0, 1]
-    assert choice.slot.tolist() == [0, 1, 0, 1, 0, 1]
-    assert choice.per_token == 2
-    assert choice.sent is None
-
-
-def test_chosen_reads_each_tokens_entries() -> None:
-    choice = token_choice(torch.tensor([[2, 0], [1, 3]]))
-    values = torch.arange(8.0).view(2, 4)
-    assert chosen(values, choice, 2).tolist() == [[2.0, 0.0], [5.0, 7.0]]
 
 
 def test_normalized_rows_sum_to_one_and_a_row_of_zeros_stays_zero() -> None:

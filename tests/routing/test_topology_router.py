@@ -114,56 +114,6 @@ def test_it_chooses_as_the_definition_says(name, top_k, tokens, shares, origin, 
     assert all(len(row) == top_k for row in found)
 
 
-@pytest.mark.parametrize("shares", [(0.25, 0.4), (0.1, 0.1), (0.0, 0.3), (0.5, 0.2), (0.0, 0.0)])
-def test_no_more_leaves_than_the_limits_say(shares):
-    gate, x = make("softmax", *shares).train(), torch.randn(320, DIM)
-    choice = gate.choose(gate.scores(x, None, None), 2, None, None)
-    plain = gate.inner.choose(gate.scores(x, None, None), 2, None, None)
-    for number, share in enumerate(shares):
-        for origin in range(8):
-            mine = choice.token // 40 == origin
-            leaves = ~gate.inside[number, origin]
-            assert int(leaves[choice.expert[mine]].sum()) <= 80 * share
-            assert int(leaves[plain.expert[mine]].sum()) > 25
-    if shares == (0.25, 0.4):
-        of_node = sum(int((~gate.inside[1, o])[choice.expert[choice.token // 40 == o]].sum()) for o in range(8))
-        assert of_node == 256, "limits are used up"
-
-
-def test_a_limit_of_all_changes_nothing_and_evaluation_is_never_limited():
-    x = torch.randn(64, DIM)
-    for gate in (make("softmax", 1.0, 1.0).train(), make("softmax", 0.0, 0.0).eval()):
-        scores = gate.scores(x, None, None)
-        found, plain = gate.choose(scores, 2, None, None), gate.inner.choose(scores, 2, None, None)
-        assert (found.expert == plain.expert).all()
-    limited = make("softmax", 0.0, 0.0).train()
-    assert (limited.choose(scores, 2, None, None).expert != plain.expert).any()
-
-
-def test_the_best_copies_leave():
-    """There are two nodes of two ranks, and one copy may leave: of four that would, it is the one with the highest score."""
-    grid = Grid(world=4, ep=4, ranks_per_node=2)
-    gate = TopologyRouter(
-        SoftmaxTopK(4, 4, normalize="before"),
-        grid=grid,
-        levels=levels(0.25, grid=grid, sizes=(2,)),
-        origin=0,
-    ).train()
-    gates = torch.tensor([[0.1, 0.0, 0.6, 0.3], [0.0, 0.1, 0.9, 0.0], [0.2, 0.1, 0.0, 0.7], [0.3, 0.0, 0.0, 0.7]])
-    choice = gate.choose(Scores(gates, gates, gates, gates), 1, None, None)
-    assert choice.expert.tolist() == [0, 2, 0, 0]
-
-
-def test_one_process_routes_as_all_ranks_would():
-    x = torch.randn(48, DIM)
-    whole = make("softmax", 0.2, 0.4).train()
-    expected = whole.choose(whole.scores(x, None, None), 2, None, None).expert.view(8, 12)
-    for origin in range(8):
-        own = make("softmax", 0.2, 0.4, origin=origin).train()
-        part = x[origin * 6 : origin * 6 + 6]
-        assert (own.choose(own.scores(part, None, None), 2, None, None).expert == expected[origin]).all()
-
-
 @pytest.mark.parametrize("ep", [2, 4])
 def test_a_layer_on_a_mesh_computes_what_one_process_does(ep):
     grid = Grid(world=4, ep=ep, etp=4 // ep, ranks_per_node=2)
