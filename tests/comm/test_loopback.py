@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moesaic.comm.loopback import Loopback, LoopbackTransport, run_ranks
 from moesaic.comm.transport import AbstractTransport, Transfer
@@ -23,51 +23,9 @@ def exchange(transport: AbstractTransport, tensor: Tensor) -> list[Tensor]:
     return out
 
 
-class Total(torch.autograd.Function):
-    """Sums over ranks forward and backward, so it waits inside both passes."""
-
-    @staticmethod
-    def forward(ctx: Any, transport: AbstractTransport, tensor: Tensor) -> Tensor:
-        ctx.transport = transport
-        return torch.stack(exchange(transport, tensor.contiguous())).sum(0)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, torch.stack(exchange(ctx.transport, gradient.contiguous())).sum(0)
-
-
 def test_ranks_exchange_and_return_in_order():
     results = run_ranks(5, lambda transport: torch.cat(exchange(transport, torch.tensor([transport.rank]))).tolist())
     assert results == [[0, 1, 2, 3, 4]] * 5
-
-
-@pytest.mark.parametrize(("world", "seed"), [(1, 0), (2, 1), (8, 2)])
-def test_autograd_waits_inside_backward(world, seed):
-    def rank(transport: AbstractTransport) -> tuple[Tensor, Tensor]:
-        torch.manual_seed(transport.rank)
-        layers = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(3))
-        x = (torch.arange(12.0).view(3, 4) / 10 + transport.rank).double().requires_grad_()
-        y: Tensor = x
-        for layer in layers:
-            y = Total.apply(transport, torch.tanh(layer(y)))
-        (y.square().sum() * (transport.rank + 1)).backward()
-        assert x.grad is not None
-        return y.detach(), x.grad
-
-    results = run_ranks(world, rank, seed=seed)
-    xs, stacks = [], []
-    for r in range(world):
-        torch.manual_seed(r)
-        stacks.append([nn.Linear(4, 4).double() for _ in range(3)])
-        xs.append((torch.arange(12.0).view(3, 4) / 10 + r).double().requires_grad_())
-    ys: list[Tensor] = list(xs)
-    for depth in range(3):
-        total = torch.stack([torch.tanh(stacks[r][depth](ys[r])) for r in range(world)]).sum(0)
-        ys = [total] * world
-    loss = sum(y.square().sum() * (r + 1) for r, y in enumerate(ys))
-    for (y, grad), expected, expected_grad in zip(results, ys, torch.autograd.grad(loss, xs)):
-        torch.testing.assert_close(y, expected.detach(), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(grad, expected_grad, rtol=1e-10, atol=1e-12)
 
 
 def interleaving(seed: int) -> list[int]:
@@ -120,14 +78,6 @@ def test_buffers_hold_nan_until_waited_for_and_handles_complete_in_any_order():
         return [float(buffer) for _, buffer in handles]
 
     assert run_ranks(2, rank, seed=3) == [[0, 1, 2, 3, 4]] * 2
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float8_e4m3fn])
-def test_any_dtype_crosses(dtype):
-    def rank(transport: AbstractTransport) -> bool:
-        return all(torch.equal(t.float(), torch.ones(3)) for t in exchange(transport, torch.ones(3).to(dtype)))
-
-    assert run_ranks(3, rank) == [True] * 3
 
 
 def test_ranks_that_wait_for_nobody_each_get_an_error():

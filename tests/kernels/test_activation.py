@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_references import swiglu_reference
 from torch import Tensor
 
 from moesaic.kernels.activation import (
@@ -20,25 +19,10 @@ SHAPES = [(0, 4), (1, 1), (3, 5), (7, 8)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_swiglu_equals_the_formula(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    gate, up = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
-    y = hidden_rows((gate, up), "silu")
-    tolerance = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 3e-2}[dtype]
-    assert y.dtype == dtype
-    torch.testing.assert_close(y.double(), swiglu_reference(gate, up), rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
 def test_activations_equal_their_formulas(name: str, shape: tuple[int, int]) -> None:
     hidden = torch.randn(shape, dtype=torch.float64)
     torch.testing.assert_close(hidden_rows((hidden,), name), reference_activation(hidden, name))
-
-
-def test_swiglu_gradients_are_exact() -> None:
-    gate, up = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(lambda gate, up: hidden_rows((gate, up), "silu"), (gate, up))
 
 
 def test_clamped_swiglu_is_what_gpt_oss_writes() -> None:

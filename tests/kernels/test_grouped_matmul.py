@@ -67,13 +67,3 @@ def test_the_layout_of_the_gradient_in_memory_does_not_matter(rows: int) -> None
     grouped_matmul(x, w, ends).sum().backward()  # the gradient of a sum is expanded, with strides of 0
     expected = torch.stack([part.sum(0).expand(4, 8) for part in (x[: rows // 2], x[rows // 2 :])])
     torch.testing.assert_close(w.grad, expected)
-
-
-def test_only_the_gradients_that_are_needed_are_computed() -> None:
-    ends = torch.tensor([2, 3], dtype=torch.int32)
-    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(2, 8, 8)
-    grouped_matmul(x, w, ends).sum().backward()
-    assert x.grad is not None
-    x, w = torch.randn(3, 8), torch.randn(2, 8, 8, requires_grad=True)
-    grouped_matmul(x, w, ends).sum().backward()
-    assert w.grad is not None
