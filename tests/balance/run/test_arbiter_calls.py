@@ -13,6 +13,7 @@ import torch
 from meshes import compiled, make_layer, step, tokens_of
 from torch import Tensor
 
+from helpers import refused
 from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractChooser, AbstractReplicationPolicy, CallDecision
@@ -157,7 +158,7 @@ def test_arbiters_of_two_layers_remember_apart() -> None:
 
 
 def test_ranks_with_other_settings_are_refused() -> None:
-    def refused(policies: list[Any], plan: Plan) -> None:
+    def check(policies: list[Any], plan: Plan) -> None:
         def rank(transport: AbstractTransport) -> None:
             layer = spread_over(make_layer(), GRIDS["ep"], transport, plan, policies[transport.rank])
             step(layer, tokens_of(transport.rank, 8))
@@ -166,6 +167,6 @@ def test_ranks_with_other_settings_are_refused() -> None:
 
     usual, arbiter = Arbiter(costs=DEAR), Plan(replication="arbiter")
     for other in (Arbiter(costs=DEAR, margin=0.2), Arbiter()):
-        refused([usual, usual, other, usual], arbiter)
-    refused([Shadow(), Shadow(), Shadow(DEAR), Shadow()], Plan(replication="shadow"))
-    refused([Shadow(), Shadow(), Shadow(at_most=3), Shadow()], Plan(replication="shadow"))
+        check([usual, usual, other, usual], arbiter)
+    check([Shadow(), Shadow(), Shadow(DEAR), Shadow()], Plan(replication="shadow"))
+    check([Shadow(), Shadow(), Shadow(at_most=3), Shadow()], Plan(replication="shadow"))
