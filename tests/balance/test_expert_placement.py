@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import GivenOrders, refused, seed_ranges
+from helpers import refused, seed_ranges
 from moesaic.balance import EXPERT_PLACERS
 from moesaic.balance.experts import (
     Balanced,
@@ -249,12 +249,6 @@ def test_two_copies_of_the_experts_are_balanced_together() -> None:
     assert load.busiest(load.place) == 40
     place = Balanced().best(load)
     assert load.busiest(place) == load.busiest(best_experts(load)) == 20
-
-
-def test_given_orders_come_one_after_the_other_then_experts_stay() -> None:
-    load = load_of(np.ones((4, 4)))
-    placer = GivenOrders([np.array([1, 0, 2, 3])])
-    assert [placer.decide(load).tolist() for _ in range(2)] == [[1, 0, 2, 3], [0, 1, 2, 3]]
 
 
 def test_no_load_moves_nobody() -> None:

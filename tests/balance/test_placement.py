@@ -141,14 +141,6 @@ def test_the_flow_is_as_good_as_the_matrix_of_seats(seed: int) -> None:
         assert cost[every, at].sum() == cost[every, seats].sum()
 
 
-def test_many_samples_are_placed_by_the_flow_at_the_same_cost() -> None:
-    random = np.random.default_rng(0)
-    cost, room = random.integers(0, 50, (256, 4)), np.full(4, 64)
-    every = np.arange(256)
-    assert cost[every, assign(cost, room)].sum() == cost[every, by_seats(cost, room)].sum()
-    assert (assign(cost, room) == by_flow(cost, room)).all()
-
-
 @pytest.mark.parametrize("grid", [GRIDS[0], GRIDS[1], GRIDS[3]], ids=str)
 @pytest.mark.parametrize("seed", range(2))
 def test_two_stages_are_best_between_nodes_and_then_within(grid: Grid, seed: int) -> None:
