@@ -145,21 +145,6 @@ def test_what_is_packed_comes_out_again(kind: str, num_experts: int) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "swiglu with biases", "gelu with biases"])
-def test_rows_of_shards_laid_side_by_side_are_the_whole(kind: str) -> None:
-    """Rows are sorted by expert, with the shards' units of each expert in turn: the order after gathering weights."""
-    experts = MAKERS[kind](3)
-    sharded, _ = weights_of(experts)
-    halves = [
-        tuple(w.chunk(2, experts.shard_dim(n))[shard] for n, w in zip(experts.names[0], sharded))
-        for shard in range(2)  # type: ignore[arg-type]
-    ]
-    packed = [experts.pack(half).view(3, HIDDEN // 2, -1) for half in halves]
-    again = experts.unpack(torch.cat(packed, dim=1).flatten(0, 1), 3)
-    for one, other in zip(sharded, again):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("kind", MAKERS)
 def test_unpacked_experts_of_other_ranks_compute_what_they_do_at_home(kind: str) -> None:
     """Six experts from a rank that stores two: the module defines how to compute, the arguments have the weights."""

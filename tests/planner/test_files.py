@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from helpers import refused
-from moesaic.errors import InputError
-from moesaic.planner.files import read_planned, write_plan
+from moesaic.planner.files import read_planned, write_plan, write_planned
+from moesaic.planner.memory import Memory
+from moesaic.planner.search import PlannedStep
+from moesaic.planner.step import Estimate
 from moesaic.program.build import SCHEDULES
+from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+
+FOUND = PlannedStep(
+    plan=Plan(schedule="s2", gather_weights=1, chunks=4, overlap_gather=True),
+    grid=Grid(world=16, tp=2, ep=4, etp=2, innermost="ep", ranks_per_node=8),
+    estimate=Estimate(seconds=0.5, parts={"attention": 0.5}, limits={"compute": 0.25, 'a "quoted" nic': 0.3}),
+    memory=Memory(weights=1, gradients=1, optimizer=2, activations=3, buffers=4),
+    bound_seconds=0.4,
+)
 
 
 def plan_of(seed: int) -> Plan:
@@ -31,14 +43,23 @@ def plan_of(seed: int) -> Plan:
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_plan_comes_back_as_it_was(seed: int, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    write_plan(plan_of(seed), path)
-    assert read_planned(path)[1] == plan_of(seed)
+@pytest.mark.parametrize("ending", ["toml", "json"])
+def test_a_plan_comes_back_as_it_was(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"plan.{ending}"
+    for plan in map(plan_of, range(20)):
+        write_plan(plan, path)
+        assert read_planned(path) == ({}, plan)
 
 
-def test_toml_is_read_and_fields_that_are_left_out_keep_their_defaults(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["toml", "json"])
+def test_mesh_and_plan_come_back(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"plan.{ending}"
+    write_planned(FOUND, path, model='gpt "1".toml', cluster="25gbe")
+    assert read_planned(path) == ({"tp": 2, "ep": 4, "etp": 2, "innermost": "ep"}, FOUND.plan)
+    assert "simulated_step_seconds" in path.read_text()
+
+
+def test_fields_that_are_left_out_keep_their_defaults(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text('version = 1\n[plan]\nschedule = "s3"\nchunks = 2\ngather_weights = 0\n')
     assert read_planned(path)[1] == Plan(schedule="s3", chunks=2, gather_weights=0)
@@ -47,21 +68,14 @@ def test_toml_is_read_and_fields_that_are_left_out_keep_their_defaults(tmp_path:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"version": 2, "plan": {}}, "has version 2, this Moesaic reads up to 1: upgrade it"),
-        ({"version": 2, "plan": {"warp": 9}}, "has version 2"),
+        ({"version": 2, "plan": {"warp": 9}}, "has version 2, this Moesaic reads up to 1: upgrade it"),
         ({"plan": {}}, "needs version = 1 and a table [plan]"),
         ({"version": "1", "plan": {}}, "needs version = 1"),
         ({"version": 1}, "needs version = 1 and a table [plan]"),
         ({"version": 1, "plan": []}, "needs version = 1 and a table [plan]"),
         ({"version": 1, "plan": {"chunk": 2}}, "unknown field plan.chunk: did you mean chunks?"),
-        ({"version": 1, "plan": {"warp": 2}}, "unknown field plan.warp"),
         ({"version": 1, "plan": {"chunks": "2"}}, "plan.chunks must be a whole number, got '2'"),
-        ({"version": 1, "plan": {"chunks": 2.5}}, "plan.chunks must be a whole number, got 2.5"),
-        ({"version": 1, "plan": {"chunks": True}}, "plan.chunks must be a whole number, got True"),
-        ({"version": 1, "plan": {"fuse": 1}}, "plan.fuse must be true or false, got 1"),
         ({"version": 1, "plan": {"schedule": "s9"}}, "plan.schedule='s9': choose one of baseline, ted, s1, s2, s3"),
-        ({"version": 1, "plan": {"schedule": None}}, "plan.schedule=None: choose one of"),
-        ({"version": 1, "plan": {"codec": ["int8"]}}, "plan.codec must be text, got ['int8']"),
         ({"version": 1, "plan": {"chunks": 0}}, "plan.chunks=0: must be at least 1"),
         ([1], "must hold a table of fields, holds a list"),
     ],
@@ -70,34 +84,16 @@ def test_toml_is_read_and_fields_that_are_left_out_keep_their_defaults(tmp_path:
 def test_what_holds_no_plan_is_refused(table: object, words: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(table))
-    assert words in refused(lambda: read_planned(path)[1])
+    assert words in refused(read_planned, path)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("plan.json", b"{", "does not parse"),
-        ("plan.toml", b"= 3", "does not parse"),
-        ("plan.json", b"\xff\xfe\x00", "cannot be read"),
-        ("plan.yaml", b"", "unknown kind of file, use .toml or .json"),
-        ("plan.json", None, "no such file"),
-    ],
+    "write", [partial(write_plan, FOUND.plan), partial(write_planned, FOUND, model="m", cluster="c")]
 )
-def test_what_is_no_such_file_is_refused(name: str, content: bytes | None, words: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
-    line = refused(lambda: read_planned(path)[1])
-    assert words in line
-    assert str(path) in line
-
-
-@pytest.mark.parametrize("name", ["plan", "plan.txt"])
-def test_a_name_that_could_not_be_read_back_is_refused(name: str, tmp_path: Path) -> None:
-    assert "choose a name that ends in .toml or .json" in refused(lambda: write_plan(Plan(), tmp_path / name))
+def test_what_could_not_be_read_back_is_not_written(write, tmp_path: Path) -> None:
+    for name in ("plan", "plan.txt"):
+        assert "choose a name that ends in .toml or .json" in refused(write, path=tmp_path / name)
+    assert "cannot be written (No such file or directory): choose another" in refused(
+        write, path=tmp_path / "no" / "a.json"
+    )
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_is_missing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"cannot be written \(No such file or directory\): choose another path"):
-        write_plan(Plan(), tmp_path / "no" / "plan.json")
