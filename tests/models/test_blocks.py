@@ -12,6 +12,7 @@ from moesaic.errors import InputError
 from moesaic.models.attention import KeyValueCache, ShortConv
 from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
+from moesaic.models.split import StackedLinear
 from moesaic.shapes import BlockConfig
 
 VOCAB, LENGTH = 40, 12
@@ -49,6 +50,14 @@ def test_a_short_convolution_mixes_the_positions_before_it(width: int, seen: tup
             if at + offset >= 0:
                 expected[:, at] += tap * x[:, at + offset]
     torch.testing.assert_close(conv(x), expected)
+
+
+def test_a_stacked_linear_draws_as_one_linear() -> None:
+    torch.manual_seed(3)
+    layer = StackedLinear(3, 8, 8)
+    torch.manual_seed(3)
+    plain = torch.nn.Linear(8, 24, bias=False)
+    assert torch.equal(layer.weight.flatten(0, 1), plain.weight)
 
 
 def test_the_block_of_gpt2_is_that_of_gpt2() -> None:
