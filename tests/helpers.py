@@ -70,9 +70,7 @@ def seed_ranges(count: int, quick: int) -> list[Any]:
 
 
 def pairwise(
-    *values: Iterable[Any],
-    fits: Callable[..., bool] = lambda *_: True,
-    empty: Callable[..., bool] = lambda *_: False,
+    *values: Iterable[Any], fits: Callable[..., bool] = lambda *_: True, empty: Callable[..., bool] = lambda *_: False
 ) -> list[Any]:
     """Return combinations of the values of axes for `parametrize`.
 

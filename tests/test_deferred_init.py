@@ -79,11 +79,7 @@ def by_transformers(layer: MoE, state: dict[str, Tensor]) -> None:
             setattr(layer.get_submodule(owner), leaf, torch.empty_like(buffer, device="cpu"))
 
 
-LOADS = {
-    "copied": by_to_empty,
-    "assigned": by_assignment,
-    "transformers": by_transformers,
-}
+LOADS = {"copied": by_to_empty, "assigned": by_assignment, "transformers": by_transformers}
 
 
 @pytest.mark.parametrize("router", NAMES)

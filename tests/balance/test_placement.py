@@ -205,10 +205,7 @@ def test_samples_go_to_their_experts_and_the_next_layer_has_a_say() -> None:
 def test_a_residual_that_travels_keeps_samples_at_home() -> None:
     grid, copies = Grid(world=2, ep=2, ranks_per_node=1), np.array([[1, 3], [3, 1]])
     assert BARE.decide(SampleLoad(grid, Homes.start(2, 1), copies, None)).samples.tolist() == [[1], [0]]
-    assert BARE.decide(SampleLoad(grid, Homes.start(2, 1), copies, None, carried=2)).samples.tolist() == [
-        [0],
-        [1],
-    ]
+    assert BARE.decide(SampleLoad(grid, Homes.start(2, 1), copies, None, carried=2)).samples.tolist() == [[0], [1]]
 
 
 def test_among_equals_nobody_moves() -> None:

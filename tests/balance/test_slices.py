@@ -12,13 +12,7 @@ import pytest
 from helpers import pairwise
 from moesaic.balance.budget import holders_of
 from moesaic.balance.machine import Machine
-from moesaic.balance.replication.bounded import (
-    fitting_tables,
-    limits,
-    rows_for_weights,
-    seconds,
-    within_budget,
-)
+from moesaic.balance.replication.bounded import fitting_tables, limits, rows_for_weights, seconds, within_budget
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.spill import MOST_HELPED, overflow
 from moesaic.balance.slices import cut

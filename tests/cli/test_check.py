@@ -82,12 +82,7 @@ def test_findings_as_json(capsys):
 def test_a_failure_names_the_case_and_how_to_run_it_again(broken, capsys):
     assert main(["check", "--cases", "2", "--seed", "40", "--no-gloo", "--workers", "1"]) == 1
     out = capsys.readouterr().out
-    for part in (
-        "2 failed",
-        "failed: seed 40: output ",
-        "Case(seed=41",
-        "moesaic check --only 41",
-    ):
+    for part in ("2 failed", "failed: seed 40: output ", "Case(seed=41", "moesaic check --only 41"):
         assert part in words(out)
     assert "(0.5 times what it should be)" in words(out)
 

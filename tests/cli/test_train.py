@@ -193,12 +193,7 @@ def has_lines(folder: Path, count: int) -> bool:
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda kind: kind.name)
 def test_a_signal_saves_says_how_to_go_on_and_exits_0(tmp_path, kind):
-    config = tiny(
-        tmp_path,
-        steps=1_000_000,
-        model={"moe": {"router": "noisy"}},
-        optimizer={"warmup_steps": 1000000},
-    )
+    config = tiny(tmp_path, steps=1_000_000, model={"moe": {"router": "noisy"}}, optimizer={"warmup_steps": 1000000})
     run = tmp_path / "run"
     process = start(config, tmp_path)
     wait_for(lambda: has_lines(run, 3), process)

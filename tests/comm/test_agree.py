@@ -49,10 +49,7 @@ SAME = {"mesh.tp": 2, "plan.schedule": "s2", "lr": 1e-3, "note": None}
             [{"a": 1, "b": 2}, {"b": 3, "a": 9}],
             "a differs: 1 on rank 0, 9 on rank 1: start every rank with the same settings",
         ),
-        (
-            [{"a": "x\ny"}, {"a": "é"}],
-            "a differs: x y on rank 0, é on rank 1: start every rank with the same settings",
-        ),
+        ([{"a": "x\ny"}, {"a": "é"}], "a differs: x y on rank 0, é on rank 1: start every rank with the same settings"),
     ],
 )
 def test_every_rank_raises_the_same_line(of_ranks, message):

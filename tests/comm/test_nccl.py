@@ -101,10 +101,7 @@ def test_messages_are_bytes_for_ranks_of_the_lanes_group(recorder):
     send, receive = torch.ones(2, 3, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int16)
     make_transport().issue(Transfer(1, 9, {2: send}, {0: receive}, "intra"))
     (ops,) = recorder.batches
-    assert [(op.op, op.group_peer, op.group.lane) for op in ops] == [
-        (dist.irecv, 0, "intra"),
-        (dist.isend, 2, "intra"),
-    ]
+    assert [(op.op, op.group_peer, op.group.lane) for op in ops] == [(dist.irecv, 0, "intra"), (dist.isend, 2, "intra")]
     assert [(op.tensor.dtype, op.tensor.numel()) for op in ops] == [(torch.uint8, 8), (torch.uint8, 12)]
     assert [op.tensor.data_ptr() for op in ops] == [receive.data_ptr(), send.data_ptr()]
 

@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.kernels.activation import (
-    ACTIVATIONS,
-    Clamp,
-    hidden_gradient_into,
-    hidden_rows,
-    hidden_rows_into,
-)
+from moesaic.kernels.activation import ACTIVATIONS, Clamp, hidden_gradient_into, hidden_rows, hidden_rows_into
 from moesaic.testing.reference import reference_activation
 
 SHAPES = [(0, 4), (1, 1), (3, 5), (7, 8)]

@@ -13,15 +13,7 @@ import pytest
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.cluster import Tflops
 from moesaic.planner.compute import compute_seconds, rates_of, router_seconds, sort_seconds
-from moesaic.planner.memory import (
-    GIB,
-    Memory,
-    about_fragments,
-    layer_memory,
-    peak_bytes,
-    usable_bytes,
-    what_is_missing,
-)
+from moesaic.planner.memory import GIB, Memory, about_fragments, layer_memory, peak_bytes, usable_bytes, what_is_missing
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan

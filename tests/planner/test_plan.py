@@ -51,11 +51,7 @@ def test_only_codecs_lose_anything(fields: dict, expected: bool) -> None:
     assert Plan(**fields).is_lossless is expected
 
 
-WRONG = {
-    "bool": [1, "yes", None, 0.0],
-    "int": [2.5, "2", None, True, 1.0],
-    "int | None": [2.5, "2", True],
-}
+WRONG = {"bool": [1, "yes", None, 0.0], "int": [2.5, "2", None, True, 1.0], "int | None": [2.5, "2", True]}
 """Values of another kind, by annotation; the other fields are names."""
 NO_NAMES = [3, None, True, ["s1"], b"s1"]
 

@@ -18,15 +18,7 @@ from moesaic.planner.hops import check_regular
 from moesaic.planner.symmetry import UnlikeError
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.algorithms import Hier2D, Linear
-from moesaic.program.all_to_all.all_to_all import (
-    PACKED,
-    AbstractAllToAll,
-    Hop,
-    Leg,
-    NodeMap,
-    check_link,
-    check_paths,
-)
+from moesaic.program.all_to_all.all_to_all import PACKED, AbstractAllToAll, Hop, Leg, NodeMap, check_link, check_paths
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import Lane
 

@@ -17,10 +17,7 @@ from moesaic.program.plan import Plan
 from moesaic.program.task import Kind, Op, Program, Task
 from moesaic.program.validate import validate
 
-GRIDS = (
-    Grid(world=4, ep=4, ranks_per_node=2),
-    Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4),
-)
+GRIDS = (Grid(world=4, ep=4, ranks_per_node=2), Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4))
 
 
 def compiled() -> list[Compiled]:

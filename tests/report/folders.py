@@ -52,8 +52,5 @@ def sparse_run(folder: Path) -> Path:
 def dense_run(folder: Path) -> Path:
     lines = [train_line(step, 4.0 - step / 10, 400.0, []) for step in (10, 20, 30)]
     return write_run(
-        folder,
-        [*lines, eval_line(30, 2.875)],
-        model={"ffn": "dense", "seq_len": 8},
-        data={"path": [], "val": ["a"]},
+        folder, [*lines, eval_line(30, 2.875)], model={"ffn": "dense", "seq_len": 8}, data={"path": [], "val": ["a"]}
     )

@@ -71,11 +71,7 @@ def test_every_task_of_a_real_program_has_its_bar() -> None:
     assert set(drawn) == {task.name for task in program.tasks}
     for span in timeline.spans:
         lane, start, length, _ = drawn[span.task]
-        assert (lane, start * 1e-6, length * 1e-6) == (
-            span.lane.value,
-            pytest.approx(span.start),
-            pytest.approx(2e-6),
-        )
+        assert (lane, start * 1e-6, length * 1e-6) == (span.lane.value, pytest.approx(span.start), pytest.approx(2e-6))
 
 
 @pytest.mark.parametrize(("seconds", "unit"), [(2.0, "s"), (1.0, "s"), (0.5, "ms"), (2e-4, "µs"), (0.0, "µs")])

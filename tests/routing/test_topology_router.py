@@ -22,14 +22,7 @@ from moesaic.planner.rates import levels_of
 from moesaic.program.grid import Grid, LinkLevel
 from moesaic.program.plan import Plan
 from moesaic.routing.router import AbstractRouter
-from moesaic.routing.routers import (
-    ROUTERS,
-    BalancedAssignment,
-    NoisyTopK,
-    SigmoidTopK,
-    SoftmaxTopK,
-    TopologyRouter,
-)
+from moesaic.routing.routers import ROUTERS, BalancedAssignment, NoisyTopK, SigmoidTopK, SoftmaxTopK, TopologyRouter
 from moesaic.routing.routers.topology import experts_inside
 from moesaic.routing.routing import Scores
 

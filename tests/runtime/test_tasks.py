@@ -12,17 +12,7 @@ from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes, Runs
 from moesaic.program.task import Program
-from moesaic.runtime.tasks import (
-    Call,
-    Environment,
-    Indexed,
-    IndexedRows,
-    Indices,
-    compute,
-    placed,
-    stable_order,
-    take,
-)
+from moesaic.runtime.tasks import Call, Environment, Indexed, IndexedRows, Indices, compute, placed, stable_order, take
 
 DIM = 4
 ONE = Grid(world=1)

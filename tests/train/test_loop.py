@@ -21,17 +21,7 @@ from moesaic.train.data import Batches
 from moesaic.train.distributed_checkpoint import read_whole
 from moesaic.train.loop import Trainer
 from moesaic.train.state import open_run
-from runs import (
-    assert_same,
-    lines,
-    losses,
-    parameters,
-    run_quietly,
-    signal_after,
-    snapshot,
-    tiny,
-    write_tokenizer,
-)
+from runs import assert_same, lines, losses, parameters, run_quietly, signal_after, snapshot, tiny, write_tokenizer
 
 VARIANTS = {
     "noise, tokenizer, recomputed": {

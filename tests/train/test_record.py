@@ -29,11 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed": {"model": {"checkpoint_activations": True, "moe": {"router": "noisy"}}},
     "sigmoid": {
         "model": {
-            "moe": {
-                "router": "sigmoid",
-                "router_options": {"bias_rate": 0.01},
-                "load_balance_level": "global_batch",
-            }
+            "moe": {"router": "sigmoid", "router_options": {"bias_rate": 0.01}, "load_balance_level": "global_batch"}
         }
     },
     "gshard": {"model": {"moe": {"router": "gshard"}}},

@@ -19,10 +19,7 @@ from checkpoints import assert_bitwise, build, tensors_of
 
 import moesaic
 
-ADAPTERS = {
-    "Qwen3Moe": ("qwen3", "Qwen3StateDictAdapter"),
-    "DeepseekV3": ("deepseek_v3", "DeepSeekV3StateDictAdapter"),
-}
+ADAPTERS = {"Qwen3Moe": ("qwen3", "Qwen3StateDictAdapter"), "DeepseekV3": ("deepseek_v3", "DeepSeekV3StateDictAdapter")}
 """Families for which torchtitan has models. Its adapter of gpt-oss (0.3.0) expects other names than its model has."""
 
 

@@ -56,8 +56,7 @@ def tied(folder: Path, untied: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("source", "to"),
-    [(source, to) for source in FORMATS for to in FORMATS if "hf" in (source, to)],
+    ("source", "to"), [(source, to) for source in FORMATS for to in FORMATS if "hf" in (source, to)]
 )
 def test_a_trained_head_stays(source: str, to: str, untied: Path, tmp_path: Path) -> None:
     receipt = moesaic.convert(tied(tmp_path / "in", untied, source), tmp_path / "out", to=to)

@@ -160,10 +160,7 @@ def test_the_result_in_another_dtype(dispatch, device):
 
 def test_what_has_no_kernel_runs_as_the_whole_batch_does(device):
     work = work_of(device)
-    for other in (
-        replace(work, gates_first=True),
-        work_of(device, dtype=torch.float64),
-    ):
+    for other in (replace(work, gates_first=True), work_of(device, dtype=torch.float64)):
         assert not expert_stage.supports(other)
         assert torch.equal(expert_stage.forward(other, other.x.dtype)[0], whole_batch.forward(other, other.x.dtype)[0])
     assert expert_stage.supports(work)

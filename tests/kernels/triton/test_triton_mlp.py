@@ -15,12 +15,7 @@ from moesaic.kernels.triton.rows.tiles import Tile
 from moesaic_lab.device.mlp import moe_mlp
 
 #        tokens, top_k, experts, dim, hidden
-SIZES = [
-    (0, 2, 3, 40, 24),
-    (1, 1, 1, 40, 24),
-    (19, 2, 3, 17, 33),
-    (6, 4, 9, 16, 16),
-]
+SIZES = [(0, 2, 3, 40, 24), (1, 1, 1, 40, 24), (19, 2, 3, 17, 33), (6, 4, 9, 16, 16)]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LEAVES = ("x", "up", "down", "weight")
 
