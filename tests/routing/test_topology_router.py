@@ -107,6 +107,14 @@ def test_it_chooses_as_the_definition_says(name, top_k, tokens, shares, origin, 
     assert all(len(row) == top_k for row in found)
 
 
+def test_a_limit_of_all_changes_nothing_and_evaluation_is_never_limited():
+    x = torch.randn(64, DIM)
+    for gate in (make("softmax", 1.0, 1.0).train(), make("softmax", 0.0, 0.0).eval()):
+        scores = gate.scores(x, None, None)
+        found, plain = gate.choose(scores, 2, None, None), gate.inner.choose(scores, 2, None, None)
+        assert (found.expert == plain.expert).all()
+
+
 @pytest.mark.parametrize("ep", [2, 4])
 def test_a_layer_on_a_mesh_computes_what_one_process_does(ep):
     grid = Grid(world=4, ep=ep, etp=4 // ep, ranks_per_node=2)

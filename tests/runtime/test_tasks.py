@@ -39,6 +39,10 @@ def run(program: Program, name: str, environment: Environment, call: Call) -> En
     return {slot: value.in_order() if isinstance(value, IndexedRows) else value for slot, value in written.items()}
 
 
+def column(values: list[int]) -> Tensor:
+    return torch.tensor(values).unsqueeze(1)
+
+
 S1 = SCHEDULES["s1"]()
 
 
@@ -52,6 +56,18 @@ def test_sixteen_bit_rows_are_summed_in_float32() -> None:
     assert torch.equal(y, torch.full((1, DIM), 257.0).bfloat16())
     many = torch.full((300, 1), 1.0, dtype=torch.bfloat16)
     assert float(placed([many], runs_of([0] * 300), 1, True, Indices())) == 300.0
+
+
+def test_what_a_padding_token_holds_reaches_no_empty_row_and_what_that_holds_no_token() -> None:
+    call, index = call_of([2, 3], 3, has_empty_rows=True), column([2, -1, 1, -1, -1])
+    x = torch.randn(3, DIM, dtype=torch.float64)
+    x[0] = float("nan")
+    rows = run(S1, "rows", {"x_mine": x, "index": index}, call)["rows"]
+    assert torch.equal(rows[[1, 3, 4]], torch.zeros(3, DIM, dtype=torch.float64))
+    assert torch.equal(rows[[0, 2]], x[[2, 1]])
+    rows[[1, 3, 4]] = float("inf")
+    y = run(S1, "y_mine", {"z": rows, "index": index}, call)["y_mine"]
+    assert torch.equal(y, torch.cat([torch.zeros(1, DIM, dtype=torch.float64), x[1:]]))
 
 
 def test_placed_puts_rows_in_their_places_or_sums_them() -> None:

@@ -27,7 +27,7 @@ from moesaic.train.loop import Trainer
 from moesaic.train.metrics import Metrics
 from moesaic.train.run_folder import RunFolder
 from moesaic.train.state import open_run
-from runs import losses, run_quietly, seal, snapshot, tiny, write_config
+from runs import losses, run_quietly, seal, snapshot, tiny, write_config, write_tokenizer
 
 ALL = ["refuse", "resume", "replace"]
 
@@ -184,7 +184,8 @@ def test_where_there_are_no_locks_the_owner_decides_whether_one_is_stale(tmp_pat
 
 
 def test_replacing_deletes_what_the_run_wrote_and_nothing_else(tmp_path):
-    run_quietly(tiny(tmp_path, steps=2, save={"every": 1}, tensorboard=True, record_routing="counts"))
+    data = {"tokenizer": write_tokenizer(tmp_path / "given.json")}
+    run_quietly(tiny(tmp_path, steps=2, save={"every": 1}, tensorboard=True, record_routing="counts", data=data))
     run = tmp_path / "run"
     written = snapshot(run)
     mine = [
