@@ -146,9 +146,9 @@ bench-all: bench  ## every benchmark, the long trainings too
 chaos: $(STAMP)  ## 200 faults over runs on an emulated cluster, half an hour
 	$(BIN)/moesaic chaos --json $(RESULTS)/chaos.json
 
-fuzz: $(STAMP)  ## 100,000 odd inputs each of hypothesis and Atheris for every reader and every command line, half an hour
+fuzz: $(STAMP)  ## 100,000 odd inputs for every reader and every command line, half an hour
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e "./lab[fuzz]"
-	$(BIN)/moesaic fuzz --engine both --json $(RESULTS)/fuzz.json
+	$(BIN)/moesaic fuzz --json $(RESULTS)/fuzz.json
 
 soak: $(STAMP)  ## half an hour of changing plans on four processes: memory, descriptors, threads
 	$(BIN)/moesaic soak --json $(RESULTS)/soak.json

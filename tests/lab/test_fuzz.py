@@ -10,8 +10,8 @@ import multiprocessing
 import os
 import sys
 import zipfile
+from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 import moesaic
 from helpers import from_file
 from moesaic.errors import InputError
-from moesaic_lab.fuzz import benchmark, run, worker
-from moesaic_lab.fuzz.benchmark import BENCHMARK, FuzzOptions
+from moesaic_lab.fuzz import benchmark, run
+from moesaic_lab.fuzz.benchmark import FuzzOptions
 from moesaic_lab.fuzz.mutate import drawn_from
 from moesaic_lab.fuzz.readers import READERS
 from moesaic_lab.fuzz.run import Target
@@ -148,8 +148,8 @@ def test_odd_files_are_refused_in_words(fuzz_bases: Path, monkeypatch: pytest.Mo
     """A worker as `moesaic fuzz` starts it, but forked from this process, which has made the files already."""
     monkeypatch.setattr(run, "make_bases", lambda folder: None)
     ours, theirs = multiprocessing.Pipe()
-    words = [str(theirs.fileno()), json.dumps([str(fuzz_bases), "hypothesis", ["read"]])]
-    forked = multiprocessing.get_context("fork").Process(target=worker.main, args=(words,))
+    words = [str(theirs.fileno()), json.dumps([str(fuzz_bases), ["read"]])]
+    forked = multiprocessing.get_context("fork").Process(target=run.start, args=(words,))
     forked.start()
     theirs.close()
     ours.send((100, 7))
@@ -180,16 +180,16 @@ def test_a_crash_is_named_by_the_line_of_the_library_wherever_the_environment_li
         assert list(target.crashes) == [f"ValueError at moesaic/{place}:{1 + number}"]
 
 
-def test_what_atheris_says_of_a_module_is_no_line_of_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_two_lines_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(words: list[str]) -> int:
-        sys.stderr.write(f"INFO: Instrumenting moesaic.{words[1]}\nmoesaic show: no such thing\n{words[2]}")
+        sys.stderr.write(f"moesaic show: no such thing\n{words[1]}")
         return 2
 
     monkeypatch.setattr(run.main, "main", refuse)
     with pytest.raises(InputError, match="refused"):
-        run._running("show", True)(["plan", ""])
+        run._running("show", True)([""])
     with pytest.raises(AssertionError, match="a refusal of 2 lines"):
-        run._running("show", True)(["plan", "another\n"])
+        run._running("show", True)(["another\n"])
 
 
 def test_a_worker_that_dies_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,31 +198,17 @@ def test_a_worker_that_dies_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(row["crashes"]) == ["the worker ended with 1"]
 
 
-@pytest.mark.skipif(find_spec("atheris") is None, reason="Atheris is not installed")
-def test_atheris_hands_over_files_and_choices(tmp_path: Path) -> None:
-    path = tmp_path / "fuzz.json"
-    BENCHMARK.run(
-        ["--engine", "atheris", "--inputs", "300", "--only", "read plan,read trace of smartmoe", "--json", str(path)]
-    )
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["name"] for row in rows] == ["read plan", "read trace of smartmoe", "read plan table"]
-    assert all(row["crashes"] == {} and 0 < row["edited"] < row["inputs"] > 50 for row in rows)
-
-
-def test_without_atheris_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r'needs the package atheris: in a clone .*, pip install "\./lab\[fuzz\]"'):
-        BENCHMARK.run(["--engine", "both"])
-
-
 def test_a_slow_reader_goes_on_beside_a_command_that_has_had_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    def take(target: run.Target, count: int, number: int) -> None:
-        target.inputs += count
-        target.seconds += target.name.startswith("read")
+    def drawn(target: run.Target, count: int, number: int) -> Callable[[], None]:
+        def take() -> None:
+            target.inputs += count
+            target.seconds += target.name.startswith("read")
 
-    monkeypatch.setitem(run.ENGINES, "counting", (take, 10))
+        return take
+
+    monkeypatch.setattr(run.Target, "drawn", drawn)
     targets = [run.Target("read slow", st.none(), repr), run.Target("command quick", st.none(), repr)]
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
-        run._batch(theirs, targets, "counting", 100, 0)
+        run._batch(theirs, targets, 100, 0)
     assert sum(target.inputs for target in targets) >= 100

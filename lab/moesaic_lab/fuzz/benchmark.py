@@ -1,13 +1,12 @@
 """Give every file reader and every command line of Moesaic malformed and unexpected inputs.
 
 Two of three inputs that hypothesis draws are edited valid ones: files with edits behind intact headers, lengths and checksums,
-or edited command lines from the documentation. The others are damaged files, random bytes and random words. Atheris generates
-files, and the choices from which hypothesis draws an input, guided by the code that they reach. A reader may refuse an input
-with InputError or TrainingError, a command with one line and exit code 2. Everything else is a crash. More than 10 s of
-processor time or 2 GiB of memory for one input also count as a crash. Commands that train or measure are stopped once their
+or edited command lines from the documentation. The others are damaged files, random bytes and random words. A reader may refuse
+an input with InputError or TrainingError, a command with one line and exit code 2. Everything else is a crash. More than 10 s
+of processor time or 2 GiB of memory for one input also count as a crash. Commands that train or measure are stopped once their
 arguments have been parsed and checked.
 
-moesaic fuzz --engine both --json benchmarks/results/fuzz.json
+moesaic fuzz --json benchmarks/results/fuzz.json
 """
 
 from __future__ import annotations
@@ -20,17 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from multiprocessing import Pipe, get_context
 from pathlib import Path
 from typing import Any, Literal
 
-from moesaic.errors import InputError, TrainingError, to_install
+from moesaic.errors import InputError, TrainingError
 from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, keeping, kept, notes_of, words_of
 from moesaic_lab.claims import Claim
 
 LEAST_INPUTS, BATCH = 100_000, 10_000
-WORKER = "moesaic_lab.fuzz.worker"
+WORKER = "moesaic_lab.fuzz.run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +36,10 @@ class FuzzOptions(KeptOptions):
     """How much to try. The defaults take about half an hour."""
 
     inputs: int = LEAST_INPUTS
-    """Number of inputs per engine, over all readers and commands."""
-    engine: Literal["hypothesis", "atheris", "both", "kinds"] = "hypothesis"
-    """How inputs are chosen: at random (hypothesis), guided by the code that they reach (atheris), or every name that a command
-    uses as every kind of file (kinds), whatever --inputs says."""
+    """Number of inputs, over all readers and commands."""
+    engine: Literal["hypothesis", "kinds"] = "hypothesis"
+    """How inputs are chosen: at random (hypothesis), or every name that a command uses as every kind of file (kinds), whatever
+    --inputs says."""
     seed: int = 0
     """Seed of the inputs."""
     only: str | None = None
@@ -49,24 +47,16 @@ class FuzzOptions(KeptOptions):
 
 
 def measure(options: FuzzOptions, cases: object, told: Told) -> list[dict[str, Any]]:
-    """Run the targets on `options.inputs` inputs per engine and return a row per target, with its crashes."""
+    """Run the targets on `options.inputs` inputs and return a row per target, with its crashes."""
     if options.engine == "kinds":
         return _kinds(options, told)
     if options.inputs < 1:
         raise InputError(f"--inputs {options.inputs}: must be at least 1")
-    engines = ("hypothesis", "atheris") if options.engine == "both" else (options.engine,)
-    if "atheris" in engines and find_spec("atheris") is None:
-        raise InputError(
-            f"--engine {options.engine}: needs the package atheris: {to_install('./lab[fuzz]')} "
-            "(Linux, Python 3.11 or newer), or choose --engine hypothesis"
-        )
     sizes = [min(BATCH, options.inputs - begin) for begin in range(0, options.inputs, BATCH)]
     batch_rows = []
-    with keeping(options.keep) as folder:
-        for engine in engines:
-            with _workers(engine, words_of(options.only), told) as run_batch:
-                for number, size in enumerate(sizes, options.seed):
-                    batch_rows += kept(folder / f"{engine}-{number}.json", partial(run_batch, size, number))
+    with keeping(options.keep) as folder, _workers(words_of(options.only), told) as run_batch:
+        for number, size in enumerate(sizes, options.seed):
+            batch_rows += kept(folder / f"{options.engine}-{number}.json", partial(run_batch, size, number))
     return _rows(batch_rows)
 
 
@@ -89,7 +79,7 @@ def _kinds(options: FuzzOptions, told: Told) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _workers(engine: str, only: Sequence[str], told: Told) -> Iterator[Callable[[int, int], list[dict[str, Any]]]]:
+def _workers(only: Sequence[str], told: Told) -> Iterator[Callable[[int, int], list[dict[str, Any]]]]:
     """Yield a function (inputs, number) that runs a batch in a worker process and returns a row per target.
 
     The number is the seed of the batch. The worker is started when it is first needed, and again after it has died.
@@ -99,21 +89,21 @@ def _workers(engine: str, only: Sequence[str], told: Told) -> Iterator[Callable[
 
         def run_batch(inputs: int, number: int) -> list[dict[str, Any]]:
             if not started or started[-1][1].poll() is not None:
-                started.append(stack.enter_context(_worker(engine, only)))
+                started.append(stack.enter_context(_worker(only)))
             line, process = started[-1]
             with suppress(ConnectionError):  # receiving below detects a worker that has died
                 line.send((inputs, number))
-            return _received_rows(line, process, lambda what: told(f"{engine}, batch {number}: {what}"))
+            return _received_rows(line, process, lambda what: told(f"batch {number}: {what}"))
 
         yield run_batch
 
 
 @contextmanager
-def _worker(engine: str, only: Sequence[str]) -> Iterator[tuple[Any, subprocess.Popen[bytes]]]:
+def _worker(only: Sequence[str]) -> Iterator[tuple[Any, subprocess.Popen[bytes]]]:
     ours, theirs = Pipe()
     with tempfile.TemporaryDirectory(prefix="moesaic-fuzz-") as made:
         process = subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(theirs.fileno()), json.dumps([made, engine, only])],
+            [sys.executable, "-m", WORKER, str(theirs.fileno()), json.dumps([made, only])],
             pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         theirs.close()
@@ -191,5 +181,5 @@ BENCHMARK = Benchmark(
     name="fuzz",
     description="Give file readers and command lines malformed inputs. Exit code 1 if anything but a documented error occurs.",
     options=FuzzOptions, notes=notes_of(__doc__), measure=measure, claims=claims, columns=tables,
-    is_proof=True, is_command=True, packages=("torch", "numpy", "hypothesis", "atheris"),
+    is_proof=True, is_command=True, packages=("torch", "numpy", "hypothesis"),
 )  # fmt: skip

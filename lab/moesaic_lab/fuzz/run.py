@@ -1,12 +1,14 @@
-"""Run readers and commands on inputs, under limits of memory and time, and record unexpected exceptions."""
+"""Run readers and commands on inputs, under limits of memory and time, and record unexpected exceptions.
+
+`python -m moesaic_lab.fuzz.run` is a worker process.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
+import json
 import os
-import random
 import re
 import resource
 import shlex
@@ -15,7 +17,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
@@ -38,8 +40,8 @@ MOST_SECONDS = 10
 """Limit of processor time for one input."""
 MOST_BYTES = 2 << 30
 """Limit of memory on top of what the worker has at its start."""
-FIRST = 3
-"""Inputs in a target's first round. Later rounds have as many as the target processes in a second."""
+FIRST, AT_ONCE = 3, 100
+"""Inputs in a target's first round, and the most in a later one, which has as many as the target processes in a second."""
 MOST_OF_A_COMMAND = 1 / 200
 """Largest share of all inputs that one command gets: command lines take longer than most files."""
 STOPS_AFTER_PARSING = ("train", "check", "demo", "profile")
@@ -64,8 +66,6 @@ class Target:
     """Draws pairs: whether the input is an edited valid one, and the input."""
     takes: Callable[[Any], object]
     """Processes an input."""
-    valid: bytes = b""
-    """A valid input, if inputs are files."""
     inputs: int = 0
     """Number of inputs so far."""
     seconds: float = 0.0
@@ -79,13 +79,7 @@ class Target:
 
     def row(self) -> dict[str, Any]:
         """Return the results as plain data."""
-        return {name: getattr(self, name) for name in ("name", *ADDED, "crashes")}
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Add the results of another process."""
-        for name in ADDED:
-            setattr(self, name, getattr(self, name) + row[name])
-        self.crashes = row["crashes"] | self.crashes
+        return {name: getattr(self, name) for name in ("name", "inputs", "edited", "refused", "seconds", "crashes")}
 
     def take(self, value: Any, edited: bool) -> None:
         """Process an input and record an unexpected exception as a crash."""
@@ -128,20 +122,27 @@ class Target:
         return each
 
 
-ADDED = ("inputs", "edited", "refused", "seconds")
-"""Fields of a target that are summed over processes."""
-Round = Callable[[Target, int, int], None]
-"""Called with (target, count, seed); runs the target on `count` inputs."""
+def start(words: Sequence[str]) -> None:
+    """Work in this process; send a traceback to the parent if that fails.
+
+    Args:
+        words: the file descriptor of the connection to the parent, and the other arguments of `work` as JSON.
+    """
+    line = Connection(int(words[0]))
+    folder, only = json.loads(words[1])
+    try:
+        work(line, Path(folder), only)
+    except BaseException:
+        line.send(traceback.format_exc())
 
 
-def work(line: Connection, folder: Path, engine: str, only: Sequence[str]) -> None:
-    """Process batches of inputs until the parent closes the connection; the main function of a worker process.
+def work(line: Connection, folder: Path, only: Sequence[str]) -> None:
+    """Process batches of inputs until the parent closes the connection.
 
     Args:
         line: the connection to the parent. It delivers, per batch, the number of inputs over all targets and a seed. It gets
             (target's name, inputs so far) repeatedly as progress, and the rows of all targets at the end of a batch.
         folder: the working directory.
-        engine: chooses the inputs, a key of `ENGINES`.
         only: prefixes of the names of targets; () for all targets.
     """
     warnings.simplefilter("ignore")
@@ -160,13 +161,12 @@ def work(line: Connection, folder: Path, engine: str, only: Sequence[str]) -> No
         while True:
             inputs, number = line.recv()
             fresh = [replace(each, crashes={}) for each in targets]
-            _batch(line, fresh, engine, inputs, number)
+            _batch(line, fresh, inputs, number)
             line.send([target.row() for target in fresh])
 
 
-def _batch(line: Connection, targets: list[Target], engine: str, inputs: int, number: int) -> None:
+def _batch(line: Connection, targets: list[Target], inputs: int, number: int) -> None:
     """Run the targets on `inputs` inputs in total, round by round."""
-    take, at_once = ENGINES[engine]
     has_readers = any(target.name.startswith("read") for target in targets)
     rounds = 0
     while (missing := inputs - sum(target.inputs for target in targets)) > 0:
@@ -178,7 +178,7 @@ def _batch(line: Connection, targets: list[Target], engine: str, inputs: int, nu
                 line.send((target.name, target.inputs))
                 fit = int(target.inputs / max(target.seconds, 0.01)) + 1
                 started = sum(os.times()[:4])
-                take(target, min(at_once, fit, count) if rounds else FIRST, number * 1_000_003 + rounds)
+                target.drawn(min(AT_ONCE, fit, count) if rounds else FIRST, number * 1_000_003 + rounds)()
                 target.seconds += sum(os.times()[:4]) - started
         rounds += 1
 
@@ -192,75 +192,6 @@ def _stop(number: int, frame: Any) -> None:
     raise _SlowError
 
 
-def _by_hypothesis(target: Target, count: int, number: int) -> None:
-    target.drawn(count, number)()
-
-
-def _by_atheris(target: Target, count: int, number: int) -> None:
-    """Let Atheris search for inputs that reach new code, in a forked process, since libFuzzer ends its process.
-
-    Atheris generates either a file, starting from the valid one, or the choices from which hypothesis draws an input. The first
-    call for a target only writes Atheris's initial corpus and runs inputs drawn by hypothesis.
-    """
-    corpus = Path("atheris", target.name.replace("/", " "))
-    if not corpus.exists():
-        corpus.mkdir(parents=True)
-        random_bytes = random.Random(number)
-        texts = [CHOICES + random_bytes.randbytes(length) for length in (32, 128, 512, 2048)]
-        for place, text in enumerate([*texts, *([FILE + target.valid] if target.valid else [])]):
-            (corpus / f"{place}").write_bytes(text)
-        target.drawn(
-            count, number
-        )()  # not forked: modules that the first inputs import are instrumented once, not every round
-        return
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_guided, args=(theirs, target, corpus, count, number))
-    process.start()
-    theirs.close()
-    try:
-        target.add(ours.recv())
-    except EOFError:
-        process.join()
-        output = (corpus.parent / "said").read_text("utf-8", "replace")
-        target.crashes.setdefault(f"the process ended with {process.exitcode}", output[-1000:])
-        target.inputs += 1
-    process.join()
-
-
-NOTICE = "INFO: Instrumenting "
-"""How Atheris's line about a newly imported module begins."""
-FILE, CHOICES = b"\0", b"\1"
-"""First byte of Atheris's data: a file follows, or the choices from which hypothesis draws an input."""
-
-
-def _guided(line: Connection, target: Target, corpus: Path, count: int, number: int) -> None:
-    import atheris
-
-    log = os.open(corpus.parent / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    local = replace(target, inputs=0, edited=0, refused=0, seconds=0.0, crashes={})
-    by_choices = local.drawn(count, number).hypothesis.fuzz_one_input  # type: ignore[attr-defined]
-
-    def take(data: bytes) -> None:
-        if data[:1] == FILE and target.valid:
-            local.take(data[1:], False)
-        else:
-            by_choices(data[1:])
-        if local.inputs >= count:
-            line.send(local.row())
-            os._exit(0)
-
-    longest = max(4096, 2 * len(target.valid))
-    words = [f"-seed={number % 2**31 + 1}", f"-max_len={longest}", "-len_control=0", "-rss_limit_mb=0", "-timeout=600"]
-    atheris.Setup(["fuzz", *words, str(corpus)], take)
-    atheris.Fuzz()
-
-
-ENGINES: dict[str, tuple[Round, int]] = {"hypothesis": (_by_hypothesis, 100), "atheris": (_by_atheris, 1000)}
-"""By name: the function that runs a round, and the most inputs in a round of one target."""
-
-
 def _is_asked(name: str, only: Sequence[str]) -> bool:
     return not only or name.startswith(tuple(only))
 
@@ -271,7 +202,7 @@ def _readers(folder: Path, only: Sequence[str]) -> Iterator[Target]:
             continue
         path = reader.path(folder)
         data = path.read_bytes()
-        yield Target(f"read {name}", drawn_from(path.name, data), _reading(folder, reader, path, data), data)
+        yield Target(f"read {name}", drawn_from(path.name, data), _reading(folder, reader, path, data))
 
 
 def _reading(folder: Path, reader: Reader, path: Path, data: bytes) -> Callable[[Any], None]:
@@ -407,7 +338,7 @@ def _running(name: str, is_ours: bool) -> Callable[[Any], None]:
                 module.parse = plain  # type: ignore[attr-defined]
             for path in Path().glob("out*"):
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
-        lines = [line for line in errors.getvalue().strip().splitlines() if not line.startswith(NOTICE)]
+        lines = errors.getvalue().strip().splitlines()
         if code == 2:
             if len(lines) != 1:
                 raise AssertionError(f"a refusal of {len(lines)} lines: {lines[:3]}")
@@ -416,3 +347,7 @@ def _running(name: str, is_ours: bool) -> Callable[[Any], None]:
             raise AssertionError(f"exit code {code}")
 
     return take
+
+
+if __name__ == "__main__":
+    start(sys.argv[1:])
