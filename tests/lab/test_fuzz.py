@@ -46,7 +46,6 @@ ELSEWHERE = {
     ("train/launch.py", "_state_of_process"): "reads /proc",
     ("train/run_folder.py", "_read_owner"): "is handed text, by tests/train/test_run_folder.py of every kind",
     ("train/state.py", "_write_tokenizer"): "compares what it is about to write",
-    ("train/metrics.py", "weights_and_biases"): "reads the one word by which a tracker knows the run",
     ("measure/here.py", "_processor"): "reads /proc",
     ("kernels/triton/rows/measured.py", "_tiles"): "reads a file of the package",
     ("kernels/products.py", "_is_zen_5"): "reads /proc, and is handed texts by tests/kernels/test_products.py",

@@ -1,13 +1,10 @@
-"""Uses of a trained run: as a model of the hub, and in a tracker."""
+"""A trained run as a model of the hub."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +19,6 @@ from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.models.gpt import GPT
 from moesaic.shapes import BlockConfig
 from moesaic.train.config import TrainConfig
-from moesaic.train.metrics import Metrics
 from moesaic.train.state import Trained
 from moesaic.train.tokenizer import ByteTokenizer, HubTokenizer
 from moesaic.weights import run as runs
@@ -161,39 +157,3 @@ def test_a_run_of_tokens_without_a_named_tokenizer_gets_none_on_the_hub(tmp_path
     assert main(["convert", str(run), str(out), "--to", "hf"]) == 0
     assert "without a tokenizer, since the run's .bin files name none\n" in capsys.readouterr().out
     assert not list(out.glob("tokenizer*"))
-
-
-class FakeWandb:
-    """What is asked of the package."""
-
-    def __init__(self) -> None:
-        self.inits: list[dict[str, Any]] = []
-        self.logged: list[tuple[dict[str, float], int]] = []
-        self.finished = 0
-
-    def init(self, **options: Any) -> Any:
-        self.inits.append(options)
-        return SimpleNamespace(
-            id=options["id"] or f"id{len(self.inits)}",
-            log=lambda numbers, step: self.logged.append((numbers, step)),
-            finish=lambda: setattr(self, "finished", self.finished + 1),
-        )
-
-
-def test_weights_and_biases_hears_what_tensorboard_hears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    for start in (0, 1):
-        metrics = Metrics(tmp_path, start_step=start, tensorboard=True, wandb="mine")
-        metrics.write("train", start + 1, {"loss": 2.5, "layers": [{"drop": 0.25}], "note": "text", "is": True})
-        metrics.close()
-    assert fake.logged == [({"train/loss": 2.5, "train/layers/layer0/drop": 0.25}, step) for step in (1, 2)]
-    assert [(each["project"], each["id"]) for each in fake.inits] == [("mine", None), ("mine", "id1")]
-    assert fake.finished == 2
-    assert math.isclose(sum(1 for _ in (tmp_path / "tensorboard").iterdir()), 2)
-
-
-def test_weights_and_biases_without_its_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match="wandb=mine needs the package wandb: pip install wandb"):
-        Metrics(tmp_path, start_step=0, wandb="mine")

@@ -291,8 +291,6 @@ class TrainConfig:
     """Steps between lines of metrics."""
     tensorboard: bool = True
     """Also write metrics as TensorBoard event files."""
-    wandb: str = ""
-    """The project of Weights & Biases that metrics are also sent to; empty for none."""
     record_routing: Literal["none", "counts", "tokens"] = "none"
     """Write a routing trace into the run folder (docs/traces.md): the copies per sequence, rank and expert, or every
     token's experts."""

@@ -208,7 +208,6 @@ class Trainer:
                 self._metrics = Metrics(
                     self.state.folder,
                     self.state.step,
-                    wandb=config.wandb,
                     tensorboard=config.tensorboard,
                     say=self._say,
                 )

@@ -1,5 +1,4 @@
-"""Logging of a run's numbers: to `metrics.jsonl` (one object per line), and optionally to TensorBoard and Weights &
-Biases.
+"""Logging of a run's numbers: to `metrics.jsonl` (one object per line), and optionally to TensorBoard.
 
 Each line has `kind` ("train", "eval", ...) and `step`. The report and the benchmarks read no other file.
 """
@@ -10,17 +9,17 @@ import errno
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moesaic.errors import InputError
 from moesaic.files import folder_below, open_to_append, read_bytes, write
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 METRICS = "metrics.jsonl"
 """File name of the metrics, in a run folder."""
-WANDB_ID = "wandb_id.txt"
-"""Name of the file with the run's id at Weights & Biases, in a run folder."""
 MOST_BYTES = 1 << 30
 """The most bytes of metrics that are read: some three million lines."""
 
@@ -31,7 +30,6 @@ class Metrics:
     Args:
         start_step: lines of later steps are removed first, so that a resumed run has each step once.
         tensorboard: also write TensorBoard event files.
-        wandb: the project of Weights & Biases that the numbers are also sent to; empty for none.
         say: called with a message if a line of the file is damaged. The other lines are kept.
     """
 
@@ -41,7 +39,6 @@ class Metrics:
         start_step: int,
         *,
         tensorboard: bool = False,
-        wandb: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.path = run_folder / METRICS
@@ -55,14 +52,11 @@ class Metrics:
             self._opened = os.stat(self.path)
         except OSError as error:
             raise _unwritable(self.path, error) from error
-        self._trackers = [
-            *([event_files(run_folder, start_step)] if tensorboard else []),
-            *([weights_and_biases(run_folder, start_step, wandb)] if wandb else []),
-        ]
+        self._events = event_files(run_folder, start_step) if tensorboard else None
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Append a line, unless there is one of this kind and step, and send its numbers to the trackers, including
-        numbers in lists of per-layer dicts.
+        """Append a line, unless there is one of this kind and step. The event files get its numbers too, including numbers
+        in lists of per-layer dicts.
 
         Raises:
             InputError: if the disk is full, or the file cannot be written.
@@ -78,8 +72,9 @@ class Metrics:
         except OSError as error:
             raise _unwritable(self.path, error) from error
         self._written.add((kind, step))
-        for tracker in self._trackers:
-            tracker.log({f"{kind}/{name}": value for name, value in _scalars(values)}, step)
+        if self._events is not None:
+            for name, value in _scalars(values):
+                self._events.add_scalar(f"{kind}/{name}", value, step)
 
     def flush(self) -> None:
         """Flush all lines so far to disk.
@@ -95,22 +90,12 @@ class Metrics:
     def close(self) -> None:
         """Flush and close all files."""
         self._file.close()
-        for tracker in self._trackers:
-            tracker.close()
+        if self._events is not None:
+            self._events.close()
 
 
-@dataclass(frozen=True)
-class Tracker:
-    """A destination for a run's numbers in addition to the metrics file."""
-
-    log: Callable[[dict[str, float], int], object]
-    """Called with (numbers by name, step)."""
-    close: Callable[[], object]
-    """Writes pending numbers."""
-
-
-def event_files(folder: Path, start_step: int) -> Tracker:
-    """Return a tracker that writes event files into a run folder. Earlier events after `start_step` are purged.
+def event_files(folder: Path, start_step: int) -> SummaryWriter:
+    """Return a writer of event files in a run folder. Earlier events after `start_step` are purged.
 
     Raises:
         InputError: if the package is not installed.
@@ -121,34 +106,7 @@ def event_files(folder: Path, start_step: int) -> Tracker:
         raise InputError(
             "tensorboard=true needs the package tensorboard: pip install tensorboard, or tensorboard=false"
         ) from error
-    writer = SummaryWriter(str(folder_below(folder / "tensorboard")), purge_step=start_step + 1 if start_step else None)
-
-    def log(numbers: dict[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, step)
-
-    return Tracker(log, writer.close)
-
-
-def weights_and_biases(folder: Path, start_step: int, project: str) -> Tracker:
-    """Return a tracker that logs to a project of Weights & Biases. A resumed run continues under the id saved in its
-    folder.
-
-    Raises:
-        InputError: if the package is not installed.
-    """
-    try:
-        import wandb
-    except ImportError as error:
-        raise InputError(f"wandb={project} needs the package wandb: pip install wandb, or leave it empty") from error
-    id_file = folder / WANDB_ID
-    run_id = None
-    if start_step and id_file.exists():
-        run_id = read_bytes(id_file, at_most=1000).decode(errors="replace").strip()
-    folder_below(folder / "wandb")
-    run = wandb.init(project=project, name=folder.name, dir=str(folder), id=run_id, resume="allow")
-    write(id_file, f"{run.id}\n")
-    return Tracker(lambda numbers, step: run.log(numbers, step=step), run.finish)
+    return SummaryWriter(str(folder_below(folder / "tensorboard")), purge_step=start_step + 1 if start_step else None)
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from moesaic.errors import InputError, TrainingError
 from moesaic.files import WRITING, entries, kind_of, leftovers, open_to_append, read_text, write
 from moesaic.traces.trace import FOLDER, PATTERN
 from moesaic.train.checkpoint import CONFIG, TOKENIZER, find_copy, list_checkpoints, remove_checkpoint
-from moesaic.train.metrics import METRICS, WANDB_ID
+from moesaic.train.metrics import METRICS
 
 try:
     import fcntl
@@ -34,7 +34,7 @@ CHECKPOINTS, HANG, LOCK = "checkpoints", "hang.json", ".lock"
 """Further entries of a run folder, besides its configuration, tokenizer, metrics, events and traces."""
 FLIGHT = "flight-recorder-{library}-rank{rank}.json"
 """PyTorch's flight recording of the last collectives of a rank that hung, one file each for Gloo and NCCL."""
-OWN_FILES = (TOKENIZER, HANG, METRICS, WANDB_ID)
+OWN_FILES = (TOKENIZER, HANG, METRICS)
 """Files that a run writes after its configuration."""
 MARKS = ("out", "existing", "steps", "batch_size", "seed", "model", "data", "optimizer")
 """Fields that every version has written into `config.json`; no other program's file of that name has all of them."""
