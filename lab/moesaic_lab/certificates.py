@@ -15,7 +15,7 @@ import contextlib
 import io
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -28,7 +28,6 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
 
 from moesaic import Mesh, MoE, average_gradients, clip_grad_norm_, collect_losses
 from moesaic.errors import InputError
@@ -40,7 +39,6 @@ from moesaic.testing.certify import (
     SITUATIONS,
     AbstractMoELayer,
     AbstractRoutedExperts,
-    Certified,
     LayerSpec,
     MoEWeights,
     certify,
@@ -54,10 +52,8 @@ DESCRIPTION = "Hold the expert parallelism of Moesaic and of others against dens
 WORLDS = (2, 4)
 TIMEOUT_SECONDS = 300.0
 MARKS = ("<!-- tables: moesaic_lab/certificates.py -->", "<!-- end of tables -->")
-SYSTEMS_ASKED = 4
+SYSTEMS_ASKED = 3
 """Least number of other systems' packages that must have run."""
-NEXT_TO_NOTHING = 1e-30
-"""Loss coefficient that makes Automodel compute its loss without a noticeable effect on the gradients."""
 
 
 class _OnMesh(AbstractRoutedExperts, ABC):
@@ -138,44 +134,6 @@ class TorchtitanExperts(_OnMesh):
         return _expert_gradients(self)
 
 
-class AutomodelExperts(_OnMesh):
-    """NeMo Automodel's grouped experts, which gather all tokens and sum partial outputs."""
-
-    top_k = 2
-
-    def place(self, whole: MoEWeights, own: MoEWeights, mesh: DeviceMesh) -> None:
-        """Make the experts with all weights, and shard them as Automodel does."""
-        config: Any = import_module("nemo_automodel.components.moe.config")
-        experts, hidden, dim = whole.w1.shape
-        self.config = config.MoEConfig(
-            n_routed_experts=experts, n_shared_experts=0, n_activated_experts=self.top_k, n_expert_groups=1,
-            n_limited_groups=1, train_gate=True, gate_bias_update_factor=0.0, aux_loss_coeff=NEXT_TO_NOTHING,
-            score_func="softmax", softmax_before_topk=True, route_scale=1.0, dim=dim, inter_dim=hidden,
-            moe_inter_dim=hidden, norm_topk_prob=True, dtype=torch.float32,
-        )  # fmt: skip
-        self.experts: Any = self.make()
-        with torch.no_grad():
-            self.experts.gate_and_up_projs.copy_(torch.cat([whole.w1, whole.w3], 1).transpose(1, 2))
-            self.experts.down_projs.copy_(whole.w2.transpose(1, 2))
-        style = import_module("nemo_automodel.components.moe.parallelizer").ExpertParallel()
-        parallelize_module(self.experts, mesh, style)
-
-    def make(self) -> Any:
-        """Return the module of the experts."""
-        return import_module("nemo_automodel.components.moe.experts").GroupedExperts(self.config)
-
-    def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
-        """Run the experts, with all tokens marked as valid."""
-        y: Tensor = self.experts(x, torch.ones(len(x), dtype=torch.bool), gates, experts)
-        return y
-
-    def gradients(self) -> MoEWeights:
-        """Return the gradients in the layout of `MoEWeights`."""
-        up, down = (_gradient(each) for each in (self.experts.gate_and_up_projs, self.experts.down_projs))
-        w1, w3 = up.transpose(1, 2).chunk(2, 1)
-        return MoEWeights(w1, w3, down.transpose(1, 2))
-
-
 class DeepSpeedExperts(AbstractRoutedExperts):
     """DeepSpeed's MoE layer behind a gate that returns a given routing, with capacity for every token."""
 
@@ -201,24 +159,6 @@ class DeepSpeedExperts(AbstractRoutedExperts):
         """Stack the gradients of the single experts."""
         each = self.layer.experts.deepspeed_experts
         return MoEWeights(*(torch.stack([_gradient(getattr(e, n)) for e in each]) for n in ("w1", "w3", "w2")))
-
-
-class AutoEPExperts(AbstractRoutedExperts):
-    """The layer with which DeepSpeed's AutoEP replaces Mixtral's, behind a router that returns a given routing."""
-
-    def __init__(self, spec: LayerSpec) -> None:
-        self.layer = _autoep(spec)
-        self.router = self.layer.router = _GivenRouter(spec.weights.num_experts)
-
-    def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
-        """Pass the routing to the router and run the layer on a batch of one sequence."""
-        self.router.experts, self.router.gates = experts, gates
-        y: Tensor = self.layer(x.unsqueeze(0))
-        return y[0]
-
-    def gradients(self) -> MoEWeights:
-        """Return this rank's gradients."""
-        return _expert_gradients(self.layer.experts)
 
 
 class MoesaicLayer(AbstractMoELayer):
@@ -362,61 +302,9 @@ class DeepSpeedMoELayer(AbstractMoELayer):
 
     def clip(self, max_norm: float, dense: nn.Parameter) -> float | None:
         """Clip as DeepSpeed's engine does in float32 without ZeRO."""
-        return _deepspeed_clip(self.inner.layer, self.gate.wg.weight, self.group, max_norm, dense)
-
-
-class AutoEPLayer(AbstractMoELayer):
-    """The layer that DeepSpeed's AutoEP makes of Mixtral's, with Mixtral's routing; it has no auxiliary loss of its own."""
-
-    def __init__(self, spec: LayerSpec) -> None:
-        self.layer, self.group = _autoep(spec), spec.group
-
-    def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Run the layer on a batch of one sequence."""
-        return self.layer(x.unsqueeze(0))[0], None
-
-    def gradients(self) -> MoEWeights:
-        """Return this rank's gradients."""
-        return replace(_expert_gradients(self.layer.experts), router=_gradient(self.layer.router.gate.weight))
-
-    def clip(self, max_norm: float, dense: nn.Parameter) -> float | None:
-        """Clip as DeepSpeed's engine does in float32 without ZeRO."""
-        return _deepspeed_clip(self.layer, self.layer.router.gate.weight, self.group, max_norm, dense)
-
-
-class AutomodelLayer(AutomodelExperts, AbstractMoELayer):
-    """NeMo Automodel's whole layer: its gate, its experts, and the loss that the gate returns."""
-
-    def __init__(self, spec: LayerSpec) -> None:
-        self.top_k, self.group = spec.top_k, spec.group
-        super().__init__(spec)
-        self.layer.gate.weight.data.copy_(spec.router)
-
-    def make(self) -> Any:
-        """Make the whole layer and return its experts, which `place` then shards."""
-        backend: Any = import_module("nemo_automodel.components.models.common").BackendConfig(dispatcher="torch")
-        self.layer: Any = import_module("nemo_automodel.components.moe.layers").MoE(self.config, backend)
-        self.layer.gate.register_forward_hook(self.keep)
-        return self.layer.experts
-
-    def keep(self, gate: nn.Module, inputs: object, outputs: tuple[Tensor, Tensor, Tensor | None]) -> None:
-        """Keep the gate's loss, which the layer injects with a negligible coefficient and does not return."""
-        self.loss = outputs[2]
-
-    def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        """Run the layer."""
-        y: Tensor = self.layer(x)
-        return y, self.loss
-
-    def gradients(self) -> MoEWeights:
-        """Return this rank's gradients."""
-        return replace(super().gradients(), router=_gradient(self.layer.gate.weight))
-
-    def clip(self, max_norm: float, dense: nn.Parameter) -> float | None:
-        """Clip as Automodel's recipes do before an optimizer step."""
-        _sum_gradient(self.layer.gate.weight, self.group)
-        clip = import_module("nemo_automodel.components.training.utils").clip_grad_norm
-        return float(clip(max_norm, [self.layer, nn.ParameterList([dense])]))
+        _sum_gradient(self.gate.wg.weight, self.group)
+        clip = import_module("deepspeed.runtime.utils").clip_grad_norm_
+        return float(clip([*self.inner.layer.parameters(), dense], max_norm))
 
 
 class _OneExpert(nn.Module):
@@ -445,19 +333,6 @@ class _GivenGate(nn.Module):
         return x.new_zeros(()), capacity, self.num_experts, chosen_KT, place, self.gates.T, one_hot.sum(0)
 
 
-class _GivenRouter(nn.Module):
-    """A router with AutoEP's interface that returns a given routing."""
-
-    def __init__(self, num_experts: int) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.experts, self.gates = torch.empty(0), torch.empty(0)
-
-    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        counts = torch.bincount(self.experts.flatten(), minlength=self.num_experts).int()
-        return self.gates, self.experts, counts
-
-
 @contextlib.contextmanager
 def _deepspeed() -> Iterator[None]:
     """Initialize DeepSpeed on the existing process group, and hide its output within the context."""
@@ -468,51 +343,6 @@ def _deepspeed() -> Iterator[None]:
         if not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
         yield
-
-
-def _autoep(spec: LayerSpec) -> Any:
-    """Return the layer that AutoEP makes of the MoE layer in a Mixtral of one block."""
-    model, autoep = _autoep_of(spec)
-    with _deepspeed():
-        layer: Any = import_module("deepspeed.module_inject.auto_ep_layer").AutoEPMoELayer(
-            autoep.ep_parser()[0], model.model.layers[0].mlp, spec.group.size(), spec.group.rank(), autoep.config
-        )
-        layer.set_deepspeed_parallelism()
-    return layer
-
-
-def _autoep_of(spec: LayerSpec) -> tuple[Any, Any]:
-    """Return a Mixtral of one block, and an `AutoEP` for it."""
-    transformers: Any = import_module("transformers")
-    num_experts, hidden, dim = spec.weights.w1.shape
-    model = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=8, hidden_size=dim, intermediate_size=hidden, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=2, num_local_experts=num_experts, num_experts_per_tok=spec.top_k,
-        )
-    )  # fmt: skip
-    block = model.model.layers[0].mlp
-    block.gate.weight.data.copy_(spec.router)
-    block.experts.gate_up_proj.data.copy_(torch.cat([spec.weights.w1, spec.weights.w3], 1))
-    block.experts.down_proj.data.copy_(spec.weights.w2)
-    with _deepspeed():
-        config = import_module("deepspeed.module_inject.auto_ep_config").parse_autoep_config(
-            {"enabled": True, "autoep_size": spec.group.size(), "preset_model": "mixtral", "route_norm": spec.top_k > 1}
-        )
-        return model, import_module("deepspeed.module_inject.auto_ep").AutoEP(model, config)
-
-
-def _autoep_in_model(spec: LayerSpec) -> None:
-    """Let AutoEP replace the MoE layer in a model."""
-    _, autoep = _autoep_of(spec)
-    autoep.replace_moe_layer(autoep.ep_parser()[0], ep_size=spec.group.size(), ep_rank=spec.group.rank())
-
-
-def _deepspeed_clip(
-    layer: nn.Module, router: nn.Parameter, group: dist.ProcessGroup, max_norm: float, dense: nn.Parameter
-) -> float:
-    _sum_gradient(router, group)
-    return float(import_module("deepspeed.runtime.utils").clip_grad_norm_([*layer.parameters(), dense], max_norm))
 
 
 def _placed(same: Sequence[Tensor], split: Sequence[Tensor], mesh: DeviceMesh) -> list[nn.Parameter]:
@@ -556,8 +386,6 @@ class CertifiedSystem:
     """The experts on one rank."""
     layer: type[AbstractMoELayer]
     """The whole layer on one rank."""
-    put: Callable[[LayerSpec], None] | None = None
-    """Puts the layer into a model by the system's own means; None if it has none, or only its trainer has."""
 
 
 BACKENDS = ("eager", "grouped_mm", "batched_mm")
@@ -595,15 +423,9 @@ SYSTEMS = {
     "torchtitan": CertifiedSystem(
         "torchtitan", "AllToAllTokenDispatcher around plain products", TorchtitanExperts, TorchtitanLayer
     ),
-    "automodel": CertifiedSystem(
-        "nemo_automodel", "GroupedExperts, by gathering tokens; for whole layers, MoE", AutomodelExperts, AutomodelLayer
-    ),
     "deepspeed": CertifiedSystem(
         "deepspeed", "MOELayer and Experts behind a gate with the given routing; for whole layers, TopKGate",
         DeepSpeedExperts, DeepSpeedMoELayer,
-    ),
-    "deepspeed-autoep": CertifiedSystem(
-        "deepspeed", "AutoEPMoELayer, made from Mixtral's layer", AutoEPExperts, AutoEPLayer, put=_autoep_in_model
     ),
 }  # fmt: skip
 """Tested systems by name. A new system takes two classes, for its experts and its whole layer, and a line here."""
@@ -663,23 +485,8 @@ def _rank(name: str) -> list[dict[str, Any]]:
         True  # some systems compile single functions, which says nothing about their exchange
     )
     rows = [asdict(each) | {"holds": each.holds()} for each in certify(SYSTEMS[name].make)]
-    rows += _put(SYSTEMS[name])
     layers = certify(SYSTEMS[name].layer)
     return rows + [asdict(each) | {"holds": each.holds(), "is_layer": True} for each in layers]
-
-
-def _put(system: CertifiedSystem) -> list[dict[str, Any]]:
-    """Return a row with the error if the system fails to put its layer into a model by its own means; else []."""
-    group = dist.group.WORLD
-    assert group is not None
-    shapes = ((8, 24, 16), (8, 24, 16), (8, 16, 24), (8, 16))
-    try:
-        if system.put is not None:
-            system.put(LayerSpec(MoEWeights(*map(torch.zeros, shapes)), group, 2))
-    except Exception as error:  # any exception of the system's code is the finding
-        failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        return [asdict(Certified("in a model", "all", math.inf, None, failed)) | {"holds": False}]
-    return []
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
