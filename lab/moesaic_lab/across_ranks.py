@@ -12,10 +12,9 @@ from torch import Tensor
 from moesaic.layer import MoE
 from moesaic.measure.together import hold_still, latest, start_together
 from moesaic.program.compile import Compiled
-from moesaic.program.grid import Grid
 from moesaic.routing.router import AbstractRouter, token_choice
 from moesaic.routing.routing import Choice, Scores
-from moesaic_lab.bounds import Message, crossing
+from moesaic_lab.bounds import Message
 from moesaic_lab.measure import Span, in_turn, over_ranks, without_collections
 from moesaic_lab.recorder import Recorder
 
@@ -60,20 +59,11 @@ def sent(recorder: Recorder, first: int = 0) -> list[Message]:
     return [(m.source, m.target, float(m.num_bytes)) for tags in recorder.ranges[first:] for m in tags.messages]
 
 
-def sent_by_all(recorder: Recorder, grid: Grid) -> tuple[int, int]:
-    """Return the bytes that all ranks sent inside nodes and between them."""
-    messages = sent(recorder)
-    across = crossing(messages, grid.node_of)[0]
-    totals = torch.tensor([round(sum(num_bytes for _, _, num_bytes in messages)) - across, across])
-    dist.all_reduce(totals)
-    return int(totals[0]), int(totals[1])
-
-
-def timed_still(methods: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, tuple[float, ...]]:
-    """Bind this rank to a core and time interleaved methods; return the seconds over all ranks, the same on all."""
+def timed_still(methods: Mapping[str, Callable[[], object]], repeats: int) -> Spans:
+    """Bind this rank to a core and time interleaved methods; return its spans."""
     hold_still(dist.get_rank())
     with without_collections():
-        return gathered(in_turn(methods, repeats, barrier=start_together(latest)))
+        return in_turn(methods, repeats, barrier=start_together(latest))
 
 
 class SteppedLayer:

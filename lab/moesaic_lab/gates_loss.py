@@ -41,10 +41,10 @@ from moesaic.train.optimizer import make_optimizer
 from moesaic.train.parallel import parallelize
 from moesaic.train.presets import demo
 from moesaic.train.state import open_run
-from moesaic_lab.across_ranks import timed_still
+from moesaic_lab.across_ranks import Spans, timed_still
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, KeptOptions, Shown, Told, each_kept, keeping, kept, notes_of
 from moesaic_lab.claims import Claim
-from moesaic_lab.measure import Timing, paired
+from moesaic_lab.measure import Timing, over_ranks, paired, spread
 from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.training import short_run, train_step
 from moesaic_testbed import cluster
@@ -113,17 +113,15 @@ def timed(weights: Mapping[str, str], options: GatesLossOptions) -> dict[str, li
     batches = Batches(corpus.train, config.model.seq_len, config.batch_size, seed=99)
     tokens = [batches.get(number) for number in range(options.repeats + 1)]
     with cluster(nodes=2, ranks_per_node=2, inter=INTER) as bed:
-        seconds: dict[str, list[float]] = bed.run(rank_seconds, weights, options.steps, corpus.vocab_size, tokens)[0]
-    return seconds
+        spans = bed.run(rank_spans, weights, options.steps, corpus.vocab_size, tokens)
+    return {gate: list(seconds) for gate, seconds in over_ranks(spans).items()}
 
 
-def rank_seconds(
-    weights: Mapping[str, str], steps: int, vocab: int, batches: list[tuple[Tensor, Tensor]]
-) -> dict[str, list[float]]:
-    """Return the seconds of training steps by gate, over all ranks. All ranks call this together."""
+def rank_spans(weights: Mapping[str, str], steps: int, vocab: int, batches: list[tuple[Tensor, Tensor]]) -> Spans:
+    """Return this rank's spans of training steps by gate. All ranks call this together."""
     mesh = Mesh.create(ep=GRID.ep, ranks_per_node=GRID.ranks_per_node, transport="sockets")
     step = {gate: stepper(gate, path, steps, vocab, mesh, batches) for gate, path in weights.items()}
-    return {gate: list(seconds) for gate, seconds in timed_still(step, len(batches) - 1).items()}
+    return timed_still(step, len(batches) - 1)
 
 
 def stepper(
@@ -152,13 +150,12 @@ def row(
     gate: str, options: GatesLossOptions, runs: list[dict[str, Any]], seconds: Mapping[str, list[float]]
 ) -> dict[str, Any]:
     """Return a gate's row of the table, with means over the seeds."""
-    ratio, time = paired(seconds[gate], seconds["softmax"]), Timing.of(seconds[gate])
     curve = [statistics.mean(values) for values in zip(*(run["losses"] for run in runs))]
     return {
         "gate": gate, "steps": options.steps, "seeds": len(runs), "val_nats_per_byte": curve[-1],
         "loss_spread": max(run["losses"][-1] for run in runs) - min(run["losses"][-1] for run in runs),
-        "step_seconds": time.median, "step_seconds_low": time.low, "step_seconds_high": time.high,
-        "step_time_ratio": ratio.median, "step_time_ratio_low": ratio.low, "step_time_ratio_high": ratio.high,
+        **spread("step_seconds", Timing.of(seconds[gate])),
+        **spread("step_time_ratio", paired(seconds[gate], seconds["softmax"])),
         "curve_steps": runs[0]["steps"], "curve_losses": curve,
     }  # fmt: skip
 

@@ -30,7 +30,7 @@ from moesaic_lab.claims import Claim
 from moesaic_lab.layer import benchmark as layer
 from moesaic_lab.layer.cells import SINGLES, LayerJob, all_ep
 from moesaic_lab.layer.config import LayerPlace
-from moesaic_lab.measure import TimedCell, Timing
+from moesaic_lab.measure import TimedCell, timed
 from moesaic_lab.netmoe import ranks as travel
 from moesaic_lab.netmoe.benchmark import ALWAYS, BED_LAYER, GFLOPS, INTER, job_of
 from moesaic_lab.netmoe.setting import Setting
@@ -320,10 +320,10 @@ def netmoe() -> Comparison:
         methods = {fast: None, faster: None, placed: TwoStage(**ALWAYS)}
         job = job_of(setting, LOCALITY, methods, plans=plans, repeats=repeats)
         with launcher.open(bed) as ranks:
-            measured = ranks.run(travel.measure, job)[0]
+            of_ranks = ranks.run(travel.measure, job)
         copies = setting.on_a_rank.copies
         computing = LAYERS * 12.0 * copies * BED_LAYER.dim * BED_LAYER.hidden / (1e9 * GFLOPS)
-        return TimedCell(timings={name: Timing.of(each.seconds) for name, each in measured.items()}), computing
+        return TimedCell(**timed([rank.spans for rank in of_ranks])), computing
 
     return Comparison(
         paper="netmoe", name="netmoe", bed=bed, share=0.86, of="its Table 4, 4 samples a device", reference=fast,

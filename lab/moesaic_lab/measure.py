@@ -124,6 +124,11 @@ class Ratio:
         return {name: self.median, f"{name}_95": [self.low, self.high], "pairs": self.repeats}
 
 
+def spread(name: str, found: Timing | Ratio) -> dict[str, float]:
+    """Return a median and the two ends around it as keys of a benchmark's row."""
+    return {name: found.median, f"{name}_low": found.low, f"{name}_high": found.high}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TimedCell:
     """The times of interleaved methods in one case."""

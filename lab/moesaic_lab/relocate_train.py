@@ -42,15 +42,18 @@ from moesaic.train.parallel import parallelize
 from moesaic.train.presets import demo
 from moesaic.train.state import open_run
 from moesaic.train.task import make_decoder
-from moesaic_lab.across_ranks import sent_by_all, timed_still
+from moesaic_lab.across_ranks import sent, timed_still
+from moesaic_lab.beds import BedCell, Timed, joined
 from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept, keeping, notes_of
+from moesaic_lab.bounds import Message
 from moesaic_lab.claims import Claim, claimed, figures
-from moesaic_lab.measure import Timing, paired
+from moesaic_lab.measure import spread
 from moesaic_lab.recorder import Recorder
 from moesaic_lab.training import short_run, steps_of, train_all, train_quietly, train_step
-from moesaic_testbed import cluster
+from moesaic_testbed.bed import Bed
+from moesaic_testbed.cluster import Launcher
 
-INTER, INTER_GBPS, BED = "200mbit", 0.2, "bed-2x2"
+BED = Bed(nodes=2, ranks_per_node=2, inter="200mbit")
 ARBITER: dict[str, Any] = {"replication": "arbiter"}
 SAMPLES: dict[str, Any] = {"samples": "two_stage"}
 EXPERTS: dict[str, Any] = {"experts": "balanced", "experts_every": 4}
@@ -96,7 +99,7 @@ def configuration(steps: int, batch_size: int, changes: dict[str, Any] | None = 
     plain = demo()
     sizes: dict[str, Any] = {"model": replace(plain.model, seq_len=128), "mesh": MeshConfig(ep=4, ranks_per_node=2)}
     config = short_run(plain, steps, batch_size=batch_size, log_every=1, **sizes)
-    return override(config, (changes or {}) | {"planner": {"cluster": BED}}, source="the method")
+    return override(config, (changes or {}) | {"planner": {"cluster": "bed-2x2"}}, source="the method")
 
 
 def pretrain(weights: Path, steps: int) -> None:
@@ -119,18 +122,18 @@ def timed(weights: Path, options: RelocateTrainOptions) -> list[dict[str, Any]]:
         methods={name: StepMethod(config=config, placer=placers.get(name)) for name, config in configs.items()},
         vocab=corpus.vocab_size, batches=[batches.get(number) for number in range(steps)], weights=str(weights.resolve()),
     )  # fmt: skip
-    with cluster(nodes=2, ranks_per_node=2, inter=INTER) as bed:
-        results = bed.run(step_times, job)[0]
-    rows, base = [], results["plain"]
-    for name, own in results.items():
-        ratio, seconds = paired(own.seconds, base.seconds), Timing.of(own.seconds)
-        others = {key: value for key, value in asdict(own).items() if key != "seconds"}
+    with Launcher() as launcher, launcher.open(BED) as ranks:
+        of_ranks = ranks.run(step_times, job)
+    cell, rows = BedCell(**joined([timed for timed, _ in of_ranks], BED)), []
+    base = cell.across["plain"][0]
+    for name, own in of_ranks[0][1].items():
+        seconds, inter_bytes = cell.timings[name], cell.across[name][0]
         rows.append(
             {
-                "method": name, "repeats": options.repeats, **others, "inter_saved": 1 - own.inter_bytes / base.inter_bytes,
-                "step_seconds": seconds.median, "step_seconds_low": seconds.low, "step_seconds_high": seconds.high,
-                "time_ratio": ratio.median, "time_ratio_low": ratio.low, "time_ratio_high": ratio.high,
-                "total_ratio": sum(own.seconds) / sum(base.seconds),
+                "method": name, "repeats": options.repeats, "inter_bytes": inter_bytes, **asdict(own),
+                "inter_saved": 1 - inter_bytes / base, **spread("step_seconds", seconds),
+                **spread("time_ratio", cell.ratio(name, "plain")),
+                "total_ratio": sum(seconds.seconds) / sum(cell.timings["plain"].seconds),
                 "chosen": ", ".join(f"{option} {number}" for option, number in sorted(own.options.items())),
             }
         )  # fmt: skip
@@ -194,13 +197,8 @@ class StepJob:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFound:
-    """Measurements of the steps of one method."""
+    """What a method decided in its steps; equal on all ranks."""
 
-    seconds: tuple[float, ...]
-    """Time of each step, over all ranks."""
-    inter_bytes: int
-    """Bytes that the MoE layers of all ranks sent between nodes in the first step, forward and backward. Replicated
-    weights are included, moves of experts are not."""
     decided_saved: float
     """Share of the rows between nodes that moving samples saves, as predicted by the decisions."""
     moved_nodes: float
@@ -261,31 +259,31 @@ class Training:
         return counts
 
 
-def step_times(job: StepJob) -> dict[str, StepFound]:
-    """Time steps of all methods in turn, on the same batches and weights. All ranks return the same results."""
+def step_times(job: StepJob) -> tuple[Timed, dict[str, StepFound]]:
+    """Time steps of all methods in turn, on the same batches and weights. All ranks call this together.
+
+    Returns:
+        this rank's spans and the messages of its MoE layers in the first step, forward and backward, with replicated weights
+        but without moves of experts; and what each method decided.
+    """
     plain = mesh_of(next(iter(job.methods.values())).config)
     recorder = Recorder(plain.transport)
     mesh = replace(plain, transport=recorder)
     trainings = {name: Training(job, name, mesh) for name in job.methods}
-    steps_taken = dict.fromkeys(job.methods, 0)
-    inter_bytes: dict[str, int] = {}
+    steps_taken, messages = dict.fromkeys(job.methods, 0), dict[str, list[list[Message]]]()
 
     def step(name: str) -> None:
         recorder.ranges.clear()
         trainings[name].step(job.batches[steps_taken[name]])
         steps_taken[name] += 1
-        if steps_taken[name] == 1:
-            inter_bytes[name] = sent_by_all(recorder, mesh.grid)[1]
+        messages.setdefault(name, [sent(recorder)])
 
-    steps = {name: partial(step, name) for name in job.methods}
-    seconds = timed_still(steps, len(job.batches) - 1)
-    return {
-        name: StepFound(
-            seconds=seconds[name], inter_bytes=inter_bytes[name], experts_moved=training.experts_moved,
-            options=training.options(), **_of_trip(training),
-        )
+    spans = timed_still({name: partial(step, name) for name in job.methods}, len(job.batches) - 1)
+    found = {
+        name: StepFound(experts_moved=training.experts_moved, options=training.options(), **_of_trip(training))
         for name, training in trainings.items()
-    }  # fmt: skip
+    }
+    return Timed(spans=spans, sent=messages), found
 
 
 def _of_trip(training: Training) -> dict[str, float]:

@@ -14,7 +14,9 @@ from moesaic.configfile import override
 from moesaic.testing.runner import on_ranks
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.presets import demo
+from moesaic_lab.beds import BedCell, Timed, joined
 from moesaic_lab.relocate_train import StepFound, StepJob, StepMethod, step_times
+from moesaic_testbed.bed import Bed
 
 SAMPLES: dict[str, Any] = {"samples": "two_stage"}
 EXPERTS: dict[str, Any] = {"experts": "smartmoe", "experts_every": 1}
@@ -54,12 +56,15 @@ def job(steps: int) -> StepJob:
 
 @pytest.mark.slow
 def test_steps_by_all_methods_are_of_one_model() -> None:
-    found: dict[str, StepFound] = on_ranks(4, step_times, job(3), timeout_seconds=3000)[0]
-    assert {len(each.seconds) for each in found.values()} == {2}
+    of_ranks: list[tuple[Timed, dict[str, StepFound]]] = on_ranks(4, step_times, job(3), timeout_seconds=3000)
+    cell, found = BedCell(**joined([timed for timed, _ in of_ranks], Bed())), of_ranks[0][1]
+    assert {len(each.seconds) for each in cell.timings.values()} == {2}
+    assert all(each == found for _, each in of_ranks)
     plain, moved, anywhere = found["plain"], found["two_stage"], found["anywhere"]
-    assert plain.inter_bytes > 100_000
+    across = {name: num_bytes for name, (num_bytes, _) in cell.across.items()}
+    assert across["plain"] > 100_000
     assert moved.decided_saved > 0
-    assert moved.inter_bytes < anywhere.inter_bytes
+    assert across["two_stage"] < across["anywhere"]
     assert 0.3 < anywhere.moved_nodes < 0.7
     assert anywhere.moved_ranks > anywhere.moved_nodes
     assert moved.predicted_right > 0.3

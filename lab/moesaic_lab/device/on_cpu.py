@@ -34,7 +34,7 @@ from moesaic_lab.device.bound import Bound, RouterBound
 from moesaic_lab.device.cases import DeviceCase, peak_growth_bytes, step
 from moesaic_lab.device.cases import cases as all_cases
 from moesaic_lab.device.peers import MAX_BATCHED_BYTES, peers
-from moesaic_lab.measure import Ratio, Timing, in_turn, over_ranks, paired
+from moesaic_lab.measure import Ratio, Timing, in_turn, over_ranks, paired, spread
 
 LB, ROUTER, LAYER = "LB", "router's products", "layer"
 TARGETS = {"balanced": 1.10, "zipf": 1.15}
@@ -87,15 +87,13 @@ class DeviceCell:
         ]
 
     def _row(self, method: str) -> dict[str, Any]:
-        timing, over = Timing.of(self.seconds[method]), self.ratio(method, LB)
         row: dict[str, Any] = {
-            "method": method, **timing.row(), "over_lb": over.median, "over_lb_low": over.low, "over_lb_high": over.high,
+            "method": method, **Timing.of(self.seconds[method]).row(), **spread("over_lb", self.ratio(method, LB)),
             "over_lb_with_router": self.ratio(method, LB, ROUTER).median,
             "growth_bytes": self.growth_bytes.get(method),
         }  # fmt: skip
         if method in self.peers:
-            ours = self.ratio(LAYER, method)
-            row |= {"layer_over": ours.median, "layer_over_low": ours.low, "layer_over_high": ours.high}
+            row |= spread("layer_over", self.ratio(LAYER, method))
         return row
 
 

@@ -23,7 +23,7 @@ import torch
 from moesaic_lab.claims import Claim
 from moesaic_lab.device.cases import DTYPES, SHAPES, DeviceShape, peak_growth_bytes
 from moesaic_lab.device.ops import KernelOp, ops
-from moesaic_lab.measure import Timing, in_turn, over_ranks, paired
+from moesaic_lab.measure import Timing, in_turn, over_ranks, paired, spread
 from moesaic_lab.pictures import Panel, PlottedSeries
 
 OURS, PLAIN = "ours", "plain"
@@ -81,9 +81,9 @@ def measure(
 
 
 def _row(op: KernelOp, roof: Roof, seconds: dict[str, tuple[float, ...]], growth: dict[str, int]) -> dict[str, Any]:
-    timing, over, bound = Timing.of(seconds[OURS]), paired(seconds[OURS], seconds[PLAIN]), roof.bound(op)
+    timing, bound = Timing.of(seconds[OURS]), roof.bound(op)
     return {
-        "op": op.name, **timing.row(), "over_plain": over.median, "over_plain_low": over.low, "over_plain_high": over.high,
+        "op": op.name, **timing.row(), **spread("over_plain", paired(seconds[OURS], seconds[PLAIN])),
         "flops": op.flops, "bytes": op.num_bytes, "bound_seconds": bound, "of_bound": bound / timing.median,
         "peak_flops": roof.flops, "bandwidth": roof.bandwidth, "error": op.error(), "growth_bytes": growth[OURS],
         "plain_growth_bytes": growth[PLAIN],

@@ -29,24 +29,24 @@ from moesaic.planner.cluster import Device, Tflops
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.plan import Plan
-from moesaic_lab.benchmark import Benchmark, DrawnOptions, KeptOptions, Shown, Told, each_kept, notes_of
+from moesaic_lab.beds import BedCell, Place, joined
+from moesaic_lab.benchmark import Benchmark, DrawnOptions, KeptOptions, Shown, Told, each_kept, notes_of, on_beds
 from moesaic_lab.claims import Claim, claimed, figures
 from moesaic_lab.emulated import UNSHAPED_GBPS, emulated
-from moesaic_lab.measure import Timing, paired
+from moesaic_lab.measure import Timing, spread
 from moesaic_lab.netmoe.ranks import Method, TravelJob
 from moesaic_lab.netmoe.ranks import measure as measure_steps
 from moesaic_lab.netmoe.setting import Costs, Setting, decision_seconds, paper_cluster, paper_setting, routing, travel
 from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.policies.stay import Stay
-from moesaic_testbed import cluster
-from moesaic_testbed.bed import Bed
+from moesaic_testbed.cluster import Cluster
 
 LOCALITIES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8)
-BEDS = {"2x2": (2, 2), "4x2": (4, 2)}
+INTER, INTER_GBPS, GFLOPS = "200mbit", 0.2, 50.0
+BEDS = {bed.shape: bed for bed in (Place(nodes=2, inter=INTER), Place(nodes=4, inter=INTER))}
 BED_LOCALITIES = {"2x2": (0.0, 0.2, 0.4, 0.8), "4x2": (0.0, 0.4, 0.8)}
 BED_LAYER = Workload(tokens=64, num_experts=8, top_k=2, dim=256, hidden=512, matrices=2, dtype="fp32")
 """The layer on the emulated clusters; `tokens` are those of one sample."""
-INTER, INTER_GBPS, GFLOPS = "200mbit", 0.2, 50.0
 ALWAYS: dict[str, Any] = {"least_gain": 0.0, "rest": 0}
 """Settings of policies that decide in every pass and move for any gain, as published."""
 METHODS: dict[str, Method] = {
@@ -98,29 +98,33 @@ def predicted(setting: Setting, costs: Costs, locality: float, placer: Method, n
     }  # fmt: skip
 
 
-def on_bed(name: str, repeats: int) -> Rows:
+def on_bed(name: str, repeats: int, told: Told) -> Rows:
     """Return measured bytes and times on an emulated cluster, together with predictions for it."""
-    nodes, per_node = BEDS[name]
-    setting = Setting(nodes=nodes, per_node=per_node, slots=8, layer=BED_LAYER, num_layers=3)
+    bed = BEDS[name].bed
+    setting = Setting(nodes=bed.nodes, per_node=bed.ranks_per_node, slots=8, layer=BED_LAYER, num_layers=3)
     device = Device(tflops=Tflops(fp32=GFLOPS / 1000), memory_gib=8, memory_gigabytes_per_second=5)
-    costs = Costs(setting, emulated(Bed(nodes=nodes, ranks_per_node=per_node, inter=INTER), device=device))
-    rows = Rows()
-    with cluster(nodes=nodes, ranks_per_node=per_node, inter=INTER) as bed:
-        for locality in BED_LOCALITIES[name]:
-            results = bed.run(measure_steps, job_of(setting, locality, METHODS, repeats=repeats))[0]
-            plain = results["plain"]
-            for method, placer in METHODS.items():
-                own, model = results[method], predicted(setting, costs, locality, placer, method)
-                ratio = paired(own.seconds, plain.seconds)
-                rows.append(
-                    {
-                        **model, "repeats": repeats, "seconds": Timing.of(own.seconds).median,
-                        "time_ratio": ratio.median, "time_ratio_low": ratio.low, "time_ratio_high": ratio.high,
-                        "inter_bytes": own.across_bytes, "inter_saved": 1 - own.across_bytes / plain.across_bytes,
-                        "intra_ratio": own.inside_bytes / plain.inside_bytes,
-                    }
-                )  # fmt: skip
-    return rows
+    costs = Costs(setting, emulated(bed, device=device))
+
+    def measure(ranks: Cluster, locality: float) -> Rows:
+        of_ranks = ranks.run(measure_steps, job_of(setting, locality, METHODS, repeats=repeats))
+        cell = BedCell(**joined(of_ranks, bed))
+        across = {method: cell.across[method][0] for method in METHODS}
+        inside = {
+            method: sum(size for rank in of_ranks for *_, size in rank.sent[method][0]) - across[method]
+            for method in METHODS
+        }
+        return [
+            {
+                **predicted(setting, costs, locality, placer, method), "repeats": repeats,
+                "seconds": cell.timings[method].median, **spread("time_ratio", cell.ratio(method, "plain")),
+                "inter_bytes": across[method], "inter_saved": 1 - across[method] / across["plain"],
+                "intra_ratio": inside[method] / inside["plain"],
+            }
+            for method, placer in METHODS.items()
+        ]  # fmt: skip
+
+    by_locality = on_beds(BED_LOCALITIES[name], lambda _: bed, lambda at: f"{name}, locality {at}", measure, told)
+    return [row for rows in by_locality for row in rows]
 
 
 def job_of(setting: Setting, locality: float, methods: Mapping[str, Method], **options: Any) -> TravelJob:
@@ -222,7 +226,7 @@ def measure(options: NetmoeOptions, cases: None, told: Told) -> Rows:
     """Run the parts that the folder of --keep does not have yet."""
     torch.set_num_threads(1)
     runs: dict[str, Callable[[], Rows]] = {"simulated": simulated, "decisions": decisions}
-    runs |= {name: partial(on_bed, name, options.repeats) for name in BEDS}
+    runs |= {name: partial(on_bed, name, options.repeats, told) for name in BEDS}
     by_part = each_kept(options.keep, {part: runs[part] for part in options.parts}, told)
     return [{"part": part, **row} for part, rows in by_part for row in rows]
 

@@ -26,7 +26,8 @@ from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
 from moesaic.routing.routers import SoftmaxTopK
 from moesaic.routing.routing import Scores
-from moesaic_lab.across_ranks import sent_by_all, timed_still
+from moesaic_lab.across_ranks import sent, timed_still
+from moesaic_lab.beds import Timed
 from moesaic_lab.recorder import Recorder
 from moesaic_lab.virtual import Accelerator, virtual_experts
 
@@ -55,18 +56,6 @@ class TravelJob:
     gflops: float
     """Rate of a rank's virtual accelerator, in 1e9 operations per second."""
     repeats: int
-
-
-@dataclass(frozen=True)
-class TravelFound:
-    """Times and bytes of one method, over all ranks."""
-
-    seconds: tuple[float, ...]
-    """For each repeat: time of forward and backward through all layers."""
-    inside_bytes: int
-    """Bytes of all messages inside nodes in one step."""
-    across_bytes: int
-    """Bytes of all messages between nodes in one step."""
 
 
 class TableRouter(SoftmaxTopK):
@@ -162,17 +151,16 @@ def check(stack: Stack, name: str) -> None:
     assert torch.equal(stack.step(name), expected), f"{name}: samples are not what or where they should be"
 
 
-def measure(job: TravelJob) -> dict[str, TravelFound]:
-    """Time the methods of a job in turn; all ranks call it together and return the same."""
+def measure(job: TravelJob) -> Timed:
+    """Check the methods of a job and time them in turn. All ranks call this together."""
     transport = open_transport(name="sockets")
     recorder = Recorder(transport)
     watched, stack = Stack(job, recorder), Stack(job, transport)
-    num_bytes = {}
+    messages = {}
     for name in job.methods:
         recorder.ranges.clear()
         check(watched, name)
-        num_bytes[name] = sent_by_all(recorder, job.grid)
+        messages[name] = [sent(recorder)]
         check(stack, name)
     steps = {name: partial(stack.step, name) for name in job.methods}
-    seconds = timed_still(steps, job.repeats)
-    return {name: TravelFound(seconds[name], *num_bytes[name]) for name in job.methods}
+    return Timed(spans=timed_still(steps, job.repeats), sent=messages)
