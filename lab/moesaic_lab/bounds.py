@@ -70,9 +70,6 @@ def link_seconds(messages: Iterable[Message], bed: Bed) -> dict[str, float]:
         charged = max(num_bytes, bed.per_message)
         seconds[f"node {source_node} out"] += charged / bed.inter_bytes_per_second(source_node)
         seconds[f"node {target_node} in"] += charged / bed.inter_bytes_per_second(target_node)
-        if bed.uplink_bytes_per_second is not None and bed.leaf_of(source_node) != bed.leaf_of(target_node):
-            seconds[f"leaf {bed.leaf_of(source_node)} up"] += num_bytes / bed.uplink_bytes_per_second
-            seconds[f"leaf {bed.leaf_of(target_node)} down"] += num_bytes / bed.uplink_bytes_per_second
     return dict(seconds)
 
 

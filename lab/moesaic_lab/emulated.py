@@ -22,21 +22,14 @@ def emulated(bed: Bed, *, device: Device = CPU, host: Host | None = None) -> Clu
     """Return the cluster that a bed emulates, before any of its changes.
 
     Args:
-        bed: nodes, links and switches.
+        bed: nodes and links.
         device: the device of each rank.
         host: costs of the issuing thread; None for assumed costs.
     """
-    inside, up = bed.intra_bytes_per_second, bed.uplink_bytes_per_second
+    inside = bed.intra_bytes_per_second
     loopback = UNSHAPED_GBPS if inside is None else _gbps(inside)
     each = (bed.inter,) if isinstance(bed.inter, str) else bed.inter
     rates = tuple(_gbps(bed.inter_bytes_per_second(node)) for node in range(len(each)))
-    links = [
-        Link(name="lo", devices=bed.ranks_per_node, carries="inside", shared=True, gbps=(loopback,)),
-        _shaped("eth", bed.ranks_per_node, rates, bed.per_message),
-    ]
-    if up is not None:
-        widest = max(bed.switches.count(leaf) for leaf in bed.switches)
-        links.append(_shaped("uplink", bed.ranks_per_node * widest, (_gbps(up),), bed.per_message, bed.switches))
     shown = f"{bed.nodes} nodes of {bed.ranks_per_node} processes, {', '.join(each)} between them"
     return ClusterSpec(
         name=f"bed-{bed.nodes}x{bed.ranks_per_node}",
@@ -45,7 +38,10 @@ def emulated(bed: Bed, *, device: Device = CPU, host: Host | None = None) -> Clu
         nodes=bed.nodes,
         devices_per_node=bed.ranks_per_node,
         device=device,
-        links=tuple(links),
+        links=(
+            Link(name="lo", devices=bed.ranks_per_node, carries="inside", shared=True, gbps=(loopback,)),
+            _shaped(bed.ranks_per_node, rates, bed.per_message),
+        ),
         host=host or Host(runs_compute=True, task_us=30.0, message_us=60.0),
     )
 
@@ -54,18 +50,13 @@ def _gbps(bytes_per_second: float) -> float:
     return bytes_per_second * 8 / 1e9
 
 
-def _shaped(
-    name: str, devices: int, rates: tuple[float, ...], per_message: int, switches: tuple[int, ...] = ()
-) -> Link:
-    """Return a link of limited rate. Every second full packet is acknowledged; acknowledgements are charged like packets."""
+def _shaped(devices: int, rates: tuple[float, ...], per_message: int) -> Link:
+    """Return the nodes' links. Every second full packet is acknowledged; acknowledgements are charged like packets."""
     share = 2 * _MTU / (2 * _MTU + per_message)
-    run = len(switches) // len(set(switches)) if switches else 1
-    in_runs = switches == tuple(node // run for node in range(len(switches)))
     return Link(
-        name=name,
+        name="eth",
         devices=devices,
         carries="outside",
         gbps=tuple(rate * share for rate in rates),
         message_us=_PACKETS_PER_MESSAGE * per_message * 8 / (min(rates) * 1e9) * 1e6,
-        units=() if in_runs else switches,
     )

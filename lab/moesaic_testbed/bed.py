@@ -1,4 +1,4 @@
-"""The description of an emulated cluster: nodes, links and switches. Pure data, validated on construction."""
+"""The description of an emulated cluster: nodes and links. Pure data, validated on construction."""
 
 from __future__ import annotations
 
@@ -45,15 +45,11 @@ class Bed:
     ranks_per_node: int = 2
     """Processes per node; rank r runs on node r // ranks_per_node."""
     inter: str | tuple[str, ...] = "200mbit"
-    """Rate of each node's link to its switch, in each direction; a tuple has one rate per node."""
+    """Rate of each node's link to the switch, in each direction; a tuple has one rate per node."""
     intra: str | None = None
     """Rate of the traffic inside each node, summed over all its processes and both directions; None: not limited."""
     per_message: int = 0
     """Least number of bytes that a packet on a node's link is charged for; emulates the start-up cost of a message."""
-    switches: tuple[int, ...] = ()
-    """Leaf switch of each node, in a network of two levels of switches; () connects all nodes to one switch."""
-    uplink: str | None = None
-    """Rate between each leaf switch and the root switch, in each direction; None: not limited."""
     changes: tuple[Change, ...] = ()
     """Changes of link rates during each run."""
 
@@ -76,26 +72,9 @@ class Bed:
             bytes_per_second(self.intra, "intra")
         if not 0 <= self.per_message <= MAX_PER_MESSAGE:
             raise InputError(f"per_message={self.per_message}: write bytes from 0 to {MAX_PER_MESSAGE}")
-        self._check_switches()
         for change in self.changes:
             if not 0 <= change.node < self.nodes:
                 raise InputError(f"change.node={change.node}: nodes are 0 to {self.nodes - 1}")
-
-    def _check_switches(self) -> None:
-        if self.uplink is not None:
-            bytes_per_second(self.uplink, "uplink")
-            if not self.switches:
-                raise InputError(
-                    f"uplink={self.uplink} without leaf switches: say with switches which node hangs on which"
-                )
-        if not self.switches:
-            return
-        if len(self.switches) != self.nodes:
-            raise InputError(
-                f"switches has {len(self.switches)} numbers for {self.nodes} nodes: write one leaf per node"
-            )
-        if set(self.switches) != set(range(max(self.switches) + 1)):
-            raise InputError(f"switches={self.switches}: number the leaf switches 0, 1, ... without gaps")
 
     @property
     def world(self) -> int:
@@ -103,19 +82,9 @@ class Bed:
         return self.nodes * self.ranks_per_node
 
     @property
-    def leaves(self) -> int:
-        """Number of leaf switches; 0 if all nodes are connected to one switch."""
-        return max(self.switches) + 1 if self.switches else 0
-
-    @property
     def intra_bytes_per_second(self) -> float | None:
         """Bytes per second inside a node; None: not limited."""
         return None if self.intra is None else bytes_per_second(self.intra, "intra")
-
-    @property
-    def uplink_bytes_per_second(self) -> float | None:
-        """Bytes per second between a leaf switch and the root, each direction; None: not limited."""
-        return None if self.uplink is None else bytes_per_second(self.uplink, "uplink")
 
     def inter_bytes_per_second(self, node: int = 0) -> float:
         """Return the bytes per second of a node's link in each direction, before any change."""
@@ -124,10 +93,6 @@ class Bed:
     def node_of(self, rank: int) -> int:
         """Return the node that a rank runs on."""
         return rank // self.ranks_per_node
-
-    def leaf_of(self, node: int) -> int | None:
-        """Return the leaf switch of a node; None if all nodes are connected to one switch."""
-        return self.switches[node] if self.switches else None
 
 
 def bytes_per_second(rate: str, where: str) -> float:

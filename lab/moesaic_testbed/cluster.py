@@ -170,8 +170,8 @@ class Cluster:
         """Return how much each end of each link has sent since the bed was started.
 
         Returns:
-            the traffic by end: "node0 up" from node 0 to its switch, "node0 down" from the switch to node 0, "node0 inside"
-            between the ranks of node 0. With two levels of switches, "leaf0 up" and "leaf0 down" are an uplink's ends.
+            the traffic by end: "node0 up" from node 0 to the switch, "node0 down" from the switch to node 0, "node0 inside"
+            between the ranks of node 0.
         """
         carried: dict[str, Carried] = self._ask(Count())
         return carried

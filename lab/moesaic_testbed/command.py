@@ -44,10 +44,6 @@ class RunOptions:
     """Rate inside each node, summed over its ranks; by default as fast as the machine."""
     per_message: int = 0
     """Least number of bytes that a packet on a node's link is charged for: the start-up cost of a message."""
-    switches: tuple[int, ...] = ()
-    """Use two levels of switches; the leaf switch of each node, as in 0 0 1 1."""
-    uplink: str | None = None
-    """Rate between each leaf switch and the root switch, in each direction; by default not limited."""
     changes: tuple[str, ...] = ()
     """Change links while the command runs: seconds:node:rate, as in 10:1:20mbit."""
     threads: int = 1

@@ -86,10 +86,6 @@ def _limit(bed: Bed, part: int) -> float:
     limits = [part * per_node * (bed.world - per_node) / slowest]
     if bed.intra_bytes_per_second is not None:
         limits.append(part * per_node * (per_node - 1) / bed.intra_bytes_per_second)
-    if bed.uplink_bytes_per_second is not None:
-        for leaf in range(bed.leaves):
-            below = sum(bed.leaf_of(node) == leaf for node in range(bed.nodes)) * per_node
-            limits.append(part * below * (bed.world - below) / bed.uplink_bytes_per_second)
     return max(limits)
 
 

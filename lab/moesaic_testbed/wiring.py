@@ -1,7 +1,7 @@
 """A bed's network: as text for `ip` and `tc`, and its creation.
 
-Every node and every switch is a network namespace. A cable is a veth pair; each of its ends limits the packets that it sends
-to the cable's rate. Switches are routers, so no bridge module is needed.
+Every node and the switch are network namespaces. A cable is a veth pair; each of its ends limits the packets that it sends to
+the cable's rate. The switch is a router, so no bridge module is needed.
 
 Packets are capped at 16 KiB and queues hold 32 MiB. Packets larger than the burst would not reach the rate, a larger burst
 would let short messages through without delay, and a shorter queue would drop packets.
@@ -22,7 +22,7 @@ from moesaic_testbed.messages import Carried
 
 NODE_DEVICE = "eth0"
 ROOT = "root"
-"""The switch to which all nodes, or else all leaf switches, are connected."""
+"""The switch to which all nodes are connected."""
 MTU = 9000
 PACKET_BYTES = 16384
 QUEUE_BYTES = 32 << 20
@@ -45,19 +45,17 @@ class WiringError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Cable:
-    """A link between two namespaces (a veth pair). A rate of None is not limited."""
+    """The link between a node and the switch (a veth pair)."""
 
-    name: str
-    lower: str
-    """Namespace of the end towards the nodes."""
-    lower_device: str
-    lower_address: str
-    upper: str
-    """Namespace of the end towards the root."""
-    upper_device: str
-    upper_address: str
-    bytes_per_second: float | None
+    node: int
+    bytes_per_second: float
     per_message: int
+
+    @property
+    def ends(self) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
+        """Namespace, device and address of the node's end, and of the switch's."""
+        name = node_name(self.node)
+        return (name, NODE_DEVICE, node_address(self.node)), (ROOT, name, f"10.64.{self.node}.1")
 
 
 def node_name(node: int) -> str:
@@ -70,38 +68,15 @@ def node_address(node: int) -> str:
     return f"10.64.{node}.2"
 
 
-def leaf_address(name: str) -> str:
-    """Return the address of a leaf switch on its uplink, by its name."""
-    return f"10.65.{name.removeprefix('leaf')}.2"
-
-
 def cables(bed: Bed) -> list[Cable]:
-    """Return the cables of a bed: one per node, in order, then one per leaf switch."""
-    listed = []
-    for node in range(bed.nodes):
-        leaf = bed.leaf_of(node)
-        listed.append(
-            Cable(
-                name=node_name(node), lower=node_name(node), lower_device=NODE_DEVICE, lower_address=node_address(node),
-                upper=ROOT if leaf is None else f"leaf{leaf}", upper_device=node_name(node),
-                upper_address=f"10.64.{node}.1", bytes_per_second=bed.inter_bytes_per_second(node),
-                per_message=bed.per_message,
-            )
-        )  # fmt: skip
-    for leaf in range(bed.leaves):
-        listed.append(
-            Cable(
-                name=f"leaf{leaf}", lower=f"leaf{leaf}", lower_device="up", lower_address=leaf_address(f"leaf{leaf}"),
-                upper=ROOT, upper_device=f"leaf{leaf}", upper_address=f"10.65.{leaf}.1",
-                bytes_per_second=bed.uplink_bytes_per_second, per_message=0,
-            )
-        )  # fmt: skip
-    return listed
+    """Return the cables of a bed, one per node, in order."""
+    rates = map(bed.inter_bytes_per_second, range(bed.nodes))
+    return [Cable(node=node, bytes_per_second=rate, per_message=bed.per_message) for node, rate in enumerate(rates)]
 
 
 def namespaces(bed: Bed) -> list[str]:
-    """Return the names of all namespaces of a bed: the root switch, leaf switches, nodes."""
-    return [ROOT, *(f"leaf{leaf}" for leaf in range(bed.leaves)), *(node_name(node) for node in range(bed.nodes))]
+    """Return the names of all namespaces of a bed: the switch, nodes."""
+    return [ROOT, *map(node_name, range(bed.nodes))]
 
 
 def shaping(device: str, rate: float | None, per_message: int = 0) -> list[str]:
@@ -129,18 +104,13 @@ def addressing(bed: Bed, name: str) -> list[str]:
     shaped = bed.intra is not None and name.startswith("node")
     addresses, routes = [f"link set dev lo{f' mtu {MTU} {packets}' if shaped else ''} up"], []
     for cable in cables(bed):
-        ends = (
-            (cable.lower, cable.lower_device, cable.lower_address, cable.upper_address),
-            (cable.upper, cable.upper_device, cable.upper_address, cable.lower_address),
-        )
-        for owner, device, address, other in ends:
+        below, above = cable.ends
+        for (owner, device, address), (_, _, other) in ((below, above), (above, below)):
             if owner == name:
                 addresses.append(f"address add {address} peer {other} dev {device}")
                 addresses.append(f"link set dev {device} {packets} txqueuelen 10000 up")
-        if cable.lower == name:
-            routes.append(f"route add 10.64.0.0/16 via {cable.upper_address}")
-        elif name == ROOT and cable.upper != ROOT:
-            routes.append(f"route add {cable.lower_address} via {leaf_address(cable.upper)}")
+        if below[0] == name:
+            routes.append(f"route add 10.64.0.0/16 via {above[2]}")
     return addresses + routes
 
 
@@ -148,7 +118,7 @@ def queueing(bed: Bed, name: str) -> list[str]:
     """Return `tc` commands that set the rate of every device of a namespace."""
     rates = shaping("lo", bed.intra_bytes_per_second if name.startswith("node") else None)
     for cable in cables(bed):
-        for owner, device in ((cable.lower, cable.lower_device), (cable.upper, cable.upper_device)):
+        for owner, device, _ in cable.ends:
             if owner == name:
                 rates += shaping(device, cable.bytes_per_second, cable.per_message)
     return rates
@@ -164,8 +134,7 @@ def changing(bed: Bed, node: int, rate: str | None) -> dict[str, str]:
     """
     cable = cables(bed)[node]
     speed = cable.bytes_per_second if rate is None else bytes_per_second(rate, "rate")
-    ends = ((cable.lower, cable.lower_device), (cable.upper, cable.upper_device))
-    return {name: shaping(device, speed, cable.per_message)[1] for name, device in ends}
+    return {name: shaping(device, speed, cable.per_message)[1] for name, device, _ in cable.ends}
 
 
 class Wiring:
@@ -199,7 +168,7 @@ class Wiring:
             self._tool("tc", name, [line])
 
     def switch(self, node: int, on: bool) -> None:
-        """Cut or restore a node's link at its switch. Only for beds of one switch, where routes return by themselves."""
+        """Cut or restore a node's link at the switch, where routes return by themselves."""
         self._tool("ip", ROOT, [f"link set dev {node_name(node)} {'up' if on else 'down'}"])
 
     def namespaces(self) -> list[int]:
@@ -210,8 +179,8 @@ class Wiring:
         """Return the traffic that every end of every link has sent: "node0 up", "node0 down", "node0 inside", ..."""
         ends = {(net, "lo"): f"{net} inside" for net in self._nets if net.startswith("node")}
         for cable in self._cables:
-            ends[cable.lower, cable.lower_device] = f"{cable.name} up"
-            ends[cable.upper, cable.upper_device] = f"{cable.name} down"
+            for (net, device, _), way in zip(cable.ends, ("up", "down")):
+                ends[net, device] = f"{node_name(cable.node)} {way}"
         by_end = {}
         for net, handle in self._nets.items():
             for device, carried in _counters(handle).items():
@@ -227,14 +196,11 @@ class Wiring:
                     path.write_text(value)
 
     def _make_cables(self) -> None:
-        for upper in sorted({cable.upper for cable in self._cables}):
-            lines = [
-                f"link add {cable.upper_device} mtu {MTU} type veth peer name {cable.lower_device} mtu {MTU} "
-                f"netns /proc/self/fd/{self._nets[cable.lower]}"
-                for cable in self._cables
-                if cable.upper == upper
-            ]
-            self._tool("ip", upper, lines, share=list(self._nets.values()))
+        lines = [
+            f"link add {device} mtu {MTU} type veth peer name {NODE_DEVICE} mtu {MTU} netns /proc/self/fd/{self._nets[net]}"
+            for (net, _, _), (_, device, _) in (cable.ends for cable in self._cables)
+        ]
+        self._tool("ip", ROOT, lines, share=list(self._nets.values()))
 
     def _tool(self, tool: str, name: str, lines: Sequence[str], share: Sequence[int] = ()) -> None:
         if lines:

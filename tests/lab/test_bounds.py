@@ -62,16 +62,6 @@ def test_inside_a_node_only_a_shaped_lo_limits_and_both_directions_share_it():
     assert link_limit(inside, Bed(intra="400mbit")) == Limit(seconds=2.0, link="lo of node 0")
 
 
-def test_uplinks_carry_what_leaves_a_leaf():
-    bed = Bed(nodes=4, ranks_per_node=1, switches=(0, 0, 1, 1), uplink="100mbit")
-    crossing = [(0, 2, 25e6), (1, 3, 25e6), (0, 1, 10e6), (3, 0, 12.5e6)]
-    seconds = link_seconds(crossing, bed)
-    assert seconds["leaf 0 up"] == seconds["leaf 1 down"] == 4.0
-    assert seconds["leaf 1 up"] == seconds["leaf 0 down"] == 1.0
-    assert link_limit(crossing, bed).link in ("leaf 0 up", "leaf 1 down")
-    assert "leaf 0 up" not in link_seconds(crossing, Bed(nodes=4, ranks_per_node=1, switches=(0, 0, 1, 1)))
-
-
 def test_a_message_costs_at_least_its_charge_between_nodes_only():
     bed = Bed(per_message=5000, intra="200mbit")
     assert link_seconds([(0, 2, 100), (0, 3, 100), (1, 2, 6000)], bed)["node 0 out"] == pytest.approx(16000 / RATE)

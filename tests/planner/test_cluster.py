@@ -193,16 +193,6 @@ def test_preset_beds_are_what_their_fields_say(name: str, fields: dict) -> None:
     assert replace(emulated(Bed(**fields)), name=name) == read_cluster(name)
 
 
-def test_beds_with_leaf_switches_in_runs_and_not() -> None:
-    runs = emulated(Bed(nodes=4, switches=(0, 0, 1, 1), uplink="100mbit"))
-    mixed = emulated(Bed(nodes=4, switches=(0, 1, 1, 0), uplink="100mbit"))
-    assert runs.links[2].units == ()
-    assert mixed.links[2].units == (0, 1, 1, 0)
-    assert "uplink out 0" in on_links(Topology(runs, 8, 2), 0, 6)
-    assert set(on_links(Topology(mixed, 8, 2), 0, 6)) == {"eth out 0", "eth in 3"}
-    assert "uplink in 1" in on_links(Topology(mixed, 8, 2), 0, 2)
-
-
 def test_a_charge_per_packet_costs_rate_and_messages() -> None:
     """Measured: 155 of 200 Mbit/s at 5,000 bytes; 48 messages of 1 KiB from each of 4 nodes in 45 ms."""
     eth = emulated(Bed(nodes=4, ranks_per_node=4, per_message=5000)).links[1]

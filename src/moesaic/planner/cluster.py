@@ -74,8 +74,6 @@ class Link:
     adds: bool = False
     """Whether the switch behind the link sums, as NVLink SHARP does. An all-reduce of more than two devices of a node
     then sends each value up once and receives each sum once."""
-    units: tuple[int, ...] = ()
-    """Number of the link that each node is attached to, if links do not serve equal runs of nodes; () if they do."""
 
     def __post_init__(self) -> None:
         where = f"cluster link {self.name!r}"
@@ -465,11 +463,6 @@ class ClusterSpec:
 
     def _nodes_of(self, link: Link) -> list[list[int]]:
         """Return the nodes behind each link of a level."""
-        if link.units:
-            return [
-                [node for node, unit in enumerate(link.units) if unit == number]
-                for number in range(1 + max(link.units))
-            ]
         starts = [unit * link.devices for unit in range(math.ceil(self.world / link.devices))]
         return [
             sorted({device // self.devices_per_node for device in range(start, min(start + link.devices, self.world))})
@@ -483,9 +476,7 @@ class ClusterSpec:
             raise InputError(
                 f"{where}: devices={link.devices} does not fit nodes of {per_node} devices: choose a divisor or a multiple"
             )
-        if link.units and len(link.units) != self.nodes:
-            raise InputError(f"{where}: units has {len(link.units)} values: give one per node, {self.nodes}")
-        count = 1 + max(link.units) if link.units else math.ceil(self.world / link.devices)
+        count = math.ceil(self.world / link.devices)
         per_node_count = per_node // link.devices if link.devices < per_node else 1
         if len(link.gbps) not in (1, count, per_node_count):
             raise InputError(

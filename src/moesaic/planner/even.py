@@ -86,8 +86,6 @@ class Even(AbstractVolumes):
     ) -> None:
         self._apart, self._paths, self._digits = apart, paths, digits
         self.grid, self.topology, self.layer, self.piece = grid, topology, layer, piece
-        if any(link.units for link in topology.spec.links):
-            raise UnlikeError("nodes are attached to switches in unequal runs")
         per_node = topology.spec.devices_per_node
         switch_ranks = (link.devices // per_node * topology.ranks_per_node for link in topology.spec.links)
         self._cuts = frozenset(run for run in switch_ranks if topology.ranks_per_node < run < grid.world)

@@ -105,8 +105,8 @@ def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:
         share = link.slowest(cluster.nodes) / (link.devices * min(own_rates))
         if link.carries == "inside" or link.shared or size >= grid.world or size == 1 or share >= 1:
             continue
-        units = [rank // size if not link.units else link.units[rank // per_node] for rank in range(grid.world)]
-        sized_levels.append((size, LinkLevel(name=link.name, group=tuple(units), share=share)))
+        group = tuple(rank // size for rank in range(grid.world))
+        sized_levels.append((size, LinkLevel(name=link.name, group=group, share=share)))
     return tuple(level for _, level in sorted(sized_levels, key=lambda pair: -pair[0]))
 
 

@@ -201,11 +201,7 @@ class Topology:
     def _uses(
         self, link: Link, source_devices: np.ndarray, target_devices: np.ndarray, inside: np.ndarray
     ) -> np.ndarray:
-        if link.units:
-            of_node, per_node = np.array(link.units), self.spec.devices_per_node
-            differ = of_node[source_devices // per_node] != of_node[target_devices // per_node]
-        else:
-            differ = source_devices // link.devices != target_devices // link.devices
+        differ = source_devices // link.devices != target_devices // link.devices
         used = ~differ if link.shared else differ
         if link.carries == "inside":
             return used & inside
@@ -213,15 +209,10 @@ class Topology:
 
     def _unit_of(self, link: Link, devices: np.ndarray) -> np.ndarray:
         """Return the number of the level's link that each device is behind."""
-        per_node = self.spec.devices_per_node
-        if link.units:
-            return np.array(link.units)[devices // per_node]
         units: np.ndarray = devices % self._devices // link.devices if self._folded else devices // link.devices
         return units
 
     def _num_units(self, link: Link) -> int:
-        if link.units:
-            return 1 + max(link.units)
         return -(-(self._devices if self._folded else self.spec.world) // link.devices)
 
     def _num_blocks(self, link: Link) -> int:

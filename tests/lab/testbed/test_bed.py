@@ -16,25 +16,17 @@ def test_what_a_bed_derives():
         ranks_per_node=2,
         inter=("200mbit", "1gbit", "500kbit"),
         intra="2.5gbit",
-        switches=(0, 1, 1),
-        uplink="80mbit",
     )
-    assert (bed.world, bed.leaves) == (6, 2)
+    assert bed.world == 6
     assert [bed.node_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
-    assert [bed.leaf_of(node) for node in range(3)] == [0, 1, 1]
     assert [bed.inter_bytes_per_second(node) for node in range(3)] == [25e6, 125e6, 62500]
-    assert (bed.intra_bytes_per_second, bed.uplink_bytes_per_second) == (312.5e6, 10e6)
+    assert bed.intra_bytes_per_second == 312.5e6
 
 
 def test_a_plain_bed_limits_only_links_between_nodes():
     bed = Bed()
-    assert (bed.nodes, bed.ranks_per_node, bed.world, bed.leaves) == (2, 2, 4, 0)
-    assert bed.leaf_of(1) is None
-    assert (bed.inter_bytes_per_second(1), bed.intra_bytes_per_second, bed.uplink_bytes_per_second) == (
-        25e6,
-        None,
-        None,
-    )
+    assert (bed.nodes, bed.ranks_per_node, bed.world) == (2, 2, 4)
+    assert (bed.inter_bytes_per_second(1), bed.intra_bytes_per_second) == (25e6, None)
 
 
 @pytest.mark.parametrize(
@@ -67,11 +59,6 @@ def test_nonsense_rates_name_themselves(text):
         ({"intra": "1"}, "intra='1' is no rate: write a number with kbit, mbit or gbit, as in 200mbit"),
         ({"per_message": -1}, "per_message=-1: write bytes from 0 to 65535"),
         ({"per_message": 65536}, "per_message=65536: write bytes from 0 to 65535"),
-        ({"uplink": "1gbit"}, "uplink=1gbit without leaf switches: say with switches which node hangs on which"),
-        ({"switches": (0,)}, "switches has 1 numbers for 2 nodes: write one leaf per node"),
-        ({"switches": (0, 2)}, "switches=(0, 2): number the leaf switches 0, 1, ... without gaps"),
-        ({"switches": (-1, 0)}, "switches=(-1, 0): number the leaf switches 0, 1, ... without gaps"),
-        ({"switches": (0, 1), "uplink": "2"}, "uplink='2' is no rate: write a number with kbit, mbit or gbit, as in 200mbit"),
         ({"changes": (Change(at_seconds=1, node=2, rate="1mbit"),)}, "change.node=2: nodes are 0 to 1"),
     ],
 )  # fmt: skip

@@ -49,8 +49,8 @@ def test_flags_reach_the_bed(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(testbed.Launcher, "open", opened)
-    flags = ["--nodes", "3", "--ranks-per-node", "1", "--per-message", "5000", "--switches", "0", "1", "1"]
-    flags += ["--uplink", "1gbit", "--changes", "1.5:2:20mbit", "3:0:1gbit"]
+    flags = ["--nodes", "3", "--ranks-per-node", "1", "--per-message", "5000"]
+    flags += ["--changes", "1.5:2:20mbit", "3:0:1gbit"]
     assert main(["testbed", "run", *flags, "--", "true"]) == 130
     changes = (
         testbed.Change(at_seconds=1.5, node=2, rate="20mbit"),
@@ -62,8 +62,6 @@ def test_flags_reach_the_bed(monkeypatch):
             ranks_per_node=1,
             inter="200mbit",
             per_message=5000,
-            switches=(0, 1, 1),
-            uplink="1gbit",
             changes=changes,
         )
     ]

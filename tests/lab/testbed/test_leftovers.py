@@ -33,7 +33,7 @@ SCRIPT = """
         time.sleep(1000)
 
     if __name__ == "__main__":
-        with Launcher({torch}) as launcher, launcher.open(Bed(switches=(0, 1))) as bed:
+        with Launcher({torch}) as launcher, launcher.open(Bed()) as bed:
             {body}
 """
 WAYS = {

@@ -66,13 +66,6 @@ def test_messages_between_nodes_cross_their_links_and_others_stay_inside(cluster
     assert_crossed(crossed(bed, 2, 3), "node1 inside")
 
 
-def test_two_levels_of_switches(cluster):
-    bed = cluster(4, 1, switches=(0, 1, 0, 1), uplink="100mbit")
-    assert {"leaf0 up", "leaf0 down", "leaf1 up", "leaf1 down"} < set(bed.traffic())
-    assert_crossed(crossed(bed, 0, 2), "node0 up", "node2 down")
-    assert_crossed(crossed(bed, 2, 1), "node2 up", "leaf0 up", "leaf1 down", "node1 down")
-
-
 def test_rates_and_charges_are_set_where_asked(cluster):
     found = cluster(2, 1, inter=("150mbit", "1.5gbit"), intra="300mbit", per_message=5000).run(device_settings)
     for (eth0, lo, links, control), rate in zip(found, ("150Mbit", "1500Mbit")):
@@ -100,18 +93,11 @@ def test_shaping_as_text():
 
 
 def test_cables_as_data():
-    bed = Bed(nodes=3, inter=("1mbit", "2mbit", "3mbit"), per_message=9, switches=(1, 0, 1), uplink="4mbit")
+    bed = Bed(nodes=3, inter=("1mbit", "2mbit", "3mbit"), per_message=9)
     found = cables(bed)
-    assert [(c.name, c.upper, c.bytes_per_second, c.per_message) for c in found] == [
-        ("node0", "leaf1", 125e3, 9),
-        ("node1", "leaf0", 250e3, 9),
-        ("node2", "leaf1", 375e3, 9),
-        ("leaf0", "root", 500e3, 0),
-        ("leaf1", "root", 500e3, 0),
-    ]
-    addresses = [address for cable in found for address in (cable.lower_address, cable.upper_address)]
-    assert len(set(addresses)) == 10
-    assert namespaces(bed) == ["root", "leaf0", "leaf1", "node0", "node1", "node2"]
+    assert [(c.node, c.bytes_per_second, c.per_message) for c in found] == [(0, 125e3, 9), (1, 250e3, 9), (2, 375e3, 9)]
+    assert len({address for cable in found for _, _, address in cable.ends}) == 6
+    assert namespaces(bed) == ["root", "node0", "node1", "node2"]
 
 
 def rates_of(bed, name):
@@ -124,13 +110,9 @@ def rates_of(bed, name):
 
 
 def test_both_ends_of_every_link_have_its_rate():
-    bed = Bed(
-        nodes=3, inter=("1mbit", "2mbit", "3mbit"), intra="9mbit", per_message=7, switches=(1, 0, 1), uplink="4mbit"
-    )
+    bed = Bed(nodes=3, inter=("1mbit", "2mbit", "3mbit"), intra="9mbit", per_message=7)
     assert {name: rates_of(bed, name) for name in namespaces(bed)} == {
-        "root": {"leaf0": "4000000bit", "leaf1": "4000000bit"},
-        "leaf0": {"node1": "2000000bit mpu 7", "up": "4000000bit"},
-        "leaf1": {"node0": "1000000bit mpu 7", "node2": "3000000bit mpu 7", "up": "4000000bit"},
+        "root": {"node0": "1000000bit mpu 7", "node1": "2000000bit mpu 7", "node2": "3000000bit mpu 7"},
         "node0": {"eth0": "1000000bit mpu 7", "lo": "9000000bit"},
         "node1": {"eth0": "2000000bit mpu 7", "lo": "9000000bit"},
         "node2": {"eth0": "3000000bit mpu 7", "lo": "9000000bit"},
