@@ -5,22 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
 import pytest
 
 from moesaic.planner.answer import (
-    DRAWS,
     SPREADS,
     SkewedStep,
     changes,
     generation,
-    longer_by_rank_skew,
     operations_per_token,
     speed_of,
     under_skew,
 )  # fmt: skip
 from moesaic.planner.candidates import Pins
-from moesaic.planner.cluster import RankSkew, Tflops, read_cluster
+from moesaic.planner.cluster import Tflops, read_cluster
 from moesaic.planner.model import Job
 from moesaic.planner.search import LOSSLESS, Result, Settings, search
 from moesaic.shapes import ModelShape, MoEShape
@@ -119,28 +116,6 @@ def test_a_ranking_by_other_seconds_changes_neither_what_helps_nor_what_skew_cos
     changed = replace(result, ranking=(slower,), by_ep={})
     assert changes(JOB, SLOW_PORTS, changed) == changes(JOB, SLOW_PORTS, replace(result, by_ep={}))
     assert under_skew(JOB, SLOW_PORTS, slower, 1.0) == under_skew(JOB, SLOW_PORTS, result.best, 1.0)
-
-
-@pytest.mark.parametrize("skew", [RankSkew(speed=0.1), RankSkew(start_us=2000)])
-def test_the_interval_of_unlike_ranks_is_that_of_its_draws(skew: RankSkew) -> None:
-    """With links that take no time a step waits for its slowest rank in everything, and for the last one in every pass."""
-    free = replace(flat(1, 8, intra=1e9, device=DEVICE), rank_skew=skew)
-    best = found(cluster=free).best
-    launches = best.estimate.parts.get("launches", 0.0)
-    draw, (steps, passes), expected = np.random.default_rng(0), DRAWS, []
-    for _ in range(steps):
-        speeds = np.exp(skew.speed * draw.standard_normal(8))
-        last = np.mean([draw.exponential(size=8).max() for _ in range(passes)]) * skew.start_us * 1e-6
-        # Two layers, forward and backward, in two micro-batches. The host's launches are as fast on every rank.
-        devices = (best.seconds - launches) / speeds.min()
-        expected.append((devices + launches + 2 * 2 * 2 * last) / best.seconds)
-    longer = longer_by_rank_skew(JOB, free, best)
-    assert longer == pytest.approx(np.quantile(expected, (0.25, 0.75)), rel=1e-3)
-    plain, wide = (speed_of(JOB, best, free, devices=8, sequences=32, **more) for more in ({}, {"longer": longer}))
-    assert wide.tokens_per_second == plain.tokens_per_second
-    assert wide.interval[0] == pytest.approx(plain.interval[0] / longer[1])
-    assert wide.interval[1] == pytest.approx(max(plain.interval[1] / longer[0], plain.tokens_per_second))
-    assert longer_by_rank_skew(JOB, replace(free, rank_skew=RankSkew()), best) is None
 
 
 def test_the_interval_is_that_of_the_machines_generation() -> None:

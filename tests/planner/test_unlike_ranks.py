@@ -1,20 +1,17 @@
-"""Ranks that start late or compute slowly, checked by hand. Equal ranks give bit-identical results with and without
-skew."""
+"""Ranks that compute slowly, checked by hand. Equal ranks give bit-identical results."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from helpers import refused
 from moesaic.configfile import as_json
 from moesaic.errors import InputError
 from moesaic.planner.call_sizes import sizes_of
-from moesaic.planner.cluster import ClusterSpec, Device, RankSkew, Tflops, read_cluster
+from moesaic.planner.cluster import Tflops, read_cluster
 from moesaic.planner.simulate import Simulator
-from moesaic.planner.timing import ProgramTiming, Simulated
+from moesaic.planner.timing import Simulated
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
@@ -27,23 +24,18 @@ PRODUCTS = replace(FREE, tflops=Tflops(bf16=1e-3))
 """A device with 10^9 operations per second and instant copies."""
 
 
-def run(device: Device = FREE, late: tuple[float, ...] | None = None, speeds: tuple[float, ...] = ()) -> Simulated:
+def run(speeds: tuple[float, ...] = ()) -> Simulated:
     """Return a layer's forward pass on one node, with every rank simulated separately."""
-    spec = replace(flat(1, 4, device=device), speeds=speeds)
+    spec = replace(flat(1, 4, device=PRODUCTS), speeds=speeds)
     program = compile_plan(Plan(order="fifo"), GRID).forward
-    timing = ProgramTiming(spec, late=None if late is None else np.array(late))
     sizes = sizes_of(program, LAYER, GRID)
-    return Simulator(spec, timing=timing).run(program, LAYER, GRID, sizes=sizes)
-
-
-def test_all_wait_for_the_rank_that_comes_last() -> None:
-    assert run(late=(0.0, 5e-3, 0.0, 1e-3)).ends == pytest.approx(run().ends + 5e-3, rel=1e-9)
+    return Simulator(spec).run(program, LAYER, GRID, sizes=sizes)
 
 
 def test_a_slow_device_makes_all_wait_as_much_longer_as_it_computes() -> None:
     """128 rows of a rank's expert are 2 * 3 * 16 * 32 operations each: 393 us at speed 1, 786 at 1/2."""
     once = 128 * 6 * 16 * 32 / 1e9
-    plain, slow = run(PRODUCTS), run(PRODUCTS, speeds=(1.0, 1.0, 0.5, 2.0))
+    plain, slow = run(), run((1.0, 1.0, 0.5, 2.0))
     assert plain.compute_seconds == pytest.approx(once, rel=1e-3)
     assert slow.ends == pytest.approx(plain.ends + once, rel=1e-3)
     assert slow.compute_seconds == pytest.approx(2 * once, rel=1e-3)
@@ -53,14 +45,13 @@ def test_a_slow_device_makes_all_wait_as_much_longer_as_it_computes() -> None:
 
 
 def test_equal_ranks_give_bit_identical_times() -> None:
-    plain = run(PRODUCTS)
-    for same in (run(PRODUCTS, late=(0.0,) * 4), run(PRODUCTS, speeds=(1.0,) * 4)):
-        assert same.timeline == plain.timeline
-        assert (same.ends == plain.ends).all()
+    plain, same = run(), run((1.0,) * 4)
+    assert same.timeline == plain.timeline
+    assert (same.ends == plain.ends).all()
 
 
-def test_speeds_and_skew_are_read_checked_and_cut_with_the_cluster(tmp_path) -> None:
-    spec = replace(flat(2, 4), speeds=(1.0,) * 7 + (0.8,), rank_skew=RankSkew(start_us=50, speed=0.02))
+def test_speeds_are_read_checked_and_cut_with_the_cluster(tmp_path) -> None:
+    spec = replace(flat(2, 4), speeds=(1.0,) * 7 + (0.8,))
     path = tmp_path / "cluster.json"
     path.write_text(as_json(spec), encoding="utf-8")
     assert read_cluster(str(path)) == spec
@@ -73,9 +64,3 @@ def test_speeds_and_skew_are_read_checked_and_cut_with_the_cluster(tmp_path) -> 
     ):
         with pytest.raises(InputError, match=words):
             replace(spec, **wrong)
-    assert "cluster.rank_skew.speed=-1: must be a finite number of at least 0" in refused(RankSkew, speed=-1)
-
-
-def test_clusters_have_no_rank_skew_by_default() -> None:
-    spec: ClusterSpec = flat(1, 4)
-    assert (spec.speeds, spec.rank_skew) == ((), RankSkew())

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from rich.table import Table
 
 from moesaic.planner.algorithm1 import choose
-from moesaic.planner.answer import SkewedStep, Speed, again, changes, longer_by_rank_skew, speed_of, under_skew
+from moesaic.planner.answer import SkewedStep, Speed, again, changes, speed_of, under_skew
 from moesaic.planner.candidates import name_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.emit import SYSTEMS, from_flags, unread_flags
@@ -114,14 +114,11 @@ def answer(
 
 
 def further(job: Job, simulator: Simulator, result: Result, *, has_price: bool) -> Iterator[str]:
-    """Yield the lines that are printed on demand: parts, ep = 1, unequal ranks, Parm's rule and the origin of the numbers."""
+    """Yield the lines that are printed on demand: parts, ep = 1, Parm's rule and the origin of the numbers."""
     best, cluster = result.best, simulator.cluster
     parts = ", ".join(f"{part} {seconds * 1e3:,.1f} ms" for part, seconds in best.estimate.parts.items())
     yield f"best: {name_of(best.grid)} (dp {best.grid.dp}, edp {best.grid.edp}), {plan_in_words(best.plan)}: {parts}"
     yield _about_whole_experts(result)
-    longer = longer_by_rank_skew(job, cluster, best)
-    if longer is not None:
-        yield f"ranks of different speed make steps {longer[0]:.2f} to {longer[1]:.2f} times as long (middle half of the steps)"
     if best.grid.tp * best.grid.etp > 1:
         schedule = choose(simulator, job.step_model(cluster, best.grid.dp).layer, best.grid).schedule
         yield f"Parm's Algorithm 1 chooses {schedule} on the best layout (moesaic train --plan parm)"
@@ -136,10 +133,7 @@ def further(job: Job, simulator: Simulator, result: Result, *, has_price: bool) 
 
 def best_speed(job: Job, cluster: ClusterSpec, best: PlannedStep) -> Speed:
     """Return the speed of the best plan of a search."""
-    longer = longer_by_rank_skew(job, cluster, best) or (1.0, 1.0)
-    return speed_of(
-        job, best, cluster, devices=cluster.world, sequences=job.batch_size * job.accumulation, longer=longer
-    )
+    return speed_of(job, best, cluster, devices=cluster.world, sequences=job.batch_size * job.accumulation)
 
 
 def even_speed(job: Job, cluster: ClusterSpec, best: PlannedStep) -> Speed:

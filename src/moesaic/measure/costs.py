@@ -11,7 +11,7 @@ from scipy.optimize import least_squares, minimize_scalar
 from moesaic.measure.host import Calibration
 from moesaic.planner.cluster import ClusterSpec, Host
 from moesaic.planner.simulate import Simulator
-from moesaic.planner.timing import ProgramTiming
+from moesaic.planner.timing import timed
 
 HELD_OUT = 4
 """Every `HELD_OUT`-th layer is held out, and the fit is checked on these."""
@@ -80,10 +80,12 @@ class _Timed:
 
     def errors(self, cluster: ClusterSpec, chosen: np.ndarray | None = None) -> np.ndarray:
         """Return the errors of the times that a cluster predicts, as shares, of all layers or of the chosen ones."""
-        timing = ProgramTiming(cluster)
         chosen = np.ones(len(self.seconds), dtype=bool) if chosen is None else chosen
         predicted = [
-            sum(timing.run(program, volumes, volumes.layer.dtype).seconds for program, volumes in self._passes[number])
+            sum(
+                timed(cluster, program, volumes, volumes.layer.dtype).seconds
+                for program, volumes in self._passes[number]
+            )
             for number in np.flatnonzero(chosen).tolist()
         ]
         return (np.array(predicted) + cluster.host.layer_us * 1e-6) / self.seconds[chosen] - 1

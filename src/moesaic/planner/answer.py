@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-import numpy as np
-
 from moesaic.errors import InputError
 from moesaic.planner.candidates import Pins, layouts, name_of
 from moesaic.planner.cluster import ClusterSpec
@@ -25,8 +23,7 @@ from moesaic.planner.search import PlannedStep, Result, Settings, smallest_layou
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.step import StepCostModel
 from moesaic.planner.step_memory import step_memory
-from moesaic.planner.timing import ProgramTiming
-from moesaic.planner.workload import largest_max_vio, skewed_counts, uniform_counts
+from moesaic.planner.workload import largest_max_vio, skewed_counts
 from moesaic.program.compile import Compiled, compile_plan
 
 SPREADS = {"hopper": (0.77, 1.0), "blackwell": (0.94, 1.14), "": (0.82, 1.08)}
@@ -47,7 +44,7 @@ class Speed:
     tokens_per_second: float
     """Tokens per second and device."""
     interval: tuple[float, float]
-    """Likely range of `tokens_per_second`, by the errors of the ledger's steps and, if the cluster has any, unequal ranks."""
+    """Likely range of `tokens_per_second`, by the errors of the ledger's steps."""
     utilization: float
     """Model FLOPs (6 per active parameter and token, plus scores, without recomputation) over the rate of the data sheet."""
 
@@ -70,10 +67,6 @@ class Change:
     """Step time before the change over step time after it."""
 
 
-DRAWS = (8, 2)
-"""Number of steps that are simulated with random rank speeds, and of passes per step with random delays of the ranks."""
-
-
 def speed_of(
     job: Job,
     step: PlannedStep,
@@ -91,7 +84,7 @@ def speed_of(
         cluster: the cluster.
         devices: number of devices that run the step, those of all pipeline stages included.
         sequences: number of sequences per optimizer step.
-        longer: range of factors by which the step may take longer, for example from `longer_by_rank_skew`.
+        longer: range of factors by which the step may take longer, for example from `longer_by_narrow_rate`.
     """
     tokens = sequences * job.model.seq_len
     tokens_per_second = tokens / step.seconds / devices
@@ -191,45 +184,6 @@ def under_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep, max_vio: fl
     seconds = cost_model.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
     memory = memory_under_counts(partial(step_memory, cost_model), simulator, compiled, layer, [counts])
     return SkewedStep(longer=seconds / again(job, cluster, planned)[0], memory=memory)
-
-
-def longer_by_rank_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, float] | None:
-    """Return the quartiles of the factor by which a step takes longer because ranks differ in speed and arrive late.
-
-    Each simulated step draws a speed per rank, and takes the mean of several passes of a layer, each of which draws a delay
-    per rank. One replica of the experts stands for all, and work outside MoE layers waits for its slowest rank. Returns None
-    if the cluster has no `rank_skew`, or if one replica has too many ranks to simulate them individually.
-
-    Args:
-        job: the training job.
-        cluster: the cluster; its `rank_skew` gives the distributions.
-        planned: the step with equal ranks.
-    """
-    skew, compiled = cluster.rank_skew, _replica(job, planned, Simulator(cluster))
-    if compiled is None or skew == type(skew)():
-        return None
-    step, ranks = job.step_model(cluster, planned.grid.dp), compiled.grid.world
-    counts, draw = uniform_counts(compiled.grid.dp, step.layer), np.random.default_rng(0)
-
-    def seconds(speeds: np.ndarray, late: np.ndarray) -> float:
-        speed_of_devices = np.resize(cluster.speeds or (1.0,), cluster.world)
-        # Devices outside the replica are as fast as its slowest one.
-        speed_of_devices[ranks:] = speed_of_devices[:ranks].min()
-        drawn_speeds = speed_of_devices * np.append(speeds, np.full(cluster.world - ranks, speeds.min()))
-        uneven = replace(cluster, speeds=tuple(drawn_speeds.tolist()))
-        simulator = Simulator(uneven, timing=ProgramTiming(uneven, late=late))
-        runs = simulate_counts(simulator, compiled, step.layer, counts)
-        return StepCostModel(step, planned.grid, simulator).estimate(*runs).seconds
-
-    equal, (steps, passes) = seconds(np.ones(ranks), np.zeros(ranks)), DRAWS
-    step_seconds = []
-    for _ in range(steps):
-        speeds = np.exp(skew.speed * draw.standard_normal(ranks))
-        step_seconds.append(
-            np.mean([seconds(speeds, skew.start_us * 1e-6 * draw.exponential(size=ranks)) for _ in range(passes)])
-        )
-    low, high = np.quantile(step_seconds, (0.25, 0.75)) / equal
-    return float(low), float(high)
 
 
 def _replica(job: Job, planned: PlannedStep, simulator: Simulator) -> Compiled | None:

@@ -312,21 +312,6 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankSkew:
-    """Random differences between ranks that should be equal. All are zero unless the cluster file gives them."""
-
-    start_us: float = 0.0
-    """Mean delay in microseconds with which a rank starts a pass of a layer. Delays are exponentially distributed,
-    drawn anew for every pass."""
-    speed: float = 0.0
-    """Standard deviation of the logarithm of a rank's compute speed, which is constant over a step."""
-
-    def __post_init__(self) -> None:
-        for name in ("start_us", "speed"):
-            check_not_negative(f"cluster.rank_skew.{name}", getattr(self, name))
-
-
-@dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
     """A cluster of equal nodes."""
 
@@ -348,8 +333,6 @@ class ClusterSpec:
     speeds: tuple[float, ...] = ()
     """Compute speeds relative to `device`, one for each device of a node or of the cluster; () if all are equal. If one
     rank stands for all, the slowest speed counts."""
-    rank_skew: RankSkew = field(default_factory=RankSkew)
-    """Random differences between ranks besides `speeds`; used for prediction intervals only."""
     collectives: tuple[Fit, ...] = ()
     """Measured lines of collectives over bytes, counted as nccl-tests does, of exactly this many nodes. The name tells the
     collective and its span, such as "all_gather inside"; see `moesaic.measure.links`."""

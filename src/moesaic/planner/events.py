@@ -176,18 +176,12 @@ class Events:
         self.ends = np.zeros((self._tasks, self._actors))
         """(tasks, actors) time at which each task has ended on each actor."""
 
-    def run(self, late: np.ndarray | None = None) -> None:
-        """Run all events.
-
-        Args:
-            late: (actors,) time before which each actor starts nothing; None: all start at 0.
-        """
-        begin = [0.0] * self._actors if late is None else late.tolist()
-        assert len(begin) == self._actors, "`late` needs one entry per actor"
-        for actor, now in enumerate(begin):
+    def run(self) -> None:
+        """Run all events."""
+        for actor in range(self._actors):
             for node, waits in enumerate(self._graph.waits):
                 if not waits:
-                    self._start(now, actor, node)
+                    self._start(0.0, actor, node)
         while self._heap:
             now = self._heap[0][0]
             changed: set[int] = set()

@@ -16,7 +16,7 @@ from moesaic.planner.compute import compute_seconds, rates_of
 from moesaic.planner.even import MAX_RANKS_APART, AbstractEvenLayers, EvenLayers
 from moesaic.planner.movement import RANKS_APART, AbstractVolumes, Counted, movements_of
 from moesaic.planner.symmetry import UnlikeError
-from moesaic.planner.timing import ProgramTiming, Simulated
+from moesaic.planner.timing import Simulated, timed
 from moesaic.planner.topology import Topology
 from moesaic.planner.workload import Workload
 from moesaic.program.all_to_all.all_to_all import legs_by_hop
@@ -31,15 +31,11 @@ class Simulator:
 
     Args:
         cluster: the cluster.
-        timing: how long tasks take; None: all ranks start at once.
         even: source of the rows and messages of even layers; None: every layer is computed by itself.
     """
 
-    def __init__(
-        self, cluster: ClusterSpec, *, timing: ProgramTiming | None = None, even: AbstractEvenLayers | None = None
-    ) -> None:
+    def __init__(self, cluster: ClusterSpec, *, even: AbstractEvenLayers | None = None) -> None:
         self.cluster = cluster
-        self.timing = timing or ProgramTiming(cluster)
         self._even = even or EvenLayers(cluster)
         self._topology = cache(partial(Topology, cluster))
         self._legs, self._shapes = cache(legs_by_hop), cache(LayoutIndex)
@@ -64,7 +60,7 @@ class Simulator:
             InputError: if the mesh does not fit the cluster, or the dtype's rate is unknown.
         """
         volumes = self.volumes(program, workload, grid, sizes=sizes)
-        return self.timing.run(program, volumes, workload.products or workload.dtype)
+        return timed(self.cluster, program, volumes, workload.products or workload.dtype)
 
     def passes(
         self,

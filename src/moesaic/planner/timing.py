@@ -1,4 +1,4 @@
-"""`ProgramTiming`: predicts when a program's tasks run on a cluster, given their rows and messages.
+"""`timed`: predicts when a program's tasks run on a cluster, given their rows and messages.
 
 The simulator (`simulate.py`) derives the rows and messages.
 """
@@ -60,50 +60,39 @@ class Simulated:
         return link if link and self.link_seconds[link] >= 0.5 * self.lane_seconds[lane] else f"start-up on lane {lane}"
 
 
-class ProgramTiming:
-    """Times of a program on a cluster.
+def timed(cluster: ClusterSpec, program: Program, volumes: AbstractVolumes, dtype: str) -> Simulated:
+    """Simulate a program.
 
     Args:
         cluster: rates of devices and links, and the host's costs per task and message.
-        late: (ranks,) seconds by which each rank starts late; None: all ranks start at 0. Requires that every rank is
-            simulated separately.
+        program: forward or backward, in the order of issue.
+        volumes: rows and messages of its tasks.
+        dtype: of the products.
     """
-
-    def __init__(self, cluster: ClusterSpec, *, late: np.ndarray | None = None) -> None:
-        self._cluster, self._late = cluster, late
-
-    def run(self, program: Program, volumes: AbstractVolumes, dtype: str) -> Simulated:
-        """Simulate a program.
-
-        Args:
-            program: forward or backward, in the order of issue.
-            volumes: rows and messages of its tasks.
-            dtype: of the products.
-        """
-        slots = {slot.name: slot for slot in program.slots}
-        rates, host = rates_of(self._cluster, dtype), self._cluster.host
-        shape = (len(program.tasks), volumes.num_actors)
-        compute = np.array([compute_seconds(task, slots, volumes, rates) for task in program.tasks]).reshape(shape)
-        speeds, topology = np.array(self._cluster.speeds), volumes.topology
-        if len(speeds) and volumes.num_actors == topology.world:
-            # The rates are the slowest device's.
-            devices = topology.devices_of(np.arange(topology.world))
-            compute *= speeds.min() / speeds[devices % len(speeds)]
-        issue = np.full(shape, host.task_us * 1e-6)
-        movements = movements_of(program, volumes)
-        in_earlier_message = {number for bundle in bundles(program) for number in bundle[1:]}
-        for number, moved in enumerate(movements):
-            for movement in moved if number not in in_earlier_message else ():
-                issue[number, list(movement.actors)] += movement.posts * host.message_us * 1e-6
-        is_eager = host.messages == "eager"
-        graph = graph_of(program, host_runs_compute=host.runs_compute, has_lanes=not is_eager)
-        events = Events(graph, issue, compute, movements, queues=is_eager)
-        events.run(self._late)
-        computing = np.array([task.lane is Lane.COMPUTE for task in program.tasks], dtype=bool)
-        if self._cluster.device.contention:
-            moving = np.array([bool(moved) for moved in movements], dtype=bool)
-            events.stretch(1 + self._cluster.device.contention * events.shared_part(computing, moving))
-        return account(program, volumes, movements, events, compute[computing].sum(axis=0))
+    slots = {slot.name: slot for slot in program.slots}
+    rates, host = rates_of(cluster, dtype), cluster.host
+    shape = (len(program.tasks), volumes.num_actors)
+    compute = np.array([compute_seconds(task, slots, volumes, rates) for task in program.tasks]).reshape(shape)
+    speeds, topology = np.array(cluster.speeds), volumes.topology
+    if len(speeds) and volumes.num_actors == topology.world:
+        # The rates are the slowest device's.
+        devices = topology.devices_of(np.arange(topology.world))
+        compute *= speeds.min() / speeds[devices % len(speeds)]
+    issue = np.full(shape, host.task_us * 1e-6)
+    movements = movements_of(program, volumes)
+    in_earlier_message = {number for bundle in bundles(program) for number in bundle[1:]}
+    for number, moved in enumerate(movements):
+        for movement in moved if number not in in_earlier_message else ():
+            issue[number, list(movement.actors)] += movement.posts * host.message_us * 1e-6
+    is_eager = host.messages == "eager"
+    graph = graph_of(program, host_runs_compute=host.runs_compute, has_lanes=not is_eager)
+    events = Events(graph, issue, compute, movements, queues=is_eager)
+    events.run()
+    computing = np.array([task.lane is Lane.COMPUTE for task in program.tasks], dtype=bool)
+    if cluster.device.contention:
+        moving = np.array([bool(moved) for moved in movements], dtype=bool)
+        events.stretch(1 + cluster.device.contention * events.shared_part(computing, moving))
+    return account(program, volumes, movements, events, compute[computing].sum(axis=0))
 
 
 def account(
