@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterable
 from typing import TypeVar, get_args
 
-from moesaic.program.grid import AXES, Axis
+from moesaic.program.grid import Axis
 from moesaic.program.placed import Placed
 from moesaic.program.task import (
     FLOWS,
-    WHICH,
     Chunk,
     Kind,
     Lane,
@@ -22,6 +21,7 @@ from moesaic.program.task import (
     Stage,
     State,
     Task,
+    Which,
 )  # fmt: skip
 from moesaic.program.text import VERSION
 
@@ -74,12 +74,12 @@ def _read_slot(words: list[str]) -> Slot:
         word = remaining.pop(0)
         if word != "-":
             axis, value = word.split(":")
-            states.append((_one_of(AXES, axis, "axis"), State(value)))
+            states.append((_one_of(get_args(Axis), axis, "axis"), State(value)))
     layout = (Placed if "placed" in remaining else Layout)(
         flow=_one_of(FLOWS, remaining[0], "flow"),
         spread=() if remaining[2] == "own" else _axes(remaining[2]),
         whole_tp="whole-tp" in remaining,
-        experts=_one_of(WHICH, remaining[remaining.index("at") + 1], "place of experts")
+        experts=_one_of(get_args(Which), remaining[remaining.index("at") + 1], "place of experts")
         if "at" in remaining
         else "all",
         chunk=_chunk(remaining[remaining.index("chunk") + 1]) if "chunk" in remaining else None,
@@ -119,7 +119,7 @@ def _one_of(names: Iterable[T], word: str, what: str) -> T:
 
 
 def _axes(words: str) -> tuple[Axis, ...]:
-    return tuple(_one_of(AXES, word, "axis") for word in words.split("+"))
+    return tuple(_one_of(get_args(Axis), word, "axis") for word in words.split("+"))
 
 
 def _chunk(word: str) -> Chunk:

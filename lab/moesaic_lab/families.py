@@ -48,8 +48,6 @@ OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 """Additional fields that single kinds of configuration need, by `model_type`."""
-MOST_USED = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe", "granitemoe")
-"""Families that the quick tests run."""
 
 
 @dataclass(frozen=True)

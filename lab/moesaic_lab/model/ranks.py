@@ -14,7 +14,9 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.experts import ExpertsFactory
 from moesaic.layer import MoE
 from moesaic.measure.host import BalancedRouter
+from moesaic.measure.profile import measure as profile
 from moesaic.measure.together import hold_still, latest, start_together
+from moesaic.planner.cluster import ClusterSpec
 from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
 from moesaic_lab.across_ranks import SteppedLayer, gathered
@@ -77,3 +79,9 @@ def measure(job: ModelJob) -> PlanTimes:
         again = dict.fromkeys([*job.favourites, *order[: job.leaders]] if job.leaders else [])
         confirmed = gathered(in_turn({n: steps[n] for n in again}, job.leader_repeats, barrier=barrier, warmup=0))
     return PlanTimes(screened=screened, confirmed=confirmed)
+
+
+def profiled(ranks_per_node: int, repeats: int) -> ClusterSpec:
+    """Profile the bed on ranks that are each bound to one core. All ranks call this together and return the same."""
+    hold_still(dist.get_rank())
+    return profile(ranks_per_node, repeats, ("fp32",), lambda what, share: None, "sockets").cluster

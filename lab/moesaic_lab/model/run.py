@@ -212,15 +212,15 @@ def _measure(
 
 
 def _profile(keep: Path, bed: Bed, ranks: object, progress: Progress) -> ClusterSpec:
-    from moesaic.measure.profile import measure_still
+    from moesaic_lab.model import ranks as model_ranks
     from moesaic_testbed.cluster import Cluster
 
     assert isinstance(ranks, Cluster)
     path = _profile_path(keep, bed)
     if not path.exists():
         progress(f"{bed.nodes}x{bed.ranks_per_node}: profile")
-        measured = ranks.run(measure_still, bed.ranks_per_node, PROFILE_REPEATS, ("fp32",), "sockets")[0]
-        path.write_text(as_toml(measured.cluster), encoding="utf-8")
+        measured = ranks.run(model_ranks.profiled, bed.ranks_per_node, PROFILE_REPEATS)[0]
+        path.write_text(as_toml(measured), encoding="utf-8")
     return read_cluster(str(path))
 
 

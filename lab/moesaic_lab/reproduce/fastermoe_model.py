@@ -107,20 +107,6 @@ def shadowed_seconds(machine: FasterMoEMachine, counts: np.ndarray, experts: lis
     return seconds + (4 * machine.move_seconds(_remote(remaining)) if rule == "corrected" else 0.0)
 
 
-def worth_by_size(machine: FasterMoEMachine, most: float, shadows: int) -> bool:
-    """Return whether the shadows' weights are smaller than the rows of the busiest expert (eq. 9)."""
-    return most > shadows * machine.alpha * machine.dim
-
-
-def worth_by_time(machine: FasterMoEMachine, most: float, most_after: float, shadows: int) -> bool:
-    """Return whether the computation that shadows save outweighs their additional communication (eq. 10, in printed units)."""
-    extra = shadows * machine.alpha * machine.dim - most
-    if extra <= 0:
-        return True
-    per_byte = machine.bandwidth / machine.element_bytes
-    return 3 * (most - most_after) * machine.alpha * machine.dim / extra > machine.flops / per_byte
-
-
 def stay_home(counts: np.ndarray, experts: list[int]) -> np.ndarray:
     """Return the counts after shadowing, when copies for shadowed experts are computed on the workers that they come from.
 

@@ -66,9 +66,7 @@ class TrainCase(Place):
     top_k: int | None = None
     """Experts per token; None for the model's own number."""
     trials: int = 2
-    """Steps of each lossless plan in the trial that chooses the best one; the others are omitted unless `all_plans`."""
-    all_plans: bool = False
-    """Time every plan with all repeats, not only the best, the plain linear one and the coded ones."""
+    """Steps of each lossless plan in the trial that chooses the best one; the others are omitted."""
     coded: bool = True
     """Time the plans with lossy codecs as well."""
     peers: tuple[str, ...] = ("plain", "deepspeed")

@@ -82,7 +82,7 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
     tried = in_turn({name: runs[name] for name in ours}, case.trials, barrier=barrier)
     trial = {name: statistics.median(seconds) for name, seconds in gathered(tried).items()}
     best = min(ours, key=lambda name: trial[name])
-    timed = [s for s in systems if case.all_plans or not s.is_lossless or s.kind != "ours" or s.name in (best, ours[0])]
+    timed = [s for s in systems if not s.is_lossless or s.kind != "ours" or s.name in (best, ours[0])]
     barrier()
     in_turn({s.name: runs[s.name] for s in timed}, 0, barrier=barrier, warmup=1)
     for system in systems:

@@ -40,8 +40,6 @@ class ProfileOptions:
     """Dtypes in which matrix products of experts are measured: fp32, bf16 or "fp32,bf16"."""
     transport: str = "auto"
     """Transport between the ranks; use the same as --mesh.transport of the training."""
-    still: bool = False
-    """Bind each rank to one core and use the batch scheduling policy, as moesaic bench model does and training does not."""
     accept: bool = False
     """Write the profile even if its own check fails."""
 
@@ -59,17 +57,13 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(ProfileOptions, arguments, prog="moesaic profile", description=DESCRIPTION)
     import torch
-    import torch.distributed as dist
 
     from moesaic.comm.mesh import Mesh
     from moesaic.measure.profile import measure
-    from moesaic.measure.together import hold_still
     from moesaic.train.launch import launch
 
     torch.set_num_threads(1)
     started = launch()
-    if options.still:
-        hold_still(dist.get_rank() if dist.is_initialized() else 0)
     console = Console(stderr=True, quiet=not started.is_first)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     try:

@@ -15,7 +15,7 @@ from moesaic.measure.costs import fit_layers
 from moesaic.measure.here import machine, versions
 from moesaic.measure.host import calibrations, timed
 from moesaic.measure.links import collectives, rate_of
-from moesaic.measure.together import gathered, hold_still, latest, start_together
+from moesaic.measure.together import gathered, latest, start_together
 from moesaic.planner.cluster import ClusterSpec, Host, Link
 from moesaic.planner.fit import Fit
 
@@ -96,12 +96,6 @@ def measure(
     )  # ranks share cores, and all would find the same
     cluster, errors = gathered([fitted])[0][0]
     return Profile(cluster=cluster, errors=errors)
-
-
-def measure_still(ranks_per_node: int, repeats: int, dtypes: tuple[str, ...], transport_name: str = "auto") -> Profile:
-    """Measure on ranks that are each bound to one core, as in the cost model's benchmarks; see `hold_still`."""
-    hold_still(dist.get_rank())
-    return measure(ranks_per_node, repeats, dtypes, lambda what, share: None, transport_name)
 
 
 def links_of(lines: Mapping[str, Fit], nodes: int, ranks_per_node: int) -> tuple[Link, ...]:

@@ -15,8 +15,6 @@ import numpy as np
 from moesaic.errors import InputError
 from moesaic.planner.checks import check_not_negative
 
-MAX_SPREAD = 0.25
-"""Spread of repeats, as a share of their median, above which times are considered noise."""
 MIN_R2 = 0.9
 """Share of the relative variation that the line must explain."""
 

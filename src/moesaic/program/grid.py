@@ -21,7 +21,6 @@ SPARSE: tuple[Axis, ...] = ("edp", "ep", "etp")
 FACTORED: tuple[Axis, ...] = ("edp", "ep", "etp_outer", "etp_inner")
 BY_NODE: tuple[Axis, ...] = ("edp", "node", "local")
 VIEWS = (DENSE, SPARSE, FACTORED, BY_NODE)
-AXES: tuple[Axis, ...] = tuple(dict.fromkeys(axis for view in VIEWS for axis in view))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ Flow = Literal["copies", "tokens", "node_tokens", "rank_tokens", "weights", "bia
 ONCE: tuple[Flow, ...] = ("node_tokens", "rank_tokens")
 """Flows in which a token is sent to a destination once, however many of its copies are computed there."""
 Which = Literal["all", "rank", "node"]
-WHICH: tuple[Which, ...] = ("all", "rank", "node")
 NamedChunk = Literal["replicated", "here", "near"]
 HELPERS: tuple[NamedChunk, ...] = ("near", "here")
 """Chunks that only ranks hold which help with replicated experts, or which pass on what helpers need."""

@@ -16,8 +16,6 @@ from moesaic_lab.reproduce.fastermoe_model import (
     stay_home,
     throughput,
     unshadowed_seconds,
-    worth_by_size,
-    worth_by_time,
 )
 
 MACHINE = FasterMoEMachine(flops=1e12, bandwidth=1e9, dim=64)
@@ -49,17 +47,6 @@ def test_the_corrected_cost_counts_remote_copies_in_bytes() -> None:
     home = shadowed_seconds(MACHINE, counts, [1], "corrected")
     assert home == pytest.approx(3 * 4 * 32 * 2 * 64**2 / 1e12 + 4 * 7 * 64 * 4 / 1e9 + weights)
     assert home - shadowed_seconds(MACHINE, counts, [1], "printed") == pytest.approx(4 * 7 * 64 * 4 / 1e9)
-
-
-@pytest.mark.parametrize(("most", "after"), [(300, 200), (50, 40), (140, 30), (10, 9)])
-def test_equation_10_says_when_8_is_below_7_in_printed_units(most: int, after: int) -> None:
-    """Of equations 7 and 8 as printed: all copies of the busiest worker travel, then none."""
-    for flops in (1e10, 1e12, 1e14):
-        machine = FasterMoEMachine(flops=flops, bandwidth=1e9, dim=64)
-        seven = 3 * machine.compute_seconds(most) + 4 * machine.move_seconds(most)
-        eight = 3 * machine.compute_seconds(after) + 2 * machine.weight_seconds()
-        assert worth_by_time(machine, most, after, 1) == (eight < seven)
-    assert worth_by_size(MACHINE, most, 1) == (most > 128)
 
 
 def test_two_equally_hot_experts_block_the_printed_algorithm() -> None:
