@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from moesaic.cli.arguments import parse
 from moesaic.errors import InputError
 
 if TYPE_CHECKING:
     from moesaic_testbed import Bed, Change
-    from moesaic_testbed.measure import Transferred
 
 USAGE = """usage: moesaic testbed run [options] -- COMMAND ...
-       moesaic testbed info [--measure] [--json]
+       moesaic testbed info
 
   run   run a command once per rank of an emulated cluster, as torchrun would on a real one
   info  report what this machine can emulate
@@ -50,16 +47,6 @@ class RunOptions:
     """OMP_NUM_THREADS of each rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class InfoOptions:
-    """What to report about this machine."""
-
-    measure: bool = False
-    """Also measure the share of their rates that links reach; takes about 20 seconds, best on an idle machine."""
-    json: bool = False
-    """Print the report as JSON."""
-
-
 def run(arguments: Sequence[str]) -> int:
     """Run `moesaic testbed run` or `moesaic testbed info` and return the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -68,7 +55,9 @@ def run(arguments: Sequence[str]) -> int:
     if arguments[0] == "run":
         return _run(arguments[1:])
     if arguments[0] == "info":
-        return _info(arguments[1:])
+        if arguments[1:]:
+            raise InputError(f"unknown argument {arguments[1]}: info takes none")
+        return _info()
     raise InputError(f"unknown word {arguments[0]}: write run or info")
 
 
@@ -137,66 +126,13 @@ def _change(text: str) -> Change:
         raise InputError(f"--changes {text}: write seconds:node:rate, as in 10:1:20mbit") from None
 
 
-def _info(arguments: Sequence[str]) -> int:
+def _info() -> int:
     from moesaic_testbed import refusal
     from moesaic_testbed.kernel import may_configure_networks
 
-    options = parse(
-        InfoOptions, arguments, prog="moesaic testbed info", description="Report what this machine can emulate."
-    )
     reason = refusal()
-    facts: dict[str, Any] = {
-        "possible": reason is None,
-        "reason": reason,
-        "rights": "root" if may_configure_networks() else "a user namespace",
-        "kernel": platform.release(),
-        "cores": len(os.sched_getaffinity(0)),
-    }
-    if options.measure and reason is None:
-        facts["measured"] = [_fact(speed) for speed in _measure()]
-    if options.json:
-        print(json.dumps(facts, indent=2))
-    else:
-        _print(facts)
+    rights = "root" if may_configure_networks() else "a user namespace"
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(reason or "this machine can emulate clusters", markup=False)
+    console.print(f"with the rights of {rights}, Linux {platform.release()}, {len(os.sched_getaffinity(0))} cores")
     return 0 if reason is None else 1
-
-
-def _measure() -> list[Transferred]:
-    from moesaic_testbed import Bed, Launcher
-    from moesaic_testbed.measure import measure_all_to_all, measure_inside, measure_stream
-
-    with Console(stderr=True).status("measuring"), Launcher() as launcher:
-        with launcher.open(Bed()) as bed:
-            transfers = [measure_stream(bed), measure_all_to_all(bed), measure_inside(bed)]
-        with launcher.open(Bed(intra="400mbit")) as bed:
-            transfers.append(measure_inside(bed))
-        with launcher.open(Bed(nodes=4)) as bed:
-            transfers.append(measure_all_to_all(bed))
-    return transfers
-
-
-def _fact(speed: Transferred) -> dict[str, Any]:
-    return {
-        "what": speed.name, "limit_seconds": speed.limit_seconds, "median_seconds": speed.median_seconds,
-        "least_seconds": min(speed.seconds), "most_seconds": max(speed.seconds), "of_limit": speed.of_limit,
-        "bytes_per_second": speed.bytes_per_second,
-    }  # fmt: skip
-
-
-def _print(facts: dict[str, Any]) -> None:
-    console = Console(soft_wrap=True)
-    verdict = "this machine can emulate clusters" if facts["possible"] else facts["reason"]
-    console.print(verdict, markup=False, highlight=False)
-    console.print(
-        f"with the rights of {facts['rights']}, Linux {facts['kernel']}, {facts['cores']} cores", highlight=False
-    )
-    if "measured" not in facts:
-        return
-    table = Table("what", "limit, ms", "median, ms", "spread, ms", "of the limit", "MB/s")
-    for row in facts["measured"]:
-        limit = "-" if row["limit_seconds"] is None else f"{row['limit_seconds'] * 1e3:.1f}"
-        spread = f"{row['least_seconds'] * 1e3:.1f}-{row['most_seconds'] * 1e3:.1f}"
-        part = "-" if row["of_limit"] is None else f"{row['of_limit']:.3f}"
-        median, rate = f"{row['median_seconds'] * 1e3:.1f}", f"{row['bytes_per_second'] / 1e6:.1f}"
-        table.add_row(row["what"], limit, median, spread, part, rate)
-    console.print(table)
