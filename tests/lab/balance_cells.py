@@ -11,6 +11,7 @@ from moesaic_lab.balance.config import BalancePlace, SkewedCase
 from moesaic_lab.balance.loads import Routes
 from moesaic_lab.balance.methods import methods
 from moesaic_lab.balance.ranks import BalanceJob, Decided
+from moesaic_lab.bounds import Limit
 from moesaic_lab.measure import Timing
 
 ROUTES = Routes(experts=np.zeros((1, 16, 32, 2), dtype=np.int64), history=np.ones(16, dtype=np.int64))
@@ -41,8 +42,8 @@ def cell(
         near={name: tuple(each) for name, each in (near or {}).items()},
         peak_bytes={name: (peak or {}).get(name, 1000) for name in times},
         error=dict.fromkeys(times, 1e-7),
-        link_seconds=dict.fromkeys(times, 0.3),
-        across_bytes=dict.fromkeys(times, 5000),
+        limits=dict.fromkeys(times, (Limit(seconds=0.3, link="node 0 out"),)),
+        across=dict.fromkeys(times, (5000, 8)),
         charged=dict.fromkeys(times, 0.6),
         decided={
             name: Decided(

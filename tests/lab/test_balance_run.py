@@ -35,7 +35,7 @@ from moesaic_lab.balance.config import (
 )
 from moesaic_lab.balance.loads import Skew, made_up
 from moesaic_lab.balance.methods import NETMOE, OURS, OURS_PLACED, PLACED, PLAIN, SMART, methods, placed_by
-from moesaic_lab.balance.ranks import BalanceFound, BalanceJob, CountedPlan, Decided
+from moesaic_lab.balance.ranks import BalanceFound, BalanceJob, Decided
 from moesaic_lab.balance.shares import (
     MADE_UP,
     RECORDED,
@@ -193,11 +193,12 @@ def test_cells_sum_up_what_ranks_found() -> None:
 
     def found(end: float, peak: int, decided: float, sent: list[tuple[int, int, float]]) -> BalanceFound:
         back = [(target, source, size) for source, target, size in sent]
-        counted = CountedPlan(messages={7: sent, 9: back}, peak_bytes=peak, error=1e-7 * peak)
         return BalanceFound(
             spans={PLAIN: [(0.0, 2.0), (5.0, 6.0)], OURS: [(0.5, end), (5.0, 5.5)]},
             pairs={OURS: [(9.0, 10.0)], PLAIN: [(9.0, 12.0)]},
-            counted=dict.fromkeys((PLAIN, OURS), counted),
+            sent={name: [sent, back] for name in (PLAIN, OURS)},
+            peak_bytes=dict.fromkeys((PLAIN, OURS), peak),
+            error=dict.fromkeys((PLAIN, OURS), 1e-7 * peak),
             decided={
                 OURS: Decided(seconds=(decided,), options=("alone",), replicated_experts=(0,), replicated_copies=(0,))
             },
@@ -216,8 +217,8 @@ def test_cells_sum_up_what_ranks_found() -> None:
     assert made.error[OURS] == pytest.approx(5e-7)
     assert made.charged[PLAIN] == pytest.approx(0.5)
     assert made.decided[OURS].seconds == (0.4,)
-    assert made.link_seconds[OURS] == pytest.approx(2.0)  # 12.5 MB there at 100 Mbit/s, and then back
-    assert made.across_bytes[OURS] == 25_000_000
+    assert made.bound(OURS) == pytest.approx(2.0)  # 12.5 MB there at 100 Mbit/s, and then back
+    assert made.across[OURS] == (25_000_000, 2)
     assert made.best_single() == PLAIN
     assert made.max_vio == pytest.approx((1.0, 1.0), abs=0.05)
 

@@ -209,7 +209,7 @@ def _gain_panel(by_bed: dict[BalancePlace, list[BalanceCell]]) -> Panel:
 
 
 def _most_gain(cell: BalanceCell) -> float:
-    comm, comp = cell.link_seconds[PLAIN], cell.charged[PLAIN]
+    comm, comp = cell.bound(PLAIN), cell.charged[PLAIN]
     return (comm + comp) / max(comm, comp)
 
 

@@ -23,9 +23,10 @@ from moesaic_lab.balance.methods import PLAIN, methods
 from moesaic_lab.balance.ranks import BalanceFound, BalanceJob, Decided
 from moesaic_lab.balance.shares import RECORDED, Share
 from moesaic_lab.balance.simulated import TimedDecision
+from moesaic_lab.beds import BedCell, joined
 from moesaic_lab.benchmark import Told, on_beds
-from moesaic_lab.bounds import Message, crossing, link_limit
-from moesaic_lab.measure import TimedCell, Timing, timed
+from moesaic_lab.bounds import Limit
+from moesaic_lab.measure import Timing
 from moesaic_lab.tables import QUARTILES, table
 from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Cluster
@@ -37,8 +38,8 @@ BUDGET = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalanceCell(TimedCell):
-    """Results of one case, for all methods and ranks."""
+class BalanceCell(BedCell):
+    """Results of one case, for all methods and ranks. A run is its first call, and a phase one of its movements."""
 
     job: BalanceJob
     max_vio: tuple[float, ...]
@@ -47,10 +48,6 @@ class BalanceCell(TimedCell):
     """By method: the most bytes of tensors alive at once in the first call, on the rank with the highest peak."""
     error: Mapping[str, float]
     """By method: the largest difference of results and gradients from the plain layer's, relative to the largest value."""
-    link_seconds: Mapping[str, float]
-    """By method: the time on the busiest link (bytes over rate), summed over all movements of the first call."""
-    across_bytes: Mapping[str, int]
-    """By method: bytes between nodes in the first call."""
     charged: Mapping[str, float]
     """By method: seconds of virtual compute in a step, on the rank that computes most."""
     decided: Mapping[str, Decided]
@@ -98,24 +95,13 @@ def measure(ranks: Cluster, jobs: Sequence[BalanceJob]) -> list[BalanceCell]:
 def summed_up(job: BalanceJob, results: Sequence[BalanceFound]) -> BalanceCell:
     """Return the cell that combines the results of all ranks for one case."""
     place, routes = job.case.place, job.case.routes
-    links, across = {}, {}
-    for name in job.methods:
-        by_movement: dict[int, list[Message]] = {}
-        for result in results:
-            for tag, sent in result.counted[name].messages.items():
-                by_movement.setdefault(tag, []).extend(sent)
-        messages = [message for sent in by_movement.values() for message in sent]
-        links[name] = sum(link_limit(sent, place.bed).seconds for sent in by_movement.values())
-        across[name] = crossing(messages, place.grid.node_of)[0]
     loads = [routes.counts(call, place.bed.world, place.num_experts) for call in range(len(routes.experts))]
     return BalanceCell(
         job=job,
         max_vio=tuple(max_vio(counts, place.bed.world) for counts in loads),
-        **timed([result.spans for result in results], [result.pairs for result in results]),
-        peak_bytes={name: max(result.counted[name].peak_bytes for result in results) for name in job.methods},
-        error={name: max(result.counted[name].error for result in results) for name in job.methods},
-        link_seconds=links,
-        across_bytes=across,
+        **joined(results, place.bed),
+        peak_bytes={name: max(result.peak_bytes[name] for result in results) for name in job.methods},
+        error={name: max(result.error[name] for result in results) for name in job.methods},
         charged={name: max(result.charged[name] for result in results) for name in job.methods},
         decided={
             name: max((result.decided[name] for result in results), key=lambda decided: sum(decided.seconds))
@@ -159,8 +145,8 @@ def _figures(cell: BalanceCell, name: str) -> dict[str, Any]:
     return {
         **cell.timings[name].row(), "seconds": list(cell.timings[name].seconds),
         "near_seconds": list(cell.near[name]) if name in cell.near else None,
-        **cell.ratio(PLAIN, name).row("plain_over_this"), "communication_seconds": cell.link_seconds[name],
-        "computing_seconds": cell.charged[name], "across_bytes": cell.across_bytes[name],
+        **cell.ratio(PLAIN, name).row("plain_over_this"), "communication_seconds": cell.bound(name),
+        "computing_seconds": cell.charged[name], "across_bytes": cell.across[name][0],
         "peak_bytes": cell.peak_bytes[name], "promised_bytes": cell.job.methods[name].plan.memory_budget,
         "error": cell.error[name], "replicated_experts": statistics.mean(decided.replicated_experts),
         "replicated_copies": statistics.mean(decided.replicated_copies),
@@ -188,8 +174,9 @@ def cell_of(rows: Sequence[dict[str, Any]], case: SkewedCase) -> BalanceCell:
         max_vio=(rows[0]["max_vio"],),
         timings={name: Timing.of(seconds) for name, seconds in of("seconds").items()},
         near={name: tuple(seconds) for name, seconds in of("near_seconds").items() if seconds},
-        peak_bytes=of("peak_bytes"), error=of("error"), link_seconds=of("communication_seconds"),
-        across_bytes=of("across_bytes"), charged=of("computing_seconds"), decided=decided,
+        limits={name: (Limit(seconds=seconds, link=""),) for name, seconds in of("communication_seconds").items()},
+        across={name: (num_bytes, 0) for name, num_bytes in of("across_bytes").items()},
+        peak_bytes=of("peak_bytes"), error=of("error"), charged=of("computing_seconds"), decided=decided,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +29,10 @@ from moesaic_lab.across_ranks import ToldRouter, in_turn_and_near
 from moesaic_lab.balance.config import SkewedCase
 from moesaic_lab.balance.memory import peak_bytes
 from moesaic_lab.balance.methods import OURS, PLAIN, BalanceMethod, placed_by, policy_of
+from moesaic_lab.beds import Timed
 from moesaic_lab.bounds import Message
-from moesaic_lab.measure import Span, paired, without_collections
-from moesaic_lab.recorder import Recorder
+from moesaic_lab.measure import paired, without_collections
+from moesaic_lab.recorder import Range, Recorder
 from moesaic_lab.virtual import Accelerator, virtual_experts
 
 TOLERANCE = 1e-4
@@ -51,18 +53,6 @@ class BalanceJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CountedPlan:
-    """Messages, memory and error of one call of a method on one rank, with real experts."""
-
-    messages: dict[int, list[Message]]
-    """Messages that the rank sent in forward and backward, by movement in the order of issue."""
-    peak_bytes: int
-    """The most bytes of tensors alive at once, beyond those that existed before the call."""
-    error: float
-    """Largest difference of results and gradients from the plain layer's, relative to the plain layer's largest value."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Decided:
     """Decisions of a method's policy on one rank, call by call."""
 
@@ -78,15 +68,13 @@ class Decided:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalanceFound:
-    """Results of one rank for one case."""
+class BalanceFound(Timed):
+    """Results of one rank for one case. The phases of a run are the movements of the case's first call, with real experts."""
 
-    spans: dict[str, list[Span]]
-    """By method: the timed rounds in which all methods run in turn."""
-    pairs: dict[str, list[Span]]
-    """By method: the further rounds, in which only ours and the methods close to it run."""
-    counted: dict[str, CountedPlan]
-    """By method: counts for the case's first call."""
+    peak_bytes: dict[str, int]
+    """By method: the most bytes of tensors alive at once in the first call, beyond those that existed before it."""
+    error: dict[str, float]
+    """By method: largest difference of results and gradients from the plain layer's, relative to its largest value."""
     decided: dict[str, Decided]
     """By method that replicates: its decisions."""
     charged: dict[str, float]
@@ -237,7 +225,7 @@ def measure_case(job: BalanceJob, plans: Mapping[str, Compiled], transport: Abst
         name: each.decisions(calls) for name, each in subjects.items() if job.methods[name].plan.replication != "none"
     }
     charged = {name: (each.charged - before[name]) / subjects[name].steps for name, each in accelerators.items()}
-    return BalanceFound(spans=spans, pairs=pairs, counted=counted, decided=decided, charged=charged)
+    return BalanceFound(spans=spans, pairs=pairs, decided=decided, charged=charged, **counted)
 
 
 def near_ours(
@@ -254,13 +242,13 @@ def near_ours(
     return [OURS, *near] if near else []
 
 
-def counts(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport) -> dict[str, CountedPlan]:
-    """Run the case's first call with real experts under every method; return its messages, peak memory and error.
+def counts(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport) -> dict[str, dict[str, Any]]:
+    """Run the case's first call with real experts under every method; return the counted fields of `BalanceFound`.
 
     Raises:
         RuntimeError: on every rank, if a method's results or gradients differ from the plain layer's.
     """
-    counted, plain = {}, None
+    sent, peaks, errors, plain = {}, {}, {}, None
     for name in job.methods:
         recorder = Recorder(transport)
         subject = Subject(job, name, plans[name], recorder, PlainExperts)
@@ -269,16 +257,21 @@ def counts(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTr
         plain = plain or values
         error = max(difference(value, other) for value, other in zip(values, plain))
         first = len(recorder.ranges)
-        peak = peak_bytes(partial(_run_first_call, subject))
-        sent: dict[int, list[Message]] = {}
-        for tag_range in recorder.ranges[first:]:
-            for message in tag_range.messages:
-                sent.setdefault(message.tag, []).append((message.source, message.target, float(message.num_bytes)))
-        counted[name] = CountedPlan(messages=sent, peak_bytes=peak, error=latest(error))
-    wrong = {name: plan.error for name, plan in counted.items() if not plan.error <= TOLERANCE}
+        peaks[name] = peak_bytes(partial(_run_first_call, subject))
+        sent[name], errors[name] = by_movement(recorder.ranges[first:]), latest(error)
+    wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
     if wrong:
         raise RuntimeError(f"{job.case.label}: methods differ from the plain layer: {wrong}")
-    return counted
+    return {"sent": sent, "peak_bytes": peaks, "error": errors}
+
+
+def by_movement(ranges: Sequence[Range]) -> list[list[Message]]:
+    """Return the messages of each movement; those of one number in forward and backward, which swap sides, together."""
+    movements: list[list[Message]] = [[] for _ in range(max((tags.length for tags in ranges), default=0))]
+    for tags in ranges:
+        for message in tags.messages:
+            movements[message.tag].append((message.source, message.target, float(message.num_bytes)))
+    return movements
 
 
 def outcome(subject: Subject) -> list[Tensor]:
