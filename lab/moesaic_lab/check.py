@@ -46,11 +46,10 @@ class CheckedOptions(BenchmarkOptions):
 
 
 def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per checked quantity, planted bug, number of processes, balancing answer and failure."""
+    """Return a row per checked quantity, planted bug, number of processes and failure."""
     lines = [{"quantity": quantity, "worst_error": error} for quantity, error in result["worst_errors"].items()]
     lines += result["mutants"]
     lines += [{"world": int(world), "cases": cases} for world, cases in result["cases_by_processes"].items()]
-    lines += [{"balance": answer, "cases": cases} for answer, cases in result["cases_by_balance"].items()]
     return lines + result["failures"]
 
 

@@ -12,7 +12,6 @@ from moesaic.errors import InputError
 from moesaic.kernels.codecs.zfp import Zfp
 from moesaic.testing import runner
 from moesaic.testing.cases import draw_case, missing_codecs
-from moesaic.testing.runner import BALANCE, answers
 
 
 @pytest.fixture
@@ -38,8 +37,6 @@ def test_a_table_of_what_was_found(capsys):
     out = words(capsys.readouterr().out)
     for part in ("cases on loopback │ 5, 0 failed", "worst error, expert gradient"):
         assert part in out
-    for answer in BALANCE:
-        assert f"cases with {answer} │" in out
 
 
 @pytest.fixture
@@ -71,10 +68,6 @@ def test_findings_as_json(capsys):
     assert main(["check", "--cases", "4", "--seed", "7", "--no-gloo", "--workers", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["passed"], found["cases"], found["failures"], found["cases_by_processes"]) == (True, 4, [], {})
-    covered = found["cases_by_balance"]
-    assert list(covered) == list(BALANCE)
-    drawn = [answer for seed in range(7, 11) for answer in answers(draw_case(seed))]
-    assert covered == {answer: drawn.count(answer) for answer in BALANCE}
     assert found["worst_errors"]["output"] < 1e-10
     assert found["machine"]["cores"] >= 1
 

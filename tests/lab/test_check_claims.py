@@ -11,8 +11,7 @@ from moesaic_lab.check import claims, rows
 from moesaic_lab.planted import mutants
 
 FOUND = {
-    "machine": {}, "versions": {}, "passed": False, "cases": 4, "cases_by_balance": {"replication": 2},
-    "cases_by_processes": {},
+    "machine": {}, "versions": {}, "passed": False, "cases": 4, "cases_by_processes": {},
     "failures": [{"seed": 3, "failure": "output 1.0"}], "worst_errors": {"output": 1e-16},
     "mutants": [{"mutant": name, "source": "own", "caught_by": by} for name, by in (("a", "numbers"), ("b", "nobody"))],
 }  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from moesaic.testing.cases import Case
-from moesaic.testing.runner import answers
 
 
 def features(case: Case) -> list[str]:
@@ -22,15 +21,16 @@ def features(case: Case) -> list[str]:
         "chunks",
         "peer_groups",
         "gather_weights",
-        "replication",
     )
     present += [f"{name}={getattr(plan, name)}" for name in names]
     present += [f"{axis}={getattr(case.grid, axis)}" for axis in ("world", "tp", "ep", "etp", "innermost")]
     present += [f"loss={loss.name}" for loss in case.losses]
-    present += [f"balance={answer}" for answer in answers(case)]
+    at_random = plan.replication in ("shadow", "arbiter") and not case.by_policy
+    present.append(f"replication={plan.replication}{' at random' * at_random}")
     switches = {
         "overlap_gather": plan.overlap_gather,
         "fuse": plan.fuse,
+        "memory budget": plan.memory_budget is not None,
         "padding": case.padding,
         "recompute": case.recompute,
         "evaluate": case.evaluate,

@@ -11,16 +11,16 @@ import torch
 
 from moesaic.balance.run.calls import BalancedCalls
 from moesaic.errors import InputError
+from moesaic.named import REPLICATION
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.build import SCHEDULES
 from moesaic.program.order import ORDERS
-from moesaic.program.plan import Plan
 from moesaic.routing.routers import ROUTERS
 from moesaic.testing import cases, runner
 from moesaic.testing.cases import Case, draw_case
 from moesaic.testing.equivalence import failures, run_case
 from moesaic.testing.reference import ratio, relative
-from moesaic.testing.runner import BALANCE, Evidence, answers, gather_evidence
+from moesaic.testing.runner import Evidence, gather_evidence
 
 from .features import features
 
@@ -36,7 +36,9 @@ REQUIRED = [
     "precision=float32", "precision=autocast", "experts=modules", "experts=gelu", "shared", "apply_weight=before",
     "loss=load_balance", "loss=load_balance_sequence", "loss=load_balance_global_batch", "loss=z_loss", "loss=importance",
     "padding", "recompute", "evaluate", "accumulation", "group without tokens", "uneven groups", "coded, exact",
-    "capacity per rank", "padded capacity", "admission by score", *(f"balance={answer}" for answer in BALANCE),
+    "capacity per rank", "padded capacity", "admission by score", "memory budget",
+    *(f"replication={name}" for name in (*REPLICATION, "shadow at random", "arbiter at random")),
+    "placement=random", "placement=solved", "experts_move=True",
 ]  # fmt: skip
 """The features that the drawn cases must have."""
 
@@ -133,22 +135,6 @@ def test_a_ratio_explains_every_value():
     for unlike in (other, one.flip(0), one[:5], one * float("nan")):
         assert ratio(unlike, one) is None
     assert ratio(one, 0 * one) is None
-
-
-def test_what_answers_skewed_routing_is_named():
-    plain = dataclasses.replace(draw_case(0), plan=Plan(), placement="none", experts_move=False, by_policy=False)
-    assert answers(plain) == []
-    plan = Plan(replication="shadow", memory_budget=4, peer_groups=2)
-    loaded = dataclasses.replace(plain, plan=plan, experts_move=True)
-    found = ["replication at random", "experts in random orders", "memory budget", "steps (peer groups)"]
-    assert answers(loaded) == found
-    assert answers(dataclasses.replace(loaded, by_policy=True)) == ["shadow", *found[1:]]
-    assert answers(dataclasses.replace(plain, plan=Plan(replication="spill"))) == ["spill"]
-    assert answers(dataclasses.replace(plain, plan=Plan(replication="arbiter"), placement="solved")) == [
-        "arbiter at random", "samples by policy",
-    ]  # fmt: skip
-    assert set(BALANCE) >= {*answers(loaded), "arbiter", "weights to tokens (r)"}
-    assert {f"balance={answer}" for answer in found} <= set(features(loaded))
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,6 @@ def as_dict(evidence: Evidence) -> dict[str, Any]:
         "passed": not evidence.failures,
         "cases": len(evidence.loopback),
         "codecs_not_installed": missing_codecs(),
-        "cases_by_balance": evidence.balance,
         "cases_by_processes": evidence.worlds,
         "failures": [{"seed": failure.case.seed, "failure": failure.reason} for failure in evidence.failures],
         "worst_errors": dict(sorted(evidence.worst.items())),
@@ -135,9 +134,6 @@ def _print(evidence: Evidence) -> None:
         table.add_row("codecs that are not installed, and so in no case", ", ".join(missing))
     for world, count in evidence.worlds.items():
         table.add_row(f"cases on {world} processes", str(count))
-    table.add_section()
-    for answer, count in evidence.balance.items():
-        table.add_row(f"cases with {answer}", f"{count:,}")
     table.add_section()
     for quantity, error in sorted(evidence.worst.items()):
         table.add_row(f"worst error, {quantity}", f"{error:.1e}")

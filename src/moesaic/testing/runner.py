@@ -33,7 +33,6 @@ from torch.multiprocessing.spawn import start_processes
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import Handle, Transfer
 from moesaic.layer import MoE
-from moesaic.named import REPLICATION
 from moesaic.parallel import clip_grad_norm_
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import HELPERS, Kind, Program, Slot, State
@@ -207,12 +206,6 @@ class Evidence:
         """World size -> number of cases that ran on processes."""
         return dict(Counter(each.case.grid.world for each in self.processes))
 
-    @property
-    def balance(self) -> dict[str, int]:
-        """Number of cases on loopback that balance skewed routing by each of the means `BALANCE`."""
-        used = Counter(answer for each in self.loopback for answer in answers(each.case))
-        return {answer: used[answer] for answer in BALANCE}
-
 
 def gather_evidence(
     seeds: Sequence[int],
@@ -270,28 +263,6 @@ def check_case(case: Case) -> Checked:
             case, {}, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         )
     return Checked(case, ran.errors, ", ".join([*ran.wrong, *differing[:3]]))
-
-
-BALANCE = (
-    *REPLICATION, "replication at random", "arbiter at random", "samples anywhere",
-    "samples by policy", "experts in random orders", "memory budget", "weights to tokens (r)", "steps (peer groups)",
-)  # fmt: skip
-"""Means of balancing skewed routing that cases use; see docs/balance.md."""
-
-
-def answers(case: Case) -> list[str]:
-    """Return the means by which a case balances skewed routing, as names from `BALANCE`."""
-    at_random = {} if case.by_policy else {"shadow": "replication at random", "arbiter": "arbiter at random"}
-    replication = case.plan.replication
-    used = [at_random.get(replication, replication)] if case.plan.replicates else []
-    used += {"none": [], "random": ["samples anywhere"], "solved": ["samples by policy"]}[case.placement]
-    holds = {
-        "experts in random orders": case.experts_move,
-        "memory budget": case.plan.memory_budget is not None,
-        "weights to tokens (r)": case.plan.gather_weights is not None,
-        "steps (peer groups)": case.plan.peer_groups > 1,
-    }
-    return used + [name for name, applies in holds.items() if applies]
 
 
 @dataclass(frozen=True)
