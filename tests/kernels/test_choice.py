@@ -57,11 +57,11 @@ def test_one_operation_does_what_the_steps_do(name, losses, padded, capacity, dt
 def test_the_operators_hold_what_they_promise(by_sigmoid):
     rule, wanted = ChoiceRule(2, by_sigmoid, True, 1.5), WantedSums(balance=True, z=True, reduced=True)
     logits, settings = torch.randn(6, 4), (*rule, *wanted)
-    torch.library.opcheck(choose_forward, (logits, None, None, None, *settings))
+    torch.library.opcheck(choose_forward.overload, (logits, None, None, None, *settings))
     chosen = choose(logits, rule, wanted)
     grads = torch.ones(12), torch.ones(()), torch.ones(())
     arguments = (logits, None, chosen.expert, chosen.counts, chosen.num_valid, *grads, *settings)
-    torch.library.opcheck(choose_backward, arguments)
+    torch.library.opcheck(choose_backward.overload, arguments)
 
 
 def test_a_router_with_a_step_of_its_own_is_not_fused():

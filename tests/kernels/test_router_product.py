@@ -76,5 +76,5 @@ def test_a_gradient_that_nobody_wants_is_left_out(missing, by_pieces, monkeypatc
 
 def test_the_operators_hold_what_they_promise():
     x, weight = torch.randn(5, 8, dtype=torch.bfloat16), torch.randn(4, 8)
-    torch.library.opcheck(router_product.router_forward, (x, weight))
-    torch.library.opcheck(router_product.router_backward, (x, weight, torch.randn(5, 4), True, True))
+    torch.library.opcheck(router_product.router_forward.overload, (x, weight))
+    torch.library.opcheck(router_product.router_backward.overload, (x, weight, torch.randn(5, 4), True, True))

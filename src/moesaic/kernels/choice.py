@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.choice_call import ChoiceGradients, ChoiceResult, ChoiceRule, WantedSums
-from moesaic.kernels.operator import differentiable_once, operator
+from moesaic.kernels.operator import operator
 from moesaic.kernels.pick import kind_of
 from moesaic.kernels.top_k import in_best_groups, top_k_indices
 
@@ -109,14 +109,14 @@ def empty_chosen(logits: Tensor, rule: ChoiceRule, wanted: WantedSums) -> Choice
     return ChoiceResult(*(logits.new_empty(size) for size in floats), *new_ints)
 
 
-@torch.library.register_fake(choose_forward)
+@torch.library.register_fake(choose_forward.overload)
 def _(logits: Tensor, bias: Any, valid: Any, expert: Any, *settings: Any) -> tuple[Tensor, ...]:
     return tuple(empty_chosen(logits, *_settings(settings)))
 
 
 @operator(
     "choose_backward", schema="(Tensor logits, Tensor? valid, Tensor expert, Tensor counts, "
-    f"Tensor num_valid, Tensor? d_weight, Tensor? d_balance, Tensor? d_z, {SETTINGS}) -> Tensor",
+    f"Tensor num_valid, Tensor? d_weight, Tensor? d_balance, Tensor? d_z, {SETTINGS}) -> Tensor", refuses_gradient=True,
 )  # fmt: skip
 def choose_backward(*arguments: Any) -> Tensor:
     """Return the gradient of the logits, (T, E)."""
@@ -128,12 +128,9 @@ def choose_backward(*arguments: Any) -> Tensor:
     return _logits_gradient(call, rule, wanted)
 
 
-@torch.library.register_fake(choose_backward)
+@torch.library.register_fake(choose_backward.overload)
 def _(logits: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-differentiable_once(choose_backward)
 
 
 class _Choose(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moesaic.kernels.activation import Clamp
-from moesaic.kernels.operator import differentiable_once, operator
+from moesaic.kernels.operator import operator
 from moesaic.kernels.pick import expert_kernel
 from moesaic.kernels.work import Dispatch, ExpertWork, Gradients, Wanted
 
@@ -101,7 +101,7 @@ def expert_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return expert_kernel(work.x.device, work.kernel).forward(work, out_dtype)
 
 
-@torch.library.register_fake(expert_forward)
+@torch.library.register_fake(expert_forward.overload)
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     *call, out_dtype = arguments
     work = _unflatten(*call)
@@ -119,6 +119,7 @@ def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *_, **__) -> i
 @operator(
     "expert_backward",
     schema=f"({CALL_SCHEMA}, Tensor pre, Tensor dy, bool wants_x, bool wants_gates, bool wants_weights) -> Tensor[]",
+    refuses_gradient=True,
 )
 def expert_backward(*arguments: Any) -> list[Tensor]:
     """Return the gradients of x, gates, up, up_bias, down and down_bias.
@@ -134,7 +135,7 @@ def expert_backward(*arguments: Any) -> list[Tensor]:
     return [d_x, d_gates, *gradients.weights]
 
 
-@torch.library.register_fake(expert_backward)
+@torch.library.register_fake(expert_backward.overload)
 def _(*arguments: Any) -> list[Tensor]:
     *call, _pre, _dy, wants_x, wants_gates, wants_weights = arguments
     work = _unflatten(*call)
@@ -155,9 +156,6 @@ def _(x, gates, token, by_token, starts, ends, up, up_bias, down, *others, **__)
     reaches_rows = wants_x or (wants_gates and gates is not None and gates_first)
     products = 1 + wants_weights * (up[1] + 1) + reaches_rows * up[1]
     return int(products * _product_flops(x, token, down))
-
-
-differentiable_once(expert_backward)
 
 
 def _product_flops(x: Sequence[int], token: Sequence[int] | None, down: Sequence[int]) -> int:

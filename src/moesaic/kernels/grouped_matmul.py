@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moesaic.kernels.operator import differentiable_once, operator
+from moesaic.kernels.operator import operator
 from moesaic.kernels.pick import kind_of, triton_products
 
 
@@ -40,7 +40,7 @@ def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return y
 
 
-@operator("rows_times")
+@operator("rows_times", refuses_gradient=True)
 def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows by its matrix: (R, K) x (E, K, N) -> (R, N); not differentiable by itself."""
     if len(x) and _is_supported(x, w) and _is_aligned(w):
@@ -56,7 +56,7 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@torch.library.register_fake(rows_times)
+@torch.library.register_fake(rows_times.overload)
 def _(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[2])
 
@@ -67,7 +67,7 @@ def _(x, w, ends, **_) -> int:  # type: ignore[no-untyped-def]
     return 2 * x[0] * x[1] * w[2]
 
 
-@operator("outer_products")
+@operator("outer_products", refuses_gradient=True)
 def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Return each expert's `dy.T @ x` over its own rows: (R, N), (R, K) -> (E, N, K); zeros for an expert without rows."""
     if len(x) and _is_supported(dy, x):
@@ -84,7 +84,7 @@ def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@torch.library.register_fake(outer_products)
+@torch.library.register_fake(outer_products.overload)
 def _(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(ends.shape[0], dy.shape[1], x.shape[1])
 
@@ -93,9 +93,6 @@ def _(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 def _(dy, x, ends, **_) -> int:  # type: ignore[no-untyped-def]
     """Return the FLOPs of one product over all rows; the arguments are shapes."""
     return 2 * x[0] * x[1] * dy[1]
-
-
-differentiable_once(rows_times, outer_products)
 
 
 def _is_supported(*operands: Tensor) -> bool:

@@ -104,7 +104,7 @@ def rows_times(x: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, transpose
     return _by_blocks(x, codes, scales, ends, transposed=transposed)
 
 
-@torch.library.register_fake(rows_times)
+@torch.library.register_fake(rows_times.overload)
 def _(x: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     return x.new_empty(x.shape[0], codes.shape[1] if transposed else 2 * codes.shape[2])
 

@@ -1,16 +1,18 @@
 """Registers functions as operators of torch, in the namespace `moesaic`.
 
-`torch.library.custom_op` would do, but costs the host 51 us a call for an operator that costs 15 us here (docs/log.md).
-What it adds is a check for results that are arguments, and an autograd formula that refuses;
-operators here are called by `torch.autograd.Function`s, where nothing is recorded.
+torch's compiler, modes (fake tensors, FLOP counters, selective checkpoints) and subclasses of tensors need operators. An eager
+call of plain tensors does not, and torch takes 10 to 50 us to bring the arguments to a function in Python (docs/log.md):
+such a call runs the function itself. Operators here are called by `torch.autograd.Function`s, where nothing is recorded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.library import infer_schema, register_autograd
 
 from moesaic.errors import InputError
@@ -19,14 +21,17 @@ LIBRARY = torch.library.Library("moesaic", "DEF")
 
 
 def operator(
-    name: str, *, schema: str | None = None, mutates_args: Sequence[str] = ()
+    name: str, *, schema: str | None = None, mutates_args: Sequence[str] = (), refuses_gradient: bool = False
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that makes a function an operator for every device, whose `function` it becomes.
+    """Return a decorator that makes a function an operator for every device.
+
+    The decorated function calls the operator, its `overload`, or in eager mode the function, which is `overload.function`.
 
     Args:
         name: without namespace.
-        schema: arguments and results; None to infer them from annotations.
+        schema: arguments and results; None to infer them from annotations. The first argument is a tensor.
         mutates_args: the arguments that the function writes.
+        refuses_gradient: differentiating the results is an InputError.
     """
 
     def register(function: Callable[..., Any]) -> Any:
@@ -35,15 +40,20 @@ def operator(
         LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         overload = getattr(torch.ops.moesaic, name).default
         overload.function = function
-        return overload
+        if refuses_gradient:
+            register_autograd(overload, _refuse, lib=LIBRARY)
+
+        @wraps(function)
+        def call(*arguments: Any) -> Any:
+            is_eager = not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+            if is_eager and type(arguments[0]) is Tensor and not (refuses_gradient and torch.is_grad_enabled()):
+                return function(*arguments)
+            return overload(*arguments)
+
+        call.overload = overload  # type: ignore[attr-defined]
+        return call
 
     return register
-
-
-def differentiable_once(*operators: Any) -> None:
-    """Make the gradient of operators that compute gradients an InputError, in words of ours."""
-    for each in operators:
-        register_autograd(each, _refuse, lib=LIBRARY)
 
 
 def _refuse(*_: object) -> NoReturn:

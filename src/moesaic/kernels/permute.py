@@ -116,7 +116,7 @@ def sort_copies(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     return copies, torch.empty_like(copies).scatter_(0, copies, position), ends_and_rest[:num_experts].clone()
 
 
-@torch.library.register_fake(sort_copies)
+@torch.library.register_fake(sort_copies.overload)
 def _(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     order = torch.empty_like(expert, dtype=torch.int64)
     return order, torch.empty_like(order), expert.new_empty(num_experts, dtype=torch.int32)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.kernels.operator import differentiable_once, operator
+from moesaic.kernels.operator import operator
 from moesaic.kernels.products import rows_product, sum_product
 
 BLOCK = 4096
@@ -56,12 +56,12 @@ def router_forward(x: Tensor, weight: Tensor) -> Tensor:
     return logits if unit is None else logits * unit
 
 
-@torch.library.register_fake(router_forward)
+@torch.library.register_fake(router_forward.overload)
 def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
-@operator("router_gradients")
+@operator("router_gradients", refuses_gradient=True)
 def router_backward(
     x: Tensor, weight: Tensor, grad: Tensor, wants_x: bool, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
@@ -91,12 +91,9 @@ def router_backward(
     return d_x, d_weight
 
 
-@torch.library.register_fake(router_backward)
+@torch.library.register_fake(router_backward.overload)
 def _(x: Tensor, weight: Tensor, grad: Tensor, wants_x: bool, wants_weight: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape if wants_x else (0,)), weight.new_empty(weight.shape if wants_weight else (0,))
-
-
-differentiable_once(router_backward)
 
 
 class _RouterLogits(torch.autograd.Function):

@@ -166,7 +166,7 @@ if _register is not None:
         """Return `passes.weight(like, is_half)`, as an operator for compiled backward passes."""
         return passes.weight(like, is_half)
 
-    @torch.library.register_fake(injected_weight)
+    @torch.library.register_fake(injected_weight.overload)
     def _(like: Tensor, passes: BackwardPasses, is_half: bool) -> Tensor:
         return like.new_empty((), dtype=torch.float32)
 

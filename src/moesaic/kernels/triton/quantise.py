@@ -68,7 +68,7 @@ def decode(scale: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     return rows
 
 
-@torch.library.register_fake(decode)
+@torch.library.register_fake(decode.overload)
 def _(scale: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.new_empty(codes.shape, dtype=dtype)
 

@@ -45,7 +45,7 @@ def sum_tokens(
     return out
 
 
-@torch.library.register_fake(sum_tokens)
+@torch.library.register_fake(sum_tokens.overload)
 def _(
     rows: Tensor, by_token: Tensor, starts: Tensor, weights: Tensor | None, per_token: int, dtype: torch.dtype
 ) -> Tensor:

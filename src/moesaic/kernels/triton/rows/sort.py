@@ -54,7 +54,7 @@ def sort(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return copy, row, ends
 
 
-@torch.library.register_fake(sort)
+@torch.library.register_fake(sort.overload)
 def _(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     copy = expert.new_empty(expert.shape, dtype=torch.int64)
     return copy, torch.empty_like(copy), expert.new_empty(num_experts, dtype=torch.int32)
