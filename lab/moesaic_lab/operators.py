@@ -35,6 +35,7 @@ from moesaic.routing.routers import ROUTERS
 from moesaic.testing.runner import on_ranks
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim, claimed, figures
+from moesaic_lab.local_copies import unseen
 from moesaic_lab.measure import in_turn, over_ranks, paired, without_collections
 
 TOKENS, DIM, HIDDEN, EXPERTS, WORLD = 64, 64, 32, 16, 4
@@ -91,6 +92,16 @@ def make_layer(**options: Any) -> MoE:
 def _count_on_mesh() -> dict[str, list[str]]:
     layer = make_layer()
     layer.parallelize(Mesh.create(ep=WORLD))
+    experts: Any = layer.experts
+    gradients = experts.gradients
+
+    def seen_as_the_stage(call: Any, kept: Any, dy: Tensor, deferred: list[Callable[[], None]] | None = None) -> Any:
+        results = unseen(gradients)(call, kept, dy, deferred)
+        if deferred is not None:
+            deferred[:] = map(unseen, deferred)
+        return results
+
+    experts.run, experts.gradients = unseen(experts.run), seen_as_the_stage
     return counted(layer, list(layer.parameters()))
 
 

@@ -70,7 +70,9 @@ def test_products_equal_those_with_dequantized_matrices(dtype, transposed, scrat
         exact = rows.double() @ matrix.double()
         bound = 8 * torch.finfo(dtype).eps * (rows.double().abs() @ matrix.double().abs())
         assert bool(((out.double() - exact).abs() <= bound).all())
-    fake = torch.library.opcheck(nf4.rows_times.overload, (x, codes, scales, ends, transposed), test_utils="test_faketensor")
+    fake = torch.library.opcheck(
+        nf4.rows_times.overload, (x, codes, scales, ends, transposed), test_utils="test_faketensor"
+    )
     assert set(fake.values()) == {"SUCCESS"}
 
 

@@ -196,7 +196,7 @@ def _sums(
         sums = probs.sum(0) if valid is None else (probs * valid.unsqueeze(1)).sum(0)
         if wanted.reduced:
             size = torch.Size((len(logits), rule.top_k)) if valid is None else None
-            balance = sums.dot(_slope(counts, num_valid, size, sums.dtype))
+            balance = sums.dot(balance_slope(counts, num_valid, size, sums.dtype))
         else:
             balance = sums.unsqueeze(0)
     if wanted.z:
@@ -206,11 +206,11 @@ def _sums(
     return logits.new_empty(0) if balance is None else balance, logits.new_empty(0) if z is None else z
 
 
-def _slope(counts: Tensor, num_valid: Tensor, full_size: torch.Size | None, dtype: torch.dtype) -> Tensor:
+def balance_slope(counts: Tensor, num_valid: Tensor, full_size: torch.Size | None, dtype: torch.dtype) -> Tensor:
     """Return the gradient of the load-balance loss in the summed probabilities, (E,).
 
     Args:
-        counts: (E,) int64.
+        counts: (E,) int64, copies per expert.
         num_valid: () int64.
         full_size: (T, K) if no token is padding, so that no sum is needed.
         dtype: dtype of the result.
@@ -228,7 +228,7 @@ def _logits_gradient(call: ChoiceGradients, rule: ChoiceRule, wanted: WantedSums
     if d_probs is not None:  # (1, E), or (T, E) with padding
         if wanted.reduced:
             size = expert_TK.shape if call.valid is None else None
-            d_probs = (d_probs * _slope(call.counts, call.num_valid, size, logits.dtype)).unsqueeze(0)
+            d_probs = (d_probs * balance_slope(call.counts, call.num_valid, size, logits.dtype)).unsqueeze(0)
         d_probs = d_probs if call.valid is None else d_probs * call.valid.unsqueeze(1)
     if d_weight is not None:
         d_weight = d_weight.reshape(expert_TK.shape)

@@ -77,8 +77,7 @@ def sort_by_expert(
         starts = starts.roll(1).index_fill(0, starts.new_zeros(min(num_tokens, 1)), 0)
     else:
         by_token = row_of_copy
-        starts = torch.arange(num_tokens, device=order.device)
-        starts = starts if rows_per_token == 1 else starts * rows_per_token
+        starts = torch.arange(0, num_tokens * rows_per_token, rows_per_token, device=order.device)
     if has_unsent and rows_per_token is None:
         by_token = by_token.masked_fill(by_token >= ends[-1], -1)
     dispatch = Dispatch(

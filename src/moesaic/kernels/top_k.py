@@ -15,10 +15,11 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     NaN ranks above every number, as in `torch.topk`, whatever its sign bit: a row of NaN gets the indices 0 to top_k - 1.
     A token with NaN scores therefore gets valid and distinct experts, and a weight of NaN that shows in its own result.
 
-    `torch.topk` does not define the order of ties, so two runs, or a run and its recomputation, may differ. Here each float32
-    is mapped to an integer of the same order. If `top_k` is small, `argmax`, which takes the first of equal entries, runs
-    `top_k` times. Otherwise the index is appended to the integer, which makes all keys of a row distinct. A key has
-    32 + log2(E) bits and is exact in a float64, for which `topk` is fast on every device.
+    `torch.topk` does not define the order of ties, so two runs, or a run and its recomputation, may differ. If `top_k` is
+    small, `argmax`, which takes the first of equal entries, runs `top_k` times; -inf, which then marks the entries that were
+    taken, ranks as the lowest finite number. Otherwise each float32 is mapped to an integer of the same order, to which the
+    index is appended, which makes all keys of a row distinct. A key has 32 + log2(E) bits and is exact in a float64, for which
+    `topk` is fast on every device.
 
     Args:
         rank_by: (rows, columns), float32 or float64.
@@ -27,16 +28,17 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     Returns:
         (rows, top_k) int64.
     """
+    if 0 < top_k <= MOST_PASSES:
+        left = rank_by.clamp_min(torch.finfo(rank_by.dtype).min)
+        chosen = [left.argmax(1, keepdim=True)]
+        for _ in range(top_k - 1):
+            left.scatter_(1, chosen[-1], float("-inf"))
+            chosen.append(left.argmax(1, keepdim=True))
+        return torch.cat(chosen, 1)
     if rank_by.dtype != torch.float32:
         return top_k_indices_reference(rank_by, top_k)
     bits = (rank_by + 0.0).contiguous().view(torch.int32)  # -0.0 becomes 0.0, which it equals
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill_(rank_by.isnan(), 0x7FFFFFFF)
-    if 0 < top_k <= MOST_PASSES:
-        chosen = [ordered.argmax(1, keepdim=True)]
-        for _ in range(top_k - 1):
-            ordered.scatter_(1, chosen[-1], torch.iinfo(torch.int32).min)  # below every number's integer
-            chosen.append(ordered.argmax(1, keepdim=True))
-        return torch.cat(chosen, 1)
     columns = rank_by.shape[-1]
     tie_break = torch.arange(columns - 1, -1, -1, device=rank_by.device)
     return (ordered.double() * columns + tie_break).topk(top_k, dim=-1).indices

@@ -162,4 +162,4 @@ def counts(ends: Tensor) -> list[int]:
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which rows of `dtype` are summed: float32 for 16-bit rows, else their own."""
-    return torch.promote_types(dtype, torch.float32)
+    return dtype if dtype.itemsize >= 4 else torch.float32

@@ -106,17 +106,16 @@ class RouterStatistics:
             step_counts_E=step_counts_E.to(dtype),
         )
 
-    def packed(self) -> Tensor:
-        """Return all sums except `step_counts_E`, concatenated, (n,), differentiable."""
-        importance = self.probs_GE.new_zeros(0) if self.importance_E is None else self.importance_E
-        parts = [self.counts_GE.flatten(), self.probs_GE.flatten(), self.tokens_G, importance]
-        return torch.cat([*parts, self.logsumexp_squared.unsqueeze(0)])
+    def parts(self) -> list[Tensor]:
+        """Return all sums except `step_counts_E`, (n,) each, differentiable; `torch.cat` of them is (n,) float."""
+        parts = [self.counts_GE.flatten(), self.probs_GE.flatten(), self.tokens_G, self.importance_E]
+        return [each for each in (*parts, self.logsumexp_squared.unsqueeze(0)) if each is not None]
 
     def joined(self, packed_Pn: Tensor, slices: int, earlier_counts_E: Tensor | None) -> RouterStatistics:
         """Return the sums over several ranks; the sequences of all ranks are concatenated.
 
         Args:
-            packed_Pn: (P, n), the return value of `packed` on each rank, with the same shapes on all ranks.
+            packed_Pn: (P, n), the `parts` of each rank, joined, with the same shapes on all ranks.
             slices: number of neighbouring ranks that hold slices of the same sequences.
             earlier_counts_E: as for `of`, but summed over all ranks.
         """

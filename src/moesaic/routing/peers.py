@@ -42,7 +42,7 @@ SEQUENCES = "pad the batch with sequences whose mask is False, or choose another
 """The advice in an error message if ranks have different numbers of sequences."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gathered:
     """The messages that the ranks exchanged in one call."""
 
@@ -79,20 +79,28 @@ class Gathered:
             local: statistics of this rank's tokens; None if no loss reads them.
             extras: the further values from `peers.extras`.
         """
-        sizes = torch.full((_SIZES,), num_tokens, dtype=torch.float64, device=counts_KE.device)
-        sizes[2] = nonfinite
-        sizes[3] = peers.weights_hash()
-        if num_valid is not None:
-            sizes[0] = num_valid
-        digest = peers.digest_on(sizes.device)
-        sums = [] if local is None else [local.packed().detach().double()]
-        message = torch.cat([sizes, counts_KE.reshape(-1).double(), *sums, extras.to(digest), digest])
+        tokens = torch.full((2,), num_tokens, device=counts_KE.device)
+        sizes = [tokens] if num_valid is None else [num_valid.view(1), tokens[1:]]
+        sums = [] if local is None else local.parts()
+        digest = peers.digest_on(tokens.device)
+        with torch.no_grad():  # `cat` makes all parts float64, as the digest is
+            hashed = peers.weights_hash(tokens.device)
+            message = torch.cat(
+                [*sizes, nonfinite.view(1), hashed, counts_KE.reshape(-1), *sums, extras.to(digest), digest]
+            )
         return cls(
             peers.gather(message),
             num_slots=counts_KE.shape[0],
             num_experts=counts_KE.shape[1],
             num_extras=len(extras),
         )
+
+    def totals(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the sums of all ranks' tokens, one sequence each, in a dtype: probabilities, (E,), and squares, (1,)."""
+        start = _SIZES + self.num_slots * self.num_experts
+        sums = self.values[:, start : -_DIGEST - self.num_extras].sum(0).to(dtype)
+        _, probs, _, squares = sums.split([self.num_experts, self.num_experts, 1, 1])
+        return probs, squares
 
     @cached_property
     def valid(self) -> Tensor:
@@ -118,7 +126,7 @@ class Gathered:
     @cached_property
     def _all_on_host(self) -> np.ndarray:
         """(P, n + E) float64: `values` and `sent`, copied to the host together. The host waits for the device only here."""
-        parts = [self.values] if self.sent is None else [self.values, self.sent.double()]
+        parts = [self.values] if self.sent is None else [self.values, self.sent]
         return torch.cat(parts, 1).cpu().numpy()
 
     @property
@@ -155,7 +163,7 @@ class Gathered:
             peers: the ranks of the exchange.
             earlier_counts_E: (E,) int64, copies of the optimizer step before this call, over all ranks.
         """
-        own = local.packed()
+        own = torch.cat(local.parts())
         others = self.values[:, _SIZES + self.num_slots * self.num_experts : -_DIGEST - self.num_extras].to(own)
         rows = [own if place == peers.place else others[place] for place in range(peers.number)]
         return local.joined(torch.stack(rows), peers.slices, earlier_counts_E)
@@ -242,10 +250,10 @@ class Peers:
         self.weights: Mapping[str, Tensor] = {}
         """The router's weights by name, which are the same on all ranks that route tokens of their own."""
 
-    def weights_hash(self) -> Tensor | float:
-        """Return a hash of `weights`, () int64 on their device; 0 if there is nothing to compare them with."""
+    def weights_hash(self, device: torch.device) -> Tensor:
+        """Return a hash of `weights`, (1,) int64; 0 if there is nothing to compare them with."""
         hashed = hash_of(self.weights.values()) if self.number > self.slices else None
-        return 0.0 if hashed is None else hashed
+        return torch.zeros(1, dtype=torch.int64, device=device) if hashed is None else hashed.view(1)
 
     def extras(
         self, choice: Choice, alive_N: Tensor | None, num_tokens: int, num_experts: int, *, may_drop: bool

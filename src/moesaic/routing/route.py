@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moesaic.kernels.choice import choose
+from moesaic.kernels.choice import balance_slope, choose
 from moesaic.kernels.choice_call import WantedSums
 from moesaic.routing.capacity import AbstractCapacity, Dropless, admit, count
 from moesaic.routing.losses import AbstractLoss, LoadBalance, RouterStatistics, ZLoss
@@ -125,7 +125,8 @@ def route(
         given = None if replay is None else replay.choice
         if fused is not None and given is None and router.recorded is not None:
             given = router.recorded(len(x_TD), top_k, x_TD.device)
-        if fused is not None and (given is None or given.sent is None):
+        is_fused = fused is not None and (given is None or given.sent is None)
+        if fused is not None and is_fused:
             scored = _choose_at_once(fused, x_TD, losses, batch.valid_T, given, reduced=peers is None)
         else:
             scored = _choose_in_steps(router, x_TD, top_k, losses, batch, replay)
@@ -134,10 +135,13 @@ def route(
             rules = _Rules(top_k, capacity, len(x_TD), router.num_experts, batch.valid_T, peers)
             record = _decide(rules, scored)
             record = record._replace(noise=scored.noise, earlier_counts=None if earlier is None else earlier.clone())
-        sums = scored.sums
+        sums, known = scored.sums, scored.values
         if sums is not None and peers is not None and record.gathered is not None:
-            sums = record.gathered.statistics(sums, peers, record.earlier_counts)
-        loss, values = _evaluate(losses, sums, scored.values)
+            if is_fused:
+                sums, known = None, _values_over_ranks(losses, sums, record, record.gathered)
+            else:
+                sums = record.gathered.statistics(sums, peers, record.earlier_counts)
+        loss, values = _evaluate(losses, sums, known)
     routing = _routing(record, scored.weight_N, len(x_TD), router.num_experts, values, scored.logits)
     return Routed(routing, record, loss)
 
@@ -248,14 +252,13 @@ def _choose_at_once(
     choice = choice if given is None else given
     values, sums = [getattr(chosen, str(field)) for field in fields] if reduced else None, None
     if losses and not reduced:
-        counts = chosen.counts.to(logits.dtype)
         sums = RouterStatistics(
-            counts_GE=counts.unsqueeze(0),
+            counts_GE=chosen.counts.unsqueeze(0),
             probs_GE=chosen.balance,
-            tokens_G=chosen.num_valid.to(logits.dtype).unsqueeze(0),
+            tokens_G=chosen.num_valid.unsqueeze(0),
             importance_E=None,
             logsumexp_squared=chosen.z if wanted.z else logits.new_zeros(()),
-            step_counts_E=counts,
+            step_counts_E=chosen.counts,
         )
     counted = _Counted(chosen.counts, chosen.nonfinite, chosen.num_valid)
     return _Scored(choice, chosen.weight, _alive(choice, valid_T), counted, sums, logits, values)
@@ -327,7 +330,7 @@ def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
     sent = admit(choice, alive_N, rows, best_T, num_experts, before_KE)
     by_rank = _by_rank(gathered, capacity, top_k)
     if gathered is not None:
-        gathered = replace(gathered, sent=by_rank)
+        gathered.sent = by_rank
     return RoutingRecord(None, choice, requested, num_valid, nonfinite, rows, sent, None, gathered, by_rank)
 
 
@@ -427,6 +430,37 @@ def _sums(
         first_token=batch.first_token if by_sequence else 0,
         sequence_length=batch.sequence_length if by_sequence else None,
     )
+
+
+class _LinearSum(torch.autograd.Function):
+    """A product with sums over all ranks' tokens, differentiable in this rank's part of them."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, total: Tensor, factors: Tensor) -> Tensor:
+        ctx.save_for_backward(factors)
+        ctx.shape = own.shape
+        return total.dot(factors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (factors,) = ctx.saved_tensors
+        return (grad * factors).view(ctx.shape), None, None
+
+
+def _values_over_ranks(
+    losses: Sequence[AbstractLoss], own: RouterStatistics, record: RoutingRecord, gathered: Gathered
+) -> list[Tensor]:
+    """Return the losses of all ranks' tokens, which `_fused_sum` knows: each is linear in a sum over the tokens."""
+    probs, squares = gathered.totals(own.logsumexp_squared.dtype)
+    values = list[Tensor]()
+    for loss in losses:
+        if _fused_sum(loss) == "balance":
+            slope = balance_slope(record.requested, record.num_valid, None, probs.dtype)
+            values.append(_LinearSum.apply(own.probs_GE, probs, slope))
+        else:
+            share = record.num_valid.clamp_min(1).to(probs.dtype).reciprocal().view(1)
+            values.append(_LinearSum.apply(own.logsumexp_squared, squares, share))
+    return values
 
 
 def _evaluate(

@@ -187,7 +187,13 @@ def _as_rows(
 
 
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer dtype in which messages are addressed, by the element size of their smallest dtype."""
+"""The dtype in which messages are addressed, by the element size of their smallest dtype, unless the widest rows have such
+elements."""
+
+
+def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor viewed in a dtype; itself if it has that dtype, since a view is two operators."""
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
 class Bundle:
@@ -202,10 +208,11 @@ class Bundle:
     def __init__(self, splits: Sequence[Splits], values: Sequence[Tensor], indices: Indices) -> None:
         self._indices = indices
         self.splits, size = splits, min(value.element_size() for value in values)
-        self._unit, self._device = _UNITS[size], values[0].device
         self._widths = [value.shape[1] * value.element_size() // size for value in values]
         order = sorted(range(len(splits)), key=lambda number: -self._widths[number])
         self._widest, widest_width = order[0], self._widths[order[0]]
+        widest = values[self._widest]
+        self._unit, self._device = widest.dtype if widest.element_size() == size else _UNITS[size], widest.device
         counts = [dict(zip(split.peers, split.counts)) for split in splits]
         self._starts: list[dict[int, int]] = [{} for _ in splits]
         self._peers, self._cuts, offset = sorted({peer for split in splits for peer in split.peers}), [], 0
@@ -231,11 +238,11 @@ class Bundle:
                 if isinstance(
                     part, IndexedRows
                 ):  # a launch beside each message's own, instead of moving the rows twice
-                    units = part.source.contiguous().view(self._unit)
+                    units = _viewed(part.source.contiguous(), self._unit)
                     for index, message in zip(part.index.split(split.counts), self._messages(memory, number)):
                         torch.index_select(units, 0, index, out=message.view(-1, units.shape[1]))
                     continue
-                units = part.contiguous().view(self._unit).reshape(-1)
+                units = _viewed(part.contiguous(), self._unit).reshape(-1)
                 parts = units.split([count * self._widths[number] for count in split.counts])
                 torch._foreach_copy_(self._messages(memory, number), list(parts))
             return
@@ -247,10 +254,10 @@ class Bundle:
             index, value = torch.from_numpy(source), values[self._widest]
             if isinstance(value, IndexedRows):
                 index, value = value.index.index_select(0, index), value.source
-            torch.index_select(value.contiguous().view(self._unit), 0, index, out=memory.view(-1, width))
+            torch.index_select(_viewed(value.contiguous(), self._unit), 0, index, out=memory.view(-1, width))
         for number, (split, value) in enumerate(zip(self.splits, values)):
             if number != self._widest and split.runs.total:
-                units = take(value, split.runs, self._indices).contiguous().view(self._unit)
+                units = _viewed(take(value, split.runs, self._indices).contiguous(), self._unit)
                 memory.scatter_(0, self._unit_offsets(number, self._row_offsets(number)), units.reshape(-1))
 
     def read(self, memory: Tensor, number: int, dtype: torch.dtype, *, in_place: bool) -> Tensor | IndexedRows:
@@ -264,7 +271,7 @@ class Bundle:
         """
         split, width = self.splits[number], self._widths[number]
         if memory.device.type != "cpu":
-            joined = torch.cat(self._messages(memory, number) or [memory[:0]]).view(-1, width).view(dtype)
+            joined = _viewed(torch.cat(self._messages(memory, number) or [memory[:0]]).view(-1, width), dtype)
             if not in_place or split.is_whole:
                 return joined
             return IndexedRows(joined, self._indices.inverse(split.runs, memory.device), split.runs)
@@ -274,8 +281,9 @@ class Bundle:
             by_row[split.runs.rows] = offsets
             offsets = by_row
         if number == self._widest:
-            return IndexedRows(memory.view(-1, width).view(dtype), torch.from_numpy(offsets // width), split.runs)
-        return memory.index_select(0, self._unit_offsets(number, offsets)).view(-1, width).view(dtype)
+            lying = _viewed(memory.view(-1, width), dtype)
+            return IndexedRows(lying, torch.from_numpy(offsets // width), split.runs)
+        return _viewed(memory.index_select(0, self._unit_offsets(number, offsets)).view(-1, width), dtype)
 
     def _messages(self, memory: Tensor, number: int) -> list[Tensor]:
         """Return each peer's part of a movement, peer by peer, as slices of `memory`."""

@@ -24,7 +24,7 @@ from moesaic.experts.experts import AbstractExperts, DeferredWgrad, ExpertCall, 
 from moesaic.kernels.codecs import AbstractCodec, codec_named
 from moesaic.kernels.memory import uploaded
 from moesaic.kernels.permute import sum_rows
-from moesaic.kernels.work import Dispatch, Places
+from moesaic.kernels.work import Dispatch, Places, accumulate_dtype
 from moesaic.program.layouts import move_of
 from moesaic.program.sizes import CallSizes, Runs
 from moesaic.program.task import Kind, Lane, Op, Slot, State, Task
@@ -269,7 +269,7 @@ def placed(parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indic
         in_order = runs.are_all_of(num_rows)
         return joined if in_order else IndexedRows(joined, indices.inverse(runs, joined.device), runs)
     places_by_part = indices.of(runs, parts[0].device).split([len(part) for part in parts])
-    dtype = torch.promote_types(parts[0].dtype, torch.float32)
+    dtype = accumulate_dtype(parts[0].dtype)
     out = torch.zeros(num_rows, parts[0].shape[1], dtype=dtype, device=parts[0].device)
     for part, places in zip(parts, places_by_part):
         out.index_add_(0, places, part.to(dtype))
@@ -442,7 +442,7 @@ class Indexed:
         the time of `index_add_`. On a GPU `index_add_` would add in a nondeterministic order.
         """
         source = values.source if isinstance(values, IndexedRows) else values
-        accumulate = torch.promote_types(source.dtype, torch.float32)
+        accumulate = accumulate_dtype(source.dtype)
         if self.num_tokens and len(self.places) and (source.device.type != "cpu" or source.dtype == accumulate):
             dispatch = self._dispatch
             if isinstance(values, IndexedRows) and source.device.type != "cpu" and len(source) != len(self.places):
