@@ -56,14 +56,13 @@ class OperatorCounter(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note an operator and run it; run the function behind an operator of Moesaic, whose operators are noted too."""
+        """Note an operator and run it; of one of Moesaic note those in the function behind it, which eager calls run."""
         kwargs = kwargs or {}
         if func.namespace != "moesaic":
             self.names.append(str(func))
             return func(*args, **kwargs)
         if func._opname in EXPERT_STAGE:
             return func(*args, **kwargs)
-        self.names.append(str(func))
         with self:
             return func.function(*args, **kwargs)
 

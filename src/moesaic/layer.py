@@ -478,7 +478,7 @@ class MoE(InjectsLosses, RoutingCached):
         if torch.compiler.is_compiling():
             count_in_graph(self.step_counts, requested)
         else:
-            self.step_counts += requested
+            self.step_counts.add_(requested)
         if self.on_mesh is not None:
             self.on_mesh.note(record)
 

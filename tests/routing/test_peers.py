@@ -116,6 +116,29 @@ def has_one_rank(name: str, capacity: str, seed: int) -> bool:
     return sum(map(bool, lengths_of(seed))) < 2
 
 
+@pytest.mark.parametrize("name", ["softmax", "sigmoid", "group_limited"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_losses_that_are_linear_in_sums_are_those_of_one_process(name: str, seed: int) -> None:
+    losses, lengths = (LoadBalance(0.7), ZLoss(0.2)), [4, 0, 9]
+    tokens = draw(name, lengths, padded=seed > 0, seed=seed)
+    whole, dx, dw = run(name, tokens, slice(0, sum(lengths)), Dropless(), losses)
+    assert whole.loss is not None
+
+    def rank(transport: AbstractTransport) -> tuple[Routed, Tensor, list[Tensor]]:
+        return run(name, tokens, tokens.part(transport.rank), Dropless(), losses, CountingPeers(transport))
+
+    found = run_ranks(len(lengths), rank, seed=seed)
+    for routed, _, _ in found:
+        assert routed.loss is not None
+        torch.testing.assert_close(routed.loss, whole.loss)
+        assert list(map(float, routed.routing.losses.values())) == pytest.approx(
+            [*map(float, whole.routing.losses.values())]
+        )
+    torch.testing.assert_close(torch.cat([grads for _, grads, _ in found]), dx)
+    for parts, true in zip(zip(*(grads for _, _, grads in found)), dw, strict=True):
+        torch.testing.assert_close(sum(parts), true)
+
+
 @pytest.mark.parametrize(
     ("name", "capacity", "seed"), pairwise(ONE_TOKEN_AT_A_TIME, CAPACITIES, range(3), empty=has_one_rank)
 )

@@ -195,8 +195,8 @@ def _sums(
         probs = gates / gates.sum(1, keepdim=True) if rule.by_sigmoid else gates
         sums = probs.sum(0) if valid is None else (probs * valid.unsqueeze(1)).sum(0)
         if wanted.reduced:
-            size = torch.Size((len(logits), rule.top_k)) if valid is None else None
-            balance = sums.dot(balance_slope(counts, num_valid, size, sums.dtype))
+            num_tokens = len(logits) if valid is None else None
+            balance = sums.dot(balance_slope(counts, num_valid, rule.top_k, num_tokens, sums.dtype))
         else:
             balance = sums.unsqueeze(0)
     if wanted.z:
@@ -206,29 +206,30 @@ def _sums(
     return logits.new_empty(0) if balance is None else balance, logits.new_empty(0) if z is None else z
 
 
-def balance_slope(counts: Tensor, num_valid: Tensor, full_size: torch.Size | None, dtype: torch.dtype) -> Tensor:
+def balance_slope(counts: Tensor, num_valid: Tensor, top_k: int, num_tokens: int | None, dtype: torch.dtype) -> Tensor:
     """Return the gradient of the load-balance loss in the summed probabilities, (E,).
 
     Args:
-        counts: (E,) int64, copies per expert.
+        counts: (E,) int64, copies per expert, `top_k` of each token that is not padding.
         num_valid: () int64.
-        full_size: (T, K) if no token is padding, so that no sum is needed.
+        top_k: copies per token.
+        num_tokens: the tokens if none is padding, as a number; None to read `num_valid`.
         dtype: dtype of the result.
     """
-    copies, num_experts = counts.to(dtype), len(counts)
-    if full_size is not None:
-        return copies * (num_experts / (max(full_size.numel(), 1) * max(full_size[0], 1)))
-    return copies * (num_experts / (copies.sum().clamp_min(1) * num_valid.clamp_min(1)))
+    copies, factor = counts.to(dtype), len(counts) / top_k
+    if num_tokens is not None:
+        return copies * (factor / max(num_tokens, 1) ** 2)
+    return copies * factor / num_valid.clamp_min(1).square()
 
 
 def _logits_gradient(call: ChoiceGradients, rule: ChoiceRule, wanted: WantedSums) -> Tensor:
     """Return the gradient of the logits, (T, E); see `choose_backward`."""
     logits, expert_TK = call.logits, call.expert.view(-1, rule.top_k)
     d_weight, d_probs = call.d_weight, call.d_balance
-    if d_probs is not None:  # (1, E), or (T, E) with padding
+    if d_probs is not None:  # (E,) or (1, E), or (T, E) with padding
         if wanted.reduced:
-            size = expert_TK.shape if call.valid is None else None
-            d_probs = (d_probs * balance_slope(call.counts, call.num_valid, size, logits.dtype)).unsqueeze(0)
+            num_tokens = len(logits) if call.valid is None else None
+            d_probs = d_probs * balance_slope(call.counts, call.num_valid, rule.top_k, num_tokens, logits.dtype)
         d_probs = d_probs if call.valid is None else d_probs * call.valid.unsqueeze(1)
     if d_weight is not None:
         d_weight = d_weight.reshape(expert_TK.shape)
@@ -253,9 +254,7 @@ def _through_softmax(
     if d_weight is not None and not rule.normalize:
         d_gates = torch.zeros_like(logits) if d_gates is None else d_gates.contiguous()
         d_gates, d_weight = d_gates.scatter_add(1, expert_TK, d_weight), None
-    d_logits = torch.zeros_like(logits)
-    if d_gates is not None:
-        d_logits = _softmax_gradient(d_gates, softmax_rows(logits))
+    d_logits = torch.zeros_like(logits) if d_gates is None else _softmax_gradient(d_gates, softmax_rows(logits))
     if d_weight is None:
         return d_logits
     weights_TK = logits.gather(1, expert_TK).softmax(1)

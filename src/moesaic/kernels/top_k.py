@@ -16,10 +16,10 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
     A token with NaN scores therefore gets valid and distinct experts, and a weight of NaN that shows in its own result.
 
     `torch.topk` does not define the order of ties, so two runs, or a run and its recomputation, may differ. If `top_k` is
-    small, `argmax`, which takes the first of equal entries, runs `top_k` times; -inf, which then marks the entries that were
-    taken, ranks as the lowest finite number. Otherwise each float32 is mapped to an integer of the same order, to which the
-    index is appended, which makes all keys of a row distinct. A key has 32 + log2(E) bits and is exact in a float64, for which
-    `topk` is fast on every device.
+    small, `argmax`, which takes the first of equal entries, runs `top_k` times. After the first, -inf marks the entries that
+    were taken, and others of -inf rank as the lowest finite number. Otherwise each float32 is mapped to an integer of the same
+    order, to which the index is appended, which makes all keys of a row distinct. A key has 32 + log2(E) bits and is exact in
+    a float64, for which `topk` is fast on every device.
 
     Args:
         rank_by: (rows, columns), float32 or float64.
@@ -29,8 +29,8 @@ def top_k_indices(rank_by: Tensor, top_k: int) -> Tensor:
         (rows, top_k) int64.
     """
     if 0 < top_k <= MOST_PASSES:
-        left = rank_by.clamp_min(torch.finfo(rank_by.dtype).min)
-        chosen = [left.argmax(1, keepdim=True)]
+        chosen = [rank_by.argmax(1, keepdim=True)]
+        left = rank_by.clamp_min(torch.finfo(rank_by.dtype).min) if top_k > 1 else rank_by
         for _ in range(top_k - 1):
             left.scatter_(1, chosen[-1], float("-inf"))
             chosen.append(left.argmax(1, keepdim=True))

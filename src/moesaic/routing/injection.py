@@ -211,8 +211,8 @@ class InjectLoss(torch.autograd.Function):
         if injection.is_collected:
             return grad_y, None, None
         injection.loss = None
-        weight = injection.layer.passes.weight(grad_y, injection.is_half)
-        return grad_y, weight.to(ctx.loss_dtype) * injection.share, None
+        weight = injection.layer.passes.weight(grad_y, injection.is_half).to(ctx.loss_dtype)
+        return grad_y, weight if injection.share == 1 else weight * injection.share, None
 
 
 class InjectLossCompiled(torch.autograd.Function):
@@ -320,7 +320,8 @@ class InjectsLosses(nn.Module):
 
 
 def _trainable(layer: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    members = (module._parameters.values() for module in layer.modules())
+    return [each for parameters in members for each in parameters if each is not None and each.requires_grad]
 
 
 def _are_same(some: list[nn.Parameter], others: list[nn.Parameter]) -> bool:

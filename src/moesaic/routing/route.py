@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from moesaic.comm.collectives import with_gradient
 from moesaic.kernels.choice import balance_slope, choose
 from moesaic.kernels.choice_call import WantedSums
 from moesaic.routing.capacity import AbstractCapacity, Dropless, admit, count
@@ -120,7 +122,8 @@ def route(
         replay: the record of an earlier run of the same call, whose discrete results are used instead of new ones.
         peers: the ranks that route the other tokens of the call; None on one rank.
     """
-    with torch.autocast(device_type=x_TD.device.type, enabled=False):
+    device = x_TD.device.type
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         fused = router.fused(top_k) if all(map(_fused_sum, losses)) else None
         given = None if replay is None else replay.choice
         if fused is not None and given is None and router.recorded is not None:
@@ -138,7 +141,7 @@ def route(
         sums, known = scored.sums, scored.values
         if sums is not None and peers is not None and record.gathered is not None:
             if is_fused:
-                sums, known = None, _values_over_ranks(losses, sums, record, record.gathered)
+                known, sums = _values_over_ranks(losses, sums, record, record.gathered), None
             else:
                 sums = record.gathered.statistics(sums, peers, record.earlier_counts)
         loss, values = _evaluate(losses, sums, known)
@@ -432,19 +435,10 @@ def _sums(
     )
 
 
-class _LinearSum(torch.autograd.Function):
-    """A product with sums over all ranks' tokens, differentiable in this rank's part of them."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, total: Tensor, factors: Tensor) -> Tensor:
-        ctx.save_for_backward(factors)
-        ctx.shape = own.shape
-        return total.dot(factors)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (factors,) = ctx.saved_tensors
-        return (grad * factors).view(ctx.shape), None, None
+def _linear(own: Tensor, total: Tensor, factors: Tensor) -> Tensor:
+    """Return the product of factors and sums over all ranks' tokens, differentiable in this rank's part of the sums, `own`."""
+    shape = own.shape
+    return with_gradient(own, lambda _: total.dot(factors), lambda grad: (grad * factors).view(shape))
 
 
 def _values_over_ranks(
@@ -455,11 +449,11 @@ def _values_over_ranks(
     values = list[Tensor]()
     for loss in losses:
         if _fused_sum(loss) == "balance":
-            slope = balance_slope(record.requested, record.num_valid, None, probs.dtype)
-            values.append(_LinearSum.apply(own.probs_GE, probs, slope))
+            slope = balance_slope(record.requested, record.num_valid, record.choice.per_token or 1, None, probs.dtype)
+            values.append(_linear(own.probs_GE, probs, slope))
         else:
             share = record.num_valid.clamp_min(1).to(probs.dtype).reciprocal().view(1)
-            values.append(_LinearSum.apply(own.logsumexp_squared, squares, share))
+            values.append(_linear(own.logsumexp_squared, squares, share))
     return values
 
 

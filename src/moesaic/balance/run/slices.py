@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from moesaic.balance.slices import Cut
 from moesaic.comm.collectives import all_gather
 from moesaic.experts.experts import Weights
+from moesaic.kernels.work import accumulate_dtype
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
 from moesaic.runtime.executor import (
@@ -140,7 +141,7 @@ class RunSlices(torch.autograd.Function):
     ) -> Tensor:
         """Run the slices and sum their results; keep the inputs, and the values of the slices that are kept."""
         tags, names = sliced_run.take_tags(), sliced_run.names if has_grad and any(ctx.needs_input_grad) else ()
-        total = torch.zeros_like(x, dtype=_sum_dtype(x))
+        total = torch.zeros_like(x, dtype=accumulate_dtype(x.dtype))
         states = [_RunState.now(x)] * len(sliced_run.slices)
         flat: list[Tensor] = []
         layouts = []
@@ -182,7 +183,7 @@ class RunSlices(torch.autograd.Function):
                 del inputs
             d_x, d_own, *d_parameters = run_backward(run, kept.pop(), dy)
             d_gates[part.rows] = d_own
-            totals = totals or [torch.zeros_like(value, dtype=_sum_dtype(value)) for value in (x, *weights)]
+            totals = totals or [torch.zeros_like(value, dtype=accumulate_dtype(value.dtype)) for value in (x, *weights)]
             for total, value in zip(totals, (d_x, *d_parameters), strict=True):
                 total += value
             del d_x, d_parameters
@@ -232,8 +233,3 @@ class _RunState:
                 torch.cuda.set_rng_state(self.device_state, self.device)
             with torch.autocast(self.device.type, dtype=dtype, enabled=enabled):
                 yield
-
-
-def _sum_dtype(value: Tensor) -> torch.dtype:
-    """Return the dtype in which values are summed: at least float32."""
-    return torch.promote_types(value.dtype, torch.float32)
