@@ -291,7 +291,7 @@ def recorded_tables(bed: FasterMoEBed) -> dict[str, list[np.ndarray]]:
     The sources are the loads of ranks that LAER-MoE's authors recorded, an expert per rank, and our own trained models, early
     and late.
     """
-    gpus, copies = bed.model.gpus, bed.model.layer.copies
+    gpus, copies = bed.model.gpus, int(bed.model.layer.copies)
     laer = Trace.open(CONFIGS / "laer_e16k4.npz")
     shares = [recorded_shares(laer, layer, step, gpus, 1) for layer in LAER_LAYERS for step in LAER_STEPS]
     tables = {"LAER-MoE's Mixtral": [identical_counts(each, gpus, copies) for each in shares]}
