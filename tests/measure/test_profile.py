@@ -13,7 +13,7 @@ from moesaic.configfile import as_toml
 from moesaic.errors import InputError
 from moesaic.measure import compute as measured_compute
 from moesaic.measure import costs, host, links
-from moesaic.measure.costs import NO_TIME, START, fit_host
+from moesaic.measure.costs import NO_TIME, START, fit_layers
 from moesaic.measure.host import Calibration, calibrations
 from moesaic.measure.profile import Profile, links_of, measure
 from moesaic.planner.cluster import ClusterSpec, CodecRate, Device, Host, Link, Tflops, read_cluster
@@ -48,10 +48,10 @@ def _fewer_layers() -> Iterator[None]:
 
 def timed(spec: ClusterSpec) -> list[tuple[Calibration, float]]:
     """Return the calibration layers with the times that a cluster predicts."""
-    simulator = Simulator(replace(spec, device=spec.device.with_flops(NO_TIME)))
+    computing, idle = Simulator(spec), Simulator(replace(spec, device=spec.device.with_flops(NO_TIME)))
     layers = []
     for calibration in calibrations(spec.world, spec.devices_per_node):
-        compiled = calibration.compiled
+        compiled, simulator = calibration.compiled, computing if calibration.computes else idle
         seconds = simulator.layer_seconds(compiled.forward, compiled.backward, calibration.routed, compiled.grid)
         layers.append((calibration, seconds))
     return layers
@@ -85,15 +85,22 @@ def test_one_rank_and_odd_worlds_can_be_calibrated_too() -> None:
 
 
 def test_layers_give_back_the_costs_of_the_host_that_timed_them() -> None:
-    found, errors = fit_host(UNKNOWN, timed(replace(UNKNOWN, host=replace(UNKNOWN.host, **COSTS))))
+    found, errors = fit_layers(UNKNOWN, timed(replace(UNKNOWN, host=replace(UNKNOWN.host, **COSTS))))
     assert {name: getattr(found.host, name) for name in COSTS} == pytest.approx(COSTS, rel=0.05)
     assert np.abs(errors).max() < 0.01
-    assert replace(found, host=UNKNOWN.host) == UNKNOWN
+    assert replace(found, host=UNKNOWN.host, device=UNKNOWN.device) == UNKNOWN
     assert Profile(cluster=found, errors=errors).troubles == []
 
 
+@pytest.mark.parametrize("contention", [0.0, 0.8])
+def test_layers_that_compute_give_back_the_contention(contention: float) -> None:
+    contended = replace(UNKNOWN, device=replace(UNKNOWN.device, contention=contention))
+    found, _ = fit_layers(UNKNOWN, timed(replace(contended, host=replace(UNKNOWN.host, **COSTS))))
+    assert found.device.contention == pytest.approx(contention, abs=0.1)
+
+
 def test_a_host_without_costs_is_found_too() -> None:
-    found, errors = fit_host(UNKNOWN, timed(UNKNOWN))
+    found, errors = fit_layers(UNKNOWN, timed(UNKNOWN))
     assert max(found.host.layer_us / START[0], found.host.task_us / START[1]) < 0.02
     assert np.abs(errors).max() < 0.1
 
@@ -102,7 +109,7 @@ def test_times_that_no_costs_explain_are_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(costs, "MOST_STEPS", 3)
     draw = np.random.default_rng(0)
     layers = [(calibration, seconds * float(draw.uniform(0.1, 10))) for calibration, seconds in timed(UNKNOWN)]
-    profile = Profile(cluster=UNKNOWN, errors=fit_host(UNKNOWN, layers)[1])
+    profile = Profile(cluster=UNKNOWN, errors=fit_layers(UNKNOWN, layers)[1])
     assert profile.troubles == [f"whole layers {profile.median_error:.0%} off, at most 50%"]
     bent = replace(UNKNOWN, collectives=(Fit(r2=0.5, what="all_gather inside"),))
     assert "all_gather inside" in Profile(cluster=bent, errors=np.zeros(1)).troubles[0]

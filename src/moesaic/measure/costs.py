@@ -1,4 +1,4 @@
-"""Fits the costs of the thread that issues tasks to the times of whole layers."""
+"""Fits what only whole layers show: the costs of the thread that issues tasks, and of computing beside messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from scipy.optimize import least_squares
+from scipy.optimize import least_squares, minimize_scalar
 
 from moesaic.measure.host import Calibration
 from moesaic.planner.cluster import ClusterSpec, Host
@@ -21,45 +21,69 @@ START = (1000.0, 50.0, 50.0)
 """Microseconds per layer, task and message at which the search for them starts."""
 MOST_STEPS = 8
 """Largest number of steps of the search; each step varies every cost."""
+MOST_CONTENTION = 2.0
+"""Largest contention that is tried: products and messages that overlap take three times as long."""
 NO_TIME = 1e30
 """Operations per second of experts that compute nothing."""
 
 
-def fit_host(cluster: ClusterSpec, layers: Sequence[tuple[Calibration, float]]) -> tuple[ClusterSpec, np.ndarray]:
-    """Return a cluster whose host's costs explain the times of layers best, and the errors on held-out layers.
+def fit_layers(cluster: ClusterSpec, layers: Sequence[tuple[Calibration, float]]) -> tuple[ClusterSpec, np.ndarray]:
+    """Return a cluster whose host's costs and contention explain the times of layers best, and errors on held-out layers.
 
     Args:
-        cluster: gives the links and the rate of copies.
-        layers: layers whose experts compute nothing, each with its measured seconds.
+        cluster: gives the links and the rates of products and copies.
+        layers: layers, each with its measured seconds. Those whose experts compute nothing show the host's costs, the
+            others the contention.
 
     Returns:
-        the cluster, and (held-out layers,) errors, as shares of the measured times.
+        the cluster, and (held-out layers,) errors of layers that compute nothing, as shares of the measured times.
     """
+    idle, computing = (_Timed(cluster, [each for each in layers if each[0].computes is kind]) for kind in (False, True))
+    held_out = np.arange(len(idle.seconds)) % HELD_OUT == HELD_OUT - 1
     free = replace(cluster, device=cluster.device.with_flops(NO_TIME))
-    simulator, seconds = Simulator(free), np.array([measured for _, measured in layers])
-    passes = [
-        [(each, simulator.volumes(each, calibration.routed, calibration.compiled.grid)) for each in (there, back)]
-        for calibration, _ in layers
-        for there, back in ((calibration.compiled.forward, calibration.compiled.backward),)
-    ]
-    held_out = np.arange(len(layers)) % HELD_OUT == HELD_OUT - 1
 
     def host(times: np.ndarray) -> Host:
         layer, task, message = (times * START).tolist()
         return replace(cluster.host, layer_us=layer, task_us=task, message_us=message)
 
     def errors(times: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-        tried = host(times)
-        timing, around = ProgramTiming(replace(free, host=tried)), tried.layer_us * 1e-6
-        predicted = [
-            around
-            + sum(timing.run(program, volumes, volumes.layer.dtype).seconds for program, volumes in passes[number])
-            for number in np.flatnonzero(chosen).tolist()
-        ]
-        return np.array(predicted) / seconds[chosen] - 1
+        return idle.errors(replace(free, host=host(times)), chosen)
 
     fitted = least_squares(
         errors, np.ones(len(START)), bounds=(0, np.inf), loss="soft_l1", f_scale=USUAL_ERROR, diff_step=2e-2,
         max_nfev=MOST_STEPS, args=(~held_out,),
     )  # fmt: skip
-    return replace(cluster, host=host(fitted.x)), errors(fitted.x, held_out)
+    found = replace(cluster, host=host(fitted.x))
+
+    def contended(contention: float) -> ClusterSpec:
+        return replace(found, device=replace(found.device, contention=contention))
+
+    if len(computing.seconds):
+        best = minimize_scalar(
+            lambda contention: np.abs(computing.errors(contended(contention))).sum(),
+            bounds=(0.0, MOST_CONTENTION), method="bounded", options={"xatol": 0.02},
+        )  # fmt: skip
+        found = contended(float(best.x))
+    return found, errors(fitted.x, held_out)
+
+
+class _Timed:
+    """Layers with their measured seconds, and their messages, which do not depend on what is fitted."""
+
+    def __init__(self, cluster: ClusterSpec, layers: Sequence[tuple[Calibration, float]]) -> None:
+        simulator, self.seconds = Simulator(cluster), np.array([measured for _, measured in layers])
+        self._passes = [
+            [(each, simulator.volumes(each, calibration.routed, calibration.compiled.grid)) for each in (there, back)]
+            for calibration, _ in layers
+            for there, back in ((calibration.compiled.forward, calibration.compiled.backward),)
+        ]
+
+    def errors(self, cluster: ClusterSpec, chosen: np.ndarray | None = None) -> np.ndarray:
+        """Return the errors of the times that a cluster predicts, as shares, of all layers or of the chosen ones."""
+        timing = ProgramTiming(cluster)
+        chosen = np.ones(len(self.seconds), dtype=bool) if chosen is None else chosen
+        predicted = [
+            sum(timing.run(program, volumes, volumes.layer.dtype).seconds for program, volumes in self._passes[number])
+            for number in np.flatnonzero(chosen).tolist()
+        ]
+        return (np.array(predicted) + cluster.host.layer_us * 1e-6) / self.seconds[chosen] - 1

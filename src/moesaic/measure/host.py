@@ -2,7 +2,8 @@
 
 The layers that calibrate the host have small shapes and every kind of task; they are never the layers of a benchmark.
 Two stand-ins isolate parts of a layer: experts that compute nothing, so that times contain everything but matrix
-products, and a router with forced balance, under which plans differ and loads do not.
+products, and a router with forced balance, under which plans differ and loads do not. A few layers have real experts,
+whose products run beside messages: they show what the two cost each other.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ def timed(
     barrier: Callable[[], object],
     progress: Callable[[float], object],
 ) -> list[tuple[Calibration, float]]:
-    """Time layers whose experts compute nothing, in turns. All ranks call it together and get the same result.
+    """Time layers in turns. All ranks call it together and get the same result.
 
     Args:
         layers: the layers.
@@ -204,7 +205,7 @@ def timed(
     """
     built: dict[object, _Layer] = {}
     for calibration in layers:
-        key = (calibration.mesh, calibration.workload)
+        key = (calibration.mesh, calibration.workload, calibration.computes)
         if key not in built:
             built[key] = _Layer(calibration, transport)
     spans: list[list[tuple[float, float]]] = [[] for _ in layers]
@@ -214,7 +215,7 @@ def timed(
             progress((repeat + 1 + number / len(layers)) / (repeats + 1))
             barrier()
             start = time.monotonic()
-            built[calibration.mesh, calibration.workload].step(calibration)
+            built[calibration.mesh, calibration.workload, calibration.computes].step(calibration)
             if repeat >= 0:
                 spans[number].append((start, time.monotonic()))
     of_layers = zip(*gathered(spans))
@@ -230,7 +231,7 @@ class _Layer:
             workload.num_experts,
             workload.top_k,
             router=BalancedRouter,
-            experts=IdleExperts,
+            experts=PlainExperts if first.computes else IdleExperts,
             losses=(),
         )
         self.layer.parallelize(Mesh(first.mesh, transport), first.compiled)
@@ -261,6 +262,10 @@ PLANS = (
     Plan(all_to_all="multicast", chunks=2),
 )
 """Plans with tasks of all kinds in different proportions. Plans that do not fit a mesh are skipped."""
+COMPUTING_SHAPE = (256, 512, 16)
+"""Shape of the layers with real experts, whose products take about as long as their messages."""
+COMPUTING_PLANS = (Plan(), Plan(chunks=2), Plan(chunks=4), Plan(chunks=2, all_to_all="multicast"))
+"""Plans of the layers with real experts, with products before, beside and after messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +278,8 @@ class Calibration:
     mesh: Grid
     """Mesh of the layer; the plan's own grid may factor etp."""
     workload: Workload
+    computes: bool = False
+    """Whether its experts compute."""
 
     @property
     def tokens(self) -> int:
@@ -289,14 +296,15 @@ class Calibration:
 
 def calibrations(world: int, ranks_per_node: int) -> Iterator[Calibration]:
     """Yield the calibration layers for a number of ranks, shape by shape."""
-    num_experts = EXPERTS_PER_RANK * world
-    for (dim, hidden, per_expert), grid in itertools.product(SHAPES, _grids(world, ranks_per_node)):
+    num_experts, kinds = EXPERTS_PER_RANK * world, [(shape, PLANS, False) for shape in SHAPES]
+    kinds.append((COMPUTING_SHAPE, COMPUTING_PLANS, True))
+    for ((dim, hidden, per_expert), plans, computes), grid in itertools.product(kinds, _grids(world, ranks_per_node)):
         workload = Workload(
             tokens=per_expert * num_experts * grid.tp, num_experts=num_experts, top_k=min(2, num_experts), dim=dim,
             hidden=hidden, matrices=2, dtype="fp32",
         )  # fmt: skip
         seen: set[bytes] = set()
-        for plan in PLANS:
+        for plan in plans:
             try:
                 compiled = compile_plan(plan, grid)
             except InputError:
@@ -304,7 +312,7 @@ def calibrations(world: int, ranks_per_node: int) -> Iterator[Calibration]:
             if compiled.digest not in seen:
                 seen.add(compiled.digest)
                 name = f"tp {grid.tp}, etp {grid.etp}, dim {dim}, hidden {hidden}, {plan}"
-                yield Calibration(name=name, compiled=compiled, mesh=grid, workload=workload)
+                yield Calibration(name=name, compiled=compiled, mesh=grid, workload=workload, computes=computes)
 
 
 def _grids(world: int, ranks_per_node: int) -> list[Grid]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from moesaic.comm.mesh import open_transport
 from moesaic.measure.compute import device
-from moesaic.measure.costs import fit_host
+from moesaic.measure.costs import fit_layers
 from moesaic.measure.here import machine, versions
 from moesaic.measure.host import calibrations, timed
 from moesaic.measure.links import collectives, rate_of
@@ -92,7 +92,7 @@ def measure(
     )
     progress("fit", 0.9)
     fitted = (
-        fit_host(described, layers) if transport.rank == 0 else None
+        fit_layers(described, layers) if transport.rank == 0 else None
     )  # ranks share cores, and all would find the same
     cluster, errors = gathered([fitted])[0][0]
     return Profile(cluster=cluster, errors=errors)
