@@ -18,7 +18,7 @@ BENCHMARKS = {
     ),
     "chaos": ("chaos.benchmark", "training runs under a schedule of faults"),
     "check": ("check", "moesaic check, with claims"),
-    "codec_convergence": ("codec_convergence", "BLEU and perplexity under each codec, against a dense model"),
+    "codec_convergence": ("codec_convergence", "perplexity under each codec, against a dense model; BLEU on a GPU"),
     "codec_error": ("codec_error", "error and bytes of each codec"),
     "collectives": ("collectives", "start-up and rate of every collective in a profile, on emulated clusters"),
     "comm": ("comm.benchmark", "all-to-alls on an emulated cluster, against the limit of its links"),

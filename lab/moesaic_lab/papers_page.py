@@ -30,17 +30,18 @@ SAID = 0.05
 Row = Mapping[str, Any]
 
 
-def pairs(rows: Sequence[Row], word: str, without: str) -> list[tuple[float, float | None]]:
+def pairs(rows: Sequence[Row], word: str, without: str, bed: str = "") -> list[tuple[float, float | None]]:
     """Return the measured gain of each pair of methods that differ by a word, and the predicted one if the benchmark has it.
 
     Args:
         rows: rows of a benchmark.
         word: word of the names of methods with a technique.
         without: the word in its place without the technique; empty for none.
+        bed: the beginning of the names of beds to include; empty for all.
     """
     cases: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
-        if "method" in row or "plan" in row:
+        if ("method" in row or "plan" in row) and row.get("bed", "").startswith(bed):
             cases.setdefault(tuple(row.get(key) for key in CASE), {})[row.get("plan") or row["method"]] = row
     gains = []
     for methods in cases.values():
@@ -97,7 +98,8 @@ def evidence(paper: str, results: Mapping[str, Any]) -> str:
         "## Where it pays",
         f"![gain over tokens](images/papers_{paper}.svg)",
         summary(paper, results),
-        predictor(results["balance"]["rows"]) if paper == "fastermoe" else "",
+        *([predictor(results["balance"]["rows"]), by_load(results["balance"]["rows"])] if paper == "fastermoe" else []),
+        trained(results["netmoe"]["rows"]) if paper == "netmoe" else "",
         *(
             folded(f"{name}: the whole map", map_table(maps, name))
             for name in dict.fromkeys(r["technique"] for r in maps)
@@ -136,8 +138,9 @@ def summary(paper: str, results: Mapping[str, Any]) -> str:
                 lines.append([technique.name, *in_short(maps), "not yet", "", "", "", ""])
                 continue
             values, predicted = [gain for gain, _ in found], [each for _, each in found if each is not None]
+            on = f" on {words[2]}" if len(words) > 2 else ""
             measured = [
-                f"{len(values)} {SOURCES[result]} (`{result}.json`)",
+                f"{len(values)} {SOURCES[result]}{on} (`{result}.json`)",
                 str(sum(value > 1 for value in values)),
                 share(statistics.median(values)),
                 f"{min(values):.2f} to {max(values):.2f}",
@@ -170,6 +173,53 @@ def predictor(rows: Sequence[Row]) -> str:
         f"Figure 9: the time of the busiest link (equation 2) plus that of the busiest rank (equation 1) against {len(plain)} "
         f"measured layers without a technique: R^2 {r2:.3f}, published 0.987 and 0.967 for the two alone (`balance.json`)."
     )
+
+
+def by_load(rows: Sequence[Row]) -> str:
+    """Return the measured gains of FasterMoE's techniques under every load: of a Zipf law, by bed and MaxVio, or recorded."""
+    lines = [["load", "MaxVio", "shadowing", "smart schedule", "both"]]
+    cases: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if row.get("part") == "bed":
+            cases.setdefault(row["case"], {})[row["method"]] = row
+    for case, methods in cases.items():
+        chosen = [methods[name] for name in ("shadow, published", "smart schedule", "smart + shadow")]
+        gains = [f"{row['plain_over_this']:.2f} ({span(row['plain_over_this_95'])})" for row in chosen]
+        lines.append([case, share(methods["plain ep"]["max_vio"]), *gains])
+    return "FastMoE's time over that with each technique, by load:\n\n" + markdown_table(lines)
+
+
+def trained(rows: Sequence[Row]) -> str:
+    """Return what placement saves and gains under the recorded routing of trained models; "" if that was not run."""
+    chosen = [row for row in rows if row["part"] == "trained" and row["method"] == "two_stage"]
+    lines = [["trained on", "steps", "locality", "saved between nodes, simulated", "gain, simulated", "gain, measured"]]
+    for text in dict.fromkeys(row["text"] for row in chosen):
+        steps = sorted({row["step"] for row in chosen if row["text"] == text})
+        for part in (steps[: len(steps) // 2], steps[len(steps) // 2 :]):
+            of_part = [row for row in chosen if row["text"] == text and row["step"] in part]
+            simulated = [row for row in of_part if "time_ratio" not in row]
+            measured = [
+                f"{row['bed']}: {1 / row['time_ratio']:.2f} ({span([1 / row['time_ratio_high'], 1 / row['time_ratio_low']])})"
+                for row in of_part
+                if "time_ratio" in row
+            ]
+            lines.append(
+                [
+                    text,
+                    f"{part[0]} to {part[-1]}",
+                    span([row["locality"] for row in simulated]),
+                    span([100 * row["predicted_inter_saved"] for row in simulated], "%"),
+                    span([1 / row["predicted_time_ratio"] for row in simulated]),
+                    "; ".join(measured),
+                ]
+            )
+    return markdown_table(lines) if chosen else ""
+
+
+def span(values: Sequence[float], unit: str = "") -> str:
+    """Return the least and the largest of some figures."""
+    digits = 0 if unit else 2
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}{unit and ' ' + unit}"
 
 
 def crossing(row: Row) -> str:
@@ -249,7 +299,9 @@ def claims_of(claims: Sequence[Row]) -> str:
 def figures_of(paper: str, rows: Sequence[Row], about: Row) -> Iterator[str]:
     """Yield the tables and lists of a paper's simulated figures."""
     chosen = [row for row in rows if row["paper"] == paper]
-    yield from (rows_table(paper, chosen, role) for role in ("validation", "fit", "kept back", "no prediction"))
+    yield from (
+        rows_table(paper, chosen, role) for role in ("validation", "arithmetic", "fit", "kept back", "no prediction")
+    )
     marks = {True: "Holds", False: "Does not hold", None: "Found"}
     yield "\n".join(f"- {marks[each['holds']]}: {each['statement']}: {each['ours']}." for each in about["findings"])
     constants = [["constant", "value", "from", "how"]]

@@ -45,8 +45,9 @@ class Technique:
     """What the technique changes, for the table."""
     plan: Plan
     without: Plan
-    measured: tuple[tuple[str, str, str], ...]
-    """Committed benchmarks: name, the word of a method's name with the technique, and the word in its place without it."""
+    measured: tuple[tuple[str, ...], ...]
+    """Committed benchmarks: name, the word of a method's name with the technique, the word in its place without it, and how the
+    names of beds begin if not all count."""
     cluster: str = ""
     """Preset of the paper's cluster; empty if the technique is not simulated here."""
     tp: int = 1

@@ -103,8 +103,10 @@ def test_recorded_routing_has_the_trace_s_counts() -> None:
     trace = make_trace(
         SyntheticRouting(steps=4, num_layers=2, num_experts=8, sequences=4, seq_len=16, skew=1.0, drift=0.5)
     )
-    routes = recorded(trace, 1, (1, 3), 0)
+    routes = recorded(trace, 1, (1, 3), 0, 4)
     assert routes.experts.shape == (2, 4, 16, 2)
+    few = recorded(trace, 1, (1, 3), 0, 2)
+    assert np.array_equal(few.samples(1, 8), trace.samples(1, 3)[:2])
     assert np.array_equal(routes.samples(1, 8), trace.samples(1, 3))
     assert np.array_equal(routes.counts(0, 2, 8), trace.counts(1, 1, groups=2))
     assert np.array_equal(routes.history, trace.samples(1, 0).sum(axis=0))

@@ -190,7 +190,7 @@ SMALL = """
 dim = 8
 [[exchange]]
 sizes_kib = [1]
-methods = ["linear", "hier1d", "hier2d", "hier3d", "naive", "pipelined", "torch"]
+methods = ["linear", "hier1d", "hier2d", "hier3d", "naive", "pipelined", "sequential", "torch"]
 repeats = 2
 [[lanes]]
 intra = "100mbit"
@@ -216,7 +216,7 @@ def test_a_small_run_on_a_bed(tmp_path, capsys):
     told = json.loads(results.read_text())
     rows = told["rows"]
     assert [row["method"] for row in rows if row["what"] == "exchange"] == [
-        "linear", "hier1d", "hier2d", "hier3d", "naive", "pipelined", "torch",
+        "linear", "hier1d", "hier2d", "hier3d", "naive", "pipelined", "sequential", "torch",
     ]  # fmt: skip
     assert [row["method"] for row in rows if row["what"] == "dispatch"] == ["linear", "multicast", "multicast/2"]
     assert {row["across_bytes"] for row in rows if row["what"] == "exchange"} == {2048}  # half of four KiB

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def gate_row(name: str, losses: list[float], seconds: float) -> dict[str, Any]:
-    return {"gate": name, "curve_steps": [10, 20, 30], "curve_losses": losses, "step_time_ratio": seconds}
+    curves = {"curve_losses": losses, "seed_losses": [losses, [losses[0], losses[1] - 0.25, losses[2]]]}
+    return {"gate": name, "curve_steps": [10, 20, 30], "step_time_ratio": seconds, **curves}
 
 
 def test_time_to_a_loss_is_steps_to_it_times_the_step() -> None:
@@ -25,6 +26,11 @@ def test_time_to_a_loss_is_steps_to_it_times_the_step() -> None:
     assert [row["goal_loss"] for row in rows] == [2.0, 2.5]
     assert [row["steps_to_loss_ratio"] for row in rows] == [1.0, 30 / 25]
     assert [row["time_to_loss_ratio"] for row in rows] == [1.0, pytest.approx(0.6)]
+    softmax_steps = 20 + 10 * 0.25 / 0.75  # the other seed's curve falls from 2.75 to 2 and passes 2.5
+    other_seed = 0.5 * 30 / softmax_steps
+    assert (rows[1]["time_to_loss_least"], rows[1]["time_to_loss_most"]) == pytest.approx((0.6, other_seed))
+    topology = gates_loss.claims([rows[0], rows[1] | {"gate": "topology", "val_nats_per_byte": 2.5}])
+    assert {claim.name: claim.holds for claim in topology}["gates_loss.time_to_loss_most.topology"] is True
     better = [gate_row("softmax", [4.0, 3.0, 2.0], 1.0), gate_row("better", [4.0, 2.0, 1.0], 1.5)]
     gates_loss.add_times(better)
     assert better[1]["goal_loss"] == 2.0
@@ -50,40 +56,70 @@ def test_runs_that_are_compared_can_be_configured() -> None:
     assert codec_convergence.configuration("seq2seq-tiny", Path("out"), 5, 0, "dense").model.ffn == "dense"
 
 
-def codec_row(codec: str, scores: list[float]) -> dict[str, Any]:
+def codec_row(codec: str, scores: list[float], steps: int = 100) -> dict[str, Any]:
     results = [{"score": score, "val_loss": 1.0} for score in scores]
-    return codec_convergence.row("language", "demo", codec, 100, results)
+    return codec_convergence.row("language", "gpt-tiny", codec, steps, results)
 
 
 @pytest.mark.parametrize(
-    ("dense", "none", "coded", "holds"),
+    ("coded", "holds"),
     [
-        (9.0, [8.0, 8.1], [8.0, 8.2], True),
-        (9.0, [8.0, 8.1], [9.5, 9.6], False),
-        (9.0, [8.0, 8.1], [6.5, 6.6], False),  # a codec that is better by as much proves nothing either
-        (9.0, [7.0, 9.5], [7.0, 9.5], False),  # the seeds differ by more than the experts gain
-        (7.0, [8.0, 8.0], [8.0, 8.0], True),  # the gap is nothing, but the experts lose
+        ([8.0, 8.2], True),
+        ([8.2, 8.4], False),
+        ([7.7, 7.8], False),  # a codec that is better by as much proves nothing either
     ],
 )
-def test_a_codec_may_move_the_score_less_than_the_experts_gain(dense, none, coded, holds) -> None:
-    rows = [codec_row("dense", [dense] * 2), codec_row("none", none), codec_row("int8", coded)]
+def test_a_codec_may_move_the_score_less_than_seeds_do(coded: list[float], holds: bool) -> None:
+    rows = [codec_row("dense", [9.0, 9.0]), codec_row("none", [8.0, 8.15]), codec_row("int8", coded)]
     found = {claim.name: claim for claim in codec_convergence.claims(rows)}
     assert found["codec.int8_gap_perplexity"].holds is holds
-    assert found["codec.moe_over_dense_perplexity"].holds is (dense >= sum(none) / 2)
     assert found["codec.int8_gap_bleu"].value is None
+    assert found["codec.plateau_moe_perplexity"].value is None
 
 
-def test_a_sparse_model_beats_its_twin_only_if_it_does_with_every_seed() -> None:
-    losses = {"gpt-tiny": [(1.0, 2.0), (1.0, 1.1)], "bert-tiny": [(1.0, 9.0), (2.0, 1.9)]}
+@pytest.mark.parametrize(
+    ("dense", "none", "beats", "is_narrow"),
+    [
+        ([9.0, 9.1], [8.0, 8.2], True, True),
+        ([9.0, 9.5], [7.0, 9.4], True, False),  # seeds differ by more than the experts gain
+        ([9.0, 8.0], [8.5, 8.1], False, False),  # the experts lose with one seed
+    ],
+)
+def test_experts_gain_with_every_seed_and_more_than_seeds_differ(dense, none, beats, is_narrow) -> None:
+    rows = [codec_row("dense", dense), codec_row("none", none)]
+    found = {claim.name: claim for claim in codec_convergence.claims(rows)}
+    assert found["codec.moe_over_dense_perplexity"].holds is beats
+    assert found["codec.spread_perplexity"].holds is is_narrow
+
+
+def test_a_model_has_converged_if_twice_the_steps_change_less_than_seeds_do() -> None:
+    rows = [codec_row("dense", [9.0, 9.1]), codec_row("none", [8.0, 8.2])]
+    rows += [codec_row("dense", [8.9, 8.8], 200), codec_row("none", [7.9, 8.05], 200)]
+    found = {claim.name: claim.holds for claim in codec_convergence.claims(rows)}
+    assert (found["codec.plateau_dense_perplexity"], found["codec.plateau_moe_perplexity"]) == (False, True)
+
+
+def test_translation_on_a_cpu_is_refused() -> None:
+    with pytest.raises(InputError, match=r"--translation seq2seq-tiny: .* add --device cuda"):
+        codec_convergence.cases(codec_convergence.CodecConvergenceOptions(translation="seq2seq-tiny"))
+
+
+@pytest.mark.parametrize(("gains", "beaten"), [([0.9, 1.0, 1.1], 1), ([0.1, 1.0, 1.9], 0), ([-0.1, -0.2, -0.3], 0)])
+def test_a_sparse_model_beats_its_twin_if_the_interval_of_its_gain_is_above_zero(
+    gains: list[float], beaten: int
+) -> None:
+    losses = [("moe", 1.0, 0.0), ("dense", 1.0, 1.0)]
     rows = [
-        {"model": model, "ffn": ffn, "seed": seed, "loss": loss}
-        for model, of_seeds in losses.items()
-        for seed, pair in enumerate(of_seeds)
-        for ffn, loss in zip(("moe", "dense"), pair)
+        {"model": "gpt-tiny", "ffn": ffn, "seed": seed, "loss": loss + factor * gain}
+        for seed, gain in enumerate(gains)
+        for ffn, loss, factor in losses
     ]
     found = {claim.name: claim.value for claim in tiny.claims(rows)}
-    assert found["mission.tiny_beats_dense"] == 1
-    assert found["tiny.gain.bert-tiny"] == pytest.approx(3.95)
+    assert found["mission.tiny_beats_dense"] == beaten
+    half = 4.3027 * abs(gains[2] - gains[0]) / 2 / 3**0.5  # Student's t of two degrees of freedom
+    assert found["tiny.gain_low.gpt-tiny"] == pytest.approx(gains[1] - half, rel=1e-4)
+    (alone,) = (claim for claim in tiny.claims(rows[:2]) if claim.name == "tiny.gain_low.gpt-tiny")
+    assert alone.value is None
 
 
 def test_claims_of_parts_that_were_not_run_say_so() -> None:

@@ -157,7 +157,7 @@ def test_all_rows_and_tables_hold_everything() -> None:
 def test_panels_show_each_mesh_size_and_part_with_bounds() -> None:
     made = panels(some_cells())
     assert [panel.title for panel in made] == [
-        "schedules, etp 1", "schedules, etp 4, ep inside nodes", "schedules, etp 4, etp inside nodes",
+        "64 tokens, etp 1", "64 tokens, etp 4, ep inside nodes", "64 tokens, etp 4, etp inside nodes",
         "adaptive r, base", "adaptive r, large", "chunks", "orders", "codecs", "ScheMoE's steps",
     ]  # fmt: skip
     assert {panel.y_title for panel in made} == {"ms, virtual compute"}

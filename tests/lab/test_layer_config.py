@@ -53,7 +53,8 @@ def test_the_committed_configuration_holds_every_part() -> None:
         assert cell.repeats >= 8
         assert cell.pairs >= (12 if isinstance(cell, AdaptiveR) else 30)  # nothing near 1 is claimed about r
     assert list(parts) == ["schedules", "adaptive_r", "pipelining", "orders", "codecs", "ablation"]
-    (schedules,), (pipelining,), (codecs,) = parts["schedules"], parts["pipelining"], parts["codecs"]
+    (schedules, larger), (pipelining,), (codecs,) = parts["schedules"], parts["pipelining"], parts["codecs"]
+    assert larger.tokens_per_rank >= 512 > schedules.tokens_per_rank, "Parm's SAA gains from 512 tokens on"
     assert (schedules.nodes, schedules.ranks_per_node) == (4, 4)
     assert schedules.tp == schedules.etp == (1, 2, 4)
     assert {each.name for each in parts["adaptive_r"]} == {"base", "large"}

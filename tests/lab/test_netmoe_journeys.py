@@ -15,9 +15,19 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.plan import Plan
+from moesaic.traces.trace import Trace, TraceSegment, TraceShape
 from moesaic_lab.emulated import emulated
 from moesaic_lab.netmoe.ranks import Stack, TableRouter, TravelJob, check, numbered
-from moesaic_lab.netmoe.setting import Costs, Setting, decision_seconds, paper_cluster, paper_setting, routing, travel
+from moesaic_lab.netmoe.setting import (
+    Costs,
+    Setting,
+    decision_seconds,
+    paper_cluster,
+    paper_setting,
+    recorded,
+    routing,
+    travel,
+)
 from moesaic_lab.policies.stay import Stay
 from moesaic_lab.recorder import Recorder
 from moesaic_testbed.bed import Bed
@@ -44,6 +54,18 @@ def test_a_journey_starts_and_ends_at_home_and_saves_what_the_decisions_did() ->
     assert journey.before.inter == first.volume(home).inter + second.volume(home).inter
     assert journey.after.inter == first.volume(journey.homes[1]).inter + second.volume(journey.homes[2]).inter
     assert journey.after.inter < 0.8 * journey.before.inter
+
+
+def test_a_recorded_step_keeps_its_samples_counts_in_longer_samples() -> None:
+    random = np.random.default_rng(0)
+    table = random.multivariate_hypergeometric([8] * 8, 16, size=(2, 1, 3, 20))
+    shape = TraceShape(num_layers=3, num_experts=8, top_k=2, sequences=20, seq_len=8)
+    trace = Trace.of(TraceSegment(shape, "counts", np.array([4, 9]), table))
+    longer = recorded(SMALL, trace, 9)
+    assert (longer.shape.seq_len, longer.shape.sequences) == (16, 16)
+    for layer in range(3):
+        assert np.array_equal(longer.samples(layer, 0), 2 * table[1, 0, layer, :16])
+        assert (np.diff(np.sort(longer.experts(layer, 0), axis=1), axis=1) > 0).all()
 
 
 def test_each_decision_is_told_where_samples_are_by_then() -> None:

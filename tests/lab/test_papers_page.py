@@ -6,6 +6,7 @@ import re
 import shlex
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from moesaic.planner.presets import PRESETS as PLANNED
 from moesaic.train.presets import PRESETS as TRAINED
 from moesaic_lab import papers_page, pays
 from moesaic_lab.bench import BENCHMARKS, OTHERS
-from moesaic_lab.papers_page import claims_of, crossing, evidence, in_short, pairs, read_results
+from moesaic_lab.papers_page import claims_of, crossing, evidence, in_short, pairs, read_results, trained
 from moesaic_lab.reproduce.records import PAPERS, read_book
 from moesaic_lab.vision.config import PRESETS as VISION
 
@@ -141,6 +142,9 @@ def test_pairs_differ_by_one_word_in_the_same_case() -> None:
         {"cell": 1, "method": "s2", "median_seconds": 1.0},
     ]
     assert pairs(methods, "saa", "") == [(0.5, None)]
+    on_beds = [row | {"cell": bed, "bed": f"{bed} 100mbit"} for bed in ("2x2", "4x4") for row in methods]
+    on_beds[2]["median_seconds"] = 4.0
+    assert pairs(on_beds, "saa", "", "4x4") == [(0.25, None)]
 
 
 def test_a_gain_passes_one_between_two_sizes() -> None:
@@ -153,6 +157,23 @@ def test_a_gain_passes_one_between_two_sizes() -> None:
     window = {"gains": [0.5, 1.5, 0.5], "crossovers": [30.0, 300.0], **common}
     assert [crossing(each) for each in (rises, falls, window)] == ["from 100", "up to 100", "from 30 up to 300"]
     assert in_short([rises]) == ("0.50 to 1.50", "width 256: from 100")
+
+
+def test_what_placement_gains_under_recorded_routing_is_shown_early_and_late() -> None:
+    rows: list[dict[str, Any]] = [
+        {
+            "part": "trained", "method": "two_stage", "bed": "NetMoE's 2x8", "text": "code", "step": step, "locality": at,
+            "predicted_inter_saved": at / 2, "predicted_time_ratio": 1 / (1 + at),
+        }
+        for step, at in ((1, 0.1), (2, 0.2), (98, 0.5), (99, 0.6))
+    ]  # fmt: skip
+    times = {"time_ratio": 0.8, "time_ratio_low": 0.625, "time_ratio_high": 1.0}
+    rows.append({"part": "trained", "method": "two_stage", "bed": "2x2", "text": "code", "step": 99, **times})
+    rows.append({"part": "2x2", "method": "two_stage"})
+    early, late = trained(rows).splitlines()[2:]
+    assert early == "| code | 1 to 2 | 0.10 to 0.20 | 5 to 10 % | 1.10 to 1.20 |  |"
+    assert late == "| code | 98 to 99 | 0.50 to 0.60 | 25 to 30 % | 1.50 to 1.60 | 2x2: 1.25 (1.00 to 1.60) |"
+    assert trained(rows[-1:]) == ""
 
 
 def test_saa_loses_for_few_tokens_and_gains_for_many() -> None:

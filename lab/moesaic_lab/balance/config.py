@@ -167,7 +167,8 @@ class Skewed(BalancePlace):
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded(BalancePlace):
-    """A bed with recorded routing: one case. The trace must match the layer's numbers of experts, samples and tokens."""
+    """A bed with recorded routing: one case. The trace must match the layer's numbers of experts and tokens, and have its
+    samples."""
 
     trace: str = ""
     """A file or folder, relative to the configuration file's folder."""
@@ -182,14 +183,14 @@ class Recorded(BalancePlace):
         """Read the routing, and check that its sizes match the layer's."""
         trace = Trace.open(folder / self.trace)
         shape, samples = trace.shape, self.world * self.samples_per_rank
-        expected = (self.num_experts, self.top_k, samples, self.sample_tokens)
-        found = (shape.num_experts, shape.top_k, shape.sequences, shape.seq_len)
-        if expected != found:
+        expected = (self.num_experts, self.top_k, self.sample_tokens)
+        found = (shape.num_experts, shape.top_k, shape.seq_len)
+        if expected != found or samples > shape.sequences:
             raise InputError(
-                f"{self.name}: the trace has {found[0]} experts, top_k={found[1]}, {found[2]} samples of {found[3]} "
-                f"tokens; the layer on this bed {expected[0]}, {expected[1]}, {expected[2]} of {expected[3]}: make them equal"
+                f"{self.name}: the trace has {found[0]} experts, top_k={found[1]}, {shape.sequences} samples of {found[2]} "
+                f"tokens; the layer on this bed {expected[0]}, {expected[1]}, {samples} of {expected[2]}: make them equal"
             )
-        return recorded(trace, self.layer, self.steps, self.history_step)
+        return recorded(trace, self.layer, self.steps, self.history_step, samples)
 
 
 @dataclass(frozen=True, kw_only=True)

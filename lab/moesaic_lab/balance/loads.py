@@ -88,7 +88,7 @@ def made_up(skew: Skew) -> Routes:
     return Routes(experts=experts, history=tables[0].sum(axis=0))
 
 
-def recorded(trace: Trace, layer: int, steps: tuple[int, ...], history_step: int) -> Routes:
+def recorded(trace: Trace, layer: int, steps: tuple[int, ...], history_step: int, samples: int) -> Routes:
     """Return the routing of some steps of a trace.
 
     Args:
@@ -96,9 +96,10 @@ def recorded(trace: Trace, layer: int, steps: tuple[int, ...], history_step: int
         layer: MoE layer, counted from 0.
         steps: steps of the trace, one call each.
         history_step: the step from which an expert placement may learn.
+        samples: how many of a step's samples to use, the first ones.
     """
     shape = trace.shape
-    tables = [trace.samples(layer, step) for step in steps]
+    tables = [trace.samples(layer, step)[:samples] for step in steps]
     experts = np.stack([deal(table, shape.seq_len, shape.top_k) for table in tables])
     return Routes(experts=experts, history=trace.samples(layer, history_step).sum(axis=0))
 

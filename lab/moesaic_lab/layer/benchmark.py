@@ -198,8 +198,9 @@ def tables(cells: Sequence[LayerCell]) -> list[Table]:
     all_tables = []
     for part, title in TITLES.items():
         rows = [row for cell in cells if cell.job.section == part for row in rows_of(cell)]
-        if rows:
-            all_tables.append(table(f"{title}, virtual compute, {rows[0]['bed']}", rows, COLUMNS, group_by=("cell",)))
+        for bed in dict.fromkeys(row["bed"] for row in rows):
+            on_bed = [row for row in rows if row["bed"] == bed]
+            all_tables.append(table(f"{title}, virtual compute, {bed}", on_bed, COLUMNS, group_by=("cell",)))
     switches = [row for cell in cells for row in switch_rows(cell)]
     if switches:
         all_tables.append(table("Switching plans: processor time of a rank", switches, group_by=("cell",)))
@@ -209,16 +210,16 @@ def tables(cells: Sequence[LayerCell]) -> list[Table]:
 def panels(cells: Sequence[LayerCell]) -> list[Panel]:
     """Return a panel per kind of mesh of the schedules, one per size of weights of adaptive r, and one per other part."""
 
-    def mesh(cell: LayerCell) -> tuple[int, str]:
-        return cell.job.grid.etp, cell.job.grid.innermost
+    def mesh(cell: LayerCell) -> tuple[int, int, str]:
+        return cell.job.place.tokens_per_rank, cell.job.grid.etp, cell.job.grid.innermost
 
     def of(section: str) -> list[LayerCell]:
         return [cell for cell in cells if cell.job.section == section]
 
     all_panels = []
-    for (etp, innermost), group in itertools.groupby(sorted(of("schedules"), key=mesh), key=mesh):
-        where = f", {innermost} inside nodes" if etp > 1 else ""
-        all_panels.append(_bars(f"schedules, etp {etp}{where}", list(group), lambda cell: f"tp {cell.job.grid.tp}"))
+    for (tokens, etp, innermost), group in itertools.groupby(sorted(of("schedules"), key=mesh), key=mesh):
+        title = f"{tokens} tokens, etp {etp}" + (f", {innermost} inside nodes" if etp > 1 else "")
+        all_panels.append(_bars(title, list(group), lambda cell: f"tp {cell.job.grid.tp}"))
     for name, sized in itertools.groupby(of("adaptive_r"), key=lambda cell: cell.job.place.name):  # type: ignore[attr-defined]
         all_panels.append(_over_factors(f"adaptive r, {name}", list(sized)))
     for section, title in PICTURED.items():

@@ -4,19 +4,21 @@ Simulated: NetMoE's small model (768 wide, 4 samples of 1024 tokens per device, 
 8 MoE layers) on 4 nodes of 2, 4 and 8 devices of its cluster, with one port per node. Measured: 3 layers forward and
 backward on emulated clusters with 200 Mbit/s between nodes, all methods in turn, with real bytes and virtual experts;
 ranks share the machine's cores. Predictions are the cost model's, with assumed host costs. Locality is as `moesaic
-trace show` defines it. Routing of different layers is drawn independently, and the prediction of the next layer's
-routing is exact. The last layer returns samples to their homes, in simulation and measurement, and its cost is
-included. Decisions are timed on one core of this machine; the time that hides them is simulated on NetMoE's 2 nodes of
-8.
+trace show` defines it. Routing of different layers is drawn independently. Further routing was recorded early and late in
+the training of a GPT with 4 layers of 16 experts, on the source of Python's library and on Django's messages in all languages;
+it is simulated on 2 nodes of 8 devices. The prediction of the next layer's routing is exact. The last layer returns samples to
+their homes, in simulation and measurement, and its cost is included. Decisions are timed on one core of this machine; the time
+that hides them is simulated on NetMoE's 2 nodes of 8.
 
     moesaic bench netmoe --json benchmarks/results/netmoe.json --picture docs/images/bench/netmoe.svg
 """
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -29,6 +31,8 @@ from moesaic.planner.cluster import Device, Tflops
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
 from moesaic.program.plan import Plan
+from moesaic.traces.load import locality
+from moesaic.traces.trace import Trace
 from moesaic_lab.beds import BedCell, Place, joined
 from moesaic_lab.benchmark import Benchmark, DrawnOptions, KeptOptions, Shown, Told, each_kept, notes_of, on_beds
 from moesaic_lab.claims import Claim, claimed, figures
@@ -36,7 +40,18 @@ from moesaic_lab.emulated import UNSHAPED_GBPS, emulated
 from moesaic_lab.measure import Timing, spread
 from moesaic_lab.netmoe.ranks import Method, TravelJob
 from moesaic_lab.netmoe.ranks import measure as measure_steps
-from moesaic_lab.netmoe.setting import Costs, Setting, decision_seconds, paper_cluster, paper_setting, routing, travel
+from moesaic_lab.netmoe.setting import (
+    PAPER,
+    Costs,
+    Setting,
+    decision_seconds,
+    paper_cluster,
+    paper_setting,
+    recorded,
+    routing,
+    trained_traces,
+    travel,
+)
 from moesaic_lab.pictures import Panel, PlottedSeries
 from moesaic_lab.policies.stay import Stay
 from moesaic_testbed.cluster import Cluster
@@ -55,17 +70,19 @@ METHODS: dict[str, Method] = {
     "two_stage": TwoStage(**ALWAYS),
     "weighed": Weighed(Machine(intra_gbps=UNSHAPED_GBPS, inter_gbps=INTER_GBPS), **ALWAYS),
 }
+BED_TOKENS = 512
+"""Tokens of a rank on the emulated clusters."""
 DECIDED = (64, 128, 256, 512, 1024)
 """Numbers of samples on all 16 devices together."""
 Rows = list[dict[str, Any]]
-Part = Literal["simulated", "decisions", "2x2", "4x2"]
+Part = Literal["simulated", "decisions", "2x2", "4x2", "trained"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetmoeOptions(KeptOptions, DrawnOptions):
     """Command-line options."""
 
-    parts: tuple[Part, ...] = ("simulated", "decisions", "2x2", "4x2")
+    parts: tuple[Part, ...] = ("simulated", "decisions", "2x2", "4x2", "trained")
     """Parts to run. Parts that the folder of --keep already has are not run again."""
     repeats: int = 4
     """Timed rounds of every method at every locality."""
@@ -77,36 +94,90 @@ def simulated() -> Rows:
     for per_node in (2, 4, 8):
         setting = paper_setting(4, per_node)
         costs = Costs(setting, paper_cluster(4, per_node))
-        for locality in LOCALITIES:
-            rows.append({"per_node": per_node, **predicted(setting, costs, locality, TwoStage(**ALWAYS), "two_stage")})
+        for at in LOCALITIES:
+            found = predicted(setting, costs, routing(setting, at), TwoStage(**ALWAYS))
+            rows.append({"per_node": per_node, "method": "two_stage", "locality": at, **found})
     return rows
 
 
-def predicted(setting: Setting, costs: Costs, locality: float, placer: Method, name: str) -> dict[str, Any]:
-    """Return the cost model's prediction for a policy, compared with plain expert parallelism."""
-    trace = routing(setting, locality)
+def predicted(setting: Setting, costs: Costs, trace: Trace, placer: Method) -> dict[str, Any]:
+    """Return the cost model's prediction for a policy under some routing, compared with plain expert parallelism."""
     counts = [trace.samples(layer, 0) for layer in range(setting.num_layers)]
     seconds, inside, across = costs.plain(counts)
-    row = {"method": name, "locality": locality, "predicted_inter_bytes_plain": across}
     journey = travel(setting.grid, counts, setting.slots, placer or Stay())
     own = (seconds, inside, across) if placer is None else costs.placed(journey)
-    return row | {
-        "predicted_seconds": own[0], "predicted_time_ratio": own[0] / seconds,
+    return {
+        "predicted_inter_bytes_plain": across, "predicted_seconds": own[0], "predicted_time_ratio": own[0] / seconds,
         "predicted_inter_saved": 1 - own[2] / across, "predicted_intra_ratio": own[1] / inside,
         "decided_inter_saved": 1 - journey.after.inter / journey.before.inter, "moved_nodes": journey.moved[0],
         "moved_devices": journey.moved[1],
     }  # fmt: skip
 
 
-def on_bed(name: str, repeats: int, told: Told) -> Rows:
-    """Return measured bytes and times on an emulated cluster, together with predictions for it."""
+def synthetic(name: str, repeats: int, told: Told) -> Rows:
+    """Return what is measured on an emulated cluster under synthetic routing of several localities."""
+    setting = bed_setting(name, BED_LAYER, 3)
+    loads = [({"locality": each}, routing(setting, each, tokens=True)) for each in BED_LOCALITIES[name]]
+    return on_bed(name, setting, loads, repeats, told)
+
+
+def bed_setting(name: str, layer: Workload, num_layers: int) -> Setting:
+    """Return layers on the emulated cluster of a name, with `BED_TOKENS` tokens per rank."""
+    bed, slots = BEDS[name], BED_TOKENS // layer.tokens
+    return Setting(nodes=bed.nodes, per_node=bed.ranks_per_node, slots=slots, layer=layer, num_layers=num_layers)
+
+
+def trained(repeats: int, told: Told) -> Rows:
+    """Return bytes and times under the recorded routing of trained models, early and late: all steps simulated, the first and
+    the last measured."""
+    traces = trained_traces()
+    shape = next(iter(traces.values())).shape
+    paper = replace(
+        paper_setting(2, 8, num_layers=shape.num_layers), layer=replace(PAPER, num_experts=shape.num_experts)
+    )
+    costs, rows = Costs(paper, paper_cluster(2, 8)), Rows()
+    about = {
+        (text, step): {"text": text, "step": step, "locality": locality_of(trace, step)}
+        for text, trace in traces.items()
+        for step in trace.steps
+    }
+    for (text, step), said in about.items():
+        found = predicted(paper, costs, recorded(paper, traces[text], step), TwoStage(**ALWAYS))
+        rows.append({"bed": "NetMoE's 2x8", "method": "two_stage", **said, **found})
+    layer = replace(BED_LAYER, tokens=shape.seq_len, num_experts=shape.num_experts)
+    for name in BEDS:
+        setting = bed_setting(name, layer, shape.num_layers)
+        ends = [(text, step) for text, trace in traces.items() for step in (trace.steps[0], trace.steps[-1])]
+        loads = [(about[each], recorded(setting, traces[each[0]], each[1])) for each in ends]
+        rows += [{"bed": name, **row} for row in on_bed(name, setting, loads, repeats, told)]
+    return rows
+
+
+def locality_of(trace: Trace, step: int) -> float:
+    """Return the mean locality of the layers in a step."""
+    shape = trace.shape
+    return statistics.mean(locality(trace.samples(layer, step), shape.top_k) for layer in range(shape.num_layers))
+
+
+def on_bed(
+    name: str, setting: Setting, loads: Sequence[tuple[dict[str, Any], Trace]], repeats: int, told: Told
+) -> Rows:
+    """Return measured bytes and times on an emulated cluster, together with predictions for it.
+
+    Args:
+        name: of the cluster.
+        setting: the ranks and layers.
+        loads: keys of a load's rows, and its routing.
+        repeats: timed rounds of every method.
+        told: called before each load.
+    """
     bed = BEDS[name].bed
-    setting = Setting(nodes=bed.nodes, per_node=bed.ranks_per_node, slots=8, layer=BED_LAYER, num_layers=3)
     device = Device(tflops=Tflops(fp32=GFLOPS / 1000), memory_gib=8, memory_gigabytes_per_second=5)
     costs = Costs(setting, emulated(bed, device=device))
 
-    def measure(ranks: Cluster, locality: float) -> Rows:
-        of_ranks = ranks.run(measure_steps, job_of(setting, locality, METHODS, repeats=repeats))
+    def measure(ranks: Cluster, load: tuple[dict[str, Any], Trace]) -> Rows:
+        about, trace = load
+        of_ranks = ranks.run(measure_steps, job_of(setting, trace, METHODS, repeats=repeats))
         cell = BedCell(**joined(of_ranks, bed))
         across = {method: cell.across[method][0] for method in METHODS}
         inside = {
@@ -115,7 +186,7 @@ def on_bed(name: str, repeats: int, told: Told) -> Rows:
         }
         return [
             {
-                **predicted(setting, costs, locality, placer, method), "repeats": repeats,
+                "method": method, **about, **predicted(setting, costs, trace, placer), "repeats": repeats,
                 "seconds": cell.timings[method].median, **spread("time_ratio", cell.ratio(method, "plain")),
                 "inter_bytes": across[method], "inter_saved": 1 - across[method] / across["plain"],
                 "intra_ratio": inside[method] / inside["plain"],
@@ -123,13 +194,15 @@ def on_bed(name: str, repeats: int, told: Told) -> Rows:
             for method, placer in METHODS.items()
         ]  # fmt: skip
 
-    by_locality = on_beds(BED_LOCALITIES[name], lambda _: bed, lambda at: f"{name}, locality {at}", measure, told)
-    return [row for rows in by_locality for row in rows]
+    def about(load: tuple[dict[str, Any], Trace]) -> str:
+        return ", ".join([name, *(f"{key} {value}" for key, value in load[0].items())])
+
+    return [row for rows in on_beds(loads, lambda _: bed, about, measure, told) for row in rows]
 
 
-def job_of(setting: Setting, locality: float, methods: Mapping[str, Method], **options: Any) -> TravelJob:
-    """Return the job that times methods in a setting; `options` are further fields of `TravelJob`."""
-    trace, layer = routing(setting, locality, tokens=True), setting.layer
+def job_of(setting: Setting, trace: Trace, methods: Mapping[str, Method], **options: Any) -> TravelJob:
+    """Return the job that times methods under some routing of tokens; `options` are further fields of `TravelJob`."""
+    layer = setting.layer
     experts = np.stack([trace.experts(number, 0) for number in range(setting.num_layers)])
     return TravelJob(
         grid=setting.grid, compiled=compile_plan(Plan(), setting.grid), methods=methods, gflops=GFLOPS,
@@ -166,6 +239,7 @@ def claims(rows: Rows) -> list[Claim]:
         *saved,
         figure("netmoe_time_ratio", "time_ratio", "1", "<=", part="2x2", method="two_stage", locality=0.4),
         figure("netmoe_time_ratio.without_locality", "time_ratio", "1", "<=", part="2x2", method="two_stage", locality=0.0),
+        figure("netmoe_time_ratio.trained", "time_ratio", "1", "<=", part="trained", method="two_stage"),
         figure("netmoe_decision_over_hidden", "share_of_hidden", "1", "<=", part="decisions", method="two_stage"),
     ]  # fmt: skip
 
@@ -218,6 +292,10 @@ TABLES = (
         title="emulated clusters, 200 Mbit/s", where={"part": tuple(BEDS)}, group_by=("part",),
         columns=("part", "locality", "method", *SAVED, *PREDICTED),
     ),
+    Shown(
+        title="recorded routing of trained models", where={"part": ("trained",)}, group_by=("bed",),
+        columns=("bed", "text", "step", "locality", "method", *SAVED, *PREDICTED),
+    ),
     Shown(title="decisions", where={"part": ("decisions",)}, columns=DECIDING),
 )  # fmt: skip
 
@@ -226,7 +304,8 @@ def measure(options: NetmoeOptions, cases: None, told: Told) -> Rows:
     """Run the parts that the folder of --keep does not have yet."""
     torch.set_num_threads(1)
     runs: dict[str, Callable[[], Rows]] = {"simulated": simulated, "decisions": decisions}
-    runs |= {name: partial(on_bed, name, options.repeats, told) for name in BEDS}
+    runs |= {name: partial(synthetic, name, options.repeats, told) for name in BEDS}
+    runs["trained"] = partial(trained, options.repeats, told)
     by_part = each_kept(options.keep, {part: runs[part] for part in options.parts}, told)
     return [{"part": part, **row} for part, rows in by_part for row in rows]
 

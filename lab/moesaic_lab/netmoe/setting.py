@@ -1,10 +1,10 @@
-"""NetMoE's comparison without ranks: synthetic loads, the homes chosen for samples, bytes and simulated time of every
-layer.
+"""NetMoE's comparison without ranks: synthetic and recorded loads, the homes chosen for samples, bytes and simulated time of
+every layer.
 
 A journey is one forward pass. The samples start at home. Each MoE layer decides from its own and the next layer's
 routing where they go next, and the last layer takes them home. `balance/run/relocate.py` does the same with
-tensors. Routing of consecutive layers is drawn independently, so a sample's experts in one layer say nothing about the
-next. That is the harder case for placement.
+tensors. Synthetic routing of consecutive layers is drawn independently, so a sample's experts in one layer say nothing about
+the next. That is the harder case for placement.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
@@ -29,11 +30,15 @@ from moesaic.program.placed import PlacedIndex, placed_sizes
 from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program, Stage
-from moesaic.traces.trace import Trace
+from moesaic.traces.trace import Trace, TraceSegment, TraceShape
+from moesaic_lab.balance.loads import deal
 from moesaic_lab.traces.synthetic import SyntheticRouting, make_trace
 
 PAPER = Workload(tokens=1024, num_experts=2, top_k=2, dim=768, hidden=3072, matrices=2, dtype="fp32")
 """NetMoE's small model; `tokens` are those of a sample, `num_experts` those of a device."""
+CONFIGS = Path(__file__).parent.parent / "configs"
+TRAINED = {"code": "gpt_code.npz", "messages": "gpt_messages.npz"}
+"""Files with the routing of trained models, by the text that they were trained on. Their first half of the steps is early."""
 PAPER_SAMPLES = 4
 """Samples per device in NetMoE's experiments."""
 
@@ -95,6 +100,30 @@ def routing(setting: Setting, locality: float, *, seed: int = 0, tokens: bool = 
             sequences=setting.samples, seq_len=setting.layer.tokens, locality=locality, tokens=tokens, seed=seed,
         )
     )  # fmt: skip
+
+
+def trained_traces() -> dict[str, Trace]:
+    """Return the recorded routing of trained models, by the text that they were trained on."""
+    return {text: Trace.open(CONFIGS / file) for text, file in TRAINED.items()}
+
+
+def recorded(setting: Setting, trace: Trace, step: int) -> Trace:
+    """Return a recorded step as routing of one call of every layer.
+
+    The first samples are used. A sample's copies are dealt to its tokens anew; if the setting's samples are longer, each token
+    stands for several that choose alike.
+    """
+    layer = setting.layer
+    tables = [
+        trace.samples(number, step)[: setting.samples] * (layer.tokens // trace.shape.seq_len)
+        for number in range(setting.num_layers)
+    ]
+    experts = np.stack([deal(table, layer.tokens, layer.top_k).reshape(-1, layer.top_k) for table in tables])
+    shape = TraceShape(
+        num_layers=setting.num_layers, num_experts=layer.num_experts, top_k=layer.top_k, sequences=setting.samples,
+        seq_len=layer.tokens,
+    )  # fmt: skip
+    return Trace.of(TraceSegment(shape, "tokens", np.array([0]), experts[None, None], source={"step": step}))
 
 
 @dataclass(frozen=True)

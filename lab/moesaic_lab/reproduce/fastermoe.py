@@ -8,8 +8,9 @@ as in the paper's artifact.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from moesaic.planner.workload import Workload, zipf_counts
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic.traces.trace import Trace
+from moesaic_lab.balance.loads import identical_counts, recorded_shares
+from moesaic_lab.netmoe.setting import CONFIGS, trained_traces
 from moesaic_lab.reproduce.fastermoe_model import FasterMoEMachine, Rule, ideal, semi_ideal, shadows, stay_home
 from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction
 
@@ -54,6 +58,8 @@ class Model:
         )
 
 
+LAER_LAYERS, LAER_STEPS = (5, 11, 17), (9, 12)
+"""Layers and iterations of LAER-MoE's recording."""
 GPT_S, GPT, GPT_L = (Model(cluster="johnny", gpus=16, tokens=1024, dim=dim) for dim in (1024, 2048, 4096))
 WIDE = Model(cluster="trevor", gpus=64, tokens=2048, dim=1024)
 PLAIN = Plan()
@@ -189,7 +195,7 @@ def predictor_r2(beds: Sequence[FasterMoEBed], skews: Sequence[float]) -> tuple[
 
 @dataclass(frozen=True)
 class Gains:
-    """Speed-ups over FastMoE, as means over the seeds unless noted otherwise."""
+    """Speed-ups over FastMoE, as means over several loads unless noted otherwise."""
 
     schedule: float
     """Speed-up by the smart schedule."""
@@ -200,11 +206,11 @@ class Gains:
     experts: float
     """Share of the experts that are shadowed."""
     bound: float
-    """Speed-up that full overlap would give FastMoE; the largest over the seeds."""
+    """Speed-up that full overlap would give FastMoE; the largest over the loads."""
     layer: float
-    """Speed-up by the smart schedule; the largest over the seeds."""
+    """Speed-up by the smart schedule; the largest over the loads."""
     one: float
-    """Speed-up by a shadow of the hottest expert alone; the largest over the seeds."""
+    """Speed-up by a shadow of the hottest expert alone; the largest over the loads."""
     seconds: float
     """Time of a layer with the smart schedule and shadows."""
 
@@ -223,12 +229,11 @@ def shadow_gain(bed: FasterMoEBed, skew: float, rule: Rule = "printed") -> float
     return float(np.mean(speedups))
 
 
-def gains(bed: FasterMoEBed, skew: float, rule: Rule = "printed", seeds: Sequence[int] = SEEDS) -> Gains:
-    """Return all speed-ups of a model."""
+def gains(bed: FasterMoEBed, tables: Iterable[np.ndarray]) -> Gains:
+    """Return all speed-ups of a model, with the printed rule, over tables of the copies from each GPU to each expert."""
     rows = []
-    for seed in seeds:
-        counts = bed.counts(skew, seed)
-        experts = bed.chosen(counts, rule)
+    for counts in tables:
+        experts = bed.chosen(counts)
         plain, smart = bed.run(PLAIN, counts), bed.run(bed.smart, counts)
         hottest = int(counts.sum(0).argmax())
         both = bed.shadowed(bed.smart, counts, experts)
@@ -243,16 +248,18 @@ def gains(bed: FasterMoEBed, skew: float, rule: Rule = "printed", seeds: Sequenc
                 both,
             )
         )
-    mean, most = np.mean(rows, axis=0).tolist(), np.max(rows, axis=0).tolist()
-    return Gains(mean[0], mean[1], mean[2], mean[3], most[4], most[0], most[5], mean[6])
+    means, most = np.mean(rows, axis=0).tolist(), np.max(rows, axis=0).tolist()
+    return Gains(means[0], means[1], means[2], means[3], most[4], most[0], most[5], means[6])
 
 
 def reproduce(book: Book) -> Reproduction:
     """Simulate the layers and compare them with the paper's figures."""
     skew = skew_of(book)
     beds = {model: FasterMoEBed(model) for model in (GPT_S, GPT, GPT_L, WIDE)}
-    on_johnny = {model: gains(beds[model], skew) for model in (GPT_S, GPT, GPT_L)}
-    wide, middle = gains(beds[WIDE], skew, seeds=SEEDS[:1]), on_johnny[GPT]
+    on_johnny = {
+        model: gains(beds[model], (beds[model].counts(skew, seed) for seed in SEEDS)) for model in (GPT_S, GPT, GPT_L)
+    }
+    wide, middle = gains(beds[WIDE], [beds[WIDE].counts(skew, SEEDS[0])]), on_johnny[GPT]
     best = max(on_johnny.values(), key=lambda model_gains: model_gains.layer)
     figures = {
         "fastermoe.shadow.johnny": middle.shadow,
@@ -278,6 +285,38 @@ def _over_zero(bed: FasterMoEBed, ours: Gains, stage: int) -> float:
     return bed.zero_seconds(stage) / ours.seconds
 
 
+def recorded_tables(bed: FasterMoEBed) -> dict[str, list[np.ndarray]]:
+    """Return recorded copies from each GPU to each expert, a table per layer, by their source.
+
+    The sources are the loads of ranks that LAER-MoE's authors recorded, an expert per rank, and our own trained models, early
+    and late.
+    """
+    gpus, copies = bed.model.gpus, int(bed.model.layer.copies)
+    laer = Trace.open(CONFIGS / "laer_e16k4.npz")
+    shares = [recorded_shares(laer, layer, step, gpus, 1) for layer in LAER_LAYERS for step in LAER_STEPS]
+    tables = {"LAER-MoE's Mixtral": [identical_counts(each, gpus, copies) for each in shares]}
+    for text, trace in trained_traces().items():
+        times = copies * gpus // (trace.shape.tokens * trace.shape.top_k)
+        for when, step in (("early", trace.steps[0]), ("late", trace.steps[-1])):
+            of_layers = [trace.counts(layer, step, groups=gpus) for layer in range(trace.shape.num_layers)]
+            tables[f"our GPT on {text}, {when}"] = [times * counts for counts in of_layers]
+    return tables
+
+
+def _recorded(bed: FasterMoEBed) -> Iterator[PaperFinding]:
+    """Yield the speed-ups under recorded loads: mean, least and largest over the layers."""
+    for source, tables in recorded_tables(bed).items():
+        found = [gains(bed, [counts]) for counts in tables]
+        columns = {
+            "schedule": [each.schedule for each in found], "shadowing": [each.shadow for each in found],
+            "both": [each.both for each in found],
+        }  # fmt: skip
+        said = [f"{name} {mean(of):.2f} ({min(of):.2f} to {max(of):.2f})" for name, of in columns.items()]
+        busiest = mean(float(counts.sum(0).max() / counts.sum(0).mean()) for counts in tables)
+        shadowed = f"{mean(each.experts for each in found):.0%} of the experts shadowed"
+        yield PaperFinding(f"loads of {source}, the busiest {busiest:.1f} times the mean", ", ".join([*said, shadowed]))
+
+
 def _findings(bed: FasterMoEBed, middle: Gains, skew: float) -> tuple[PaperFinding, ...]:
     counts = bed.counts(skew, SEEDS[0])
     load = counts.sum(0)
@@ -300,6 +339,7 @@ def _findings(bed: FasterMoEBed, middle: Gains, skew: float) -> tuple[PaperFindi
             "load of the busiest expert over the mean (public traces of another model: 1.5 to 12)",
             f"{load.max() / load.mean():.1f}",
         ),
+        *_recorded(bed),
     )
 
 

@@ -18,9 +18,9 @@ from moesaic.errors import InputError
 
 PAPERS = ("parm", "schemoe", "tutel", "netmoe", "fastermoe")
 """Names of the papers, in the order in which they are reproduced."""
-Role = Literal["fit", "validation", "kept back", "no prediction"]
-"""Role of a figure: a constant was fitted to it; nothing was; it is kept back; or it cannot be predicted, since the paper does
-not print the batch or the length that it was measured with."""
+Role = Literal["fit", "validation", "arithmetic", "kept back", "no prediction"]
+"""Role of a figure: a constant was fitted to it; nothing was; nothing was, but it follows from sizes by arithmetic; it is kept
+back; or it cannot be predicted, since the paper does not print the batch or the length that it was measured with."""
 Unit = Literal["x", "ms", "us", "ns", "MiB", "%", "gain %", "points", "1"]
 
 
@@ -40,6 +40,8 @@ class PublishedCell:
     """Cells from which this one follows. Such a cell is no independent evidence."""
     not_printed: str = ""
     """Sizes that the paper does not print and without which the figure cannot be predicted; ours then assumes them."""
+    arithmetic: bool = False
+    """Whether ours is a count of bytes under even routing, or a fitted figure times a depth: right without a simulator."""
     note: str = ""
     """Remarks on the figure."""
 
@@ -225,7 +227,9 @@ class Book:
             return "fit"
         if cell.not_printed:
             return "no prediction"
-        return "kept back" if cell.value is None else "validation"
+        if cell.value is None:
+            return "kept back"
+        return "arithmetic" if cell.arithmetic else "validation"
 
     def rows(self, figures: Mapping[str, float]) -> tuple[Row, ...]:
         """Return a row per cell, with its role; `figures` holds our values by the cells' names."""
@@ -263,7 +267,7 @@ def read_book() -> Book:
                 cells[name] = PublishedCell(
                     name=name, value=None if value == "." else float(value), unit=group["unit"],
                     source=group["source"], derived=tuple(table.get("derived", {}).get(name, ())),
-                    not_printed=group.get("not_printed", ""),
+                    not_printed=group.get("not_printed", ""), arithmetic=group.get("arithmetic", False),
                     note=table.get("notes", {}).get(name, ""),
                 )  # fmt: skip
     constants = {

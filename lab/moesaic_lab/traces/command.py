@@ -1,4 +1,4 @@
-"""`moesaic bench trace`: makes synthetic routing traces, and reads those of published systems. Runs without torch."""
+"""`moesaic bench trace`: makes synthetic routing traces, reads those of published systems, picks steps. Runs without torch."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import tyro
 
 from moesaic.cli.arguments import parse
 from moesaic.cli.trace import print_loads
 from moesaic.errors import InputError
 from moesaic.traces.load import layer_loads
-from moesaic.traces.trace import Trace, TraceSegment, write_segment
+from moesaic.traces.trace import Trace, TraceSegment, steps_in_words, write_segment
 from moesaic_lab.traces.published import read_laer, read_smartmoe
 from moesaic_lab.traces.synthetic import SyntheticRouting, make_segment
 
 USAGE = """usage: moesaic bench trace make FILE.npz [options]
        moesaic bench trace laer FILE --out FILE.npz [--method METHOD] [--model MODEL]
        moesaic bench trace smartmoe FOLDER --out FILE.npz --top-k K
+       moesaic bench trace pick FILE --out FILE.npz --steps STEP [STEP ...]
 
   make      generate a trace with a given skew or MaxVio, drift and locality
   laer      read the tokens that each rank computed, as LAER-MoE's artifact recorded them
-  smartmoe  read the gate tables that SmartMoE's artifact recorded"""
+  smartmoe  read the gate tables that SmartMoE's artifact recorded
+  pick      keep some steps of a trace, in one file"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +63,24 @@ class SmartMoEOptions:
     """Experts per token."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PickOptions:
+    """Options of `moesaic bench trace pick`."""
+
+    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+    """A trace, or the folder of a run that recorded one."""
+    out: str
+    """The .npz file to write."""
+    steps: tuple[int, ...]
+    """The steps to keep."""
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0
-    words = {"make": _make, "laer": _laer, "smartmoe": _smartmoe}
+    words = {"make": _make, "laer": _laer, "smartmoe": _smartmoe, "pick": _pick}
     if arguments[0] not in words:
         raise InputError(f"unknown word {arguments[0]}: write {', '.join(words)}")
     return words[arguments[0]](arguments[1:])
@@ -94,6 +109,28 @@ def _smartmoe(arguments: Sequence[str]) -> int:
     if options.top_k < 1:
         raise InputError(f"--top-k {options.top_k}: must be at least 1")
     return _write(Path(options.out), lambda: read_smartmoe(Path(options.file), top_k=options.top_k))
+
+
+def _pick(arguments: Sequence[str]) -> int:
+    """Keep some steps of a trace."""
+    options = parse(PickOptions, arguments, prog="moesaic bench trace pick", description="Keep some steps of a trace.")
+    return _write(Path(options.out), lambda: picked(Trace.open(Path(options.file)), options.steps))
+
+
+def picked(trace: Trace, steps: Sequence[int]) -> TraceSegment:
+    """Return some steps of a trace as one segment.
+
+    Raises:
+        InputError: the trace lacks one of them.
+    """
+    missing = sorted({*steps} - {*trace.steps})
+    if missing:
+        raise InputError(f"--steps {missing[0]}: {trace.name} has {steps_in_words(trace.steps)}: choose of these")
+    parts = list(trace.segments())
+    chosen = [np.isin(part.steps, steps) for part in parts]
+    tables = np.concatenate([part.table[rows] for part, rows in zip(parts, chosen)])
+    kept = np.concatenate([part.steps[rows] for part, rows in zip(parts, chosen)])
+    return TraceSegment(trace.shape, trace.holds, kept, tables, parts[0].groups)
 
 
 def _write(path: Path, make: Callable[[], TraceSegment]) -> int:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesaic_lab.reproduce.fastermoe import GPT, GPT_S, PLAIN, FasterMoEBed, predictor_r2, tree_seconds
+from moesaic_lab.reproduce.fastermoe import (
+    GPT,
+    GPT_S,
+    PLAIN,
+    FasterMoEBed,
+    gains,
+    predictor_r2,
+    recorded_tables,
+    tree_seconds,
+)
 from moesaic_lab.reproduce.fastermoe_model import (
     FasterMoEMachine,
     ideal,
@@ -118,3 +127,17 @@ def test_the_predictor_explains_what_the_simulator_finds() -> None:
     moving, computing = predictor_r2([FasterMoEBed(GPT_S), FasterMoEBed(GPT)], (0.0, 1.2))
     assert 0.95 < moving <= 1
     assert 0.95 < computing <= 1
+
+
+def test_recorded_loads_have_the_layer_s_copies_and_gains_follow_their_skew() -> None:
+    bed = FasterMoEBed(GPT)
+    tables = recorded_tables(bed)
+    assert len(tables) == 5
+    for of_layers in tables.values():
+        assert len(of_layers) >= 3
+        assert all((counts.sum(1) == bed.model.layer.copies).all() for counts in of_layers)
+    even, hot = np.full((16, 16), 128), skewed(16, (3,), 1024, cold=68)
+    assert gains(bed, [even]).shadow == 1
+    assert gains(bed, [even]).experts == 0
+    assert gains(bed, [hot]).shadow > 1.5
+    assert gains(bed, [even, hot]).shadow == pytest.approx((1 + gains(bed, [hot]).shadow) / 2)

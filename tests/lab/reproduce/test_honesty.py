@@ -40,7 +40,8 @@ def test_no_cell_that_a_constant_rests_on_is_validation(cell: PublishedCell) -> 
     follows = {cell.name, *cell.derived}
     rests = any(follows & set(constant.cells) for constant in BOOK.constants.values())
     role = BOOK.role(cell.name)
-    others = "no prediction" if cell.not_printed else "kept back" if cell.value is None else "validation"
+    counts = "arithmetic" if cell.arithmetic else "validation"
+    others = "no prediction" if cell.not_printed else "kept back" if cell.value is None else counts
     assert role == ("fit" if cell.value is not None and rests else others)
     assert cell.source
     assert all(name in BOOK.cells for name in cell.derived)
@@ -103,6 +104,16 @@ def test_a_figure_that_is_printed_twice_counts_once() -> None:
     assert [row.role for row in rows] == ["validation", "validation", "fit", "kept back"]
     assert made.errors() == pytest.approx([1 - 3.0 / 3.37])
     assert made.median_error == made.errors()[0]
+
+
+def test_figures_that_follow_from_sizes_are_no_evidence() -> None:
+    known = {name for name in BOOK.cells if BOOK.role(name) == "arithmetic"}
+    assert len(known) == 15
+    assert {name.rsplit(".", 1)[0] for name in known} == {
+        "schemoe.a2a", *(f"netmoe.before.{where}.{gpus}" for where in ("intra", "inter") for gpus in (16, 32)),
+    }  # fmt: skip
+    rows = BOOK.rows(dict.fromkeys(known, 1.0) | {"netmoe.compute.4": 1.79})
+    assert Reproduction(paper="netmoe", title="", rows=rows, constants=()).errors() == [0.0]
 
 
 def test_figures_of_an_unknown_batch_or_length_are_no_predictions() -> None:

@@ -10,8 +10,10 @@ import pytest
 from moesaic.cli.main import main
 from moesaic.errors import InputError
 from moesaic.traces.load import faults, max_violation
-from moesaic.traces.trace import Trace
+from moesaic.traces.trace import Trace, TraceSegment, segment_name, write_segment
+from moesaic_lab.traces.command import picked
 from moesaic_lab.traces.published import read_laer, read_smartmoe
+from moesaic_lab.traces.synthetic import SyntheticRouting, make_trace
 
 FIXTURES = Path(__file__).parent / "fixtures"
 HEAD = "rank,method,model_name,layer,iter,token_num\n"
@@ -94,3 +96,20 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, words, 
     assert says in said
     assert said.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_picked_steps_are_those_of_the_trace(tmp_path, capsys):
+    recorded = make_trace(SyntheticRouting(steps=6, num_layers=2, num_experts=4, sequences=3, seq_len=8, drift=0.5))
+    parts = [next(recorded.segments()).before(3), next(recorded.segments())]
+    late = TraceSegment(recorded.shape, recorded.holds, parts[1].steps[3:], parts[1].table[3:])
+    for part in (parts[0], late):
+        write_segment(part, tmp_path / "routing" / segment_name(int(part.steps[0])))
+    out = tmp_path / "few.npz"
+    assert main(["bench", "trace", "pick", str(tmp_path), "--out", str(out), "--steps", "1", "2", "5"]) == 0
+    capsys.readouterr()
+    few = Trace.open(out)
+    assert few.steps == [1, 2, 5]
+    for layer, step in ((0, 1), (1, 2), (1, 5)):
+        assert few.samples(layer, step).tolist() == recorded.samples(layer, step).tolist()
+    with pytest.raises(InputError, match=r"--steps 7: .* has 0 to 5: choose of these"):
+        picked(recorded, (1, 7))
