@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 pytest.importorskip("peft", reason="pip install peft")
 
 import peft
+import quantized_models
 from lora_ranks import FAMILIES, SIZES
 from transformers import (
     AutoModelForCausalLM,
@@ -94,9 +95,9 @@ def loss(model: Any) -> float:
         return float(model.eval()(input_ids=ids, labels=ids).loss)
 
 
-def adapted(place: Path, out: str) -> Any:
+def adapted(place: Path, out: str, of: str = "model") -> Any:
     base = AutoModelForCausalLM.from_pretrained(
-        place / "model",
+        place / of,
         dtype=torch.float32,
         quantization_config=FourBitExpertsConfig(),
         experts_implementation="moesaic",
@@ -154,6 +155,22 @@ def test_families_and_methods_merge_into_what_they_computed(tmp_path, family, me
     assert loss(merged) == pytest.approx(loss(model), abs=1e-6 if dtype == "float32" else 0.005)
     with model.disable_adapter():
         assert abs(loss(model) - loss(merged)) > 0.01
+
+
+def test_a_quantized_checkpoint_is_fine_tuned_as_the_numbers_it_means(place, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(place / "model")
+    plain = quantized_models.write(tmp_path, "fp8", model)
+    (tmp_path / "fp8").rename(tmp_path / "model")
+    quantized_models.save(model, tmp_path / "plain", plain, 1)
+    for folder in ("model", "plain"):
+        words_tokenizer().save_pretrained(tmp_path / folder)
+    text = str(shutil.copy(place / "text.txt", tmp_path))
+    found = on_ranks(tmp_path, "out", 2, "--merge")
+    assert main(["finetune", str(tmp_path / "plain"), text, "--out", str(tmp_path / "alone"), *FLAGS]) == 0
+    assert losses(tmp_path / "alone") == pytest.approx(found, abs=1e-6)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged")
+    assert not hasattr(merged.config, "quantization_config")
+    assert loss(merged) == pytest.approx(loss(adapted(tmp_path, "out", "plain")), abs=1e-6)
 
 
 def test_the_loss_in_parts_and_its_gradients_are_those_of_transformers():
@@ -237,8 +254,8 @@ def test_models_and_data_that_cannot_be_used_are_refused_in_one_line(place, caps
         "num_attention_heads": 4,
         "vocab_size": 64,
     }
-    quantized = {**dense, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    for name, table in (("dense", dense), ("fp8", quantized), ("\x1b]52;model", None)):
+    quantized = {**dense, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    for name, table in (("dense", dense), ("gptq", quantized), ("\x1b]52;model", None)):
         (tmp_path / name).mkdir()
         if table:
             (tmp_path / name / "config.json").write_text(json.dumps(table))
@@ -251,7 +268,7 @@ def test_models_and_data_that_cannot_be_used_are_refused_in_one_line(place, caps
     model, text = str(place / "model"), str(place / "text.txt")
     for words, line in (
         ([str(tmp_path / "dense"), text], "llama has no experts"),
-        ([str(tmp_path / "fp8"), text], "its weights are quantized (fp8): run moesaic convert"),
+        ([str(tmp_path / "gptq"), text], "its weights are quantized (gptq): name the checkpoint that it was quantized"),
         ([str(tmp_path / "\x1b]52;model"), text], "\\x1b]52;model: is neither a folder nor a name"),
         ([str(tmp_path / "mute"), text], "mute: has no tokenizer that transformers can load"),
         ([str(tmp_path / "bare"), text], "bare: has no tokenizer that transformers can load"),

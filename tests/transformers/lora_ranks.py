@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import (
 import moesaic.transformers
 from moesaic.kernels import nf4
 from moesaic.transformers import FourBitExpertsConfig
+from moesaic.weights.load import load_model
 from moesaic_lab.hf import as_launched, batch
 
 SIZES: dict[str, Any] = {
@@ -52,20 +54,25 @@ def write_models(folder: Path) -> None:
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                    whole = parameter.mT if name == "gpt_oss" else parameter
-                    rounded = nf4.dequantize(*nf4.quantize(whole.contiguous()), torch.float32)
-                    parameter.copy_(rounded.mT if name == "gpt_oss" else rounded)
+                    parameter.copy_(by_nf4(parameter, is_transposed=name == "gpt_oss"))
         model.save_pretrained(folder / f"{name}-rounded")
 
 
-def load(folder: str, *, four_bit: bool, ep: int = 1, experts: str = "moesaic") -> Any:
-    """Return a model on this rank."""
-    options: dict[str, Any] = {"quantization_config": FourBitExpertsConfig()} if four_bit else {}
+def by_nf4(weight: Tensor, *, is_transposed: bool) -> Tensor:
+    """Return the numbers that NF4 makes of a weight of experts, float32."""
+    rows = weight.mT.contiguous() if is_transposed else weight
+    numbers = nf4.dequantize(*nf4.recover(rows), torch.float32)
+    return numbers.mT if is_transposed else numbers
+
+
+def load(folder: str, *, four_bit: bool, ep: int = 1, experts: str = "moesaic", double: bool = False) -> Any:
+    """Return a model on this rank, by `load_model` if it is quantized."""
+    options: dict[str, Any] = {"quantization_config": FourBitExpertsConfig(double=double)} if four_bit else {}
     if ep > 1:
         options["distributed_config"] = moesaic.transformers.distributed_config(ep)
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation=experts, **options
-    )
+    is_quantized = "quantization_config" in json.loads(Path(folder, "config.json").read_text())
+    kind = load_model if is_quantized else AutoModelForCausalLM.from_pretrained
+    return kind(folder, dtype=torch.float32, attn_implementation="eager", experts_implementation=experts, **options)
 
 
 def with_adapters(model: nn.Module, attention: bool = True) -> Any:
@@ -94,12 +101,12 @@ def stepped(model: Any, ids: Tensor, *, recompute: bool = False) -> tuple[float,
     return float(loss.detach()), peft.get_peft_model_state_dict(model)
 
 
-def on_rank(folder: str, cases: list[tuple[str, bool, bool]]) -> list[Any]:
+def on_rank(folder: str, cases: list[tuple[str, bool, bool]], double: bool = False) -> list[Any]:
     """Return `stepped` of (model, whether in NF4, whether to recompute) with this rank's sequences."""
     as_launched()
     world, rank, found = dist.get_world_size(), dist.get_rank(), []
     for name, four_bit, recompute in cases:
-        model = with_adapters(load(f"{folder}/{name}", four_bit=four_bit, ep=world))
+        model = with_adapters(load(f"{folder}/{name}", four_bit=four_bit, ep=world, double=double))
         found.append(stepped(model, batch(4).chunk(world)[rank], recompute=recompute))
     return found
 

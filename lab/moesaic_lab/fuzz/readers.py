@@ -165,9 +165,11 @@ def _make_weights(folder: Path) -> None:
     fp8 = folder / "fp8"
     fp8.mkdir()
     (fp8 / "config.json").write_text(json.dumps(_HUB | {"quantization_config": {"weight_block_size": [2, 2]}}))
-    save_file(
-        {"a": torch.ones(4, 4).to(torch.float8_e4m3fn), "a_scale_inv": torch.ones(2, 2)}, fp8 / "model.safetensors"
-    )
+    sizes = json.dumps({"shape": [1, 64], "blocksize": 64}).encode()
+    four_bit = {"b": torch.zeros(32, 1, dtype=torch.uint8), "b.absmax": torch.ones(1)}
+    four_bit["b.quant_state.bitsandbytes__nf4"] = torch.tensor(list(sizes), dtype=torch.uint8)
+    tensors = {"a": torch.ones(4, 4).to(torch.float8_e4m3fn), "a_scale_inv": torch.ones(2, 2)}
+    save_file(tensors | four_bit, fp8 / "model.safetensors")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state_dict_saver.save({"model.a": torch.zeros(2, 3)}, checkpoint_id=folder / "shards", no_dist=True)
@@ -332,7 +334,7 @@ READERS = {
     "shards": Reader(base="shards", file=".metadata", read=read_dcp),
     "tensors of shards": Reader(base="shards", file="*.distcp", read=lambda folder: _elements(read_dcp(folder)[0])),
     "safetensors": Reader(base="hub", file="model.safetensors", read=lambda at: _elements(read_safetensors(at))),
-    "fp8": Reader(base="fp8", file="model.safetensors", read=lambda folder: _elements(Hub().read(folder)[0])),
+    "fp8 and NF4": Reader(base="fp8", file="model.safetensors", read=lambda folder: _elements(Hub().read(folder)[0])),
     "blocks of fp8": Reader(base="fp8", file="config.json", read=lambda folder: _elements(Hub().read(folder)[0])),
     "weights": Reader(
         base="whole",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -17,14 +16,14 @@ from moesaic.planner.finetune import LOSS_TOKENS, FinetunePrediction, predict_fi
 from moesaic.planner.hub import read_shape
 from moesaic.planner.memory import GIB
 from moesaic.weights.model import Architecture
-from moesaic.weights.quantized import METHODS
+from moesaic.weights.quantized import LOADED
 
 
 def require_model(options: FinetuneOptions, world: int) -> None:
     """Check that a model can be fine-tuned on a number of ranks.
 
     Raises:
-        InputError: the model cannot be read, has no experts, is quantized, or does not fit the ranks or their memory.
+        InputError: the model cannot be read, has no experts, or does not fit the ranks or their memory.
     """
     if options.batch % (world * options.micro_batch):
         raise InputError(
@@ -96,10 +95,10 @@ def _require_memory(options: FinetuneOptions, world: int) -> None:
 
 
 def read_config(model: str) -> Any:
-    """Return a model's configuration.
+    """Return a model's configuration, without its quantization.
 
     Raises:
-        InputError: there is none that transformers knows, or the weights are quantized.
+        InputError: there is none that transformers knows, or the weights are quantized in a way that is not read.
     """
     try:
         config = transformers.AutoConfig.from_pretrained(model)
@@ -108,17 +107,20 @@ def read_config(model: str) -> Any:
         raise InputError(
             f"{model}: is neither a folder nor a name on the hub of a model that transformers knows ({reason:.100})"
         ) from error
-    quantized = getattr(config, "quantization_config", None)
+    quantized = quantization_of(model)
+    if quantized and quantized not in LOADED:
+        raise InputError(
+            f"{model}: its weights are quantized ({quantized}): name the checkpoint that it was quantized from"
+        )
     if quantized:
-        table = quantized if isinstance(quantized, dict) else quantized.to_dict()
-        method = str(getattr(table.get("quant_method"), "value", table.get("quant_method")))
-        instead = "name the checkpoint that it was quantized from"
-        if method in METHODS:
-            folder = model if Path(model).is_dir() else Path(model).name
-            fetched = "" if folder == model else f"hf download {model} --local-dir {folder}, "
-            instead = f"run {fetched}moesaic convert {folder} {folder}-16-bit --to hf, and fine-tune {folder}-16-bit"
-        raise InputError(f"{model}: its weights are quantized ({method}): {instead}")
+        del config.quantization_config
     return config
+
+
+def quantization_of(model: str) -> str:
+    """Return how a model's weights are quantized, as its configuration names it; empty if they are not."""
+    table = transformers.PreTrainedConfig.get_config_dict(model)[0].get("quantization_config")
+    return str(table.get("quant_method", "in an unknown way")) if isinstance(table, dict) and table else ""
 
 
 def read_tokenizer(model: str) -> Any:

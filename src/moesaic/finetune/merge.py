@@ -17,10 +17,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from moesaic.files import write
+from moesaic.finetune.checks import read_config
 from moesaic.transformers.lora import added, is_four_bit, local_part
 from moesaic.transformers.nf4 import dequantized
 from moesaic.weights.files import INDEX, SHARD_BYTES, filling
@@ -36,7 +36,7 @@ def write_merged(model: Any, source: str, folder: Path, dtype: torch.dtype, toke
         source: the model that was fine-tuned, whose configuration the merged one gets.
         folder: must not exist, or be empty.
     """
-    config = AutoConfig.from_pretrained(source)
+    config = read_config(source)
     config.dtype = dtype
     architecture = Architecture(config)
     weights = _weights(model, architecture, dtype)

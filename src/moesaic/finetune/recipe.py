@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from moesaic.errors import TrainingError
 from moesaic.files import write, writing
-from moesaic.finetune.checks import device_of, read_tokenizer, require_model
+from moesaic.finetune.checks import device_of, quantization_of, read_tokenizer, require_model
 from moesaic.finetune.data import sequences
 from moesaic.finetune.loss import loss_in_parts
 from moesaic.finetune.merge import write_merged
@@ -29,6 +29,7 @@ from moesaic.finetune.targets import Targets
 from moesaic.program.plan import Plan
 from moesaic.train.progress import TrainingProgress
 from moesaic.transformers import FourBitExpertsConfig, adopt_adapters, distributed_config, register_plan
+from moesaic.weights.load import load_model
 
 FIXED = "moesaic_finetune"
 """Name of the plan of `--plan default` among transformers' implementations."""
@@ -55,8 +56,8 @@ def finetune(options: FinetuneOptions, world: int) -> None:
         transformers.logging.disable_progress_bar()
     tokenizer = read_tokenizer(options.model)
     rows = sequences(options.data, tokenizer, options.length, options.batch)
-    base = transformers.AutoModelForCausalLM.from_pretrained(options.model, **loading(options, world, device))
-    model = adapt(base, options)
+    load = load_model if quantization_of(options.model) else transformers.AutoModelForCausalLM.from_pretrained
+    model = adapt(load(options.model, **loading(options, world, device)), options)
     if is_first:  # only now, so that a run that cannot load leaves nothing
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / RUN, json.dumps(options.kept(world), indent=1) + "\n")

@@ -1,7 +1,8 @@
 """Frozen matrices in NF4, and grouped products with them: four bits for each number, a float32 scale for each 64 of a row.
 
 A byte holds two neighbours of a row, the first in its upper half. Codes and scales are bit for bit those of bitsandbytes. A
-number is its code's value times the scale of its block, rounded once, from float32.
+number is its code's value times the scale of its block, rounded once, from float32. Scales may be stored in eight bits (double
+quantization); products need them in float32.
 
 CPUs dequantize a block of a matrix at a time, the Triton kernel a tile; no dequantized matrix outlives its product.
 Source: Dettmers et al., "QLoRA" (2023), section 3.
@@ -12,6 +13,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -29,6 +31,8 @@ VALUES = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """The value of each code: quantiles of the normal distribution (QLoRA, appendix E)."""
+GROUP = 256
+"""Scales that share a scale themselves, if they are quantized too."""
 SMALLEST = 1e-38
 """Blocks are divided by at least this number, so that zeros stay zeros."""
 SCRATCH = 2**20
@@ -73,10 +77,59 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes[..., ::2] << 4 | codes[..., 1::2], scales
 
 
+def recover(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `quantize` of numbers; for blocks that codes and a scale below zero stand for, these.
+
+    So numbers in float32 that were dequantized from NF4 get their codes and scales back, bit for bit: a block's largest number
+    is its scale, and all others lie next to the values of their codes. Scales that were quantized may be below zero.
+    """
+    codes, scales = quantize(numbers)
+    is_right = dequantize(codes, scales, numbers.dtype) == numbers
+    mirrored = quantize(-numbers)[0]
+    turned = (dequantize(mirrored, -scales, numbers.dtype) == numbers).unflatten(-1, (-1, BLOCK)).all(-1)
+    turned &= ~is_right.unflatten(-1, (-1, BLOCK)).all(-1)
+    codes = torch.where(turned.repeat_interleave(BLOCK // 2, -1), mirrored, codes)
+    return codes, torch.where(turned, -scales, scales)
+
+
 def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the numbers, (..., K), of codes, (..., K / 2), and scales, (..., K / 64)."""
     pairs = _pairs(codes.device).index_select(0, codes.reshape(-1).int())
     return (pairs.view(-1, BLOCK) * scales.reshape(-1, 1)).to(dtype).view(*codes.shape[:-1], 2 * codes.shape[-1])
+
+
+@cache
+def scale_values(device: torch.device) -> Tensor:
+    """Return the values of scales in eight bits, (256,) float32: bitsandbytes' dynamic map (Dettmers 2015, section 2.2)."""
+    edges = (torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32, device="cpu") for power in range(7))
+    means = torch.cat([(each[:-1] + each[1:]) / 2 * 10.0 ** (power - 6) for power, each in enumerate(edges)])
+    return torch.cat([-means, means, torch.tensor([0.0, 1.0], device="cpu")]).sort().values.to(device)
+
+
+@torch.no_grad()
+def compress(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize the scales of one matrix, as bitsandbytes' `compress_statistics` does.
+
+    Args:
+        scales: float32, of any shape.
+
+    Returns:
+        Codes, uint8 of the same shape; and (1 + groups,) float32: the mean of the scales, and of each 256 of them, in row-major
+        order, the largest difference from it.
+    """
+    values, mean = scale_values(scales.device), scales.mean()
+    groups = F.pad((scales - mean).flatten(), (0, -scales.numel() % GROUP)).view(-1, GROUP)
+    largest = groups.abs().amax(1)
+    scaled = (groups * (1.0 / largest.clamp(min=SMALLEST)).unsqueeze(1)).clamp_(-1, 1)
+    codes = torch.bucketize(scaled, (values[:-1] + values[1:]) / 2, out_int32=True).to(torch.uint8)
+    return codes.flatten()[: scales.numel()].view(scales.shape), torch.cat([mean.view(1), largest])
+
+
+def expand(codes: Tensor, groups: Tensor) -> Tensor:
+    """Return the scales of matrices, (E, ...) float32, from `compress`: codes, (E, ...), and (E, 1 + groups)."""
+    found = scale_values(codes.device)[codes.flatten(1).int()]
+    of_each = groups[:, 1:].repeat_interleave(GROUP, 1)[:, : found.shape[1]]
+    return found.mul_(of_each).add_(groups[:, :1]).view(codes.shape)
 
 
 @operator("nf4_rows_times")

@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moesaic.errors import InputError
 from moesaic.experts.frozen import FrozenExperts, FrozenWeights
+from moesaic.kernels import nf4
 from moesaic.transformers import experts as plain
 from moesaic.transformers.experts import Matrices, gate_of, sorted_copies, split_inputs
 
@@ -36,6 +37,17 @@ SCALES = "_absmax"
 def scales_name(name: str) -> str:
     """Return the name of the scales of a weight in NF4, as in bitsandbytes' `Experts4bit`."""
     return name.removesuffix("_proj") + SCALES
+
+
+def groups_name(name: str) -> str:
+    """Return the name of the second tensor of `nf4.compress`, which a weight in NF4 has if its scales are quantized too."""
+    return f"{scales_name(name)}_groups"
+
+
+def scales_of(module: nn.Module, name: str) -> Tensor:
+    """Return the scales of this rank's part of a weight in NF4, float32."""
+    scales, groups = local_part(getattr(module, scales_name(name))), getattr(module, groups_name(name), None)
+    return scales if groups is None else nf4.expand(scales, local_part(groups))
 
 
 def is_four_bit(experts: nn.Module) -> bool:
@@ -77,9 +89,8 @@ def _weights_of(module: Any) -> FrozenWeights:
     """Return the tensors of an experts module and of its adapters; those of adapters differentiable."""
     if is_four_bit(module):
         names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-        (up, down), (up_scales, down_scales) = (
-            [local_part(getattr(module, make(name))) for name in names] for make in (str, scales_name)
-        )
+        up, down = (local_part(getattr(module, name)) for name in names)
+        up_scales, down_scales = (scales_of(module, name) for name in names)
         parts = (2 if module.has_gate else 1, -1)
         biases = [local_part(getattr(module, f"{name}_bias")) for name in names] if module.has_bias else [None, None]
         weights = FrozenWeights(

@@ -1,7 +1,8 @@
 """`quantization_config=moesaic.transformers.FourBitExpertsConfig()`: experts become NF4 while a checkpoint is read.
 
 transformers reads one parameter at a time, of which a rank gets its own experts, and this quantizes it before the next one is
-read: no rank ever holds the model, and a device holds one parameter of a layer in 16 bits at a time. All else stays as it is.
+read: no rank ever holds the model, and a device holds one parameter of a layer in 16 bits at a time; of a checkpoint that
+`weights.load_model` reads, one expert. All else stays as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moesaic.errors import InputError
 from moesaic.kernels import nf4
 from moesaic.transformers.experts import FLAGS, refusal, split_inputs
-from moesaic.transformers.lora import adopt_at_first_call, local_part, scales_name
+from moesaic.transformers.lora import adopt_at_first_call, groups_name, local_part, scales_name, scales_of
 
 METHOD = "moesaic_nf4_experts"
 
@@ -28,10 +29,15 @@ class FourBitExpertsConfig(QuantizationConfigMixin):
     """Asks `from_pretrained` for experts in NF4, in the layout of bitsandbytes' `Experts4bit`; attention and all else stay.
 
     The experts are frozen; train adapters with PEFT's `target_parameters`.
+
+    Args:
+        double: also keep the scales in eight bits, outside that layout: 4.13 bits for each weight, not 4.5. A call has them in
+            float32, so it saves no memory while several layers' activations are kept, without gradient checkpointing.
     """
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, double: bool = False, **_: Any) -> None:
         self.quant_method = METHOD
+        self.double = double
 
 
 @register_quantizer(METHOD)
@@ -50,7 +56,7 @@ class FourBitExpertsQuantizer(HfQuantizer):
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         """Return whether a parameter is a weight of experts."""
         module = model.get_submodule(param_name.rpartition(".")[0])
-        return param_name.rpartition(".")[2] in _weights(module)
+        return param_name.rpartition(".")[2] in four_bit_weights(module)
 
     def get_quantize_ops(self) -> ConversionOps:
         """Return what quantizes a weight."""
@@ -61,13 +67,15 @@ class FourBitExpertsQuantizer(HfQuantizer):
         for name, style in list(plan.items()):
             if style == "grouped_gemm" and name.endswith("_proj"):
                 plan[scales_name(name)] = style
+                if self.quantization_config.double:
+                    plan[groups_name(name)] = style
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
-        found = [module for module in model.modules() if _weights(module)]
+        found = [module for module in model.modules() if four_bit_weights(module)]
         if not found:
             raise InputError(f"{type(model).__name__} has no experts that can be in NF4: leave quantization_config out")
         for module in found:
-            for name in _weights(module):
+            for name in four_bit_weights(module):
                 weight = module._parameters[name]
                 experts, height, width = weight.mT.shape if module.is_transposed else weight.shape
                 if width % nf4.BLOCK:
@@ -75,11 +83,13 @@ class FourBitExpertsQuantizer(HfQuantizer):
                         f"{name} of {type(module).__name__} reads {width} inputs, no multiple of {nf4.BLOCK}: "
                         "leave quantization_config out"
                     )
-                for own, columns, dtype in (
-                    (name, width // 2, torch.uint8),
-                    (scales_name(name), width // nf4.BLOCK, torch.float32),
-                ):
-                    empty = torch.empty(experts, height, columns, dtype=dtype, device=weight.device)
+                blocks, double = width // nf4.BLOCK, self.quantization_config.double
+                kinds = [(name, (height, width // 2), torch.uint8)]
+                kinds.append((scales_name(name), (height, blocks), torch.uint8 if double else torch.float32))
+                groups = (1 + -(-height * blocks // nf4.GROUP),)
+                kinds += [(groups_name(name), groups, torch.float32)] if double else []
+                for own, size, dtype in kinds:
+                    empty = torch.empty(experts, *size, dtype=dtype, device=weight.device)
                     module._parameters[own] = nn.Parameter(empty, requires_grad=False)
                 module.__dict__.setdefault("moesaic_whole_shapes", {})[name] = tuple(weight.shape)
         return model
@@ -98,31 +108,36 @@ class _Quantize(ConversionOps):
     """Quantizes one weight of this rank's experts; blocks lie along the input width, and a gate's rows come first."""
 
     def convert(self, input_dict: dict[str, Any], model: Any = None, **others: Any) -> dict[str, Tensor]:
-        """Return codes and scales, by name."""
+        """Return codes and scales, by name. A weight may be read while its experts are iterated."""
         found: dict[str, Tensor] = {}
         for full_name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
             path, _, name = full_name.rpartition(".")
             module = model.get_submodule(path)
-            weight = weight.mT if module.is_transposed else weight
-            if name != "down_proj":
-                weight = split_inputs(module, weight).flatten(1, 2)
-            parts = [nf4.quantize(expert) for expert in weight]
-            codes, scales = (torch.stack(list(each)) for each in zip(*parts))
-            found[full_name], found[scales_name(full_name)] = codes, scales
+            for number, expert in enumerate(weight):
+                expert = expert.mT if module.is_transposed else expert
+                if name != "down_proj":
+                    expert = split_inputs(module, expert.unsqueeze(0)).flatten(0, 2)
+                codes, scales = (nf4.recover if expert.dtype == torch.float32 else nf4.quantize)(expert)
+                parts = {full_name: codes, scales_name(full_name): scales}
+                if hasattr(module, groups_name(name)):
+                    parts |= zip((scales_name(full_name), groups_name(full_name)), nf4.compress(scales))
+                for own, part in parts.items():
+                    if number == 0:
+                        found[own] = part.new_empty(len(weight), *part.shape)
+                    found[own][number] = part
         return found
 
 
 def dequantized(module: Any, name: str) -> Tensor:
     """Return the numbers that this rank's part of a weight in NF4 stands for, in the family's layout, float32."""
-    codes, scales = (local_part(getattr(module, each)) for each in (name, scales_name(name)))
-    weight = nf4.dequantize(codes, scales, torch.float32)
+    weight = nf4.dequantize(local_part(getattr(module, name)), scales_of(module, name), torch.float32)
     if name == "gate_up_proj" and not module.is_concatenated:
         weight = weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
     return weight.mT if module.is_transposed else weight
 
 
-def _weights(module: Any) -> tuple[str, ...]:
+def four_bit_weights(module: Any) -> tuple[str, ...]:
     """Return the names of the weights of an experts module that can be in NF4; () for other modules."""
     if not all(hasattr(module, flag) for flag in FLAGS):
         return ()

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from moesaic.errors import InputError
 from moesaic.files import kind_of, open_file, read_bytes, read_text, write, writing
 from moesaic.train.shard_metadata import MOST_LIST, read_list
-from moesaic.weights.layout import Readable, Region, first_names, full_region, integer, pieces, volume
+from moesaic.weights.layout import Readable, Region, first_names, full_region, integer, pieces, ranges, volume
 
 CODES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
@@ -105,7 +105,7 @@ class Stored:
 
     def read(self, at: Region) -> np.ndarray:
         """Return a copy of the elements in a region. Files are memory-mapped only during the call."""
-        whole = [dim if isinstance(dim, range) else range(dim, dim + 1) for dim in at]
+        whole = ranges(at)
         out = np.empty([len(dim) for dim in whole], integer(self.dtype))
         for part in self.parts:
             starts = part.offsets

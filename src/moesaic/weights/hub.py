@@ -57,7 +57,10 @@ class Hub(AbstractFormat):
                 (name,) = hub_tensors
                 yield StoredBlock(name, full_region(shape), tensor, full_region(shape))
             elif kinds <= {"MergeModulelist", "Concatenate"} and len(hub_tensors) % shape[0] == 0:
-                yield from _unstacked(tensor, shape, list(hub_tensors))
+                if tensor in names:  # stacked already, as in bitsandbytes' `Experts4bit`
+                    yield StoredBlock(tensor, full_region(shape), tensor, full_region(shape))
+                else:
+                    yield from _unstacked(tensor, shape, list(hub_tensors))
             else:
                 raise InputError(f"the hub's names for {tensor} result from {', '.join(sorted(kinds))}: not supported")
 

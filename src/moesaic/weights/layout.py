@@ -121,6 +121,11 @@ def full_region(shape: Iterable[int]) -> tuple[range, ...]:
     return tuple(range(size) for size in shape)
 
 
+def ranges(region: Region) -> tuple[range, ...]:
+    """Return a region with every single index as a range."""
+    return tuple(dim if isinstance(dim, range) else range(dim, dim + 1) for dim in region)
+
+
 def volume(region: Region) -> int:
     """Return the number of elements in a region."""
     return math.prod(len(dim) for dim in region if isinstance(dim, range))

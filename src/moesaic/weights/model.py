@@ -6,7 +6,7 @@ import copy
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -156,15 +156,16 @@ def _table(table: dict[str, Any]) -> Any:
     return {name: value for name, value in table.items() if not CODE.fullmatch(name)}
 
 
-def read_config(folder: Path, config_path: Path | None) -> Any:
+def read_config(folder: Path, config_path: Path | None, methods: Sequence[str] = METHODS) -> Any:
     """Return the transformers configuration of a checkpoint.
 
     Args:
         folder: the checkpoint's folder, whose config.json is read if `config_path` is None.
         config_path: another config.json, or the folder of one.
+        methods: quantizations that the caller can read.
 
     Raises:
-        InputError: there is no configuration, transformers does not know it, or its quantization is not in `METHODS`.
+        InputError: there is no configuration, transformers does not know it, or its quantization is not in `methods`.
     """
     place = config_path or folder
     path = place / "config.json" if place.is_dir() else place
@@ -182,9 +183,9 @@ def read_config(folder: Path, config_path: Path | None) -> Any:
         ) from error
     quantized = quantization(path)
     method = quantized.get("quant_method")
-    if quantized and method not in METHODS:
+    if quantized and method not in methods:
         raise InputError(
-            f"{path}: the weights are quantized ({method}), and only {' and '.join(METHODS)} are read: convert the "
+            f"{path}: the weights are quantized ({method}), and only {' and '.join(methods)} are read: convert the "
             "checkpoint that they were quantized from"
         )
     return config

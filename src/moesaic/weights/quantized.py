@@ -1,4 +1,4 @@
-"""Dequantizes the hub's quantized weights as they are read: fp8 in blocks (DeepSeek-V3) and mxfp4 (gpt-oss).
+"""Dequantizes the hub's quantized weights as they are read: fp8 in blocks (DeepSeek-V3), mxfp4 (gpt-oss), `four_bit.py`'s NF4.
 
 The values are those that transformers computes on loading: an element times the scale of its block, in bfloat16. For mxfp4
 that is exact; for fp8 the product is rounded once, from float32, whatever the scale's dtype. Only the region that is read is
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from moesaic.errors import InputError
 from moesaic.files import read_text
+from moesaic.weights import four_bit
 from moesaic.weights.files import Stored
-from moesaic.weights.layout import Computed, Readable, Region, full_region
+from moesaic.weights.layout import Computed, Readable, Region, full_region, ranges
 
 FP8_SCALE = "_scale_inv"
 """Suffix of the tensor with the scales of an fp8 matrix, one per block."""
@@ -32,11 +33,13 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP8_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 """Dtypes that the scales of fp8 blocks may have; e8m0 is a power of two."""
 METHODS = ("fp8", "mxfp4")
-"""Values of a configuration's `quant_method` whose weights can be dequantized."""
+"""Values of a configuration's `quant_method` whose weights can be converted."""
+LOADED = (*METHODS, "bitsandbytes")
+"""Values of a configuration's `quant_method` whose weights can be loaded."""
 
 
 def dequantized(stored: Mapping[str, Stored], folder: Path) -> dict[str, Readable]:
-    """Return a checkpoint's tensors with quantized ones replaced by their values in bfloat16.
+    """Return a checkpoint's tensors with quantized ones replaced by their values, in bfloat16 or, of NF4, in float32.
 
     Args:
         stored: the stored tensors, by the hub's names.
@@ -67,6 +70,16 @@ def dequantized(stored: Mapping[str, Stored], folder: Path) -> dict[str, Readabl
                 )
             tensors[name] = Computed(torch.bfloat16, tensor.shape, partial(_from_fp8, tensor, found, sizes))
             del tensors[name + FP8_SCALE]
+        elif name.endswith(four_bit.STATE):
+            weight = name.removesuffix(four_bit.STATE)
+            tensors[weight] = four_bit.of_linear(stored, weight, folder)
+            for part in four_bit.PARTS:
+                tensors.pop(weight + part, None)
+        elif tensor.dtype == torch.uint8 and (absmax := name.removesuffix("_proj") + "_absmax") in stored:
+            hidden = _table(folder / "config.json").get("hidden_size")
+            width = hidden if type(hidden) is int else 0
+            tensors[name] = four_bit.of_experts(tensor, stored[absmax], name, width, folder)
+            del tensors[absmax]
     return tensors
 
 
@@ -80,13 +93,19 @@ def quantization(path: Path) -> dict[str, Any]:
     Raises:
         InputError: it is no table, or the file is damaged.
     """
-    try:
-        table = json.loads(read_text(path)).get("quantization_config") if path.exists() else None
-    except (OSError, ValueError, AttributeError, RecursionError):
-        table = "damaged"
+    table = _table(path).get("quantization_config")
     if table is None or isinstance(table, dict):
         return table or {}
     raise InputError(f"{path}: quantization_config is not a table of settings: restore the file")
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """Return the entries of a config.json; empty if there is none, and one that is no configuration if it is damaged."""
+    try:
+        table = json.loads(read_text(path)) if path.exists() else {}
+    except (OSError, ValueError, RecursionError):
+        table = None
+    return table if isinstance(table, dict) else {"quantization_config": "damaged"}
 
 
 def block_size(folder: Path) -> tuple[int, int]:
@@ -100,16 +119,12 @@ def block_size(folder: Path) -> tuple[int, int]:
     )
 
 
-def _ranges(at: Region) -> tuple[range, ...]:
-    return tuple(dim if isinstance(dim, range) else range(dim, dim + 1) for dim in at)
-
-
 def _sizes(at: Region) -> list[int]:
     return [len(dim) for dim in at if isinstance(dim, range)]
 
 
 def _from_fp8(tensor: Stored, scales: Stored, sizes: tuple[int, ...], at: Region) -> Tensor:
-    whole = _ranges(at)
+    whole = ranges(at)
     values = torch.from_numpy(tensor.read(whole)).view(tensor.dtype).float()
     of_blocks = torch.from_numpy(scales.read(full_region(scales.shape))).view(scales.dtype).float()
     rows, columns = (torch.tensor(list(dim)) // size for dim, size in zip(whole, sizes))
@@ -117,7 +132,7 @@ def _from_fp8(tensor: Stored, scales: Stored, sizes: tuple[int, ...], at: Region
 
 
 def _from_mxfp4(blocks: Stored, scales: Stored, at: Region) -> Tensor:
-    experts, columns, rows = _ranges(at)
+    experts, columns, rows = ranges(at)
     groups = range(columns[0] // 32, columns[-1] // 32 + 1)
     packed = torch.from_numpy(blocks.read((experts, rows, groups, range(16)))).view(torch.uint8)
     powers = torch.from_numpy(scales.read((experts, rows, groups))).view(torch.uint8).int() - 127

@@ -1,0 +1,123 @@
+"""Reads weights that bitsandbytes has in NF4: of linear layers, and of stacked experts (`Experts4bit`).
+
+They become float32, from which `nf4.recover` gets the same bits again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moesaic.errors import InputError
+from moesaic.kernels import nf4
+from moesaic.weights.files import Stored
+from moesaic.weights.layout import Computed, Region, full_region, ranges
+
+STATE = ".quant_state.bitsandbytes__nf4"
+"""Suffix of the tensor with the sizes of a linear layer's weight, as JSON."""
+PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", STATE)
+"""Suffixes of all tensors that belong to such a weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FourBit:
+    """A weight in NF4, block after block in row-major order."""
+
+    shape: tuple[int, ...]
+    codes: Stored
+    """(numbers / 2,) uint8."""
+    scales: Stored
+    """(numbers / 64,): float32, or uint8 that stand for `values`."""
+    values: Stored | None = None
+    """(256,) float32; None if scales are not quantized."""
+    groups: Stored | None = None
+    """(groups,) float32: the scale of each group of scales."""
+    size: int = nf4.GROUP
+    """Scales of a group."""
+    offset: float = 0.0
+    """The mean that was subtracted from the scales."""
+
+    def fits(self) -> bool:
+        """Return whether the tensors have the sizes and dtypes of such a weight."""
+        blocks, kind = self.scales.shape[0], torch.float32
+        if self.values is not None and self.groups is not None:
+            kind = torch.uint8
+            if (self.values.shape, self.groups.shape) != ((256,), (-(-blocks // self.size),)):
+                return False
+        same = math.prod(self.shape) == 2 * self.codes.shape[0] == nf4.BLOCK * blocks and min(self.shape) > 0
+        return same and (self.codes.dtype, self.scales.dtype) == (torch.uint8, kind)
+
+    def read(self, at: Region) -> Tensor:
+        """Return the numbers in a region, float32."""
+        rows, *others = ranges(at)
+        inner, half = math.prod(self.shape[1:]), nf4.BLOCK // 2
+        start, end = rows[0] * inner, (rows[-1] + 1) * inner
+        first, last = start // nf4.BLOCK, -(-end // nf4.BLOCK)
+        scales = torch.from_numpy(self.scales.read((range(first, last),))).view(self.scales.dtype)
+        if self.values is not None and self.groups is not None:
+            of_each = _whole(self.groups)[torch.arange(first, last) // self.size]
+            scales = _whole(self.values)[scales.int()] * of_each + self.offset
+        codes = torch.from_numpy(self.codes.read((range(first * half, last * half),))).view(torch.uint8)
+        numbers = nf4.dequantize(codes, scales, torch.float32)[start - first * nf4.BLOCK :][: end - start]
+        within = tuple(slice(dim.start, dim.stop, dim.step) for dim in others)
+        picked = numbers.view(-1, *self.shape[1:])[(slice(None, None, rows.step), *within)]
+        return picked.reshape([len(dim) for dim in at if isinstance(dim, range)])
+
+
+def of_linear(stored: Mapping[str, Stored], weight: str, folder: Path) -> Computed:
+    """Return a linear layer's weight by its name; InputError if its tensors do not belong together."""
+    try:
+        sizes = json.loads(_whole(stored[weight + STATE]).numpy().tobytes())
+        found = FourBit(
+            shape=tuple(sizes["shape"]),
+            codes=_flat(stored[weight]),
+            scales=_flat(stored[weight + ".absmax"]),
+            values=stored.get(weight + ".nested_quant_map"),
+            groups=stored.get(weight + ".nested_absmax"),
+            size=int(sizes.get("nested_blocksize", nf4.GROUP)),
+            offset=float(sizes.get("nested_offset", 0.0)),
+        )
+        if sizes["blocksize"] == nf4.BLOCK and found.fits():
+            return Computed(torch.float32, found.shape, found.read)
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError):
+        pass
+    raise _refusal(weight, folder)
+
+
+def of_experts(codes: Stored, scales: Stored, name: str, hidden: int, folder: Path) -> Computed:
+    """Return a weight of stacked experts of `Experts4bit`, which stores it flat; InputError if its sizes do not fit.
+
+    Args:
+        hidden: width of a token.
+    """
+    experts, numbers = codes.shape[0], 2 * math.prod(codes.shape[1:])
+    other = numbers // max(hidden, 1)
+    shape = (experts, hidden, other) if name.endswith("down_proj") else (experts, other, hidden)
+    found = FourBit(shape=shape, codes=_flat(codes), scales=_flat(scales))
+    if not found.fits():
+        raise _refusal(name, folder)
+    return Computed(torch.float32, shape, found.read)
+
+
+def _flat(stored: Stored) -> Stored:
+    """Return a tensor of a safetensors file as one row."""
+    (part,) = stored.parts
+    size = math.prod(stored.shape)
+    return replace(stored, shape=(size,), parts=(replace(part, offsets=(0,), sizes=(size,)),))
+
+
+def _whole(stored: Stored) -> Tensor:
+    return torch.from_numpy(stored.read(full_region(stored.shape))).view(stored.dtype)
+
+
+def _refusal(name: str, folder: Path) -> InputError:
+    return InputError(
+        f"{folder}: {name} is not in NF4 with blocks of {nf4.BLOCK}, as bitsandbytes saves it: fetch it again, or name the "
+        "checkpoint that it was quantized from"
+    )

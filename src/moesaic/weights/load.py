@@ -1,0 +1,105 @@
+"""Loads a checkpoint that is quantized, or not in the hub's format, into a model of transformers.
+
+transformers' loader gets tensors that are read, and dequantized, as it slices them: each rank reads its own part. Of experts
+that become NF4 it gets one at a time, so besides the model's own memory there is a tensor of another kind, or an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor
+from transformers import GenerationConfig
+
+from moesaic.transformers.nf4 import FourBitExpertsConfig, four_bit_weights
+from moesaic.weights.checkpoint import format_of, open_checkpoint
+from moesaic.weights.layout import Readable, full_region, identity, pieces
+from moesaic.weights.model import Architecture, read_config
+from moesaic.weights.quantized import LOADED
+
+
+def load_model(source: str | Path, **options: Any) -> Any:
+    """Return a causal language model of transformers with the weights of a checkpoint.
+
+    The checkpoint may have any format that `convert` reads, and may be quantized: fp8 in blocks, mxfp4, or bitsandbytes' NF4.
+    With `quantization_config=FourBitExpertsConfig()` experts become NF4, and keep the bits if they are in NF4 already; all else
+    is dequantized.
+
+    Args:
+        source: folder of the checkpoint, or its name on the hub.
+        options: those of `from_pretrained`, such as `dtype`, `device_map`, `distributed_config` and `experts_implementation`.
+
+    Raises:
+        InputError: the checkpoint is incomplete, or is of a model, a format or a quantization that is not supported.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"]))
+    checkpoint = open_checkpoint(folder, format_of(folder), Architecture(read_config(folder, None, LOADED)))
+    architecture = checkpoint.model
+    tensors = checkpoint.into(identity(architecture.shapes))
+    state: dict[str, Any] = {name: Sliced(tensor) for name, tensor in tensors.items()}
+    if isinstance(options.get("quantization_config"), FourBitExpertsConfig):
+        for path, module in architecture.experts.items():
+            for name in (f"{path}.{weight}" for weight in four_bit_weights(module)):
+                state[name] = OneByOne(state[name], range(module.num_experts))
+    options.setdefault("dtype", architecture.config.dtype or torch.bfloat16)
+    if (folder / "generation_config.json").exists():
+        options.setdefault("generation_config", GenerationConfig.from_pretrained(folder))
+    model = type(architecture.model).from_pretrained(None, config=architecture.config, state_dict=state, **options)
+    model.name_or_path = str(source)
+    del model._weight_conversions  # none was used, and saving needs those of the family
+    return model
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A tensor as transformers' loader slices it: only the slice is read."""
+
+    tensor: Readable
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the whole tensor."""
+        return list(self.tensor.shape)
+
+    def __getitem__(self, at: Any) -> Tensor:
+        whole = full_region(self.tensor.shape)
+        region = whole if at is Ellipsis else tuple(dim[part] for dim, part in zip(whole, at))
+        out = torch.empty([len(dim) for dim in region], dtype=self.tensor.dtype)
+        for piece in pieces(tuple(out.shape), out.itemsize):
+            read = self.tensor.read(tuple(dim[part.start : part.stop] for dim, part in zip(region, piece)))
+            out[tuple(slice(part.start, part.stop) for part in piece)] = torch.from_numpy(read).view(out.dtype)
+        return out
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """A weight of experts as transformers' loader slices it: `FourBitExpertsQuantizer` reads one expert after the other."""
+
+    weight: Sliced
+    own: range
+    device: Any = "cpu"
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the whole weight."""
+        return self.weight.get_shape()
+
+    def __getitem__(self, at: Any) -> OneByOne:
+        return self if at is Ellipsis else replace(self, own=self.own[at[0]])
+
+    def to(self, device: Any = None, **_: Any) -> OneByOne:
+        """Return the weight with the device on which its experts will be."""
+        return replace(self, device=device)
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        rest = [slice(None)] * (len(self.get_shape()) - 1)
+        for expert in self.own:
+            yield self.weight[(slice(expert, expert + 1), *rest)][0].to(self.device)
