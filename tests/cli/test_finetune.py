@@ -137,7 +137,7 @@ def test_a_killed_run_goes_on_from_its_newest_complete_checkpoint_with_the_same_
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "dtype"), [("gpt_oss", "qlora", "float32"), ("qwen3", "lora", "bfloat16")]
+    ("family", "method", "dtype"), [("gpt_oss", "qlora-double", "float32"), ("qwen3", "lora", "bfloat16")]
 )
 def test_families_and_methods_merge_into_what_they_computed(tmp_path, family, method, dtype):
     torch.manual_seed(0)

@@ -52,6 +52,36 @@ def test_codes_and_numbers_are_those_of_bitsandbytes(dtype):
         assert torch.equal(nf4.dequantize(codes, scales, out), bitsandbytes.dequantize_4bit(theirs, state))
 
 
+def test_scales_in_eight_bits_are_those_of_bitsandbytes():
+    bitsandbytes = pytest.importorskip("bitsandbytes.functional", reason="pip install bitsandbytes")
+    torch.manual_seed(0)
+    for rows in (64, 65):  # whole groups of 256 scales, and a part of one
+        weight = torch.randn(rows, 512) * torch.rand(rows, 1)
+        weight[3] = 0
+        theirs, state = bitsandbytes.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+        codes, scales = nf4.quantize(weight)
+        short, groups = nf4.compress(scales)
+        assert torch.equal(nf4.scale_values(weight.device), state.state2.code)
+        assert torch.equal(short.flatten(), state.absmax)
+        assert torch.equal(groups, torch.cat([state.offset.view(1), state.state2.absmax]))
+        numbers = nf4.dequantize(codes, nf4.expand(short.unsqueeze(0), groups.unsqueeze(0))[0], torch.float32)
+        state.dtype = torch.float32
+        assert torch.equal(numbers, bitsandbytes.dequantize_4bit(theirs, state))
+
+
+def test_scales_in_eight_bits_are_near_and_of_each_matrix_alone():
+    torch.manual_seed(0)
+    scales = torch.rand(3, 33, 40) * torch.tensor([1.0, 5.0, 0.1]).view(3, 1, 1)
+    parts = [nf4.compress(each) for each in scales]
+    codes, groups = (torch.stack(list(each)) for each in zip(*parts))
+    assert (codes.dtype, codes.shape, groups.shape) == (torch.uint8, scales.shape, (3, 1 + 6))
+    found = nf4.expand(codes, groups)
+    assert found.dtype == torch.float32
+    # The values lie at most 0.9 / 64 apart, in units of a group's largest difference from the mean.
+    assert ((found - scales).abs() <= 0.9 / 128 * 1.01 * groups[:, 1:].amax(1).view(3, 1, 1)).all()
+    assert ((found - scales).abs().amax((1, 2)) > 0).all()
+
+
 @pytest.mark.parametrize("scratch", [nf4.SCRATCH, 64])
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -30,6 +30,12 @@ def test_frozen_experts_take_four_bits_and_are_spread() -> None:
     assert predict(ranks=1).parts["experts"] == experts * (0.5 + 4 / 64)
     assert predict(ranks=4).parts["experts"] == experts * (0.5 + 4 / 64) / 4
     assert predict(method="lora").parts["experts"] == experts * 2 / 4
+    assert predict(method="qlora-double").parts["experts"] == experts * (0.5 + (1 + 4 / 256) / 64) / 4
+    # A block's scales are in float32 while it runs.
+    block, plain = (
+        predict(method=name, logits=256).parts["a block's activations"] for name in ("qlora-double", "qlora")
+    )
+    assert block - plain == experts / 48 / 4 / 16
 
 
 def test_adapters_alone_have_gradients_and_states() -> None:

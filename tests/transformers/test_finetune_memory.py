@@ -19,7 +19,7 @@ from lora_ranks import SIZES
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moesaic.transformers
-from moesaic.planner.finetune import predict_finetune
+from moesaic.planner.finetune import Method, predict_finetune
 from moesaic.planner.hub import read_shape
 from moesaic.program.plan import Plan
 from worlds import on_ranks
@@ -37,6 +37,7 @@ OURS = {
 LOSS, BLOCK = "logits and loss", "a block's activations"
 VOCABULARIES = {LOSS: 2048, BLOCK: 64}
 """What needs most memory, and a size of the vocabulary with which it does."""
+METHODS: dict[str, Method] = {LOSS: "qlora", BLOCK: "qlora-double"}
 
 
 def peaks(folder: str, world: int) -> dict[str, int]:
@@ -49,7 +50,6 @@ def peaks(folder: str, world: int) -> dict[str, int]:
         moesaic.transformers.register_plan("of-the-test", Plan())
         config = moesaic.transformers.distributed_config(world, ep_implementation="of-the-test")
         spread = {"distributed_config": config}
-    four_bit = moesaic.transformers.FourBitExpertsConfig()
     adapters = peft.LoraConfig(
         r=RANK,
         target_modules=["q_proj", "v_proj"],
@@ -62,7 +62,7 @@ def peaks(folder: str, world: int) -> dict[str, int]:
                 Path(folder) / name,
                 dtype=torch.bfloat16,
                 experts_implementation="moesaic",
-                quantization_config=four_bit,
+                quantization_config=moesaic.transformers.FourBitExpertsConfig(double=METHODS[name] == "qlora-double"),
                 **spread,
             )
             model: Any = peft.get_peft_model(base, adapters)
@@ -94,7 +94,7 @@ def test_predicted_memory_is_within_five_percent_of_the_peak(tmp_path: Path) -> 
         for name in VOCABULARIES:
             shape = read_shape(json.loads((tmp_path / name / "config.json").read_text()), name, seq_len=LENGTH)
             predicted = predict_finetune(
-                shape, ranks=world, memory_bytes=None, tokens=TOKENS, length=LENGTH, method="qlora", rank=RANK
+                shape, ranks=world, memory_bytes=None, tokens=TOKENS, length=LENGTH, method=METHODS[name], rank=RANK
             )
             assert name in predicted.parts
             # Ranks get unequal numbers of rows; the prediction is of even routing.

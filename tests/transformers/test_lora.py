@@ -18,7 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 import moesaic.transformers
 from moesaic.errors import InputError
+from moesaic.finetune.targets import Targets
 from moesaic.testing.certify import certify_named
+from moesaic.transformers.nf4 import dequantized
 from moesaic_lab.hf import batch
 from worlds import on_ranks
 
@@ -60,6 +62,48 @@ def test_experts_in_nf4_with_adapters_are_certified():
     found = on_ranks(2, certify_named, "moesaic_lab.four_bit:FourBitAdapters")[0]
     assert [str(each) for each in found if not each.holds()] == []
     assert len(found) > 30
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.random)])
+def test_experts_whose_scales_have_eight_bits_train_like_the_numbers_they_stand_for(folder, world):
+    wanted = {}
+    for family in FAMILIES:
+        model = load(str(folder / family), four_bit=True, double=True)
+        dense = load(str(folder / family), four_bit=False, experts="eager")
+        with torch.no_grad():
+            for path, module in Targets.experts(dense).items():
+                for name in Targets.weights(module):
+                    numbers = dequantized(model.get_submodule(path), name)
+                    distance = (numbers - getattr(module, name)).norm() / getattr(module, name).norm()
+                    assert 0.05 < distance < 0.15
+                    getattr(module, name).copy_(numbers)
+        wanted[family] = stepped(with_adapters(dense).double(), batch(4))
+        if world == 1:
+            results = [[stepped(with_adapters(model), batch(4))]]
+            same(results, 0, wanted[family])
+    if world > 1:
+        results = on_ranks(world, on_rank, str(folder), [(family, True, True) for family in FAMILIES], True)
+        for number, family in enumerate(FAMILIES):
+            same(results, number, wanted[family])
+
+
+def same(results: list[list[Any]], number: int, wanted: tuple[float, dict[str, torch.Tensor]]) -> None:
+    """Assert that the ranks' mean loss, and their adapters after a step, are as wanted."""
+    assert sum(each[number][0] for each in results) / len(results) == pytest.approx(wanted[0], abs=1e-6)
+    for each in results:
+        for name, tensor in wanted[1].items():
+            torch.testing.assert_close(each[number][1][name].double(), tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_scales_in_eight_bits_take_a_quarter(folder):
+    sizes = []
+    for double in (False, True):
+        model = load(str(folder / "qwen3"), four_bit=True, double=double)
+        experts = Targets.experts(model).values()
+        sizes.append(sum(parameter.nbytes for module in experts for parameter in module.parameters()))
+    weights = 2 * 4 * 3 * 64 * 64
+    groups = 2 * 4 * (2 + 2) * 4  # a mean, and a number for each 256 of 128 and of 64 scales
+    assert sizes == [weights // 2 + weights // 64 * 4, weights // 2 + weights // 64 + groups]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.random)])

@@ -108,8 +108,9 @@ class PlanOptions:
     seq_len: int | None = None
     """Tokens per sequence; None for that of the model (4096 for a Hugging Face model)."""
     finetune: Method | None = None
-    """Predict a fine-tune of adapters on a frozen Hugging Face model, with experts in NF4 (qlora) or in 16 bits (lora): what
-    fits, how fast it is if ranks share experts or layers, and what would help. Accumulation is 4 unless given."""
+    """Predict a fine-tune of adapters on a frozen Hugging Face model, with experts in NF4 (qlora; qlora-double: with scales in
+    eight bits) or in 16 bits (lora): what fits, how fast it is if ranks share experts or layers, and what would help.
+    Accumulation is 4 unless given."""
     adapter_rank: int = 16
     """With --finetune: rank of the adapters, by default that of `moesaic finetune`."""
     price_per_hour: float | None = None

@@ -10,7 +10,7 @@ from typing import Any
 
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec
-from moesaic.planner.finetune import CODED, LOSS_TOKENS, FinetunePrediction, Method, predict_finetune
+from moesaic.planner.finetune import CODED, LOSS_TOKENS, WEIGHT_BYTES, FinetunePrediction, Method, predict_finetune
 from moesaic.planner.memory import FRAGMENTED, GIB
 from moesaic.planner.model import Job
 from moesaic.program.plan import plan_in_words
@@ -147,7 +147,7 @@ def _what_fits(job: Job, cluster: ClusterSpec, found: FinetunePrediction, sizes:
         if length and again(**{**limited, "tokens": length, "length": length}).fits:
             fitting.append(f"one sequence of {length:,} tokens")
             break
-    if sizes["method"] == "lora" and again(**{**limited, "method": "qlora"}).fits:
-        fitting.append("--finetune qlora")
+    smaller = [name for name, size in WEIGHT_BYTES.items() if size < WEIGHT_BYTES[sizes["method"]]]
+    fitting += [f"--finetune {name}" for name in smaller if again(**{**limited, "method": name}).fits][:1]
     needs = f"needs {_reserved(found.bytes) + 1:.1f} GiB of {memory:g} on a device"
     return f"{needs}; smallest that fits: {'; or '.join(fitting) or 'no single change that was tried'}"

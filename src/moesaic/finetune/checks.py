@@ -42,7 +42,7 @@ def require_model(options: FinetuneOptions, world: int) -> None:
         raise InputError(
             f"{options.model}: {world} ranks do not divide its {number} experts: choose --ranks that divide them"
         )
-    for module in experts.values() if options.method == "qlora" else ():
+    for module in experts.values() if options.method != "lora" else ():
         for name in Targets.weights(module):
             shape = module._parameters[name].shape
             width = shape[1] if module.is_transposed else shape[2]

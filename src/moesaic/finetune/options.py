@@ -30,8 +30,8 @@ class FinetuneOptions:
     """Folder for checkpoints, adapters and the merged model."""
     ranks: int | None = None
     """Processes on this machine, which share the experts; None: one for each GPU, or those that torchrun has started."""
-    method: Literal["qlora", "lora"] = "qlora"
-    """qlora keeps the frozen experts in NF4, lora in --dtype."""
+    method: Literal["qlora", "qlora-double", "lora"] = "qlora"
+    """qlora keeps the frozen experts in NF4, qlora-double also their scales in eight bits, lora in --dtype."""
     rank: int = 16
     """Rank of the adapters of attention and experts."""
     alpha: int = 32

@@ -72,8 +72,8 @@ def finetune(options: FinetuneOptions, world: int) -> None:
 def loading(options: FinetuneOptions, world: int, device: str) -> dict[str, Any]:
     """Return the arguments with which `from_pretrained` loads a rank's part of the frozen model."""
     found: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "experts_implementation": "moesaic"}
-    if options.method == "qlora":
-        found["quantization_config"] = FourBitExpertsConfig()
+    if options.method != "lora":
+        found["quantization_config"] = FourBitExpertsConfig(double=options.method == "qlora-double")
     if world == 1:
         return found | {"device_map": device}
     if options.plan == "auto":

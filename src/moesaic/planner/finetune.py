@@ -29,10 +29,11 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import Codec, Plan
 from moesaic.shapes import ModelShape
 
-Method = Literal["qlora", "lora"]
-"""Whether frozen experts are in NF4, or in 16 bits."""
-WEIGHT_BYTES: dict[Method, float] = {"qlora": 0.5 + 4 / 64, "lora": 2.0}
-"""Bytes of a frozen weight of experts: a code of 4 bits and its share of a float32 scale for each 64, or 16 bits."""
+Method = Literal["qlora", "qlora-double", "lora"]
+"""Whether frozen experts are in NF4, in NF4 with scales in 8 bits, or in 16 bits."""
+WEIGHT_BYTES: dict[Method, float] = {"qlora": 0.5 + 4 / 64, "qlora-double": 0.5 + (1 + 4 / 256) / 64, "lora": 2.0}
+"""Bytes of a frozen weight of experts: a code of 4 bits and its share of a float32 scale for each 64, or of one in 8 bits and
+of a float32 scale for each 256 of those; or 16 bits."""
 RESERVED = 1.0 * GIB
 """Memory of a device that the framework uses besides tensors."""
 LOGIT_BYTES = 12
@@ -75,7 +76,8 @@ class FinetuneJob(Job):
     def step_model(self, cluster: ClusterSpec, dp: int) -> StepModel:
         """Return the model of a step in which adapters alone are trained; those of experts are spread over the cluster."""
         whole = super().step_model(cluster, dp)
-        frozen = replace(whole.layer, frozen_bytes=WEIGHT_BYTES[self.method], adapters=True)
+        of_call: Method = "lora" if self.method == "lora" else "qlora"
+        frozen = replace(whole.layer, frozen_bytes=WEIGHT_BYTES[of_call], adapters=True)
         attention, experts = _adapters(whole, self.rank)
         return replace(
             whole,
@@ -298,14 +300,14 @@ def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
     attention, experts = _adapters(model, job.rank)
     adapters, is_sharded = attention + experts / grid.ep, grid.dp > 1
     logits = (job.logits or layer.tokens) * model.vocab * LOGIT_BYTES + is_sharded * model.vocab * layer.dim * 2.0
-    of_block = experts / grid.ep / max(model.moe_layers, 1)
-    peaks = {
-        "logits and loss": model.outputs * logits,
-        "a block's activations": _block_bytes(cost_model, of_block) + is_sharded * 4 * cost_model.block_parameters[0],
-    }
+    blocks = grid.ep * max(model.moe_layers, 1)
+    block = _block_bytes(cost_model, experts / blocks) + is_sharded * 4 * cost_model.block_parameters[0]
+    if job.method == "qlora-double":
+        block += model.expert_parameters / blocks * 4 / 64
+    peaks = {"logits and loss": model.outputs * logits, "a block's activations": block}
     largest = max(peaks, key=lambda name: peaks[name])
     return {
-        "experts": model.expert_parameters * layer.weight_bytes / grid.ep,
+        "experts": model.expert_parameters * WEIGHT_BYTES[job.method] / grid.ep,
         "other weights": (model.dense_parameters + model.shared_parameters) * 2 / grid.dp,
         "adapters": 4 * adapters,
         "gradients": 4 * adapters,
