@@ -161,7 +161,8 @@ def shard_over_data(
 
 
 def _divide_gradient(parameter: nn.Parameter, dp: int) -> None:
-    parameter.register_hook(lambda gradient: gradient / dp)
+    if parameter.requires_grad:
+        parameter.register_hook(lambda gradient: gradient / dp)
 
 
 def _refuse_hidden_output(module: nn.Module, _: Any, output: Any) -> None:
@@ -196,7 +197,7 @@ def prepare_ddp(model: nn.Module, mesh: Mesh) -> None:
     average = partial(_average_expert_gradient, group=group, dp=mesh.grid.dp)
     for module in model.modules():
         if isinstance(module, AbstractExperts) and module.is_spread:
-            module.mark(lambda parameter: parameter.register_hook(average))
+            module.mark(lambda parameter: parameter.requires_grad and parameter.register_hook(average))
     experts, chosen = set(expert_parameters(model)), getattr(model, DDP_IGNORES, ())
     ignored = set() if isinstance(chosen, UnpreparedForDDP) else set(chosen)
     ignored |= {name for name, parameter in model.named_parameters() if parameter in experts}

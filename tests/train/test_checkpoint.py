@@ -214,14 +214,14 @@ def test_a_kill_at_any_instant_of_a_save_leaves_a_whole_checkpoint(tmp_path, kil
 @pytest.mark.parametrize("background", [False, True])
 def test_what_does_not_read_back_as_it_was_written_is_no_checkpoint(tmp_path, monkeypatch, background):
     save(tmp_path, 1)
-    plain = distributed_checkpoint._read_back
+    plain = distributed_checkpoint.read_into
 
     def spoiled(folder, targets):
         read = plain(folder, targets)
         read["model.weight"] += 1  # as a disk does that lies
         return read
 
-    monkeypatch.setattr(distributed_checkpoint, "_read_back", spoiled)
+    monkeypatch.setattr(distributed_checkpoint, "read_into", spoiled)
     with pytest.raises(InputError, match="does not read back from the disk as it was written: check the folder; earl"):
         save(tmp_path, 2, background=background)
     assert names(tmp_path) == ["step-00000001"]

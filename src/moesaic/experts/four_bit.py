@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.draw import draw_globally
+from moesaic.draw import Draw, draw_globally
 from moesaic.errors import InputError
-from moesaic.experts.experts import StackedExperts
+from moesaic.experts.experts import GatedExperts, PlainExperts, StackedExperts
 from moesaic.experts.frozen import SPLIT, Form, FrozenExperts, FrozenWeights
 from moesaic.kernels import nf4
 from moesaic.kernels.activation import Clamp
@@ -72,16 +72,22 @@ class FourBitExperts(FrozenExperts):
         self.reset_parameters()
 
     @classmethod
+    def like(cls, experts: StackedExperts, *, rank: int = 0) -> FourBitExperts:
+        """Return experts of the sizes and on the device of built-in experts of one rank; frozen tensors are undefined."""
+        down = experts.w2
+        return cls(
+            experts.dim, down.shape[2], experts.num_experts, gated=len(experts.ups) > 1, activation=experts.activation,
+            clamp=experts.clamp, bias=experts.bias, rank=rank, device=down.device, dtype=down.dtype,
+        )  # fmt: skip
+
+    @classmethod
     @torch.no_grad()
     def of(cls, experts: StackedExperts, *, rank: int = 0) -> FourBitExperts:
         """Return built-in experts of one rank in NF4, on their device; the result holds no reference to them."""
         sharded, common = experts.weights()
         up, down, *up_bias = sharded
         up = up if len(experts.ups) > 1 else up.unsqueeze(1)
-        made = cls(
-            experts.dim, down.shape[2], experts.num_experts, gated=len(experts.ups) > 1, activation=experts.activation,
-            clamp=experts.clamp, bias=experts.bias, rank=rank, device=down.device, dtype=down.dtype,
-        )  # fmt: skip
+        made = cls.like(experts, rank=rank)
         for field, weight in (("up", up), ("down", down)):
             for expert in range(experts.num_experts):  # an expert at a time needs little memory besides the results
                 codes, scales = nf4.quantize(weight[expert])
@@ -91,6 +97,24 @@ class FourBitExperts(FrozenExperts):
             if biases:
                 parameter = made.get_parameter(NAMES[field])
                 parameter.copy_(biases[0].view(parameter.shape))
+        return made
+
+    @torch.no_grad()
+    def merged(self) -> StackedExperts:
+        """Return built-in experts, with what the adapters add to the numbers that the codes stand for; on one rank."""
+        values = {field: self.get_parameter(NAMES[field]) for fields in self.fields for field in fields}
+        for field in ("up", "down"):
+            values[field] = nf4.dequantize(values[field], values[f"{field}_scales"], torch.float32)
+        if any(self.form.ranks):
+            values["up"] = values["up"] + values["up_outer"] @ values["up_inner"].unsqueeze(1)
+            values["down"] = values["down"] + values["down_outer"] @ values["down_inner"]
+        make = partial(GatedExperts, clamp=self.clamp) if self.gated else PlainExperts
+        sizes = (self.dim, values["down"].shape[2], self.num_experts)
+        made = make(*sizes, activation=self.activation, bias=self.bias, device=values["up"].device, dtype=torch.float32)
+        names = (name for names in made.names for name in names)
+        for name, field in zip(names, ("up", "down", "up_bias", "down_bias")):
+            parameter = made.get_parameter(name)
+            parameter.copy_(values[field].view(parameter.shape))
         return made
 
     @property
@@ -106,14 +130,18 @@ class FourBitExperts(FrozenExperts):
         fields = [field for fields in self.fields for field in fields]
         return FrozenWeights(**{field: self._local(NAMES[field]) for field in fields})
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, draw: Draw = draw_globally) -> None:
         """Initialise the adapters: A uniformly as `nn.Linear` is, B to zero. Frozen tensors come from a checkpoint."""
         for field in filter(self.form.has, ("up_inner", "down_inner")):
             parameter = self.get_parameter(NAMES[field])
             bound = parameter.shape[-1] ** -0.5
-            draw_globally(parameter, partial(nn.init.uniform_, a=-bound, b=bound), by_expert=True)
+            draw(parameter, partial(nn.init.uniform_, a=-bound, b=bound), by_expert=True)
         for field in filter(self.form.has, ("up_outer", "down_outer")):
             nn.init.zeros_(self.get_parameter(NAMES[field]))
+
+    def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
+        """Initialise the adapters as `reset_parameters` does, whatever the deviations."""
+        self.reset_parameters(draw)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Move or convert the parameters; scales stay float32."""

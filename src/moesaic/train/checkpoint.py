@@ -39,6 +39,7 @@ from moesaic.train.distributed_checkpoint import (
     SHARDS,
     checksum,
     flush,
+    held_state,
     read_whole,
     restore,
     stage,
@@ -168,7 +169,7 @@ def save_checkpoint(
     checkpoints. They were damaged and ignored when the run was resumed, so they belong to an abandoned course.
 
     Args:
-        model: the module whose parameters and persistent buffers are saved.
+        model: the module whose trained parameters and persistent buffers are saved.
         optimizer: the optimizer whose state is saved by parameter name.
         extra: JSON data that loading returns; the first rank's is kept.
         files: texts of the run's own files by name; the first rank's are written.
@@ -184,7 +185,7 @@ def save_checkpoint(
     state = {
         "format": FORMAT, "step": step, "model_config": asdict(model_config), "vocab_size": vocab_size, "extra": extra
     }  # fmt: skip
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    tensors = {f"model.{name}": tensor for name, tensor in held_state(model).items()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(model, optimizer).items()}
     with _reporting_write_errors(target, unfinished, ranks):
         if ranks.is_first:

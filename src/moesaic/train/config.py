@@ -232,6 +232,20 @@ class BalanceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdaptersConfig:
+    """Adapters (LoRA) of the experts of a model that another run trained; see docs/training.md."""
+
+    base: str = ""
+    """The folder of that run, which must stay as it is. Its model is frozen, with experts in NF4; only adapters are
+    trained and saved. Empty: all parameters are trained."""
+    rank: int = 16
+    """Rank of the adapters."""
+
+    def __post_init__(self) -> None:
+        _require_at_least_one(self, "rank", prefix="adapters.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SaveConfig:
     """When checkpoints are written, and how many are kept."""
 
@@ -312,6 +326,8 @@ class TrainConfig:
     """The data."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
+    adapters: AdaptersConfig = AdaptersConfig()
+    """Adapters of a frozen model."""
     mesh: MeshConfig = MeshConfig()
     """How the ranks share the model."""
     plan: StaticPlan = field(default_factory=StaticPlan)
@@ -333,6 +349,10 @@ class TrainConfig:
         if self.on_spike == "rollback" and self.replay_routing:
             raise InputError(
                 "on_spike=rollback clashes with replay_routing, since a trace fixes the order of samples: leave one out"
+            )
+        if self.adapters.base and self.balance.moves_experts:
+            raise InputError(
+                "balance.experts clashes with adapters.base, whose experts have no optimizer states: leave it none"
             )
         self._check_shards()
         self._check_stages()
@@ -377,8 +397,8 @@ class TrainConfig:
             ("balance.replication", balance.replication, NO_REPLICATION),
             ("balance.memory_budget", balance.memory_budget, None),
             ("planner.plan", "" if self.planner.file else self.planner.plan, ""),
-            ("record_routing", self.record_routing, "none"),
-            ("replay_routing", self.replay_routing, ""),
+            ("record_routing", self.record_routing, "none"), ("replay_routing", self.replay_routing, ""),
+            ("adapters.base", self.adapters.base, ""),
         ):  # fmt: skip
             if value != off:
                 raise InputError(

@@ -136,7 +136,7 @@ def write_shards(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, group: 
     for path in own_files:
         flush(path)
     sums = {f"{SHARDS}/{path.name}": checksum(path) for path in own_files}
-    read = _read_back(folder, {name: torch.empty_like(tensor) for name, tensor in tensors.items()})
+    read = read_into(folder, {name: torch.empty_like(tensor) for name, tensor in tensors.items()})
     for has_copies, share in ((False, 0.0), (True, ROUNDING)):  # of copies only one is written, maybe another rank's
         compared = {
             name: tensor for name, tensor in tensors.items() if (num_copies(tensor, ranks.world) > 1) == has_copies
@@ -149,7 +149,13 @@ def write_shards(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, group: 
     return sums
 
 
-def _read_back(folder: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:
+def held_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a checkpoint holds of a model: its persistent buffers and its parameters, but no frozen ones."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
+
+
+def read_into(folder: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:
     """Read this rank's part of a checkpoint into tensors, without communication. Return the tensors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that there is only one process
@@ -159,9 +165,9 @@ def _read_back(folder: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Return the full tensors of a checkpoint with names that start with `prefix`, which is removed."""
-    targets = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in _shard_sizes(folder).items()}
+    targets = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in shard_sizes(folder).items()}
     targets = {name: tensor for name, tensor in targets.items() if name.startswith(prefix)}
-    return {name.removeprefix(prefix): tensor for name, tensor in _read_back(folder, targets).items()}
+    return {name.removeprefix(prefix): tensor for name, tensor in read_into(folder, targets).items()}
 
 
 def restore(
@@ -181,8 +187,8 @@ def restore(
     Raises:
         ValueError: if the names of the checkpoint's tensors differ from the model's; the message names one.
     """
-    sizes = _shard_sizes(folder)
-    targets: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
+    sizes = shard_sizes(folder)
+    targets: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in held_state(model).items()}
     saved = {name for name in sizes if name.startswith("model.")}
     expected = targets.keys() if names is None else {f"model.{name}" for name in names}
     if saved != expected:
@@ -190,10 +196,10 @@ def restore(
         raise ValueError(f"{len(mismatched)} tensors are in only one of the two, such as {mismatched[0]}")
     if optimizer is not None:
         targets |= _empty_state(model, optimizer, {name: size for name, size in sizes.items() if name not in saved})
-    _read_back(folder, targets)
+    read_into(folder, targets)
 
 
-def _shard_sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def shard_sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return size and dtype of every tensor of a checkpoint."""
     entries = ShardReader(folder / SHARDS).read_metadata().state_dict_metadata
     return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}  # type: ignore[union-attr]

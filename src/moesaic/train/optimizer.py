@@ -17,7 +17,7 @@ DECAY_SHARE = 0.2
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
-    """Return AdamW with weight decay on matrices only; routers, norms and biases have none.
+    """Return AdamW of all parameters that are not frozen, with decay on matrices only; routers, norms and biases have none.
 
     AdamW's fused kernels process a parameter group together, so parameters on different meshes get separate groups. A
     group's `rate` is the multiple of the step's learning rate that it uses.
@@ -28,7 +28,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.devi
     rates |= {id(p): expert_rate for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
     groups: dict[tuple[bool, float, object], list[nn.Parameter]] = {}
     for decays in (True, False):
-        for parameter in model.parameters():
+        for parameter in filter(lambda each: each.requires_grad, model.parameters()):
             if (parameter.dim() >= 2 and id(parameter) not in routers) == decays:
                 mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
                 groups.setdefault((decays, rates.get(id(parameter), 1.0), mesh), []).append(parameter)

@@ -147,7 +147,7 @@ class SplitParameters(ParallelStyle):
                 continue
             placement: Placement = Shard(self.dims[name])
             split = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(split))
+            module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
 
 
 def move(

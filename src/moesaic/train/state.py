@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moesaic.configfile import as_json, differing_fields, override, read_table
 from moesaic.draw import SeededDraw, draw_nothing
 from moesaic.errors import InputError, in_one_line
 from moesaic.files import kind_of, read_bytes, read_text
 from moesaic.models.gpt import GPT, reset_weights
+from moesaic.train.adapters import freeze, read_frozen
 from moesaic.train.balance import hold_to_budget, make_calls, place_samples
 from moesaic.train.checkpoint import (
     CONFIG,
@@ -168,6 +169,8 @@ def _open(
         if saved is None:
             announce(f"{folder.name}: drawing {model.num_parameters() / 1e6:,.2f} M parameters on {device}")
         _materialise(model, config, device, draw=saved is None)
+        if config.adapters.base:
+            _read_base(config, model, corpus.vocab_size, say if ranks.is_first else lambda _: None)
     if saved is None:  # processors may round differently
         require_same_weights(model, ranks, 0, "start the run again", align=True)
     with ranks.together():
@@ -235,6 +238,8 @@ def _build(
     seed_everything(config.seed)
     with torch.device("meta"):
         model: GPT | PipelinedGPT = make_model(config, vocab_size)
+        if config.adapters.base:
+            freeze(model, config.adapters, None if ranks.mesh is None else ranks.mesh.grid)
     if dtype == torch.float64:
         model.double()
     if ranks.stages is not None:
@@ -275,6 +280,11 @@ def _materialise(model: GPT | PipelinedGPT, config: TrainConfig, device: torch.d
             f"the model does not fit the memory of {device} ({' '.join(str(error).split()):.200}): make model.dim, "
             "model.moe.hidden, model.moe.num_experts or model.num_layers smaller"
         ) from error
+
+
+def _read_base(config: TrainConfig, model: nn.Module, vocab_size: int, say: Callable[[str], None]) -> None:
+    """Read this rank's part of the run that the configuration's adapters adapt."""
+    read_frozen(load_checkpoint(Path(config.adapters.base) / CHECKPOINTS, say), model, config.model, vocab_size)
 
 
 @dataclass(frozen=True)
@@ -326,8 +336,12 @@ def load_trained(folder: Path, device: str = "auto", task: TrainingTask = DECODE
     tokenizer = make_tokenizer(config.data, saved.folder / TOKENIZER) if saved.extra["has_text"] else None
     with torch.device("meta"):
         model = task.make_model(config, saved.vocab_size)
+        if config.adapters.base:
+            freeze(model, config.adapters, None)
     model.to_empty(device=pick_device(device)).eval()
     model.reset_parameters(draw_nothing)
+    if config.adapters.base:
+        _read_base(config, model, saved.vocab_size, say)
     load_into(saved, model, None, config.model, saved.vocab_size)
     return Trained(folder, config, model, tokenizer)
 
@@ -412,7 +426,7 @@ def _warn_of_changes(config: TrainConfig, saved: Checkpoint, folder: Path, say: 
 
 _DECIDE_THE_COURSE = (
     "seed", "batch_size", "accumulation", "optimizer.", "model.seq_len", "model.moe.load_balance", "model.moe.importance",
-    "model.moe.z_loss", "model.moe.router", "model.moe.capacity",
+    "model.moe.z_loss", "model.moe.router", "model.moe.capacity", "adapters.",
 )  # fmt: skip
 """Prefixes of the fields that are worth a warning if they change on resuming. `steps` is missing, since it is raised on
 purpose."""

@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor
 
 from moesaic.errors import InputError, to_install
+from moesaic.experts import FourBitExperts
 from moesaic.files import write
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention
@@ -102,7 +103,7 @@ def _compared(trained: Trained, out: Path) -> dict[str, Any]:
 
 
 def to_hub(trained: Trained) -> Any:
-    """Return a run's model as a transformers model in float32.
+    """Return a run's model as a transformers model in float32, with adapters merged into its experts.
 
     Raises:
         InputError: the model has no equivalent in transformers. The message names the option.
@@ -110,6 +111,9 @@ def to_hub(trained: Trained) -> Any:
     config = hub_config(trained.config.model, trained.model.vocab_size, str(trained.folder))
     config.eos_token_id = None if trained.text is None else trained.text.separator
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for layer in [module for module in trained.model.modules() if isinstance(module, MoE)]:
+        if isinstance(layer.experts, FourBitExperts):
+            layer.experts = layer.experts.merged()
     values = hub_values(trained.model)
     placed = {value.untyped_storage().data_ptr() for value in values.values()}
     tensors = trained.model.state_dict().items()
