@@ -102,7 +102,9 @@ class FourBitExperts(FrozenExperts):
     @torch.no_grad()
     def merged(self) -> StackedExperts:
         """Return built-in experts, with what the adapters add to the numbers that the codes stand for; on one rank."""
-        values = {field: self.get_parameter(NAMES[field]) for fields in self.fields for field in fields}
+        values: dict[str, Tensor] = {
+            field: self.get_parameter(NAMES[field]) for fields in self.fields for field in fields
+        }
         for field in ("up", "down"):
             values[field] = nf4.dequantize(values[field], values[f"{field}_scales"], torch.float32)
         if any(self.form.ranks):

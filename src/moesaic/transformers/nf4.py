@@ -84,7 +84,7 @@ class FourBitExpertsQuantizer(HfQuantizer):
                         "leave quantization_config out"
                     )
                 blocks, double = width // nf4.BLOCK, self.quantization_config.double
-                kinds = [(name, (height, width // 2), torch.uint8)]
+                kinds: list[tuple[str, tuple[int, ...], torch.dtype]] = [(name, (height, width // 2), torch.uint8)]
                 kinds.append((scales_name(name), (height, blocks), torch.uint8 if double else torch.float32))
                 groups = (1 + -(-height * blocks // nf4.GROUP),)
                 kinds += [(groups_name(name), groups, torch.float32)] if double else []
