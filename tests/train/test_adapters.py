@@ -107,6 +107,17 @@ def test_ranks_train_adapters_as_one_process_does(folder, world, meshes):
         assert_same_run(Path(run.out), Path(alone.out))
 
 
+def test_experts_without_a_gate_are_adapted_too(folder):
+    plain = {"model": {**WIDE["model"], "moe": {"hidden": 128, "experts": "gelu"}}}
+    run_quietly(tiny(folder, **{**WIDE, **plain}, steps=1, out=str(folder / "plain base")))
+    plain["adapters"] = {"base": str(folder / "plain base"), "rank": 4}
+    alone, spread = (adapting(folder, f"plain {mesh}", mesh=mesh, **plain) for mesh in ({}, {"etp": 2}))
+    run_quietly(alone)
+    (outcomes,) = train_on(2, [spread])
+    assert [outcome.refusal for outcome in outcomes] == ["", ""]
+    assert_same_run(Path(spread.out), Path(alone.out))
+
+
 def test_checkpoints_hold_adapters_alone_and_go_on_exactly(folder):
     straight, parts = adapting(folder, "straight"), adapting(folder, "parts", steps=2, save={"every": 2})
     run_quietly(straight)
@@ -146,6 +157,7 @@ def test_what_cannot_be_adapted_is_refused_in_one_line(folder):
         ({"adapters": {"base": str(folder / "none")}}, "no checkpoint there: train first, or name another run folder"),
         ({"model": {**WIDE["model"], "dim": 128}}, r"is of another architecture, model.dim \(128 and 64\)"),
         ({"model": {**WIDE["model"], "dim": 32}}, "dim=32 and hidden=128 must be multiples of 64"),
+        ({"model": {"ffn": "dense", "dense_hidden": 24}}, "a dense model has no experts to adapt"),
     ):
         with pytest.raises(InputError, match=line):
             run_quietly(adapting(folder, "refused", **changes))

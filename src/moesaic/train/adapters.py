@@ -28,14 +28,17 @@ def freeze(model: nn.Module, config: AdaptersConfig, grid: Grid | None) -> None:
     """Give each MoE layer experts in NF4 with adapters, and freeze all other parameters; before the model is split.
 
     Raises:
-        InputError: a width of experts is no multiple of 64, or the mesh keeps several copies of an expert.
+        InputError: there are no experts, a width of theirs is no multiple of 64, or the mesh keeps several copies of one.
     """
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    if not layers:
+        raise InputError("adapters.base: a dense model has no experts to adapt: leave it out")
     if grid is not None and grid.edp > 1:
         raise InputError(
             f"adapters.base: the mesh keeps {grid.edp} copies of each expert: choose mesh.ep and mesh.etp whose product is "
             f"{grid.ep * grid.etp * grid.edp}"
         )
-    for layer in [module for module in model.modules() if isinstance(module, MoE)]:
+    for layer in layers:
         assert isinstance(layer.experts, StackedExperts)
         layer.experts = FourBitExperts.like(layer.experts, rank=config.rank)
     for name, parameter in model.named_parameters():
