@@ -296,8 +296,8 @@ class Calibration:
 
 def calibrations(world: int, ranks_per_node: int) -> Iterator[Calibration]:
     """Yield the calibration layers for a number of ranks, shape by shape."""
-    num_experts, kinds = EXPERTS_PER_RANK * world, [(shape, PLANS, False) for shape in SHAPES]
-    kinds.append((COMPUTING_SHAPE, COMPUTING_PLANS, True))
+    num_experts = EXPERTS_PER_RANK * world
+    kinds = [*((shape, PLANS, False) for shape in SHAPES), (COMPUTING_SHAPE, COMPUTING_PLANS, True)]
     for ((dim, hidden, per_expert), plans, computes), grid in itertools.product(kinds, _grids(world, ranks_per_node)):
         workload = Workload(
             tokens=per_expert * num_experts * grid.tp, num_experts=num_experts, top_k=min(2, num_experts), dim=dim,
