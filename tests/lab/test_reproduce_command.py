@@ -38,7 +38,7 @@ def test_netmoe_as_json_and_picture_without_torch(lab_metadata: Path, tmp_path: 
     rows = {row["cell"]: row for row in found["rows"]}
     assert {"machine", "versions", "date", "rows", "claims", "papers"} <= set(found)
     assert rows["netmoe.before.inter.16.S"]["ours"] == pytest.approx(192.0)
-    assert rows["netmoe.before.inter.16.S"]["role"] == "validation"
+    assert rows["netmoe.before.inter.16.S"]["role"] == "arithmetic"
     assert rows["netmoe.before.inter.16.S"]["source"] == "NetMoE, Table 5, volume between nodes before, 2 nodes"
     assert rows["netmoe.change.16.S"]["role"] == "fit"
     kept = rows["netmoe.before.inter.32.XXL"]
