@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,25 @@ def test_the_hub_gets_the_model_with_its_adapters_merged(folder, tmp_path):
     logits = merged(input_ids=tokens).logits
     torch.testing.assert_close(logits, adapted.float(), rtol=1e-4, atol=1e-4)
     assert float((logits - base).abs().max()) > 0.01
+
+
+def test_adapters_are_read_over_the_model_that_they_were_trained_over_alone(folder):
+    base = tiny(folder, **WIDE, steps=1, out=str(folder / "moving"))
+    run_quietly(base)
+    adapters = {"base": str(folder / "moving"), "rank": 4}
+    with pytest.raises(InputError, match=r"adapters\.base=.*: lies in out=.*, which this run writes"):
+        run_quietly(adapting(folder, "moving", adapters=adapters, existing="replace"))
+    assert load_trained(folder / "moving", "cpu").config == replace(base, existing="resume")
+    run_quietly(adapting(folder, "over it", adapters=adapters, steps=1))
+    run_quietly(tiny(folder, **WIDE, steps=2, out=str(folder / "moving"), existing="resume"))
+    for read in (
+        lambda: load_trained(folder / "over it", "cpu"),
+        lambda: run_quietly(adapting(folder, "over it", adapters=adapters, existing="resume")),
+    ):
+        with pytest.raises(
+            InputError, match=r"step 2 there is not the model over which the adapters in .* were trained"
+        ):
+            read()
 
 
 def test_what_cannot_be_adapted_is_refused_in_one_line(folder):

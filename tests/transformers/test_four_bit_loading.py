@@ -22,6 +22,8 @@ from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3M
 
 from moesaic.errors import InputError
 from moesaic.transformers import adopt_adapters
+from moesaic.weights import load as load_module
+from moesaic.weights.load import load_model
 from moesaic_lab.hf import as_launched, batch
 from worlds import on_ranks
 
@@ -150,12 +152,26 @@ def test_nf4_whose_tensors_do_not_belong_together_is_refused(stored, tmp_path):
         {state: torch.tensor(list(text.replace(b"64", b"32", 1)), dtype=torch.uint8)},
         {state: torch.tensor(list(text[:-1]), dtype=torch.uint8)},
         {state: torch.tensor(list(text.replace(b"256", b"0")), dtype=torch.uint8)},
+        {state: torch.tensor(list(text.replace(b"nested_offset", b"nested_offzet")), dtype=torch.uint8)},
+        {state: torch.tensor(list(text.replace(b'"nf4"', b'"fp4"')), dtype=torch.uint8)},
     ):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         tensors = {key: each for key, each in (whole | changes).items() if each is not None}
         quantized_models.save(FAMILIES["qwen3"](), folder, tensors, 1, quantization_config=KINDS["nf4"][2])
         with pytest.raises(InputError, match=f"{name} is not in NF4 with blocks of 64, as bitsandbytes saves it"):
             load(str(folder), four_bit=True)
+
+
+def test_a_checkpoint_of_the_hub_is_fetched_and_read_as_its_options_say(stored, monkeypatch):
+    fetched = []
+    monkeypatch.setattr(
+        load_module, "snapshot_download", lambda *names, **how: fetched.append((names, how)) or str(stored / "fp8")
+    )
+    model = load_model("org/name", revision="v2", token="t", torch_dtype=torch.float32)
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
+    ((names, how),) = fetched
+    assert (names, how["revision"], how["token"]) == (("org/name",), "v2", "t")
+    assert {each.dtype for each in load_model(stored / "fp8", dtype="auto").parameters()} == {torch.bfloat16}
 
 
 def write(folder: Path, **sizes: int) -> None:

@@ -58,11 +58,11 @@ def fit_layers(cluster: ClusterSpec, layers: Sequence[tuple[Calibration, float]]
     def contended(contention: float) -> ClusterSpec:
         return replace(found, device=replace(found.device, contention=contention))
 
-    if len(computing.seconds):
-        best = minimize_scalar(
-            lambda contention: np.abs(computing.errors(contended(contention))).sum(),
-            bounds=(0.0, MOST_CONTENTION), method="bounded", options={"xatol": 0.02},
-        )  # fmt: skip
+    def error(contention: float) -> float:
+        return float(np.abs(computing.errors(contended(contention))).sum())
+
+    best = minimize_scalar(error, bounds=(0.0, MOST_CONTENTION), method="bounded", options={"xatol": 0.02})
+    if best.fun < error(0.0):  # a rank without messages has no contention
         found = contended(float(best.x))
     return found, errors(fitted.x, held_out)
 

@@ -67,7 +67,7 @@ def measure(
     transport = open_transport(name=transport_name)
     barrier = start_together(latest) if dist.is_initialized() else lambda: None
     progress("products, copies and codecs", 0.0)
-    measured_device = device(dtypes, ranks_per_node, repeats, barrier)
+    measured_device = device(tuple(dict.fromkeys((*dtypes, "fp32"))), ranks_per_node, repeats, barrier)
     progress("collectives", 0.15)
     lines, nodes = collectives(transport, ranks_per_node, repeats, barrier), transport.world // ranks_per_node
     here = machine()

@@ -316,6 +316,11 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
     )
 
 
+def identity(checkpoint: Checkpoint) -> str:
+    """Return a checksum of all that a checkpoint holds."""
+    return checksum(checkpoint.folder / SUMS, at_most=MOST_TEXT)
+
+
 def find_copy(folder: Path, name: str) -> Path | None:
     """Return the newest copy of a run's file whose checksum in its checkpoint is correct; None if there is none."""
     for path in reversed(list_checkpoints(folder)):

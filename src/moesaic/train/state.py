@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moesaic.configfile import as_json, differing_fields, override, read_table
 from moesaic.draw import SeededDraw, draw_nothing
@@ -26,6 +26,7 @@ from moesaic.train.checkpoint import (
     CONFIG,
     TOKENIZER,
     Checkpoint,
+    identity,
     list_checkpoints,
     load_checkpoint,
     load_into,
@@ -79,6 +80,8 @@ class RunState:
     """Texts of the run folder's own files by name, on the first rank. Each checkpoint gets copies of them."""
     saved: Checkpoint | None
     """Description of the checkpoint that the run resumed from, if any."""
+    base: Checkpoint | None
+    """Description of the checkpoint that the run adapts, if it trains adapters."""
 
     def checkpoints(self) -> list[Path]:
         """Return the run's checkpoints, oldest first."""
@@ -106,6 +109,7 @@ class RunState:
             "skipped": self.skipped,
             "left_out": self.left_out,
             "has_text": self.corpus.tokenizer is not None,
+            "base": None if self.base is None else identity(self.base),
         }
 
     def advice(self) -> str:
@@ -158,7 +162,11 @@ def _open(
     config = override(config, {"precision": str(dtype).removeprefix("torch.")}, source="precision")
     announce(f"{folder.name}: reading the data")
     with ranks.together():
-        corpus = task.load_corpus(config, saved.folder / TOKENIZER if saved else None)
+        found = _find_base(config, saved, say) if ranks.is_first else None
+    base = ranks.from_first(found)
+    with ranks.together():
+        earlier = saved or base
+        corpus = task.load_corpus(config, earlier.folder / TOKENIZER if earlier else None)
         part = (ranks.dp_index, ranks.dp)
         batches = Batches(corpus.train, config.model.seq_len, config.batch_size, config.seed, part, corpus.objective)
         corpus_hash = fingerprint(corpus.train)
@@ -169,8 +177,8 @@ def _open(
         if saved is None:
             announce(f"{folder.name}: drawing {model.num_parameters() / 1e6:,.2f} M parameters on {device}")
         _materialise(model, config, device, draw=saved is None)
-        if config.adapters.base:
-            _read_base(config, model, corpus.vocab_size, say if ranks.is_first else lambda _: None)
+        if base is not None:
+            read_frozen(base, model, config.model, corpus.vocab_size)
     if saved is None:  # processors may round differently
         require_same_weights(model, ranks, 0, "start the run again", align=True)
     with ranks.together():
@@ -189,7 +197,7 @@ def _open(
     skipped, left_out = (saved.extra[name] if saved else 0 for name in ("skipped", "left_out"))
     return RunState(
         config, task, folder, corpus, batches, eval_windows, device, dtype, model, optimizer, step, skipped, left_out,
-        corpus_hash, seconds, ranks, claim, files, saved,
+        corpus_hash, seconds, ranks, claim, files, saved, base,
     )  # fmt: skip
 
 
@@ -282,9 +290,20 @@ def _materialise(model: GPT | PipelinedGPT, config: TrainConfig, device: torch.d
         ) from error
 
 
-def _read_base(config: TrainConfig, model: nn.Module, vocab_size: int, say: Callable[[str], None]) -> None:
-    """Read this rank's part of the run that the configuration's adapters adapt."""
-    read_frozen(load_checkpoint(Path(config.adapters.base) / CHECKPOINTS, say), model, config.model, vocab_size)
+def _find_base(config: TrainConfig, saved: Checkpoint | None, say: Callable[[str], None]) -> Checkpoint | None:
+    """Return the checkpoint that adapters adapt, which is the one of `saved` if that is given; None without adapters."""
+    if not config.adapters.base:
+        return None
+    path, out = Path(config.adapters.base), Path(config.out).resolve()
+    if out in (path.resolve(), *path.resolve().parents):
+        raise InputError(f"adapters.base={path}: lies in out={config.out}, which this run writes: choose another out")
+    base = load_checkpoint(path / CHECKPOINTS, say)
+    if saved is not None and saved.extra.get("base") != identity(base):
+        raise InputError(
+            f"adapters.base={path}: step {base.step} there is not the model over which the adapters in {saved.folder} were "
+            "trained: put that run back as it was, or name where it lies"
+        )
+    return base
 
 
 @dataclass(frozen=True)
@@ -340,8 +359,9 @@ def load_trained(folder: Path, device: str = "auto", task: TrainingTask = DECODE
             freeze(model, config.adapters, None)
     model.to_empty(device=pick_device(device)).eval()
     model.reset_parameters(draw_nothing)
-    if config.adapters.base:
-        _read_base(config, model, saved.vocab_size, say)
+    base = _find_base(replace(config, out=str(folder)), saved, say)
+    if base is not None:
+        read_frozen(base, model, config.model, saved.vocab_size)
     load_into(saved, model, None, config.model, saved.vocab_size)
     return Trained(folder, config, model, tokenizer)
 

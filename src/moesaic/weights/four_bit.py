@@ -74,6 +74,7 @@ def of_linear(stored: Mapping[str, Stored], weight: str, folder: Path) -> Comput
     """Return a linear layer's weight by its name; InputError if its tensors do not belong together."""
     try:
         sizes = json.loads(_whole(stored[weight + STATE]).numpy().tobytes())
+        is_nested = weight + ".nested_absmax" in stored
         found = FourBit(
             shape=tuple(sizes["shape"]),
             codes=_flat(stored[weight]),
@@ -81,9 +82,10 @@ def of_linear(stored: Mapping[str, Stored], weight: str, folder: Path) -> Comput
             values=stored.get(weight + ".nested_quant_map"),
             groups=stored.get(weight + ".nested_absmax"),
             size=int(sizes.get("nested_blocksize", nf4.GROUP)),
-            offset=float(sizes.get("nested_offset", 0.0)),
+            offset=float(sizes["nested_offset"]) if is_nested else 0.0,
         )
-        if sizes["blocksize"] == nf4.BLOCK and found.fits():
+        is_nf4 = sizes["quant_type"] == "nf4" and sizes["blocksize"] == nf4.BLOCK
+        if is_nf4 and math.isfinite(found.offset) and all(type(n) is int for n in found.shape) and found.fits():
             return Computed(torch.float32, found.shape, found.read)
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError):
         pass

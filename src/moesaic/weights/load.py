@@ -22,6 +22,9 @@ from moesaic.weights.layout import Readable, full_region, identity, pieces
 from moesaic.weights.model import Architecture, read_config
 from moesaic.weights.quantized import LOADED
 
+OF_HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
+"""The options that say what is fetched from the hub, and how."""
+
 
 def load_model(source: str | Path, **options: Any) -> Any:
     """Return a causal language model of transformers with the weights of a checkpoint.
@@ -32,14 +35,17 @@ def load_model(source: str | Path, **options: Any) -> Any:
 
     Args:
         source: folder of the checkpoint, or its name on the hub.
-        options: those of `from_pretrained`, such as `dtype`, `device_map`, `distributed_config` and `experts_implementation`.
+        options: those of `from_pretrained`, such as `dtype`, `device_map`, `distributed_config`, `experts_implementation`,
+            `revision` and `token`. A `dtype` of "auto" is the checkpoint's.
 
     Raises:
         InputError: the checkpoint is incomplete, or is of a model, a format or a quantization that is not supported.
     """
     folder = Path(source)
     if not folder.is_dir():
-        folder = Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"]))
+        patterns: dict[str, Any] = {"allow_patterns": ["*.json", "*.safetensors"], "ignore_patterns": ["*/*"]}
+        of_hub = {name: options.pop(name) for name in OF_HUB if name in options}
+        folder = Path(snapshot_download(str(source), **patterns, **of_hub))
     checkpoint = open_checkpoint(folder, format_of(folder), Architecture(read_config(folder, None, LOADED)))
     architecture = checkpoint.model
     tensors = checkpoint.into(identity(architecture.shapes))
@@ -48,7 +54,8 @@ def load_model(source: str | Path, **options: Any) -> Any:
         for path, module in architecture.experts.items():
             for name in (f"{path}.{weight}" for weight in four_bit_weights(module)):
                 state[name] = OneByOne(state[name], range(module.num_experts))
-    options.setdefault("dtype", architecture.config.dtype or torch.bfloat16)
+    dtype = options.pop("torch_dtype", "auto") if "dtype" not in options else options["dtype"]
+    options["dtype"] = (architecture.config.dtype or torch.bfloat16) if dtype in ("auto", None) else dtype
     if (folder / "generation_config.json").exists():
         options.setdefault("generation_config", GenerationConfig.from_pretrained(folder))
     model = type(architecture.model).from_pretrained(None, config=architecture.config, state_dict=state, **options)
