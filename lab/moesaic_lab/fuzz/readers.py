@@ -165,7 +165,7 @@ def _make_weights(folder: Path) -> None:
     fp8 = folder / "fp8"
     fp8.mkdir()
     (fp8 / "config.json").write_text(json.dumps(_HUB | {"quantization_config": {"weight_block_size": [2, 2]}}))
-    sizes = json.dumps({"shape": [1, 64], "blocksize": 64}).encode()
+    sizes = json.dumps({"shape": [1, 64], "blocksize": 64, "quant_type": "nf4"}).encode()
     four_bit = {"b": torch.zeros(32, 1, dtype=torch.uint8), "b.absmax": torch.ones(1)}
     four_bit["b.quant_state.bitsandbytes__nf4"] = torch.tensor(list(sizes), dtype=torch.uint8)
     tensors = {"a": torch.ones(4, 4).to(torch.float8_e4m3fn), "a_scale_inv": torch.ones(2, 2)}
