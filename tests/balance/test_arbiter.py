@@ -10,7 +10,7 @@ import pytest
 from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import REPLICATED, CallDecision, programs_of
-from moesaic.balance.replication.tables import NOTHING, spills, spread
+from moesaic.balance.replication.tables import NOTHING, Replications, spills, spread
 from moesaic.balance.selector import arbiter as arbiter_module
 from moesaic.balance.selector.arbiter import EVERY, REST, SMALL, Arbiter, Arbitration, ScaledTable
 from moesaic.balance.selector.options import Recipe, option_plans, steps_of
@@ -118,8 +118,23 @@ def test_all_options_are_compared_after_so_many_calls_and_earlier_when_the_load_
 def test_it_comes_back_to_leaving_alone_soon_after_the_load_is_even():
     arbiter = made()
     assert arbiter.choose(skewed(1.5)).option != "alone"
-    options = [arbiter.choose(skewed(0)).option for _ in range(EVERY // REST + 1)]
+    options = [arbiter.choose(skewed(0)).option for _ in range(EVERY // REST + EVERY + 1)]
     assert options[-1] == "alone"
+
+
+def test_one_call_in_four_that_is_even_does_not_decide_for_the_others():
+    arbiter, loads = made(), [skewed(skew, seed=seed) for seed, skew in enumerate((1.5, 1.4, 1.5, 0))]
+    weigher, taken, least = arbiter.weigher, 0.0, 0.0
+    for number in range(40 * len(loads)):
+        load = loads[number % len(loads)]
+        replicas, verdict = weigher.replica_loads(load), arbiter.choose(load)
+        table = NOTHING if verdict.replicated is None else Replications.of(verdict.replicated)
+        assert verdict.replicated is None or (verdict.replicated.sum(2) <= load.copies).all()
+        taken += weigher._option(
+            verdict.program, Recipe(), (table,), weigher.works(verdict.program, replicas, (table,))
+        ).seconds
+        least += min(option.seconds for option in weigher.all(replicas))
+    assert taken < 1.1 * least
 
 
 @pytest.mark.parametrize("small", [0, SMALL], ids=["scaled", "anew"])
@@ -140,7 +155,7 @@ def test_a_table_that_is_scaled_keeps_its_shares_until_the_load_has_changed_too_
     table = ScaledTable([replica], [spills(replica, NOTHING, 1.0)])
     same = table.fitted(load)
     assert same is not None
-    assert (same == spread([replica], [spills(replica, NOTHING, 1.0)])).all()
+    assert (table.table(same) == spread([replica], [spills(replica, NOTHING, 1.0)])).all()
     twice = table.fitted(CallLoad(GRID, 2 * load.copies, load.num_experts, load.units, load.dim))
     assert twice is not None
     assert (twice == 2 * same).all()

@@ -184,7 +184,7 @@ class MoveArbiter:
     def note_others(self, decision: CallDecision) -> None:
         """Record how good the policy's choice is, relative to leaving the call alone."""
         alone = decision.seconds.get(ALONE, 0.0)
-        self._other = decision.seconds[decision.option] / alone if alone else 1.0
+        self._other = decision.seconds.get(decision.option, alone) / alone if alone else 1.0
 
     def note_move(self, move: SampleMove, decision: CallDecision, dim: int) -> CallDecision:
         """Record that samples move in this call. Its gain is computed when the next call starts.

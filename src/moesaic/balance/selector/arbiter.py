@@ -2,15 +2,15 @@
 
 After the one exchange of a call, every rank has the counts of all ranks. From these all ranks choose the same option without
 further messages: the one that the model predicts to be fastest. Comparing all options takes longer than a call could gain, so
-they are compared when the load changes, and now and then. In between, the chosen program runs with a table that is built from
-each call's own counts.
+they are compared when the load changes, and now and then, and what each saved is averaged over comparisons: loads may alternate.
+In between, the chosen program runs with a table that is built from each call's own counts.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -87,6 +87,7 @@ class Arbitration(AbstractChooser):
         self.weigher = Weigher(plans, settings.costs, settings.at_most)
         self._last = Option(ALONE, Recipe(), (), 0.0)
         self._seconds: dict[str, float] = {}
+        self._saved: dict[str, float] = {}
         self._scaled: ScaledTable | None = None
         self._busiest, self._calls = np.inf, 0
 
@@ -127,9 +128,11 @@ class Arbitration(AbstractChooser):
         """Return whether all options must be compared: in the first call, after a change of load, or after many calls."""
         busiest = _busiest_place(load, 1.0)
         every, self._calls = max(EVERY, load.copies.size // COUNTS), self._calls + 1
-        changed = abs(busiest - self._busiest) > CHANGE and self._calls >= every // REST
-        if not (changed or self._calls >= every or self._busiest == np.inf):
+        changed = abs(busiest - self._busiest) > CHANGE
+        if self._calls < (every // REST if changed else every) and self._busiest < np.inf:
             return False
+        if not changed:  # what was saved under other loads says nothing any more
+            self._saved = {}
         self._busiest, self._calls = busiest, 0
         return True
 
@@ -141,20 +144,39 @@ class Arbitration(AbstractChooser):
             options = [self.weigher.alone(replicas)]
         else:
             options = self.weigher.all(replicas)
-        fastest = min(options, key=lambda option: option.seconds)
-        self._last = fastest if fastest.seconds < (1 - margin) * options[0].seconds else options[0]
         self._seconds = {option.name: option.seconds for option in options}
+        name = self._fastest_lately(options)
+        by_name = {option.name: option for option in options}
+        if name in by_name:
+            self._last = by_name[name]
+        else:  # it would replicate nothing in this call, but its recipe goes on
+            self._last = replace(self._last, replicated=self.weigher.tables(self._last.recipe, replicas))
         is_quick = self._last.recipe.shadows and replicas[0].load.copies.size <= SMALL
         needs_scaling = self._last.recipe.policy and not is_quick
         self._scaled = ScaledTable(replicas, self._last.replicated) if needs_scaling else None
+
+    def _fastest_lately(self, options: Sequence[Option]) -> str:
+        """Return the name of the option that saved most in all comparisons, each of which counts twice as much as the one before.
+
+        An option that is not among those of a call replicates nothing there, and so saves what its program saves without. It
+        is returned only if it is the last one, whose recipe is known.
+        """
+        alone = options[0].seconds
+        now = {option.name: 1 - option.seconds / alone if alone else 0.0 for option in options}
+        for name in self._saved.keys() - now.keys():
+            now[name] = now.get(STEPS, 0.0) if name.startswith(STEPS) else 0.0
+        self._saved = {name: (self._saved.get(name, share) + share) / 2 for name, share in now.items()}
+        known = [*(option.name for option in options), self._last.name]
+        name = max(known, key=lambda name: self._saved.get(name, 0.0))
+        return name if self._saved.get(name, 0.0) > self.settings.margin else ALONE
 
     def _repeated(self, replicas: Sequence[ReplicaLoad]) -> tuple[tuple[Replications, ...] | None, np.ndarray | None]:
         """Return the replications and the table of the last option for another call; the former are None if unknown."""
         if not self._last.recipe.policy:
             return None, None
-        table = None if self._scaled is None else self._scaled.fitted(replicas[0].load)
-        if table is not None:
-            return None, table if table.any() else None
+        amounts = None if self._scaled is None else self._scaled.fitted(replicas[0].load)
+        if self._scaled is not None and amounts is not None:
+            return None, self._scaled.table(amounts) if amounts.any() else None
         replicated = self.weigher.tables(self._last.recipe, replicas)
         return replicated, spread(replicas, replicated)
 
@@ -181,10 +203,12 @@ class ScaledTable:
         self._busiest = self._busiest_under(load, self._amounts)
 
     def fitted(self, load: CallLoad) -> np.ndarray | None:
-        """Return the table for a call, (world, num_experts, ep) int64; None if the load has changed too much for it."""
-        amounts = self._amounts * load.copies.reshape(-1)[self._cells // load.grid.ep] // self._before
-        if self._busiest_under(load, amounts) > self._busiest + WORSE:
-            return None
+        """Return the entries for a call, (n,) int64; None if the load has changed too much for the table."""
+        amounts: np.ndarray = self._amounts * load.copies.reshape(-1)[self._cells // load.grid.ep] // self._before
+        return None if self._busiest_under(load, amounts) > self._busiest + WORSE else amounts
+
+    def table(self, amounts: np.ndarray) -> np.ndarray:
+        """Return the table with these entries, (world, num_experts, ep) int64. Reading it whole would take a millisecond."""
         table = np.zeros(self._shape, dtype=np.int64)
         table.reshape(-1)[self._cells] = amounts
         return table
