@@ -39,7 +39,8 @@ def test_one_process_needs_no_process_group(monkeypatch):
             {"tp": 4, "ep": 3, "etp": 2},
             "a mesh of tp=4, ep=3, etp=2 needs several processes: torchrun --nproc-per-node 12",
         ),
-        ({"ep": 0}, "mesh.ep=0: must be at least 1"),
+        ({"ep": 0}, "mesh.ep=0: must be a whole number of at least 1"),
+        ({"ep": "4"}, "mesh.ep='4': must be a whole number of at least 1"),
         ({"ranks_per_node": 2}, "mesh.ranks_per_node=2 does not divide the 1 ranks: choose a divisor of 1"),
         ({"device_type": "tpu"}, "device_type='tpu': write 'cpu' or 'cuda'"),
         (

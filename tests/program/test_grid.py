@@ -23,7 +23,7 @@ def test_parms_groups_are_contiguous_blocks_and_strided_and_copies_of_the_expert
     [
         ({"world": 4, "tp": 3}, "mesh.tp=3 does not divide the 4 ranks"),
         ({"world": 4, "ep": 2, "etp": 4}, "mesh.ep=2 times mesh.etp=4 does not divide the 4 ranks"),
-        ({"world": 4, "ep": 0}, "mesh.ep=0: must be at least 1"),
+        ({"world": 4, "ep": 0}, "mesh.ep=0: must be a whole number of at least 1"),
         ({"world": 8, "ranks_per_node": 3}, "mesh.ranks_per_node=3 does not divide the 8 ranks: choose a divisor of 8"),
         ({"world": 8, "etp": 4, "etp_inner": 3}, "mesh.etp=4 does not split into parts of 3: choose a divisor"),
     ],

@@ -250,6 +250,7 @@ def test_hash_tables_differ_by_seed_only() -> None:
 BAD = [
     (lambda: SoftmaxTopK(0, 4), "a router needs dim and num_experts of at least 1, got dim=0, num_experts=4"),
     (lambda: SoftmaxTopK(8, 4).check(1), 'top_k=1 with normalize="after" gives every token weight 1'),
+    (lambda: SoftmaxTopK(8, 4, scale="2"), "scale='2': must be a finite number"),
     (lambda: SoftmaxTopK(8, 4, normalize="sum"), "normalize='sum' is unknown: write normalize=\"before\""),
     (lambda: SigmoidTopK(8, 4).check(1), "top_k=1 with normalize=True .* normalize=False"),
     (lambda: NoisyTopK(8, 4).check(1), 'top_k=1 with normalize="after" .* write normalize="before"'),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
+from moesaic.errors import InputError
 from moesaic.experts import GatedExperts
 from moesaic.program.grid import Grid
 from moesaic.runtime import data_parallel
@@ -76,3 +77,8 @@ def test_ranks_need_not_agree_on_which_gradients_exist() -> None:
 
     for found in run_ranks(3, rank):
         assert found.tolist() == [[2.0, 2.0]]
+
+
+def test_gradients_without_a_mesh_are_refused() -> None:
+    with pytest.raises(InputError, match="mesh=None is no Mesh: give the mesh of the module's layers"):
+        average_gradients(nn.Linear(1, 1), None)  # type: ignore[arg-type]

@@ -136,6 +136,11 @@ def test_checkpoints_hold_adapters_alone_and_go_on_exactly(folder):
     assert {name.rpartition(".")[0] for name in states} == names
     first, *_, last = lines(folder / "straight", "train")
     assert last["loss"] < first["loss"]
+    base = load_trained(folder / "base", "cpu").model
+    adapters = sum(parameter.numel() for parameter in parameters(folder / "straight").values())
+    assert load_trained(folder / "straight", "cpu").model.num_parameters() == base.num_parameters() + adapters
+    with pytest.raises(InputError, match=r"adapters\.base is empty, but .* holds adapters over another run: name that run"):
+        run_quietly(adapting(folder, "straight", adapters={}, existing="resume"))
 
 
 def test_the_hub_gets_the_model_with_its_adapters_merged(folder, tmp_path):

@@ -171,7 +171,9 @@ def test_a_checkpoint_of_the_hub_is_fetched_and_read_as_its_options_say(stored, 
     assert {each.dtype for each in model.parameters()} == {torch.float32}
     ((names, how),) = fetched
     assert (names, how["revision"], how["token"]) == (("org/name",), "v2", "t")
-    assert {each.dtype for each in load_model(stored / "fp8", dtype="auto").parameters()} == {torch.bfloat16}
+    model, found = load_model(stored / "fp8", dtype="auto", output_loading_info=True)
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
 def write(folder: Path, **sizes: int) -> None:

@@ -25,7 +25,7 @@ from moesaic.comm.collectives import check_same
 from moesaic.comm.process_groups import Gloo, Nccl
 from moesaic.comm.transport import AbstractTransport, NoTransport
 from moesaic.errors import InputError, to_install
-from moesaic.program.grid import Axis, Grid
+from moesaic.program.grid import Axis, Grid, check_size
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -121,6 +121,8 @@ class Mesh:
         per_node = ranks_per_node if ranks_per_node is not None or is_part else _launcher_text()
         shape = {"tp": tp, "ep": ep, "etp": etp, "pp": pp, "cp": cp, "innermost": innermost, "ranks_per_node": per_node}
         check_same(opened, {f"mesh.{name}": value for name, value in shape.items()})
+        for name, size in (("tp", tp), ("ep", ep), ("etp", etp)):
+            check_size(name, size)
         for name, size in (("pp", pp), ("cp", cp)):
             if size != 1:
                 raise InputError(f"mesh.{name}={size}: {ADVICE_ON_SIZES[name]}")

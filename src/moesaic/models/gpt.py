@@ -253,17 +253,22 @@ class GPT(nn.Module):
         return token_loss(logits, targets)
 
     def num_parameters(self) -> int:
-        """Return the number of parameters."""
-        return sum(parameter.numel() for parameter in self.parameters())
+        """Return the number of parameters; of weights in NF4, that of the weights, without their scales."""
+        return _number_of(self)
 
     def num_active_parameters(self) -> int:
         """Return the number of parameters that are used for one token: all but those of experts that it is not routed to."""
         total = self.num_parameters()
         for module in self.modules():
             if isinstance(module, MoE):
-                expert = sum(parameter.numel() for parameter in module.experts.parameters())
-                total -= expert * (module.num_experts - module.top_k) // module.num_experts
+                total -= _number_of(module.experts) * (module.num_experts - module.top_k) // module.num_experts
         return total
+
+
+def _number_of(module: nn.Module) -> int:
+    """Return the number of parameters of a module; a byte of NF4 codes stands for two weights."""
+    parameters = [parameter for name, parameter in module.named_parameters() if not name.endswith("_absmax")]
+    return sum(parameter.numel() * (2 if parameter.dtype == torch.uint8 else 1) for parameter in parameters)
 
 
 def reset_weights(model: nn.Module, num_layers: int, draw: Draw = draw_globally) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
+from numbers import Integral
 from typing import Literal
 
 from moesaic.errors import InputError
@@ -21,6 +22,12 @@ SPARSE: tuple[Axis, ...] = ("edp", "ep", "etp")
 FACTORED: tuple[Axis, ...] = ("edp", "ep", "etp_outer", "etp_inner")
 BY_NODE: tuple[Axis, ...] = ("edp", "node", "local")
 VIEWS = (DENSE, SPARSE, FACTORED, BY_NODE)
+
+
+def check_size(name: str, size: object) -> None:
+    """Raise InputError unless an axis of a mesh may have this size."""
+    if not isinstance(size, Integral) or size < 1:
+        raise InputError(f"mesh.{name}={size!r}: must be a whole number of at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +51,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         for name in ("world", "tp", "ep", "etp", "etp_inner"):
-            if getattr(self, name) < 1:
-                raise InputError(f"mesh.{name}={getattr(self, name)}: must be at least 1")
+            check_size(name, getattr(self, name))
         if self.world % self.tp:
             raise InputError(
                 f"mesh.tp={self.tp} does not divide the {self.world} ranks: choose a divisor of {self.world}"

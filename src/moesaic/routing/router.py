@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -203,7 +203,7 @@ class LinearRouter(AbstractRouter):
         super().__init__(dim, num_experts)
         self.weight = linear_scores(dim, num_experts, device, dtype)
         self.logit_bias = nn.Parameter(torch.zeros(num_experts, device=device, dtype=dtype)) if bias else None
-        self.scale = scale
+        self.scale = check_scale(scale)
 
     @torch.no_grad()
     def reset_state(self) -> None:
@@ -309,6 +309,13 @@ def check_top_k(top_k: int, num_experts: int) -> None:
     """Raise InputError if `top_k` experts cannot be chosen out of `num_experts`."""
     if not is_whole(top_k) or not 1 <= top_k <= num_experts:
         raise InputError(f"top_k={top_k} does not fit num_experts={num_experts}: choose 1 <= top_k <= {num_experts}")
+
+
+def check_scale(scale: object) -> float:
+    """Return a factor on routing weights; InputError if it is no finite number."""
+    if not isinstance(scale, Real) or not math.isfinite(scale):
+        raise InputError(f"scale={scale!r}: must be a finite number")
+    return float(scale)
 
 
 def linear_scores(

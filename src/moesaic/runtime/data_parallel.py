@@ -50,7 +50,12 @@ def average_gradients(module: nn.Module, mesh: Mesh) -> None:
     Args:
         module: a module with its MoE layers on the mesh and no part wrapped by FSDP or DDP, which average by themselves.
         mesh: the ranks.
+
+    Raises:
+        InputError: `mesh` is no `Mesh`.
     """
+    if not isinstance(mesh, Mesh):
+        raise InputError(f"average_gradients: mesh={mesh!r} is no Mesh: give the mesh of the module's layers")
     expert_ids = {id(parameter) for parameter in expert_parameters(module)}
     buckets: dict[tuple[Axis, torch.dtype], list[Tensor]] = {}
     for parameter in module.parameters():

@@ -292,6 +292,10 @@ def _materialise(model: GPT | PipelinedGPT, config: TrainConfig, device: torch.d
 
 def _find_base(config: TrainConfig, saved: Checkpoint | None, say: Callable[[str], None]) -> Checkpoint | None:
     """Return the checkpoint that adapters adapt, which is the one of `saved` if that is given; None without adapters."""
+    if not config.adapters.base and saved is not None and saved.extra.get("base"):
+        raise InputError(
+            f"adapters.base is empty, but {saved.folder} holds adapters over another run: name that run, or choose another out"
+        )
     if not config.adapters.base:
         return None
     path, out = Path(config.adapters.base), Path(config.out).resolve()

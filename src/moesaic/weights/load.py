@@ -27,7 +27,7 @@ OF_HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download"
 
 
 def load_model(source: str | Path, **options: Any) -> Any:
-    """Return a causal language model of transformers with the weights of a checkpoint.
+    """Return what `from_pretrained` does: a causal language model of transformers with the weights of a checkpoint.
 
     The checkpoint may have any format that `convert` reads, and may be quantized: fp8 in blocks, mxfp4, or bitsandbytes' NF4.
     With `quantization_config=FourBitExpertsConfig()` experts become NF4, and keep the bits if they are in NF4 already; all else
@@ -58,10 +58,11 @@ def load_model(source: str | Path, **options: Any) -> Any:
     options["dtype"] = (architecture.config.dtype or torch.bfloat16) if dtype in ("auto", None) else dtype
     if (folder / "generation_config.json").exists():
         options.setdefault("generation_config", GenerationConfig.from_pretrained(folder))
-    model = type(architecture.model).from_pretrained(None, config=architecture.config, state_dict=state, **options)
+    loaded = type(architecture.model).from_pretrained(None, config=architecture.config, state_dict=state, **options)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with `output_loading_info=True`
     model.name_or_path = str(source)
     del model._weight_conversions  # none was used, and saving needs those of the family
-    return model
+    return loaded
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.errors import InputError
-from moesaic.routing.router import SoftmaxWeights, linear_scores
+from moesaic.routing.router import SoftmaxWeights, check_scale, linear_scores
 from moesaic.routing.routing import Scores
 
 
@@ -51,7 +51,7 @@ class CosineTopK(SoftmaxWeights):
         )  # FSDP2 takes no scalars
         self._set_normalize(normalize)
         self.logit_bias = nn.Parameter(torch.zeros(num_experts, device=device, dtype=dtype)) if bias else None
-        self.temperature, self.floor, self.scale = temperature, floor, scale
+        self.temperature, self.floor, self.scale = temperature, floor, check_scale(scale)
 
     @torch.no_grad()
     def reset_state(self) -> None:

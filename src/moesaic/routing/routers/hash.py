@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import InputError
-from moesaic.routing.router import AbstractRouter, token_choice
+from moesaic.routing.router import AbstractRouter, check_scale, token_choice
 from moesaic.routing.routing import Choice, Scores
 
 
@@ -44,7 +44,7 @@ class Hash(AbstractRouter):
         super().__init__(dim, num_experts)
         if buckets < 1:
             raise InputError(f"a hash router needs at least one bucket, got buckets={buckets}")
-        self.buckets, self.seed, self.scale = buckets, seed, scale
+        self.buckets, self.seed, self.scale = buckets, seed, check_scale(scale)
         self.register_buffer("table", torch.empty(buckets, num_experts, dtype=torch.int32, device=device))
         self.reset_state()
 
