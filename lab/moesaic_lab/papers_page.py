@@ -33,6 +33,8 @@ Row = Mapping[str, Any]
 def pairs(rows: Sequence[Row], word: str, without: str, bed: str = "") -> list[tuple[float, float | None]]:
     """Return the measured gain of each pair of methods that differ by a word, and the predicted one if the benchmark has it.
 
+    Trials of a search are left out: they are of few repeats, and the layers are timed again among the methods.
+
     Args:
         rows: rows of a benchmark.
         word: word of the names of methods with a technique.
@@ -41,7 +43,7 @@ def pairs(rows: Sequence[Row], word: str, without: str, bed: str = "") -> list[t
     """
     cases: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
-        if ("method" in row or "plan" in row) and row.get("bed", "").startswith(bed):
+        if row.get("part") != "search" and ("method" in row or "plan" in row) and row.get("bed", "").startswith(bed):
             cases.setdefault(tuple(row.get(key) for key in CASE), {})[row.get("plan") or row["method"]] = row
     gains = []
     for methods in cases.values():

@@ -172,7 +172,7 @@ def rows_of(cell: LayerCell) -> list[dict[str, Any]]:
 
 def trial_rows(cell: LayerCell) -> list[dict[str, Any]]:
     """Return a row per plan that the search of a cell tried."""
-    head = {"part": "search", "cell": cell.job.label}
+    head = {"part": "search", "cell": cell.job.label, "bed": cell.job.place.in_words}
     return [{**head, "method": n, "median_seconds": s, "chosen": n == cell.best} for n, s in cell.trial.items()]
 
 
