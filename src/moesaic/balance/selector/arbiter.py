@@ -2,8 +2,8 @@
 
 After the one exchange of a call, every rank has the counts of all ranks. From these all ranks choose the same option without
 further messages: the one that the model predicts to be fastest. Comparing all options takes longer than a call could gain, so
-they are compared when the load changes, and now and then, and what each saved is averaged over comparisons: loads may alternate.
-In between, the chosen program runs with a table that is built from each call's own counts.
+they are compared when the load changes, and now and then. What each saved is averaged over comparisons: loads may alternate. In
+between, the chosen program runs with a table that is built from each call's own counts.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Arbitration(AbstractChooser):
         self.weigher = Weigher(plans, settings.costs, settings.at_most)
         self._last = Option(ALONE, Recipe(), (), 0.0)
         self._seconds: dict[str, float] = {}
+        self._known: dict[str, Option] = {}
         self._saved: dict[str, float] = {}
         self._scaled: ScaledTable | None = None
         self._busiest, self._calls = np.inf, 0
@@ -132,7 +133,7 @@ class Arbitration(AbstractChooser):
         if self._calls < (every // REST if changed else every) and self._busiest < np.inf:
             return False
         if not changed:  # what was saved under other loads says nothing any more
-            self._saved = {}
+            self._known, self._saved = {}, {}
         self._busiest, self._calls = busiest, 0
         return True
 
@@ -145,30 +146,28 @@ class Arbitration(AbstractChooser):
         else:
             options = self.weigher.all(replicas)
         self._seconds = {option.name: option.seconds for option in options}
-        name = self._fastest_lately(options)
-        by_name = {option.name: option for option in options}
-        if name in by_name:
-            self._last = by_name[name]
-        else:  # it would replicate nothing in this call, but its recipe goes on
-            self._last = replace(self._last, replicated=self.weigher.tables(self._last.recipe, replicas))
-        is_quick = self._last.recipe.shadows and replicas[0].load.copies.size <= SMALL
-        needs_scaling = self._last.recipe.policy and not is_quick
-        self._scaled = ScaledTable(replicas, self._last.replicated) if needs_scaling else None
+        chosen = self._fastest_lately(options)
+        is_quick = chosen.recipe.shadows and replicas[0].load.copies.size <= SMALL
+        if all(option is not chosen for option in options):  # its recipe is that of an earlier call
+            chosen = replace(chosen, replicated=self.weigher.tables(chosen.recipe, replicas))
+            if not is_quick and all(table.is_empty for table in chosen.replicated):
+                chosen = max(options, key=lambda option: self._saved[option.name])
+        self._last, needs_scaling = chosen, chosen.recipe.policy and not is_quick
+        self._scaled = ScaledTable(replicas, chosen.replicated) if needs_scaling else None
 
-    def _fastest_lately(self, options: Sequence[Option]) -> str:
-        """Return the name of the option that saved most in all comparisons, each of which counts twice as much as the one before.
+    def _fastest_lately(self, options: Sequence[Option]) -> Option:
+        """Return the option that saved most in all comparisons, each of which counts twice as much as the one before.
 
-        An option that is not among those of a call replicates nothing there, and so saves what its program saves without. It
-        is returned only if it is the last one, whose recipe is known.
+        An option that is not among those of a call replicates nothing there, and so saves what its program saves without.
         """
-        alone = options[0].seconds
-        now = {option.name: 1 - option.seconds / alone if alone else 0.0 for option in options}
-        for name in self._saved.keys() - now.keys():
-            now[name] = now.get(STEPS, 0.0) if name.startswith(STEPS) else 0.0
+        alone, known = options[0].seconds, {option.name: option for option in options}
+        now = {name: 1 - option.seconds / alone if alone else 0.0 for name, option in known.items()}
+        without = now.get(STEPS, 0.0)
+        now |= {name: without if name.startswith(STEPS) else 0.0 for name in self._saved if name not in now}
+        self._known |= known
         self._saved = {name: (self._saved.get(name, share) + share) / 2 for name, share in now.items()}
-        known = [*(option.name for option in options), self._last.name]
-        name = max(known, key=lambda name: self._saved.get(name, 0.0))
-        return name if self._saved.get(name, 0.0) > self.settings.margin else ALONE
+        name = max(self._saved, key=lambda name: self._saved[name])
+        return self._known[name if self._saved[name] > self.settings.margin else ALONE]
 
     def _repeated(self, replicas: Sequence[ReplicaLoad]) -> tuple[tuple[Replications, ...] | None, np.ndarray | None]:
         """Return the replications and the table of the last option for another call; the former are None if unknown."""
