@@ -2,7 +2,7 @@
 
 After the one exchange of a call, every rank has the counts of all ranks. From these all ranks choose the same option without
 further messages: the one that the model predicts to be fastest. Comparing all options takes longer than a call could gain, so
-they are compared when the load changes, and now and then. What each saved is averaged over comparisons: loads may alternate. In
+they are compared now and then. What each saved is averaged over comparisons, since loads may alternate. In
 between, the chosen program runs with a table that is built from each call's own counts.
 """
 
@@ -29,12 +29,9 @@ from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.program.plan import NO_REPLICATION, Plan
 
-EVERY, COUNTS = 33, 64
-"""All options are compared after `EVERY` calls, or after one call for each `COUNTS` counts of a call if these are more: a
-comparison takes longer with more counts. The number is odd, since loads may alternate with a period of four."""
-CHANGE, REST = 0.15, 3
-"""Change of the busiest place's share of the mean load after which all options are compared, but at most `REST` times as often
-as otherwise; a load may change in every call."""
+EVERY, COUNTS = 11, 192
+"""All options are compared in every `EVERY`-th call, less often if a call has more than `EVERY` times `COUNTS` counts: it takes
+longer then. The number is odd, since loads may alternate with a period of four."""
 SMALL = 1024
 """The largest number of counts with which shadows are chosen anew in every call, as quickly as a table is scaled."""
 WORSE = 0.15
@@ -90,13 +87,14 @@ class Arbitration(AbstractChooser):
         self._known: dict[str, Option] = {}
         self._saved: dict[str, float] = {}
         self._scaled: ScaledTable | None = None
-        self._busiest, self._calls = np.inf, 0
+        self._calls = 0
 
     def choose(self, load: CallLoad) -> CallDecision:
         """Return the decision for a call, from its counts and the model; the same on all ranks."""
         started, replicas = time.thread_time(), self.weigher.replica_loads(load)
         replicated: tuple[Replications, ...] | None
-        if self._is_due(load):
+        self._calls += 1
+        if self._calls % max(EVERY, load.copies.size // COUNTS) == 1:
             self._compare(replicas)
             replicated, table = self._last.replicated, spread(replicas, self._last.replicated)
         else:
@@ -107,8 +105,9 @@ class Arbitration(AbstractChooser):
             option = Option(program, Recipe(), (), 0.0)
 
         def moved() -> tuple[CallTraffic, CallTraffic]:
-            nothing = (NOTHING,) * len(replicas)
-            ran = nothing if table is None else replicated or _replications(replicas, table)
+            ran = nothing = (NOTHING,) * len(replicas)
+            if table is not None:
+                ran = replicated or tuple(Replications.of(table[each.origins].sum(1)) for each in replicas)
             return tuple(  # type: ignore[return-value]
                 CallTraffic(
                     tuple(rows for work in works for rows in work.rows),
@@ -124,18 +123,6 @@ class Arbitration(AbstractChooser):
             option=option.name, program=option.program, replicated=table, seconds=self._seconds, moved=moved,
             decision_seconds=time.thread_time() - started,
         )  # fmt: skip
-
-    def _is_due(self, load: CallLoad) -> bool:
-        """Return whether all options must be compared: in the first call, after a change of load, or after many calls."""
-        busiest = _busiest_place(load, 1.0)
-        every, self._calls = max(EVERY, load.copies.size // COUNTS), self._calls + 1
-        changed = abs(busiest - self._busiest) > CHANGE
-        if self._calls < (every // REST if changed else every) and self._busiest < np.inf:
-            return False
-        if not changed:  # what was saved under other loads says nothing any more
-            self._known, self._saved = {}, {}
-        self._busiest, self._calls = busiest, 0
-        return True
 
     def _compare(self, replicas: Sequence[ReplicaLoad]) -> None:
         """Compare all options for a call, and keep the fastest one. Under an even load the call is left alone, since the plan
@@ -224,8 +211,3 @@ def _busiest_place(load: CallLoad, slowness: np.ndarray | float, moved: np.ndarr
     loads = load.copies.sum(0).reshape(load.grid.ep, -1).sum(1)
     total = int(loads.sum())
     return float(((loads + moved) * slowness).max()) * load.grid.ep / total if total else 0.0
-
-
-def _replications(replicas: Sequence[ReplicaLoad], table: np.ndarray) -> tuple[Replications, ...]:
-    """Return the replications within each replica of the experts under a table over all ranks."""
-    return tuple(Replications.of(table[replica.origins].sum(1)) for replica in replicas)
