@@ -297,7 +297,9 @@ def clip_grad_norm_(
     """
     parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
     meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
-    if mesh is group is None and len(meshes) < 2 and not any(_is_spread(parameter) for parameter in parameters):
+    # Experts that are spread over a mesh differ between ranks.
+    is_spread = any({"ep", "edp"} & {*_axes(each)} or copies_of(each) is not None for each in parameters)
+    if mesh is group is None and len(meshes) < 2 and not is_spread:
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     norm = gradient_norm(parameters, norm_type, mesh=mesh, group=group)
@@ -382,11 +384,6 @@ def num_copies(tensor: Tensor, holders: int) -> int:
 def _axes(parameter: nn.Parameter) -> tuple[str, ...]:
     """Return the mesh dimensions of a DTensor; () for a plain tensor."""
     return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
-
-
-def _is_spread(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter belongs to experts that are spread over a mesh, so that other ranks hold other experts."""
-    return bool({"ep", "edp"} & {*_axes(parameter)}) or copies_of(parameter) is not None
 
 
 def _holders(parameter: nn.Parameter, world: int) -> int:

@@ -93,7 +93,11 @@ class MemoryBudget:
         load = CallLoad(self.compiled.grid, call.copies, self.num_experts, call.units, experts.dim)
         options = list(self._options(compiled, replicated, load, call, budget))
         if not options:
-            raise InputError(self._too_small(call, budget))
+            raise InputError(
+                f"plan.memory_budget={budget}: a call of {int(call.tokens.max())} tokens on a rank holds "
+                f"{self.bytes_of_rows(1, call)} bytes even in slices of one row (sums, and gradients of the experts): "
+                "give more, or fewer tokens a call"
+            )
         compiled, replicated, slices = self._cheapest(options, load)
         self.use.rows_spilled += max((0 if replicated is None else int(replicated.sum())) - rows_before, 0)
         if slices.num_slices == 1:
@@ -233,14 +237,6 @@ class MemoryBudget:
         """Return the peak bytes of a call in slices of at most `rows` rows at the experts of a rank, without replication."""
         bare = self.unreplicated
         return int(np.ceil(self._slices(bare, self._cut(bare, None, call, rows), call)[0].max()))
-
-    def _too_small(self, call: CountedCall, budget: int) -> str:
-        """Return the message about a budget that is too small, with the smallest budget that would fit."""
-        return (
-            f"plan.memory_budget={budget}: a call of {int(call.tokens.max())} tokens on a rank holds "
-            f"{self.bytes_of_rows(1, call)} bytes even in slices of one row (sums, and gradients of the experts): give more, "
-            "or fewer tokens a call"
-        )
 
     def refuse_padding(self) -> None:
         """Raise InputError if the plan has a budget: with a padded capacity no rank has the counts that a budget needs."""

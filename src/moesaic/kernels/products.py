@@ -126,13 +126,10 @@ def _is_faster_as_float32(rows: Tensor) -> bool:
 def _num_onednn_rows(rows: Tensor, matrix: torch.Size) -> int:
     """Return how many of the rows oneDNN gets in a product with a matrix of this shape; 0 if oneDNN is not used."""
     is_large = rows.dtype == torch.float32 and rows.shape[0] * matrix.numel() >= FEWEST
-    if not is_large or min(matrix) < NARROWEST or not _uses_onednn(rows.device.type):
+    is_used = rows.device.type == "cpu" and torch.backends.mkldnn.enabled
+    if not is_large or min(matrix) < NARROWEST or not is_used or not onednn_is_faster():
         return 0
     return rows.shape[0] - rows.shape[0] % STEP
-
-
-def _uses_onednn(device: str) -> bool:
-    return device == "cpu" and bool(torch.backends.mkldnn.enabled) and onednn_is_faster()
 
 
 def _by_onednn(rows: Tensor, transposed: Tensor) -> Tensor:

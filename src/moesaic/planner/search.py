@@ -33,7 +33,7 @@ from moesaic.planner.timing import Simulated
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
-from moesaic.program.plan import AllToAll, Codec, Plan, Schedule
+from moesaic.program.plan import Codec, Plan, Schedule
 
 LOSSLESS = SearchSpace(fuse=(False, True), chunks=(1, 2, 4, 8))
 """The default search space."""
@@ -291,7 +291,9 @@ class _Search:
     def _starting_plans(self, grid: Grid) -> Iterator[Plan]:
         space = self.settings.space
         first = {name: values[0] for name, values in space.values(grid).items()}
-        links = list(filter(_judges_layouts, space.all_to_alls)) or [space.all_to_alls[0]]
+        # Every layout is tried with the all-to-alls that are best on some links, and with multicast.
+        links = [each for each in space.all_to_alls if each not in ALL_TO_ALLS or ALL_TO_ALLS[each].judges_layouts]
+        links = links or [space.all_to_alls[0]]
         for schedule in _schedules(space, grid):
             for link in links:
                 yield Plan(**first | {"schedule": schedule, "all_to_all": link})
@@ -317,7 +319,8 @@ class _Search:
     def _climb_from_starts(self, cost_model: StepCostModel) -> PlannedStep:
         """Return the best plan that single changes reach from the best plan of each schedule on a layout."""
         starts: dict[str, PlannedStep] = {}
-        for planned in sorted(self._simulated_on(cost_model.grid), key=self._cost):
+        simulated = (each for (grid, _), each in self.tried.items() if grid == cost_model.grid and each is not None)
+        for planned in sorted(simulated, key=self._cost):
             if not starts or planned.seconds <= self.settings.give_up * next(iter(starts.values())).seconds:
                 starts.setdefault(planned.plan.schedule, planned)
         return min((self._climb(cost_model, start) for start in starts.values()), key=self._cost)
@@ -331,7 +334,7 @@ class _Search:
         avoided: set[tuple[str, Any]] = set()
         changed = 1
         while changed <= choices:
-            grid, near = cost_model.grid, self._near(best.seconds)
+            grid, near = cost_model.grid, best.seconds * (1 + (self.settings.give_up - 1) * PAIRED_SHARE)
             keep = (
                 partial(self._may_pair, grid, near, best.plan) if changed > 1 else lambda *choice: choice not in avoided
             )
@@ -348,18 +351,10 @@ class _Search:
                 changed += 1
         return best
 
-    def _near(self, seconds: float) -> float:
-        """Return the step time up to which a plan is fast enough to change a second choice of it."""
-        return seconds * (1 + (self.settings.give_up - 1) * PAIRED_SHARE)
-
     def _may_pair(self, grid: Grid, near: float, plan: Plan, name: str, value: Any) -> bool:
         """Return whether a plan with another choice is near enough, or unknown, to change a second one."""
         planned = self.tried.get((grid, replace(plan, **{name: value})))
         return planned is None or planned.seconds <= near
-
-    def _simulated_on(self, grid: Grid) -> list[PlannedStep]:
-        """Return the simulated plans of a layout."""
-        return [planned for (tried, _), planned in self.tried.items() if tried == grid and planned is not None]
 
     def _cost(self, planned: PlannedStep) -> tuple[bool, float]:
         return planned.memory.total > self._usable_bytes, planned.seconds
@@ -519,11 +514,6 @@ def _schedules(space: SearchSpace, grid: Grid) -> tuple[Schedule, ...]:
         default = Plan().schedule
         return (default,) if default in space.schedules else space.schedules[:1]
     return space.schedules
-
-
-def _judges_layouts(all_to_all: AllToAll) -> bool:
-    """Return whether an all-to-all is tried on every layout: those that are best on some links, and multicast."""
-    return all_to_all not in ALL_TO_ALLS or ALL_TO_ALLS[all_to_all].judges_layouts
 
 
 def _without_duplicates(ranking: list[PlannedStep]) -> list[PlannedStep]:

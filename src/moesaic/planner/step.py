@@ -811,7 +811,8 @@ class StepCostModel:
         """Return the seconds for which a link is busy in one direction if each token crosses it once, or the experts'
         weights do."""
         layer, grid = self.model.layer, self.grid
-        devices = self._devices_behind(link)
+        # A link that only carries messages out of a node counts for the whole node, evenly.
+        devices = self.cluster.devices_per_node if link.carries == "outside" else link.devices
         runs = grid.ep * grid.etp // devices
         elsewhere = runs - max(1, grid.tp // devices)
         if elsewhere <= 0 or layer.num_experts < runs:
@@ -820,11 +821,6 @@ class StepCostModel:
         weights = layer.matrices * layer.hidden * layer.num_experts * (1 - 1 / runs)
         num_bytes = min(tokens, weights) * layer.dim * layer.element_bytes * link.devices / devices
         return num_bytes / link.slowest(self.cluster.nodes)
-
-    def _devices_behind(self, link: Link) -> int:
-        """Return the number of devices that share a link. A link that only carries messages out of a node counts for
-        the whole node, evenly."""
-        return self.cluster.devices_per_node if link.carries == "outside" else link.devices
 
 
 def layer_passes(cluster: ClusterSpec, grid: Grid, layer: Workload, *, deepep: bool) -> tuple[LayerPass, LayerPass]:

@@ -49,7 +49,8 @@ def _leader(program: Program, number: int, slots: dict[str, Slot]) -> int | None
     for other_number, other in enumerate(program.tasks[number + 1 :], number + 1):
         if _needs(other, small):
             return None
-        if _may_lead(other, slots) and _same_route(small, other, slots):
+        may_lead = _is_move(other) and slots[other.writes[0]].kind in _LARGE
+        if may_lead and _same_route(small, other, slots):
             return other_number
     return None
 
@@ -86,11 +87,6 @@ def _same_route(small: Task, task: Task, slots: dict[str, Slot]) -> bool:
     routes = [(move.op, move.lane, move.group, move.stage, slots[move.writes[0]].layout.step) for move in (small, task)]
     chunks = [slots[move.writes[0]].layout.chunk for move in (small, task)]
     return routes[0] == routes[1] and (chunks[0] == chunks[1] or None in chunks)
-
-
-def _may_lead(task: Task, slots: dict[str, Slot]) -> bool:
-    """Return whether small movements may be sent together with a task."""
-    return _is_move(task) and slots[task.writes[0]].kind in _LARGE
 
 
 def _needs(task: Task, other: Task) -> bool:

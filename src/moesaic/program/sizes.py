@@ -91,11 +91,6 @@ def _stands_at(ascending: np.ndarray, position: np.ndarray, wanted: np.ndarray) 
     return is_there
 
 
-def _among(ascending: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return whether each wanted number occurs in `ascending`, (n,) bool."""
-    return _stands_at(ascending, np.searchsorted(ascending, wanted), wanted)
-
-
 def moved_rows(world: int, pairs: np.ndarray, rows: np.ndarray) -> MovedRows:
     """Return rows summed by pair of ranks. A pair is source * world + target."""
     is_sent = (rows > 0) & (pairs % (world + 1) != 0)
@@ -311,7 +306,8 @@ class CallSizes:
         held_by_rank = np.sort((group[holder] * len(rows) + held) * world + holder)
         held_keys, holder = np.divmod(held_by_rank, world)
         if not move.reduce:  # the target's own piece, else the lowest rank's
-            foreign = ~_among(held_by_rank, wanted_keys * world + target)
+            own = wanted_keys * world + target
+            foreign = ~_stands_at(held_by_rank, np.searchsorted(held_by_rank, own), own)
             target, wanted, wanted_keys = target[foreign], wanted[foreign], wanted_keys[foreign]
             lowest = np.flatnonzero(np.diff(held_keys, prepend=-1))
             held_keys, holder = held_keys[lowest], holder[lowest]

@@ -239,7 +239,9 @@ def summarise(folder: Path, name: str) -> RunSummary:
         is_there = False
     if not is_there:
         raise InputError(f"{folder}: no such folder: name the folder that moesaic train wrote")
-    config = _read_config(folder / "config.json")
+    if not (folder / "config.json").exists():
+        raise InputError(f"{folder}: no run there (config.json is missing): name the folder of a run")
+    config = read_table(folder / "config.json")
     lines = read_metrics(folder)
     if not lines:
         raise InputError(f"{folder / 'metrics.jsonl'}: holds no line yet: wait for the run's first log_every steps")
@@ -284,12 +286,6 @@ def _summary(folder: Path, name: str, config: dict[str, Any], lines: list[dict[s
         layers=tuple(_layer(with_layers, index) for index in range(num_layers)),
         stragglers=tuple(stragglers(train)),
     )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise InputError(f"{path.parent}: no run there (config.json is missing): name the folder of a run")
-    return read_table(path)
 
 
 def _is_number(value: Any) -> bool:

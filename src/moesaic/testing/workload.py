@@ -92,7 +92,9 @@ def _build_layer(case: Case) -> MoE:
     experts = {
         "swiglu": "swiglu",
         "gelu": partial(PlainExperts, activation="gelu", bias=True),
-        "modules": lambda dim, hidden, count: ModuleExperts(partial(_own_expert, dim, hidden), dim, count),
+        "modules": lambda dim, hidden, count: ModuleExperts(
+            lambda: nn.Sequential(nn.Linear(dim, hidden), nn.Tanh(), nn.Linear(hidden, dim)), dim, count
+        ),
     }[case.experts]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
@@ -116,7 +118,3 @@ def _build_layer(case: Case) -> MoE:
                 if name.endswith("bias"):
                     buffer.uniform_(-0.2, 0.2)
     return layer
-
-
-def _own_expert(dim: int, hidden: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(dim, hidden), nn.Tanh(), nn.Linear(hidden, dim))

@@ -41,7 +41,18 @@ def layer_loads(trace: Trace) -> list[LayerLoad]:
                 samples = trace.samples(layer, step, micro)
                 loads[layer, row] += samples.sum(0)
                 localities[layer, row, micro] = locality(samples, shape.top_k)
-    return [_statistics(layer, loads[layer], float(localities[layer].mean())) for layer in range(shape.num_layers)]
+    return [
+        LayerLoad(
+            layer=layer,
+            max_violation=tuple(max_violation(of_layer).tolist()),
+            busiest=tuple(of_layer.argmax(axis=1).tolist()),
+            dead_experts=int((of_layer.sum(axis=0) == 0).sum()),
+            drift=drift(of_layer),
+            locality=float(localities[layer].mean()),
+            shares=_shares(of_layer),
+        )
+        for layer, of_layer in enumerate(loads)
+    ]
 
 
 def max_violation(loads: np.ndarray) -> np.ndarray:
@@ -98,18 +109,6 @@ def locality(samples: np.ndarray, top_k: int) -> float:
 def _shares(loads: np.ndarray) -> np.ndarray:
     shares: np.ndarray = loads / np.maximum(loads.sum(axis=-1, keepdims=True), 1)
     return shares
-
-
-def _statistics(layer: int, loads: np.ndarray, layer_locality: float) -> LayerLoad:
-    return LayerLoad(
-        layer=layer,
-        max_violation=tuple(max_violation(loads).tolist()),
-        busiest=tuple(loads.argmax(axis=1).tolist()),
-        dead_experts=int((loads.sum(axis=0) == 0).sum()),
-        drift=drift(loads),
-        locality=layer_locality,
-        shares=_shares(loads),
-    )
 
 
 def faults(trace: Trace) -> list[str]:

@@ -202,15 +202,10 @@ class Trainer:
         return TrainResult(state.folder, state.step, val_loss, self.clock.seconds, state.step < config.steps)
 
     def _open_metrics(self) -> None:
-        config = self.config
+        folder, step = self.state.folder, self.state.step
         with self.ranks.together():
             if self.ranks.is_first:
-                self._metrics = Metrics(
-                    self.state.folder,
-                    self.state.step,
-                    tensorboard=config.tensorboard,
-                    say=self._say,
-                )
+                self._metrics = Metrics(folder, step, tensorboard=self.config.tensorboard, say=self._say)
 
     def _log(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Write a line of metrics, on the first rank."""

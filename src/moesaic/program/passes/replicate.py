@@ -65,18 +65,11 @@ def relays(grid: Grid) -> bool:
 
     The gradients return the same way, summed on each node first. This needs more than one ep rank per node.
     """
-    if grid.nodes_per_replica < 2 or _is_alone(grid):
+    mates = ((mate, rank) for rank in range(grid.period) for mate in grid.group(rank, ("local",)))
+    is_alone = all(grid.coordinate(mate, "ep") == grid.coordinate(rank, "ep") for mate, rank in mates)
+    if grid.nodes_per_replica < 2 or is_alone:
         return False
     return all(_reached(grid, rank) == set(range(grid.ep)) for rank in range(grid.period))
-
-
-def _is_alone(grid: Grid) -> bool:
-    """Return whether no rank shares its node with another ep rank."""
-    return all(
-        grid.coordinate(mate, "ep") == grid.coordinate(rank, "ep")
-        for rank in range(grid.period)
-        for mate in grid.group(rank, ("local",))
-    )
 
 
 def _reached(grid: Grid, rank: int) -> set[int]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.task import ONCE, Chunk, Kind, Lane, Layout, Op, Program, Slot, Stage, Task
+from moesaic.program.task import ONCE, Chunk, Kind, Lane, Layout, Op, Program, Stage, Task
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ def split_stretch(program: Program, names: Sequence[str], parts: Sequence[Stretc
     entering = [name for name in entering if kinds[name] is not Kind.WEIGHT]
     cut = set(entering) | set(written)
     slots = [slot for slot in program.slots if slot.name not in set(written) - set(leaving)]
-    slots += [_part_of(program.slot(name), part) for name in (*entering, *written) for part in parts]
+    whole = [program.slot(name) for name in (*entering, *written)]
+    slots += [replace(s, name=s.name + part.suffix, layout=part.cut(s.layout)) for s in whole for part in parts]
     dispatch, combine = stretch[0].stage, stretch[-1].stage
     takes = [_gathered(Op.TAKE, f"take-{name}", (name,), _names(name, parts), dispatch) for name in entering]
     joins = [_gathered(Op.JOIN, f"join-{name}", _names(name, parts), (name,), combine) for name in leaving]
@@ -77,10 +78,6 @@ def _around(program: Program, inside: set[str]) -> tuple[list[Task], list[Task]]
         else:
             before.append(task)
     return before, after
-
-
-def _part_of(slot: Slot, part: StretchPart) -> Slot:
-    return replace(slot, name=slot.name + part.suffix, layout=part.cut(slot.layout))
 
 
 def _part_task(task: Task, part: StretchPart, cut: set[str]) -> Task:
