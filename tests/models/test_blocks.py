@@ -8,35 +8,20 @@ import pytest
 import torch
 import transformers
 
+from models.built import LENGTH, SHAPE, VOCAB, built, copy, ids
 from moesaic.errors import InputError
 from moesaic.models.attention import KeyValueCache, ShortConv
-from moesaic.models.config import ModelConfig, MoEConfig
+from moesaic.models.config import ModelConfig
 from moesaic.models.gpt import GPT
 from moesaic.models.split import StackedLinear
 from moesaic.shapes import BlockConfig
 
-VOCAB, LENGTH = 40, 12
-SHAPE: dict[str, Any] = {"dim": 32, "num_layers": 2, "num_heads": 4, "seq_len": LENGTH, "conv_width": 1}
 GPT2 = BlockConfig(norm="layer", positions="learned", bias=True)
 QWEN3 = BlockConfig(kv_heads=2, head_dim=12, qk_norm=True, tied=False, rope_theta=500.0, rope_factor=2.0)
 
 
 def build(block: BlockConfig, **changes: Any) -> GPT:
-    moe = MoEConfig(num_experts=4, top_k=2, hidden=24, experts="swiglu" if block is QWEN3 else "gelu")
-    model = GPT(ModelConfig(**SHAPE | {"block": block, "moe": moe} | changes), VOCAB)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model.double().eval()
-
-
-def ids(*shape: int) -> torch.Tensor:
-    return torch.randint(1, VOCAB, shape)
-
-
-def copy(into: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
-    missing, unknown = into.load_state_dict(values, strict=False)
-    assert not unknown
-    assert all("tied" in name for name in missing), missing
+    return built(GPT, block, "swiglu" if block is QWEN3 else "gelu", **changes)
 
 
 @pytest.mark.parametrize(("width", "seen"), [(3, (-1, -2)), (2, (-1,))])
@@ -79,7 +64,7 @@ def test_the_block_of_gpt2_is_that_of_gpt2() -> None:
         values |= {f"{at}.attn.c_proj.weight": attention.out.weight.T, f"{at}.attn.c_proj.bias": attention.out.bias}
         values |= {f"{at}.mlp.c_fc.weight": expert.w1[0].T, f"{at}.mlp.c_fc.bias": expert.b1[0]}
         values |= {f"{at}.mlp.c_proj.weight": expert.w2[0].T, f"{at}.mlp.c_proj.bias": expert.b2[0]}
-    copy(theirs, values)
+    copy(theirs, values, "tied")
     tokens = ids(2, LENGTH)
     torch.testing.assert_close(ours(tokens).logits, theirs.double().eval()(tokens).logits)
 
@@ -105,7 +90,7 @@ def test_the_modern_block_is_that_of_qwen3() -> None:
         values |= {f"{at}.post_attention_layernorm.weight": block.ffn_norm.weight}
         values |= {f"{at}.mlp.gate_proj.weight": expert.w1[0], f"{at}.mlp.up_proj.weight": expert.w3[0]}
         values |= {f"{at}.mlp.down_proj.weight": expert.w2[0]}
-    copy(theirs, values)
+    copy(theirs, values, "tied")
     tokens = ids(2, LENGTH)
     torch.testing.assert_close(ours(tokens).logits, theirs.double().eval()(tokens).logits, rtol=1e-5, atol=1e-5)
 

@@ -139,9 +139,7 @@ def test_checkpoints_hold_adapters_alone_and_go_on_exactly(folder):
     base = load_trained(folder / "base", "cpu").model
     adapters = sum(parameter.numel() for parameter in parameters(folder / "straight").values())
     assert load_trained(folder / "straight", "cpu").model.num_parameters() == base.num_parameters() + adapters
-    with pytest.raises(
-        InputError, match=r"adapters\.base is empty, but .* holds adapters over another run: name that run"
-    ):
+    with pytest.raises(InputError, match=r"adapters\.base is empty, but .* holds adapters .*: name that run"):
         run_quietly(adapting(folder, "straight", adapters={}, existing="resume"))
 
 

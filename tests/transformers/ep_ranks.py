@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -83,6 +86,22 @@ def losses(trainer: Any) -> list[float]:
     """Train and return the loss of each step."""
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def supervised(models: Iterable[Any], out: str) -> list[list[float]]:
+    """Fine-tune each model by TRL's trainer, and return the losses."""
+    trl, datasets, tokenizers = (
+        pytest.importorskip(n, reason=f"pip install {n}") for n in ("trl", "datasets", "tokenizers")
+    )
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(64)}
+    of_words = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=of_words, pad_token="w0", eos_token="w2")
+    rows = datasets.Dataset.from_dict({"input_ids": batch(8).tolist()})
+    given = trl.SFTConfig(**arguments(out, per_device_train_batch_size=4, bf16=False))
+    make = partial(trl.SFTTrainer, args=given, train_dataset=rows, processing_class=tokenizer)
+    return [losses(make(model=model)) for model in models]
 
 
 def train(folder: str, out: str) -> list[float]:

@@ -11,10 +11,9 @@ import torch
 pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 pytest.importorskip("peft", reason="pip install peft")
 
-from ep_ranks import arguments, losses
+from ep_ranks import supervised
 from lora_ranks import FAMILIES, load, merged_logits, on_rank, stepped, trainer_losses, with_adapters, write_models
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerFast
 
 import moesaic.transformers
 from moesaic.errors import InputError
@@ -163,17 +162,7 @@ def test_disabled_adapters_leave_the_experts_as_they_were(folder):
 
 
 def test_supervised_fine_tuning_runs_over_experts_in_nf4(folder, tmp_path):
-    trl = pytest.importorskip("trl", reason="pip install trl")
-    datasets = pytest.importorskip("datasets", reason="pip install datasets")
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install tokenizers")
-    words = {f"w{number}": number for number in range(64)}
-    of_words = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=of_words, pad_token="w0", eos_token="w2")
-    rows = datasets.Dataset.from_dict({"input_ids": batch(8).tolist()})
-    found = []
-    for name, four_bit, experts in (("qwen3", True, "moesaic"), ("qwen3-rounded", False, "eager")):
-        given = trl.SFTConfig(**arguments(str(tmp_path), per_device_train_batch_size=4, bf16=False))
-        model = with_adapters(load(str(folder / name), four_bit=four_bit, experts=experts))
-        trainer = trl.SFTTrainer(model=model, args=given, train_dataset=rows, processing_class=tokenizer)
-        found.append(losses(trainer))
+    cases = (("qwen3", True, "moesaic"), ("qwen3-rounded", False, "eager"))
+    models = (with_adapters(load(str(folder / name), four_bit=nf4, experts=how)) for name, nf4, how in cases)
+    found = supervised(models, str(tmp_path))
     assert found[0] == pytest.approx(found[1], abs=1e-5)

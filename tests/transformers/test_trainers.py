@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
-from ep_ranks import Sequences, arguments, clipped, lora, losses, train
+from ep_ranks import Sequences, arguments, clipped, lora, losses, supervised, train
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
 import moesaic.transformers
@@ -101,22 +101,7 @@ def test_lora_has_the_familys_own_gradients(folder: str, experts_too: bool) -> N
 
 
 def test_supervised_fine_tuning_runs_over_the_backend(folder: str, tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl", reason="pip install trl")
-    datasets = pytest.importorskip("datasets", reason="pip install datasets")
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install tokenizers")
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{number}": number for number in range(64)}
-    of_words = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=of_words, pad_token="w0", eos_token="w2")
-    rows = datasets.Dataset.from_dict({"input_ids": batch(8).tolist()})
-    found = {}
-    for name in ("moesaic", "eager"):
-        given = trl.SFTConfig(**arguments(str(tmp_path), per_device_train_batch_size=4, bf16=False))
-        trainer = trl.SFTTrainer(
-            model=model_of(folder, name), args=given, train_dataset=rows, processing_class=tokenizer
-        )
-        found[name] = losses(trainer)
-    assert len(found["eager"]) == 3
-    assert all(map(math.isfinite, found["eager"]))
-    torch.testing.assert_close(found["moesaic"], found["eager"], rtol=1e-4, atol=1e-4)
+    ours, eager = supervised((model_of(folder, name) for name in ("moesaic", "eager")), str(tmp_path))
+    assert len(eager) == 3
+    assert all(map(math.isfinite, eager))
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)

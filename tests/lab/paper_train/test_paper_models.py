@@ -8,33 +8,16 @@ import pytest
 import torch
 import transformers
 
-from moesaic.models.config import ModelConfig, MoEConfig
+from models.built import LENGTH, VOCAB, built, copy, ids
 from moesaic.shapes import BlockConfig
 from moesaic_lab.paper_train.models import CentredConv, Encoder, EncoderDecoder, translate
 
-VOCAB, LENGTH = 40, 12
-SHAPE: dict[str, Any] = {"dim": 32, "num_layers": 2, "num_heads": 4, "seq_len": LENGTH, "conv_width": 1}
 BERT = BlockConfig(kind="encoder", norm="post_layer", positions="learned", bias=True)
 PAIRS = BlockConfig(kind="encoder_decoder", norm="post_layer", positions="learned", kv_heads=2, bias=True, tied=False)
 
 
 def build(block: BlockConfig, **changes: Any) -> Encoder | EncoderDecoder:
-    moe = MoEConfig(num_experts=4, top_k=2, hidden=24, experts="gelu")
-    kind = Encoder if block.kind == "encoder" else EncoderDecoder
-    model = kind(ModelConfig(**SHAPE | {"block": block, "moe": moe} | changes), VOCAB)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model.double().eval()
-
-
-def ids(*shape: int) -> torch.Tensor:
-    return torch.randint(1, VOCAB, shape)
-
-
-def copy(into: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
-    missing, unknown = into.load_state_dict(values, strict=False)
-    assert not unknown
-    assert all("cls.predictions.transform" in name or "token_type" in name for name in missing), missing
+    return built(Encoder if block.kind == "encoder" else EncoderDecoder, block, **changes)
 
 
 @pytest.mark.parametrize(("width", "seen"), [(4, (-1, 1, -2)), (2, (-1,))])
@@ -80,7 +63,7 @@ def test_the_block_of_bert_is_that_of_bert_and_padding_moves_nothing() -> None:
         values |= {f"{at}.output.LayerNorm.{n}": p for n, p in block.ffn_norm.named_parameters()}
         values |= {f"{at}.intermediate.dense.weight": expert.w1[0], f"{at}.intermediate.dense.bias": expert.b1[0]}
         values |= {f"{at}.output.dense.weight": expert.w2[0], f"{at}.output.dense.bias": expert.b2[0]}
-    copy(theirs, values)
+    copy(theirs, values, "cls.predictions.transform", "token_type")
     torch.nn.init.zeros_(theirs.embeddings.token_type_embeddings.weight)
     tokens, mask = ids(2, LENGTH), torch.arange(LENGTH) < torch.tensor([[LENGTH], [7]])
     hidden = theirs.double().eval()(tokens, attention_mask=mask.long()).last_hidden_state
