@@ -75,12 +75,13 @@ def section(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:
 
 
 def families(claims: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Group claims in their order: claims that hold with the same first word and target form a family, others stay alone."""
+    """Group claims in their order: those that hold with the same first word and target, missed ones if their last word is the
+    same too. Claims without a value stay alone."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for claim in claims:
-        first = claim["name"].split(".")[0]
-        alike = (first, claim["op"], claim["target"]) if claim["holds"] else claim["name"]
-        groups.setdefault(alike, []).append(claim)
+        words = claim["name"].split(".")
+        word = {True: "", False: words[-1], None: claim["name"]}[claim["holds"]]
+        groups.setdefault((words[0], word, claim["op"], claim["target"]), []).append(claim)
     return list(groups.values())
 
 
@@ -89,7 +90,7 @@ def line(alike: Sequence[Mapping[str, Any]]) -> list[str]:
     worst = max if alike[0]["op"] == "<=" else min
     claim = worst(alike, key=lambda each: each["value"]) if len(alike) > 1 else alike[0]
     value = f"{claim['value']:.4g}" if claim["value"] is not None else f"not measured: {claim['reason']}"
-    among = f" (the worst of {len(alike)} with this target)" if len(alike) > 1 else ""
+    among = f" (the worst of {len(alike)} {'with' if claim['holds'] else 'that miss'} this target)" if alike[1:] else ""
     holds = {True: "yes", False: "**no**", None: ""}[claim["holds"]]
     return [f"`{claim['name']}`{among}", value, f"{claim['op']} {claim['target']:g}", holds]
 
