@@ -2,8 +2,8 @@
 
 After the one exchange of a call, every rank has the counts of all ranks. From these all ranks choose the same option without
 further messages: the one that the model predicts to be fastest. Comparing all options takes longer than a call could gain, so
-they are compared now and then. What each saved is averaged over comparisons, since loads may alternate. In
-between, the chosen program runs with a table that is built from each call's own counts.
+they are compared now and then, and what each saved is averaged over comparisons, since loads may alternate. In between, the
+chosen program runs with a table that is built from each call's own counts.
 """
 
 from __future__ import annotations
