@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.replication.tables import Replications, rows_of
+from moesaic.balance.replication.tables import rows_of
 from moesaic.program.grid import Grid
+from moesaic.program.replications import Replications
 
 GRIDS = [
     Grid(world=4, ep=4, ranks_per_node=2),
@@ -30,6 +31,12 @@ def flat(loads: list[int], ep: int, ranks_per_node: int = 2) -> CallLoad:
     """Return a load in which the copies of every expert are spread evenly over the places."""
     copies = np.tile(np.array(loads) // ep, (ep, 1))
     return CallLoad(Grid(world=ep, ep=ep, ranks_per_node=ranks_per_node), copies, len(loads), 4, 4)
+
+
+def dense(load: CallLoad | ReplicaLoad, replicated: Replications) -> np.ndarray:
+    """Return the dense table over all ranks, or over the places of one replica of the experts."""
+    ep = len(load.origins) if isinstance(load, ReplicaLoad) else load.grid.ep
+    return replicated.table((*load.copies.shape, ep))
 
 
 def by_place(load: CallLoad, replicated: np.ndarray) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ import pytest
 from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
 from moesaic.balance.replication.policy import REPLICATED, CallDecision, programs_of
-from moesaic.balance.replication.tables import NOTHING, Replications, spills, spread
+from moesaic.balance.replication.tables import spills, spread
 from moesaic.balance.selector import arbiter as arbiter_module
 from moesaic.balance.selector.arbiter import EVERY, SMALL, Arbiter, Arbitration, ScaledTable
 from moesaic.balance.selector.options import Recipe, option_plans, steps_of
@@ -18,6 +18,8 @@ from moesaic.errors import InputError
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic.program.replications import NOTHING
+from replication_loads import dense
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 SHARDED = Grid(world=8, ep=4, etp=2, ranks_per_node=4)
@@ -42,11 +44,7 @@ def skewed(skew: float, grid: Grid = GRID, *, tokens: int = 4096, seed: int = 0,
 
 def computed(verdict: CallDecision, load: CallLoad) -> np.ndarray:
     """Return the copies that each place of ep computes."""
-    replicated = (
-        np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
-        if verdict.replicated is None
-        else verdict.replicated
-    )
+    replicated = dense(load, verdict.replicated or NOTHING)
     rows = np.bincount(load.home, (load.copies - replicated.sum(2)).sum(0), load.grid.ep)
     return rows + replicated.sum((0, 1))
 
@@ -100,7 +98,7 @@ def test_all_ranks_decide_alike_whatever_came_before():
     for load in loads:
         a, b = one.choose(load), other.choose(load)
         assert a.option == b.option
-        assert (a.replicated is None and b.replicated is None) or (a.replicated == b.replicated).all()  # type: ignore[union-attr]
+        assert (dense(load, a.replicated or NOTHING) == dense(load, b.replicated or NOTHING)).all()
 
 
 def test_all_options_are_compared_after_so_many_calls(monkeypatch):
@@ -127,8 +125,8 @@ def test_one_call_in_four_that_is_even_does_not_decide_for_the_others(small: int
     for number in range(40 * len(loads)):
         load = loads[number % len(loads)]
         replicas, verdict = weigher.replica_loads(load), arbiter.choose(load)
-        table = NOTHING if verdict.replicated is None else Replications.of(verdict.replicated)
-        assert verdict.replicated is None or (verdict.replicated.sum(2) <= load.copies).all()
+        table = verdict.replicated or NOTHING
+        assert (dense(load, table).sum(2) <= load.copies).all()
         works = weigher.works(verdict.program, replicas, (table,))
         taken += weigher._option(verdict.program, Recipe(), (table,), works).seconds
         least += min(option.seconds for option in weigher.all(replicas))
@@ -143,7 +141,8 @@ def test_between_comparisons_the_table_still_follows_the_counts(small: int, monk
         load = skewed(1.5, seed=seed)
         verdict = arbiter.choose(load)
         alone, ran = verdict.moved()
-        assert (verdict.replicated.sum(2) <= load.copies).all()
+        assert verdict.replicated is not None
+        assert (dense(load, verdict.replicated).sum(2) <= load.copies).all()
         assert max(ran.rows) == computed(verdict, load).max() < 0.7 * max(alone.rows)
 
 
@@ -153,10 +152,10 @@ def test_a_table_that_is_scaled_keeps_its_shares_until_the_load_has_changed_too_
     table = ScaledTable([replica], [spills(replica, NOTHING, 1.0)])
     same = table.fitted(load)
     assert same is not None
-    assert (table.table(same) == spread([replica], [spills(replica, NOTHING, 1.0)])).all()
+    assert (dense(load, same) == dense(load, spread([replica], [spills(replica, NOTHING, 1.0)]))).all()
     twice = table.fitted(CallLoad(GRID, 2 * load.copies, load.num_experts, load.units, load.dim))
     assert twice is not None
-    assert (twice == 2 * same).all()
+    assert (dense(load, twice) == 2 * dense(load, same)).all()
     turned = CallLoad(GRID, load.copies[:, ::-1].copy(), load.num_experts, load.units, load.dim)
     assert table.fitted(turned) is None
 

@@ -8,20 +8,20 @@ import pytest
 from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.tables import (
-    NOTHING,
-    Replications,
-    full_table,
     largest,
     least_of,
     rows_of,
+    seconds_under,
     shadows,
     shadows_above,
     spills,
     spread,
+    within,
 )
 from moesaic.balance.selector.options import gathered_work, is_even, work_of
 from moesaic.program.grid import Grid
-from replication_loads import draw
+from moesaic.program.replications import NOTHING, Replications
+from replication_loads import dense, draw
 
 QUICK = Machine(tflops=0.01, inter_gbps=300, intra_gbps=900, intra_latency_us=0, inter_latency_us=0)
 """A machine with slow products and fast links without latency."""
@@ -48,17 +48,17 @@ def test_what_is_replicated_is_there_and_never_at_home():
             for name, replications in every_table(replica).items():
                 assert (replications.amount > 0).all(), name
                 assert (replications.helper != replica.load.home[replications.expert]).all(), name
-                table = replications.table(replica.load.num_experts, len(replica.origins))
+                table = dense(replica, replications)
                 assert (table.sum(2) <= replica.copies).all(), name
                 replicated += int(table.sum())
     assert replicated > 3_000
 
 
-def shared_one_by_one(replica: ReplicaLoad, dense: np.ndarray, total: np.ndarray) -> None:
+def shared_one_by_one(replica: ReplicaLoad, table: np.ndarray, total: np.ndarray) -> None:
     """Add a place's copies to the table of all ranks one by one, with both the ranks and the helpers in their order."""
-    for place, expert in zip(*np.nonzero(dense.sum(2))):
+    for place, expert in zip(*np.nonzero(table.sum(2))):
         ranks = [int(rank) for rank in replica.origins[place] for _ in range(replica.load.copies[rank, expert])]
-        helpers = [helper for helper, amount in enumerate(dense[place, expert]) for _ in range(amount)]
+        helpers = [helper for helper, amount in enumerate(table[place, expert]) for _ in range(amount)]
         for rank, helper in zip(ranks, helpers):
             total[rank, expert, helper] += 1
 
@@ -67,24 +67,25 @@ def test_tables_are_shared_among_the_ranks_of_a_place_first_come_first():
     for seed in range(6):
         replicas = boards_of(seed)
         tables = [every_table(replica)["mix 1.0 False"] for replica in replicas]
-        expected = np.zeros_like(full_table(replicas, tables))
+        load, shared = replicas[0].load, spread(replicas, tables)
+        expected = np.zeros_like(dense(load, NOTHING))
         for replica, each in zip(replicas, tables):
-            dense = each.table(replica.load.num_experts, len(replica.origins))
-            again = Replications.of(dense)
-            assert (again.table(replica.load.num_experts, len(replica.origins)) == dense).all()
-            shared_one_by_one(replica, dense, expected)
-        assert (full_table(replicas, tables) == expected).all()
-        assert (spread(replicas, tables) is None) == (not expected.any())
+            table = dense(replica, each)
+            assert (dense(replica, Replications.of(table)) == table).all()
+            assert (dense(replica, within(replica, shared)) == table).all()
+            shared_one_by_one(replica, table, expected)
+        assert (dense(load, shared) == expected).all()
+        assert shared.is_empty == (not expected.any())
 
 
 def test_rows_are_those_of_the_table():
     for seed in range(15):
         for replica in boards_of(seed):
-            ep, home = len(replica.origins), replica.load.home
+            home = replica.load.home
             for found in every_table(replica).values():
-                table, rows = found.table(replica.load.num_experts, ep), rows_of(replica, found)
+                table, rows = dense(replica, found), rows_of(replica, found)
                 staying = replica.copies - table.sum(2)
-                for place in range(ep):
+                for place in range(len(replica.origins)):
                     assert (rows.home[:, place] == staying[:, home == place].sum(1)).all()
                 assert (rows.replicated == table.sum(1)).all()
                 assert (rows.fetched == replica.sent(table.sum(0) > 0)).all()
@@ -105,19 +106,19 @@ def test_near_places_help_first_where_they_have_room():
     load = CallLoad(Grid(world=4, ep=4, ranks_per_node=2), np.array([[40, 0, 4, 4]] * 4), 4, units=8, dim=8)
     (replica,) = replica_loads(load, ReplicationCosts(machine=QUICK))
     assert set(spills(replica, NOTHING, 1.5, near_first=True).helper.tolist()) == {1, 2}
-    by_helper = spills(replica, NOTHING, 1.5, near_first=True).table(4, 4).sum((0, 1))
+    by_helper = dense(replica, spills(replica, NOTHING, 1.5, near_first=True)).sum((0, 1))
     assert by_helper.tolist() == [0, 72, 16, 0]
-    assert spills(replica, NOTHING, 1.5).table(4, 4).sum((0, 1)).tolist() == [0, 72, 16, 0]
+    assert dense(replica, spills(replica, NOTHING, 1.5)).sum((0, 1)).tolist() == [0, 72, 16, 0]
     level = np.array([[40, 20, 0, 0]] * 4)
     (replica,) = replica_loads(CallLoad(load.grid, level, 4, units=8, dim=8), ReplicationCosts(machine=QUICK))
-    assert spills(replica, NOTHING, 1.5).table(4, 4).sum((0, 1)).tolist() == [0, 0, 70, 0]
-    assert spills(replica, NOTHING, 1.5, near_first=True).table(4, 4).sum((0, 1)).tolist() == [0, 10, 60, 0]
+    assert dense(replica, spills(replica, NOTHING, 1.5)).sum((0, 1)).tolist() == [0, 0, 70, 0]
+    assert dense(replica, spills(replica, NOTHING, 1.5, near_first=True)).sum((0, 1)).tolist() == [0, 10, 60, 0]
 
 
 def test_helpers_compute_their_own_copies_before_those_of_others():
     load = CallLoad(Grid(world=4, ep=4), np.array([[30, 0, 0, 0], [5, 0, 0, 0], [9, 0, 0, 0], [4, 0, 0, 0]]), 4, 8, 8)
     (replica,) = replica_loads(load, ReplicationCosts(machine=QUICK))
-    table = spills(replica, NOTHING, 1.0).table(4, 4)
+    table = dense(replica, spills(replica, NOTHING, 1.0))
     assert table.sum((0, 1)).tolist() == [0, 12, 12, 12]
     assert [int(table[place, 0, place]) for place in (1, 2, 3)] == [5, 9, 4]
     assert int(table[0].sum()) == 18, "the home's own only where nobody else has any left"
@@ -138,8 +139,8 @@ def test_the_best_prefix_of_shadows_is_found():
                 held[place] += 1
                 one = Replications(*(np.array([each]) for each in (place, expert, place, away[place, expert])))
                 taken.append(taken[-1].joined(one))
-            times = [replica.seconds(each.table(replica.load.num_experts, ep)) for each in taken]
-            assert replica.seconds(found.table(replica.load.num_experts, ep)) == pytest.approx(min(times))
+            times = [seconds_under(replica, each) for each in taken]
+            assert seconds_under(replica, found) == pytest.approx(min(times))
             helped += not found.is_empty
     assert helped > 5
 
@@ -221,7 +222,7 @@ def test_a_replica_that_replicates_nothing_beside_one_that_does() -> None:
     found = replica_loads(load, ReplicationCosts())
     one = np.array([1])
     replicated = [Replications(one, np.array([0]), one, np.array([4])), NOTHING]
-    table = spread(found, replicated)
+    table = dense(load, spread(found, replicated))
     assert table[found[0].origins].sum() == 4
     assert table[found[1].origins].sum() == 0
 

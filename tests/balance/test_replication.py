@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,13 +12,15 @@ from moesaic.balance import replication_policy
 from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.eplb import EPLB
-from moesaic.balance.replication.policy import Replicated
+from moesaic.balance.replication.policy import AbstractReplicationPolicy, Replicated
 from moesaic.balance.replication.published import Published
 from moesaic.balance.replication.shadow import Shadow
 from moesaic.balance.replication.spill import Spill
+from moesaic.balance.replication.tables import seconds_under
 from moesaic.errors import InputError
 from moesaic.named import REPLICATION
 from moesaic.program.grid import Grid
+from moesaic.program.replications import NOTHING, Replications
 from replication_loads import by_place, check_table, draw, flat
 
 FAST_WEIGHTS = ReplicationCosts(machine=Machine(tflops=0.01, inter_gbps=1000, intra_gbps=1000))
@@ -45,7 +49,7 @@ def test_replication_never_costs_more_than_none_by_the_model(kind: type, costs: 
     for seed in range(30):
         load = draw(seed)
         for replica, replicated in zip(replica_loads(load, costs), by_place(load, kind(costs).decide(load))):
-            before, after = replica.seconds(np.zeros_like(replicated)), replica.seconds(replicated)
+            before, after = seconds_under(replica, NOTHING), seconds_under(replica, Replications.of(replicated))
             assert after <= before * (1 + 1e-12)
             helped += after < before * 0.99
     assert helped > 5 or costs is DEAR_WEIGHTS
@@ -61,12 +65,14 @@ def test_replication_never_costs_more_than_none_by_the_model(kind: type, costs: 
         (np.array([[[1, 0], [0, 0]], [[0, 0], [0, 0]]]), "below 0 or at load.home: return 0"),
     ],
 )
-def test_a_call_refuses_a_table_that_is_none(decided: np.ndarray | None, words: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_call_refuses_a_table_that_is_none(decided: np.ndarray | None, words: str):
+    class Fixed(AbstractReplicationPolicy):
+        def decide(self, load: CallLoad) -> np.ndarray:
+            return decided  # type: ignore[return-value]
+
     load = CallLoad(Grid(world=2, ep=2, ranks_per_node=1), np.array([[6, 2], [4, 8]]), 2, units=3, dim=5)
-    policy = Spill()
-    monkeypatch.setattr(policy, "decide", lambda load: decided)
-    with pytest.raises(InputError, match=f"replication policy Spill .*{words}"):
-        policy.start({}).choose(load)
+    with pytest.raises(InputError, match=f"replication policy Fixed .*{words}"):
+        Fixed().start({}).choose(load)
 
 
 def test_the_cost_by_hand():
@@ -74,11 +80,9 @@ def test_the_cost_by_hand():
     costs = ReplicationCosts(machine=Machine(tflops=1e-12, inter_gbps=8e-9), element_bytes=2, matrices=3)
     (replica,) = replica_loads(load, costs)
     flops = 2 * 3 * 5 * 3 * 3
-    none = np.zeros((2, 2, 2), dtype=np.int64)
-    assert replica.seconds(none) == pytest.approx(10 * flops + 4 * 5 * 2 * 4)
-    shadowed = none.copy()
-    shadowed[1, 0, 1] = 4
-    assert replica.seconds(shadowed) == pytest.approx(14 * flops + 4 * 5 * 2 * 2 + 2 * 3 * 5 * 3 * 2)
+    assert seconds_under(replica, NOTHING) == pytest.approx(10 * flops + 4 * 5 * 2 * 4)
+    shadowed = Replications(*np.array([[1], [0], [1], [4]]))
+    assert seconds_under(replica, shadowed) == pytest.approx(14 * flops + 4 * 5 * 2 * 2 + 2 * 3 * 5 * 3 * 2)
 
 
 def test_the_hottest_expert_is_shadowed_where_weights_cost_nothing():
@@ -88,6 +92,9 @@ def test_the_hottest_expert_is_shadowed_where_weights_cost_nothing():
     for policy in (Shadow(FAST_WEIGHTS), Shadow(FAST_WEIGHTS, whole=True), Published(FAST_WEIGHTS)):
         replicated = policy.decide(load)
         assert [int(replicated[origin, 1, origin]) for origin in (0, 2, 3)] == [50, 70, 80]
+    without = replace(load, copies=np.where(copies == 80, 0, copies))
+    found = Published(FAST_WEIGHTS).start({}).choose(without).replicated
+    assert set(found.helper.tolist()) == {0, 2}, "place 3 has no copies, and fetches no weights"  # type: ignore[union-attr]
 
 
 def test_two_equally_hot_experts_block_the_published_rule_and_not_ours():

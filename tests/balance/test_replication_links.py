@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.tables import seconds_under
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Device, Link, Tflops
 from moesaic.planner.rates import costs_of
@@ -14,6 +15,7 @@ from moesaic.program.all_to_all.volume import messages_of
 from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.passes.replicate import replicate
+from moesaic.program.replications import NOTHING, Replications
 from moesaic.program.sizes import CallSizes
 
 DEVICE = Device(tflops=Tflops(bf16=50), memory_gib=80, memory_gigabytes_per_second=1000)
@@ -44,7 +46,7 @@ def test_ranks_that_share_a_link_between_nodes_share_its_rate() -> None:
         for which, copies in (("both", both), ("one", one)):
             replica = board_of(costs, grid, copies)
             compute = 1000 * replica.seconds_per_copy
-            seconds[name, which] = replica.seconds(np.zeros((4, 4, 4), dtype=np.int64)) - compute
+            seconds[name, which] = seconds_under(replica, NOTHING) - compute
     bytes_of_rank = 4 * 1000 * 4 * 2
     assert seconds["own", "both"] == pytest.approx(bytes_of_rank * 8 / 25e9)
     assert seconds["shared", "both"] == pytest.approx(2 * seconds["own", "both"])
@@ -54,7 +56,7 @@ def test_ranks_that_share_a_link_between_nodes_share_its_rate() -> None:
 def test_a_slow_pair_is_told_from_a_fast_one() -> None:
     grid = Grid(world=4, ep=4, ranks_per_node=1)
     uneven = cluster(4, 1, Link(name="nic", devices=1, gbps=(25, 25, 25, 1)))
-    pairs = board_of(costs_on(uneven, grid), grid, np.ones((4, 4), dtype=np.int64)).seconds_per_byte
+    pairs = board_of(costs_on(uneven, grid), grid, np.ones((4, 4), dtype=np.int64)).links.seconds_per_byte
     assert pairs[0, 1] == pytest.approx(8 / 25e9)
     assert pairs[0, 3] == pairs[3, 1] == pytest.approx(8 / 1e9)
     assert np.diag(pairs).tolist() == [0] * 4
@@ -84,7 +86,7 @@ def test_the_model_counts_the_weights_that_the_program_sends(grid: Grid) -> None
         replicated[replica.origins[0, 0]] = helped
         program = replicate(SCHEDULES["s1"](), 1, grid)
         slots = {slot.name: slot for slot in program.slots}
-        sizes = CallSizes(grid, copies, copies.sum(1), replicated=replicated, units=6)
+        sizes = CallSizes(grid, copies, copies.sum(1), replicated=Replications.of(replicated), units=6)
         places = np.zeros((grid.ep, grid.ep), dtype=np.int64)
         for task in program.tasks:
             if task.name in ("w_near", "w_here"):

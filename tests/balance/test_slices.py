@@ -15,13 +15,16 @@ from moesaic.balance.machine import Machine
 from moesaic.balance.replication.bounded import fitting_tables, limits, rows_for_weights, seconds, within_budget
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.spill import MOST_HELPED, overflow
+from moesaic.balance.replication.tables import within
 from moesaic.balance.slices import cut
 from moesaic.errors import InputError
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic.program.replications import NOTHING, Replications
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
+from replication_loads import dense
 
 GRIDS = {
     "ep 4": Grid(world=4, ep=4, ranks_per_node=2),
@@ -57,7 +60,7 @@ def fits(grid: str, plan: str, budget: int) -> bool:
     return compiled(grid, plan) is not None
 
 
-def draw(work: Compiled, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
+def draw(work: Compiled, seed: int) -> tuple[np.ndarray, Replications | None]:
     """Return copies, with the first half of the experts much hotter, and a table of replicated copies."""
     rng = np.random.default_rng(seed)
     copies = rng.integers(0, 9, size=(work.grid.world, EXPERTS)) * np.array([6, 4, 1, 0])
@@ -68,10 +71,10 @@ def draw(work: Compiled, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
     )
     replicated[:, np.arange(EXPERTS), np.arange(EXPERTS) // (EXPERTS // work.grid.ep)] = 0
     before = np.cumsum(replicated, axis=2) - replicated
-    return copies, np.minimum(replicated, np.maximum(copies[:, :, None] - before, 0))
+    return copies, Replications.of(np.minimum(replicated, np.maximum(copies[:, :, None] - before, 0)))
 
 
-def rows_at_experts(work: Compiled, copies: np.ndarray, replicated: np.ndarray | None) -> np.ndarray:
+def rows_at_experts(work: Compiled, copies: np.ndarray, replicated: Replications | None) -> np.ndarray:
     """Return the rows at each rank's experts in the expert tasks of the program itself, (world,)."""
     sizes = CallSizes(
         work.grid, copies, copies.sum(1), work.plan.chunks, replicated=replicated, units=4, shapes=work.shapes(EXPERTS)
@@ -133,27 +136,28 @@ def test_no_rows_are_one_slice() -> None:
     assert (slices.num_slices, slices.share_again, slices.copies(0).sum()) == (1, 0.0, 0)
 
 
-def rows_of(load: CallLoad, replicated: np.ndarray) -> np.ndarray:
+def rows_of(load: CallLoad, replicated: Replications) -> np.ndarray:
     """Return the rows that each place computes, (ep,), if a place is one rank."""
-    staying = load.copies.sum(0) - replicated.sum((0, 2))
-    return np.bincount(load.home, weights=staying, minlength=load.grid.ep).astype(np.int64) + replicated.sum((0, 1))
+    table = dense(load, replicated)
+    staying = load.copies.sum(0) - table.sum((0, 2))
+    return np.bincount(load.home, weights=staying, minlength=load.grid.ep).astype(np.int64) + table.sum((0, 1))
 
 
-def limits_of_ranks(load: CallLoad, replicated: np.ndarray, budget: int) -> np.ndarray:
+def limits_of_ranks(load: CallLoad, replicated: Replications, budget: int) -> np.ndarray:
     """Return the rows that each rank may compute in addition to replicated weights, (world,)."""
     rows = np.zeros(len(load.copies), dtype=np.int64)
     for replica in replica_loads(load, ReplicationCosts()):
-        rows[replica.origins] = limits(replica, replicated[replica.origins].sum((0, 1)) > 0, budget)[:, None]
+        helped = within(replica, replicated).helped(load.num_experts, load.grid.ep)
+        rows[replica.origins] = limits(replica, helped, budget)[:, None]
     return rows
 
 
 def test_what_is_over_a_budget_goes_where_there_is_room() -> None:
     load = CallLoad(GRIDS["ep 4"], np.array([[40, 5, 0, 0]] * 4), 4, units=1, dim=8)
-    given = np.zeros((4, 4, 4), dtype=np.int64)
-    given[3, 0, 3] = 10
+    given = Replications(*np.array([[3], [0], [3], [10]]))
     replicated = within_budget(load, given, 60)
     assert (rows_of(load, replicated) <= limits_of_ranks(load, replicated, 60)).all()
-    assert replicated.sum((0, 1))[3] >= 10, "what the policy replicated stays replicated"
+    assert dense(load, replicated).sum((0, 1))[3] >= 10, "what the policy replicated stays replicated"
     assert within_budget(load, given, 40) is None, "there are 180 rows for 4 places"
     twice = within_budget(load, given, 40, slices=2)
     assert twice is not None
@@ -165,14 +169,16 @@ def test_replicated_weights_take_room() -> None:
     """Helpers hold weights and gradients while gradients are computed; all hold messages, and homes more, in transfers."""
     load = CallLoad(Grid(world=4, ep=4), np.array([[40, 5, 0, 0]] * 4), 4, units=6, dim=30)
     assert rows_for_weights(load) == 5  # 540 numbers, where a row has 90 + 18
-    replicated = np.zeros((4, 4, 4), dtype=np.int64)
-    assert limits_of_ranks(load, replicated, 100).tolist() == [100] * 4
-    replicated[:, 0, 3] = replicated[1, 0, 2] = 1
+    assert limits_of_ranks(load, NOTHING, 100).tolist() == [100] * 4
+    table = np.zeros((4, 4, 4), dtype=np.int64)
+    table[:, 0, 3] = table[1, 0, 2] = 1
+    replicated = Replications.of(table)
     assert limits_of_ranks(load, replicated, 100).tolist() == [100, 100, 90, 90], "at home behind the peak of rows"
     assert limits_of_ranks(load, replicated, 40).tolist() == [30, 40, 30, 30], "(40 - 5 * (2 + 2)) * 3 / 2 at home"
     relayed = replace(load, grid=GRIDS["ep 4"])
     assert limits_of_ranks(relayed, replicated, 40).tolist() == [37, 40, 30, 30], "one message leaves home"
-    replicated[0, 0, 1] = 1
+    table[0, 0, 1] = 1
+    replicated = Replications.of(table)
     assert limits_of_ranks(load, replicated, 20).tolist()[1:] == [10] * 3
     assert limits_of_ranks(load, replicated, 20)[0] < 0, "no room for the messages"
 
@@ -183,17 +189,17 @@ def test_few_experts_are_replicated_to_stay_within_a_budget(slices: int) -> None
     copies = np.zeros((4, 32), dtype=np.int64)
     copies[:, 8:], copies[:, :8], copies[:, 3] = 1, 2, 60
     load = CallLoad(GRIDS["ep 4"], copies, 32, units=1, dim=8)
-    replicated = within_budget(load, np.zeros((4, 32, 4), dtype=np.int64), 120 // slices, slices)
-    assert np.flatnonzero(replicated.sum((0, 2))).tolist() == [3]
+    replicated = within_budget(load, NOTHING, 120 // slices, slices)
+    assert replicated is not None
+    assert set(replicated.expert.tolist()) == {3}
 
 
 def test_slices_take_longer_than_a_whole_call_and_replication_less_than_slices() -> None:
     load = CallLoad(Grid(world=4, ep=4), np.array([[4000, 50, 0, 0]] * 4), 4, units=64, dim=64)
-    none = np.zeros((4, 4, 4), dtype=np.int64)
     costs = ReplicationCosts(machine=Machine(tflops=1e-3))
-    whole, in_slices = seconds(load, costs, none, 1, 0.0), seconds(load, costs, none, 4, 0.75)
+    whole, in_slices = seconds(load, costs, NOTHING, 1, 0.0), seconds(load, costs, NOTHING, 4, 0.75)
     assert 1.15 * whole < in_slices < 1.5 * whole
-    tables = fitting_tables(load, none, 6000, 3)
+    tables = fitting_tables(load, NOTHING, 6000, 3)
     assert seconds(load, costs, tables[0], 1, 0.0) < 0.5 * whole
     assert len(tables) == 2
     assert rows_of(load, tables[1]).max() < rows_of(load, tables[0]).max(), (
@@ -208,7 +214,7 @@ def test_a_helper_holds_weights_of_a_few_experts_only() -> None:
     copies[:, :64] = 1
     (replica,) = replica_loads(CallLoad(GRIDS["ep 4"], copies, experts, units=8, dim=8), ReplicationCosts())
     replicated = overflow(replica, 64)
-    assert (replicated.sum(0) > 0).sum(0).tolist() == [0, MOST_HELPED, MOST_HELPED, MOST_HELPED]
+    assert replicated.helped(experts, 4).sum(0).tolist() == [0, MOST_HELPED, MOST_HELPED, MOST_HELPED]
 
 
 def test_budgets_below_one_token_are_refused() -> None:

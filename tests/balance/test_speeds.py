@@ -8,11 +8,13 @@ import pytest
 from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.spill import Spill
-from moesaic.balance.replication.tables import NOTHING, spills
+from moesaic.balance.replication.tables import spills
 from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.balance.selector.options import is_even, work_of
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic.program.replications import NOTHING
+from replication_loads import dense
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 EVEN = CallLoad(GRID, np.full((4, 8), 100), 8, units=8, dim=8)
@@ -33,7 +35,7 @@ def costs(speeds: tuple[float, ...] = ()) -> ReplicationCosts:
 
 def test_spilling_fills_each_place_up_to_what_it_computes_in_the_same_time() -> None:
     (replica,) = replica_loads(EVEN, costs(SPEEDS))
-    moved = spills(replica, NOTHING, 1.0).table(8, 4)
+    moved = dense(replica, spills(replica, NOTHING, 1.0))
     rows = computed(moved)
     assert rows.sum() == 3200
     assert rows[3] == pytest.approx(3200 / 7, abs=1)

@@ -19,6 +19,7 @@ from moesaic.planner.workload import Workload, uniform_counts
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic.program.replications import Replications
 
 LAYER = Workload(tokens=512, num_experts=16, top_k=2, dim=256, hidden=512, dtype="fp32")
 GRID = Grid(world=8, ep=8, ranks_per_node=4)
@@ -40,7 +41,7 @@ def replicates_when_even(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loads, "replication_policy", lambda name, costs: FromEverybody())
 
 
-def exact_seconds(plan: Plan, replicated: np.ndarray | None, counts: np.ndarray | None = None) -> float:
+def exact_seconds(plan: Plan, replicated: Replications | None, counts: np.ndarray | None = None) -> float:
     compiled = compile_plan(plan, GRID)
     return sum(
         SIMULATOR.run(each, LAYER, GRID, sizes=sizes_of(each, LAYER, GRID, counts, replicated=replicated)).seconds
@@ -52,7 +53,7 @@ def exact_seconds(plan: Plan, replicated: np.ndarray | None, counts: np.ndarray 
 def test_a_policy_that_replicates_under_even_routing_is_simulated_rank_by_rank() -> None:
     compiled = compile_plan(Plan(replication="spill"), GRID)
     _, replicated = decided(SIMULATOR, compiled, LAYER, uniform_counts(GRID.dp, LAYER))
-    assert replicated.any()
+    assert replicated is not None
     found = sum(each.seconds for each in simulate_even(SIMULATOR, compiled, LAYER))
     assert found == pytest.approx(exact_seconds(compiled.plan, replicated), rel=1e-12)
     assert found > 1.05 * exact_seconds(Plan(), None)

@@ -15,6 +15,7 @@ from moesaic.program.passes.gather_weights import gather_weights
 from moesaic.program.passes.multicast import multicast
 from moesaic.program.passes.replicate import relays, replicate
 from moesaic.program.plan import Plan
+from moesaic.program.replications import Replications
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
 from moesaic.program.transpose import transpose
@@ -24,12 +25,9 @@ COPIES = np.array([[8, 1, 0, 0], [6, 2, 1, 0], [7, 0, 3, 1], [5, 0, 0, 4]])
 TOKENS = COPIES.sum(1)
 
 
-def replicated(*entries: tuple[int, int, int, int]) -> np.ndarray:
+def replicated(*entries: tuple[int, int, int, int]) -> Replications:
     """Return the `replicated` argument of `CallSizes` from (origin, expert, helper, copies) tuples."""
-    counts = np.zeros((4, 4, 4), dtype=np.int64)
-    for origin, expert, helper, copies in entries:
-        counts[origin, expert, helper] = copies
-    return counts
+    return Replications(*np.array(entries, dtype=np.int64).reshape(-1, 4).T)
 
 
 def messages(
@@ -83,10 +81,7 @@ def on_nodes(*entries: tuple[int, int, int, int], grid: Grid = NODES, num_expert
     """Return the sizes of a call with 9 copies per rank and expert, of which (origin, expert, helper, copies) are
     replicated."""
     copies = np.full((grid.world, num_experts), 9)
-    replicated_copies = np.zeros((*copies.shape, grid.ep), dtype=np.int64)
-    for origin, expert, helper, number in entries:
-        replicated_copies[origin, expert, helper] = number
-    return CallSizes(grid, copies, copies.sum(1), replicated=replicated_copies, units=16)
+    return CallSizes(grid, copies, copies.sum(1), replicated=replicated(*entries), units=16)
 
 
 def relayed(task_name: str, sizes: CallSizes, *, backward: bool = False) -> dict[tuple[int, int], int]:

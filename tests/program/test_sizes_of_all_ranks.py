@@ -11,6 +11,7 @@ from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.layouts import LayoutIndex, Move
 from moesaic.program.plan import Plan
+from moesaic.program.replications import Replications
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Layout, Op, Program
 from moesaic.program.validate import reduces
@@ -83,7 +84,7 @@ def test_all_ranks_together_are_what_each_rank_lists(plan: Plan, grid: Grid) -> 
     assert isinstance(shapes, LayoutIndex)
     for program in (compiled.forward, compiled.backward):
         if compiled.replicates:
-            table = replicated(copies_by_rank(program, compiled.grid, counts), compiled.grid)
+            table = Replications.of(replicated(copies_by_rank(program, compiled.grid, counts), compiled.grid))
         sizes = sizes_of(program, LAYER, compiled.grid, counts, replicated=table, shapes=shapes)
         exchanged += agree(sizes, program)
     assert exchanged > 0

@@ -8,6 +8,7 @@ axis would be wrong.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,6 +69,25 @@ def made_up(skew: Skew) -> Routes:
     Raises:
         InputError: if no routing has this MaxVio.
     """
+    spread, tables = None, []
+    for shares, random in _popularities(skew):
+        if skew.locality and spread is None:
+            spread = concentration(shares, skew.samples, skew.locality, skew.top_k, skew.seed)
+        of_samples = draw_sequence_shares(shares, skew.samples, spread, skew.top_k, random)
+        tables.append(integer_counts(of_samples, shares, skew))
+    experts = np.stack([deal(table, skew.sample_tokens, skew.top_k) for table in tables[1:]])
+    return Routes(experts=experts, history=tables[0].sum(axis=0))
+
+
+def made_up_totals(skew: Skew) -> list[np.ndarray]:
+    """Return each expert's copies, (num_experts,) int64, in the calls of `made_up` without locality, without dealing them."""
+    assert not skew.locality, "the popularity of later calls depends on what samples draw"
+    copies = skew.sample_tokens * skew.top_k * skew.samples
+    return [_rounded(shares * copies) for shares, _ in _popularities(skew)][1:]
+
+
+def _popularities(skew: Skew) -> Iterator[tuple[np.ndarray, np.random.Generator]]:
+    """Yield each expert's share of the copies, (num_experts,), in the history and then in each call, and what draws them."""
     per_rank = skew.num_experts // skew.ranks
     most = skew.ranks * min(1.0, per_rank / skew.top_k) - 1
     if not 0 <= skew.max_vio <= most:
@@ -76,16 +96,9 @@ def made_up(skew: Skew) -> Routes:
         )
     random = np.random.default_rng([skew.seed, round(1000 * skew.max_vio)])
     lasting = random.normal(size=skew.num_experts)
-    tables, spread = [], None
     for _ in range(skew.calls + 1):
         mixed = np.sqrt(skew.persistence) * lasting + np.sqrt(1 - skew.persistence) * random.normal(size=len(lasting))
-        shares = zipf_shares(hot_experts_on_one_rank(np.argsort(np.argsort(-mixed)), skew), skew)
-        if skew.locality and spread is None:
-            spread = concentration(shares, skew.samples, skew.locality, skew.top_k, skew.seed)
-        of_samples = draw_sequence_shares(shares, skew.samples, spread, skew.top_k, random)
-        tables.append(integer_counts(of_samples, shares, skew))
-    experts = np.stack([deal(table, skew.sample_tokens, skew.top_k) for table in tables[1:]])
-    return Routes(experts=experts, history=tables[0].sum(axis=0))
+        yield zipf_shares(hot_experts_on_one_rank(np.argsort(np.argsort(-mixed)), skew), skew), random
 
 
 def recorded(trace: Trace, layer: int, steps: tuple[int, ...], history_step: int, samples: int) -> Routes:
@@ -190,9 +203,7 @@ def integer_counts(own: np.ndarray, shares: np.ndarray, skew: Skew) -> np.ndarra
     """
     copies = skew.sample_tokens * skew.top_k
     totals = _rounded(shares * copies * skew.samples)
-    # Columns are contiguous: a step below reads two of them, and at 256 ranks there are 100,000 steps.
-    table = np.asfortranarray([_rounded(row * copies, skew.sample_tokens) for row in own])
-    exact = np.asfortranarray(own * copies)
+    table, exact = np.stack([_rounded(row * copies, skew.sample_tokens) for row in own]), own * copies
     over = table.sum(axis=0) - totals
     while over.any():
         down, up = int(over.argmax()), int(over.argmin())

@@ -25,6 +25,7 @@ from moesaic.experts import ExpertsFactory, PlainExperts
 from moesaic.layer import MoE
 from moesaic.measure.together import hold_still, latest, start_together
 from moesaic.program.compile import Compiled, compile_plan
+from moesaic.program.replications import Replications
 from moesaic_lab.across_ranks import ToldRouter, in_turn_and_near
 from moesaic_lab.balance.config import SkewedCase
 from moesaic_lab.balance.memory import peak_bytes
@@ -293,9 +294,9 @@ def outcome(subject: Subject) -> list[Tensor]:
     return [y.detach(), subject.x.grad.clone(), by_place[torch.from_numpy(subject.experts_at)]]
 
 
-def _num_replicated(table: np.ndarray | None) -> tuple[int, int]:
+def _num_replicated(replicated: Replications | None) -> tuple[int, int]:
     """Return the numbers of experts and of copies that helper ranks compute."""
-    return (0, 0) if table is None else (int((table.sum(axis=(0, 2)) > 0).sum()), int(table.sum()))
+    return (0, 0) if replicated is None else (len(np.unique(replicated.expert)), replicated.total)
 
 
 def _run_first_call(subject: Subject) -> None:

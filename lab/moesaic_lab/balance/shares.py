@@ -17,7 +17,7 @@ from moesaic.planner.cluster import read_cluster
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance.config import SharesOfForced
-from moesaic_lab.balance.loads import Skew, identical_counts, made_up, max_vio, recorded_shares
+from moesaic_lab.balance.loads import Skew, identical_counts, made_up_totals, max_vio, recorded_shares
 from moesaic_lab.balance.methods import NETMOE, PLAIN, methods
 from moesaic_lab.balance.simulated import BEST, Larger
 from moesaic_lab.benchmark import Told
@@ -209,11 +209,10 @@ def calls_of(
         shares = [recorded_shares(trace, layer, step, ranks, per_rank) for step in config.steps]
         return layer, config.steps, [identical_counts(of_step, ranks, copies) for of_step in shares]
     samples = -(-copies // (config.top_k * 512))
-    routes = made_up(
+    totals = made_up_totals(
         Skew(
             ranks=ranks, num_experts=ranks * per_rank, top_k=config.top_k, samples=samples * ranks, sample_tokens=512,
             max_vio=case.which, calls=2, persistence=config.persistence, locality=0.0, seed=seed,
         )
     )  # fmt: skip
-    totals = [routes.counts(call, ranks, ranks * per_rank).sum(0) for call in range(2)]
     return -1, (0, 1), [identical_counts(total / total.sum(), ranks, copies) for total in totals]

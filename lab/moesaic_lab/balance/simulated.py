@@ -24,6 +24,7 @@ from moesaic.planner.workload import Workload
 from moesaic.program.compile import Compiled, compile_plan, moving
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
+from moesaic.program.replications import NOTHING, Replications
 from moesaic.program.sizes import CallSizes
 from moesaic_lab.balance.methods import OURS, OURS_PLACED, BalanceMethod, methods, placed_by, policy_of
 
@@ -84,9 +85,8 @@ class Larger:
         deciding, results = Deciding(policy, self._plans[name]), []
         for load in loads[1:]:
             compiled, table = deciding(load)
-            results.append(
-                (self._cached_seconds(compiled, load, table, tokens), deciding.seconds, _num_replicated_experts(table))
-            )
+            seconds = self._cached_seconds(compiled, load, table, tokens)
+            results.append((seconds, deciding.seconds, len(np.unique(table.expert))))
         return results
 
     def moving_seconds(self, name: str, history: np.ndarray, moved_bytes: int) -> float:
@@ -118,14 +118,11 @@ class Larger:
         weigher = policy.start({name: each.plan for name, each in programs.items()}).weigher
         replicas = weigher.replica_loads(load)
         options = ((programs[each.program], spread(replicas, each.replicated)) for each in weigher.all(replicas))
-        return min((self._cached_seconds(of, load, t, tokens), 0.0, _num_replicated_experts(t)) for of, t in options)
+        return min((self._cached_seconds(of, load, t, tokens), 0.0, len(np.unique(t.expert))) for of, t in options)
 
-    def _cached_seconds(self, compiled: Compiled, load: CallLoad, replicated: np.ndarray | None, tokens: int) -> float:
+    def _cached_seconds(self, compiled: Compiled, load: CallLoad, replicated: Replications, tokens: int) -> float:
         """Return the seconds of forward and backward of a call. Equal programs and counts are simulated once."""
-        cells = (
-            b"" if replicated is None else np.flatnonzero(replicated).tobytes() + replicated[replicated > 0].tobytes()
-        )
-        key = (id(compiled), tokens, load.copies.tobytes(), cells)
+        key = (id(compiled), tokens, load.copies.tobytes(), np.stack(replicated).tobytes())
         if key not in self._known:
             self._known[key] = self._simulate(compiled, load.copies, replicated, tokens)
         return self._known[key]
@@ -137,9 +134,7 @@ class Larger:
         order = np.argsort(placed_by(history, self.grid))
         return [counts[:, order] for counts in calls]
 
-    def _simulate(
-        self, compiled: Compiled, copies: np.ndarray, replicated: np.ndarray | None, tokens: int
-    ) -> float:  # fmt: skip
+    def _simulate(self, compiled: Compiled, copies: np.ndarray, replicated: Replications, tokens: int) -> float:
         """Simulate forward and backward of one call; return the seconds."""
         sizes = CallSizes(
             compiled.grid, copies, np.full(self.grid.world, tokens), compiled.plan.chunks, units=self.layer.hidden,
@@ -151,11 +146,6 @@ class Larger:
             for program in (compiled.forward, compiled.backward)
         )
         return forward.seconds + backward.seconds
-
-
-def _num_replicated_experts(replicated: np.ndarray | None) -> int:
-    """Return the number of experts that helper ranks compute."""
-    return 0 if replicated is None else int(replicated.any(axis=(0, 2)).sum())
 
 
 def compiled_once(methods: Mapping[str, BalanceMethod], grid: Grid) -> dict[str, Compiled]:
@@ -191,14 +181,14 @@ class Deciding:
         self.seconds = 0.0
         """Time by which the last decision delays a rank, measured on this machine."""
 
-    def __call__(self, load: CallLoad) -> tuple[Compiled, np.ndarray | None]:
+    def __call__(self, load: CallLoad) -> tuple[Compiled, Replications]:
         """Return the programs of a call, and the table of its replicated copies."""
         if self._chooser is None:
-            return self._compiled, None
+            return self._compiled, NOTHING
         started = time.perf_counter()
         decision = self._chooser.choose(load)
         self.seconds = time.perf_counter() - started
-        return self._programs[decision.program], decision.replicated
+        return self._programs[decision.program], decision.replicated or NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)

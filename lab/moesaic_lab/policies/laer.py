@@ -15,7 +15,7 @@ import numpy as np
 from moesaic.balance.replication.cost import ReplicaLoad
 from moesaic.balance.replication.eplb import replicas_by_load
 from moesaic.balance.replication.policy import AbstractReplicaPolicy
-from moesaic.balance.replication.tables import Replications
+from moesaic.program.replications import Replications
 
 ROOM = 2
 """Experts that a place computes, relative to the number of experts of which it is the home. All room is used."""

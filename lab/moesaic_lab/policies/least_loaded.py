@@ -11,8 +11,8 @@ import numpy as np
 from moesaic.balance.replication.cost import ReplicaLoad
 from moesaic.balance.replication.policy import AbstractReplicaPolicy
 from moesaic.balance.replication.spill import overflow
-from moesaic.balance.replication.tables import Replications
 from moesaic.errors import InputError
+from moesaic.program.replications import Replications
 
 
 class LeastLoaded(AbstractReplicaPolicy):
@@ -34,4 +34,4 @@ class LeastLoaded(AbstractReplicaPolicy):
     def replicated(self, replica: ReplicaLoad) -> Replications:
         mean = -(-int(replica.copies.sum()) // len(replica.origins))
         most = int(np.ceil(mean * self.limit)) if self.budget is None else max(self.budget, mean)
-        return Replications.of(overflow(replica, most))
+        return overflow(replica, most)

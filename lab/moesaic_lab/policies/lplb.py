@@ -13,7 +13,7 @@ import numpy as np
 from moesaic.balance.replication.cost import ReplicaLoad
 from moesaic.balance.replication.eplb import from_tables
 from moesaic.balance.replication.policy import AbstractReplicaPolicy
-from moesaic.balance.replication.tables import NOTHING, Replications
+from moesaic.program.replications import NOTHING, Replications
 
 
 class LPLB(AbstractReplicaPolicy):

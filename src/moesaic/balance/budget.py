@@ -20,6 +20,7 @@ from moesaic.balance.slices import Cut, cut
 from moesaic.errors import InputError
 from moesaic.program.compile import Compiled
 from moesaic.program.plan import NO_REPLICATION
+from moesaic.program.replications import NOTHING, Replications
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
 from moesaic.runtime.counted import CountedCall
@@ -29,7 +30,7 @@ TRIES = 16
 MORE_SLICES = (1.5, 2.0)
 """Multiples of the smallest fitting number of slices that are also tried: with smaller slices, more rows can be kept."""
 
-_Option = tuple[Compiled, np.ndarray | None, Cut]
+_Option = tuple[Compiled, Replications | None, Cut]
 """A way to run a call: the compiled plan, the replicated rows, and the slices."""
 
 
@@ -67,15 +68,15 @@ class MemoryBudget:
         self._holders: dict[bytes, np.ndarray] = {}
 
     def hold(
-        self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall
-    ) -> tuple[Compiled, np.ndarray | None, Cut | None]:
+        self, compiled: Compiled, replicated: Replications | None, call: CountedCall
+    ) -> tuple[Compiled, Replications | None, Cut | None]:
         """Return how a call runs within the budget: the compiled plan, the replicated rows, and the slices.
 
         The slices are None if the call runs as a whole.
 
         Args:
             compiled: the compiled plan that the call would run without a budget.
-            replicated: (world, num_experts, ep) int64, rows that it would replicate without a budget; None for no rows.
+            replicated: rows that it would replicate without a budget; None for no rows.
             call: the call.
 
         Raises:
@@ -88,7 +89,7 @@ class MemoryBudget:
         self.use.bytes_over += int(over.sum())
         if not over.any():
             return compiled, replicated, None
-        rows_before = 0 if replicated is None else int(replicated.sum())
+        rows_before = 0 if replicated is None else replicated.total
         experts = call.experts()
         load = CallLoad(self.compiled.grid, call.copies, self.num_experts, call.units, experts.dim)
         options = list(self._options(compiled, replicated, load, call, budget))
@@ -99,7 +100,7 @@ class MemoryBudget:
                 "give more, or fewer tokens a call"
             )
         compiled, replicated, slices = self._cheapest(options, load)
-        self.use.rows_spilled += max((0 if replicated is None else int(replicated.sum())) - rows_before, 0)
+        self.use.rows_spilled += max((0 if replicated is None else replicated.total) - rows_before, 0)
         if slices.num_slices == 1:
             return compiled, replicated, None
         self.use.sliced_calls += 1
@@ -113,12 +114,12 @@ class MemoryBudget:
         assert self.compiled.plan.memory_budget is not None
         return self.compiled.plan.memory_budget
 
-    def peak(self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall) -> np.ndarray:
+    def peak(self, compiled: Compiled, replicated: Replications | None, call: CountedCall) -> np.ndarray:
         """Return the peak of the bytes that a call holds on each rank if it runs as a whole, (world,).
 
         Args:
             compiled: the compiled plan that the call runs.
-            replicated: (world, num_experts, ep) int64, replicated rows; None for no rows.
+            replicated: replicated rows; None for no rows.
             call: the call.
         """
         return compiled.held(self.num_experts, call.experts()).peak(
@@ -126,7 +127,7 @@ class MemoryBudget:
         )
 
     def _sizes(
-        self, compiled: Compiled, replicated: np.ndarray | None, copies: np.ndarray, call: CountedCall
+        self, compiled: Compiled, replicated: Replications | None, copies: np.ndarray, call: CountedCall
     ) -> CallSizes:
         """Return the sizes of a call or a slice; under multicast an upper bound that counts every copy as a separate token."""
         chunks, node_tokens = compiled.plan.chunks, None
@@ -137,7 +138,7 @@ class MemoryBudget:
         return compiled.sizes(copies, call.tokens, units=call.units, node_tokens=node_tokens, replicated=replicated)
 
     def _options(
-        self, compiled: Compiled, replicated: np.ndarray | None, load: CallLoad, call: CountedCall, budget: int
+        self, compiled: Compiled, replicated: Replications | None, load: CallLoad, call: CountedCall, budget: int
     ) -> Iterator[_Option]:
         """Yield ways to run a call within the budget: as without a budget, without replication, with other replicated rows."""
         ways = [(compiled, replicated)]
@@ -147,8 +148,7 @@ class MemoryBudget:
             if replicated is not None or compiled.digest != bare.digest:
                 ways.append((bare, None))
             replication = compiled if compiled.replicates else self.compiled
-            given = _nothing_replicated(load) if replicated is None else replicated
-            tables = fitting_tables(load, given, *self._rows_that_fit(call, budget))
+            tables = fitting_tables(load, replicated or NOTHING, *self._rows_that_fit(call, budget))
             ways += [(replication, table) for table in tables]
         for program, table in ways:
             for slices in self._cuts(program, table, call, budget):
@@ -172,14 +172,16 @@ class MemoryBudget:
         rows = max(1, int(busiest * max(0.0, budget - least) / max(1.0, most - least)))
         return rows, -(-busiest // rows)
 
-    def _cut(self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall, limit: int | None) -> Cut:
+    def _cut(self, compiled: Compiled, replicated: Replications | None, call: CountedCall, limit: int | None) -> Cut:
         """Return a call cut into slices of at most `limit` rows at the experts of a rank; one slice if `limit` is None."""
         if compiled.digest not in self._holders:
             self._holders[compiled.digest] = holders_of(compiled, self.num_experts)
         most_rows = limit or max(1, int(call.copies.sum()))
         return cut(self._holders[compiled.digest], call.copies, replicated, most_rows)
 
-    def _cuts(self, compiled: Compiled, replicated: np.ndarray | None, call: CountedCall, budget: int) -> Iterator[Cut]:
+    def _cuts(
+        self, compiled: Compiled, replicated: Replications | None, call: CountedCall, budget: int
+    ) -> Iterator[Cut]:
         """Yield cuts of a call whose slices fit the budget, that with the fewest slices first; nothing if no cut fits."""
         whole = self._cut(compiled, replicated, call, None)
         most = float(self.peak(compiled, replicated, call).max())
@@ -224,12 +226,10 @@ class MemoryBudget:
 
     def _cheapest(self, options: list[_Option], load: CallLoad) -> _Option:
         """Return the fastest way, by the cost model of the replication policies."""
-        nothing = _nothing_replicated(load)
 
         def cost(option: _Option) -> float:
             _, replicated, slices = option
-            table = nothing if replicated is None else replicated
-            return seconds(load, self.costs, table, slices.num_slices, slices.share_again)
+            return seconds(load, self.costs, replicated or NOTHING, slices.num_slices, slices.share_again)
 
         return min(options, key=cost)
 
@@ -251,10 +251,6 @@ class MemoryBudget:
         """Return the statistics since the last `take`."""
         use, self.use = self.use, BudgetUse()
         return use
-
-
-def _nothing_replicated(load: CallLoad) -> np.ndarray:
-    return np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
 
 
 def _without_copies(call: CountedCall) -> CountedCall:

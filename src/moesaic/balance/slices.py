@@ -13,6 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
+from moesaic.program.replications import Replications
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -69,9 +71,9 @@ class Cut:
         copies: np.ndarray = self.part(number).sum(2)
         return copies
 
-    def replicated(self, number: int) -> np.ndarray | None:
-        """Return the replicated copies in a slice, (world, num_experts, ep) int64; None if the program replicates nothing."""
-        return self.part(number)[:, :, 1:] if self.cells.shape[2] > 1 else None
+    def replicated(self, number: int) -> Replications | None:
+        """Return the replicated copies in a slice; None if the program replicates nothing."""
+        return Replications.of(self.part(number)[:, :, 1:]) if self.cells.shape[2] > 1 else None
 
     def rows(self, number: int, origins: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return which of the rows that some origins send, sorted by expert and then by origin, are in a slice.
@@ -102,18 +104,20 @@ class Cut:
         return begin, end
 
 
-def cut(holders: np.ndarray, copies: np.ndarray, replicated: np.ndarray | None, budget: int | np.ndarray) -> Cut:
+def cut(holders: np.ndarray, copies: np.ndarray, replicated: Replications | None, budget: int | np.ndarray) -> Cut:
     """Return a call cut into slices.
 
     Args:
         holders: the holders of the cells in the program that runs, as computed in `balance/budget.py`.
         copies: (world, num_experts) int64, copies of each origin for each expert.
-        replicated: (world, num_experts, ep) int64, the copies that helpers compute; None if the program replicates nothing.
+        replicated: the copies that helpers compute; None if the program replicates nothing.
         budget: the most rows at the experts of a rank, at least 1; one number for all ranks, or (world,) int64.
     """
     limits = np.broadcast_to(np.asarray(budget, dtype=np.int64), len(copies))
     assert (limits >= 1).all(), f"a budget of {budget} rows"
-    staying = copies if replicated is None else copies - replicated.sum(2)
-    cells = staying[:, :, None] if replicated is None else np.concatenate([staying[:, :, None], replicated], axis=2)
+    cells = copies[:, :, None]
+    if replicated is not None:
+        helped = replicated.table((*copies.shape, holders.shape[2] - 1))
+        cells = np.concatenate([replicated.staying(copies)[:, :, None], helped], axis=2)
     assert ((holders >= 0) | (cells == 0)).all(), "rows that no rank computes"
     return Cut(cells, np.maximum(holders, 0), limits)

@@ -187,7 +187,7 @@ def _memory_rows(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
             {
                 "routing": routing,
                 "bytes": int(whole),
-                "replicated_rows": 0 if replicated is None else int(replicated.sum()),
+                "replicated_rows": 0 if replicated is None else replicated.total,
                 "slices": 1 if cut is None else cut.num_slices,
                 "kept_slices": 1 if cut is None else cut.kept,
             }

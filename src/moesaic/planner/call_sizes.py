@@ -11,6 +11,7 @@ from moesaic.errors import InputError
 from moesaic.planner.workload import Workload, uniform_counts
 from moesaic.program.grid import Grid
 from moesaic.program.layouts import LayoutIndex
+from moesaic.program.replications import NOTHING, Replications
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import ONCE, Program
 
@@ -41,7 +42,7 @@ def sizes_of(
     grid: Grid,
     counts: np.ndarray | None = None,
     *,
-    replicated: np.ndarray | None = None,
+    replicated: Replications | None = None,
     shapes: LayoutIndex | None = None,
 ) -> CallSizes:
     """Return the sizes of a call.
@@ -83,7 +84,7 @@ def sizes_of(
         ]
         node_tokens = np.concatenate(by_level, axis=1)
     if replicated is None and any(isinstance(slot.layout.chunk, str) for slot in program.slots):
-        replicated = np.zeros((grid.world, workload.num_experts, grid.ep), dtype=np.int64)
+        replicated = NOTHING
     units = max(1, workload.hidden // grid.etp)
     return CallSizes(
         grid,

@@ -22,6 +22,7 @@ from moesaic.planner.timing import Simulated
 from moesaic.planner.workload import Workload, imbalance, largest_max_vio, skewed_counts, uniform_counts
 from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
+from moesaic.program.replications import Replications
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Program
 from moesaic.traces.trace import Trace
@@ -123,25 +124,21 @@ def simulate_even(simulator: Simulator, compiled: Compiled, layer: Workload) -> 
 
 def decided(
     simulator: Simulator, compiled: Compiled, layer: Workload, counts: np.ndarray
-) -> tuple[Compiled, np.ndarray | None]:
+) -> tuple[Compiled, Replications | None]:
     """Return the decision of the policy of a plan for a call; the arguments are those of `simulate_counts`.
 
     Returns:
-        the compiled plan that runs, and the replicated rows, (world, num_experts, ep) int64, or None if there are none.
+        the compiled plan that runs, and the replicated rows, or None if there are none.
     """
     if not compiled.replicates:
         return compiled, None
     policy = replication_policy(compiled.plan.replication, costs_of(simulator.cluster, compiled.grid, layer))
     programs = programs_of(compiled, policy)
     chooser = policy.start({name: each.plan for name, each in programs.items()})
-    decision = chooser.choose(_call_load(compiled, layer, counts))
-    return programs[decision.program], decision.replicated
-
-
-def _call_load(compiled: Compiled, layer: Workload, counts: np.ndarray) -> CallLoad:
-    """Return the load of a call, the input of a policy."""
     grid, copies = compiled.grid, copies_by_rank(compiled.forward, compiled.grid, counts)
-    return CallLoad(grid, copies, layer.num_experts, max(1, layer.hidden // grid.etp), layer.dim)
+    load = CallLoad(grid, copies, layer.num_experts, max(1, layer.hidden // grid.etp), layer.dim)
+    decision = chooser.choose(load)
+    return programs[decision.program], decision.replicated
 
 
 def fit_counts(counts: np.ndarray, groups: int, layer: Workload) -> np.ndarray:

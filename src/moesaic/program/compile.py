@@ -29,6 +29,7 @@ from moesaic.program.passes.replicate import replicate
 from moesaic.program.passes.route_all_to_all import compress, route_all_to_all
 from moesaic.program.passes.split import split_capacity, split_peers
 from moesaic.program.plan import Crossing, Plan
+from moesaic.program.replications import Replications
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Kind, Program, State
 from moesaic.program.text import to_text
@@ -95,7 +96,7 @@ class Compiled:
         *,
         units: int,
         node_tokens: np.ndarray | None = None,
-        replicated: np.ndarray | None = None,
+        replicated: Replications | None = None,
     ) -> CallSizes:
         """Return the rows of every slot and movement in a call of a layer; the arguments are those of `CallSizes`."""
         chunks, shapes = self.plan.chunks, self.shapes(copies.shape[1])

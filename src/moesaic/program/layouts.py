@@ -175,13 +175,13 @@ class Held:
         Ranks with equal experts and chunks share one sum per origin, which is then added up over each rank's origins.
 
         Args:
-            rows: (origins, experts, chunks) int64: rows of every piece.
+            rows: (origins, experts, chunks) int64: rows of every piece; chunks at the end may be left out.
         """
         assert self.homes is None, "pieces that have homes are held one by one"
         table = rows.astype(np.float64) if self.inside is None else (rows * self.inside[:, :, None]).astype(np.float64)
         (expert_sets, expert_set), (chunk_sets, chunk_set) = self._distinct_sets
         # (origins, chunks, sets of experts), then (origins, sets of experts, sets of chunks)
-        per_origin = (table.swapaxes(1, 2) @ expert_sets).swapaxes(1, 2) @ chunk_sets
+        per_origin = (table.swapaxes(1, 2) @ expert_sets).swapaxes(1, 2) @ chunk_sets[: rows.shape[2]]
         rank, origin = np.nonzero(self.origins)
         rows_held = per_origin[origin, expert_set[rank], chunk_set[rank]]
         return np.bincount(rank, rows_held, len(self.origins))
@@ -288,10 +288,6 @@ class AbstractLayoutIndex(ABC):
     def number(self, origin: np.ndarray, expert: np.ndarray, chunk: np.ndarray) -> np.ndarray:
         """Return the numbers of pieces."""
         return (origin * self._base + expert) * self._all_chunks + chunk
-
-    def helper_chunk(self, rank: int) -> int:
-        """Return the chunk of replicated copies that a rank computes."""
-        return self.num_chunks + self.grid.coordinate(rank, "ep")
 
     @memoised
     def stays(self, move: Move, rank: int) -> bool:
@@ -406,7 +402,7 @@ class LayoutIndex(AbstractLayoutIndex):
         if layout.chunk == "replicated":
             return np.arange(self.num_chunks, self._all_chunks)
         if layout.chunk == "here":
-            return np.array([self.helper_chunk(rank)])
+            return np.array([self.num_chunks + self.grid.coordinate(rank, "ep")])
         assert isinstance(layout.chunk, int)
         start, end = (self.num_chunks * chunk // self._parts for chunk in (layout.chunk, layout.chunk + 1))
         return np.arange(start, end)

@@ -16,7 +16,8 @@ import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.program.layouts import AbstractLayoutIndex, LayoutIndex, Matched, Move, find, memoised, runs
+from moesaic.program.layouts import AbstractLayoutIndex, LayoutIndex, Matched, Move, Pieces, find, memoised, runs
+from moesaic.program.replications import NOTHING, Replications
 from moesaic.program.task import FLOWS, HELPERS, ONCE, Flow, Layout
 
 
@@ -129,8 +130,8 @@ class CallSizes:
         node_tokens: (world, sum of `Grid.cast_levels`, num_chunks) int64: distinct tokens that each origin sends to
             each node, then to each ep rank; only for multicast programs.
         units: rows into which one shard of an expert is packed when weights are moved.
-        replicated: (world, num_experts, ep) int64: of each run, the copies that each ep rank computes for the expert's
-            home; only for programs that replicate. The first copies of a run stay with the home. None: all of them do.
+        replicated: of each run, the copies that each ep rank computes for the expert's home; only for programs that
+            replicate. The first copies of a run stay with the home. None: all of them do.
         shapes: the pieces for the same grid, experts and chunks, shared between calls. None: computed here.
         parts: (world, num_experts, num_chunks) int64: copies in each part of each run. None: equal parts.
 
@@ -147,7 +148,7 @@ class CallSizes:
         *,
         node_tokens: np.ndarray | None = None,
         units: int = 0,
-        replicated: np.ndarray | None = None,
+        replicated: Replications | None = None,
         shapes: AbstractLayoutIndex | None = None,
         parts: np.ndarray | None = None,
     ) -> None:
@@ -161,18 +162,16 @@ class CallSizes:
             grid, int(copies.shape[1]), num_chunks, replicates=replicated is not None
         )
         self.num_experts = self.shapes.num_experts
-        if replicated is None and self.shapes.replicates:
-            replicated = np.zeros((*copies.shape, grid.ep), dtype=np.int64)
-        staying = copies if replicated is None else copies - replicated.sum(2)
+        self._replicated = replicated or NOTHING
+        staying = copies if replicated is None else replicated.staying(copies)
         assert (staying >= 0).all(), "more copies are replicated than there are"
         cuts = staying[:, :, None]
         if parts is not None:
             cuts = parts
         elif num_chunks > 1:
             cuts = np.diff(cuts * np.arange(num_chunks + 1) // num_chunks, axis=2)
-        self._replicated = replicated
         self._rows: dict[Flow, np.ndarray] = {
-            "copies": cuts if replicated is None else np.concatenate([cuts, replicated], axis=2),
+            "copies": cuts,
             "tokens": tokens.reshape(-1, 1, 1),
             "weights": np.full((grid.etp, self.num_experts, 1), units),
             "bias": np.ones((1, self.num_experts, 1), dtype=np.int64),
@@ -188,8 +187,9 @@ class CallSizes:
         """Return the experts of which a rank computes replicated copies, (num_experts,) bool."""
         mates = self.grid.group(rank, ("ep", "etp"))
         origins = sorted({origin for mate in mates for origin in self.grid.group(mate, ("tp",))})
-        assert self._replicated is not None, "these sizes replicate nothing"
-        helped: np.ndarray = self._replicated[origins, :, self.grid.coordinate(rank, "ep")].sum(0) > 0
+        helper, origin, expert = self._replicated.helper, self._replicated.origin, self._replicated.expert
+        helped = np.zeros(self.num_experts, dtype=bool)
+        helped[expert[(helper == self.grid.coordinate(rank, "ep")) & np.isin(origin, origins)]] = True
         return helped
 
     def held(self, layout: Layout, rank: int) -> np.ndarray:
@@ -223,7 +223,7 @@ class CallSizes:
     def rows_of_ranks(self, layout: Layout) -> np.ndarray:
         """Return the number of rows that a slot of this layout has on each rank, (world,) int64."""
         held = self.shapes.held(layout)
-        if held.homes is None and layout.chunk not in HELPERS:
+        if held.homes is None and layout.chunk not in HELPERS and not self._may_be_replicated(layout):
             return held.sums(self._rows[layout.flow]).astype(np.int64)
         rank, piece = self._held_by(layout)
         return np.bincount(rank, self._pieces(layout.flow)[3][piece], self.grid.world).astype(np.int64)
@@ -233,7 +233,7 @@ class CallSizes:
         """Return where each piece of a slot starts, and where the last one ends, (pieces + 1,) int64."""
         pieces = self.shapes.pieces(layout, rank)
         offsets = np.zeros(len(pieces.number) + 1, dtype=np.int64)
-        rows = self._rows[layout.flow][pieces.origin, pieces.expert, pieces.chunk]
+        rows = self._rows_of(layout, pieces)
         if layout.is_on_demand:
             rows = rows * self._needs_weights(layout, rank)[pieces.expert]
         np.cumsum(rows, out=offsets[1:])
@@ -338,7 +338,28 @@ class CallSizes:
         if experts_per_home > 1:
             merged = rows.reshape(len(rows), -1, experts_per_home, rows.shape[2]).sum(2)
         origin, home, chunk = np.nonzero(merged)
-        return origin, home * experts_per_home, chunk, merged[origin, home, chunk]
+        found = origin, home * experts_per_home, chunk, merged[origin, home, chunk]
+        if flow == "copies" and not self._replicated.is_empty:
+            origin, expert, helper, amount = self._replicated
+            helped = origin, expert // experts_per_home * experts_per_home, self.num_chunks + helper, amount
+            return tuple(np.concatenate([found, helped], axis=1))
+        return found
+
+    def _may_be_replicated(self, layout: Layout) -> bool:
+        """Return whether slots of a layout have pieces of replicated copies."""
+        return self.shapes.replicates and layout.flow == "copies" and not isinstance(layout.chunk, int)
+
+    def _rows_of(self, layout: Layout, pieces: Pieces) -> np.ndarray:
+        """Return the number of rows of each of a slot's pieces, (pieces,) int64."""
+        rows = self._rows[layout.flow]
+        if not self._may_be_replicated(layout):
+            return rows[pieces.origin, pieces.expert, pieces.chunk]
+        origin, expert, helper, amount = self._replicated
+        of_pieces = rows[pieces.origin, pieces.expert, np.minimum(pieces.chunk, rows.shape[2] - 1)]
+        of_pieces[pieces.chunk >= rows.shape[2]] = 0
+        position = find(pieces, self.shapes.number(origin, expert, self.num_chunks + helper))
+        np.add.at(of_pieces, position[position >= 0], amount[position >= 0])
+        return of_pieces
 
     @memoised
     def _held_by(self, layout: Layout, by_expert: bool = False) -> tuple[np.ndarray, np.ndarray]:

@@ -25,6 +25,7 @@ from moesaic.experts.experts import AbstractExperts, Weights, compute_dtype, in_
 from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Crossing, Plan
+from moesaic.program.replications import Replications
 from moesaic.program.sizes import CallSizes
 from moesaic.routing.capacity import AbstractCapacity, Capacity, count
 from moesaic.routing.losses import AbstractLoss
@@ -54,8 +55,8 @@ class Chosen(NamedTuple):
     """What a call policy decided for one call."""
 
     compiled: Compiled
-    replicated: np.ndarray | None = None
-    """(world, num_experts, ep) int64: copies that helpers compute; None if the programs replicate nothing."""
+    replicated: Replications | None = None
+    """Copies that helpers compute; None if the programs replicate nothing."""
     run_slices: Callable[[UncutCall, Tensor, Tensor, Weights, Weights], Tensor] | None = None
     """Runs the call slice by slice, given x, gates, split and common parameters; None if the call runs as a whole."""
     sizes: CallSizes | None = None

@@ -25,6 +25,7 @@ from moesaic.program.build import SCHEDULES
 from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import NO_REPLICATION, Crossing, Order, Plan
+from moesaic.program.replications import Replications
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
 from moesaic.routing.routers import ROUTERS, CosineTopK, Hash, RouterFactory, SigmoidTopK, group_limited_sigmoid
@@ -121,10 +122,6 @@ class Case:
             return None
         home = np.arange(self.num_experts) // (self.num_experts // self.grid.ep)
         return Replicated(random_replication(self.grid, home, np.random.default_rng(self.seed)))
-
-    def batch_shape(self, micro: int, group: int) -> tuple[int, int]:
-        """Return the shape of a group's micro-batch without dim: (sequences, length)."""
-        return self.sequences, self.lengths[micro][group]
 
 
 def slow_policy(replication: str) -> AbstractReplicationPolicy | None:
@@ -383,7 +380,7 @@ class _Drawing(AbstractChooser):
         program = list(self._plans)[int(rng.integers(len(self._plans)))]
         replicated = None
         if self._plans[program].replicates:
-            replicated = limited_to_existing(load, random_replication(load.grid, load.home, rng))
+            replicated = Replications.of(limited_to_existing(load, random_replication(load.grid, load.home, rng)))
         return CallDecision(option=program, program=program, replicated=replicated, seconds={})
 
 

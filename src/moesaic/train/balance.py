@@ -234,7 +234,7 @@ def summary(decisions: Sequence[CallDecision]) -> dict[str, Any]:
     moved = [decision.moved() for decision in decisions]
     alone, decided = (np.array([each[side].rows for each in moved]).mean(0).tolist() for side in (0, 1))
     mean: dict[str, Sequence[float]] = {
-        "copies_replicated": [0 if each.replicated is None else int(each.replicated.sum()) for each in decisions],
+        "copies_replicated": [0 if each.replicated is None else each.replicated.total for each in decisions],
         "decision_seconds": [each.decision_seconds for each in decisions],
         "token_bytes_alone": [each.token_bytes for each, _ in moved],
         "token_bytes": [each.token_bytes for _, each in moved],

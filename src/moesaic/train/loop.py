@@ -138,7 +138,9 @@ class Trainer:
         """Numbers of the model's MoE layers on this rank."""
         if isinstance(run.model, PipelinedGPT):
             self._layers = run.model.layers
-        self._watch = Watch(run.model, run.claim, run.config.patience, self.step_in_words, run.advice)
+        self._watch = Watch(
+            run.model, run.claim, run.config.patience, lambda: f"step {self.state.step + 1}", run.advice
+        )
         self.rolls_back = False
         """Whether a loss spike rolls the run back to its last checkpoint."""
         self._saving: Saving | None = None
@@ -459,10 +461,6 @@ class Trainer:
             saving, self._saving = self._saving, None
             with self._watch.long():
                 saving.finish()
-
-    def step_in_words(self) -> str:
-        """Return the step that the run is in, in words."""
-        return f"step {self.state.step + 1}"
 
     def _plan_table(self) -> dict[str, str]:
         """Return the plan table as a file of a checkpoint, on the first rank; empty on the others."""

@@ -14,7 +14,8 @@ import numpy as np
 
 from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.spill import Giving
-from moesaic.balance.replication.tables import Replications, full_table
+from moesaic.balance.replication.tables import rows_of, spread, within
+from moesaic.program.replications import NOTHING, Replications
 
 HELD = 2
 """Memory of a replicated expert at a helper or relay, relative to the expert's weights: weights and gradient, or the message
@@ -54,7 +55,7 @@ def limits(replica: ReplicaLoad, helped: np.ndarray, budget: int) -> np.ndarray:
     return np.minimum(rows, budget)
 
 
-def within_budget(load: CallLoad, replicated: np.ndarray, budget: int, slices: int = 1) -> np.ndarray | None:
+def within_budget(load: CallLoad, replicated: Replications, budget: int, slices: int = 1) -> Replications | None:
     """Return a table of replicated copies with which a call fits a budget in `slices` slices; None if the search finds none.
 
     The excess copies of a place, of its largest expert, are replicated to the place with most room. Few experts thus move many
@@ -62,21 +63,21 @@ def within_budget(load: CallLoad, replicated: np.ndarray, budget: int, slices: i
 
     Args:
         load: the load of the call.
-        replicated: (world, num_experts, ep) int64, the table that a policy decided on.
+        replicated: the table that a policy decided on.
         budget: the copies that one rank may compute at once, if its memory for replicated weights counts as copies too.
         slices: number of parts in which the call may run, one after the other.
     """
     replicas, tables = replica_loads(load, ReplicationCosts()), []
     for replica in replicas:
-        table = _fitted(replica, replicated[replica.origins].sum(1), budget, slices)
+        table = _fitted(replica, within(replica, replicated), budget, slices)
         if table is None:
             return None
-        tables.append(Replications.of(table))
-    return full_table(replicas, tables)
+        tables.append(table)
+    return spread(replicas, tables)
 
 
-def _fitted(replica: ReplicaLoad, initial: np.ndarray, budget: int, slices: int) -> np.ndarray | None:
-    """Return a table of replicated copies, (ep, num_experts, ep), that fits every place; None if the search finds none."""
+def _fitted(replica: ReplicaLoad, initial: Replications, budget: int, slices: int) -> Replications | None:
+    """Return a table of replicated copies that fits every place; None if the search finds none."""
     giving, weights = Giving(replica, initial), slices * HELD * rows_for_weights(replica.load)
     for _ in range(giving.helped.size):
         room = slices * limits(replica, giving.helped, budget) - giving.loads
@@ -88,7 +89,7 @@ def _fitted(replica: ReplicaLoad, initial: np.ndarray, budget: int, slices: int)
     return None
 
 
-def fitting_tables(load: CallLoad, replicated: np.ndarray, budget: int, most_slices: int) -> list[np.ndarray]:
+def fitting_tables(load: CallLoad, replicated: Replications, budget: int, most_slices: int) -> list[Replications]:
     """Return tables with which a call fits a budget in the fewest slices for which the search finds any.
 
     Args:
@@ -97,10 +98,10 @@ def fitting_tables(load: CallLoad, replicated: np.ndarray, budget: int, most_sli
         budget: as for `within_budget`.
         most_slices: the largest number of slices.
     """
-    none, mean = np.zeros_like(replicated), load.copies.sum() / len(load.copies)
+    mean = load.copies.sum() / len(load.copies)
     even = min(budget, int(np.ceil(mean * EVEN)))  # under a loose budget it pays to replicate more than necessary
-    starts = [(replicated, budget)] if replicated.any() else []
-    starts += [(none, budget), *([(none, even)] if even < budget else [])]
+    starts = [] if replicated.is_empty else [(replicated, budget)]
+    starts += [(NOTHING, budget), *([(NOTHING, even)] if even < budget else [])]
     for slices in range(1, min(most_slices, MOST_TABLES) + 1):
         candidates = [within_budget(load, table, limit, slices) for table, limit in starts]
         tables = [table for table in candidates if table is not None]
@@ -109,7 +110,7 @@ def fitting_tables(load: CallLoad, replicated: np.ndarray, budget: int, most_sli
     return []
 
 
-def seconds(load: CallLoad, costs: ReplicationCosts, replicated: np.ndarray, slices: int, repeated: float) -> float:
+def seconds(load: CallLoad, costs: ReplicationCosts, replicated: Replications, slices: int, repeated: float) -> float:
     """Return the modelled seconds of a call in slices.
 
     Weights travel for every slice. Slices that are not kept for the backward pass are dispatched and computed again.
@@ -117,17 +118,16 @@ def seconds(load: CallLoad, costs: ReplicationCosts, replicated: np.ndarray, sli
     Args:
         load: the load of the call.
         costs: rates of the cost model.
-        replicated: (world, num_experts, ep) int64, the table of replicated copies.
+        replicated: the table of replicated copies.
         slices: number of slices of the call; 1 for a whole call.
         repeated: share of the busiest rank's rows that are in slices that are not kept.
     """
     worst = 0.0
     for replica in replica_loads(load, costs):
-        of_places = replicated[replica.origins].sum(1)
-        rows = replica.rows(of_places)
+        moved = rows_of(replica, within(replica, replicated))
+        rows = moved.home + moved.replicated
         repeat_seconds = replica.busiest(rows.sum(0)) * replica.seconds_per_copy / 3
         repeat_seconds += replica.row_bytes * replica.fullest(rows)
-        starts = (slices - 1) * (replica.passes + 1) * (len(rows) - 1) * costs.machine.inter_latency_us * 1e-6
-        fetched = replica.sent(of_places.sum(0) > 0) * slices
-        worst = max(worst, replica.seconds_of(rows, fetched) + repeated * repeat_seconds + starts)
+        starts = (slices - 1) * (replica.costs.passes + 1) * (len(rows) - 1) * costs.machine.inter_latency_us * 1e-6
+        worst = max(worst, replica.seconds_of(rows, moved.fetched * slices) + repeated * repeat_seconds + starts)
     return worst

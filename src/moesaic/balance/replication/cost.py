@@ -160,13 +160,6 @@ class ReplicaLinks:
         return slowness_of(self.costs.speeds, self.origins)
 
     @cached_property
-    def fair(self) -> np.ndarray:
-        """(ep,): the share of all copies that each place computes if all places take equally long."""
-        speed = 1 / self.slowness
-        of_places: np.ndarray = speed / speed.sum()
-        return of_places
-
-    @cached_property
     def seconds_per_byte(self) -> np.ndarray:
         """(ep, ep): seconds per byte from place to place, without other messages; 0 within a place."""
         return seconds_per_byte(self.costs.machine, self.nodes, self.costs.node_links)
@@ -276,28 +269,6 @@ class ReplicaLoad:
         """Bytes of the weights of one shard of an expert, one way."""
         return self.load.units * self.load.dim * self.costs.matrices * self.costs.element_bytes
 
-    @property
-    def seconds_per_byte(self) -> np.ndarray:
-        """See `ReplicaLinks`."""
-        return self.links.seconds_per_byte
-
-    @property
-    def passes(self) -> int:
-        """See `ReplicationCosts`."""
-        return self.costs.passes
-
-    def rows(self, replicated: np.ndarray) -> np.ndarray:
-        """Return the copies of place i that place j computes, (ep, ep) int64, under a table of replicated copies, (ep,
-        num_experts, ep) int64: copies of a place, for an expert, that another place computes."""
-        computed = replicated.copy()
-        computed[:, np.arange(self.load.num_experts), self.load.home] += self.copies - replicated.sum(2)
-        rows: np.ndarray = computed.sum(1)
-        return rows
-
-    def seconds(self, replicated: np.ndarray) -> float:
-        """Return the modelled seconds under a table of replicated copies, in the form that `rows` takes."""
-        return self.seconds_of(self.rows(replicated), self.sent(replicated.sum(0) > 0))
-
     def sent(self, helped: np.ndarray) -> np.ndarray:
         """Return how many experts' weights each place sends to each other place, (ep, ep) int64.
 
@@ -340,7 +311,8 @@ class ReplicaLoad:
     def limits(self, limit: float) -> np.ndarray:
         """Return the copies that each place may compute, (ep,) int64: `limit` times its share if all places take equally
         long."""
-        limits: np.ndarray = np.ceil(np.round(self.copies.sum() * self.links.fair * limit, 6)).astype(np.int64)
+        fair = 1 / self.links.slowness / (1 / self.links.slowness).sum()
+        limits: np.ndarray = np.ceil(np.round(self.copies.sum() * fair * limit, 6)).astype(np.int64)
         return limits
 
     def closed_form(self, computed: Seconds, rows: Seconds, weights: Seconds) -> Seconds:
@@ -359,11 +331,11 @@ class ReplicaLoad:
 
     def travel_seconds(self, rows: Seconds) -> Seconds:
         """Return the seconds of all transfers of rows on the fullest link; see `closed_form`."""
-        return self.passes * self.row_bytes * rows
+        return self.costs.passes * self.row_bytes * rows
 
     def fetch_seconds(self, weights: Seconds) -> Seconds:
         """Return the seconds of weights and their gradients on the fullest link; see `closed_form`."""
-        return self.passes / 2 * self.weight_bytes * weights
+        return self.costs.passes / 2 * self.weight_bytes * weights
 
     def fullest(self, moved: np.ndarray) -> float:
         """Return the seconds on the fullest link if every item that places send, (ep, ep), were one byte."""

@@ -15,7 +15,8 @@ import numpy as np
 
 from moesaic.balance.replication.cost import ReplicaLoad
 from moesaic.balance.replication.policy import AbstractReplicaPolicy
-from moesaic.balance.replication.tables import Replications, from_origins
+from moesaic.balance.replication.tables import from_origins
+from moesaic.program.replications import Replications
 
 
 class EPLB(AbstractReplicaPolicy):

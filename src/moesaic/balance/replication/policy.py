@@ -13,11 +13,12 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
-from moesaic.balance.replication.tables import Replications, full_table
+from moesaic.balance.replication.tables import spread
 from moesaic.errors import InputError
 from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
 from moesaic.program.plan import NO_REPLICATION, Plan
+from moesaic.program.replications import Replications
 
 ALONE, REPLICATED = "alone", "replicated"
 """Names of the programs without replication ("leaving a call alone") and with it."""
@@ -42,8 +43,8 @@ class CallDecision:
     """Name of the option."""
     program: str
     """Name of the chosen program among those of the policy."""
-    replicated: np.ndarray | None = None
-    """(world, num_experts, ep) int64: the replicated copies; None if nothing is replicated."""
+    replicated: Replications | None = None
+    """The replicated copies; None if nothing is replicated."""
     seconds: Mapping[str, float]
     """Modelled seconds, forward and backward, of every option when options were last compared; {} if a policy has no choice."""
     moved: Callable[[], tuple[CallTraffic, CallTraffic]] = lambda: (CallTraffic(), CallTraffic())
@@ -79,6 +80,21 @@ class AbstractReplicationPolicy(ABC):
             load: the load of the call, the same on all ranks.
         """
 
+    def replications(self, load: CallLoad) -> Replications:
+        """Return the table of `decide` as a sparse one.
+
+        Raises:
+            InputError: if `decide` returns no such table.
+        """
+        table, shape = self.decide(load), (*load.copies.shape, load.grid.ep)
+        if not isinstance(table, np.ndarray) or table.dtype.kind != "i" or table.shape != shape:
+            found = f"{table.dtype} {table.shape}" if isinstance(table, np.ndarray) else type(table).__name__
+            raise InputError(
+                f"replication policy {type(self).__name__} decided {found}: return integers of shape {shape}, (world, "
+                "num_experts, ep)"
+            )
+        return Replications.of(table)
+
     def option_plans(self, plan: Plan, grid: Grid) -> dict[str, Plan]:
         """Return the plans whose programs calls may run, by name: first one that replicates nothing, then one that does.
 
@@ -112,23 +128,15 @@ class _ByTable(AbstractChooser):
         self._policy = policy
 
     def choose(self, load: CallLoad) -> CallDecision:
-        table = self._policy.decide(load)
-        _check_table(table, load, type(self._policy).__name__)
-        program = REPLICATED if table.any() else ALONE
-        replicated = table if program == REPLICATED else None
-        return CallDecision(option=program, program=program, replicated=replicated, seconds={})
-
-
-def _check_table(table: np.ndarray, load: CallLoad, policy: str) -> None:
-    """Raise InputError unless `AbstractReplicationPolicy.decide` may return a table; `CallSizes` checks its sums."""
-    shape = (*load.copies.shape, load.grid.ep)
-    if not isinstance(table, np.ndarray) or table.dtype.kind != "i" or table.shape != shape:
-        found = f"{table.dtype} {table.shape}" if isinstance(table, np.ndarray) else type(table).__name__
-        raise InputError(
-            f"replication policy {policy} decided {found}: return integers of shape {shape}, (world, num_experts, ep)"
-        )
-    if table.min(initial=0) < 0 or table[:, np.arange(load.num_experts), load.home].any():
-        raise InputError(f"replication policy {policy} replicates copies below 0 or at load.home: return 0 there")
+        replicated = self._policy.replications(load)
+        replicated = replicated.where(replicated.amount != 0)
+        if (replicated.amount < 0).any() or (replicated.helper == load.home[replicated.expert]).any():
+            raise InputError(
+                f"replication policy {type(self._policy).__name__} replicates copies below 0 or at load.home: return 0 there"
+            )
+        if replicated.is_empty:
+            return CallDecision(option=ALONE, program=ALONE, seconds={})
+        return CallDecision(option=REPLICATED, program=REPLICATED, replicated=replicated, seconds={})
 
 
 def programs_of(compiled: Compiled, policy: AbstractReplicationPolicy) -> dict[str, Compiled]:
@@ -166,9 +174,12 @@ class AbstractReplicaPolicy(AbstractReplicationPolicy):
             replica: the load of that replica.
         """
 
-    def decide(self, load: CallLoad) -> np.ndarray:
+    def replications(self, load: CallLoad) -> Replications:
         replicas = replica_loads(load, self.costs)
-        return full_table(replicas, [self.replicated(replica) for replica in replicas])
+        return spread(replicas, [self.replicated(replica) for replica in replicas])
+
+    def decide(self, load: CallLoad) -> np.ndarray:
+        return self.replications(load).table((*load.copies.shape, load.grid.ep))
 
 
 class Replicated(AbstractReplicationPolicy):

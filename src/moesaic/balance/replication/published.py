@@ -13,7 +13,7 @@ import numpy as np
 
 from moesaic.balance.replication.cost import ReplicaLoad
 from moesaic.balance.replication.policy import AbstractReplicaPolicy
-from moesaic.balance.replication.tables import Replications
+from moesaic.program.replications import Replications
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +69,12 @@ class Published(AbstractReplicaPolicy):
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
         load, places = replica.load, np.arange(len(replica.origins))
-        slowest = float(replica.seconds_per_byte.max())
+        slowest = float(replica.links.seconds_per_byte.max())
         rates = ShadowRates(
             copy=replica.seconds_per_copy,
-            trip=replica.passes * replica.row_bytes * slowest,
-            weights=replica.passes / 2 * replica.weight_bytes * slowest,
+            trip=replica.costs.passes * replica.row_bytes * slowest,
+            weights=replica.costs.passes / 2 * replica.weight_bytes * slowest,
         )
         shadowed = np.isin(np.arange(load.num_experts), shadows_of(replica.copies, load.home, rates))
-        place, expert = np.nonzero(shadowed & (places[:, None] != load.home))
+        place, expert = np.nonzero(shadowed & (places[:, None] != load.home) & (replica.copies > 0))
         return Replications(place, expert, place, replica.copies[place, expert])

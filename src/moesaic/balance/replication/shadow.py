@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from moesaic.balance.replication.cost import ReplicaLoad, ReplicationCosts
 from moesaic.balance.replication.policy import AbstractReplicaPolicy
-from moesaic.balance.replication.tables import Replications, shadows
+from moesaic.balance.replication.tables import shadows
+from moesaic.program.replications import Replications
 
 
 class Shadow(AbstractReplicaPolicy):

@@ -7,11 +7,14 @@ helper itself move first, since they need not travel.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from moesaic.balance.replication.cost import ReplicaLoad
 from moesaic.balance.replication.policy import AbstractReplicaPolicy
-from moesaic.balance.replication.tables import Replications
+from moesaic.balance.replication.tables import seconds_under
+from moesaic.program.replications import NOTHING, Replications
 
 LIMITS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 """The limits that are tried: copies of a place relative to its share if all places take equally long."""
@@ -24,17 +27,12 @@ class Spill(AbstractReplicaPolicy):
     """A policy that spills down to the limit that is fastest by the cost model, or not at all if that is fastest."""
 
     def replicated(self, replica: ReplicaLoad) -> Replications:
-        tables = [_nothing(replica), *(overflow(replica, replica.limits(limit)) for limit in LIMITS)]
-        return Replications.of(min(tables, key=replica.seconds))
+        tables = [NOTHING, *(overflow(replica, replica.limits(limit)) for limit in LIMITS)]
+        return min(tables, key=partial(seconds_under, replica))
 
 
-def _nothing(replica: ReplicaLoad) -> np.ndarray:
-    """Return a table without replicated copies, (ep, num_experts, ep) int64."""
-    return np.zeros((len(replica.origins), replica.load.num_experts, len(replica.origins)), dtype=np.int64)
-
-
-def overflow(replica: ReplicaLoad, most: int | np.ndarray) -> np.ndarray:
-    """Return a table of replicated copies, (ep, num_experts, ep), under which no place computes more than `most` if possible.
+def overflow(replica: ReplicaLoad, most: int | np.ndarray) -> Replications:
+    """Return replications under which no place computes more than `most` if possible.
 
     The fullest place gives first. It gives copies of its largest expert to the emptiest place that may help.
 
@@ -42,7 +40,7 @@ def overflow(replica: ReplicaLoad, most: int | np.ndarray) -> np.ndarray:
         replica: the load of one replica of the experts.
         most: most copies per place, one number for all places or (ep,).
     """
-    giving = Giving(replica, _nothing(replica))
+    giving = Giving(replica, NOTHING)
     room = most - giving.loads
     for giver in np.argsort(room, kind="stable"):
         while room[giver] < 0 and giving.give(int(giver), room):
@@ -55,19 +53,24 @@ class Giving:
 
     Args:
         replica: the load of one replica of the experts.
-        replicated: (ep, num_experts, ep) int64, the initial table.
+        initial: the replications at the start.
     """
 
-    def __init__(self, replica: ReplicaLoad, replicated: np.ndarray) -> None:
+    def __init__(self, replica: ReplicaLoad, initial: Replications) -> None:
         self._home, self._places = replica.load.home, np.arange(len(replica.origins))
-        self.replicated = replicated.copy()
-        """(ep, num_experts, ep) int64: copies of a place, for an expert, that another place computes."""
-        self._staying = replica.copies - replicated.sum(2)
-        self.helped = replicated.sum(0) > 0
+        self._initial, self._given = initial, list[tuple[int, int, int, int]]()
+        self._staying = initial.staying(replica.copies)
+        self.helped = initial.helped(len(self._home), len(self._places))
         """(num_experts, ep) bool: whether an expert is replicated to a place."""
-        at_home = np.bincount(self._home, weights=self._staying.sum(0), minlength=len(self._places)).astype(np.int64)
-        self.loads: np.ndarray = at_home + replicated.sum((0, 1))
+        at_home = np.bincount(self._home, self._staying.sum(0), len(self._places))
+        helping = np.bincount(initial.helper, initial.amount, len(self._places))
+        self.loads: np.ndarray = (at_home + helping).astype(np.int64)
         """(ep,) int64: copies that each place computes."""
+
+    @property
+    def replicated(self) -> Replications:
+        """The replications at the start and those since."""
+        return self._initial.joined(Replications(*np.array(self._given, dtype=np.int64).reshape(-1, 4).T))
 
     def give(self, giver: int, room: np.ndarray, weights: int = 0) -> bool:
         """Replicate the excess copies of a place, at most those of one expert to one helper, and return whether any moved.
@@ -91,7 +94,7 @@ class Giving:
         for place in (helper, *others):  # the helper's own tokens first, then those of the places with most of them
             moved = min(remaining, int(staying[place]))
             staying[place] -= moved
-            self.replicated[place, expert, helper] += moved
+            self._given += [(place, expert, helper, moved)] if moved else []
             remaining -= moved
         self.helped[expert, helper] = True
         self.loads[[giver, helper]] += -amount, amount

@@ -9,53 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from moesaic.balance.replication.cost import ReplicaLoad
+from moesaic.program.replications import NOTHING, Replications
 
 DECIMALS = 12
 """Decimals to which modelled seconds are rounded before they are compared. Processors of different ranks may differ in the
 last bits, but all ranks must decide identically."""
-
-
-class Replications(NamedTuple):
-    """A sparse table of replicated copies. Several entries may have the same origin, expert and helper."""
-
-    origin: np.ndarray
-    """(n,) int64: the place of ep from which the copies come."""
-    expert: np.ndarray
-    """(n,) int64: the expert of the copies."""
-    helper: np.ndarray
-    """(n,) int64: the place of ep that computes the copies."""
-    amount: np.ndarray
-    """(n,) int64: the number of copies, above 0."""
-
-    @classmethod
-    def of(cls, table: np.ndarray) -> Replications:
-        """Return the nonzero entries of a dense table, (ep, num_experts, ep) int64."""
-        origin, expert, helper = np.nonzero(table)
-        return cls(origin, expert, helper, table[origin, expert, helper])
-
-    def table(self, num_experts: int, ep: int) -> np.ndarray:
-        """Return the dense table, (ep, num_experts, ep) int64."""
-        replicated = np.zeros((ep, num_experts, ep), dtype=np.int64)
-        np.add.at(replicated, (self.origin, self.expert, self.helper), self.amount)
-        return replicated
-
-    def joined(self, other: Replications) -> Replications:
-        """Return the entries of both tables."""
-        return Replications(*(np.concatenate(pair) for pair in zip(self, other)))
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is replicated."""
-        return len(self.amount) == 0
-
-
-_NONE = np.zeros(0, dtype=np.int64)
-NOTHING = Replications(_NONE, _NONE, _NONE, _NONE)
 
 
 @dataclass(frozen=True)
@@ -88,8 +50,7 @@ def rows_of(replica: ReplicaLoad, replicated: Replications) -> Rows:
         np.bincount(cell, replicated.amount, ep * ep).astype(np.int64).reshape(ep, ep)
         for cell in (home_cell, helper_cell)
     )
-    replicates = np.zeros((replica.load.num_experts, ep), dtype=bool)
-    replicates[replicated.expert, replicated.helper] = True
+    replicates = replicated.helped(replica.load.num_experts, ep)
     return Rows(at_home - moved, helped, replica.sent(replicates), int(replicates.sum(0).max()))
 
 
@@ -232,8 +193,7 @@ def spills(replica: ReplicaLoad, replicated: Replications, limit: float, *, near
         near_first: prefer places on the same node.
     """
     ep, home = len(replica.origins), replica.load.home
-    staying = replica.copies.copy()
-    np.subtract.at(staying, (replicated.origin, replicated.expert), replicated.amount)
+    staying = replicated.staying(replica.copies)
     loads = np.bincount(home, staying.sum(0), ep) + np.bincount(replicated.helper, replicated.amount, ep)
     loads = loads.astype(np.int64)
     limits = replica.limits(limit)
@@ -251,39 +211,42 @@ def spills(replica: ReplicaLoad, replicated: Replications, limit: float, *, near
     return replications
 
 
-def spread(replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> np.ndarray | None:
-    """Return the table over all ranks, (world, num_experts, ep) int64; None if nothing is replicated.
+def seconds_under(replica: ReplicaLoad, replicated: Replications) -> float:
+    """Return the modelled seconds of a call under a table of one replica of the experts."""
+    rows = rows_of(replica, replicated)
+    return replica.seconds_of(rows.home + rows.replicated, rows.fetched)
 
-    The replicated copies of a place are taken from its ranks in their order.
+
+def spread(replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> Replications:
+    """Return the table over all ranks. The replicated copies of a place are taken from its ranks in their order.
 
     Args:
         replicas: the loads of the replicas of the experts.
         replicated: the replications between the places of each replica.
     """
-    if all(entries.is_empty for entries in replicated):
-        return None
-    load = replicas[0].load
-    table = np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64)
-    for replica, entries in zip(replicas, replicated):
-        if entries.is_empty:
-            continue
-        ranks = replica.origins.shape[1]
-        if ranks == 1:
-            np.add.at(table, (replica.origins[entries.origin, 0], entries.expert, entries.helper), entries.amount)
-            continue
-        experts, where = np.unique(entries.expert, return_inverse=True)
-        by_place = entries._replace(expert=where).table(len(experts), len(replica.origins))
-        of_rank = load.copies[replica.origins][:, :, experts]
-        cells = of_rank.transpose(0, 2, 1).reshape(-1, ranks), by_place.reshape(-1, by_place.shape[2])
-        shared = _overlaps(*cells).reshape(*by_place.shape[:2], ranks, -1).transpose(0, 2, 1, 3)
-        table[replica.origins[:, :, None], experts] = shared
-    return table
+    return NOTHING.joined(*(_from_ranks(*each) for each in zip(replicas, replicated)))
 
 
-def full_table(replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> np.ndarray:
-    """Return the table of `spread`, or zeros if nothing is replicated, as a policy's `decide` does."""
-    load, table = replicas[0].load, spread(replicas, replicated)
-    return np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64) if table is None else table
+def within(replica: ReplicaLoad, replicated: Replications) -> Replications:
+    """Return the part of a table over all ranks that is of one replica of the experts, with places for origins."""
+    place = np.full(len(replica.load.copies), -1)
+    place[replica.origins] = np.arange(len(replica.origins))[:, None]
+    places = place[replicated.origin]
+    return replicated._replace(origin=places).where(places >= 0)
+
+
+def _from_ranks(replica: ReplicaLoad, replicated: Replications) -> Replications:
+    """Return a table of one replica with ranks for origins."""
+    ranks, experts = replica.origins.shape[1], replica.load.num_experts
+    if ranks == 1 or replicated.is_empty:
+        return replicated._replace(origin=replica.origins[replicated.origin, 0])
+    cells, number = np.unique(replicated.origin * experts + replicated.expert, return_inverse=True)
+    origin, expert = np.divmod(cells, experts)
+    by_helper = np.zeros((len(cells), len(replica.origins)), dtype=np.int64)
+    np.add.at(by_helper, (number, replicated.helper), replicated.amount)
+    shared = _overlaps(replica.load.copies[replica.origins[origin], expert[:, None]], by_helper)
+    cell, rank, helper = np.nonzero(shared)
+    return Replications(replica.origins[origin[cell], rank], expert[cell], helper, shared[cell, rank, helper])
 
 
 def _matched(

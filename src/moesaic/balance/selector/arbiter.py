@@ -23,11 +23,12 @@ from moesaic.balance.replication.policy import (
     CallDecision,
     CallTraffic,
 )
-from moesaic.balance.replication.tables import NOTHING, Replications, spread
+from moesaic.balance.replication.tables import spread, within
 from moesaic.balance.selector.options import STEPS, STEPS_REPLICATED, Option, Recipe, Weigher, is_even, option_plans
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.program.plan import NO_REPLICATION, Plan
+from moesaic.program.replications import NOTHING, Replications
 
 EVERY, COUNTS = 11, 192
 """All options are compared in every `EVERY`-th call, less often if a call has more than `EVERY` times `COUNTS` counts: it takes
@@ -68,7 +69,7 @@ class Arbiter(AbstractReplicationPolicy):
         """Return the fastest table of replicated copies by the model, (world, num_experts, ep) int64."""
         plan = Plan(replication="arbiter")
         replicated = self.start({ALONE: Plan(replication=NO_REPLICATION), REPLICATED: plan}).choose(load).replicated
-        return np.zeros((*load.copies.shape, load.grid.ep), dtype=np.int64) if replicated is None else replicated
+        return (replicated or NOTHING).table((*load.copies.shape, load.grid.ep))
 
 
 class Arbitration(AbstractChooser):
@@ -92,22 +93,19 @@ class Arbitration(AbstractChooser):
     def choose(self, load: CallLoad) -> CallDecision:
         """Return the decision for a call, from its counts and the model; the same on all ranks."""
         started, replicas = time.thread_time(), self.weigher.replica_loads(load)
-        replicated: tuple[Replications, ...] | None
         self._calls += 1
         if self._calls % max(EVERY, load.copies.size // COUNTS) == 1:
             self._compare(replicas)
-            replicated, table = self._last.replicated, spread(replicas, self._last.replicated)
+            table = spread(replicas, self._last.replicated)
         else:
-            replicated, table = self._repeated(replicas)
+            table = self._repeated(replicas)
         option = self._last
-        if table is None and option.recipe.policy:  # nothing is left to replicate: the same steps without replication
+        if table.is_empty and option.recipe.policy:  # nothing is left to replicate: the same steps without replication
             program = STEPS if option.program == STEPS_REPLICATED else ALONE
             option = Option(program, Recipe(), (), 0.0)
 
         def moved() -> tuple[CallTraffic, CallTraffic]:
-            ran = nothing = (NOTHING,) * len(replicas)
-            if table is not None:
-                ran = replicated or tuple(Replications.of(table[each.origins].sum(1)) for each in replicas)
+            nothing, ran = (NOTHING,) * len(replicas), [within(each, table) for each in replicas]
             return tuple(  # type: ignore[return-value]
                 CallTraffic(
                     tuple(rows for work in works for rows in work.rows),
@@ -120,8 +118,8 @@ class Arbitration(AbstractChooser):
             )  # fmt: skip
 
         return CallDecision(
-            option=option.name, program=option.program, replicated=table, seconds=self._seconds, moved=moved,
-            decision_seconds=time.thread_time() - started,
+            option=option.name, program=option.program, replicated=None if table.is_empty else table,
+            seconds=self._seconds, moved=moved, decision_seconds=time.thread_time() - started,
         )  # fmt: skip
 
     def _compare(self, replicas: Sequence[ReplicaLoad]) -> None:
@@ -156,15 +154,12 @@ class Arbitration(AbstractChooser):
         name = max(self._saved, key=lambda name: self._saved[name])
         return self._known[name if self._saved[name] > self.settings.margin else ALONE]
 
-    def _repeated(self, replicas: Sequence[ReplicaLoad]) -> tuple[tuple[Replications, ...] | None, np.ndarray | None]:
-        """Return the replications and the table of the last option for another call; the former are None if unknown."""
+    def _repeated(self, replicas: Sequence[ReplicaLoad]) -> Replications:
+        """Return the table of the last option for another call."""
         if not self._last.recipe.policy:
-            return None, None
-        amounts = None if self._scaled is None else self._scaled.fitted(replicas[0].load)
-        if self._scaled is not None and amounts is not None:
-            return None, self._scaled.table(amounts) if amounts.any() else None
-        replicated = self.weigher.tables(self._last.recipe, replicas)
-        return replicated, spread(replicas, replicated)
+            return NOTHING
+        scaled = None if self._scaled is None else self._scaled.fitted(replicas[0].load)
+        return spread(replicas, self.weigher.tables(self._last.recipe, replicas)) if scaled is None else scaled
 
 
 class ScaledTable:
@@ -178,36 +173,22 @@ class ScaledTable:
     """
 
     def __init__(self, replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> None:
-        load, table = replicas[0].load, spread(replicas, replicated)
-        assert table is not None
-        self._shape, self._cells = table.shape, np.flatnonzero(table)
-        self._amounts = table.reshape(-1)[self._cells]
-        self._before = load.copies.reshape(-1)[self._cells // load.grid.ep]
-        self._slowness = replicas[0].links.slowness
-        self._source = load.home[self._cells // load.grid.ep % load.num_experts]
-        self._target = self._cells % load.grid.ep
-        self._busiest = self._busiest_under(load, self._amounts)
+        load, self._table = replicas[0].load, spread(replicas, replicated)
+        self._runs = self._table.origin * load.num_experts + self._table.expert
+        self._before = load.copies.reshape(-1)[self._runs]
+        self._slowness, self._source = replicas[0].links.slowness, load.home[self._table.expert]
+        self._busiest = self._busiest_under(load, self._table.amount)
 
-    def fitted(self, load: CallLoad) -> np.ndarray | None:
-        """Return the entries for a call, (n,) int64; None if the load has changed too much for the table."""
-        amounts: np.ndarray = self._amounts * load.copies.reshape(-1)[self._cells // load.grid.ep] // self._before
-        return None if self._busiest_under(load, amounts) > self._busiest + WORSE else amounts
-
-    def table(self, amounts: np.ndarray) -> np.ndarray:
-        """Return the table with these entries, (world, num_experts, ep) int64. Reading it whole would take a millisecond."""
-        table = np.zeros(self._shape, dtype=np.int64)
-        table.reshape(-1)[self._cells] = amounts
-        return table
+    def fitted(self, load: CallLoad) -> Replications | None:
+        """Return the table for a call; None if the load has changed too much for it."""
+        amounts: np.ndarray = self._table.amount * load.copies.reshape(-1)[self._runs] // self._before
+        if self._busiest_under(load, amounts) > self._busiest + WORSE:
+            return None
+        return self._table._replace(amount=amounts).where(amounts > 0)
 
     def _busiest_under(self, load: CallLoad, amounts: np.ndarray) -> float:
         """Return the load of the busiest place if these copies are replicated, relative to the mean."""
-        ep = load.grid.ep
-        moved = np.bincount(self._target, amounts, ep) - np.bincount(self._source, amounts, ep)
-        return _busiest_place(load, self._slowness, moved)
-
-
-def _busiest_place(load: CallLoad, slowness: np.ndarray | float, moved: np.ndarray | float = 0.0) -> float:
-    """Return the load of the busiest place of ep over all replicas, relative to the mean."""
-    loads = load.copies.sum(0).reshape(load.grid.ep, -1).sum(1)
-    total = int(loads.sum())
-    return float(((loads + moved) * slowness).max()) * load.grid.ep / total if total else 0.0
+        ep, copies = load.grid.ep, load.copies.sum(0)
+        moved = np.bincount(self._table.helper, amounts, ep) - np.bincount(self._source, amounts, ep)
+        loads = (copies.reshape(ep, -1).sum(1) + moved) * self._slowness
+        return float(loads.max()) * ep / max(1, int(copies.sum()))

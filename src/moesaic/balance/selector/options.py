@@ -21,18 +21,10 @@ import numpy as np
 from moesaic.balance.replication.cost import CallLoad, ReplicaLinks, ReplicaLoad, ReplicationCosts, replica_links
 from moesaic.balance.replication.eplb import redundant
 from moesaic.balance.replication.policy import ALONE, REPLICATED
-from moesaic.balance.replication.tables import (
-    DECIMALS,
-    NOTHING,
-    Replications,
-    least_of,
-    rows_of,
-    shadows,
-    shadows_above,
-    spills,
-)
+from moesaic.balance.replication.tables import DECIMALS, least_of, rows_of, shadows, shadows_above, spills
 from moesaic.program.grid import Grid
 from moesaic.program.plan import NO_REPLICATION, Plan
+from moesaic.program.replications import NOTHING, Replications
 
 STEPS, STEPS_REPLICATED = "steps", f"steps+{REPLICATED}"
 """Names of the programs that exchange group by group."""
@@ -265,15 +257,17 @@ def work_of(replica: ReplicaLoad, replicated: Replications, chunks: int = 1) -> 
         replicated: the replications between the places of that replica.
         chunks: number of chunks in which the copies that are not replicated travel.
     """
-    rows, shards, passes = rows_of(replica, replicated), replica.origins.shape[1], replica.passes
+    rows, shards, passes = rows_of(replica, replicated), replica.origins.shape[1], replica.costs.passes
     messages, slowness = replica.links.start_up, replica.links.slowness
     moved = rows.home + rows.replicated
     across = int(moved.sum() - np.trace(moved))
     return Work(
         home=replica.compute_seconds(rows.home.sum(0) * slowness),
         helped=replica.compute_seconds(rows.replicated.sum(0) * slowness),
-        travel=_travel(replica, rows.home) + passes * _fullest(messages * chunks * (rows.home > 0)),
-        travel_helped=_travel(replica, rows.replicated) + passes * _fullest(messages * (rows.replicated > 0)),
+        travel=replica.travel_seconds(replica.fullest(rows.home))
+        + passes * _fullest(messages * chunks * (rows.home > 0)),
+        travel_helped=replica.travel_seconds(replica.fullest(rows.replicated))
+        + passes * _fullest(messages * (rows.replicated > 0)),
         fetch=replica.fetch_seconds(replica.fullest(rows.fetched))
         + passes / 2 * _fullest(messages * (rows.fetched > 0)),
         host=rows.held * replica.costs.expert_us * 1e-6,
@@ -300,9 +294,9 @@ def gathered_work(replica: ReplicaLoad, alone: Work, r: int) -> Work:
         return replace(
             alone,
             travel=alone.travel * r / shards,
-            fetch=(replica.passes - 1) * gathered,  # forward, again in backward, and the gradients back
+            fetch=(replica.costs.passes - 1) * gathered,  # forward, again in backward, and the gradients back
             token_bytes=alone.token_bytes * r // shards,
-            weight_bytes=(replica.passes - 1) * num_fetched * replica.weight_bytes * replica.origins.size,
+            weight_bytes=(replica.costs.passes - 1) * num_fetched * replica.weight_bytes * replica.origins.size,
         )
     # Every rank fetches all shards of all experts of the replica and computes its own copies.
     own_copies = replica.load.copies[replica.origins].sum(2)
@@ -314,9 +308,9 @@ def gathered_work(replica: ReplicaLoad, alone: Work, r: int) -> Work:
         home=replica.compute_seconds(own_copies.max(1) * shards * replica.links.slowness),
         helped=alone.helped,
         travel=0.0,
-        fetch=(replica.passes - 1) * fetched,
+        fetch=(replica.costs.passes - 1) * fetched,
         rows=tuple(own_copies.sum(1).tolist()),
-        weight_bytes=(replica.passes - 1) * num_fetched * replica.weight_bytes * replica.origins.size,
+        weight_bytes=(replica.costs.passes - 1) * num_fetched * replica.weight_bytes * replica.origins.size,
     )
 
 
@@ -335,14 +329,9 @@ def is_even(replica: ReplicaLoad, margin: float) -> bool:
     if 2 * int(away.max(initial=0)) * replica.row_bytes > replica.weight_bytes:
         return False
     rows = rows_of(replica, NOTHING).home
-    travel = rows * replica.seconds_per_byte
+    travel = rows * replica.links.seconds_per_byte
     loads = (rows.sum(0) * replica.links.slowness, travel.sum(0), travel.sum(1))
     return all(float(each.max()) <= (1 + margin) * float(each.mean()) for each in loads)
-
-
-def _travel(replica: ReplicaLoad, rows: np.ndarray) -> float:
-    """Return the seconds of all transfers of rows on the fullest link."""
-    return replica.travel_seconds(replica.fullest(rows))
 
 
 def _fullest(seconds: np.ndarray) -> float:

@@ -152,12 +152,9 @@ def block_errors(values: np.ndarray, rate: int) -> np.ndarray:
     """
     rows, dim = values.shape
     largest = np.abs(values).reshape(rows // BLOCK, BLOCK, dim // BLOCK, BLOCK).max((1, 3))
-    width, planes = values.dtype.itemsize * 8, (block_bits(values.dtype, rate) - 15) // 16
+    # A block's planes get its bits but for a flag and the exponent.
+    plane_bits = BLOCK * BLOCK * rate - (9 if values.dtype == np.float32 else 12)
+    width, planes = values.dtype.itemsize * 8, (plane_bits - 15) // 16
     relative = CUT * 2.0 ** (2 - planes) + LOSSES * 2.0 ** (2 - width) + 2 * float(np.finfo(values.dtype).eps)
     errors = np.ldexp(WRAPPED if planes < SAFE_PLANES else relative, np.frexp(largest)[1])
     return np.where(largest == 0, 0.0, errors)  # a block of zeros is sent as such
-
-
-def block_bits(dtype: np.dtype, rate: int) -> int:
-    """Return how many of a block's bits its planes get: all but a flag and the exponent."""
-    return BLOCK * BLOCK * rate - (9 if dtype == np.float32 else 12)
