@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.balance.replication.cost import CallLoad, ReplicaLoad, ReplicationCosts, replica_loads
+from moesaic.balance.replication.cost import CallLoad, ReplicaLoad
 from moesaic.balance.replication.policy import AbstractReplicationPolicy
-from moesaic.balance.replication.tables import rows_of
 from moesaic.program.grid import Grid
-from moesaic.program.replications import Replications
+from moesaic.program.replications import NOTHING, Replications
 
 GRIDS = [
     Grid(world=4, ep=4, ranks_per_node=2),
@@ -43,10 +42,11 @@ def by_place(load: CallLoad, replicated: np.ndarray) -> list[np.ndarray]:
     return [replicated[origins].sum(1) for origins in load.replicas]
 
 
-def busiest(load: CallLoad, replicated: np.ndarray) -> int:
-    (replica,) = replica_loads(load, ReplicationCosts())
-    rows = rows_of(replica, Replications.of(replicated))
-    return int((rows.home + rows.replicated).sum(0).max())
+def computed(load: CallLoad, replicated: Replications | None) -> np.ndarray:
+    """Return the copies that each place computes, (ep,) int64."""
+    table = dense(load, replicated or NOTHING)
+    copies: np.ndarray = np.bincount(load.home, (load.copies - table.sum(2)).sum(0), load.grid.ep) + table.sum((0, 1))
+    return copies.astype(np.int64)
 
 
 def check_table(policy: AbstractReplicationPolicy, load: CallLoad) -> None:

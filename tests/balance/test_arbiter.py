@@ -9,7 +9,7 @@ import pytest
 
 from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
-from moesaic.balance.replication.policy import REPLICATED, CallDecision, programs_of
+from moesaic.balance.replication.policy import REPLICATED, programs_of
 from moesaic.balance.replication.tables import spills, spread
 from moesaic.balance.selector import arbiter as arbiter_module
 from moesaic.balance.selector.arbiter import EVERY, SMALL, Arbiter, Arbitration, ScaledTable
@@ -19,7 +19,7 @@ from moesaic.program.compile import compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.program.replications import NOTHING
-from replication_loads import dense
+from replication_loads import computed, dense
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 SHARDED = Grid(world=8, ep=4, etp=2, ranks_per_node=4)
@@ -42,13 +42,6 @@ def skewed(skew: float, grid: Grid = GRID, *, tokens: int = 4096, seed: int = 0,
     return CallLoad(grid, copies, experts, units // grid.etp, 512)
 
 
-def computed(verdict: CallDecision, load: CallLoad) -> np.ndarray:
-    """Return the copies that each place of ep computes."""
-    replicated = dense(load, verdict.replicated or NOTHING)
-    rows = np.bincount(load.home, (load.copies - replicated.sum(2)).sum(0), load.grid.ep)
-    return rows + replicated.sum((0, 1))
-
-
 def test_an_even_load_is_left_alone_and_nothing_else_is_weighed():
     verdict = made().choose(skewed(0))
     assert (verdict.option, verdict.program, verdict.replicated) == ("alone", "alone", None)
@@ -65,9 +58,9 @@ def test_what_it_chooses_is_the_least_and_its_table_does_what_it_says():
         verdict = made(grid, machine, margin=0.0).choose(load)
         alone, ran = verdict.moved()
         assert verdict.seconds[verdict.option] == min(verdict.seconds.values())
-        assert computed(verdict, load).sum() == load.copies.sum()
+        assert computed(load, verdict.replicated).sum() == load.copies.sum()
         if "r=" not in verdict.option:
-            assert list(ran.rows) == computed(verdict, load).tolist()
+            assert list(ran.rows) == computed(load, verdict.replicated).tolist()
         assert list(alone.rows) == np.bincount(load.home, load.copies.sum(0), grid.ep).tolist()
         chosen.add(verdict.option.removeprefix("steps+"))
     assert {"shadow", "spill", "r=0"} <= chosen
@@ -143,13 +136,13 @@ def test_between_comparisons_the_table_still_follows_the_counts(small: int, monk
         alone, ran = verdict.moved()
         assert verdict.replicated is not None
         assert (dense(load, verdict.replicated).sum(2) <= load.copies).all()
-        assert max(ran.rows) == computed(verdict, load).max() < 0.7 * max(alone.rows)
+        assert max(ran.rows) == computed(load, verdict.replicated).max() < 0.7 * max(alone.rows)
 
 
 def test_a_table_that_is_scaled_keeps_its_shares_until_the_load_has_changed_too_much():
     load = skewed(1.5)
     (replica,) = made().weigher.replica_loads(load)
-    table = ScaledTable([replica], [spills(replica, NOTHING, 1.0)])
+    table = ScaledTable(replica, spread([replica], [spills(replica, NOTHING, 1.0)]))
     same = table.fitted(load)
     assert same is not None
     assert (dense(load, same) == dense(load, spread([replica], [spills(replica, NOTHING, 1.0)]))).all()

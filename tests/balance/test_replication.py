@@ -61,8 +61,8 @@ def test_replication_never_costs_more_than_none_by_the_model(kind: type, costs: 
         (None, "decided NoneType: return integers of shape"),
         (np.zeros((2, 2, 2)), r"decided float64 \(2, 2, 2\): return integers"),
         (np.zeros((2, 2), dtype=np.int64), r"decided int64 \(2, 2\): return integers of shape \(2, 2, 2\)"),
-        (np.array([[[0, -1], [0, 0]], [[0, 0], [0, 0]]]), "below 0 or at load.home: return 0"),
-        (np.array([[[1, 0], [0, 0]], [[0, 0], [0, 0]]]), "below 0 or at load.home: return 0"),
+        (np.array([[[0, -1], [0, 0]], [[0, 0], [0, 0]]]), "replicates less than a copy, or to load.home: leave it out"),
+        (np.array([[[1, 0], [0, 0]], [[0, 0], [0, 0]]]), "replicates less than a copy, or to load.home: leave it out"),
     ],
 )
 def test_a_call_refuses_a_table_that_is_none(decided: np.ndarray | None, words: str):

@@ -24,7 +24,7 @@ from moesaic.program.plan import Plan
 from moesaic.program.replications import NOTHING, Replications
 from moesaic.program.sizes import CallSizes
 from moesaic.program.task import Op
-from replication_loads import dense
+from replication_loads import computed, dense
 
 GRIDS = {
     "ep 4": Grid(world=4, ep=4, ranks_per_node=2),
@@ -136,13 +136,6 @@ def test_no_rows_are_one_slice() -> None:
     assert (slices.num_slices, slices.share_again, slices.copies(0).sum()) == (1, 0.0, 0)
 
 
-def rows_of(load: CallLoad, replicated: Replications) -> np.ndarray:
-    """Return the rows that each place computes, (ep,), if a place is one rank."""
-    table = dense(load, replicated)
-    staying = load.copies.sum(0) - table.sum((0, 2))
-    return np.bincount(load.home, weights=staying, minlength=load.grid.ep).astype(np.int64) + table.sum((0, 1))
-
-
 def limits_of_ranks(load: CallLoad, replicated: Replications, budget: int) -> np.ndarray:
     """Return the rows that each rank may compute in addition to replicated weights, (world,)."""
     rows = np.zeros(len(load.copies), dtype=np.int64)
@@ -156,13 +149,13 @@ def test_what_is_over_a_budget_goes_where_there_is_room() -> None:
     load = CallLoad(GRIDS["ep 4"], np.array([[40, 5, 0, 0]] * 4), 4, units=1, dim=8)
     given = Replications(*np.array([[3], [0], [3], [10]]))
     replicated = within_budget(load, given, 60)
-    assert (rows_of(load, replicated) <= limits_of_ranks(load, replicated, 60)).all()
+    assert (computed(load, replicated) <= limits_of_ranks(load, replicated, 60)).all()
     assert dense(load, replicated).sum((0, 1))[3] >= 10, "what the policy replicated stays replicated"
     assert within_budget(load, given, 40) is None, "there are 180 rows for 4 places"
     twice = within_budget(load, given, 40, slices=2)
     assert twice is not None
-    assert (rows_of(load, twice) <= 2 * limits_of_ranks(load, twice, 40)).all()
-    assert rows_of(load, twice).max() > 40
+    assert (computed(load, twice) <= 2 * limits_of_ranks(load, twice, 40)).all()
+    assert computed(load, twice).max() > 40
 
 
 def test_replicated_weights_take_room() -> None:
@@ -202,7 +195,7 @@ def test_slices_take_longer_than_a_whole_call_and_replication_less_than_slices()
     tables = fitting_tables(load, NOTHING, 6000, 3)
     assert seconds(load, costs, tables[0], 1, 0.0) < 0.5 * whole
     assert len(tables) == 2
-    assert rows_of(load, tables[1]).max() < rows_of(load, tables[0]).max(), (
+    assert computed(load, tables[1]).max() < computed(load, tables[0]).max(), (
         "where the budget allows more, a more even table"
     )
 

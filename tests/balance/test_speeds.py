@@ -13,20 +13,13 @@ from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.balance.selector.options import is_even, work_of
 from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
-from moesaic.program.replications import NOTHING
-from replication_loads import dense
+from moesaic.program.replications import NOTHING, Replications
+from replication_loads import computed
 
 GRID = Grid(world=4, ep=4, ranks_per_node=2)
 EVEN = CallLoad(GRID, np.full((4, 8), 100), 8, units=8, dim=8)
 SLOW_MACHINE = Machine(tflops=1e-6)
 SPEEDS = (1.0, 1.0, 1.0, 0.5)
-
-
-def computed(table: np.ndarray) -> np.ndarray:
-    """Return the copies of the even load that each place computes, (4,)."""
-    staying = (EVEN.copies - table.sum(2)).sum(0).reshape(4, 2).sum(1)
-    copies: np.ndarray = staying + table.sum((0, 1))
-    return copies
 
 
 def costs(speeds: tuple[float, ...] = ()) -> ReplicationCosts:
@@ -35,8 +28,7 @@ def costs(speeds: tuple[float, ...] = ()) -> ReplicationCosts:
 
 def test_spilling_fills_each_place_up_to_what_it_computes_in_the_same_time() -> None:
     (replica,) = replica_loads(EVEN, costs(SPEEDS))
-    moved = dense(replica, spills(replica, NOTHING, 1.0))
-    rows = computed(moved)
+    rows = computed(EVEN, spills(replica, NOTHING, 1.0))
     assert rows.sum() == 3200
     assert rows[3] == pytest.approx(3200 / 7, abs=1)
     assert (rows * replica.links.slowness).max() == pytest.approx(3200 * 2 / 7, rel=0.01)
@@ -45,7 +37,7 @@ def test_spilling_fills_each_place_up_to_what_it_computes_in_the_same_time() -> 
 def test_policies_move_copies_away_from_a_slow_rank_and_from_no_other() -> None:
     assert not Spill(costs()).decide(EVEN).any()
     table = Spill(costs(SPEEDS)).decide(EVEN)
-    assert computed(table)[3] < 600
+    assert computed(EVEN, Replications.of(table))[3] < 600
     assert not table[:, :6].any(), "experts of the other ranks stay at home"
     assert Arbiter(costs=costs(SPEEDS)).decide(EVEN).any()
     assert not Arbiter(costs=costs()).decide(EVEN).any()
@@ -72,7 +64,7 @@ def test_a_slow_link_is_that_of_one_node() -> None:
     load = CallLoad(grid, np.full((8, 16), 10), 16, units=8, dim=8)
     told, slow = ReplicationCosts(machine=machine), ReplicationCosts(machine=machine, node_links=(1, 1, 1, 0.5))
     ((before,), (after,)) = (replica_loads(load, each) for each in (told, slow))
-    ratio = after.seconds_per_byte / np.where(before.seconds_per_byte > 0, before.seconds_per_byte, 1)
+    ratio = after.links.seconds_per_byte / np.where(before.links.seconds_per_byte > 0, before.links.seconds_per_byte, 1)
     node = np.arange(8) // 2
     across = node[:, None] != node[None, :]
     of_slow = (node[:, None] == 3) | (node[None, :] == 3)

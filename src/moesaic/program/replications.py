@@ -65,5 +65,4 @@ class Replications(NamedTuple):
         return int(self.amount.sum())
 
 
-_NONE = np.zeros(0, dtype=np.int64)
-NOTHING = Replications(_NONE, _NONE, _NONE, _NONE)
+NOTHING = Replications(*np.zeros((4, 0), dtype=np.int64))

@@ -119,8 +119,8 @@ class ReplicationCosts:
     """Host time in microseconds, forward and backward, for each expert that is replicated to a place: packing, placing, calls.
     Small if grouped products compute all experts at once. Only the arbiter counts it."""
     part_us: float = 100.0
-    """Host time in microseconds to launch each further part of a pass, if a call runs step by step. Only the arbiter counts
-    it."""
+    """Host time in microseconds to launch each further all-to-all and its products, if a call runs step by step. Only the
+    arbiter counts it."""
     speeds: tuple[float, ...] = ()
     """Speed of each rank's products relative to `machine`; () if equal."""
     node_links: tuple[float, ...] = ()

@@ -129,10 +129,9 @@ class _ByTable(AbstractChooser):
 
     def choose(self, load: CallLoad) -> CallDecision:
         replicated = self._policy.replications(load)
-        replicated = replicated.where(replicated.amount != 0)
-        if (replicated.amount < 0).any() or (replicated.helper == load.home[replicated.expert]).any():
+        if (replicated.amount < 1).any() or (replicated.helper == load.home[replicated.expert]).any():
             raise InputError(
-                f"replication policy {type(self._policy).__name__} replicates copies below 0 or at load.home: return 0 there"
+                f"replication policy {type(self._policy).__name__} replicates less than a copy, or to load.home: leave it out"
             )
         if replicated.is_empty:
             return CallDecision(option=ALONE, program=ALONE, seconds={})

@@ -96,7 +96,7 @@ class Arbitration(AbstractChooser):
         self._calls += 1
         if self._calls % max(EVERY, load.copies.size // COUNTS) == 1:
             self._compare(replicas)
-            table = spread(replicas, self._last.replicated)
+            table = self._spread(replicas, self._last.replicated)
         else:
             table = self._repeated(replicas)
         option = self._last
@@ -132,13 +132,9 @@ class Arbitration(AbstractChooser):
             options = self.weigher.all(replicas)
         self._seconds = {option.name: option.seconds for option in options}
         chosen = self._fastest_lately(options)
-        is_quick = chosen.recipe.shadows and replicas[0].load.copies.size <= SMALL
         if all(option is not chosen for option in options):  # its recipe is that of an earlier call
             chosen = replace(chosen, replicated=self.weigher.tables(chosen.recipe, replicas))
-            if not is_quick and all(table.is_empty for table in chosen.replicated):
-                chosen = max(options, key=lambda option: self._saved[option.name])
-        self._last, needs_scaling = chosen, chosen.recipe.policy and not is_quick
-        self._scaled = ScaledTable(replicas, chosen.replicated) if needs_scaling else None
+        self._last, self._scaled = chosen, None
 
     def _fastest_lately(self, options: Sequence[Option]) -> Option:
         """Return the option that saved most in all comparisons, each of which counts twice as much as the one before.
@@ -159,7 +155,14 @@ class Arbitration(AbstractChooser):
         if not self._last.recipe.policy:
             return NOTHING
         scaled = None if self._scaled is None else self._scaled.fitted(replicas[0].load)
-        return spread(replicas, self.weigher.tables(self._last.recipe, replicas)) if scaled is None else scaled
+        return self._spread(replicas, self.weigher.tables(self._last.recipe, replicas)) if scaled is None else scaled
+
+    def _spread(self, replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> Replications:
+        """Return a table over all ranks; it is kept for later calls, unless shadows are chosen as quickly as it is scaled."""
+        table = spread(replicas, replicated)
+        if not table.is_empty and not (self._last.recipe.shadows and replicas[0].load.copies.size <= SMALL):
+            self._scaled = ScaledTable(replicas[0], table)
+        return table
 
 
 class ScaledTable:
@@ -168,16 +171,16 @@ class ScaledTable:
     With many ranks and experts, building a table anew takes milliseconds; this is one integer product per entry.
 
     Args:
-        replicas: the loads of the call for which the table was built, by replica of the experts.
-        replicated: the replications within each replica.
+        replica: the load of a replica of the experts in the call for which the table was built.
+        table: the replications over all ranks.
     """
 
-    def __init__(self, replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> None:
-        load, self._table = replicas[0].load, spread(replicas, replicated)
-        self._runs = self._table.origin * load.num_experts + self._table.expert
+    def __init__(self, replica: ReplicaLoad, table: Replications) -> None:
+        load, self._table = replica.load, table
+        self._runs = table.origin * load.num_experts + table.expert
         self._before = load.copies.reshape(-1)[self._runs]
-        self._slowness, self._source = replicas[0].links.slowness, load.home[self._table.expert]
-        self._busiest = self._busiest_under(load, self._table.amount)
+        self._slowness, self._source = replica.links.slowness, load.home[table.expert]
+        self._busiest = self._busiest_under(load, table.amount)
 
     def fitted(self, load: CallLoad) -> Replications | None:
         """Return the table for a call; None if the load has changed too much for it."""

@@ -173,10 +173,11 @@ class Weigher:
         return options
 
     def _option(self, program: str, recipe: Recipe, replicated: tuple[Replications, ...], works: list[Work]) -> Option:
-        plan, steps = self._plans[program], self._plans[program].peer_groups
-        parts = (steps - self._plans[ALONE].peer_groups) * self._costs.passes / 2 * self._costs.part_us * 1e-6
-        seconds = max(work.seconds(plan.chunks * steps) for work in works)
-        return Option(program, recipe, replicated, round(seconds + parts, DECIMALS))
+        plan, costs = self._plans[program], self._costs
+        parts = (plan.peer_groups - self._plans[ALONE].peer_groups) * costs.passes
+        seconds = max(work.seconds(plan.chunks * plan.peer_groups) for work in works)
+        seconds += parts * (costs.part_us + costs.machine.inter_latency_us) * 1e-6
+        return Option(program, recipe, replicated, round(seconds, DECIMALS))
 
     def _best_tables(
         self, replicas: Sequence[ReplicaLoad]
@@ -241,10 +242,9 @@ class Work:
         if not self.replicates:
             busiest = float(compute.max())
             return max(busiest, travel) + min(busiest, travel) / parts + self.fetch
-        arrives = self.fetch + self.travel_helped / 2
+        arrives = self.fetch + self.travel_helped / 2  # over the same links as tokens that travel home
         whole = travel / 2 + np.maximum(compute, arrives) + np.maximum(self.helped, travel / 2)
-        in_parts = np.maximum(compute, travel) + np.minimum(compute, travel) / parts
-        in_parts = np.maximum(in_parts, arrives) + self.helped
+        in_parts = np.maximum(compute, travel + arrives) + np.minimum(compute, travel) / parts + self.helped
         seconds = whole if parts == 1 else np.minimum(whole, in_parts)
         return float(seconds.max()) + self.travel_helped / 2 + self.host
 
