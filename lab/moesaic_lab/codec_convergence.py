@@ -4,7 +4,7 @@ Every run trains with its experts split over two processes, so half of all token
 seed, runs share data, weights and steps, and differ only in the codec; a dense model with equally many active parameters is
 added for comparison. Scores are of held-back text: perplexity per byte, and BLEU by sacrebleu. With the first seed, the dense
 model and the one without a codec also train twice as long, which changes their scores by less than seeds differ if they have
-converged. On two cores, a run of the language model takes 2 to 6 minutes, all of them two hours.
+converged. On two cores, a run of the language model takes 2 to 7 minutes, all of them two hours.
 
     moesaic bench codec_convergence --keep runs/codecs --json benchmarks/results/codec_convergence.json
 
