@@ -224,7 +224,7 @@ def spread(replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) 
         replicas: the loads of the replicas of the experts.
         replicated: the replications between the places of each replica.
     """
-    return NOTHING.joined(*(_from_ranks(*each) for each in zip(replicas, replicated)))
+    return NOTHING.joined(*(_by_rank(*each) for each in zip(replicas, replicated)))
 
 
 def within(replica: ReplicaLoad, replicated: Replications) -> Replications:
@@ -235,8 +235,8 @@ def within(replica: ReplicaLoad, replicated: Replications) -> Replications:
     return replicated._replace(origin=places).where(places >= 0)
 
 
-def _from_ranks(replica: ReplicaLoad, replicated: Replications) -> Replications:
-    """Return a table of one replica with ranks for origins."""
+def _by_rank(replica: ReplicaLoad, replicated: Replications) -> Replications:
+    """Return the table of one replica of the experts with ranks, not places, as origins."""
     ranks, experts = replica.origins.shape[1], replica.load.num_experts
     if ranks == 1 or replicated.is_empty:
         return replicated._replace(origin=replica.origins[replicated.origin, 0])
