@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -124,23 +124,24 @@ def _mean(rows: list[dict[str, Any]], key: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    """Return the claims: gain of score over position at the least capacity, cost of that capacity, spread over weights."""
+    """Return a claim per finding of the paper: its sign and half of its size, or a gap within what seeds differ by."""
+    found, heavy = CAPACITIES[1], (BALANCE[0.01] - BALANCE[1.0]) / 200
+    least, most = min(found), max(found)
+    seeds_differ = max((row["most"] - row["least"] for row in rows if row.get("router") == "switch"), default=0.0)
 
-    least, most = min(CAPACITIES[1]), max(CAPACITIES[1])
+    def at(**row: object) -> float:
+        return max(figures(rows, "accuracy", **row))
 
-    def at(capacity: float, admit_by: Order) -> float:
-        return max(figures(rows, "accuracy", top_k=1, capacity=capacity, admit_by=admit_by))
+    def of(capacity: float, admit_by: Order = "position") -> float:
+        return at(top_k=1, capacity=capacity, admit_by=admit_by)
 
-    def spread() -> float:
-        by_weight = figures(rows, "accuracy", table="1")
-        return max(by_weight) - min(by_weight)
-
-    of_claims: dict[str, Callable[[], float]] = {
-        "score_gains_at_least_capacity": lambda: at(least, "score") - at(least, "position"),
-        "least_capacity_costs": lambda: at(most, "position") - at(least, "position"),
-        "balance_weights_spread": spread,
-    }
-    return [claimed(f"vision.{name}", value, None, ">=", "share") for name, value in of_claims.items()]
+    return [
+        claimed("vision.moe_over_dense", lambda: of(1.0) - at(top_k=0), (found[1.0] - DENSE) / 200, ">="),
+        claimed("vision.score_gains_at_least_capacity", lambda: of(least, "score") - of(least), 0.0, ">="),
+        claimed("vision.least_capacity_costs", lambda: of(most) - of(least), (found[most] - found[least]) / 100),
+        claimed("vision.heavy_weight_costs", lambda: at(weight=0.01) - at(weight=1.0), heavy, ">="),
+        claimed("vision.router_gap", lambda: abs(at(router="cosine") - at(router="switch")), seeds_differ),
+    ]
 
 
 SHARES = ("accuracy", "least", "most", "published")

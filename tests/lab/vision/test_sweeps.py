@@ -49,8 +49,11 @@ def test_rows_are_means_over_seeds_beside_what_is_published(tmp_path: Path, monk
         (0.3, 0.25, 0.35, 38.3)
     )
     assert next(row for row in rows if row.get("top_k") == 0)["published"] == DENSE
-    found = {claim.name: claim.value for claim in claims(rows)}
+    found = {claim.name.removeprefix("vision."): (claim.value, claim.target, claim.holds) for claim in claims(rows)}
     assert found == {
-        "vision.score_gains_at_least_capacity": pytest.approx(0.1),
-        "vision.least_capacity_costs": pytest.approx(0.375), "vision.balance_weights_spread": pytest.approx(0.0),
-    }  # fmt: skip
+        "moe_over_dense": (pytest.approx(0.0), pytest.approx(0.0065), False),
+        "score_gains_at_least_capacity": (pytest.approx(0.1), 0.0, True),
+        "least_capacity_costs": (pytest.approx(0.375), pytest.approx(0.006), False),
+        "heavy_weight_costs": (pytest.approx(0.0), pytest.approx(0.01535), False),
+        "router_gap": (pytest.approx(0.0), pytest.approx(0.1), True),
+    }
