@@ -137,7 +137,7 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
     return [
         claimed("vision.moe_over_dense", lambda: of(1.0) - at(top_k=0), (found[1.0] - DENSE) / 200, ">="),
-        claimed("vision.score_gains_at_least_capacity", lambda: of(least, "score") - of(least), 0.0, ">="),
+        claimed("vision.score_gains_at_least_capacity", lambda: of(least, "score") - of(least), seeds_differ, ">="),
         claimed("vision.least_capacity_costs", lambda: of(most) - of(least), (found[most] - found[least]) / 100),
         claimed("vision.heavy_weight_costs", lambda: at(weight=0.01) - at(weight=1.0), heavy, ">="),
         claimed("vision.router_gap", lambda: abs(at(router="cosine") - at(router="switch")), seeds_differ),
