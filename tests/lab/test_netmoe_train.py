@@ -15,7 +15,7 @@ from moesaic.testing.runner import on_ranks
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.presets import demo
 from moesaic_lab.beds import BedCell, Timed, joined
-from moesaic_lab.relocate_train import StepFound, StepJob, StepMethod, step_times
+from moesaic_lab.relocate_train import METHODS, StepFound, StepJob, StepMethod, configuration, step_times
 from moesaic_testbed.bed import Bed
 
 SAMPLES: dict[str, Any] = {"samples": "two_stage"}
@@ -33,9 +33,8 @@ class Anywhere(AbstractPlacer):
 
 def job(steps: int) -> StepJob:
     plain = demo()
-    config = replace(
-        plain, precision="float32", model=replace(plain.model, seq_len=32), mesh=MeshConfig(ep=4, ranks_per_node=2)
-    )
+    sizes = {"model": replace(plain.model, seq_len=32), "mesh": MeshConfig(ep=4, ranks_per_node=2)}
+    config = replace(plain, precision="float32", **sizes)  # type: ignore[arg-type]
     random = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(steps):
@@ -52,6 +51,11 @@ def job(steps: int) -> StepJob:
         "all": StepMethod(config=changed(**SAMPLES, **EXPERTS, **ARBITER)),
     }
     return StepJob(methods=methods, vocab=256, batches=batches)
+
+
+def test_every_method_can_be_configured() -> None:
+    configs = {name: configuration(1, 8, {"balance": changes}).balance for name, changes in METHODS.items()}
+    assert [name for name, balance in configs.items() if balance == configs["plain"]] == ["plain"]
 
 
 @pytest.mark.slow
