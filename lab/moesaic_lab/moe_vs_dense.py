@@ -13,14 +13,14 @@ import statistics
 import sys
 import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from rich.table import Table
 
 from moesaic.train.config import SaveConfig
 from moesaic.train.presets import demo, demo_dense
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told
+from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept
 from moesaic_lab.claims import Claim, figures
 from moesaic_lab.tables import spread
 from moesaic_lab.training import train_quietly
@@ -30,7 +30,7 @@ LOSS = "val_nats_per_byte"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoeVsDenseOptions(BenchmarkOptions):
+class MoeVsDenseOptions(KeptOptions):
     """Runs to compare."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -41,15 +41,16 @@ class MoeVsDenseOptions(BenchmarkOptions):
     """Steps of each run; by default those of the presets."""
 
 
-def one_run(name: str, seed: int, lr: float, steps: int | None, folder: Path) -> dict[str, Any]:
+def one_run(name: str, seed: int, lr: float, steps: int | None) -> dict[str, Any]:
     """Train one model and return its row."""
     preset = MODELS[name]()
-    config = replace(
-        preset, out=str(folder / f"{name}-{seed}-{lr}"), seed=seed, steps=steps or preset.steps, tensorboard=False,
-        evaluate=replace(preset.evaluate, every=10**9), save=SaveConfig(every=10**9),
-        optimizer=replace(preset.optimizer, lr=lr),
-    )  # fmt: skip
-    result = train_quietly(config)
+    with tempfile.TemporaryDirectory() as folder:
+        config = replace(
+            preset, out=folder, existing="replace", seed=seed, steps=steps or preset.steps, tensorboard=False,
+            evaluate=replace(preset.evaluate, every=10**9), save=SaveConfig(every=10**9),
+            optimizer=replace(preset.optimizer, lr=lr),
+        )  # fmt: skip
+        result = train_quietly(config)
     if result.was_stopped:
         sys.exit("stopped")
     return {"model": name, "seed": seed, "lr": lr, LOSS: result.val_nats_per_byte, "seconds": result.seconds}
@@ -75,12 +76,11 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 def measure(options: MoeVsDenseOptions, cases: None, told: Told) -> list[dict[str, Any]]:
     """Train every model at every learning rate with every seed."""
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for seed, lr, name in itertools.product(options.seeds, options.lrs, MODELS):
-            told(f"{name}, seed {seed}, learning rate {lr:g}")
-            rows.append(one_run(name, seed, lr, options.steps, Path(folder)))
-    return rows
+    runs = {
+        f"{name}-{options.steps or 'preset'}-{lr:g}-{seed}": partial(one_run, name, seed, lr, options.steps)
+        for seed, lr, name in itertools.product(options.seeds, options.lrs, MODELS)
+    }
+    return [row for _, row in each_kept(options.keep, runs, told)]
 
 
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
