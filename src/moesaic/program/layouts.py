@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeVar
@@ -122,8 +122,7 @@ class Held:
         if self.homes is not None:
             rank = self.homes[origin[piece], chunk[piece]]
         elif self._kinds is not None:  # look up by origin and set of experts together
-            kind_of_rank, kind_of_expert = self._kinds
-            num_kinds = int(kind_of_rank.max()) + 1
+            kind_of_rank, kind_of_expert, num_kinds = self._kinds
             ranks = np.argsort(kind_of_rank, kind="stable")
             origin_held, order = np.nonzero(self.origins[ranks].T)
             ranks = ranks[order]
@@ -139,8 +138,7 @@ class Held:
             smallest = min(range(3), key=lambda axis: int(counts[axis].sum()))
             table, number = axes.pop(smallest)
             starts = (np.cumsum(ranks_per_index[smallest]) - ranks_per_index[smallest])[number[piece]]
-            ranks = np.nonzero(table.T)[1]
-            rank, piece = ranks[runs(starts, counts[smallest])], np.repeat(piece, counts[smallest])
+            rank, piece = np.nonzero(table.T)[1][runs(starts, counts[smallest])], np.repeat(piece, counts[smallest])
         for table, number in axes:
             if table.all():
                 continue
@@ -150,23 +148,20 @@ class Held:
         return rank, piece
 
     @cached_property
-    def _kinds(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """The set of experts that each rank holds, (ranks,), and the one that contains each expert, (experts,), as numbers.
+    def _kinds(self) -> tuple[np.ndarray, np.ndarray, int] | None:
+        """The set of experts that each rank holds, (ranks,), and the one that contains each expert, (experts,), as numbers; and
+        the number of sets.
 
         None if an expert belongs to several sets.
         """
-        kinds, kind_of_rank = np.unique(self.experts, axis=0, return_inverse=True)
-        return None if (kinds.sum(0) > 1).any() else (kind_of_rank.ravel(), kinds.argmax(0))
+        kinds, kind_of_rank = self._distinct_sets[0]
+        return None if (kinds.sum(0) > 1).any() else (kind_of_rank, kinds.argmax(0), len(kinds))
 
     @cached_property
     def _distinct_sets(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The different sets of experts that ranks hold, (experts, sets) float64, with the number of each rank's set,
-        (ranks,).
-
-        The second entry is the same for chunks.
-        """
-        uniques = (np.unique(table, axis=0, return_inverse=True) for table in (self.experts, self.chunks))
-        return [(sets.T.astype(np.float64), set_of_rank.ravel()) for sets, set_of_rank in uniques]
+        """The different sets of experts and of chunks that ranks hold, (sets, experts or chunks) bool, with the number of each
+        rank's set, (ranks,)."""
+        return [distinct_rows(self.experts), distinct_rows(self.chunks)]
 
     def sums(self, rows: np.ndarray) -> np.ndarray:
         """Return the number of rows that each rank holds, (ranks,) float64 with whole numbers. Not defined if pieces
@@ -181,10 +176,17 @@ class Held:
         table = rows.astype(np.float64) if self.inside is None else (rows * self.inside[:, :, None]).astype(np.float64)
         (expert_sets, expert_set), (chunk_sets, chunk_set) = self._distinct_sets
         # (origins, chunks, sets of experts), then (origins, sets of experts, sets of chunks)
-        per_origin = (table.swapaxes(1, 2) @ expert_sets).swapaxes(1, 2) @ chunk_sets[: rows.shape[2]]
-        rank, origin = np.nonzero(self.origins)
+        per_origin = (table.swapaxes(1, 2) @ expert_sets.T).swapaxes(1, 2) @ chunk_sets.T[: rows.shape[2]]
+        rank, origin = np.divmod(np.flatnonzero(self.origins), self.origins.shape[1])
         rows_held = per_origin[origin, expert_set[rank], chunk_set[rank]]
         return np.bincount(rank, rows_held, len(self.origins))
+
+
+def distinct_rows(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the different rows of a bool table and the number of each row among them, as `np.unique` of axis 0 does."""
+    packed = np.packbits(table, axis=1)
+    _, first, number = np.unique(packed.view(f"S{packed.shape[1]}").ravel(), return_index=True, return_inverse=True)
+    return table[first], number
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -275,15 +277,12 @@ class AbstractLayoutIndex(ABC):
             experts = self.experts(replace(layout, flow="copies"), rank)
             return np.unique(experts // (self.num_experts // self.grid.ep))
         if layout.chunk == "near":
-            mates = [mate for mate in self.grid.group(rank, ("node",)) if self._shard(mate) == self._shard(rank)]
-            return np.unique([self.local_experts(mate) for mate in mates])
+            node, shard = self.grid.group(rank, ("node",)), partial(self.grid.coordinate, axis="etp")
+            return np.unique([self.local_experts(mate) for mate in node if shard(mate) == shard(rank)])
         if layout.experts == "all":
             flow = FLOWS[layout.flow]
             return np.arange(self.num_experts if flow.is_per_expert else prod(map(self.grid.size, flow.homes)))
         return np.array(self.local_experts(rank) if layout.experts == "rank" else self.node_experts(rank))
-
-    def _shard(self, rank: int) -> int:
-        return self.grid.coordinate(rank, "etp")
 
     def number(self, origin: np.ndarray, expert: np.ndarray, chunk: np.ndarray) -> np.ndarray:
         """Return the numbers of pieces."""
