@@ -264,8 +264,8 @@ class AbstractLayoutIndex(ABC):
     def node_experts(self, rank: int) -> range:
         """Return the experts of which a shard is stored on a rank's node, within the rank's replica of the experts."""
         grid = self.grid
-        mates = [peer for peer in grid.group(rank, ("ep", "etp")) if grid.node_of(peer) == grid.node_of(rank)]
-        local = [self.local_experts(peer) for peer in mates]
+        mates = (peer for peer in grid.group(rank, ("ep", "etp")) if grid.node_of(peer) == grid.node_of(rank))
+        local = list(map(self.local_experts, mates))
         return range(min(experts.start for experts in local), max(experts.stop for experts in local))
 
     def experts(self, layout: Layout, rank: int) -> np.ndarray:

@@ -1,7 +1,8 @@
 """The documents of a training file. The file's suffix says what it holds.
 
-A text file is one document, and so is a file of any other suffix. A line of JSON lines and a row of a table are documents too;
-tables are read by the package datasets. Bytes that are not text teach a model nothing, so files with zero bytes are refused.
+A text file is one document, and so is a file of any other suffix. A line of JSON lines, an object in a JSON list and a row of a
+table are documents too. The package datasets reads tables, but not JSON, on which pyarrow may crash. Bytes that are not text
+teach a model nothing, so files with zero bytes are refused.
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from moesaic.errors import InputError, to_install
 from moesaic.files import read_bytes
 
-LINES = ".jsonl"
-"""The suffix of JSON lines."""
-TABLES = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".csv": "csv"}
+LINES, LIST = ".jsonl", ".json"
+"""The suffixes of JSON lines, and of a JSON list or JSON lines."""
+TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 """The builder of datasets for each suffix of a table."""
 SAVED, SPLITS = "dataset_info.json", "dataset_dict.json"
 """Files in a folder that `datasets.save_to_disk` wrote, for a dataset and for several splits of one."""
@@ -45,23 +45,26 @@ def read_documents(path: Path, field: str) -> list[bytes]:
                 f"data: {path} is not text, it has zero bytes: leave it out, convert it to UTF-8, or name it .bin if it holds "
                 "raw tokens"
             )
-        documents = list(_json_lines(data, path, field)) if path.suffix == LINES else [data]
+        documents = list(_json_texts(data, path, field)) if path.suffix in (LINES, LIST) else [data]
     return [document for document in documents if document]
 
 
-def _json_lines(data: bytes, path: Path, field: str) -> Iterator[bytes]:
-    """Yield the texts of JSON lines."""
-    for number, line in enumerate(data.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)[field]
-            yield text.encode("utf-8", errors="surrogatepass")
-        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-            raise InputError(
-                f"data: {path}: line {number} is no JSON object with a text under {field!r} but {str(line[:60])[1:]}: "
-                "correct it, or name the field that holds the text with data.text_field"
-            ) from error
+def _json_texts(data: bytes, path: Path, field: str) -> Iterator[bytes]:
+    """Yield the texts of JSON lines, or of the rows of a JSON list, which may be without one."""
+    is_list = path.suffix != LINES and data.lstrip().startswith(b"[")
+    number, part = 1, data
+    try:
+        for number, part in enumerate(json.loads(data) if is_list else data.splitlines(), start=1):  # noqa: B007 - the error names it
+            if is_list or part.strip():
+                text = (part if is_list else json.loads(part))[field]
+                if text is not None or not is_list:
+                    yield text.encode("utf-8", errors="surrogatepass")
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"data: {path}: {'row' if is_list else 'line'} {number} is no JSON object with a text under {field!r} but "
+            f"{str(part[:60])[1:] if isinstance(part, bytes) else f'{part!r:.60}'}: correct it, or name the field that holds "
+            "the text with data.text_field"
+        ) from error
 
 
 def _rows(path: Path, field: str) -> Iterator[bytes]:
@@ -73,12 +76,11 @@ def _rows(path: Path, field: str) -> Iterator[bytes]:
             f"data: {path} is a table, which the package datasets reads: {to_install('.[data]')}, or convert it to JSON lines"
         ) from error
     try:
-        rows: Any = (
+        for row in (
             datasets.load_from_disk(str(path))
             if path.is_dir()
             else datasets.load_dataset(TABLES[path.suffix], data_files=str(path), split="train", streaming=True)
-        )
-        for row in rows:
+        ):
             if row[field] is not None:
                 yield row[field].encode("utf-8")
     except Exception as error:  # each of the libraries below datasets raises exceptions of its own
