@@ -51,7 +51,7 @@ def read_documents(path: Path, field: str) -> list[bytes]:
 
 def _json_texts(data: bytes, path: Path, field: str) -> Iterator[bytes]:
     """Yield the texts of JSON lines, or of the rows of a JSON list, which may be without one."""
-    is_list = path.suffix != LINES and data.lstrip().startswith(b"[")
+    is_list = path.suffix != LINES and data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     number, part = 1, data
     try:
         for number, part in enumerate(json.loads(data) if is_list else data.splitlines(), start=1):  # noqa: B007 - the error names it
