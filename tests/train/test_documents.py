@@ -104,10 +104,7 @@ def test_tables_are_read_by_their_column(tmp_path):
 
 
 def test_json_is_a_list_or_lines(tmp_path):
-    for content, texts in (
-        (LINES, TEXTS),
-        ('\ufeff[{"text": "one"}, {"text": null}, {"text": "two"}]', [b"one", b"two"]),
-    ):
+    for content, texts in ((LINES, TEXTS), ('\ufeff[{"text": "a"}, {"text": null}, {"text": "b"}]', [b"a", b"b"])):
         assert read_documents(text(tmp_path / "a.json", content), "text") == texts
     for content, row in (('[{"text": "c"}, NaN]', 2), ('[{"text": "c"}, {"t', 1)):  # pyarrow crashes on the first
         assert f"row {row} is no JSON object" in refused(read_documents, text(tmp_path / "a.json", content), "text")
