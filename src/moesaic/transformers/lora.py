@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -202,7 +202,7 @@ def adopt_adapters(model: nn.Module) -> None:
         if module is None or wrapper.parameter_name in adapters_of(module):
             continue
         adapters_of(module)[wrapper.parameter_name] = wrapper
-        wrapper._activate_lora = _not_activated
+        wrapper._activate_lora = nullcontext  # does nothing: PEFT would change the whole weight during a call
         implementation = getattr(module, "_moesaic", None)
         if implementation is not None:
             _cut(wrapper, implementation.ep_mesh)
@@ -246,11 +246,6 @@ def _draw(layer: Any, configs: dict[str, Any]) -> None:
             implementation = getattr(_adapted(layer), "_moesaic", None)
             for each in pair if implementation is None else ():
                 each.to(next(layer.get_base_layer().parameters()).device)
-
-
-def _not_activated(_: Sequence[str]) -> AbstractContextManager[None]:
-    """Stand in for PEFT's change of the whole weight during a call."""
-    return nullcontext()
 
 
 def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
