@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -50,20 +52,18 @@ def test_gradients_that_nobody_wants_are_no_products(apply_weight: str, trains: 
 def products_of(layer: MoE, x: torch.Tensor) -> int:
     """Return the FLOPs of the backward kernel's products, counted by wrapping the functions that multiply."""
     product_flops = []
-    original = torch.mm
 
-    def counting(a: torch.Tensor, b: torch.Tensor, **options: object) -> torch.Tensor:
-        product_flops.append(2 * a.shape[0] * a.shape[1] * b.shape[1])
-        return original(a, b, **options)
+    def counting(by: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def counted(*tensors: torch.Tensor, **options: object) -> torch.Tensor:
+            product_flops.append(2 * tensors[-2].numel() * tensors[-1].shape[1])
+            return by(*tensors, **options)
 
-    def adding(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        product_flops.append(2 * a.shape[0] * a.shape[1] * b.shape[1])
-        return out.add_(original(a, b))
+        return counted
 
     with pytest.MonkeyPatch.context() as patch, torch.utils._python_dispatch._disable_current_modes():
         y = layer(x)
-        patch.setattr(torch, "mm", counting)
-        patch.setattr(torch.Tensor, "addmm_", adding)
+        patch.setattr(torch, "mm", counting(torch.mm))
+        patch.setattr(torch.Tensor, "addmm_", counting(torch.Tensor.addmm_))
         y.sum().backward()
     return sum(product_flops)
 

@@ -9,9 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moesaic.kernels import products
-from moesaic.kernels.products import linear, rows_product, sum_product
+from moesaic.kernels.grouped_matmul import outer_products, rows_times
+from moesaic.kernels.products import rows_product, sum_product
 
-SIZES = [(0, 3, 5), (1, 4, 2), (7, 5, 3), (16, 8, 8), (33, 24, 40), (100, 7, 1)]
+SIZES = [(0, 3, 5), (1, 4, 2), (7, 5, 3), (16, 8, 8), (53, 24, 40), (100, 7, 1)]
 """(rows, input width, output width)."""
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.float16: 1e-3, torch.bfloat16: 2e-2}
 
@@ -25,7 +26,7 @@ def has_operator() -> bool:
 
 @pytest.fixture(params=["torch", "onednn"])
 def onednn(request, monkeypatch) -> list[int]:
-    """Let oneDNN compute all float32 products, or none; return the numbers of rows that it got."""
+    """Let oneDNN compute all float32 and bfloat16 products, or none; return the numbers of float32 rows that it got."""
     if request.param == "onednn" and not has_operator():
         pytest.skip("this torch has no such operator of oneDNN")
     row_counts: list[int] = []
@@ -35,6 +36,7 @@ def onednn(request, monkeypatch) -> list[int]:
         return by(rows, transposed)
 
     monkeypatch.setattr(products, "onednn_is_faster", lambda: request.param == "onednn")
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: request.param == "onednn")
     monkeypatch.setattr(products, "FEWEST", 0)
     monkeypatch.setattr(products, "NARROWEST", 1)
     monkeypatch.setattr(products, "_by_onednn", counted)
@@ -54,9 +56,13 @@ def test_rows_times_a_matrix(size, dtype, form, onednn):
     matrix = torch.randn(inner, columns).to(dtype)
     if form != "plain":  # a view of interleaved matrices, like weights from other ranks
         matrix = torch.randn(columns, inner * (2 if form == "part" else 1)).to(dtype)[:, :inner].t()
-    out = torch.full((num_rows, columns), torch.nan, dtype=dtype)
+    out, exact = torch.full((num_rows, columns), torch.nan, dtype=dtype), rows.double() @ matrix.double()
     rows_product(rows, matrix, out)
-    assert close(out, rows.double() @ matrix.double())
+    assert close(out, exact)
+    first = num_rows // 2  # the rows behind it may be overwritten, as those of the next expert
+    out[:first] = torch.nan
+    rows_product(rows[:first], matrix, out[:first], num_rows - first)
+    assert close(out[:first], exact[:first])
     if dtype != torch.float32:
         assert onednn == []
 
@@ -73,11 +79,28 @@ def test_a_sum_over_rows(size, dtype, adds, onednn):
     assert close(out, a.double().t() @ b.double() + (before.double() if adds else 0))
 
 
+class Multiplied(TorchDispatchMode):
+    """Note the dtype and the numbers of rows and columns of what torch multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operands: list[tuple[torch.dtype, torch.Size]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.operands += [(each.dtype, each.shape) for each in args if isinstance(each, torch.Tensor)]
+        return func(*args, **(kwargs or {}))
+
+
 def test_onednn_gets_numbers_of_rows_that_come_again(onednn):
     """oneDNN compiles code for every number of rows."""
-    for num_rows in range(products.STEP, 4 * products.STEP):
-        rows_product(torch.randn(num_rows, 3), torch.randn(3, 2), torch.empty(num_rows, 2))
+    with Multiplied() as multiplied:
+        for num_rows in range(products.STEP, 40 * products.STEP):
+            rows = torch.randn(num_rows, 3)
+            rows_product(rows, torch.randn(3, 2), torch.empty(num_rows, 2))
+            sum_product(rows.bfloat16(), rows.bfloat16(), torch.empty(3, 3).bfloat16())
     assert all(rows % products.STEP == 0 for rows in onednn)
+    assert len({size[0] for dtype, size in multiplied.operands if dtype == torch.bfloat16 and size[1] == 3}) <= 16 * 3
 
 
 def test_a_row_that_is_not_finite_stays_alone(onednn):
@@ -87,40 +110,13 @@ def test_a_row_that_is_not_finite_stays_alone(onednn):
     assert (~out.isfinite()).any(1).nonzero().flatten().tolist() == [3, 37]
 
 
-@pytest.mark.parametrize("width", [8, 4096], ids=["small", "narrow"])
-def test_small_and_narrow_products_are_left_to_torch(width, monkeypatch):
+@pytest.mark.parametrize(("case", "size"), [("small", (8, 8)), ("narrow", (4096, 8)), ("switched off", (512, 64))])
+def test_small_and_narrow_products_and_all_without_onednn_are_left_to_torch(case, size, monkeypatch):
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(products, "_by_onednn", None)
-    rows_product(torch.randn(512, width), torch.randn(width, 8), torch.empty(512, 8))
-    sum_product(torch.randn(512, width), torch.randn(512, 8), torch.empty(width, 8))
-
-
-def test_who_turns_onednn_off_gets_none(monkeypatch):
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
-    monkeypatch.setattr(products, "FEWEST", 0)
-    monkeypatch.setattr(products, "NARROWEST", 1)
-    monkeypatch.setattr(products, "_by_onednn", None)
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    rows_product(torch.randn(16, 4), torch.randn(4, 4), torch.empty(16, 4))
-
-
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("wanted", ["x", "weight", "all"])
-def test_a_linear_layer_and_its_gradients(with_bias, wanted, onednn):
-    x, weight, bias, dy = torch.randn(37, 12), torch.randn(5, 12), torch.randn(5), torch.randn(37, 5)
-    leaves = {"x": x, "weight": weight} | ({"bias": bias} if with_bias else {})
-    results = []
-    for run, dtype in ((linear, torch.float32), (torch.nn.functional.linear, torch.float64)):
-        given = {
-            name: leaf.detach().clone().to(dtype).requires_grad_(wanted in (name, "all"))
-            for name, leaf in leaves.items()
-        }
-        y = run(*given.values())
-        y.backward(dy.to(dtype))
-        results.append([y.detach(), *(each.grad for each in given.values() if each.grad is not None)])
-    assert len(results[0]) == (1 + len(leaves) if wanted == "all" else 2)
-    for actual, exact in zip(*results, strict=True):
-        assert close(actual, exact)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", case != "switched off")
+    rows_product(torch.randn(512, size[0]), torch.randn(size), torch.empty(512, size[1]))
+    sum_product(torch.randn(512, size[0]), torch.randn(512, size[1]), torch.empty(size))
 
 
 @pytest.mark.parametrize(
@@ -140,21 +136,22 @@ def test_processors_are_told_apart(cpuinfo: str, expected: bool, tmp_path: Path)
     assert not products._is_zen_5(tmp_path / "absent")
 
 
-def test_float16_is_multiplied_as_float32_also_beside_other_rows():
-    """torch's own float16 products of matrices are slow on most processors."""
-
-    class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-                assert all(each.dtype == torch.float32 for each in args if isinstance(each, torch.Tensor))
-            return func(*args, **(kwargs or {}))
-
-    rows, matrix = torch.randn(13, 8).half(), torch.randn(8, 6).half()
-    both = torch.full((13, 12), torch.nan, dtype=torch.float16)
-    total = torch.zeros(8, 6, dtype=torch.float16)
-    with Products():
-        rows_product(rows, matrix, both[:, 6:])
-        sum_product(rows, rows[:, :6], total, adds=True)
-    assert both[:, :6].isnan().all()
-    assert close(both[:, 6:], rows.double() @ matrix.double())
-    assert close(total, rows.double().t() @ rows[:, :6].double())
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bits_without_instructions_are_multiplied_as_float32_also_beside_other_rows(dtype, monkeypatch):
+    """torch's own products of such matrices are slow on most processors. Autocast would make them of 16 bits again."""
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(products, "FEWEST", 0)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", None)
+    rows, matrix = torch.randn(16, 8).to(dtype), torch.randn(8, 8).to(dtype)
+    both = torch.full((16, 16), torch.nan, dtype=dtype)
+    total, ends = torch.zeros(8, 8, dtype=dtype), torch.tensor([16], dtype=torch.int32)
+    with torch.autocast("cpu", dtype), Multiplied() as multiplied:
+        rows_product(rows, matrix, both[:, 8:])
+        sum_product(rows, rows, total, adds=True)
+        others = rows_times(rows, matrix[None], ends), outer_products(rows, rows, ends)
+    assert {dtype for dtype, _ in multiplied.operands} == {torch.float32}
+    assert both[:, :8].isnan().all()
+    for product in (both[:, 8:], others[0]):
+        assert close(product, rows.double() @ matrix.double())
+    for product in (total, others[1][0]):
+        assert close(product, rows.double().t() @ rows.double())

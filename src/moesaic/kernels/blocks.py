@@ -7,7 +7,8 @@ the cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,11 @@ class RowBlock:
     """The experts' parts of the block, in row order."""
     sizes: Sequence[int]
     """The number of rows of each segment."""
+
+    @property
+    def behind(self) -> Iterator[int]:
+        """The number of rows behind each segment."""
+        return (self.rows - end for end in itertools.accumulate(self.sizes))
 
 
 class Blocks:

@@ -45,14 +45,16 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     for block in blocks.all:
         inputs = source.take(block, input_scratch, None if weight_blocks is None else weight_blocks[block.index])
         hidden = hidden_scratch.of(block)
-        for segment, rows in zip(block.segments, inputs.segments):
+        for segment, rows, behind in zip(block.segments, inputs.segments, block.behind):
             for up, pre_segments, bias in ups:
-                rows_product(rows, up[segment.expert], pre_segments[segment.index])
+                rows_product(rows, up[segment.expert], pre_segments[segment.index], behind)
                 if bias is not None:
                     pre_segments[segment.index].add_(bias[segment.expert])
         hidden_rows_into([part[block.index] for part in pre_blocks], work.activation, hidden.rows, clamp=work.clamp)
-        for segment, rows, out in zip(block.segments, hidden.segments, results.of(block).segments):
-            rows_product(rows, down[segment.expert], out)
+        for segment, rows, out, behind in zip(
+            block.segments, hidden.segments, results.of(block).segments, block.behind
+        ):
+            rows_product(rows, down[segment.expert], out, behind)
             if work.down_bias is not None:
                 out.add_(work.down_bias[segment.expert])
         results.finish(block)
@@ -153,8 +155,8 @@ class _Backward:
         weight = None if self.result_weights is None else self.result_weights[block.index]
         gather_weight = weight if self.weighs_early else None
         dy = self.dy.take(block, self.gathered_dy, gather_weight)
-        for segment, rows, out in zip(block.segments, dy.segments, grad.segments):
-            rows_product(rows, self.down[segment.expert], out)
+        for segment, rows, out, behind in zip(block.segments, dy.segments, grad.segments, block.behind):
+            rows_product(rows, self.down[segment.expert], out, behind)
         if weight is not None and self.d_gate_blocks is not None:
             dots, d_gates = self._dots_with_results(block, dy, hidden, grad), self.d_gate_blocks[block.index]
             if gather_weight is None:
@@ -184,9 +186,9 @@ class _Backward:
         inputs = self.x.take(block, self.gathered_x)
         if self.d_rows is not None:
             d_rows = self.d_rows.of(block)
-            for segment, rows, out in zip(block.segments, d_pre.segments, d_rows.segments):
+            for segment, rows, out, behind in zip(block.segments, d_pre.segments, d_rows.segments, block.behind):
                 # flatten copies weights that are not contiguous: those from other ranks, or interleaved by a checkpoint.
-                rows_product(rows, self.up[segment.expert].flatten(0, 1), out)
+                rows_product(rows, self.up[segment.expert].flatten(0, 1), out, behind)
             if self.input_weights is not None and self.d_gate_blocks is not None:
                 self.d_gate_blocks[block.index].copy_(
                     dot_rows(d_rows.rows, inputs.rows, self.blocks.row_numbers[: block.rows])

@@ -4,9 +4,10 @@ Forward is `y = x @ w[e].T`; backward is `dx = dy @ w[e]` and `dw[e] = dy.T @ x`
 weights are never copied. There are three implementations, in order of preference:
 
 - `torch.nn.functional.grouped_mm`, if row strides are multiples of 16 bytes. On a GPU only for bfloat16, since for other
-  dtypes it loops over experts on the host.
+  dtypes it loops over experts on the host; on a CPU only for float32, since others take up to 3 times as long as a loop
+  (docs/kernels.md), and 100 times without instructions for them.
 - the Triton kernels, on GPUs that run them.
-- a loop over experts, for the rest (float64, odd widths).
+- a loop over experts, for the rest.
 
 The two products are custom ops with fake implementations, which compile without a graph break. Torch's own shape function for
 `grouped_mm` rejects float32, which its CPU kernel supports, and the loop over experts reads the row counts on the host.
@@ -23,6 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from moesaic.kernels.operator import operator
 from moesaic.kernels.pick import kind_of, triton_products
+from moesaic.kernels.products import rows_product, sum_product
 
 
 def grouped_matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -51,7 +53,7 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     out = x.new_empty(len(x), w.shape[2])
     start = 0
     for e, end in enumerate(ends.tolist()):
-        torch.mm(x[start:end], w[e], out=out[start:end])
+        rows_product(x[start:end], w[e], out[start:end], len(x) - end)
         start = end
     return out
 
@@ -79,7 +81,7 @@ def outer_products(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     out = x.new_empty(len(ends), dy.shape[1], x.shape[1])
     start = 0
     for e, end in enumerate(ends.tolist()):
-        torch.mm(dy[start:end].t(), x[start:end], out=out[e])
+        sum_product(dy[start:end], x[start:end], out[e])
         start = end
     return out
 
@@ -100,7 +102,7 @@ def _is_supported(*operands: Tensor) -> bool:
     dtype = operands[0].dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
-    if operands[0].device.type == "cuda" and dtype != torch.bfloat16:
+    if dtype != {"cpu": torch.float32, "cuda": torch.bfloat16}.get(operands[0].device.type, dtype):
         return False
     per_16_bytes = 16 // dtype.itemsize
     return all(size % per_16_bytes == 0 for operand in operands for size in operand.shape[1:])

@@ -182,6 +182,6 @@ def _by_blocks(x: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, *, transp
             else:
                 of_codes, of_scales = slice(first // 2, last // 2), slice(first // BLOCK, last // BLOCK)
                 matrix = dequantize(codes[expert, :, of_codes], scales[expert, :, of_scales], x.dtype)
-            rows_product(x[start:end], matrix, out[start:end, first:last])
+            rows_product(x[start:end], matrix, out[start:end, first:last], len(x) - end)
         start = end
     return out

@@ -1,55 +1,62 @@
-"""Matrix products of rows on a CPU, for the experts and the router, by the fastest library for the processor.
+"""Matrix products of an expert's rows on a CPU, by the fastest library for the processor.
 
-torch uses oneDNN for 16-bit products and MKL for float32. MKL uses AVX-512 on Intel's processors only. On AMD's, from Zen 5
+torch uses oneDNN for bfloat16 and MKL for float32. MKL uses AVX-512 on Intel's processors only. On AMD's, from Zen 5
 (full 512-bit units) on, oneDNN takes half of MKL's time for float32 (docs/kernels.md). torch exposes oneDNN's float32 products
 in one operator only, which allocates its result. Products that are large enough to make up for the copy use that operator.
 
 oneDNN compiles code for every shape and caches the last thousand shapes. An expert's number of rows changes in every step, so
-oneDNN gets the largest multiple of `STEP` rows, and MKL the remaining rows.
+oneDNN gets numbers of rows that come again: of float32 rows the largest multiple of `STEP`, while MKL multiplies the others,
+and of bfloat16 rows all, with zeros behind them.
 
-float16 is multiplied as float32 and rounded once: torch's own float16 products are right, but take 3 to 126 times as long on
-processors without float16 instructions, which are most (docs/kernels.md).
+float16 is multiplied as float32 and rounded once, and so is bfloat16 in small products and on processors without instructions
+for it: torch's own products take up to 126 (float16) and 14 times as long (docs/kernels.md).
 """
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
+SHORT = frozenset((torch.bfloat16, torch.float16))
 STEP = 16
 """oneDNN gets a multiple of this number of rows."""
 FEWEST = 2**22
-"""The fewest multiplications for which oneDNN is worth the copy of its result; measured, see docs/kernels.md."""
+"""The fewest multiplications for which oneDNN is worth the copies; measured, see docs/kernels.md."""
+WIDEST = 2**16
+"""The most numbers of a bfloat16 matrix that is converted for a small product; measured, see docs/kernels.md."""
 NARROWEST = 32
 """The least height and width of a matrix for oneDNN."""
 ZEN_5 = 26
 """The family number of AMD's Zen 5, the first with 512-bit multiplication units; Zen 4 takes two passes, as MKL does."""
 
 
-def rows_product(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
+def rows_product(rows: Tensor, matrix: Tensor, out: Tensor, behind: int = 0) -> None:
     """Write `rows @ matrix`.
 
     Args:
         rows: (R, K), each row contiguous.
         matrix: (K, N), with contiguous rows or contiguous columns.
         out: (R, N), written.
+        behind: rows behind both `rows` and `out` in memory that may be read and overwritten, because their turn comes later.
     """
-    if _is_faster_as_float32(rows):
-        out.copy_(rows.float() @ matrix.float())
-        return
-    num_onednn = _num_onednn_rows(rows, matrix.shape)
-    if not num_onednn:
+    is_short, num_rows = rows.dtype in SHORT and rows.is_cpu, rows.shape[0]
+    if is_short and _is_faster_as_float32(rows.dtype, num_rows, matrix.numel()):
+        out.copy_(product_in_dtype(rows.float(), matrix.float()))
+    elif is_short and (missing := _missing(num_rows)):
+        if missing > behind:
+            out.copy_(product_in_dtype(_padded(rows, missing), matrix)[:num_rows])
+        else:
+            rows, out = (each.as_strided((num_rows + missing, each.shape[1]), each.stride()) for each in (rows, out))
+            torch.mm(rows, matrix, out=out)
+    elif num_onednn := _num_onednn_rows(rows, matrix.shape):
+        out[:num_onednn].copy_(_by_onednn(rows[:num_onednn], matrix.t()))
+        if num_onednn < num_rows:
+            torch.mm(rows[num_onednn:], matrix, out=out[num_onednn:])
+    else:
         torch.mm(rows, matrix, out=out)
-        return
-    out[:num_onednn].copy_(_by_onednn(rows[:num_onednn], matrix.t()))
-    if num_onednn < rows.shape[0]:
-        torch.mm(rows[num_onednn:], matrix, out=out[num_onednn:])
 
 
 def sum_product(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:
@@ -61,81 +68,67 @@ def sum_product(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> Non
         out: (M, N), written.
         adds: add to `out` instead of overwriting it.
     """
-    if _is_faster_as_float32(a):
-        product = a.t().float() @ b.float()
+    is_short, num_rows = a.dtype in SHORT and a.is_cpu, a.shape[0]
+    if is_short and _is_faster_as_float32(a.dtype, num_rows, out.numel()):
+        product = product_in_dtype(a.t().float(), b.float())
         out.copy_(product.add_(out) if adds else product)
-        return
-    num_onednn = _num_onednn_rows(a, out.shape)
-    if not num_onednn:
-        if adds:
-            out.addmm_(a.t(), b)
-        else:
-            torch.mm(a.t(), b, out=out)
-        return
-    product = _by_onednn(a[:num_onednn].t(), b[:num_onednn].t())
-    if adds:
-        out.add_(product)
+    elif num_onednn := _num_onednn_rows(a, out.shape):
+        product = _by_onednn(a[:num_onednn].t(), b[:num_onednn].t())
+        (out.add_ if adds else out.copy_)(product)
+        if num_onednn < num_rows:
+            out.addmm_(a[num_onednn:].t(), b[num_onednn:])
     else:
-        out.copy_(product)
-    if num_onednn < a.shape[0]:
-        out.addmm_(a[num_onednn:].t(), b[num_onednn:])
+        if is_short and (missing := _missing(num_rows)):
+            a, b = _padded(a, missing), _padded(b, missing)
+        out.addmm_(a.t(), b, beta=int(adds))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ weight.T + bias`; differentiable only once if oneDNN computes it, else the result of `F.linear`.
-
-    Args:
-        x: (R, K).
-        weight: (N, K).
-        bias: (N,), or None.
-    """
-    is_plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
-    if not is_plain or not x.is_contiguous() or not _num_onednn_rows(x, weight.shape):
-        return F.linear(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight)
-    return y if bias is None else y + bias
+def product_in_dtype(a: Tensor, b: Tensor) -> Tensor:
+    """Return `a @ b` in their dtype, which autocast changes if no result is given."""
+    return torch.mm(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        out = x.new_empty(x.shape[0], weight.shape[0])
-        rows_product(x, weight.t(), out)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        grad, d_x, d_weight = grad.contiguous(), None, None
-        if ctx.needs_input_grad[0]:
-            d_x = torch.empty_like(x)
-            rows_product(grad, weight, d_x)
-        if ctx.needs_input_grad[1]:
-            d_weight = torch.empty_like(weight)
-            sum_product(grad, x, d_weight)
-        return d_x, d_weight
+def multiplies(dtype: torch.dtype) -> bool:
+    """Return whether torch's products of this dtype use instructions of this processor; of float16 they are taken not to."""
+    return dtype.itemsize > 2 or bool(
+        dtype == torch.bfloat16 and torch.backends.mkldnn.enabled and multiplies_bfloat16()
+    )
 
 
-def _is_faster_as_float32(rows: Tensor) -> bool:
-    """Return whether the rows are multiplied faster as float32: float16 rows on a CPU."""
-    return rows.dtype == torch.float16 and rows.device.type == "cpu"
+def _is_faster_as_float32(dtype: torch.dtype, num_rows: int, size: int) -> bool:
+    """Return whether 16-bit rows and a matrix of `size` numbers are multiplied faster as float32."""
+    return (size <= WIDEST and num_rows * size < FEWEST) or not multiplies(dtype)
 
 
 def _num_onednn_rows(rows: Tensor, matrix: torch.Size) -> int:
-    """Return how many of the rows oneDNN gets in a product with a matrix of this shape; 0 if oneDNN is not used."""
-    is_large = rows.dtype == torch.float32 and rows.shape[0] * matrix.numel() >= FEWEST
-    is_used = rows.device.type == "cpu" and torch.backends.mkldnn.enabled
-    if not is_large or min(matrix) < NARROWEST or not is_used or not onednn_is_faster():
+    """Return how many of the rows oneDNN gets in a float32 product with a matrix of this shape; 0 if it is not used."""
+    if not onednn_is_faster() or rows.dtype != torch.float32 or not rows.is_cpu or not torch.backends.mkldnn.enabled:
         return 0
-    return rows.shape[0] - rows.shape[0] % STEP
+    is_large = rows.shape[0] * matrix.numel() >= FEWEST and min(matrix) >= NARROWEST
+    return rows.shape[0] // STEP * STEP if is_large else 0
+
+
+def _missing(num_rows: int) -> int:
+    """Return how many rows are missing to a number that comes again: from `STEP` on, at most 16 numbers per doubling do."""
+    return -num_rows % max(STEP, 1 << num_rows.bit_length() >> 5) if num_rows > STEP else 0
+
+
+def _padded(rows: Tensor, missing: int) -> Tensor:
+    """Return the rows in front of `missing` rows of zeros."""
+    return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
 
 
 def _by_onednn(rows: Tensor, transposed: Tensor) -> Tensor:
     """Return `rows @ transposed.T`."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, transposed, None, "none", [], "")
     return product
+
+
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Return whether oneDNN has instructions of this processor for bfloat16; True if torch does not tell."""
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return bool(capabilities.get("avx512_bf16", True))
 
 
 @functools.cache

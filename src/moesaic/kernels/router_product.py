@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.operator import operator
-from moesaic.kernels.products import rows_product, sum_product
+from moesaic.kernels.products import product_in_dtype, rows_product, sum_product
 
 BLOCK = 4096
 """The number of tokens that are converted to float32 at a time."""
@@ -72,7 +72,7 @@ def router_backward(
         d_matrix = torch.zeros_like(matrix) if wants_weight else weight.new_empty(0)
         for block in _blocks(x):
             if wants_x:
-                d_x[block] = grad[block] @ matrix
+                d_x[block] = product_in_dtype(grad[block], matrix)
             if wants_weight:
                 sum_product(grad[block], x[block].float(), d_matrix, adds=True)
         return d_x, d_matrix.to(weight.dtype)
@@ -81,7 +81,7 @@ def router_backward(
     if wants_x:
         matrices, matrix_unit = _matrix_pieces(weight, x.dtype)
         terms = [(g, m) for i, g in enumerate(grads) for j, m in enumerate(matrices) if i + j < 2]
-        d_x = torch.mm(torch.cat([g for g, _ in terms], 1), torch.cat([m for _, m in terms]))
+        d_x = product_in_dtype(torch.cat([g for g, _ in terms], 1), torch.cat([m for _, m in terms]))
         if unit is not None:  # a power of four, whose square root a float16 holds
             root = (unit if matrix_unit is None else unit * matrix_unit).sqrt().to(x.dtype)
             d_x = d_x * root * root
@@ -131,7 +131,7 @@ def pieces_of(values: Tensor, dtype: torch.dtype, number: int) -> tuple[list[Ten
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return the product of 16-bit matrices in float32."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.device.type == "cuda" else a.float() @ b.float()
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else product_in_dtype(a.float(), b.float())
 
 
 def _matrix_pieces(weight: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], Tensor | None]:

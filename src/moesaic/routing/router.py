@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from moesaic.draw import Draw, draw_globally
 from moesaic.errors import InputError
 from moesaic.kernels.choice_call import ChoiceRule
-from moesaic.kernels.products import linear
 from moesaic.kernels.router_product import router_logits
 from moesaic.kernels.top_k import top_k_indices
 from moesaic.program.grid import Grid
@@ -216,7 +215,7 @@ class LinearRouter(AbstractRouter):
             logits = router_logits(x_TD, self.weight)
             return logits if self.logit_bias is None else logits + self.logit_bias
         bias = None if self.logit_bias is None else self.logit_bias.to(x_TD.dtype)
-        return linear(x_TD, self.weight.to(x_TD.dtype), bias)
+        return nn.functional.linear(x_TD, self.weight.to(x_TD.dtype), bias)
 
 
 class SoftmaxWeights(AbstractRouter):
