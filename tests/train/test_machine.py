@@ -8,8 +8,10 @@ import torch
 from helpers import refused
 from moesaic.train import machine
 from moesaic.train.machine import BFLOAT16_PAYS_FROM, pick_device, pick_precision
+from moesaic.train.presets import demo, demo_dense
 
 CPU = torch.device("cpu")
+SHAPE = (64, 16, 8)
 measured = machine.matmul_flops_per_second
 """As it is before a fixture replaces it."""
 
@@ -40,15 +42,15 @@ def test_other_devices_are_refused(monkeypatch, name, message):
 
 def test_precision_is_the_named_one_or_what_pays_on_a_cpu_and_what_the_driver_says_on_a_gpu(monkeypatch):
     rates: dict[torch.dtype, float] = {}
-    monkeypatch.setattr(machine, "matmul_flops_per_second", lambda device, dtype: rates[dtype])
+    monkeypatch.setattr(machine, "matmul_flops_per_second", lambda device, dtype, shape: rates[dtype])
     for name in ("float32", "bfloat16"):
-        assert pick_precision(name, CPU) == getattr(torch, name), "without measuring"
+        assert pick_precision(name, CPU, SHAPE) == getattr(torch, name), "without measuring"
     for gain, expected in ((BFLOAT16_PAYS_FROM, torch.bfloat16), (1.4, torch.float32)):
         rates |= {torch.bfloat16: gain, torch.float32: 1.0}
-        assert pick_precision("auto", CPU) == expected
+        assert pick_precision("auto", CPU, SHAPE) == expected
     for supported, expected in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda supported=supported: supported)
-        assert pick_precision("auto", torch.device("cuda")) == expected
+        assert pick_precision("auto", torch.device("cuda"), SHAPE) == expected
 
 
 def test_measuring_counts_operations_and_leaves_the_generator_alone(monkeypatch):
@@ -56,4 +58,9 @@ def test_measuring_counts_operations_and_leaves_the_generator_alone(monkeypatch)
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(ticks) / 4)
     before = torch.get_rng_state()
     assert measured(CPU, torch.float32) == 2 * 1024**3 * 4
+    assert measured(CPU, torch.float32, SHAPE) == 2 * 64 * 16 * 8 * 4
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_precision_is_measured_with_the_rows_of_an_expert_or_a_dense_layer():
+    assert [each.matmul_shape for each in (demo(), demo_dense())] == [(8 * 256 * 2 // 64, 128, 64), (8 * 256, 128, 128)]

@@ -294,8 +294,8 @@ class TrainConfig:
     threads: int | None = None
     """CPU threads per rank; None leaves the choice to torch."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Autocast dtype of the forward pass. auto: bfloat16 on GPUs that support it, and on CPUs whose bfloat16 matmul is
-    measured at least 1.5 times as fast as float32; else float32. float64: the parameters too, for comparing runs."""
+    """Autocast dtype of the forward pass. auto: bfloat16 on GPUs that support it, and on CPUs that are measured to multiply
+    one expert's rows 1.5 times as fast in it as in float32; else float32. float64: the parameters too, for comparing runs."""
     start_patience: float = 300.0
     """Seconds without progress of a rank, before the first step, until all ranks end with a line that says which rank is
     missing. Given as a flag, it also limits how long ranks wait for each other to join."""
@@ -449,3 +449,11 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         """Tokens per optimizer step."""
         return self.batch_size * self.accumulation * self.model.seq_len
+
+    @property
+    def matmul_shape(self) -> tuple[int, int, int]:
+        """Rows, width and columns of a micro-batch's matmul with one expert under even load, or with a dense layer."""
+        model, tokens = self.model, self.batch_size * self.model.seq_len
+        if model.ffn == "dense":
+            return tokens, model.dim, model.active_hidden
+        return max(1, tokens * model.moe.top_k // model.moe.num_experts), model.dim, model.moe.hidden

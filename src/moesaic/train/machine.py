@@ -7,6 +7,7 @@ import time
 import torch
 
 from moesaic.errors import InputError
+from moesaic.kernels.products import rows_product
 
 BFLOAT16_PAYS_FROM = 1.5
 """bfloat16 is chosen if its matmul is this many times as fast as float32's. Casts and norms use up part of the gain."""
@@ -35,31 +36,35 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the measured rate of a square matmul: 1024 rows on a CPU, 8192 on a GPU; the median of several after a
-    warm-up."""
-    size = 8192 if device.type == "cuda" else 1024
+def matmul_flops_per_second(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int] | None = None
+) -> float:
+    """Return the measured rate of a matmul of `shape`, (rows, width, columns); the median of several after a warm-up.
+
+    By default it is square: 1024 rows on a CPU, 8192 on a GPU.
+    """
+    rows, width, columns = shape or (8192 if device.type == "cuda" else 1024,) * 3
     generator = torch.Generator(device).manual_seed(0)  # the global generator belongs to the run
-    a, b = torch.randn(2, size, size, device=device, generator=generator).to(dtype)
-    seconds = []
-    for _ in range(8):
+    a, b = (torch.randn(n, width, device=device, generator=generator).to(dtype) for n in (rows, columns))
+    seconds, out = [], a.new_empty(rows, columns)
+    for _ in range(24):
         start = time.perf_counter()
-        torch.mm(a, b)
+        rows_product(a, b.t(), out)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / sorted(seconds[2:])[3]
+    return 2 * rows * width * columns / sorted(seconds[4:])[10]
 
 
-def pick_precision(name: str, device: torch.device) -> torch.dtype:
-    """Return the forward pass's dtype. "auto" measures on a CPU, and asks the driver on a GPU."""
+def pick_precision(name: str, device: torch.device, shape: tuple[int, int, int]) -> torch.dtype:
+    """Return the forward pass's dtype. "auto" measures a matmul of `shape` on a CPU, and asks the driver on a GPU."""
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    gain = matmul_flops_per_second(device, torch.bfloat16) / matmul_flops_per_second(device, torch.float32)
-    return torch.bfloat16 if gain >= BFLOAT16_PAYS_FROM else torch.float32
+    low, full = (matmul_flops_per_second(device, dtype, shape) for dtype in (torch.bfloat16, torch.float32))
+    return torch.bfloat16 if low >= BFLOAT16_PAYS_FROM * full else torch.float32
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:

@@ -229,8 +229,8 @@ def _find_resume_point(
                 saved = load_checkpoint(folder / CHECKPOINTS, say)
                 _require_resumable(saved)
                 _require_same_precision(config, saved)
-            dtype = getattr(torch, saved.extra["precision"]) if saved else pick_precision(config.precision, device)
-            decision = saved, dtype
+            name = saved.extra["precision"] if saved else config.precision
+            decision = saved, pick_precision(name, device, config.matmul_shape)
     return decision
 
 
