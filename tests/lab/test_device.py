@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moesaic.kernels import products
 from moesaic_lab.device import on_cpu
 from moesaic_lab.device.bound import Bound, RouterBound
 from moesaic_lab.device.cases import SHAPES, DeviceCase, DeviceShape, cases, peak_growth_bytes
@@ -144,7 +145,7 @@ def test_methods_are_repeated_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bfloat16_is_measured_where_the_processor_has_it(
     monkeypatch: pytest.MonkeyPatch, has_instructions: bool
 ) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions)
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: has_instructions)
     measured: list[DeviceCase] = []
 
     def one(chosen: DeviceCase, *_: object) -> DeviceCell:

@@ -67,9 +67,9 @@ class DeviceCase:
         """The dtype of activations and weights; routers compute in float32."""
         return DTYPES[self.dtype]
 
-    def inputs(self) -> tuple[Tensor, Tensor]:
+    def inputs(self, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Return the tokens, which require a gradient, and the gradient of the output, both (tokens, dim)."""
-        shape, generator = self.shape, torch.Generator().manual_seed(0)
+        shape, generator = self.shape, torch.Generator().manual_seed(seed)
         x = torch.randn(shape.tokens, shape.dim, generator=generator)
         logits = torch.randn(shape.tokens, shape.experts, generator=generator)
         if self.routed == "zipf":

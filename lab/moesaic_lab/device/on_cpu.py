@@ -6,27 +6,27 @@ its three products alone. Claims over LB: the whole layer, with router, top-k an
 products, the worse of GELU and SwiGLU; over_lb_with_router has the router's products below the line too. Zipf: logits
 -0.7 ln i plus unit normal noise. layer_over: our layer's time over that peer's; a peer far from the fastest has fewer
 repeats. growth_bytes: peak of tensors alive beyond those before the call, new gradients included. kept_memory says
-whether the allocator was told to keep what is freed, for all methods alike. Peers have SwiGLU experts.
-
-Methods run in turn in one process on the same inputs: the bound (`bound.py`), the whole layer with its router and
-load-balancing loss, the router's products alone, and the layers of others (`peers.py`).
+whether the allocator was told to keep what is freed, for all methods alike. Peers have SwiGLU experts. Layers get
+other tokens in each repeat, so that an expert's rows change as in training; the bounds repeat the first.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moesaic.errors import InputError
 from moesaic.kernels.memory import keep_freed_memory
+from moesaic.kernels.products import multiplies
 from moesaic.layer import MoE
 from moesaic_lab.benchmark import Told, each_kept
 from moesaic_lab.claims import Claim
@@ -43,6 +43,8 @@ CASE = ("shape", "dtype", "activation", "routing", "kept_memory")
 """Keys of a row that identify its case."""
 COLUMNS = (*CASE[:4], "method", "median_seconds", "over_lb", "over_lb_with_router", "layer_over", "growth_bytes")
 Row = Mapping[str, Any]
+WARM_UP = 8
+"""Untimed rounds, in which libraries compile code for the first shapes."""
 SLOW = 4.0
 """A peer that takes more than this many times as long as our layer in the warm-up is timed in two repeats only."""
 FEW = 5
@@ -105,9 +107,9 @@ def measure(case: DeviceCase, repeats: int, with_peers: bool = True) -> DeviceCe
         repeats: timed rounds of the bound, our layer and the fastest layers of others.
         with_peers: whether to measure the layers of others as well; they run only in cases with SwiGLU experts.
     """
-    layer, (x, dy) = case.layer(), case.inputs()
+    layer, inputs = case.layer(), [case.inputs(seed) for seed in range(2 + WARM_UP + repeats)]
     layer.step_counts.zero_()
-    layer(x)
+    layer(inputs[0][0])
     counts = tuple(layer.step_counts.tolist())
     modules: dict[str, nn.Module] = {LAYER: layer}
     peer_modules, absent = _peers(layer, case) if with_peers and case.activation == "swiglu" else ({}, {})
@@ -115,9 +117,9 @@ def measure(case: DeviceCase, repeats: int, with_peers: bool = True) -> DeviceCe
     methods: dict[str, Callable[[], object]] = {LB: Bound(case, counts), ROUTER: RouterBound(case)}
     growth, call_seconds = {}, {}
     for name, module in modules.items():
-        methods[name] = partial(step, module, x, dy)
+        methods[name] = partial(_next_step, module, itertools.cycle(inputs))
         methods[name]()
-        for tensor in (x, *module.parameters()):  # so that the call's growth includes new gradients
+        for tensor in module.parameters():  # so that the call's growth includes new gradients
             tensor.grad = None
         start = time.monotonic()
         growth[name] = peak_growth_bytes(methods[name])
@@ -125,6 +127,13 @@ def measure(case: DeviceCase, repeats: int, with_peers: bool = True) -> DeviceCe
     slow = [name for name in peer_modules if call_seconds[name] > SLOW * call_seconds[LAYER]]
     seconds = _timed(methods, repeats, slow, [name for name in peer_modules if name not in slow])
     return DeviceCell(case=case, counts=counts, seconds=seconds, growth_bytes=growth, absent=absent)
+
+
+def _next_step(module: nn.Module, inputs: Iterator[tuple[Tensor, Tensor]]) -> None:
+    """Run a step with the next input, and free the input's gradient, whose memory the next step would have to replace."""
+    x, dy = next(inputs)
+    step(module, x, dy)
+    x.grad = None
 
 
 def _timed(
@@ -137,7 +146,7 @@ def _timed(
 
     names = [name for name in methods if name not in slow]
     gc.collect()
-    seconds = run(names, min(FEW, repeats), 1)
+    seconds = run(names, min(FEW, repeats), WARM_UP)
     best = min((median(seconds[name]) for name in peers), default=0.0)
     names = [name for name in names if name not in peers or median(seconds[name]) <= NEAR_BEST * best]
     further = run(names, max(repeats - FEW, 0), 0)
@@ -186,7 +195,7 @@ def measure_all(
     torch.set_num_threads(threads)
     runs: dict[str, Callable[[], Any]] = {}
     for case in chosen(only):
-        if case.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if not multiplies(case.torch_dtype):
             told(f"{case.name}: left out, this CPU has no instructions for bfloat16")
             continue  # without them the products take 70 times as long, and hide the rest of a layer
         name = "-".join(map(str, (case.name.replace(" ", "-"), repeats, *setting.values())))
