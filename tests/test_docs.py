@@ -19,7 +19,7 @@ from moesaic_testbed import refusal
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-STALE = {"fuzz", "gpu", "moe_vs_dense"}
+STALE = {"fuzz", "gpu"}
 """The only results that may wait, for a GPU or an idle hour; others are measured with the change that outdates them."""
 DOCS = ROOT / "docs"
 PAGES = [

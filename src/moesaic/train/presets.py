@@ -38,7 +38,7 @@ def preset(name: str, settings: dict[str, Any] | None = None) -> TrainConfig:
 
 
 def demo() -> TrainConfig:
-    """Return the sparse half of `make demo`: a byte-level GPT-MoE that trains in about three minutes on two CPU cores.
+    """Return the sparse half of `make demo`: a byte-level GPT-MoE that trains in about two minutes on two CPU cores.
 
     The experts are narrow on purpose: of the shapes tried, this one gained most over a dense model (docs/log.md).
     """
