@@ -197,7 +197,7 @@ def measure_all(
     for case in chosen(only):
         if not multiplies(case.torch_dtype):
             told(f"{case.name}: left out, this CPU has no instructions for bfloat16")
-            continue  # without them the products take 70 times as long, and hide the rest of a layer
+            continue  # without them the bound's and the others' products take up to 100 times as long
         name = "-".join(map(str, (case.name.replace(" ", "-"), repeats, *setting.values())))
         runs[name] = partial(_measured_rows, case, repeats, peers, setting)
     return [row for _, rows in each_kept(keep, runs, told) for row in rows]

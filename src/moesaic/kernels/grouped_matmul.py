@@ -5,7 +5,7 @@ weights are never copied. There are three implementations, in order of preferenc
 
 - `torch.nn.functional.grouped_mm`, if row strides are multiples of 16 bytes. On a GPU only for bfloat16, since for other
   dtypes it loops over experts on the host; on a CPU only for float32, since others take up to 3 times as long as a loop
-  (docs/kernels.md), and 100 times without instructions for them.
+  (docs/kernels.md), and 100 times without instructions for them (docs/log.md).
 - the Triton kernels, on GPUs that run them.
 - a loop over experts, for the rest.
 

@@ -9,7 +9,7 @@ oneDNN gets numbers of rows that come again: of float32 rows the largest multipl
 and of bfloat16 rows all, with zeros behind them.
 
 float16 is multiplied as float32 and rounded once, and so is bfloat16 in small products and on processors without instructions
-for it: torch's own products take up to 126 (float16) and 14 times as long (docs/kernels.md).
+for it: torch's own products take up to 126 (float16) and 14 times as long (docs/log.md).
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ def _by_onednn(rows: Tensor, transposed: Tensor) -> Tensor:
 
 @functools.cache
 def multiplies_bfloat16() -> bool:
-    """Return whether oneDNN has instructions of this processor for bfloat16; True if torch does not tell."""
+    """Return whether this processor has instructions for bfloat16. Before torch 2.11, only those with AVX2 are known not to."""
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return bool(capabilities.get("avx512_bf16", True))
+    return bool(capabilities.get("avx512_bf16", torch.backends.cpu.get_cpu_capability() != "AVX2"))
 
 
 @functools.cache
