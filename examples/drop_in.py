@@ -12,7 +12,9 @@ class Block(nn.TransformerEncoderLayer):
     """A stock encoder layer whose feed-forward block is an MoE layer."""
 
     def __init__(self, dim: int, num_heads: int, num_experts: int) -> None:
-        super().__init__(dim, num_heads, dim_feedforward=1, batch_first=True, norm_first=True, dropout=0.0)
+        super().__init__(
+            dim, num_heads, dim_feedforward=1, batch_first=True, norm_first=True, dropout=0.0
+        )
         self.moe = MoE(dim=dim, hidden=2 * dim, num_experts=num_experts, top_k=2)
 
     def _ff_block(self, x: Tensor) -> Tensor:

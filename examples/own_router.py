@@ -26,7 +26,9 @@ class LocalitySensitive(AbstractRouter):
         probs = logits.softmax(-1)
         return Scores(logits, probs, probs, logits.detach())
 
-    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+    def choose(
+        self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
+    ) -> Choice:
         """Choose the `top_k` experts with the largest scores."""
         return token_choice(top_k_indices(scores.rank_by, top_k))
 

@@ -23,8 +23,12 @@ class PlainMoE(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.gate = nn.Parameter(torch.randn(NUM_EXPERTS, DIM, generator=generator, dtype=torch.float64))
-        self.weight = nn.Parameter(torch.randn(NUM_EXPERTS, DIM, DIM, generator=generator, dtype=torch.float64))
+        self.gate = nn.Parameter(
+            torch.randn(NUM_EXPERTS, DIM, generator=generator, dtype=torch.float64)
+        )
+        self.weight = nn.Parameter(
+            torch.randn(NUM_EXPERTS, DIM, DIM, generator=generator, dtype=torch.float64)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         gates, expert = (x @ self.gate.T).softmax(-1).max(-1)
@@ -86,12 +90,18 @@ def average_all(layer: nn.Module, rank: Rank) -> None:
 def shard(name: str, gradients: dict[str, Tensor], rank: Rank) -> Tensor:
     """Return the gradient that a rank must have: its own experts' part of `weight`, all of `gate`."""
     whole = gradients[name]
-    return whole.chunk(rank.grid.ep)[rank.grid.coordinate(rank.number, "ep")] if name == "weight" else whole
+    return (
+        whole.chunk(rank.grid.ep)[rank.grid.coordinate(rank.number, "ep")]
+        if name == "weight"
+        else whole
+    )
 
 
 @pytest.mark.moe_meshes(max_ranks=4, axes=("ep",))
 def test_the_layer_is_right_on_every_mesh(moe_mesh):
-    assert_equivalent(NaiveExpertParallelMoE, PlainMoE(), moe_mesh, dim=DIM, shard=shard, finish=average_all)
+    assert_equivalent(
+        NaiveExpertParallelMoE, PlainMoE(), moe_mesh, dim=DIM, shard=shard, finish=average_all
+    )
 
 
 @pytest.mark.moe_meshes(max_ranks=4, axes=("ep",))
@@ -100,13 +110,20 @@ def test_the_bug_is_found_wherever_experts_are_spread(moe_mesh):
 
     def check() -> None:
         assert_equivalent(
-            NaiveExpertParallelMoE, PlainMoE(), moe_mesh, dim=DIM, shard=shard, finish=average_all_but_experts
+            NaiveExpertParallelMoE,
+            PlainMoE(),
+            moe_mesh,
+            dim=DIM,
+            shard=shard,
+            finish=average_all_but_experts,
         )
 
     if moe_mesh.ep == 1:
         check()
         return
-    with pytest.raises(AssertionError, match=f"gradient of weight .* it is {moe_mesh.ep} times what it should be"):
+    with pytest.raises(
+        AssertionError, match=f"gradient of weight .* it is {moe_mesh.ep} times what it should be"
+    ):
         check()
 
 

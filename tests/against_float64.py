@@ -89,25 +89,42 @@ class AgainstFloat64(TorchDispatchMode):
         if func.namespace == "moesaic":  # its own operators are compared inside
             with self:
                 return func.function(*args, **kwargs)
-        if func.overloadpacket.__name__ in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
+        if func.overloadpacket.__name__ in (
+            "empty",
+            "empty_like",
+            "empty_strided",
+            "new_empty",
+            "new_empty_strided",
+        ):
             made = func(*args, **kwargs)
             return made.fill_(torch.nan) if made.is_floating_point() else made
         exact = self._exact(func, args, kwargs)
         result = func(*args, **kwargs)
-        for mine, true, moved in zip(_results(func, args, kwargs, result), *exact, strict=True) if exact else ():
+        for mine, true, moved in (
+            zip(_results(func, args, kwargs, result), *exact, strict=True) if exact else ()
+        ):
             self._compare(func, mine, true, moved)
         return result
 
-    def _exact(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]] | None:
+    def _exact(
+        self, func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[list[Any], list[Any]] | None:
         """Return an operator's results in float64, and those for rounded inputs; None if there is nothing to compare."""
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if is_random or _is_view(func) or not any(_is_low(leaf) for leaf in tree_leaves((args, kwargs))):
+        if (
+            is_random
+            or _is_view(func)
+            or not any(_is_low(leaf) for leaf in tree_leaves((args, kwargs)))
+        ):
             return None
         dtype = kwargs.get("dtype")
         if dtype is not None and dtype.is_floating_point:
             kwargs = kwargs | {"dtype": torch.float64}
         try:
-            exact = _in_float64(func, args, kwargs, rounded=False), _in_float64(func, args, kwargs, rounded=True)
+            exact = (
+                _in_float64(func, args, kwargs, rounded=False),
+                _in_float64(func, args, kwargs, rounded=True),
+            )
         except (NotImplementedError, RuntimeError):
             self.found.skipped[str(func)] += 1
             return None
@@ -123,7 +140,9 @@ class AgainstFloat64(TorchDispatchMode):
         key = str(func), str(mine.dtype).removeprefix("torch."), _line()
         earlier = self.found.differences.get(key)
         if earlier is None:
-            self.found.differences[key] = Difference(operator=key[0], dtype=key[1], line=key[2], error=error)
+            self.found.differences[key] = Difference(
+                operator=key[0], dtype=key[1], line=key[2], error=error
+            )
         else:
             earlier.error, earlier.times = max(earlier.error, error), earlier.times + 1
 
@@ -139,10 +158,19 @@ def error_of(mine: Tensor, true: Tensor, moved: Tensor) -> float:
     if not mine.is_floating_point():
         return 0.0 if torch.equal(mine, true) else torch.inf
     numbers = torch.finfo(mine.dtype)
-    rounded, values = true.to(mine.dtype).double(), mine.double()  # what overflows is infinite in both
-    error = (values - rounded).abs().masked_fill((values == rounded) | (values.isnan() & rounded.isnan()), 0.0)
+    rounded, values = (
+        true.to(mine.dtype).double(),
+        mine.double(),
+    )  # what overflows is infinite in both
+    error = (
+        (values - rounded)
+        .abs()
+        .masked_fill((values == rounded) | (values.isnan() & rounded.isnan()), 0.0)
+    )
     largest = max(_largest(rounded), numbers.smallest_normal)
-    return float(error.nan_to_num(torch.inf, torch.inf).max()) / (numbers.eps * largest + _largest(moved - true))
+    return float(error.nan_to_num(torch.inf, torch.inf).max()) / (
+        numbers.eps * largest + _largest(moved - true)
+    )
 
 
 def _largest(values: Tensor) -> float:
@@ -157,7 +185,9 @@ def _in_float64(func: Any, args: Any, kwargs: dict[str, Any], *, rounded: bool) 
 
     def copied(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            copies[id(tensor)] = copy = tensor.to(torch.float64 if _is_low(tensor) else tensor.dtype, copy=True)
+            copies[id(tensor)] = copy = tensor.to(
+                torch.float64 if _is_low(tensor) else tensor.dtype, copy=True
+            )
             if rounded and _is_low(tensor):
                 signs = torch.randint(0, 2, tensor.shape, generator=generator).mul_(2).sub_(1)
                 copy.mul_(1 + torch.finfo(tensor.dtype).eps * signs)
@@ -185,7 +215,9 @@ def _results(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     written = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written += tree_leaves(args[number] if number < len(args) else kwargs.get(argument.name))
+            written += tree_leaves(
+                args[number] if number < len(args) else kwargs.get(argument.name)
+            )
     if written:
         return written
     returned: list[Any] = tree_leaves(result)
@@ -231,7 +263,9 @@ def cases() -> Iterator[Case]:
         for number, ((kind, make), kernel) in enumerate(itertools.product(kinds.items(), ON_CPU)):
             bias = bool((number + number // 2 + nth) % 2)
             name = f"experts {kind}{' with biases' if bias else ''}, kernel {pick.KERNELS[kernel]}, {dtype}"
-            yield Case(name=name, run=partial(run_layer, dtype, kernel, experts=partial(make, bias=bias)))
+            yield Case(
+                name=name, run=partial(run_layer, dtype, kernel, experts=partial(make, bias=bias))
+            )
         for weight, kernel in itertools.product(("before", "after"), ON_CPU):
             options: dict[str, Any] = {
                 "apply_weight": weight,
@@ -243,12 +277,17 @@ def cases() -> Iterator[Case]:
         for (number, router), scale in itertools.product(enumerate(ROUTERS), (1.0, 300.0)):
             train = (number + (scale > 1) + nth) % 2 == 0
             name = f"router {router}, weights times {scale:g}, {'training' if train else 'evaluation'}, {dtype}"
-            yield Case(name=name, run=partial(run_layer, dtype, "cpu", router=router, scale=scale, train=train))
+            yield Case(
+                name=name,
+                run=partial(run_layer, dtype, "cpu", router=router, scale=scale, train=train),
+            )
         for codec in (name for name in CODECS if name not in missing_codecs()):
             yield Case(name=f"codec {codec}, {dtype}", run=partial(run_codec, codec, dtype))
 
 
-def run_layer(dtype: str, kernel: str, *, scale: float = 1.0, train: bool = True, **options: Any) -> None:
+def run_layer(
+    dtype: str, kernel: str, *, scale: float = 1.0, train: bool = True, **options: Any
+) -> None:
     """Run a layer forward and, in training, backward.
 
     Args:
@@ -260,14 +299,21 @@ def run_layer(dtype: str, kernel: str, *, scale: float = 1.0, train: bool = True
     """
     losses = (LoadBalance(0.01), ZLoss(0.001))
     fitting = (k for k in (2, 1) if _fits(options.get("router", "softmax"), k))
-    layer = MoE(DIM, HIDDEN, NUM_EXPERTS, next(fitting), losses=losses, **options).to(DTYPES[dtype]).train(train)
+    layer = (
+        MoE(DIM, HIDDEN, NUM_EXPERTS, next(fitting), losses=losses, **options)
+        .to(DTYPES[dtype])
+        .train(train)
+    )
     set_loss_scale(layer, 1.0)
     with torch.no_grad():
         for matrix in layer.router.parameters():
             matrix.mul_(scale)
     x = torch.randn(2, TOKENS // 2, DIM, dtype=DTYPES[dtype], requires_grad=train)
     ids = torch.arange(TOKENS).view(2, -1)
-    with mock.patch.dict(pick.KERNELS, cpu=pick.KERNELS[kernel]), nullcontext() if train else torch.no_grad():
+    with (
+        mock.patch.dict(pick.KERNELS, cpu=pick.KERNELS[kernel]),
+        nullcontext() if train else torch.no_grad(),
+    ):
         y = layer(x, token_ids=ids)
         if train:
             y.backward(torch.randn_like(y))

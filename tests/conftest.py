@@ -30,7 +30,11 @@ WAITING = (
     "weights/test_convert_memory.py",
 )  # fmt: skip
 """Files whose tests spend most of their time waiting: for timeouts, slow links, disks or another process."""
-LONG = ("weights/test_nothing_lost.py", "transformers/test_lora.py", "transformers/test_four_bit_loading.py")
+LONG = (
+    "weights/test_nothing_lost.py",
+    "transformers/test_lora.py",
+    "transformers/test_four_bit_loading.py",
+)
 """Files that take a minute or more on one worker, and whose names would bring them to the end, where the others idle."""
 FURTHER = re.compile(r"mark\.random|\b(pairwise|seed_ranges|thinned)\(")
 """What a file says that has tests marked `random`."""
@@ -65,10 +69,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Hold `may_hold_random` to the markers.
     """
-    missed = {str(item.path) for item in items if item.get_closest_marker("random") and not may_hold_random(item.path)}
+    missed = {
+        str(item.path)
+        for item in items
+        if item.get_closest_marker("random") and not may_hold_random(item.path)
+    }
     if missed:
-        raise pytest.UsageError(f"make test-random would leave out the random tests of {', '.join(sorted(missed))}")
-    items.sort(key=lambda item: [not item.path.as_posix().endswith(files) for files in (WAITING, LONG)])
+        raise pytest.UsageError(
+            f"make test-random would leave out the random tests of {', '.join(sorted(missed))}"
+        )
+    items.sort(
+        key=lambda item: [not item.path.as_posix().endswith(files) for files in (WAITING, LONG)]
+    )
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -41,15 +41,26 @@ class Forked:
         imports: names of slow modules that the command imports first, so the ranks that torchrun forks have them.
     """
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], imports: Sequence[str] = ()) -> None:
+    def __init__(
+        self, words: Sequence[str], environment: Mapping[str, str], imports: Sequence[str] = ()
+    ) -> None:
         self._words = list(words)
         self._folder = tempfile.TemporaryDirectory()
         self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
         variables = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | dict(environment)
-        arguments = (self._words, variables, str(self._out), str(self._err), tuple(imports), str(Path.cwd()))
+        arguments = (
+            self._words,
+            variables,
+            str(self._out),
+            str(self._err),
+            tuple(imports),
+            str(Path.cwd()),
+        )
         multiprocessing.set_forkserver_preload(["moesaic.testing.runner", *preloaded()])
         # A daemon, so a test that fails leaves no process behind.
-        self._process = multiprocessing.get_context("forkserver").Process(target=_become, args=arguments, daemon=True)
+        self._process = multiprocessing.get_context("forkserver").Process(
+            target=_become, args=arguments, daemon=True
+        )
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -86,7 +97,12 @@ class Forked:
 
 
 def _become(
-    words: list[str], environment: dict[str, str], out: str, err: str, imports: Sequence[str], folder: str
+    words: list[str],
+    environment: dict[str, str],
+    out: str,
+    err: str,
+    imports: Sequence[str],
+    folder: str,
 ) -> NoReturn:
     gc.freeze()  # collections then skip the server's modules, whose memory pages stay shared
     for descriptor, path in ((1, out), (2, err)):

@@ -58,7 +58,8 @@ def thinned(cases: Iterable[Any], every: int, start: int = 0) -> list[Any]:
     """
     return [
         pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.random if (n - start) % every else ()
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=pytest.mark.random if (n - start) % every else (),
         )
         for n, case in enumerate(cases)
     ]
@@ -70,7 +71,9 @@ def seed_ranges(count: int, quick: int) -> list[Any]:
 
 
 def pairwise(
-    *values: Iterable[Any], fits: Callable[..., bool] = lambda *_: True, empty: Callable[..., bool] = lambda *_: False
+    *values: Iterable[Any],
+    fits: Callable[..., bool] = lambda *_: True,
+    empty: Callable[..., bool] = lambda *_: False,
 ) -> list[Any]:
     """Return combinations of the values of axes for `parametrize`.
 
@@ -84,10 +87,17 @@ def pairwise(
             also be covered by other combinations.
     """
     axes = list(map(list, values))
-    rows = [row for row in itertools.product(*map(range, map(len, axes))) if fits(*map(getitem, axes, row))]
+    rows = [
+        row
+        for row in itertools.product(*map(range, map(len, axes)))
+        if fits(*map(getitem, axes, row))
+    ]
     met = {}
     for row in rows:
-        pairs, kind = itertools.combinations(enumerate(row), min(2, len(axes))), empty(*map(getitem, axes, row))
+        pairs, kind = (
+            itertools.combinations(enumerate(row), min(2, len(axes))),
+            empty(*map(getitem, axes, row)),
+        )
         met[row] = {(kind, pair) for pair in pairs}
     missing, chosen = set().union(*met.values()), set()
     while missing:
@@ -96,7 +106,9 @@ def pairwise(
         missing -= met[row]
     others = [row for row in rows if row not in chosen]
     spread = others[:: -(-len(others) // len(chosen)) or 1] if chosen else []
-    marked = [(row, ()) for row in rows if row in chosen] + [(row, pytest.mark.random) for row in spread]
+    marked = [(row, ()) for row in rows if row in chosen] + [
+        (row, pytest.mark.random) for row in spread
+    ]
     return [pytest.param(*map(getitem, axes, row), marks=marks) for row, marks in marked]
 
 
@@ -117,7 +129,9 @@ def fitting_top_k(name: str, num_experts: int) -> list[int]:
 TOP_K = {name: fitting_top_k(name, 4)[0] for name in ROUTERS if not _trains(name, 3, 4, 2)}
 """Experts per token of the routers that cannot train with two."""
 
-DETERMINISTIC = [name for name in ROUTERS if ROUTERS[name](3, 4).draw(1, torch.device("cpu")) is None]
+DETERMINISTIC = [
+    name for name in ROUTERS if ROUTERS[name](3, 4).draw(1, torch.device("cpu")) is None
+]
 """Routers that draw no random numbers in training."""
 
 
@@ -143,7 +157,10 @@ ODD_LOGITS: dict[str, list[float]] = {
 
 def ranked(row: list[float]) -> list[int]:
     """Return the experts from best to worst. NaN ranks above every number; of equal logits, the lower index comes first."""
-    return sorted(range(len(row)), key=lambda e: (not math.isnan(row[e]), 0 if math.isnan(row[e]) else -row[e], e))
+    return sorted(
+        range(len(row)),
+        key=lambda e: (not math.isnan(row[e]), 0 if math.isnan(row[e]) else -row[e], e),
+    )
 
 
 def make_router(name: str, dim: int = 8, num_experts: int = 4) -> AbstractRouter:
@@ -158,7 +175,9 @@ def make_router(name: str, dim: int = 8, num_experts: int = 4) -> AbstractRouter
     return router
 
 
-def make_layer(name: str = "softmax", dim: int = 8, hidden: int = 8, num_experts: int = 4, **options: object) -> MoE:
+def make_layer(
+    name: str = "softmax", dim: int = 8, hidden: int = 8, num_experts: int = 4, **options: object
+) -> MoE:
     """Build a layer with the router `make_router(name)`."""
     options.setdefault("top_k", TOP_K.get(name, min(2, num_experts)))
     return MoE(dim, hidden, num_experts, router=lambda d, n: make_router(name, d, n), **options)
@@ -187,7 +206,9 @@ class ReferenceRun(NamedTuple):
     grads: dict[str, Tensor | None]
 
 
-def run(layer: MoE, x: Tensor, upstream: Tensor | None = None, *, seed: int = 0, **options: object) -> Run:
+def run(
+    layer: MoE, x: Tensor, upstream: Tensor | None = None, *, seed: int = 0, **options: object
+) -> Run:
     """Run a layer forward, and backward from `(y * upstream).sum()`, or from y.sum() without `upstream`."""
     layer.zero_grad(set_to_none=True)
     x = x.detach().requires_grad_()
@@ -197,7 +218,9 @@ def run(layer: MoE, x: Tensor, upstream: Tensor | None = None, *, seed: int = 0,
     return Run(y.detach(), x.grad, {n: p.grad for n, p in layer.named_parameters()}, routing)
 
 
-def run_reference(layer: MoE, x: Tensor, upstream: Tensor, *, seed: int = 0, **options: object) -> ReferenceRun:
+def run_reference(
+    layer: MoE, x: Tensor, upstream: Tensor, *, seed: int = 0, **options: object
+) -> ReferenceRun:
     """Run the float64 reference of `layer` on x; in training, its auxiliary losses are added before the backward pass."""
     twin = in_float64(layer)
     x = x.detach().double().requires_grad_()
@@ -210,13 +233,17 @@ def run_reference(layer: MoE, x: Tensor, upstream: Tensor, *, seed: int = 0, **o
     return ReferenceRun(result, x.grad, {n: p.grad for n, p in twin.named_parameters()})
 
 
-def assert_close(actual: Tensor | None, expected: Tensor | None, tolerance: float, what: str) -> None:
+def assert_close(
+    actual: Tensor | None, expected: Tensor | None, tolerance: float, what: str
+) -> None:
     """Compare tensors in float64, relative to the largest expected entry; None stands for zeros."""
     if actual is None or expected is None:
         for value in (actual, expected):
             assert value is None or not value.any(), f"{what}: one is None, the other is not zero"
         return
-    assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)} is not {tuple(expected.shape)}"
+    assert actual.shape == expected.shape, (
+        f"{what}: {tuple(actual.shape)} is not {tuple(expected.shape)}"
+    )
     if actual.numel():
         scale = max(float(expected.double().abs().max()), 1e-2)
         error = float((actual.double() - expected.double()).abs().max()) / scale
@@ -240,7 +267,9 @@ def assert_runs_agree(actual: Run, expected: ReferenceRun, tolerance: float) -> 
 def agree(layer: MoE, x: Tensor, *, seed: int = 0, **options: object) -> Run:
     """Run the layer and the reference and compare them, with tolerance 1e-10 in float64 and 1e-5 in float32."""
     upstream = torch.randn(x.shape, dtype=torch.float64).to(x.dtype)
-    expected = run_reference(layer, x, upstream, seed=seed, **options)  # before `run`, which adds to the step's counts
+    expected = run_reference(
+        layer, x, upstream, seed=seed, **options
+    )  # before `run`, which adds to the step's counts
     actual = run(layer, x, upstream, seed=seed, **options)
     assert_runs_agree(actual, expected, 1e-10 if x.dtype == torch.float64 else 1e-5)
     return actual
@@ -253,7 +282,9 @@ class Scripted(AbstractRouter):
         logits = x_TD[:, : self.num_experts]
         return Scores(logits, logits.softmax(-1), logits.softmax(-1), logits.detach())
 
-    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+    def choose(
+        self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
+    ) -> Choice:
         return token_choice(top_k_indices(scores.rank_by, top_k))
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:

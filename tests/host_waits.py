@@ -49,7 +49,9 @@ class WaitCase:
         if self.capacity == "padded":
             return 0, 0
         # Multicast exchanges the tokens per node only once the copies are known, if copies may be dropped or tp > 1.
-        is_late = self.plan.crossing is Crossing.MULTICAST and (self.capacity == "capacity" or self.grid.tp > 1)
+        is_late = self.plan.crossing is Crossing.MULTICAST and (
+            self.capacity == "capacity" or self.grid.tp > 1
+        )
         return 1 + is_late, 0
 
     @property
@@ -92,7 +94,9 @@ def count_waits(case: WaitCase, *, triton: bool = False) -> Waits | None:
         triton: whether to run Triton's kernels, under Triton's interpreter.
     """
     torch.manual_seed(0)
-    whole = MoE(DIM, HIDDEN, EXPERTS, TOP_K, capacity=CAPACITIES[case.capacity], losses=()).bfloat16()
+    whole = MoE(
+        DIM, HIDDEN, EXPERTS, TOP_K, capacity=CAPACITIES[case.capacity], losses=()
+    ).bfloat16()
     tokens = [torch.randn(TOKENS, DIM).bfloat16() for _ in range(case.grid.world)]
 
     def on_cpu(transport: AbstractTransport) -> list[torch.Tensor]:
@@ -118,9 +122,12 @@ def count_waits(case: WaitCase, *, triton: bool = False) -> Waits | None:
         return None
     with pretending(triton=triton):
         results = run_ranks(case.grid.world, on_stand_in)
-    pairs = [pair for (result, _, _), exact in zip(results, expected) for pair in zip(result, exact)]
+    pairs = [
+        pair for (result, _, _), exact in zip(results, expected) for pair in zip(result, exact)
+    ]
     errors = [
-        float((values(a).float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30)) for a, b in pairs
+        float((values(a).float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30))
+        for a, b in pairs
     ]
     busiest = max(results, key=lambda result: len(result[2].record.waits))
     return Waits(

@@ -38,7 +38,10 @@ def imports(package: Path) -> dict[str, set[str]]:
             elif isinstance(node, ast.ImportFrom):
                 above = inside[: len(inside) - node.level + 1] if node.level else []
                 source = ".".join([*above, *([node.module] if node.module else [])])
-                targets |= {f"{source}.{a.name}" if f"{source}.{a.name}" in modules else source for a in node.names}
+                targets |= {
+                    f"{source}.{a.name}" if f"{source}.{a.name}" in modules else source
+                    for a in node.names
+                }
         graph[name] = (targets & set(modules)) - {name}
     return graph
 
@@ -52,7 +55,10 @@ def cycles(package: Path) -> list[list[str]]:
     of_folders: dict[str, set[str]] = defaultdict(set)
     for name, targets in of_files.items():
         of_folders[folders[name]] |= {folders[target] for target in targets} - {folders[name]}
-    return [*_circles(of_files), *(each for each in _circles(of_folders) if not set(each) <= set(of_files))]
+    return [
+        *_circles(of_files),
+        *(each for each in _circles(of_folders) if not set(each) <= set(of_files)),
+    ]
 
 
 def _module(path: Path, root: Path) -> str:
@@ -80,7 +86,11 @@ def _circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
                 seen.add(target)
                 waiting.append(target)
         reached[start] = seen
-    groups = {frozenset(b for b in graph if b in reached[a] and a in reached[b]) for a in graph if a in reached[a]}
+    groups = {
+        frozenset(b for b in graph if b in reached[a] and a in reached[b])
+        for a in graph
+        if a in reached[a]
+    }
     return sorted(sorted(group) for group in groups)
 
 

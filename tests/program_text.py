@@ -58,7 +58,9 @@ def from_text(text: str) -> Program:
                 raise ValueError(f"{words[0]!r} is not a kind of line")
         except (ValueError, IndexError) as error:
             raise ValueError(f"line {number}: {error}") from error
-    return Program(name=name, slots=tuple(slots), tasks=tuple(tasks), inputs=inputs, outputs=outputs)
+    return Program(
+        name=name, slots=tuple(slots), tasks=tuple(tasks), inputs=inputs, outputs=outputs
+    )
 
 
 def _read_header(words: list[str]) -> str:

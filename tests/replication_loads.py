@@ -45,7 +45,9 @@ def by_place(load: CallLoad, replicated: np.ndarray) -> list[np.ndarray]:
 def computed(load: CallLoad, replicated: Replications | None) -> np.ndarray:
     """Return the copies that each place computes, (ep,) int64."""
     table = dense(load, replicated or NOTHING)
-    copies: np.ndarray = np.bincount(load.home, (load.copies - table.sum(2)).sum(0), load.grid.ep) + table.sum((0, 1))
+    copies: np.ndarray = np.bincount(
+        load.home, (load.copies - table.sum(2)).sum(0), load.grid.ep
+    ) + table.sum((0, 1))
     return copies.astype(np.int64)
 
 

@@ -62,7 +62,10 @@ def train_tokenizer(text: str, vocab_size: int) -> tokenizers.Tokenizer:
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator([text], trainer)
     return tokenizer
@@ -118,7 +121,9 @@ def parameters(folder: Path) -> dict[str, torch.Tensor]:
 
 def seal(checkpoint: Path) -> None:
     """Rewrite the checksums of a checkpoint after a deliberate edit."""
-    files = [path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()]
+    files = [
+        path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()
+    ]
     sums = [f"{checksum(checkpoint / name)}  {name}\n" for name in sorted(files) if name != SUMS]
     (checkpoint / SUMS).write_text("".join(sums))
 
@@ -131,10 +136,16 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 def snapshot(folder: Path) -> dict[str, bytes]:
     """Return the content of every file below a folder, by relative path."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
-def signal_after(monkeypatch: pytest.MonkeyPatch, step: int, kind: signal.Signals = signal.SIGINT) -> None:
+def signal_after(
+    monkeypatch: pytest.MonkeyPatch, step: int, kind: signal.Signals = signal.SIGINT
+) -> None:
     """Make the process send itself a signal after `step` training steps."""
     plain = Trainer._step
 

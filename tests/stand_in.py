@@ -106,7 +106,9 @@ class DeviceTensor(Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Raise a `TypeError`, as for a tensor on a GPU."""
-        raise TypeError(f"a tensor on {DEVICE} has no numpy array (force={force}): call .cpu() first")
+        raise TypeError(
+            f"a tensor on {DEVICE} has no numpy array (force={force}): call .cpu() first"
+        )
 
     def data_ptr(self) -> int:
         """Return the address of the values on the CPU."""
@@ -119,7 +121,9 @@ class DeviceTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an operation by the stand-in that created the first tensor of the device."""
-        first = next(tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, DeviceTensor))
+        first = next(
+            tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, DeviceTensor)
+        )
         return first.of.run(func, args, kwargs or {})
 
 
@@ -159,7 +163,9 @@ class StandIn(TorchDispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation on the values, and record it if the host would wait for it."""
-        on_device = [tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, DeviceTensor)]
+        on_device = [
+            tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, DeviceTensor)
+        ]
         if func.namespace == "moesaic" and on_device:
             with self:
                 return _implementation(func)(*args, **kwargs)
@@ -168,23 +174,38 @@ class StandIn(TorchDispatchMode):
         self._note_waits(func, args, kwargs, on_device, target)
         if "device" in kwargs:
             kwargs = kwargs | {"device": torch.device("cpu")}
-        plain_args, plain_kwargs = tree_map_only(DeviceTensor, lambda tensor: tensor.on_cpu, (args, kwargs))
+        plain_args, plain_kwargs = tree_map_only(
+            DeviceTensor, lambda tensor: tensor.on_cpu, (args, kwargs)
+        )
         if func is aten.mm.dtype:  # 16-bit operands, float32 result: CUDA has it, the CPU does not
             plain_args, func = tuple(operand.float() for operand in plain_args[:2]), aten.mm.default
         result = func(*plain_args, **plain_kwargs)
         output = _written_into(func, args, kwargs)
         if output is not None and func._schema.returns:
             return output
-        return tree_map_only(Tensor, lambda tensor: DeviceTensor(tensor, self), result) if returns_on_device else result
+        return (
+            tree_map_only(Tensor, lambda tensor: DeviceTensor(tensor, self), result)
+            if returns_on_device
+            else result
+        )
 
     def _note_waits(
-        self, func: Any, args: Any, kwargs: dict[str, Any], on_device: list[DeviceTensor], target: Any
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        on_device: list[DeviceTensor],
+        target: Any,
     ) -> None:
         """Record an operation that waits, and raise for one that mixes devices."""
         if func in (aten._to_copy.default, aten.copy_.default):
             self._note_copy(func, args, target)
             return
-        on_host = [entry for entry in _tensors((args, kwargs)) if not isinstance(entry, DeviceTensor) and entry.dim()]
+        on_host = [
+            entry
+            for entry in _tensors((args, kwargs))
+            if not isinstance(entry, DeviceTensor) and entry.dim()
+        ]
         if on_device and on_host:
             raise AssertionError(f"{func} has tensors of {DEVICE} and of the CPU: {_line()}")
         if not on_device:
@@ -197,11 +218,21 @@ class StandIn(TorchDispatchMode):
         elif name is aten.segment_reduce and not kwargs.get("unsafe", False):
             self.note("segment_reduce that checks lengths")
         elif name is aten._grouped_mm and on_device[0].dtype != torch.bfloat16:
-            self.note("grouped_mm of another dtype than bfloat16, which loops over offsets on the host")
-        elif name in _ADDS and on_device[0].is_floating_point() and _has_repeated(args[1], values(args[2])):
+            self.note(
+                "grouped_mm of another dtype than bfloat16, which loops over offsets on the host"
+            )
+        elif (
+            name in _ADDS
+            and on_device[0].is_floating_point()
+            and _has_repeated(args[1], values(args[2]))
+        ):
             self.note(f"{name} of several floats to one place", self.record.unordered)
         elif name in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
-            masks = [entry for entry in args[1] if entry is not None and entry.dtype in (torch.bool, torch.uint8)]
+            masks = [
+                entry
+                for entry in args[1]
+                if entry is not None and entry.dtype in (torch.bool, torch.uint8)
+            ]
             fills = name is not aten.index and args[2].numel() == 1
             if masks and not fills:
                 self.note("indexing by a mask, whose shape depends on values")
@@ -267,7 +298,11 @@ def interpreting() -> Iterator[None]:
             if hasattr(argument, "base"):  # a tensor descriptor
                 argument.base = values(argument.base)
         with _disable_current_modes():
-            launch(self, *tree_map_only(DeviceTensor, values, args), **tree_map_only(DeviceTensor, values, kwargs))
+            launch(
+                self,
+                *tree_map_only(DeviceTensor, values, args),
+                **tree_map_only(DeviceTensor, values, kwargs),
+            )
 
     with mock.patch.object(interpreter.GridExecutor, "__call__", on_values):
         yield
@@ -294,7 +329,9 @@ def to_device(module: nn.Module) -> nn.Module:
     for part in module.modules():
         for name, parameter in list(part._parameters.items()):
             if parameter is not None:
-                moved = nn.Parameter(parameter.detach().to(DEVICE), requires_grad=parameter.requires_grad)
+                moved = nn.Parameter(
+                    parameter.detach().to(DEVICE), requires_grad=parameter.requires_grad
+                )
                 part._parameters[name] = moved
         for name, buffer in list(part._buffers.items()):
             part._buffers[name] = None if buffer is None else buffer.to(DEVICE)

@@ -32,7 +32,17 @@ PARTS = (
     "transformers", "train", "weights", "finetune", "testing", "report", "cli",
 )  # fmt: skip
 """In this order: a part imports itself and parts that stand before it."""
-TORCH_FREE = ("errors", "files", "configfile", "codecs", "shapes", "program", "traces", "planner", "report")
+TORCH_FREE = (
+    "errors",
+    "files",
+    "configfile",
+    "codecs",
+    "shapes",
+    "program",
+    "traces",
+    "planner",
+    "report",
+)
 """Parts that neither import torch nor a part that does: planning and reporting work without it."""
 FACES = ("__init__", "__main__")
 """Files of the package itself, which belong to no part."""
@@ -51,7 +61,19 @@ MUTABLE = {
     "local",
     "count",
 }
-CHANGING = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "discard", "clear"}
+CHANGING = {
+    "append",
+    "extend",
+    "insert",
+    "add",
+    "update",
+    "setdefault",
+    "pop",
+    "popitem",
+    "remove",
+    "discard",
+    "clear",
+}
 """Methods that change a list, a set or a dict."""
 MACHINE_PATH = re.compile(r"(?<![\w./~-])/(?:root|work|home|Users|mnt|scratch)/\w")
 
@@ -130,13 +152,17 @@ def test_no_files_and_no_folders_import_each_other_in_a_circle(package):
 
 def test_the_library_does_not_know_the_laboratory():
     outside = ("moesaic_lab", "moesaic_testbed")
-    found = [name_of(p) for p in SOURCES if any(name.split(".")[0] in outside for name in imports_of(p))]
+    found = [
+        name_of(p) for p in SOURCES if any(name.split(".")[0] in outside for name in imports_of(p))
+    ]
     assert found == []
 
 
 def test_the_test_bed_stands_alone():
     used = {name for path in sorted(TESTBED.rglob("*.py")) for name in imports_of(path)}
-    ours = {name.rpartition(".")[0] for name in used if name.startswith(("moesaic.", "moesaic_lab"))}
+    ours = {
+        name.rpartition(".")[0] for name in used if name.startswith(("moesaic.", "moesaic_lab"))
+    }
     assert ours == {"moesaic.errors", "moesaic.cli.arguments", "moesaic.measure.together"}
 
 
@@ -157,7 +183,9 @@ def test_reports_read_nothing_of_training_but_its_metrics():
 
 def test_parts_that_plan_and_report_do_not_import_torch():
     free = [path for path in SOURCES if part_of(path) in TORCH_FREE]
-    assert [name_of(p) for p in free if any(name.split(".")[0] == "torch" for name in imports_of(p))] == []
+    assert [
+        name_of(p) for p in free if any(name.split(".")[0] == "torch" for name in imports_of(p))
+    ] == []
 
 
 def test_importing_the_package_does_not_import_torch():
@@ -165,10 +193,16 @@ def test_importing_the_package_does_not_import_torch():
     modules = ["moesaic", "moesaic.__main__", "moesaic.train.metrics", "moesaic_testbed.launcher"]
     for path in SOURCES:
         if part_of(path) in (*TORCH_FREE, "cli"):
-            modules.append(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"))
+            modules.append(
+                ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
+                    ".__init__"
+                )
+            )
     code = "import sys, moesaic.report.summary; assert 'plotly' not in sys.modules; "
     code += f"import {', '.join(modules)}; sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -200,7 +234,9 @@ def undocumented(path: Path, inherited: set[str]) -> list[str]:
 
     def node_token(body: list[ast.stmt], bases: list[str]) -> None:
         for node in body:
-            if not isinstance(node, (*Function.__args__, ast.ClassDef)) or node.name.startswith("_"):
+            if not isinstance(node, (*Function.__args__, ast.ClassDef)) or node.name.startswith(
+                "_"
+            ):
                 continue
             overrides = bool(bases) and (node.name in HOOKS or node.name in inherited)
             overloaded = any("overload" in ast.unparse(d) for d in node.decorator_list)
@@ -216,7 +252,9 @@ def undocumented(path: Path, inherited: set[str]) -> list[str]:
 def test_everything_public_has_a_docstring():
     inherited = documented_in_interfaces()
     assert {"encode", "scores", "choose"} <= inherited
-    assert [place for path in [*SOURCES, *LAB_SOURCES] for place in undocumented(path, inherited)] == []
+    assert [
+        place for path in [*SOURCES, *LAB_SOURCES] for place in undocumented(path, inherited)
+    ] == []
 
 
 def module_state(path: Path) -> list[str]:
@@ -224,13 +262,19 @@ def module_state(path: Path) -> list[str]:
     module, wrong, constants = parsed(path), [], set()
     for node in module.body:
         targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
         )
         for target in targets:
             name, value = ast.unparse(target), node.value
             constants.add(name)
             made = isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in MUTABLE
-            literal = isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+            literal = isinstance(
+                value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp
+            )
             if made or (literal and not name.isupper() and name != "__all__"):
                 wrong.append(f"{name_of(path)}:{node.lineno} {name}")
     for node in nodes(path):
@@ -239,7 +283,11 @@ def module_state(path: Path) -> list[str]:
             changed = f"global {', '.join(node.names)}"
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
             changed = ast.unparse(node.value)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in CHANGING
+        ):
             changed = ast.unparse(node.func.value)
         if changed.startswith("global ") or (changed in constants and changed.strip("_").isupper()):
             wrong.append(f"{name_of(path)}:{node.lineno} changes {changed}")
@@ -252,7 +300,11 @@ def test_modules_hold_no_mutable_state():
 
 def test_nothing_reads_environment_variables_but_what_the_launcher_says():
     reads = re.compile(r"\bos\.(environ|getenv|putenv)\b|\bfrom os import\b.*\b(environ|getenv)\b")
-    found = [name_of(path) for path in [*SOURCES, *LAB_SOURCES] if reads.search(path.read_text(encoding="utf-8"))]
+    found = [
+        name_of(path)
+        for path in [*SOURCES, *LAB_SOURCES]
+        if reads.search(path.read_text(encoding="utf-8"))
+    ]
     allowed = [
         "src/moesaic/cli/finetune.py",  # reads RANK, WORLD_SIZE: whether a launcher has started it
         "src/moesaic/cli/train.py",  # reads RANK: whether this process is the first, before PyTorch is loaded
@@ -336,7 +388,9 @@ def test_no_registered_name_is_compared_outside_the_file_of_what_it_names():
             names = {word for word in words & REGISTERED if path.stem != word}
             if NO_CODEC in words and ASKS_FOR_NOTHING.search(ast.unparse(node)):
                 names.add(NO_CODEC)
-            found += [f"{name_of(path)}:{node.lineno} compares with {name!r}" for name in sorted(names)]
+            found += [
+                f"{name_of(path)}:{node.lineno} compares with {name!r}" for name in sorted(names)
+            ]
     assert found == []
 
 
@@ -346,7 +400,12 @@ def test_nothing_but_methods_of_an_abstract_class_is_overridden_in_the_models_of
     Records that add fields, and places of ranks (`NodeMap`), whose methods all are public, may extend one.
     """
     trees = [parsed(path) for path in SOURCES if part_of(path) in ("planner", "program")]
-    classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    classes = {
+        node.name: node
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
     free = {"Exception", "Enum", "NodeMap"}
     wrong = [
         f"{each.name} extends {base}"
@@ -381,8 +440,14 @@ def writes(node: ast.Call) -> bool:
     if name in WRITERS or (name in WRITES and ast.unparse(node.func) in WRITES.values()):
         return True
     words = [*node.args, *(keyword.value for keyword in node.keywords)]
-    modes = [word.value for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)]
-    return name == "open" and any(re.fullmatch(r"[rwaxbt+]+", mode) and set(mode) & set("wax+") for mode in modes)
+    modes = [
+        word.value
+        for word in words
+        if isinstance(word, ast.Constant) and isinstance(word.value, str)
+    ]
+    return name == "open" and any(
+        re.fullmatch(r"[rwaxbt+]+", mode) and set(mode) & set("wax+") for mode in modes
+    )
 
 
 def test_files_are_opened_for_writing_in_one_place():

@@ -52,7 +52,9 @@ class Run:
 
     def __init__(self, mesh: Mesh, seconds: Seconds, *, recompute: bool = False) -> None:
         self.mesh, self.seconds, self.recompute, self.time = mesh, seconds, recompute, 0.0
-        self.model = nn.Sequential(make_layer(seed=0), nn.Linear(DIM, DIM).double(), make_layer(seed=1))
+        self.model = nn.Sequential(
+            make_layer(seed=0), nn.Linear(DIM, DIM).double(), make_layer(seed=1)
+        )
         torch.manual_seed(0)
         self.alone = nn.Parameter(torch.zeros(1))
         parallelize_model(self.model, mesh, "auto", broadcast=True)
@@ -65,7 +67,9 @@ class Run:
     def step(self, micro: int = 1) -> None:
         """Run a step of several micro-batches; other optimizers step in between."""
         for number in range(micro):
-            x = tokens_of(self.mesh.grid.coordinate(self.mesh.rank, "dp"), seed=10 * len(self.ran) + number)
+            x = tokens_of(
+                self.mesh.grid.coordinate(self.mesh.rank, "dp"), seed=10 * len(self.ran) + number
+            )
             y = checkpoint(self.model, x.requires_grad_()) if self.recompute else self.model(x)
             loss = y.square().mean()
             loss.backward()
@@ -89,7 +93,12 @@ def race(mesh: Mesh, seconds: Seconds, steps: int, **options: Any) -> dict[str, 
     run = Run(mesh, seconds, **options)
     for number in range(steps):
         run.step(micro=1 + number % 16 // 15)
-    return {"ran": run.ran, "losses": torch.stack(run.losses), "said": run.auto.said, "plans": run.auto.table.plans}
+    return {
+        "ran": run.ran,
+        "losses": torch.stack(run.losses),
+        "said": run.auto.said,
+        "plans": run.auto.table.plans,
+    }
 
 
 def slowest_last(_: int, plan: int, rank: int) -> float:
@@ -112,7 +121,10 @@ def raced() -> Races:
         logger.addHandler(handler)
         try:
             steps = LIMIT + 10
-            found = run_ranks(grid.world, lambda each: race(Mesh(grid, each), slowest_last, steps, recompute=recompute))
+            found = run_ranks(
+                grid.world,
+                lambda each: race(Mesh(grid, each), slowest_last, steps, recompute=recompute),
+            )
         finally:
             logger.removeHandler(handler)
         return found, logged
@@ -124,7 +136,9 @@ GRIDS = [GRID, pytest.param(Grid(world=4, tp=2, ep=2, etp=2), marks=pytest.mark.
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=["ep", "tp and etp"])
-def test_layers_end_on_the_plan_that_is_fastest_for_the_slowest_rank_and_the_first_says_one_line(grid, raced):
+def test_layers_end_on_the_plan_that_is_fastest_for_the_slowest_rank_and_the_first_says_one_line(
+    grid, raced
+):
     found, (line,) = raced(grid, False)
     assert line.startswith("plan auto: ")
     assert "\n" not in line
@@ -197,7 +211,9 @@ def test_a_loop_without_an_optimizer_is_told_once_that_nothing_is_timed(monkeypa
         lines: list[tuple[int, str]] = []
         run.auto.say = lambda line: lines.append((number, line))
         for number in range(8):
-            run.model(tokens_of(run.mesh.grid.coordinate(run.mesh.rank, "dp"), seed=number)).square().mean().backward()
+            run.model(
+                tokens_of(run.mesh.grid.coordinate(run.mesh.rank, "dp"), seed=number)
+            ).square().mean().backward()
             if number == steps_after:
                 average_gradients(run.model, run.mesh)
                 run.optimizer.step()
@@ -249,7 +265,9 @@ def test_what_nobody_uses_any_more_is_let_go():
 )
 def test_capacities_under_which_plans_differ_are_refused(capacity, grid):
     def rank(transport: AbstractTransport) -> str:
-        return refused(lambda: make_layer(capacity=capacity).parallelize(Mesh(grid, transport), "auto"))
+        return refused(
+            lambda: make_layer(capacity=capacity).parallelize(Mesh(grid, transport), "auto")
+        )
 
     (line,) = set(run_ranks(grid.world, rank))
     assert line.startswith('plan="auto" clashes with capacity=Capacity(')
@@ -264,7 +282,11 @@ def test_what_is_no_plan_is_refused(plan):
 
 def test_ranks_that_differ_in_auto_all_say_so():
     def rank(transport: AbstractTransport) -> str:
-        return refused(lambda: make_layer().parallelize(Mesh(GRID, transport), "auto" if transport.rank else None))
+        return refused(
+            lambda: make_layer().parallelize(
+                Mesh(GRID, transport), "auto" if transport.rank else None
+            )
+        )
 
     (line,) = set(run_ranks(2, rank))
     assert line.startswith("whether plan is auto differs: False on rank 0, True on rank 1")

@@ -30,7 +30,9 @@ def train_on(layer: nn.Module, x: Tensor) -> None:
 def test_what_is_no_optimizer_or_no_model_is_refused(swapped: bool) -> None:
     layer = sigmoid_layer()
     optimizer = torch.optim.SGD(parameter_groups(layer.parameters(), lr=0.1))
-    with pytest.raises(InputError, match=r"takes an optimizer, then the model: got (MoE and SGD|SGD and list)$"):
+    with pytest.raises(
+        InputError, match=r"takes an optimizer, then the model: got (MoE and SGD|SGD and list)$"
+    ):
         balance_on_step(*((layer, optimizer) if swapped else (optimizer, list(layer.parameters()))))
 
 

@@ -66,7 +66,11 @@ class Recorder:
 
 def layer_of(capacity: str = "dropless", **options: Any) -> MoE:
     torch.manual_seed(0)
-    return MoE(*SIZES, capacity=CAPACITIES[capacity], **{"losses": (LoadBalance(0.1), ZLoss(0.1)), **options}).double()
+    return MoE(
+        *SIZES,
+        capacity=CAPACITIES[capacity],
+        **{"losses": (LoadBalance(0.1), ZLoss(0.1)), **options},
+    ).double()
 
 
 def tokens(seed: int = 1) -> Tensor:
@@ -100,7 +104,9 @@ def test_steps_of_a_captured_layer_are_those_of_the_layer(capacity: str, router:
         found = []
         for (module, run), optimizer in zip(runs, optimizers):
             optimizer.zero_grad()
-            for micro_batch in range(2):  # whose gradients add up, and whose losses have half the weight each
+            for micro_batch in range(
+                2
+            ):  # whose gradients add up, and whose losses have half the weight each
                 x = tokens(10 * step + micro_batch)
                 y = run(x)
                 (y * y).sum().backward()
@@ -198,14 +204,24 @@ def twice(layer: MoE, run: CapturedMoE) -> None:
         (lambda layer, run: run(tokens()[:1]), r"called with x \(1, 16\)"),
         (lambda layer, run: run(tokens().float()), "torch.float32"),
         (lambda layer, run: run(tokens().detach()), "captured with .* with gradient"),
-        (changed(lambda layer: layer.router.requires_grad_(False), tokens()), "replaced, frozen or unfrozen"),
-        (changed(lambda layer: layer.load_state_dict(layer_of().state_dict(), assign=True), tokens()), "replaced"),
+        (
+            changed(lambda layer: layer.router.requires_grad_(False), tokens()),
+            "replaced, frozen or unfrozen",
+        ),
+        (
+            changed(
+                lambda layer: layer.load_state_dict(layer_of().state_dict(), assign=True), tokens()
+            ),
+            "replaced",
+        ),
         (lambda layer, run: checkpoint(Around(run, layer), tokens()), "checkpoint"),
         (two_at_once, "after a later call"),
         (twice, "ran twice"),
     ],
 )
-def test_what_a_graph_does_not_fit_is_refused(use: Callable[[MoE, CapturedMoE], object], why: str) -> None:
+def test_what_a_graph_does_not_fit_is_refused(
+    use: Callable[[MoE, CapturedMoE], object], why: str
+) -> None:
     layer = layer_of(losses=())
     run = captured_of(layer, tokens())
     with pytest.raises(InputError, match=why):
@@ -258,6 +274,8 @@ def test_a_host_wait_is_refused_with_its_place(monkeypatch: pytest.MonkeyPatch) 
         "stream": lambda stream: torch.enable_grad(), "set_sync_debug_mode": lambda new: mode.__setitem__(slice(None), [new]),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    with pytest.raises(InputError, match=r"MoE cannot be captured: the host waits for the GPU in captured\.py:"):
+    with pytest.raises(
+        InputError, match=r"MoE cannot be captured: the host waits for the GPU in captured\.py:"
+    ):
         CudaRecorder().warm_up(waits)
     assert mode == [0]

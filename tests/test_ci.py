@@ -8,7 +8,9 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MAKEFILE = "lint test test-random:\n\t@test ! -e .venv/old && mkdir -p .venv && echo $@ in $(CURDIR)\n"
+MAKEFILE = (
+    "lint test test-random:\n\t@test ! -e .venv/old && mkdir -p .venv && echo $@ in $(CURDIR)\n"
+)
 
 
 def repository(folder: Path, makefile: str) -> Path:
@@ -18,7 +20,11 @@ def repository(folder: Path, makefile: str) -> Path:
     shutil.copy(ROOT / ".ci" / "run", script)
     shutil.copy(ROOT / ".gitignore", folder)
     (folder / "Makefile").write_text(makefile, encoding="utf-8")
-    who = {f"GIT_{role}_{what}": "someone" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    who = {
+        f"GIT_{role}_{what}": "someone"
+        for role in ("AUTHOR", "COMMITTER")
+        for what in ("NAME", "EMAIL")
+    }
     for words in ("init --quiet", "add .", "commit --quiet --message all"):
         subprocess.run(["git", *words.split()], cwd=folder, env=os.environ | who, check=True)
     return script

@@ -80,7 +80,9 @@ def test_a_checkpointed_block_runs_eagerly_between_two_graphs() -> None:
         block[1].step_counts.zero_()
         torch.manual_seed(1)
         call(x).sum().backward()
-        results.append({name: parameter.grad.clone() for name, parameter in block.named_parameters()})
+        results.append(
+            {name: parameter.grad.clone() for name, parameter in block.named_parameters()}
+        )
         assert int(block[1].step_counts.sum()) == 12
     torch.testing.assert_close(results[0], results[1])
 
@@ -96,4 +98,6 @@ def test_asking_a_device_for_its_kernels_breaks_no_graph(monkeypatch: pytest.Mon
     for module in (pick, permute, grouped_matmul):
         monkeypatch.setattr(module, "kind_of", kind_of)
     explanation = torch._dynamo.explain(layer_for("softmax", torch.float32))(torch.randn(2, 6, 8))
-    assert (explanation.graph_count, explanation.graph_break_count) == (1, 0), explanation.break_reasons
+    assert (explanation.graph_count, explanation.graph_break_count) == (1, 0), (
+        explanation.break_reasons
+    )

@@ -26,10 +26,16 @@ def test_toml_and_json_are_read_by_suffix(tmp_path):
     (tmp_path / "a.toml").write_text('steps = 3\n[model.moe]\nrouter = "sigmoid"\n')
     (tmp_path / "a.json").write_text('{"steps": 3, "model": {"moe": {"router": "sigmoid"}}}')
     table = read_table(tmp_path / "a.toml")
-    assert table == read_table(tmp_path / "a.json") == {"steps": 3, "model": {"moe": {"router": "sigmoid"}}}
+    assert (
+        table
+        == read_table(tmp_path / "a.json")
+        == {"steps": 3, "model": {"moe": {"router": "sigmoid"}}}
+    )
     config = override(TrainConfig(batch_size=5), table, source="a.toml")
     assert (config.steps, config.batch_size, config.model.moe.router) == (3, 5, "sigmoid")
-    assert config == replace(TrainConfig(), steps=3, batch_size=5, model=replace(ModelConfig(), moe=config.model.moe))
+    assert config == replace(
+        TrainConfig(), steps=3, batch_size=5, model=replace(ModelConfig(), moe=config.model.moe)
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +63,10 @@ def test_unreadable_files_are_refused(tmp_path, name, content, message):
     ("table", "message"),
     [
         ({"stepz": 3}, "here: unknown field stepz: did you mean steps?"),
-        ({"model": {"moe": {"topk": 3}}}, "here: unknown field model.moe.topk: did you mean top_k?"),
+        (
+            {"model": {"moe": {"topk": 3}}},
+            "here: unknown field model.moe.topk: did you mean top_k?",
+        ),
         ({"xyz": 3}, "here: unknown field xyz: choose one of out, existing, "),
         ({"steps": "3"}, "here: steps must be a whole number, got '3'"),
         ({"steps": 3.0}, "here: steps must be a whole number, got 3.0"),
@@ -71,11 +80,20 @@ def test_unreadable_files_are_refused(tmp_path, name, content, message):
         ({"optimizer": {"lr": True}}, "here: optimizer.lr must be a number, got True"),
         ({"optimizer": 3}, "here: optimizer must be a table of lr, "),
         ({"data": {"path": ["a", 3]}}, "here: data.path[1] must be text, got 3"),
-        ({"precision": "float16"}, "here: precision='float16': choose one of auto, float32, bfloat16"),
-        ({"model": {"moe": {"router": "best"}}}, "model.moe.router='best' is unknown: choose one of softmax, switch"),
+        (
+            {"precision": "float16"},
+            "here: precision='float16': choose one of auto, float32, bfloat16",
+        ),
+        (
+            {"model": {"moe": {"router": "best"}}},
+            "model.moe.router='best' is unknown: choose one of softmax, switch",
+        ),
         ({"optimizer": {"betas": [0.9]}}, "here: optimizer.betas must be a list of 2, got [0.9]"),
         ({"optimizer": {"betas": ["a", 0.9]}}, "here: optimizer.betas must be a number, got 'a'"),
-        ({"mesh": {"ranks_per_node": "two"}}, "here: mesh.ranks_per_node must be a whole number, got 'two'"),
+        (
+            {"mesh": {"ranks_per_node": "two"}},
+            "here: mesh.ranks_per_node must be a whole number, got 'two'",
+        ),
     ],
 )
 def test_bad_tables_are_refused(table, message):
@@ -89,12 +107,19 @@ def test_values_become_the_fields_types():
     assert config.optimizer.lr == 1.0
     assert isinstance(config.optimizer.lr, float)
     assert config.data.path == ("a", "b")
-    assert override(TrainConfig(), {"mesh": {"ranks_per_node": 2}}, source="here").mesh.ranks_per_node == 2
-    assert override(TrainConfig(), {"data": {"path": "a"}}, source="here").data.path == ("a",), "a list of one"
+    assert (
+        override(TrainConfig(), {"mesh": {"ranks_per_node": 2}}, source="here").mesh.ranks_per_node
+        == 2
+    )
+    assert override(TrainConfig(), {"data": {"path": "a"}}, source="here").data.path == ("a",), (
+        "a list of one"
+    )
 
 
 def test_the_dataclass_checks_itself_after_an_override():
-    with pytest.raises(InputError, match=r"model.moe.top_k=20 does not fit model.moe.num_experts=16"):
+    with pytest.raises(
+        InputError, match=r"model.moe.top_k=20 does not fit model.moe.num_experts=16"
+    ):
         override(TrainConfig(), {"model": {"moe": {"top_k": 20}}}, source="here")
 
 
@@ -115,4 +140,7 @@ def test_differing_fields_are_named_with_both_values():
         b: str = "x"
 
     assert differing_fields(Outer(), Outer()) == []
-    assert differing_fields(Outer(), Outer(Inner(2), "y"), "p.") == ["p.inner.a (1 and 2)", "p.b ('x' and 'y')"]
+    assert differing_fields(Outer(), Outer(Inner(2), "y"), "p.") == [
+        "p.inner.a (1 and 2)",
+        "p.b ('x' and 'y')",
+    ]

@@ -29,7 +29,8 @@ def test_a_number_is_a_capacity_factor(factor: float) -> None:
 @pytest.mark.parametrize("name", ["capacity", "eval_capacity"])
 def test_what_is_no_capacity_is_refused(name: str, capacity: object) -> None:
     with pytest.raises(
-        InputError, match=rf"MoE: {name}=.* is not a capacity: write Dropless\(\), Capacity.fixed\(1.25\)"
+        InputError,
+        match=rf"MoE: {name}=.* is not a capacity: write Dropless\(\), Capacity.fixed\(1.25\)",
     ):
         MoE(8, 8, 4, 2, **{name: capacity})
 
@@ -41,7 +42,9 @@ def test_a_factor_that_is_no_limit_is_refused(factor: float) -> None:
 
 @pytest.mark.parametrize("coefficient", [-1, float("inf"), "0.01"])
 def test_a_coefficient_that_is_no_number_of_0_or_more_is_refused(coefficient: float) -> None:
-    assert "LoadBalance: the coefficient must be a finite number of 0 or more, got" in refused(LoadBalance, coefficient)
+    assert "LoadBalance: the coefficient must be a finite number of 0 or more, got" in refused(
+        LoadBalance, coefficient
+    )
 
 
 def test_one_loss_needs_no_tuple() -> None:
@@ -51,7 +54,9 @@ def test_one_loss_needs_no_tuple() -> None:
 
 @pytest.mark.parametrize("losses", [0.01, None, (0.01,), "load_balance", (LoadBalance,)])
 def test_what_is_no_loss_is_refused(losses: object) -> None:
-    with pytest.raises(InputError, match=r"MoE: losses holds .*, which is not a loss: write losses=\(LoadBalance"):
+    with pytest.raises(
+        InputError, match=r"MoE: losses holds .*, which is not a loss: write losses=\(LoadBalance"
+    ):
         MoE(8, 8, 4, 2, losses=losses)
 
 
@@ -70,7 +75,9 @@ def test_device_and_dtype_are_where_and_what_parameters_are(name: str, dtype: to
         assert parameter.is_meta
         assert parameter.dtype == dtype
     kept = [
-        getattr(module, each) for module in layer.router.modules() for each in getattr(module, "float32_buffers", ())
+        getattr(module, each)
+        for module in layer.router.modules()
+        for each in getattr(module, "float32_buffers", ())
     ]
     assert all(buffer.dtype == torch.float32 for buffer in kept)
 
@@ -88,7 +95,9 @@ def test_named_experts_take_biases(experts: str) -> None:
 
 
 def test_a_function_says_itself_whether_it_has_biases() -> None:
-    assert "bias=True is only for experts given by name" in refused(MoE, 8, 8, 4, 2, experts=PlainExperts, bias=True)
+    assert "bias=True is only for experts given by name" in refused(
+        MoE, 8, 8, 4, 2, experts=PlainExperts, bias=True
+    )
 
 
 BLOCKED = """import sys
@@ -113,7 +122,11 @@ for name in ("MoE", "collect_losses", "Mesh"):
 
 def test_names_are_listed_and_say_what_to_install_before_they_are_imported() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", WITHOUT_TORCH],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     assert [line for line in done.stderr.splitlines() if line.startswith("ImportError")] == [
         f"ImportError: moesaic.{name} needs torch: {to_install('.[train]')}"
@@ -121,6 +134,14 @@ def test_names_are_listed_and_say_what_to_install_before_they_are_imported() -> 
     ]
     assert "During handling" not in done.stderr
     assert done.stdout.split() == sorted([*moesaic.__all__, "__version__"])
-    assert {"MoE", "parallelize_model", "prepare_ddp", "parameter_groups", "shard_over_data"} <= set(moesaic.__all__)
+    assert {
+        "MoE",
+        "parallelize_model",
+        "prepare_ddp",
+        "parameter_groups",
+        "shard_over_data",
+    } <= set(moesaic.__all__)
     assert all(hasattr(moesaic, name) for name in moesaic.__all__)
-    assert dir(moesaic) == done.stdout.split(), "the modules that were imported since then are no part of the interface"
+    assert dir(moesaic) == done.stdout.split(), (
+        "the modules that were imported since then are no part of the interface"
+    )

@@ -25,7 +25,9 @@ def _dirty_heap(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def used(*args: Any, **options: Any) -> Tensor:
         tensor = original(*args, **options).detach()
-        return tensor if tensor.is_meta else tensor.fill_(True if tensor.dtype == torch.bool else 77)
+        return (
+            tensor if tensor.is_meta else tensor.fill_(True if tensor.dtype == torch.bool else 77)
+        )
 
     monkeypatch.setattr(torch, "empty_like", used)
 
@@ -52,7 +54,11 @@ def trained(layer: MoE, steps: int = 2) -> list[Tensor]:
         x = torch.randn(2, 6, 8)
         y = layer(x, token_ids=ids_for(x) if layer.router.needs_token_ids else None)
         y.square().sum().backward()
-        found += [y.detach(), layer.step_counts.clone(), *(p.grad.clone() for p in layer.parameters())]
+        found += [
+            y.detach(),
+            layer.step_counts.clone(),
+            *(p.grad.clone() for p in layer.parameters()),
+        ]
         optimizer.step()
         optimizer.zero_grad()
     return [*found, *layer.state_dict().values()]
@@ -84,7 +90,9 @@ LOADS = {"copied": by_to_empty, "assigned": by_assignment, "transformers": by_tr
 
 @pytest.mark.parametrize("router", NAMES)
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_a_loaded_layer_trains_as_the_one_that_was_saved(load: Callable[..., None], router: str) -> None:
+def test_a_loaded_layer_trains_as_the_one_that_was_saved(
+    load: Callable[..., None], router: str
+) -> None:
     torch.manual_seed(0)
     saved = build(router, shared_hidden=4)
     layer = on_meta(router, shared_hidden=4)
@@ -136,7 +144,9 @@ def test_reset_parameters_forgets_what_was_counted() -> None:
     assert not layer.router.bias.any()
 
 
-@pytest.mark.parametrize("experts", [partial(PlainExperts, bias=True), lambda d, h, n: ModuleExperts(own, d, n)])
+@pytest.mark.parametrize(
+    "experts", [partial(PlainExperts, bias=True), lambda d, h, n: ModuleExperts(own, d, n)]
+)
 def test_reset_parameters_reaches_all_experts(experts: Callable) -> None:
     layer = MoE(8, 8, 4, 2, experts=experts)
     with torch.no_grad():

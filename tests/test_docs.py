@@ -23,7 +23,10 @@ STALE = {"fuzz", "gpu"}
 """The only results that may wait, for a GPU or an idle hour; others are measured with the change that outdates them."""
 DOCS = ROOT / "docs"
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "lab/README.md", "tests/regressions.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "lab/README.md", "tests/regressions.md")
+    ),
     *sorted(DOCS.glob("*.md")),
 ]
 
@@ -35,7 +38,9 @@ def test_performance_page_is_what_the_results_say() -> None:
 def test_the_picture_of_a_timeline_is_what_is_simulated() -> None:
     text = timeline_picture.PICTURE.read_text(encoding="utf-8")
     for name, timeline in timeline_picture.timelines().items():
-        assert timeline_picture.title(name, timeline) in text, "run make docs and commit docs/images/timeline.svg"
+        assert timeline_picture.title(name, timeline) in text, (
+            "run make docs and commit docs/images/timeline.svg"
+        )
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
@@ -109,17 +114,25 @@ def test_advice_to_install_names_folders_and_extras_of_the_repository() -> None:
         for extra in re.findall(r"""["'](\.|\./lab)\[(\w+)\]["']""", text.read_text("utf-8"))
     }
     assert len(named) > 20
-    assert {each for each in named if each[1] not in projects[each[0]]["optional-dependencies"]} == set()
+    assert {
+        each for each in named if each[1] not in projects[each[0]]["optional-dependencies"]
+    } == set()
     by_name = re.compile(r"""pip install [^`\n]*["' ]moesaic\b""")
     assert [text.name for text in TEXTS if by_name.search(text.read_text("utf-8"))] == []
 
 
 def test_errata_that_are_cited_are_listed() -> None:
-    listed = set(re.findall(r"^\| ([FNPST]\d) \|", (ROOT / "docs" / "papers.md").read_text("utf-8"), re.MULTILINE))
+    listed = set(
+        re.findall(
+            r"^\| ([FNPST]\d) \|", (ROOT / "docs" / "papers.md").read_text("utf-8"), re.MULTILINE
+        )
+    )
     cited = {
         number
         for text in TEXTS
-        for numbers in re.findall(r"\berrat(?:a|um) ((?:[FNPST]\d(?: to | and |, )?)+)", text.read_text("utf-8"))
+        for numbers in re.findall(
+            r"\berrat(?:a|um) ((?:[FNPST]\d(?: to | and |, )?)+)", text.read_text("utf-8")
+        )
         for number in re.findall(r"[FNPST]\d", numbers)
     }
     assert len(cited) >= 8
@@ -128,7 +141,10 @@ def test_errata_that_are_cited_are_listed() -> None:
 
 def test_readme_names_every_command() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert all(f"`{command}`" in readme or f"moesaic {command}" in readme for command in [*COMMANDS, *LABORATORY])
+    assert all(
+        f"`{command}`" in readme or f"moesaic {command}" in readme
+        for command in [*COMMANDS, *LABORATORY]
+    )
 
 
 def written(page: Path) -> str:
@@ -140,7 +156,11 @@ def written(page: Path) -> str:
 
 
 def test_the_pages_are_short() -> None:
-    words = {str(page): len(written(page).split()) for page in DOCS.rglob("*.md") if page.name != "log.md"}
+    words = {
+        str(page): len(written(page).split())
+        for page in DOCS.rglob("*.md")
+        if page.name != "log.md"
+    }
     assert sum(words.values()) <= 45_000, sorted(words.items(), key=lambda item: -item[1])
 
 
@@ -149,7 +169,9 @@ def test_code_of_pages_fits_their_column() -> None:
         (page.name, line)
         for page in PAGES
         if page.name != "log.md"
-        for code in re.findall(r"```(?:python|bash|toml)\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+        for code in re.findall(
+            r"```(?:python|bash|toml)\n(.*?)```", page.read_text("utf-8"), re.DOTALL
+        )
         for line in code.splitlines()
         if len(line) > 88
     ]
@@ -158,14 +180,20 @@ def test_code_of_pages_fits_their_column() -> None:
 
 def test_every_result_has_a_command_on_the_page_of_benchmarks() -> None:
     rows = re.findall(
-        r"^\| `(\w+)` \| .+ \| `moesaic ([\w ]+)", (DOCS / "benchmarks.md").read_text("utf-8"), re.MULTILINE
+        r"^\| `(\w+)` \| .+ \| `moesaic ([\w ]+)",
+        (DOCS / "benchmarks.md").read_text("utf-8"),
+        re.MULTILINE,
     )
     named = {*BENCHMARKS, *OTHERS}
     for result, words in rows:
         command, *what = words.split()
         assert command in LABORATORY, result
         assert command != "bench" or what[0] in named, result
-    unlisted = [path.stem for path in RESULTS if not path.stem.startswith(tuple(result for result, _ in rows))]
+    unlisted = [
+        path.stem
+        for path in RESULTS
+        if not path.stem.startswith(tuple(result for result, _ in rows))
+    ]
     assert unlisted == []
 
 
@@ -177,7 +205,9 @@ def test_every_router_of_the_layer_page_is_one() -> None:
     assert set(names) <= {*ROUTERS, *ON_MESH}
 
 
-PROGRAMS = sorted(path for path in (ROOT / "examples").glob("*.py") if not path.stem.startswith("test_"))
+PROGRAMS = sorted(
+    path for path in (ROOT / "examples").glob("*.py") if not path.stem.startswith("test_")
+)
 
 
 @pytest.mark.parametrize("example", PROGRAMS, ids=lambda path: path.stem)
@@ -201,7 +231,11 @@ def test_every_python_block_of_a_page_runs_as_a_file_of_its_own(page, tmp_path, 
         if page.name == "start.md" and ranks:  # is on the README, see below
             continue
         (tmp_path / name).write_text(code, encoding="utf-8")
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks else []
+        launcher = (
+            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+            if ranks
+            else []
+        )
         imports = ["moesaic.transformers"] if "import moesaic.transformers" in code else []
         command = Forked([*launcher, str(tmp_path / name)], {}, imports)
         out, err = command.communicate(timeout=300)
@@ -210,7 +244,8 @@ def test_every_python_block_of_a_page_runs_as_a_file_of_its_own(page, tmp_path, 
 
 def test_the_file_for_several_ranks_is_one_on_both_first_pages() -> None:
     (file, of_start) = (
-        [code for ranks, _, code in BLOCKS[ROOT / page] if ranks] for page in ("README.md", "docs/start.md")
+        [code for ranks, _, code in BLOCKS[ROOT / page] if ranks]
+        for page in ("README.md", "docs/start.md")
     )
     assert file == of_start
     assert len(file) == 1
@@ -241,9 +276,20 @@ def test_the_performance_page_is_short_and_says_what_is_missed() -> None:
 
 def test_claims_that_hold_alike_are_one_line_with_the_worst() -> None:
     def claim(name: str, value: float, target: float = 2) -> dict[str, object]:
-        return {"name": name, "value": value, "target": target, "op": "<=", "holds": value <= target}
+        return {
+            "name": name,
+            "value": value,
+            "target": target,
+            "op": "<=",
+            "holds": value <= target,
+        }
 
-    claims = [claim("a.x.time", 1), claim("a.y.time", 1.5), claim("a.z.time", 3), claim("a.v.time", 0.5, 1)]
+    claims = [
+        claim("a.x.time", 1),
+        claim("a.y.time", 1.5),
+        claim("a.z.time", 3),
+        claim("a.v.time", 0.5, 1),
+    ]
     lines = [performance_page.line(alike) for alike in performance_page.families(claims)]
     assert lines[0] == ["`a.y.time` (the worst of 2 with this target)", "1.5", "<= 2", "yes"]
     assert [cells[0] for cells in lines[1:]] == ["`a.z.time`", "`a.v.time`"]
@@ -256,7 +302,9 @@ def _named_packages(project: Path, extra: str) -> set[str]:
     for word in [*table["dependencies"], *(table["optional-dependencies"][extra] if extra else [])]:
         name, _, extras = re.split(r"[<>=; ]", word)[0].partition("[")
         if name == "moesaic":
-            names |= set[str]().union(*(_named_packages(ROOT, each) for each in extras.rstrip("]").split(",")))
+            names |= set[str]().union(
+                *(_named_packages(ROOT, each) for each in extras.rstrip("]").split(","))
+            )
         elif "python_version <" not in word:
             names.add(name.lower())
     return names
@@ -264,12 +312,19 @@ def _named_packages(project: Path, extra: str) -> set[str]:
 
 def test_the_page_on_security_lists_what_an_install_brings() -> None:
     """No install of the library brings a web framework."""
-    section = (ROOT / "docs" / "security.md").read_text(encoding="utf-8").partition("## What an install brings")[2]
+    section = (
+        (ROOT / "docs" / "security.md")
+        .read_text(encoding="utf-8")
+        .partition("## What an install brings")[2]
+    )
     rows = re.findall(r"^\| `(\./lab|\.)(?:\[(\w+)\])?` \| (.*) \|$", section, re.MULTILINE)
     assert len(rows) == 5
     above = _named_packages(ROOT, "")
     for project, extra, cell in rows:
-        told = {word.lower() for word in re.sub(r"\(.*?\)|those( of [a-z ]+)?", "", cell).replace(",", " ").split()}
+        told = {
+            word.lower()
+            for word in re.sub(r"\(.*?\)|those( of [a-z ]+)?", "", cell).replace(",", " ").split()
+        }
         found = _named_packages(ROOT / project, extra)
         assert told <= found, (project, extra)
         assert found - told <= above, (project, extra)

@@ -20,7 +20,9 @@ from worlds import on_ranks
 NORMAL = partial(nn.init.normal_, std=0.5)
 
 
-def drawn(experts: int, *, seed: int = 3, name: str = "weight", dtype: torch.dtype = torch.float32) -> Tensor:
+def drawn(
+    experts: int, *, seed: int = 3, name: str = "weight", dtype: torch.dtype = torch.float32
+) -> Tensor:
     module = nn.Module()
     module.register_parameter(name, nn.Parameter(torch.empty(experts, 5, 7, dtype=dtype)))
     SeededDraw(seed, module)(module.get_parameter(name), NORMAL, by_expert=True)
@@ -61,7 +63,9 @@ def test_drawing_leaves_torchs_generator_alone():
 
 
 def test_keys_tell_words_apart():
-    assert len({key_of(1, "a"), key_of("1a"), key_of(1, "a", ""), key_of(2, "a"), key_of(1, "b")}) == 5
+    assert (
+        len({key_of(1, "a"), key_of("1a"), key_of(1, "a", ""), key_of(2, "a"), key_of(1, "b")}) == 5
+    )
     assert 0 <= key_of(0) < 2**63
 
 
@@ -87,12 +91,19 @@ def parts() -> None:
                 module = nn.ParameterList([nn.Parameter(inner)])
                 place = Shard(dim)
                 if dim == 0 or inner.to_local().shape[dim] % 2 == 0:  # FSDP2 refuses others
-                    fully_shard(module, mesh=two["data"], shard_placement_fn=lambda _, place=place: place)
+                    fully_shard(
+                        module, mesh=two["data"], shard_placement_fn=lambda _, place=place: place
+                    )
                 found = module[0]
                 ranges = tuple(slice(each.start, each.stop) for each in held(found))
                 local = found.to_local()
                 assert local.numel() == whole[ranges].numel(), (rank, shape, dim, other)
-                assert not local.numel() or torch.equal(local, whole[ranges]), (rank, shape, dim, other)
+                assert not local.numel() or torch.equal(local, whole[ranges]), (
+                    rank,
+                    shape,
+                    dim,
+                    other,
+                )
 
 
 def test_a_rank_knows_which_part_it_holds():
@@ -145,7 +156,9 @@ def test_a_layer_that_is_initialised_on_a_mesh_has_distinct_experts_and_equal_co
                 else:
                     assert torch.equal(states[0][name], value), name
         weights = (
-            experts["experts.w13"] if kind == "gated" else [experts[f"experts.experts.{e}.weight"] for e in range(4)]
+            experts["experts.w13"]
+            if kind == "gated"
+            else [experts[f"experts.experts.{e}.weight"] for e in range(4)]
         )
         assert len({tuple(weight.flatten().tolist()) for weight in weights}) == 4
         assert all(torch.isfinite(value).all() for value in experts.values())
@@ -173,10 +186,15 @@ def gradients(kind: str, device: str, fsdp: bool) -> tuple[dict[str, Tensor], fl
         with torch.no_grad():
             for name, parameter in moe.named_parameters():
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                local.copy_(source[name][tuple(slice(each.start, each.stop) for each in held(parameter))])
+                local.copy_(
+                    source[name][tuple(slice(each.start, each.stop) for each in held(parameter))]
+                )
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(mesh.rank))
     moe(x).square().mean().backward()
-    found = {name: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for name, p in moe.named_parameters()}
+    found = {
+        name: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        for name, p in moe.named_parameters()
+    }
     return found, float(clip_grad_norm_(moe.parameters(), 1e9))
 
 

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from moesaic.cli.main import main
-from runs import TINY, lines, run_quietly, seal, skip_measuring, snapshot, tiny, write_config, write_text
+from runs import (
+    TINY,
+    lines,
+    run_quietly,
+    seal,
+    skip_measuring,
+    snapshot,
+    tiny,
+    write_config,
+    write_text,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -233,7 +243,10 @@ def test_a_truncated_checkpoint_is_no_error_where_there_is_an_earlier_one(tmp_pa
     captured = capsys.readouterr()
     assert captured.err == ""
     said = " ".join(captured.out.split())
-    assert "step-00000002: shards/__0_0.distcp does not match its checksum): taking step-00000001 instead" in said
+    assert (
+        "step-00000002: shards/__0_0.distcp does not match its checksum): taking step-00000001 instead"
+        in said
+    )
     assert [line["step"] for line in lines(run, "train")] == [1, 2, 3]
 
 

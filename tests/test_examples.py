@@ -55,7 +55,9 @@ def test_scripts_train_by_trl() -> None:
     for package in ("trl", "datasets", "peft"):
         pytest.importorskip(package)
     found = losses(BY_TRL)
-    assert {name: len(each) for name, each in found.items()} == dict.fromkeys(BY_TRL, 6) | {"grpo": 3}
+    assert {name: len(each) for name, each in found.items()} == dict.fromkeys(BY_TRL, 6) | {
+        "grpo": 3
+    }
     for name in ("sft", "dpo"):
         assert found[name][-1] < found[name][0], name
 
@@ -73,13 +75,17 @@ def test_every_script_is_run() -> None:
     assert {path.stem for path in (EXAMPLES / "hf").glob("*.py")} == {*BY_TRL, *FAMILIES, "small"}
 
 
-@pytest.mark.parametrize("notebook", sorted((EXAMPLES / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "notebook", sorted((EXAMPLES / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem
+)
 def test_a_notebook_runs_from_top_to_bottom(notebook: Path, tmp_path: Path) -> None:
     """Its cells run in order, as one file; no output is stored that could be out of date."""
     cells = json.loads(notebook.read_text("utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
-    (tmp_path / "cells.py").write_text("\n\n".join("".join(cell["source"]) for cell in code), encoding="utf-8")
+    (tmp_path / "cells.py").write_text(
+        "\n\n".join("".join(cell["source"]) for cell in code), encoding="utf-8"
+    )
     command = Forked([str(tmp_path / "cells.py")], {})
     _, err = command.communicate(timeout=300)
     assert command.returncode == 0, err

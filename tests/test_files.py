@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from helpers import refused
-from moesaic.files import entries, folder_below, kind_of, open_file, open_to_append, read_text, write, writing
+from moesaic.files import (
+    entries,
+    folder_below,
+    kind_of,
+    open_file,
+    open_to_append,
+    read_text,
+    write,
+    writing,
+)
 
 
 def as_folder(path: Path) -> None:
@@ -48,7 +57,9 @@ def test_what_is_not_a_file_is_neither_written_nor_appended_to(kind: str, tmp_pa
     assert {each.name for each in tmp_path.iterdir()} == {"outside", "metrics.jsonl"}
 
 
-def test_a_hard_link_is_not_appended_to_and_loses_its_other_name_when_written(tmp_path: Path) -> None:
+def test_a_hard_link_is_not_appended_to_and_loses_its_other_name_when_written(
+    tmp_path: Path,
+) -> None:
     outside, path = tmp_path / "outside", tmp_path / "metrics.jsonl"
     outside.write_text("mine")
     path.hardlink_to(outside)
@@ -136,4 +147,7 @@ def test_links_are_neither_entries_nor_folders_with_entries(tmp_path: Path) -> N
     assert entries(tmp_path / "missing") == []
     (tmp_path / "link").symlink_to("real")
     assert "link': is a symbolic link" in refused(entries, tmp_path / "link")
-    assert [path.name for path in entries(tmp_path / "link", "step-*", typed=True)] == ["step-1", "step-2"]
+    assert [path.name for path in entries(tmp_path / "link", "step-*", typed=True)] == [
+        "step-1",
+        "step-2",
+    ]

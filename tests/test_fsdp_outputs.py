@@ -45,7 +45,10 @@ class Owned(nn.Module):
 
     def __init__(self, returns: str) -> None:
         super().__init__()
-        self.returns, self.scale = returns, None if returns == "object, all in blocks" else nn.Parameter(torch.ones(4))
+        self.returns, self.scale = (
+            returns,
+            None if returns == "object, all in blocks" else nn.Parameter(torch.ones(4)),
+        )
         self.blocks = nn.ModuleList([nn.Sequential(MoE(4, 6, 4, 2), nn.Tanh())])
 
     def forward(self, x: Tensor) -> Any:
@@ -83,7 +86,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int, int],
 }
 
 
-def gradients(name: str, mesh: dict[str, int] | None, part: int = 0, parts: int = 1) -> dict[str, Tensor] | str:
+def gradients(
+    name: str, mesh: dict[str, int] | None, part: int = 0, parts: int = 1
+) -> dict[str, Tensor] | str:
     """Return the gradients by parameter, whole; or the refusal."""
     make, loss = MODELS[name]
     model = make()
@@ -93,11 +98,20 @@ def gradients(name: str, mesh: dict[str, int] | None, part: int = 0, parts: int 
         loss(model, part, parts).backward()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    grads = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
-    return {key: grad.full_tensor() if isinstance(grad, DTensor) else grad for key, grad in grads.items()}
+    grads = {
+        key: parameter.grad
+        for key, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    return {
+        key: grad.full_tensor() if isinstance(grad, DTensor) else grad
+        for key, grad in grads.items()
+    }
 
 
-def all_gradients(*, looks_into_dataclasses: bool) -> dict[tuple[str, int], dict[str, Tensor] | str]:
+def all_gradients(
+    *, looks_into_dataclasses: bool
+) -> dict[tuple[str, int], dict[str, Tensor] | str]:
     with pytest.MonkeyPatch.context() as patch:
         if not looks_into_dataclasses:
             patch.setattr(parallel, "SEES_DATACLASSES", False)
@@ -106,7 +120,9 @@ def all_gradients(*, looks_into_dataclasses: bool) -> dict[tuple[str, int], dict
                 patch.setattr(
                     state,
                     "collect_grad_tensors",
-                    lambda output: [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad],
+                    lambda output: [
+                        t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad
+                    ],
                 )
         rank, world = dist.get_rank(), dist.get_world_size()
         return {
@@ -117,7 +133,9 @@ def all_gradients(*, looks_into_dataclasses: bool) -> dict[tuple[str, int], dict
 
 
 @pytest.mark.parametrize("looks_into_dataclasses", [False, parallel.SEES_DATACLASSES])
-def test_gradients_are_those_of_one_process_or_the_output_is_refused(looks_into_dataclasses: bool) -> None:
+def test_gradients_are_those_of_one_process_or_the_output_is_refused(
+    looks_into_dataclasses: bool,
+) -> None:
     def refused(name: str) -> bool:
         return name == "object" or (name == "dataclass" and not looks_into_dataclasses)
 
@@ -127,9 +145,13 @@ def test_gradients_are_those_of_one_process_or_the_output_is_refused(looks_into_
         for (name, ep), its in of_rank.items():
             if refused(name):
                 kind = {"dataclass": "Output", "object": "SimpleNamespace"}[name]
-                assert str(its).startswith(f"InputError: Owned returns a {kind}, in which FSDP2 of torch"), its
+                assert str(its).startswith(
+                    f"InputError: Owned returns a {kind}, in which FSDP2 of torch"
+                ), its
                 continue
             assert isinstance(its, dict), (name, ep, its)
             assert its.keys() == expected[name].keys()
             for key, gradient in its.items():
-                torch.testing.assert_close(gradient, expected[name][key], msg=f"{name}, ep {ep}: {key}")
+                torch.testing.assert_close(
+                    gradient, expected[name][key], msg=f"{name}, ep {ep}: {key}"
+                )

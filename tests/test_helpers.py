@@ -30,12 +30,20 @@ def test_every_pair_is_met_and_as_many_other_combinations_are_cases(sizes: tuple
     assert len({*quick, *others}) == len(quick) + len(others)
     assert min(len(quick), len(every) - len(quick)) / 2 <= len(others) <= len(quick)
     assert pairs(quick) == pairs(every)
-    assert len(quick) < 2 * max((a * b for a, b in itertools.combinations(sizes, 2)), default=max(sizes))
+    assert len(quick) < 2 * max(
+        (a * b for a, b in itertools.combinations(sizes, 2)), default=max(sizes)
+    )
 
 
 def test_values_that_do_not_go_together_are_left_out_and_their_others_are_met() -> None:
-    quick, others = values(pairwise("abc", range(4), (False, True), fits=lambda a, b, _: a != "a" or b < 2))
-    every = [row for row in itertools.product("abc", range(4), (False, True)) if row[0] != "a" or row[1] < 2]
+    quick, others = values(
+        pairwise("abc", range(4), (False, True), fits=lambda a, b, _: a != "a" or b < 2)
+    )
+    every = [
+        row
+        for row in itertools.product("abc", range(4), (False, True))
+        if row[0] != "a" or row[1] < 2
+    ]
     assert set(quick + others) <= set(every)
     assert pairs(quick) == pairs(every)
 
@@ -45,7 +53,9 @@ def test_what_is_met_where_nothing_is_computed_is_met_elsewhere_too() -> None:
     quick, _ = values(pairwise(*axes, empty=lambda size, *_: size == 0))
     for is_empty in (False, True):
         every = list(itertools.product(*axes))
-        met = [{*pairs([row for row in rows if (row[0] == 0) == is_empty])} for rows in (quick, every)]
+        met = [
+            {*pairs([row for row in rows if (row[0] == 0) == is_empty])} for rows in (quick, every)
+        ]
         assert met[0] == met[1]
 
 

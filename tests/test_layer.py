@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from helpers import Scripted, agree, fitting_top_k, ids_for, make_layer, refused, run
-from moesaic import Capacity, Dropless, GatedExperts, Importance, LoadBalance, ModuleExperts, MoE, PlainExperts, ZLoss
+from moesaic import (
+    Capacity,
+    Dropless,
+    GatedExperts,
+    Importance,
+    LoadBalance,
+    ModuleExperts,
+    MoE,
+    PlainExperts,
+    ZLoss,
+)
 from moesaic.errors import InputError
 from moesaic.routing.capacity import AbstractCapacity
 from moesaic.routing.routers import ROUTERS
@@ -38,7 +48,9 @@ EXPERTS = {
 }
 
 
-FITTING = {(name, count): fitting_top_k(name, count) for name in ROUTERS for count in (1, 2, 4, 5, 8)}
+FITTING = {
+    (name, count): fitting_top_k(name, count) for name in ROUTERS for count in (1, 2, 4, 5, 8)
+}
 """Experts per token with which a router is tested, by its name and the number of experts."""
 
 
@@ -46,7 +58,9 @@ FITTING = {(name, count): fitting_top_k(name, count) for name in ROUTERS for cou
 def cases(draw: st.DrawFn) -> dict[str, object]:
     """Return a layer's sizes, options and input shape; odd sizes included."""
     router = draw(st.sampled_from(sorted(ROUTERS)))
-    num_experts = draw(st.sampled_from([count for count in (1, 2, 4, 5, 8) if FITTING[router, count]]))
+    num_experts = draw(
+        st.sampled_from([count for count in (1, 2, 4, 5, 8) if FITTING[router, count]])
+    )
     top_k = draw(st.sampled_from(FITTING[router, num_experts]))
     return {
         "router": router,
@@ -104,7 +118,9 @@ def test_an_expert_without_a_token_gets_a_zero_gradient(experts: str) -> None:
     x[:, 2] -= 5
     result = agree(layer, x)
     assert result.routing.counts[2] == 0
-    stacked = [grad[2] for key, grad in result.grads.items() if not key.startswith("experts.experts")]
+    stacked = [
+        grad[2] for key, grad in result.grads.items() if not key.startswith("experts.experts")
+    ]
     modules = [grad for key, grad in result.grads.items() if key.startswith("experts.experts.2")]
     assert stacked or modules
     assert not any(grad.any() for grad in stacked + modules)
@@ -171,7 +187,9 @@ def test_evaluation_falls_back_to_the_layers_own_capacity() -> None:
 
 @pytest.mark.parametrize("padding", [3.0, math.nan, math.inf])
 @pytest.mark.parametrize("experts", ["swiglu", "gelu"])
-def test_padding_holds_anything_and_gets_zero_with_a_shared_expert(padding: float, experts: str) -> None:
+def test_padding_holds_anything_and_gets_zero_with_a_shared_expert(
+    padding: float, experts: str
+) -> None:
     """Results and all gradients are those of the real tokens alone, even with NaN in the padding."""
     torch.manual_seed(0)
     layer = MoE(8, 8, 4, experts=experts, shared_hidden=8, losses=LOSSES)
@@ -183,7 +201,9 @@ def test_padding_holds_anything_and_gets_zero_with_a_shared_expert(padding: floa
     torch.testing.assert_close(found.y[mask], alone.y)
     torch.testing.assert_close(found.dx[mask], alone.dx)
     for name, grad in alone.grads.items():
-        torch.testing.assert_close(found.grads[name], grad, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found.grads[name], grad, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_without_return_routing_the_output_is_a_tensor() -> None:
@@ -193,7 +213,9 @@ def test_without_return_routing_the_output_is_a_tensor() -> None:
 
 def test_state_round_trips_and_names_are_stable() -> None:
     layer = make_layer("sigmoid", shared_hidden=4)
-    names = {"router.weight", "router.bias"} | {f"{part}.w{i}" for part in ("experts", "shared") for i in (13, 2)}
+    names = {"router.weight", "router.bias"} | {
+        f"{part}.w{i}" for part in ("experts", "shared") for i in (13, 2)
+    }
     assert set(layer.state_dict()) == names
     other = make_layer("sigmoid", shared_hidden=4)
     other.load_state_dict(copy.deepcopy(layer.state_dict()))
@@ -223,7 +245,9 @@ def test_under_autocast_the_sum_of_copies_is_not_rounded_to_16_bit() -> None:
 def test_init_normal_draws_router_experts_and_shared_expert() -> None:
     layer = MoE(64, 64, 8, 2, shared_hidden=64)
     layer.init_normal(0.02, 0.005)
-    deviations = {name: float(parameter.detach().std()) for name, parameter in layer.named_parameters()}
+    deviations = {
+        name: float(parameter.detach().std()) for name, parameter in layer.named_parameters()
+    }
     expected = {name: 0.005 if name.endswith("w2") else 0.02 for name in deviations}
     assert deviations == pytest.approx(expected, rel=0.1)
 
@@ -233,19 +257,37 @@ X = torch.zeros(2, 3, 8)
 BAD_LAYERS = [
     ({"dim": 0}, "MoE: dim must be a whole number of at least 1, got 0"),
     ({"dim": True}, "MoE: dim must be a whole number of at least 1, got True"),
-    ({"num_experts": np.float64(4)}, "MoE: num_experts must be a whole number of at least 1, got .*4.0"),
+    (
+        {"num_experts": np.float64(4)},
+        "MoE: num_experts must be a whole number of at least 1, got .*4.0",
+    ),
     ({"top_k": True}, "top_k=True does not fit num_experts=4"),
-    ({"shared_hidden": 0.5}, "shared_hidden=0.5: give the shared expert's inner width, or 0 for none"),
+    (
+        {"shared_hidden": 0.5},
+        "shared_hidden=0.5: give the shared expert's inner width, or 0 for none",
+    ),
     ({"losses": (ZLoss(0.1), ZLoss(0.2))}, "MoE: losses has 2 of the name z_loss: give it once"),
     ({"top_k": 0}, "top_k=0 does not fit num_experts=4: choose 1 <= top_k <= 4"),
     ({"top_k": 1.5}, "top_k=1.5 does not fit num_experts=4"),
     ({"eval_top_k": 0}, "top_k=0 does not fit num_experts=4"),
     ({"top_k": 1}, 'top_k=1 with normalize="after"'),
     ({"apply_weight": "around"}, 'apply_weight=\'around\' is unknown: write "after" or "before"'),
-    ({"router": "topk"}, "router='topk' is unknown: choose one of softmax, switch, .*, or pass a function"),
-    ({"experts": "reglu"}, "experts='reglu' is unknown: choose one of swiglu, .*, or pass a function"),
-    ({"experts": nn.Linear(8, 8)}, "experts is a module, Linear: pass a function that makes it from the sizes"),
-    ({"experts": nn.Linear}, "experts: the function returned Linear: return an AbstractExperts, or ModuleExperts"),
+    (
+        {"router": "topk"},
+        "router='topk' is unknown: choose one of softmax, switch, .*, or pass a function",
+    ),
+    (
+        {"experts": "reglu"},
+        "experts='reglu' is unknown: choose one of swiglu, .*, or pass a function",
+    ),
+    (
+        {"experts": nn.Linear(8, 8)},
+        "experts is a module, Linear: pass a function that makes it from the sizes",
+    ),
+    (
+        {"experts": nn.Linear},
+        "experts: the function returned Linear: return an AbstractExperts, or ModuleExperts",
+    ),
     ({"router": nn.Linear}, "router: the function returned Linear: return an AbstractRouter$"),
     ({"router_options": ["bias"]}, "router_options=.*: pass a dict of names and values"),
     ({"dtype": "bfloat16"}, "dtype='bfloat16': pass a floating-point torch.dtype"),
@@ -269,11 +311,15 @@ BAD_CALLS = [
 
 @pytest.mark.parametrize(("change", "message"), BAD_LAYERS)
 def test_a_bad_size_or_name_is_refused_in_one_line(change: dict[str, object], message: str) -> None:
-    assert re.search(message, refused(MoE, **{"dim": 8, "hidden": 8, "num_experts": 4, "top_k": 2, **change}))
+    assert re.search(
+        message, refused(MoE, **{"dim": 8, "hidden": 8, "num_experts": 4, "top_k": 2, **change})
+    )
 
 
 @pytest.mark.parametrize(("router", "args", "options", "message"), BAD_CALLS)
-def test_a_bad_call_is_refused_in_one_line(router: str, args: tuple, options: dict[str, object], message: str) -> None:
+def test_a_bad_call_is_refused_in_one_line(
+    router: str, args: tuple, options: dict[str, object], message: str
+) -> None:
     with pytest.raises(InputError, match=message) as caught:
         make_layer(router)(*args, **options)
     assert "\n" not in str(caught.value)

@@ -18,7 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
@@ -40,7 +43,9 @@ def layer_of(dtype: torch.dtype = torch.float64, **options: object) -> MoE:
 
 
 def tokens(seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(6, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        6, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -93,15 +98,22 @@ def last_only(model: Any, is_last: bool) -> nullcontext:
 
 
 def wrappers() -> dict[str, Any]:
-    ddp, mixed = nn.parallel.DistributedDataParallel, MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    ddp, mixed = (
+        nn.parallel.DistributedDataParallel,
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    )
     low = {"dtype": torch.float32}
     return {
         "ddp": weights_under(ddp),
-        "ddp no_sync": weights_under(ddp, context=lambda m, last: nullcontext() if last else m.no_sync()),
+        "ddp no_sync": weights_under(
+            ddp, context=lambda m, last: nullcontext() if last else m.no_sync()
+        ),
         "ddp collects": weights_under(ddp, collects=True),
         "fsdp": weights_under(sharded),
         "fsdp no_sync": weights_under(sharded, context=last_only),
-        "fsdp mixed no_sync": weights_under(partial(sharded, mp_policy=mixed), context=last_only, **low),
+        "fsdp mixed no_sync": weights_under(
+            partial(sharded, mp_policy=mixed), context=last_only, **low
+        ),
         "fsdp collects": weights_under(sharded, collects=True),
     }
 
@@ -112,7 +124,9 @@ def step(call: Callable[[Tensor], Tensor], layer: nn.Module, seed: int = 0) -> l
     x = tokens(seed + dist.get_rank()).requires_grad_()
     y = call(x)
     y.sin().sum().backward()
-    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in layer.parameters()]
+    local = [
+        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in layer.parameters()
+    ]
     return [y.detach(), x.grad, *local]
 
 
@@ -161,7 +175,10 @@ def copies(transport: str = "gloo") -> dict[str, Any]:
         found["average"] = float((average(tokens()) - layer(tokens())).abs().max())
         other.use_plan(Plan(schedule="s1", chunks=2))
         found["chunks"] = (other.on_mesh.compiled.plan.chunks, layer.on_mesh.compiled.plan.chunks)
-    for name, write in (("pickle", pickle.dumps), ("torch.save", lambda layer: torch.save(layer, io.BytesIO()))):
+    for name, write in (
+        ("pickle", pickle.dumps),
+        ("torch.save", lambda layer: torch.save(layer, io.BytesIO())),
+    ):
         try:
             write(layer)
             found[name] = "it was written"
@@ -184,13 +201,19 @@ def recomputed() -> dict[str, dict[str, Callable[[nn.Module, Tensor], Tensor]]]:
         "plain": lambda block, x: block(x),
         "non-reentrant": lambda block, x: torch_checkpoint(block, x, use_reentrant=False),
         "reentrant": lambda block, x: torch_checkpoint(block, x, use_reentrant=True),
-        "selective": lambda block, x: torch_checkpoint(block, x, use_reentrant=False, context_fn=selective),
+        "selective": lambda block, x: torch_checkpoint(
+            block, x, use_reentrant=False, context_fn=selective
+        ),
         "wrapper": lambda block, x: checkpoint_wrapper(block)(x),
-        "reentrant wrapper": lambda block, x: checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.REENTRANT)(x),
+        "reentrant wrapper": lambda block, x: checkpoint_wrapper(
+            block, checkpoint_impl=CheckpointImpl.REENTRANT
+        )(x),
         "nested": lambda block, x: torch_checkpoint(
             lambda x: torch_checkpoint(block, x, use_reentrant=False), x, use_reentrant=False
         ),
-        "in ours": lambda block, x: torch_checkpoint(lambda x: checkpoint(block, x), x, use_reentrant=False),
+        "in ours": lambda block, x: torch_checkpoint(
+            lambda x: checkpoint(block, x), x, use_reentrant=False
+        ),
         "ours": checkpoint,
     }
 
@@ -204,12 +227,16 @@ def counted(make: Callable[..., MoE], router: str) -> dict[str, tuple[int, float
         set_loss_scale(layer, 1.0)
         block = nn.Sequential(nn.Tanh(), layer, nn.Dropout(0.5))
         torch.manual_seed(3)
-        (call(block, tokens(7).requires_grad_()).sum() * 0).backward()  # earlier counts, for the global batch
+        (
+            call(block, tokens(7).requires_grad_()).sum() * 0
+        ).backward()  # earlier counts, for the global batch
         layer.zero_grad()
         x = tokens(dist.get_rank() if dist.is_initialized() else 0).requires_grad_()
         call(block, x).sin().sum().backward()
         total = int(layer.step_counts.sum())
-        own = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in layer.parameters()]
+        own = [
+            p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in layer.parameters()
+        ]
         expected = expected or [x.grad, *own]
         found[name] = (total, largest_difference([x.grad, *own], expected))
     return found
@@ -226,7 +253,9 @@ CASES: dict[str, Callable[[], Any]] = {
 def _process(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120)
+    )
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         try:
@@ -290,7 +319,9 @@ def check_refusals(how: str, of_ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("router", ["softmax", "noisy"])
-def test_recomputation_counts_nothing_and_routes_alike_on_a_mesh(router: str, found: list[dict[str, Any]]) -> None:
+def test_recomputation_counts_nothing_and_routes_alike_on_a_mesh(
+    router: str, found: list[dict[str, Any]]
+) -> None:
     for of_rank in found:
         assert isinstance(of_rank["counted"], dict), of_rank["counted"]
         for name, (total, difference) in of_rank["counted"][router].items():

@@ -20,7 +20,9 @@ X = torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual
 
 
 @pytest.mark.parametrize("experts", list(EXPERTS))
-def test_every_kind_of_experts_with_a_gated_shared_expert_equals_the_reference(experts: str) -> None:
+def test_every_kind_of_experts_with_a_gated_shared_expert_equals_the_reference(
+    experts: str,
+) -> None:
     layer = MoE(8, 6, 4, experts=experts, shared_hidden=5, shared_gate=True).double()
     agree(layer, X)
     layer.zero_grad()
@@ -54,7 +56,9 @@ def two_layers(router: str, options: dict[str, Any], changed: dict[str, Any]) ->
     """Return two layers with the same weights, in evaluation mode; the second has changed options."""
     top_k = TOP_K.get(router, 2)
     made = [
-        MoE(8, 6, 4, top_k, router=router, router_options=SIZES.get(router, {}) | each, losses=()).double().eval()
+        MoE(8, 6, 4, top_k, router=router, router_options=SIZES.get(router, {}) | each, losses=())
+        .double()
+        .eval()
         for each in (options, options | changed)
     ]
     made[1].load_state_dict(made[0].state_dict(), strict=False)
@@ -71,7 +75,9 @@ def test_every_named_router_takes_a_scale(router: str) -> None:
 def test_every_named_router_that_has_logits_takes_a_trained_bias(router: str) -> None:
     layer, biased = two_layers(router, {}, {"bias": True})
     torch.testing.assert_close(biased(X), layer(X), msg="a bias starts at zero")
-    ((name, bias),) = [each for each in biased.router.named_parameters() if each[0].endswith("logit_bias")]
+    ((name, bias),) = [
+        each for each in biased.router.named_parameters() if each[0].endswith("logit_bias")
+    ]
     bias.data.normal_(generator=torch.Generator().manual_seed(3))
     (_, of_layer), (y, of_biased) = layer(X, return_routing=True), biased(X, return_routing=True)
     torch.testing.assert_close(of_biased.logits, of_layer.logits + bias)
@@ -89,11 +95,15 @@ def test_every_named_router_that_has_logits_takes_a_trained_bias(router: str) ->
         ("topology", "after", "before"), ("sigmoid", True, False), ("group_limited", True, False), ("gshard", True, False),
     ],
 )  # fmt: skip
-def test_named_routers_normalise_or_keep_their_scores(router: str, sums_to_one: object, keeps: object) -> None:
+def test_named_routers_normalise_or_keep_their_scores(
+    router: str, sums_to_one: object, keeps: object
+) -> None:
     ones, kept = two_layers(router, {"normalize": sums_to_one}, {"normalize": keeps})
     (_, a), (_, b) = ones(X, return_routing=True), kept(X, return_routing=True)
     assert a.expert.tolist() == b.expert.tolist()
-    of_score = torch.sigmoid(b.logits) if keeps is False and router != "gshard" else b.logits.softmax(-1)
+    of_score = (
+        torch.sigmoid(b.logits) if keeps is False and router != "gshard" else b.logits.softmax(-1)
+    )
     torch.testing.assert_close(b.weight, of_score[b.token, b.expert])
     total = torch.zeros(len(of_score), dtype=torch.float64).index_add(0, b.token, b.weight)
     torch.testing.assert_close(a.weight, b.weight / total[b.token])
@@ -119,9 +129,14 @@ def test_options_of_a_router_agree_with_the_reference(router: str, options: dict
 
 
 def test_options_that_a_router_does_not_have_are_refused() -> None:
-    with pytest.raises(InputError, match="bias is not an option of router='hash': choose one of buckets, seed, scale"):
+    with pytest.raises(
+        InputError,
+        match="bias is not an option of router='hash': choose one of buckets, seed, scale",
+    ):
         MoE(8, 6, 4, router="hash", router_options={"bias": True})
-    with pytest.raises(InputError, match="normalize='both' is unknown: write normalize=\"before\" or"):
+    with pytest.raises(
+        InputError, match="normalize='both' is unknown: write normalize=\"before\" or"
+    ):
         MoE(8, 6, 4, router="cosine", router_options={"normalize": "both"})
     with pytest.raises(InputError, match="router_options is only for a router given by name"):
         MoE(8, 6, 4, router=lambda dim, n: None, router_options={"scale": 2.0})  # type: ignore[arg-type, return-value]
@@ -130,7 +145,9 @@ def test_options_that_a_router_does_not_have_are_refused() -> None:
 def test_the_routing_holds_the_routers_logits() -> None:
     layer = MoE(8, 6, 4, losses=()).double()
     _, routing = layer(X, return_routing=True)
-    torch.testing.assert_close(routing.logits, X.flatten(0, 1) @ layer.router.get_parameter("weight").T)
+    torch.testing.assert_close(
+        routing.logits, X.flatten(0, 1) @ layer.router.get_parameter("weight").T
+    )
     routing.logits.logsumexp(1).square().mean().backward()
     gradient = layer.router.get_parameter("weight").grad
     assert gradient.any()
@@ -142,15 +159,18 @@ def test_the_routing_holds_the_routers_logits() -> None:
         lambda layer, x: torch.vmap(layer)(x),
         lambda layer, x: torch.func.grad(lambda x: layer(x).sum())(x),
         lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
-        lambda layer, x: torch.func.grad(lambda values: torch.func.functional_call(layer, values, (x,)).sum())(
-            {name: value.detach() for name, value in layer.named_parameters()}
-        ),
+        lambda layer, x: torch.func.grad(
+            lambda values: torch.func.functional_call(layer, values, (x,)).sum()
+        )({name: value.detach() for name, value in layer.named_parameters()}),
     ],
     ids=["vmap", "grad", "jvp", "grad of weights"],
 )
-def test_transforms_of_torch_func_are_refused_in_one_line(transformed: Callable[[MoE, Tensor], object]) -> None:
+def test_transforms_of_torch_func_are_refused_in_one_line(
+    transformed: Callable[[MoE, Tensor], object],
+) -> None:
     with pytest.raises(
-        InputError, match=r"^MoE was called under vmap or another transform of torch\.func, .*autograd$"
+        InputError,
+        match=r"^MoE was called under vmap or another transform of torch\.func, .*autograd$",
     ):
         transformed(MoE(8, 16, 4, 2), torch.randn(3, 5, 8))
 
@@ -159,7 +179,9 @@ def test_transforms_of_torch_func_are_refused_in_one_line(transformed: Callable[
     "function",
     [
         lambda x: MoE(8, 16, 4, 2)(x),
-        lambda x: grouped_matmul(x, torch.ones(2, 16, 8, requires_grad=True), torch.tensor([2, 5], dtype=torch.int32)),
+        lambda x: grouped_matmul(
+            x, torch.ones(2, 16, 8, requires_grad=True), torch.tensor([2, 5], dtype=torch.int32)
+        ),
     ],
     ids=["layer", "grouped matmul"],
 )

@@ -18,7 +18,9 @@ from moesaic import MoE
 PAGE = (Path(__file__).parent.parent / "docs" / "moving_in.md").read_text(encoding="utf-8")
 SYSTEMS = {
     section.split("\n", 1)[0]: re.search(
-        r"<!-- not run: needs ([\w.]+)(, and CUDA)? -->\n```python\n(.*?)```\n\n```python\n(.*?)```", section, re.DOTALL
+        r"<!-- not run: needs ([\w.]+)(, and CUDA)? -->\n```python\n(.*?)```\n\n```python\n(.*?)```",
+        section,
+        re.DOTALL,
     )
     for section in PAGE.split("\n## ")[1:]
 }
@@ -35,7 +37,15 @@ def needed(system: str) -> None:
 
 
 def test_every_system_has_a_layer_before_and_after() -> None:
-    names = ["Tutel", "FastMoE", "DeepSpeed-MoE", "Megatron-Core", "torchtitan", "MegaBlocks", "transformers"]
+    names = [
+        "Tutel",
+        "FastMoE",
+        "DeepSpeed-MoE",
+        "Megatron-Core",
+        "torchtitan",
+        "MegaBlocks",
+        "transformers",
+    ]
     assert list(SYSTEMS) == names
     assert all(SYSTEMS.values())
 
@@ -46,7 +56,9 @@ def test_the_layer_before_runs(system: str, tmp_path: Path) -> None:
     found = SYSTEMS[system]
     (tmp_path / "before.py").write_text(found[3], encoding="utf-8")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    command = Forked([*(launcher if found[3].startswith("# torchrun") else ()), str(tmp_path / "before.py")], {})
+    command = Forked(
+        [*(launcher if found[3].startswith("# torchrun") else ()), str(tmp_path / "before.py")], {}
+    )
     _, err = command.communicate(timeout=300)
     assert command.returncode == 0, err
 
@@ -73,9 +85,16 @@ def from_torchtitan(theirs: Any, ours: MoE) -> dict[str, Tensor]:
 def from_deepspeed(theirs: Any, ours: MoE) -> dict[str, Tensor]:
     """Return our parameters with the values of a layer of DeepSpeed, whose experts are two `nn.Linear`s."""
     experts = theirs.deepspeed_moe.experts.deepspeed_experts
-    stacked = [torch.stack([getattr(e[at], kind) for e in experts]) for at in (0, 2) for kind in ("weight", "bias")]
+    stacked = [
+        torch.stack([getattr(e[at], kind) for e in experts])
+        for at in (0, 2)
+        for kind in ("weight", "bias")
+    ]
     names = ("experts.w1", "experts.b1", "experts.w2", "experts.b2")
-    return {"router.weight": theirs.deepspeed_moe.gate.wg.weight, **dict(zip(names, stacked, strict=True))}
+    return {
+        "router.weight": theirs.deepspeed_moe.gate.wg.weight,
+        **dict(zip(names, stacked, strict=True)),
+    }
 
 
 COPIES: dict[str, tuple[Callable[[Any, MoE], dict[str, Tensor]], float]] = {
@@ -89,7 +108,9 @@ def test_the_layer_after_computes_what_the_one_before_does(system: str) -> None:
     needed(system)
     found = SYSTEMS[system]
     if found[3].startswith("# torchrun"):
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
     before: dict[str, Any] = {}
     after: dict[str, Any] = {}
     torch.manual_seed(0)
@@ -98,7 +119,9 @@ def test_the_layer_after_computes_what_the_one_before_does(system: str) -> None:
     exec(found[4], after)
     copied, tolerance = COPIES[system]
     weights = copied(before["moe"], after["moe"])
-    missing, unexpected = after["moe"].load_state_dict({k: v.detach() for k, v in weights.items()}, strict=False)
+    missing, unexpected = after["moe"].load_state_dict(
+        {k: v.detach() for k, v in weights.items()}, strict=False
+    )
     assert not unexpected
     assert not [name for name in missing if "weight" in name or "experts" in name]
     x = torch.randn(4, 16, 64)

@@ -18,7 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers import pairwise
 from moesaic import Mesh, ModuleExperts, MoE, Plan, average_gradients, clip_grad_norm_, finish_step
 from moesaic.experts import GatedExperts
-from moesaic.parallel import clip, gradient_norm, num_copies, parallelize_model, prepare_ddp, shard_dim, shard_over_data
+from moesaic.parallel import (
+    clip,
+    gradient_norm,
+    num_copies,
+    parallelize_model,
+    prepare_ddp,
+    shard_dim,
+    shard_over_data,
+)
 from worlds import on_ranks, refusal
 
 DIM, HIDDEN, EXPERTS, TOKENS = 4, 6, 8, 5
@@ -41,7 +49,9 @@ class Block(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.dense = nn.Linear(DIM, DIM)
-        self.sparse = nn.ModuleDict({"ffn": MoE(DIM, HIDDEN, EXPERTS, 2, experts=KINDS[kind], shared_hidden=6)})
+        self.sparse = nn.ModuleDict(
+            {"ffn": MoE(DIM, HIDDEN, EXPERTS, 2, experts=KINDS[kind], shared_hidden=6)}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.sparse["ffn"](self.dense(x).tanh())
@@ -87,13 +97,19 @@ def by_ddp(model: nn.Sequential, mesh: Mesh) -> nn.Module:
     return DistributedDataParallel(model)
 
 
-WAYS: dict[str, Callable[[nn.Sequential, Mesh], nn.Module]] = {"hand": by_hand, "fsdp": by_fsdp, "ddp": by_ddp}
+WAYS: dict[str, Callable[[nn.Sequential, Mesh], nn.Module]] = {
+    "hand": by_hand,
+    "fsdp": by_fsdp,
+    "ddp": by_ddp,
+}
 
 
 def cases(world: int, is_quick: bool) -> list[Case]:
     """Return the cases of `make test`, which cover every pair of values, or the other cases."""
     sizes = MESHES[world]
-    drawn = pairwise(KINDS, sizes, WAYS, fits=lambda kind, mesh, _: kind != "modules" or "etp" not in sizes[mesh])
+    drawn = pairwise(
+        KINDS, sizes, WAYS, fits=lambda kind, mesh, _: kind != "modules" or "etp" not in sizes[mesh]
+    )
     return [Case(*each.values) for each in drawn if is_quick != bool(each.marks)]
 
 
@@ -120,7 +136,9 @@ def spread(case: Case) -> dict[str, Any]:
     if case.way == "hand":
         average_gradients(model, mesh)
     found: dict[str, Any] = {"dp": mesh.grid.dp}
-    found["gradients"] = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    found["gradients"] = {
+        name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None
+    }
     found["norms"] = [float(clip_grad_norm_(model.parameters(), math.inf, p)) for p in NORMS]
     found["of a copy"] = norm_of_copy(model) if case.way == "hand" else found["norms"][0]
     before = clip_grad_norm_(model, found["norms"][0] / 2)
@@ -140,12 +158,22 @@ def norm_of_copy(model: nn.Module) -> float:
                 new.grad = old.grad
             copied += list(again.parameters())
     experts = {id(p) for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
-    return float(clip_grad_norm_([*copied, *(p for p in model.parameters() if id(p) not in experts)], math.inf))
+    return float(
+        clip_grad_norm_(
+            [*copied, *(p for p in model.parameters() if id(p) not in experts)], math.inf
+        )
+    )
 
 
 def expected(case: Case, dp: int) -> tuple[dict[str, Tensor], list[float]]:
     model = make_model(case.kind)
-    backward(model, [torch.cat([batch(micro * dp + group) for group in range(dp)]) for micro in range(case.micro)])
+    backward(
+        model,
+        [
+            torch.cat([batch(micro * dp + group) for group in range(dp)])
+            for micro in range(case.micro)
+        ],
+    )
     gradients = [p.grad for p in model.parameters()]
     norms = [float(nn.utils.get_total_norm(gradients, p)) for p in NORMS]
     return {name: p.grad for name, p in model.named_parameters()}, norms
@@ -158,13 +186,17 @@ def all_cases(is_quick: bool) -> list[dict[str, Any]]:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((world, is_quick), marks=() if is_quick else pytest.mark.random, id=f"{world}, {word}")
+        pytest.param(
+            (world, is_quick), marks=() if is_quick else pytest.mark.random, id=f"{world}, {word}"
+        )
         for world in MESHES
         for is_quick, word in ((True, "pairs"), (False, "others"))
     ],
 )
 def world(request) -> tuple[list[Case], list[list[dict[str, Any]]]]:
-    return cases(*request.param), list(zip(*on_ranks(request.param[0], all_cases, request.param[1])))
+    return cases(*request.param), list(
+        zip(*on_ranks(request.param[0], all_cases, request.param[1]))
+    )
 
 
 def test_gradients_and_norms_are_those_of_one_process(world):
@@ -173,11 +205,16 @@ def test_gradients_and_norms_are_those_of_one_process(world):
         for found in of_ranks:
             assert set(found["gradients"]) <= set(gradients)
             for name, gradient in found["gradients"].items():
-                torch.testing.assert_close(gradient, gradients[name], rtol=1e-9, atol=1e-12, msg=f"{case}: {name}")
+                torch.testing.assert_close(
+                    gradient, gradients[name], rtol=1e-9, atol=1e-12, msg=f"{case}: {name}"
+                )
             assert found["norms"] == pytest.approx(norms, rel=1e-12), case
             assert found["of a copy"] == pytest.approx(norms[0], rel=1e-12), case
             assert found["clipped"] == pytest.approx([norms[0], norms[0] / 2], rel=1e-5), case
-            assert found["not finite"] == "RuntimeError: the gradient's norm is nan: nothing was clipped"
+            assert (
+                found["not finite"]
+                == "RuntimeError: the gradient's norm is nan: nothing was clipped"
+            )
         assert {name for found in of_ranks for name in found["gradients"]} == set(gradients), case
         assert len({tuple(found["norms"]) for found in of_ranks}) == 1
 
@@ -190,7 +227,9 @@ def without_preparation() -> dict[str, str]:
         for module in model.modules():
             if isinstance(module, MoE):
                 module.parallelize(mesh, Plan())
-        found[kind] = refusal(lambda model=model: DistributedDataParallel(model)(batch(dist.get_rank())))
+        found[kind] = refusal(
+            lambda model=model: DistributedDataParallel(model)(batch(dist.get_rank()))
+        )
     return found
 
 
@@ -224,7 +263,9 @@ def test_ddp_says_at_once_what_to_call_before(refused) -> None:
 
 def test_ddp_over_experts_that_it_would_overwrite_is_refused(refused):
     for _, found in refused:
-        assert found["modules"].startswith("InputError: DDP would give all ranks the first one's experts")
+        assert found["modules"].startswith(
+            "InputError: DDP would give all ranks the first one's experts"
+        )
         assert "prepare_ddp(model, mesh)" in found["modules"]
         assert found["swiglu"] != ""  # torch refuses to put DTensors and tensors into one bucket
 
@@ -240,7 +281,8 @@ def test_without_a_mesh_clipping_is_torchs():
 
 def test_the_norm_of_one_process_is_torchs():
     parameters = [
-        torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in (3, 5)
+        torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+        for shape in (3, 5)
     ]
     for scale, parameter in enumerate(parameters, start=1):
         parameter.grad = scale * parameter.detach()
@@ -282,7 +324,10 @@ PRECISION: dict[str, tuple[dict[str, int], int]] = {"edp 2": ({}, 0), "ep 2": ({
 
 
 def every_precision() -> dict[str, list[dict[str, Any]]]:
-    return {name: [in_bfloat16(sizes, told=told) for told in (True, False)] for name, (sizes, _) in PRECISION.items()}
+    return {
+        name: [in_bfloat16(sizes, told=told) for told in (True, False)]
+        for name, (sizes, _) in PRECISION.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +341,10 @@ def test_mixed_precision_that_casts_less_changes_no_bit(in_both_ways, name):
     sizes, kept = PRECISION[name]
     for mine, its in [of_rank[name] for of_rank in in_both_ways]:
         assert (mine["kept"], its["kept"]) == (kept, 0)
-        assert (mine["seen"], its["seen"]) == ({torch.float32 if sizes else torch.bfloat16}, {torch.float32})
+        assert (mine["seen"], its["seen"]) == (
+            {torch.float32 if sizes else torch.bfloat16},
+            {torch.float32},
+        )
         assert all(map(torch.equal, mine["results"], its["results"]))
         assert mine["gradients"].keys() == its["gradients"].keys()
         for name, gradient in mine["gradients"].items():
@@ -304,7 +352,9 @@ def test_mixed_precision_that_casts_less_changes_no_bit(in_both_ways, name):
             assert torch.equal(gradient, its["gradients"][name]), name
 
 
-@pytest.mark.parametrize(("sizes", "dim"), [((1, 2, 3, 5), 0), ((1, 2, 6, 5), 2), ((3, 2, 3, 4), 3), ((2, 2, 6, 4), 0)])
+@pytest.mark.parametrize(
+    ("sizes", "dim"), [((1, 2, 3, 5), 0), ((1, 2, 6, 5), 2), ((3, 2, 3, 4), 3), ((2, 2, 6, 4), 0)]
+)
 def test_gate_and_up_are_split_alike(sizes, dim):
     assert shard_dim(torch.empty(sizes), 2, whole=(1,)) == dim
 
@@ -321,7 +371,13 @@ def odd_experts() -> list[tuple[int, Tensor, Tensor]]:
     for name, experts in (("experts", model[0].experts), ("shared", model[0].shared)):
         assert isinstance(experts, GatedExperts)
         assert isinstance(experts.w13, DTensor)
-        found.append((experts.w13.placements[0].dim, experts.w13.full_tensor().detach(), expected[f"0.{name}.w13"]))
+        found.append(
+            (
+                experts.w13.placements[0].dim,
+                experts.w13.full_tensor().detach(),
+                expected[f"0.{name}.w13"],
+            )
+        )
     return found
 
 

@@ -32,7 +32,9 @@ WORLDS: dict[str, tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...], Plan]
 
 def make_model(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
-    layers = [MoE(DIM, HIDDEN, EXPERTS, 2, shared_hidden=4, losses=LoadBalance(0.1)) for _ in range(2)]
+    layers = [
+        MoE(DIM, HIDDEN, EXPERTS, 2, shared_hidden=4, losses=LoadBalance(0.1)) for _ in range(2)
+    ]
     return nn.Sequential(layers[0], nn.Linear(DIM, DIM), layers[1]).double()
 
 
@@ -108,7 +110,9 @@ def test_layers_on_a_part_of_the_world_equal_their_dense_reference(of_ranks, nam
         scaled = run["input gradient"][mine] * dp  # the mean is over this group's tokens
         torch.testing.assert_close(found["input gradient"], scaled, rtol=1e-9, atol=1e-12)
         for key, gradient in gradients.items():
-            torch.testing.assert_close(found[key], gradient, rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
+            torch.testing.assert_close(
+                found[key], gradient, rtol=1e-9, atol=1e-12, msg=f"{name}: {key}"
+            )
         assert found["norm"] == pytest.approx(norm, rel=1e-12)
     shape, names, part, _ = WORLDS[name]
     together = math.prod(size for size, each in zip(shape, names) if each in part) if part else 4
@@ -132,7 +136,9 @@ def some_alone() -> dict[str, Any]:
     found |= whole(model)
     before = [p.detach().clone() for p in model.parameters()]
     torch.optim.AdamW(parameter_groups(model), lr=0.1, foreach=True).step()
-    found["moved"] = all(not torch.equal(whole_of(p), whole_of(q)) for p, q in zip(model.parameters(), before))
+    found["moved"] = all(
+        not torch.equal(whole_of(p), whole_of(q)) for p, q in zip(model.parameters(), before)
+    )
     again = make_model(0)
     mesh = parallelize_model(again, mesh)
     prepare_ddp(again, mesh)
@@ -155,7 +161,9 @@ def test_ranks_that_have_no_layer_take_no_part(of_ranks):
         assert of_rank["moved"], "one step over lists of tensors, of which some are DTensors"
         for key, gradient in gradients.items():
             torch.testing.assert_close(of_rank[key], gradient, rtol=1e-9, atol=1e-12, msg=key)
-            torch.testing.assert_close(of_rank["ddp"][key], gradient, rtol=1e-9, atol=1e-12, msg=f"ddp {key}")
+            torch.testing.assert_close(
+                of_rank["ddp"][key], gradient, rtol=1e-9, atol=1e-12, msg=f"ddp {key}"
+            )
 
 
 def lines() -> dict[str, str]:
@@ -166,8 +174,12 @@ def lines() -> dict[str, str]:
     said = {
         "names": refusal(layer.parallelize, init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))),
         "order": refusal(layer.parallelize, four),
-        "both": refusal(layer.parallelize, init_device_mesh("cpu", (2, 2), mesh_dim_names=("etp", "tp"))),
-        "ranks": refusal(layer.parallelize, DeviceMesh("cpu", [3, 2, 1, 0], mesh_dim_names=("ep",))),
+        "both": refusal(
+            layer.parallelize, init_device_mesh("cpu", (2, 2), mesh_dim_names=("etp", "tp"))
+        ),
+        "ranks": refusal(
+            layer.parallelize, DeviceMesh("cpu", [3, 2, 1, 0], mesh_dim_names=("ep",))
+        ),
         "nothing": refusal(layer.parallelize, 4),
         "no layer": refusal(parallelize_model, nn.Linear(2, 2), four["ep"]),
     }
@@ -189,4 +201,6 @@ def test_meshes_that_do_not_fit_are_refused_in_one_line(of_ranks):
         assert "[3, 2, 1, 0]: take a DeviceMesh whose ranks ascend" in said["ranks"]
         assert "not int: write Mesh.create(ep=...)" in said["nothing"]
         assert "Linear has no MoE layer" in said["no layer"]
-    assert found[3]["elsewhere"].endswith("is not in the process group of the mesh: call on its ranks alone")
+    assert found[3]["elsewhere"].endswith(
+        "is not in the process group of the mesh: call on its ranks alone"
+    )

@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 from torch.distributed.tensor import DTensor
 
 from moesaic import Mesh, MoE, Plan, average_gradients, clip_grad_norm_, set_loss_scale
@@ -17,7 +22,11 @@ from moesaic.parallel import parallelize_layers
 from worlds import on_ranks
 
 DIM, TOKENS, BLOCKS, MICRO_BATCHES, RANKS = 4, 6, 4, 4, 4
-SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
+SCHEDULES: dict[str, Any] = {
+    "1f1b": Schedule1F1B,
+    "gpipe": ScheduleGPipe,
+    "interleaved": ScheduleInterleaved1F1B,
+}
 CASES: dict[str, tuple[str, int, Plan]] = {
     "gpipe, 2 ranks": ("gpipe", 2, Plan(all_to_all="multicast")),
     "interleaved, 2 ranks": ("interleaved", 2, Plan(chunks=2)),
@@ -34,7 +43,9 @@ class Block(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.dense = nn.Linear(DIM, DIM)
-        self.moe = MoE(DIM, 8, 4, 2, shared_hidden=4, router="sigmoid" if number % 2 else "softmax", losses=())
+        self.moe = MoE(
+            DIM, 8, 4, 2, shared_hidden=4, router="sigmoid" if number % 2 else "softmax", losses=()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.moe(self.dense(x).tanh())
@@ -66,7 +77,10 @@ def stages(name: str, pp: int, plan: Plan) -> dict[str, Any]:
     for part in mine.values():
         parallelize_layers(part, mesh, plan)
         set_loss_scale(part, 1 / MICRO_BATCHES)
-    made = [PipelineStage(part, at, pp * each, torch.device("cpu"), group=group) for at, part in mine.items()]
+    made = [
+        PipelineStage(part, at, pp * each, torch.device("cpu"), group=group)
+        for at, part in mine.items()
+    ]
     schedule = SCHEDULES[name](made if each > 1 else made[0], MICRO_BATCHES, loss_fn=loss_of)
     x, losses = batch(mesh.rank), []
     if place == 0:
@@ -122,7 +136,9 @@ def test_stages_equal_one_process(found, name):
         assert of_rank.pop("norm") == pytest.approx(norm, rel=WORST)
         told = of_rank.pop("losses")
         if rank // groups == pp - 1:
-            assert told == pytest.approx([losses[rank % groups, micro] for micro in range(MICRO_BATCHES)], rel=WORST)
+            assert told == pytest.approx(
+                [losses[rank % groups, micro] for micro in range(MICRO_BATCHES)], rel=WORST
+            )
         for path, gradient in of_rank.items():
             assert relative(gradient, wanted[path]) <= WORST, (name, rank, path)
             seen.add(path)

@@ -21,7 +21,11 @@ OF_MODULES = {name for name in dir(nn.Module()) if name.startswith("_")}
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith(("__", "_moesaic")) and name not in ({"_"} | OF_TUPLES)
+    return (
+        name.startswith("_")
+        and not name.startswith(("__", "_moesaic"))
+        and name not in ({"_"} | OF_TUPLES)
+    )
 
 
 def own_names(tree: list[ast.AST]) -> Iterator[str]:
@@ -31,7 +35,11 @@ def own_names(tree: list[ast.AST]) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node).startswith("self."):
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and dotted(node).startswith("self.")
+        ):
             yield node.attr
 
 
@@ -51,7 +59,9 @@ def imported(tree: list[ast.AST]) -> dict[str, str]:
                 whole = alias.name if alias.asname else alias.name.partition(".")[0]
                 names[alias.asname or whole] = whole
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
     return names
 
 
@@ -66,9 +76,15 @@ def foreign_names(tree: list[ast.AST], own: set[str]) -> Iterator[str]:
                 yield f"{names[root]}.{rest}"
             elif node.attr not in own:
                 yield node.attr
-        elif isinstance(node, ast.FunctionDef) and is_private(node.name) and node.name in OF_MODULES:
+        elif (
+            isinstance(node, ast.FunctionDef) and is_private(node.name) and node.name in OF_MODULES
+        ):
             yield node.name
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("getattr", "hasattr")
+        ):
             name = node.args[1]
             if isinstance(name, ast.Constant) and is_private(name.value):
                 yield name.value
@@ -78,7 +94,11 @@ def used_names() -> set[str]:
     """Return the private names of other packages that the library uses; the standard library's are left out."""
     own = {name for path in SOURCES for name in own_names(nodes(path))} - OF_MODULES
     names = {name for path in SOURCES for name in foreign_names(nodes(path), own)}
-    names = {name for name in names if name.partition(".")[0] not in {"moesaic", *sys.stdlib_module_names}}
+    names = {
+        name
+        for name in names
+        if name.partition(".")[0] not in {"moesaic", *sys.stdlib_module_names}
+    }
     return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
 

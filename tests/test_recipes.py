@@ -38,7 +38,9 @@ def run(name: str, processes: int, packages: tuple[str, ...], *words: str) -> st
         pytest.importorskip(package)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     words = (*(launch if processes > 1 else ()), str(FOLDER / f"{name}.py"), *words)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as short:  # Ray needs a short path for its sockets
+    with tempfile.TemporaryDirectory(
+        ignore_cleanup_errors=True
+    ) as short:  # Ray needs a short path for its sockets
         command = Forked(list(words), {"TMPDIR": short}, imports=packages)
         out, err = command.communicate(timeout=400)
     assert command.returncode == 0, err[-3000:]
@@ -71,7 +73,10 @@ def losses_alone(model: Tiny) -> list[float]:
 
 def with_packages(recipes: dict[str, tuple[int, tuple[str, ...]]]) -> list[Any]:
     """Return names of recipes: `make test` runs those that need only PyTorch, `make test-random` the others too."""
-    return [pytest.param(name, marks=pytest.mark.random if packages else ()) for name, (_, packages) in recipes.items()]
+    return [
+        pytest.param(name, marks=pytest.mark.random if packages else ())
+        for name, (_, packages) in recipes.items()
+    ]
 
 
 @pytest.mark.parametrize("name", with_packages(EQUAL))
@@ -104,11 +109,21 @@ def test_an_exported_layer_computes_what_the_layer_does():
 
 
 def test_the_page_shows_lines_of_every_recipe():
-    parts = (FOLDER.parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8").split("\n## ")[1:]
-    shown = {re.search(r"recipes/(\w+)\.py", part)[1]: re.findall(r"^    (\S.*)$", part, re.M) for part in parts}
+    parts = (
+        (FOLDER.parent.parent / "docs" / "recipes.md")
+        .read_text(encoding="utf-8")
+        .split("\n## ")[1:]
+    )
+    shown = {
+        re.search(r"recipes/(\w+)\.py", part)[1]: re.findall(r"^    (\S.*)$", part, re.M)
+        for part in parts
+    }
     assert set(shown) == {*EQUAL, *OTHERS, *BY_TESTS}
     for name, lines in shown.items():
-        written = {line.strip() for line in (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()}
+        written = {
+            line.strip()
+            for line in (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()
+        }
         assert lines
         assert set(lines) <= written, name
 

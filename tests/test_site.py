@@ -23,7 +23,9 @@ from moesaic_lab.site import on_config
 
 ROOT = Path(__file__).resolve().parent.parent
 NAVIGATION = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")[1]
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+BROWSER = (
+    shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+)
 WIDTHS = (1400, 390)
 """Of a desktop's window and a phone's, in pixels."""
 DRIVER = """<!doctype html><body><script>
@@ -67,7 +69,11 @@ def test_there_are_four_sections_and_few_guides() -> None:
 def test_the_front_has_three_doors(site: Path) -> None:
     front = (site / "index.html").read_text("utf-8")
     cards = front.split('class="grid cards"')[1].split("</div>")[0]
-    assert re.findall(r"<strong>(.+?)</strong>", cards) == ["My layer", "My transformers model", "My cluster"]
+    assert re.findall(r"<strong>(.+?)</strong>", cards) == [
+        "My layer",
+        "My transformers model",
+        "My cluster",
+    ]
 
 
 @pytest.mark.parametrize("address", ["", "https://example.org/somebody/moesaic"])
@@ -105,15 +111,32 @@ class Site(SimpleHTTPRequestHandler):
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on PATH")
 def test_no_page_is_wider_than_its_window(site: Path, tmp_path: Path) -> None:
-    pages = sorted(page.relative_to(site).as_posix() for page in site.rglob("*.html") if page.name != "404.html")
+    pages = sorted(
+        page.relative_to(site).as_posix()
+        for page in site.rglob("*.html")
+        if page.name != "404.html"
+    )
     driver = DRIVER.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS))
     (site / "driver.html").write_text(driver, encoding="utf-8")
     handler = type("Handler", (Site,), {"found": queue.Queue()})
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(site)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", f"--user-data-dir={tmp_path}"]
-    command = [str(BROWSER), *words, "--window-size=1500,900", f"http://127.0.0.1:{server.server_port}/driver.html"]
-    browser = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    words = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--remote-debugging-port=0",
+        f"--user-data-dir={tmp_path}",
+    ]
+    command = [
+        str(BROWSER),
+        *words,
+        "--window-size=1500,900",
+        f"http://127.0.0.1:{server.server_port}/driver.html",
+    ]
+    browser = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         found = [handler.found.get(timeout=120) for _ in range(len(pages) * len(WIDTHS))]
     finally:

@@ -37,7 +37,11 @@ def tracked(folder: str) -> set[str]:
 def test_the_wheel_is_the_library_and_nothing_else(tmp_path: Path) -> None:
     names = names_in_wheel(ROOT, tmp_path)
     assert names == tracked("src/moesaic")
-    assert not [name for name in names if "lab" in Path(name).parts[0] or name.startswith(("benchmarks", "tests"))]
+    assert not [
+        name
+        for name in names
+        if "lab" in Path(name).parts[0] or name.startswith(("benchmarks", "tests"))
+    ]
 
 
 def test_the_source_distribution_has_what_the_wheel_is_built_from(tmp_path: Path) -> None:
@@ -46,13 +50,21 @@ def test_the_source_distribution_has_what_the_wheel_is_built_from(tmp_path: Path
         names = {name.split("/", 1)[1] for name in opened.getnames()}
     assert {f"src/{name}" for name in tracked("src/moesaic")} <= names
     assert {"README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md", "PKG-INFO"} <= names
-    assert not [name for name in names if name.startswith(("lab/", "tests/", "docs/", "benchmarks/", "examples/"))]
+    assert not [
+        name
+        for name in names
+        if name.startswith(("lab/", "tests/", "docs/", "benchmarks/", "examples/"))
+    ]
 
 
 def test_the_metadata_is_ready_for_an_index() -> None:
     """Every supported Python is named, and the version is that of the citation; no address stands for a missing one."""
     project = read_table(ROOT / "pyproject.toml")["project"]
-    named = {line.split(" :: ")[-1] for line in project["classifiers"] if line.startswith("Programming Language")}
+    named = {
+        line.split(" :: ")[-1]
+        for line in project["classifiers"]
+        if line.startswith("Programming Language")
+    }
     assert {"3.10", "3.11", "3.12"} <= named
     assert project["authors"] == [{"name": "Moesaic developers"}]
     assert all(address.startswith("https://") for address in project.get("urls", {}).values())
@@ -63,7 +75,9 @@ def test_the_metadata_is_ready_for_an_index() -> None:
 
 def test_public_ci_runs_what_everybody_can_run() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text("utf-8"))
-    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    commands = [
+        step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step
+    ]
     assert commands == [".ci/run"]
     forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
     assert all(yaml.safe_load(form.read_text("utf-8")) for form in forms)

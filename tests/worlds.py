@@ -40,7 +40,9 @@ def preloaded() -> tuple[str, ...]:
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call a module-level function in `world` processes of one process group; return the results by rank."""
-    return runner.on_ranks(world, function, *arguments, timeout_seconds=TIMEOUT_SECONDS, preload=preloaded())
+    return runner.on_ranks(
+        world, function, *arguments, timeout_seconds=TIMEOUT_SECONDS, preload=preloaded()
+    )
 
 
 def refusal(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:

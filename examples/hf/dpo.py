@@ -19,6 +19,12 @@ data = Dataset.from_dict(
     }
 )
 given = DPOConfig(**settings("runs/dpo"), max_length=64, bf16=False)
-trainer = DPOTrainer(model=model, ref_model=deepcopy(model), args=given, train_dataset=data, processing_class=tokenizer)
+trainer = DPOTrainer(
+    model=model,
+    ref_model=deepcopy(model),
+    args=given,
+    train_dataset=data,
+    processing_class=tokenizer,
+)
 trainer.train()
 show(trainer.state.log_history)

@@ -15,7 +15,11 @@ def digits(completions: list[str], **_: object) -> list[float]:
 
 model, tokenizer = load("olmoe")
 data = Dataset.from_dict({"prompt": [f"twice {count} is " for count in range(32)]})
-given = GRPOConfig(**settings("runs/grpo", steps=3), num_generations=4, max_completion_length=8, bf16=False)
-trainer = GRPOTrainer(model=model, reward_funcs=digits, args=given, train_dataset=data, processing_class=tokenizer)
+given = GRPOConfig(
+    **settings("runs/grpo", steps=3), num_generations=4, max_completion_length=8, bf16=False
+)
+trainer = GRPOTrainer(
+    model=model, reward_funcs=digits, args=given, train_dataset=data, processing_class=tokenizer
+)
 trainer.train()
 show(trainer.state.log_history)

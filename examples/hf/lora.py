@@ -16,7 +16,9 @@ adapter = LoraConfig(
 )
 data = Dataset.from_dict({"text": TEXTS})
 given = SFTConfig(**settings("runs/lora"), max_length=128, bf16=False)
-trainer = SFTTrainer(model=model, args=given, train_dataset=data, processing_class=tokenizer, peft_config=adapter)
+trainer = SFTTrainer(
+    model=model, args=given, train_dataset=data, processing_class=tokenizer, peft_config=adapter
+)
 trainer.train()
 trainer.model.print_trainable_parameters()
 show(trainer.state.log_history)

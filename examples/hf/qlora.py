@@ -37,7 +37,9 @@ if Path(RUN, "adapter_config.json").exists():
     model = PeftModel.from_pretrained(base, RUN, is_trainable=True)
 else:
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    model = get_peft_model(base, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], target_parameters=experts))
+    model = get_peft_model(
+        base, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], target_parameters=experts)
+    )
 adopt_adapters(model)
 data = Dataset.from_dict({"text": TEXTS})
 given = SFTConfig(**settings(RUN), max_length=128, bf16=False)

@@ -72,7 +72,9 @@ FAMILIES = {
     },
 }
 """The rest, by family."""
-TEXTS = [f"{word} of {count} is {count * 2}. " * 8 for word in ("twice", "double") for count in range(32)]
+TEXTS = [
+    f"{word} of {count} is {count * 2}. " * 8 for word in ("twice", "double") for count in range(32)
+]
 
 
 def config_of(family: str) -> PretrainedConfig:
@@ -100,7 +102,11 @@ def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        unk_token="<unk>",
     )
 
 

@@ -6,7 +6,13 @@ import tempfile
 import torch
 import torch.distributed as dist
 from tiny import LENGTH, STEPS, VOCAB
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.distributed import DistributedConfig
 
 import moesaic.transformers  # noqa: F401
@@ -20,15 +26,15 @@ sizes = {
     "num_local_experts": 4,
 }
 config = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
-name = os.path.join(tempfile.gettempdir(), f"tiny-mixtral-{os.environ['MASTER_PORT']}-{os.environ['RANK']}")
+name = os.path.join(
+    tempfile.gettempdir(), f"tiny-mixtral-{os.environ['MASTER_PORT']}-{os.environ['RANK']}"
+)
 torch.manual_seed(0)
 MixtralForCausalLM(config).save_pretrained(name)  # a name from the hub in your program
 
 spread = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="moesaic")
 model = AutoModelForCausalLM.from_pretrained(
-    name,
-    experts_implementation="moesaic",
-    distributed_config=spread,
+    name, experts_implementation="moesaic", distributed_config=spread
 )
 ids = [(torch.arange(LENGTH) + first) % VOCAB for first in range(VOCAB)]
 data = [{"input_ids": each, "labels": each} for each in ids]

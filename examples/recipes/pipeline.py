@@ -22,12 +22,17 @@ def loss_of(scores: Tensor, tokens: Tensor) -> Tensor:
 dist.init_process_group("gloo")
 world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
 whole, stage = Tiny(), world.get_local_rank("pp")
-parts = [nn.Sequential(whole.embedding, whole.blocks[0]), nn.Sequential(whole.blocks[1], whole.head)]
+parts = [
+    nn.Sequential(whole.embedding, whole.blocks[0]),
+    nn.Sequential(whole.blocks[1], whole.head),
+]
 model = parts[stage]
 mesh = parallelize_model(model, world["ep"])  # the ranks of this stage
 set_loss_scale(model, 1.0)  # the schedule divides by the number of micro-batches
 pipe = Schedule1F1B(
-    PipelineStage(model, stage, 2, torch.device("cpu"), group=world["pp"].get_group()), MICRO_BATCHES, loss_fn=loss_of
+    PipelineStage(model, stage, 2, torch.device("cpu"), group=world["pp"].get_group()),
+    MICRO_BATCHES,
+    loss_fn=loss_of,
 )
 optimizer = torch.optim.AdamW(parameter_groups(model), lr=0.01)
 balance_on_step(optimizer, model)

@@ -16,8 +16,14 @@ stage = int(sys.argv[1]) if len(sys.argv) > 1 else 2
 deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo")
 model = Tiny()
 for block in model.blocks:
-    block.moe.losses = (LoadBalance(0.01, level="sequence"),)  # a mean over sequences, whatever rank they are on
-settings = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "zero_optimization": {"stage": stage}}
+    block.moe.losses = (
+        LoadBalance(0.01, level="sequence"),
+    )  # a mean over sequences, whatever rank they are on
+settings = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": stage},
+}
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
 rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -54,18 +54,29 @@ class MoesaicExperts(RoutedExperts):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         inner = config.inner_experts
-        self.hidden, self.with_bias = inner.hidden_dim, isinstance(inner, GptOssGroupedExperts.Config)
+        self.hidden, self.with_bias = (
+            inner.hidden_dim,
+            isinstance(inner, GptOssGroupedExperts.Config),
+        )
         clamp = Clamp(inner.swiglu_limit, alpha=1.702, offset=1.0) if self.with_bias else None
-        experts = BorrowedExperts(inner.dim, inner.num_experts, read=self.weights, clamp=clamp, bias=self.with_bias)
+        experts = BorrowedExperts(
+            inner.dim, inner.num_experts, read=self.weights, clamp=clamp, bias=self.with_bias
+        )
         self.run = ChosenExperts(experts, self.hidden, self.parameters)
 
     def weights(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return this rank's part of the parameters as Moesaic's kernels take them, gate and up in one tensor."""
         parameters = dict(self.inner_experts.named_parameters(recurse=False)).items()
-        of = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in parameters}
+        of = {
+            name: each.to_local() if isinstance(each, DTensor) else each
+            for name, each in parameters
+        }
         if not self.with_bias:
             return (torch.stack((of["w1_EFD"], of["w3_EFD"]), 1), of["w2_EDF"]), ()
-        up, up_bias = (of[name].unflatten(1, (-1, 2)).transpose(1, 2) for name in ("mlp1_weight_EGD", "mlp1_bias_EG"))
+        up, up_bias = (
+            of[name].unflatten(1, (-1, 2)).transpose(1, 2)
+            for name in ("mlp1_weight_EGD", "mlp1_bias_EG")
+        )
         return (up, of["mlp2_weight_EDF"], up_bias), (of["mlp2_bias_ED"],)
 
     def parallelize(self, parallel_dims) -> None:
@@ -75,7 +86,9 @@ class MoesaicExperts(RoutedExperts):
             mesh = Mesh.of(parallel_dims.get_mesh("ep"))
             self.run = ChosenExperts(self.run.experts, self.hidden, self.parameters, mesh)
         elif self.with_bias and parallel_dims.tp_enabled:
-            raise InputError("experts with biases cannot be cut by tp: give --parallelism.expert_parallel_degree")
+            raise InputError(
+                "experts with biases cannot be cut by tp: give --parallelism.expert_parallel_degree"
+            )
 
     def forward(
         self,
@@ -84,7 +97,9 @@ class MoesaicExperts(RoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,  # not needed: Moesaic counts and exchanges counts itself
     ) -> Tensor:
-        x_TD, expert_TK, weight_TK = (each.flatten(0, 1) for each in (x_BLD, topk_expert_ids_BLK, topk_scores_BLK))
+        x_TD, expert_TK, weight_TK = (
+            each.flatten(0, 1) for each in (x_BLD, topk_expert_ids_BLK, topk_scores_BLK)
+        )
         return self.run(x_TD, expert_TK, weight_TK).view_as(x_BLD)
 
 
@@ -104,16 +119,27 @@ def small_qwen3() -> Qwen3Model.Config:
     config = qwen3_configs["debugmodel_moe"]("flex")
     config.layers = config.layers[:2]
     for layer in config.layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()  # flex has no backward pass on CPUs
+        layer.attention.inner_attention = (
+            ScaledDotProductAttention.Config()
+        )  # flex has no backward pass on CPUs
         layer.moe.routed_experts.inner_experts.hidden_dim = 32
     return config
 
 
 def as_torchtitan_does(config: Qwen3Model.Config, world: int) -> Qwen3Model:
     """Return the model of a configuration, spread and initialised by torchtitan with `ep` and FSDP over all ranks."""
-    torchtitan.distributed.parallel_dims.device_type = "cpu"  # it looks for GPUs alone: leave this line out on them
+    torchtitan.distributed.parallel_dims.device_type = (
+        "cpu"  # it looks for GPUs alone: leave this line out on them
+    )
     dims = torchtitan.distributed.parallel_dims.ParallelDims(
-        dp_replicate=1, dp_shard=world, cp=1, tp=1, pp=1, ep=world, world_size=world, spmd_backend="partial_dtensor"
+        dp_replicate=1,
+        dp_shard=world,
+        cp=1,
+        tp=1,
+        pp=1,
+        ep=world,
+        world_size=world,
+        spmd_backend="partial_dtensor",
     )
     given = ParallelismConfig(expert_parallel_degree=world, spmd_backend="partial_dtensor")
     set_qwen3_sharding_config(config, enable_sp=False, enable_ep=world > 1)
@@ -122,7 +148,9 @@ def as_torchtitan_does(config: Qwen3Model.Config, world: int) -> Qwen3Model:
         model = config.build()
     training = TrainingConfig(mixed_precision_param="float32")
     plain = {"compile_config": CompileConfig(), "ac_config": None, "dump_folder": ""}
-    model = parallelize_qwen3(model, parallel_dims=dims, training=training, parallelism=given, **plain)
+    model = parallelize_qwen3(
+        model, parallel_dims=dims, training=training, parallelism=given, **plain
+    )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # Gloo knows no other reduction

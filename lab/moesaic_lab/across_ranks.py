@@ -56,7 +56,11 @@ def in_turn_and_near(
 
 def sent(recorder: Recorder, first: int = 0) -> list[Message]:
     """Return the messages that this rank sent, from the range of tags with index `first` on."""
-    return [(m.source, m.target, float(m.num_bytes)) for tags in recorder.ranges[first:] for m in tags.messages]
+    return [
+        (m.source, m.target, float(m.num_bytes))
+        for tags in recorder.ranges[first:]
+        for m in tags.messages
+    ]
 
 
 def timed_still(methods: Mapping[str, Callable[[], object]], repeats: int) -> Spans:
@@ -77,7 +81,9 @@ class SteppedLayer:
 
     def __init__(self, layer: MoE, tokens: int, seed: int) -> None:
         self.layer = layer
-        self.x = torch.randn(tokens, layer.dim, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        self.x = torch.randn(
+            tokens, layer.dim, generator=torch.Generator().manual_seed(seed)
+        ).requires_grad_()
         self._dy = torch.ones(tokens, layer.dim)
 
     def step(self, compiled: Compiled | None) -> None:
@@ -113,7 +119,9 @@ class ToldRouter(AbstractRouter):
         even = x_TD.new_full((len(x_TD), self.num_experts), 1 / self.num_experts)
         return Scores(even, even, even, even)
 
-    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+    def choose(
+        self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
+    ) -> Choice:
         assert self._choice is not None, "nobody told the router"
         return self._choice
 

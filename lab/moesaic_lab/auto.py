@@ -24,7 +24,15 @@ from moesaic.measure.together import latest, start_together
 from moesaic.program.compile import Compiled, compile_plan
 from moesaic.program.grid import Grid
 from moesaic.program.plan import plan_in_words
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of, on_beds, require_cluster
+from moesaic_lab.benchmark import (
+    Benchmark,
+    BenchmarkOptions,
+    Shown,
+    Told,
+    notes_of,
+    on_beds,
+    require_cluster,
+)
 from moesaic_lab.claims import Claim, NotMeasuredError, claimed
 from moesaic_lab.layer.cells import LayerJob, all_ep, searched, singles, step_model
 from moesaic_lab.layer.config import LayerPlace, Pipelining, Schedules, read_config
@@ -78,7 +86,9 @@ def cases(options: AutoOptions) -> list[AutoCase]:
     """Return the beds of the layer benchmark, with steady and with changing links."""
     require_cluster()
     all_cases = [
-        AutoCase(name=f"{name}, links {how}", job=job, changes=how == "changed", repeats=options.repeats)
+        AutoCase(
+            name=f"{name}, links {how}", job=job, changes=how == "changed", repeats=options.repeats
+        )
         for name, job in _jobs()
         for how in ("steady", "changed")
     ]
@@ -88,10 +98,17 @@ def cases(options: AutoOptions) -> list[AutoCase]:
 def _jobs() -> Iterator[tuple[str, LayerJob]]:
     config = read_config()
     place, pipelining = (
-        next(cell for cell in config.cells if isinstance(cell, kind)) for kind in (Schedules, Pipelining)
+        next(cell for cell in config.cells if isinstance(cell, kind))
+        for kind in (Schedules, Pipelining)
     )
     for tp, etp in ((1, 1), (4, 4)):
-        grid = Grid(world=place.world, tp=tp, ep=place.world // etp, etp=etp, ranks_per_node=place.ranks_per_node)
+        grid = Grid(
+            world=place.world,
+            tp=tp,
+            ep=place.world // etp,
+            etp=etp,
+            ranks_per_node=place.ranks_per_node,
+        )
         yield f"16 ranks, tp {tp}, etp {etp}", _job(place, grid)
     yield "4 ranks, large messages", _job(pipelining, all_ep(pipelining))
 
@@ -108,11 +125,17 @@ def measure(options: AutoOptions, selected: list[AutoCase], told: Told) -> list[
 
     def bed_of(case: AutoCase) -> Bed:
         bed = case.job.place.bed
-        changes = [Change(at_seconds=AT_SECONDS, node=node, rate=CHANGED) for node in range(bed.nodes)]
+        changes = [
+            Change(at_seconds=AT_SECONDS, node=node, rate=CHANGED) for node in range(bed.nodes)
+        ]
         return replace(bed, changes=tuple(changes)) if case.changes else bed
 
     return on_beds(
-        selected, bed_of, lambda case: case.name, lambda ranks, case: row_of(case, ranks.run(on_rank, case)), told
+        selected,
+        bed_of,
+        lambda case: case.name,
+        lambda ranks, case: row_of(case, ranks.run(on_rank, case)),
+        told,
     )
 
 
@@ -147,7 +170,9 @@ def on_rank(case: AutoCase) -> AutoResult:
     run = {name: partial(runner.step, compiled) for name, compiled in methods.items()}
     spans = in_turn(run, case.repeats, barrier=start_together(latest), warmup=1)
     name = plan_in_words(chosen.plan)
-    return AutoResult(chosen=alike.get(name, name), said=auto.said, races=auto.table.races, spans=spans)
+    return AutoResult(
+        chosen=alike.get(name, name), said=auto.said, races=auto.table.races, spans=spans
+    )
 
 
 def _named(plans: Sequence[Compiled]) -> dict[str, Compiled]:

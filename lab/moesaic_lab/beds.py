@@ -39,7 +39,9 @@ class Place:
     """Timed runs of each method; a ratio under 1.10 needs 30."""
 
     def __post_init__(self) -> None:
-        numbers = {name: value for name, value in vars(self).items() if name not in self.may_be_zero}
+        numbers = {
+            name: value for name, value in vars(self).items() if name not in self.may_be_zero
+        }
         require_positive(numbers, f"{self.part}: " if self.part else "")
         _ = self.bed
 
@@ -108,7 +110,9 @@ class BedConfig(Generic[P]):
         known = list(dict.fromkeys(word for cell in self.cells for word in cell.words))
         for name in only:
             if name not in known:
-                raise InputError(f"--only {name}: the configuration has no such part{suggestion(name, known)}")
+                raise InputError(
+                    f"--only {name}: the configuration has no such part{suggestion(name, known)}"
+                )
         cells = [cell for cell in self.cells if not only or set(cell.words) & set(only)]
         if repeats is not None:
             cells = [self.repeated(cell, repeats) for cell in cells]
@@ -129,7 +133,9 @@ def read_cells(path: Path, whole: C, kinds: Mapping[str, Place], **lists: tuple[
         kinds: by the name of a list of tables in the file, the cell whose fields each of these tables overrides.
         lists: further lists of tables; see `read_parts`.
     """
-    return read_parts(path, whole, lists={name: ("cells", cell) for name, cell in kinds.items()} | lists)
+    return read_parts(
+        path, whole, lists={name: ("cells", cell) for name, cell in kinds.items()} | lists
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,13 +175,20 @@ def joined(of_ranks: Sequence[Timed], bed: Bed) -> dict[str, Any]:
     """Return the fields of a `BedCell`."""
     phases = {
         name: [
-            [m for of_rank in of_phase for m in of_rank] for of_phase in zip(*(rank.sent[name] for rank in of_ranks))
+            [m for of_rank in of_phase for m in of_rank]
+            for of_phase in zip(*(rank.sent[name] for rank in of_ranks))
         ]
         for name in of_ranks[0].spans
     }
     return timed([rank.spans for rank in of_ranks], [rank.pairs for rank in of_ranks]) | {
-        "limits": {name: [link_limit(messages, bed) for messages in of_method] for name, of_method in phases.items()},
-        "across": {name: crossing(itertools.chain(*of_method), bed.node_of) for name, of_method in phases.items()},
+        "limits": {
+            name: [link_limit(messages, bed) for messages in of_method]
+            for name, of_method in phases.items()
+        },
+        "across": {
+            name: crossing(itertools.chain(*of_method), bed.node_of)
+            for name, of_method in phases.items()
+        },
     }
 
 
@@ -204,13 +217,21 @@ def drawn(
             for x, cell, scale in zip(at, cells, scales)
             if method_of(cell) in cell.timings
         ]
-        series.append(PlottedSeries.of(name, [point[:3] for point in points], [scale for *_, scale in points]))
+        series.append(
+            PlottedSeries.of(name, [point[:3] for point in points], [scale for *_, scale in points])
+        )
     return tuple(series)
 
 
 def bars(
-    title: str, cells: Sequence[BedCell], label: Callable[[Any], str], y_title: str = "ms", **options: Any
+    title: str,
+    cells: Sequence[BedCell],
+    label: Callable[[Any], str],
+    y_title: str = "ms",
+    **options: Any,
 ) -> Panel:
     """Return a panel with a group of bars per cell, named by `label`; `options` are further arguments of `drawn`."""
     series = drawn(cells, **options)
-    return Panel(title=title, x_title="", y_title=y_title, series=series, categories=tuple(map(label, cells)))
+    return Panel(
+        title=title, x_title="", y_title=y_title, series=series, categories=tuple(map(label, cells))
+    )

@@ -112,7 +112,9 @@ class Shown:
     def of(self, rows: Sequence[Mapping[str, Any]]) -> list[Table]:
         """Return the table of these rows in a list, which is empty if no row is shown."""
         where = self.where or {}
-        chosen = [row for row in rows if all(row.get(key) in values for key, values in where.items())]
+        chosen = [
+            row for row in rows if all(row.get(key) in values for key, values in where.items())
+        ]
         return [table(self.title, chosen, self.columns, group_by=self.group_by)] if chosen else []
 
 
@@ -168,7 +170,9 @@ class Benchmark(Generic[O, C, F]):
         """Measure, print the tables, write the files that the options name, and return the exit code."""
         prog = f"moesaic {self.name}" if self.is_command else f"moesaic bench {self.name}"
         options = parse(self.options, arguments, prog=prog, description=self.description)
-        picture = Path(options.picture) if isinstance(options, DrawnOptions) and options.picture else None
+        picture = (
+            Path(options.picture) if isinstance(options, DrawnOptions) and options.picture else None
+        )
         if picture is not None:
             check_picture(picture)
         cases = self.cases(options)
@@ -177,18 +181,28 @@ class Benchmark(Generic[O, C, F]):
         self.show(results, options)
         if picture is not None and self.panels is not None:
             write_picture(
-                picture, self.title, self.panels(results), self.notes_on(results), columns=self.panels_in_a_row
+                picture,
+                self.title,
+                self.panels(results),
+                self.notes_on(results),
+                columns=self.panels_in_a_row,
             )
         if isinstance(options, PagedOptions) and options.page and self.page is not None:
             write_page(Path(options.page), self.page(results), self.page_marks)
-        return 1 if self.is_proof and any(claim.holds is False for claim in self.claims(results)) else 0
+        return (
+            1
+            if self.is_proof and any(claim.holds is False for claim in self.claims(results))
+            else 0
+        )
 
     def show(self, results: F, options: BenchmarkOptions) -> None:
         """Print the tables and the claims, and write the JSON."""
         console = Console(stderr=options.json == "-")
         rows = self.rows(results)
         tables = (
-            self.columns(results) if callable(self.columns) else [t for each in self.columns for t in each.of(rows)]
+            self.columns(results)
+            if callable(self.columns)
+            else [t for each in self.columns for t in each.of(rows)]
         )
         for each in (*tables, claims_table(self.claims(results))):
             console.print(each)
@@ -198,7 +212,10 @@ class Benchmark(Generic[O, C, F]):
     def measurement(self, results: F) -> Measurement:
         """Return the results as rows and claims, with notes and packages."""
         return Measurement(
-            rows=self.rows(results), claims=self.claims(results), notes=self.notes_on(results), packages=self.packages
+            rows=self.rows(results),
+            claims=self.claims(results),
+            notes=self.notes_on(results),
+            packages=self.packages,
         )
 
     def notes_on(self, results: F) -> str:
@@ -249,8 +266,13 @@ def read_parts(
         if value is None:
             continue
         if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-            raise InputError(f"{source}: {name} must be a list of tables: write [[{name}]] above each")
-        read = (override(default, each, source=source, prefix=f"{name}[{n}].") for n, each in enumerate(value))
+            raise InputError(
+                f"{source}: {name} must be a list of tables: write [[{name}]] above each"
+            )
+        read = (
+            override(default, each, source=source, prefix=f"{name}[{n}].")
+            for n, each in enumerate(value)
+        )
         changes[field] = (*changes.get(field, ()), *read)
         names = [each.name for each in changes[field] if hasattr(each, "name")]
         if len(set(names)) < len(names):
@@ -263,7 +285,11 @@ def read_parts(
             raise InputError(f"{source}: {name} must be a table: write [{name}] above its fields")
         changes[name] = override(default, value, source=source, prefix=f"{name}.")
     parts = {*(field for field, _ in lists.values()), *tables}
-    plain = [name for name, value in vars(whole).items() if name not in parts and isinstance(value, int | float | str)]
+    plain = [
+        name
+        for name, value in vars(whole).items()
+        if name not in parts and isinstance(value, int | float | str)
+    ]
     unknown = [name for name in table if name not in plain]
     if unknown:
         known = [*lists, *tables, *plain]
@@ -295,7 +321,10 @@ def emulated(
         return config
 
     return Benchmark(
-        options=EmulatedOptions, cases=cases, measure=lambda options, config, told: run(config, told), **fields
+        options=EmulatedOptions,
+        cases=cases,
+        measure=lambda options, config, told: run(config, told),
+        **fields,
     )
 
 
@@ -361,7 +390,9 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def each_kept(keep: str | Path | None, runs: Mapping[str, Callable[[], Any]], told: Told) -> Iterator[tuple[str, Any]]:
+def each_kept(
+    keep: str | Path | None, runs: Mapping[str, Callable[[], Any]], told: Told
+) -> Iterator[tuple[str, Any]]:
     """Yield the name and the result of each run: the result stored in the folder, or else a new one, which is stored."""
     with keeping(keep) as folder:
         for name, run in runs.items():

@@ -75,7 +75,9 @@ def link_seconds(messages: Iterable[Message], bed: Bed) -> dict[str, float]:
 
 def crossing(messages: Iterable[Message], node_of: Callable[[int], int]) -> tuple[int, int]:
     """Return (bytes, messages) between nodes."""
-    sizes = [num_bytes for source, target, num_bytes in messages if node_of(source) != node_of(target)]
+    sizes = [
+        num_bytes for source, target, num_bytes in messages if node_of(source) != node_of(target)
+    ]
     return round(sum(sizes)), len(sizes)
 
 
@@ -117,7 +119,9 @@ def program_messages(
                 plain = rows * _row_bytes(source, dim, element_bytes, lane_bytes, unit_columns)
                 num_bytes = coded(codec, rows, dim, element_bytes) if codec else plain
                 joint[sender, receiver] = joint.get((sender, receiver), 0) + num_bytes
-        messages += [(sender, receiver, num_bytes) for (sender, receiver), num_bytes in joint.items()]
+        messages += [
+            (sender, receiver, num_bytes) for (sender, receiver), num_bytes in joint.items()
+        ]
     return messages
 
 

@@ -60,7 +60,9 @@ class _OnMesh(AbstractRoutedExperts, ABC):
     """One rank's experts of a system that needs a device mesh; only the mesh's ep axis is larger than 1."""
 
     def __init__(self, spec: LayerSpec) -> None:
-        self.mesh = init_device_mesh("cpu", (1, spec.group.size(), 1), mesh_dim_names=("copies", "ep", "tp"))
+        self.mesh = init_device_mesh(
+            "cpu", (1, spec.group.size(), 1), mesh_dim_names=("copies", "ep", "tp")
+        )
         self.place(spec.weights, spec.weights.owned(spec.group), self.mesh["ep"])
 
     @abstractmethod
@@ -112,7 +114,9 @@ class TorchtitanExperts(_OnMesh):
         import_module("torchtitan.distributed.utils").set_spmd_backend("partial_dtensor")
         self._dispatcher_type = module.AllToAllTokenDispatcher
         self._num_experts, self._mesh = whole.num_experts, mesh
-        self.w1, self.w3, self.w2 = (each.clone().requires_grad_() for each in (own.w1, own.w3, own.w2))
+        self.w1, self.w3, self.w2 = (
+            each.clone().requires_grad_() for each in (own.w1, own.w3, own.w2)
+        )
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         """Dispatch, multiply expert by expert, combine."""
@@ -141,7 +145,9 @@ class DeepSpeedExperts(AbstractRoutedExperts):
         own, group = spec.weights.owned(spec.group), spec.group
         with _deepspeed():
             sharded: Any = import_module("deepspeed.moe.sharded_moe")
-            experts = import_module("deepspeed.moe.experts").Experts(_OneExpert(own), own.num_experts)
+            experts = import_module("deepspeed.moe.experts").Experts(
+                _OneExpert(own), own.num_experts
+            )
         for number, expert in enumerate(experts.deepspeed_experts):
             for name in ("w1", "w3", "w2"):
                 getattr(expert, name).data.copy_(getattr(own, name)[number])
@@ -158,7 +164,9 @@ class DeepSpeedExperts(AbstractRoutedExperts):
     def gradients(self) -> MoEWeights:
         """Stack the gradients of the single experts."""
         each = self.layer.experts.deepspeed_experts
-        return MoEWeights(*(torch.stack([_gradient(getattr(e, n)) for e in each]) for n in ("w1", "w3", "w2")))
+        return MoEWeights(
+            *(torch.stack([_gradient(getattr(e, n)) for e in each]) for n in ("w1", "w3", "w2"))
+        )
 
 
 class MoesaicLayer(AbstractMoELayer):
@@ -167,7 +175,9 @@ class MoesaicLayer(AbstractMoELayer):
     has_capacity = True
 
     def __init__(self, spec: LayerSpec) -> None:
-        capacity = Dropless() if spec.capacity is None else Capacity.fixed(spec.capacity, scope="rank")
+        capacity = (
+            Dropless() if spec.capacity is None else Capacity.fixed(spec.capacity, scope="rank")
+        )
         _, hidden, dim = spec.weights.w1.shape
         self.layer = MoE(
             dim, hidden, spec.weights.num_experts, spec.top_k, losses=LoadBalance(1.0), capacity=capacity,
@@ -187,7 +197,9 @@ class MoesaicLayer(AbstractMoELayer):
     def gradients(self) -> MoEWeights:
         """Return this rank's gradients."""
         w1, w3 = _gradient(self.layer.experts.w13).unbind(1)
-        return MoEWeights(w1, w3, _gradient(self.layer.experts.w2), _gradient(self.layer.router.weight))
+        return MoEWeights(
+            w1, w3, _gradient(self.layer.experts.w2), _gradient(self.layer.router.weight)
+        )
 
     def clip(self, max_norm: float, dense: nn.Parameter) -> float | None:
         """Average gradients over dp and clip them, as before an optimizer step; then undo the mean."""
@@ -225,7 +237,9 @@ class TransformersLayer(AbstractMoELayer):
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Route the tokens and run the experts."""
         logits, gates, experts = self.router(x)
-        return self.experts.run(x, experts, gates), self.loss((logits,), len(self.router.weight), self.top_k)
+        return self.experts.run(x, experts, gates), self.loss(
+            (logits,), len(self.router.weight), self.top_k
+        )
 
     def gradients(self) -> MoEWeights:
         """Return this rank's gradients."""
@@ -236,7 +250,9 @@ class TransformersLayer(AbstractMoELayer):
         if not self.shares_tokens:
             _sum_gradient(self.router.weight, self.group)
         experts, mesh = self.experts.experts, self.experts.mesh
-        parameters = _placed([self.router.weight, dense], [experts.gate_up_proj, experts.down_proj], mesh)
+        parameters = _placed(
+            [self.router.weight, dense], [experts.gate_up_proj, experts.down_proj], mesh
+        )
         trainer: Any = import_module("transformers").Trainer
         return float(trainer._mixed_mesh_grad_norm(None, nn.ParameterList(parameters), max_norm))
 
@@ -310,7 +326,9 @@ class DeepSpeedMoELayer(AbstractMoELayer):
 class _OneExpert(nn.Module):
     def __init__(self, weights: MoEWeights) -> None:
         super().__init__()
-        self.w1, self.w3, self.w2 = (nn.Parameter(each[0].clone()) for each in (weights.w1, weights.w3, weights.w2))
+        self.w1, self.w3, self.w2 = (
+            nn.Parameter(each[0].clone()) for each in (weights.w1, weights.w3, weights.w2)
+        )
 
     def forward(self, rows: Tensor) -> Tensor:
         return F.linear(F.silu(F.linear(rows, self.w1)) * F.linear(rows, self.w3), self.w2)
@@ -327,10 +345,20 @@ class _GivenGate(nn.Module):
     def forward(self, x: Tensor, *rest: object) -> tuple[Any, ...]:
         chosen_KT = self.experts.T.contiguous()
         one_hot = F.one_hot(chosen_KT.flatten(), self.num_experts)
-        place = (one_hot.cumsum(0) - 1).gather(1, chosen_KT.flatten().unsqueeze(1)).view_as(chosen_KT)
+        place = (
+            (one_hot.cumsum(0) - 1).gather(1, chosen_KT.flatten().unsqueeze(1)).view_as(chosen_KT)
+        )
         capacity = one_hot.sum(0).max() if len(one_hot) else torch.zeros((), dtype=torch.int64)
         dist.all_reduce(capacity, op=dist.ReduceOp.MAX, group=self.group)
-        return x.new_zeros(()), capacity, self.num_experts, chosen_KT, place, self.gates.T, one_hot.sum(0)
+        return (
+            x.new_zeros(()),
+            capacity,
+            self.num_experts,
+            chosen_KT,
+            place,
+            self.gates.T,
+            one_hot.sum(0),
+        )
 
 
 @contextlib.contextmanager
@@ -345,9 +373,13 @@ def _deepspeed() -> Iterator[None]:
         yield
 
 
-def _placed(same: Sequence[Tensor], split: Sequence[Tensor], mesh: DeviceMesh) -> list[nn.Parameter]:
+def _placed(
+    same: Sequence[Tensor], split: Sequence[Tensor], mesh: DeviceMesh
+) -> list[nn.Parameter]:
     """Return DTensors over these weights and gradients: those that are the same on all ranks, and those split over ep."""
-    placed: list[tuple[Tensor, DeviceMesh, Placement]] = [(weight, mesh["copies"], Replicate()) for weight in same]
+    placed: list[tuple[Tensor, DeviceMesh, Placement]] = [
+        (weight, mesh["copies"], Replicate()) for weight in same
+    ]
     placed += [(weight, mesh["ep"], Shard(0)) for weight in split]
     parameters = []
     for weight, of_weight, place in placed:
@@ -390,7 +422,10 @@ class CertifiedSystem:
 
 BACKENDS = ("eager", "grouped_mm", "batched_mm")
 """The implementations of experts of transformers that a CPU runs."""
-OF_TRANSFORMERS, OF_MOESAIC = "transformers.distributed.expert_parallel", "moesaic.transformers.expert_parallel"
+OF_TRANSFORMERS, OF_MOESAIC = (
+    "transformers.distributed.expert_parallel",
+    "moesaic.transformers.expert_parallel",
+)
 MODES: dict[str, tuple[str, bool, tuple[str, ...]]] = {
     "moesaic": (f"{OF_MOESAIC}:MoesaicEP", False, ("moesaic",)),
     "moesaic-shared": (f"{OF_MOESAIC}:MoesaicEP", True, ("moesaic",)),
@@ -406,7 +441,11 @@ def _under_transformers() -> dict[str, CertifiedSystem]:
     systems = {}
     for name, (implementation, shares, backends) in MODES.items():
         for backend in backends:
-            options = {"implementation": implementation, "backend": backend, "shares_tokens": shares}
+            options = {
+                "implementation": implementation,
+                "backend": backend,
+                "shares_tokens": shares,
+            }
             experts = type("Experts", (TransformersExperts,), options)
             layer = type("Layer", (TransformersLayer,), {"kind": experts, "shares_tokens": shares})
             of, _, mode = implementation.partition(":")
@@ -468,13 +507,16 @@ def measure(options: CertificateOptions, cases: None, told: Told) -> list[dict[s
         told("planted faults")
         rows += import_module("moesaic_lab.planted.certified").planted_rows()
     return rows + [
-        {"system": name, "version": None, "failed": f"needs a GPU: {why}"} for name, why in NEEDS_A_GPU.items()
+        {"system": name, "version": None, "failed": f"needs a GPU: {why}"}
+        for name, why in NEEDS_A_GPU.items()
     ]
 
 
 def _certified(name: str, world: int) -> list[dict[str, Any]]:
     try:
-        rows: list[dict[str, Any]] = on_ranks(world, _rank, name, timeout_seconds=TIMEOUT_SECONDS)[0]
+        rows: list[dict[str, Any]] = on_ranks(world, _rank, name, timeout_seconds=TIMEOUT_SECONDS)[
+            0
+        ]
     except Exception as error:
         return [{"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}]
     return rows
@@ -492,7 +534,9 @@ def _rank(name: str) -> list[dict[str, Any]]:
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return claims on the number of other systems that ran and on the worst error of ours."""
     ran = {SYSTEMS[row["system"]].package for row in rows if "quantity" in row}
-    own = [row["error"] for row in rows if row["system"].startswith("moesaic") and "quantity" in row]
+    own = [
+        row["error"] for row in rows if row["system"].startswith("moesaic") and "quantity" in row
+    ]
     others, planted = len(ran - {"moesaic"}), [row["caught"] for row in rows if "fault" in row]
     caught = Claim(name="certify.planted_caught", value=sum(planted), target=len(planted), op=">=")
     return [
@@ -505,15 +549,30 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 def page(found: Sequence[Mapping[str, Any]]) -> str:
     """Return the tables and differences of docs/certificates.md from the rows of a result."""
     experts, layers = _parted(found)
-    lines = [_markdown(_COLUMNS, _summary(experts, [each.name for each in SITUATIONS])), "", "The situations:", ""]
+    lines = [
+        _markdown(_COLUMNS, _summary(experts, [each.name for each in SITUATIONS])),
+        "",
+        "The situations:",
+        "",
+    ]
     lines += [f"- **{each.name}**: {each.says}." for each in SITUATIONS]
     lines += ["", "The tested part of each system:", ""]
     measured = {row["system"] for row in found}
     lines += [f"- **{name}**: {each.what}." for name, each in SYSTEMS.items() if name in measured]
-    lines += ["", "Whole layers:", "", _markdown(_LAYER_COLUMNS, _layer_summary(layers)), "", "The situations:", ""]
+    lines += [
+        "",
+        "Whole layers:",
+        "",
+        _markdown(_LAYER_COLUMNS, _layer_summary(layers)),
+        "",
+        "The situations:",
+        "",
+    ]
     lines += [f"- **{each.name}**: {each.says}." for each in LAYER_SITUATIONS]
     wrong = [row for row in found if "quantity" in row and not row["holds"]]
-    lines += ["", "## Differences", ""] if wrong else ["", "No difference was found in these versions."]
+    lines += (
+        ["", "## Differences", ""] if wrong else ["", "No difference was found in these versions."]
+    )
     said = (
         f"- {row['system']}{', whole layer' if 'is_layer' in row else ''} on {row['world']} ranks, {row['situation']}: "
         f"{_wrong(row)}"
@@ -522,14 +581,19 @@ def page(found: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*lines, *dict.fromkeys(said)])
 
 
-def _parted(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+def _parted(
+    rows: Sequence[Mapping[str, Any]],
+) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
     """Return the rows of experts and the rows of whole layers, separately."""
     experts = [row for row in rows if "is_layer" not in row and "fault" not in row]
     return experts, [row for row in rows if "is_layer" in row]
 
 
 def _markdown(columns: Sequence[tuple[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = [[title for _, title in columns], *([str(row[key] or "") for key, _ in columns] for row in rows)]
+    lines = [
+        [title for _, title in columns],
+        *([str(row[key] or "") for key, _ in columns] for row in rows),
+    ]
     return markdown_table(lines)
 
 
@@ -537,12 +601,20 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Return two tables, for experts and for whole layers, with the situations that each system passes."""
     experts, layers = _parted(rows)
     return [
-        table("experts beside dense ones", _summary(experts, [each.name for each in SITUATIONS]), _COLUMNS),
+        table(
+            "experts beside dense ones",
+            _summary(experts, [each.name for each in SITUATIONS]),
+            _COLUMNS,
+        ),
         table("whole layers beside dense ones", _layer_summary(layers), _LAYER_COLUMNS),
     ]
 
 
-_COLUMNS = [("system", "system"), ("version", "version"), *((each.name, each.name) for each in SITUATIONS)]
+_COLUMNS = [
+    ("system", "system"),
+    ("version", "version"),
+    *((each.name, each.name) for each in SITUATIONS),
+]
 _LAYER_COLUMNS = [
     ("system", "system"), *((each.name, each.name) for each in LAYER_SITUATIONS), ("over", "auxiliary loss is over"),
     ("clipping", "clipping"),
@@ -555,7 +627,9 @@ def _summary(rows: Sequence[Mapping[str, Any]], situations: Sequence[str]) -> li
     summary = []
     for name in dict.fromkeys(row["system"] for row in rows):
         own = [row for row in rows if row["system"] == name]
-        cells = {each: _cell([row for row in own if row.get("situation") == each]) for each in situations}
+        cells = {
+            each: _cell([row for row in own if row.get("situation") == each]) for each in situations
+        }
         if not any("quantity" in row for row in own):
             cells = {each: own[0]["failed"] if each == situations[0] else "" for each in situations}
         summary.append({"system": name, "version": own[0]["version"], **cells})
@@ -570,16 +644,22 @@ def _layer_summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         over = [each for each in own if each["quantity"].startswith(AUXILIARY) and each["holds"]]
         factors = sorted({f"{each['factor']:.3g}" for each in over})
         row["over"] = (
-            f"{over[0]['quantity'].removeprefix(AUXILIARY)}, times {' or '.join(factors)}" if over else "has none"
+            f"{over[0]['quantity'].removeprefix(AUXILIARY)}, times {' or '.join(factors)}"
+            if over
+            else "has none"
         )
-        row["clipping"] = _cell([each for each in own if each["quantity"] in CLIPPED]) or "not compared"
+        row["clipping"] = (
+            _cell([each for each in own if each["quantity"] in CLIPPED]) or "not compared"
+        )
         row["capacity"] = row["capacity"] or "has none"
     return summary
 
 
 def _cell(own: Sequence[Mapping[str, Any]]) -> str:
     wrong = dict.fromkeys(
-        "fails" if row["failed"] else row["quantity"].partition(" over ")[0] for row in own if not row["holds"]
+        "fails" if row["failed"] else row["quantity"].partition(" over ")[0]
+        for row in own
+        if not row["holds"]
     )
     return (", ".join(wrong) or "passes") if own else ""
 

@@ -47,9 +47,15 @@ class CheckedOptions(BenchmarkOptions):
 
 def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row per checked quantity, planted bug, number of processes and failure."""
-    lines = [{"quantity": quantity, "worst_error": error} for quantity, error in result["worst_errors"].items()]
+    lines = [
+        {"quantity": quantity, "worst_error": error}
+        for quantity, error in result["worst_errors"].items()
+    ]
     lines += result["mutants"]
-    lines += [{"world": int(world), "cases": cases} for world, cases in result["cases_by_processes"].items()]
+    lines += [
+        {"world": int(world), "cases": cases}
+        for world, cases in result["cases_by_processes"].items()
+    ]
     return lines + result["failures"]
 
 
@@ -59,7 +65,9 @@ def claims(result: dict[str, Any]) -> list[Claim]:
     worlds = result["cases_by_processes"]
     reason = "" if worlds else "run without processes (--no-gloo)"
 
-    def claim(name: str, value: float | None, target: float, op: Literal["<=", ">="], why: str = "") -> Claim:
+    def claim(
+        name: str, value: float | None, target: float, op: Literal["<=", ">="], why: str = ""
+    ) -> Claim:
         return Claim(name=f"check.{name}", value=value, target=target, op=op, reason=why)
 
     return [

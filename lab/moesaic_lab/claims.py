@@ -20,7 +20,10 @@ from moesaic.files import write
 from moesaic_lab.measure import MANY, NEAR, Ratio
 
 T = TypeVar("T")
-OPERATORS = {">=": lambda value, target: value >= target, "<=": lambda value, target: value <= target}
+OPERATORS = {
+    ">=": lambda value, target: value >= target,
+    "<=": lambda value, target: value <= target,
+}
 """How a value is compared with its target, by operator."""
 
 
@@ -62,7 +65,11 @@ class NotMeasuredError(Exception):
 
 
 def claimed(
-    name: str, value: Callable[[], float], target: float | None, op: Literal[">=", "<="] = "<=", unit: str = "1"
+    name: str,
+    value: Callable[[], float],
+    target: float | None,
+    op: Literal[">=", "<="] = "<=",
+    unit: str = "1",
 ) -> Claim:
     """Return a claim with the result of `value`. If `value` raises `NotMeasuredError`, the claim has its reason instead."""
     try:
@@ -77,7 +84,11 @@ def figures(rows: Sequence[Mapping[str, Any]], key: str, **others: object) -> li
     Raises:
         NotMeasuredError: if there is no such row.
     """
-    values = [row[key] for row in rows if row.get(key) is not None and all(row.get(k) == v for k, v in others.items())]
+    values = [
+        row[key]
+        for row in rows
+        if row.get(key) is not None and all(row.get(k) == v for k, v in others.items())
+    ]
     if not values:
         raise NotMeasuredError("not run")
     return values
@@ -102,7 +113,9 @@ def enough(ratio: Ratio, label: str = "") -> Ratio:
     """
     if ratio.is_near and ratio.repeats < MANY:
         where = f"{label}: " if label else ""
-        raise NotMeasuredError(f"{where}{ratio.repeats} repeats, a ratio under {NEAR:.2f} needs {MANY}")
+        raise NotMeasuredError(
+            f"{where}{ratio.repeats} repeats, a ratio under {NEAR:.2f} needs {MANY}"
+        )
     return ratio
 
 
@@ -167,4 +180,9 @@ def describe_machine() -> dict[str, Any]:
             if line.startswith("model name"):
                 name = line.split(":", 1)[1].strip()
                 break
-    return {"cpu": name, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}", "gpu": None}
+    return {
+        "cpu": name,
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "gpu": None,
+    }

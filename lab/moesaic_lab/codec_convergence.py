@@ -41,7 +41,11 @@ DENSE, PLAIN = "dense", "none"
 CODECS = ("bf16", "fp16", "int8", "fp8", "zfp")
 WORLD = 2
 CHANGES: dict[str, dict[str, Any]] = {
-    "gpt-tiny": {"batch_size": 16, "evaluate": {"sequences": 2048}, "model": {"moe": {"num_experts": 16}}},
+    "gpt-tiny": {
+        "batch_size": 16,
+        "evaluate": {"sequences": 2048},
+        "model": {"moe": {"num_experts": 16}},
+    }
 }
 """Settings with which small presets converge within minutes, and their experts gain more than seeds differ."""
 PUBLISHED = {
@@ -76,7 +80,9 @@ class CodecConvergenceOptions(KeptOptions):
     """cpu or cuda."""
 
 
-def configuration(name: str, out: Path, steps: int, seed: int, codecs: str, device: str = "cpu") -> TrainConfig:
+def configuration(
+    name: str, out: Path, steps: int, seed: int, codecs: str, device: str = "cpu"
+) -> TrainConfig:
     """Return the configuration of a run on two ranks.
 
     Args:
@@ -87,12 +93,19 @@ def configuration(name: str, out: Path, steps: int, seed: int, codecs: str, devi
         codecs: one of `CodecConvergenceOptions.codecs`, or `DENSE`.
         device: cpu or cuda.
     """
-    base, (forward, backward) = override(paper_preset(name), CHANGES.get(name, {}), source=name), pair(codecs)
+    base, (forward, backward) = (
+        override(paper_preset(name), CHANGES.get(name, {}), source=name),
+        pair(codecs),
+    )
     where: dict[str, Any] = {"device": device, "threads": 1 if device == "cpu" else None}
     config = short_run(base, steps, out=str(out), existing="replace", seed=seed, **where)
     if codecs == DENSE:
-        return replace(config, model=replace(base.model, ffn="dense"), mesh=MeshConfig(), plan=StaticPlan())
-    return replace(config, mesh=MeshConfig(ep=WORLD), plan=StaticPlan(codec=forward, backward_codec=backward))
+        return replace(
+            config, model=replace(base.model, ffn="dense"), mesh=MeshConfig(), plan=StaticPlan()
+        )
+    return replace(
+        config, mesh=MeshConfig(ep=WORLD), plan=StaticPlan(codec=forward, backward_codec=backward)
+    )
 
 
 def pair(codecs: str) -> tuple[str, str]:
@@ -109,7 +122,9 @@ def one_run(task: Task, config: TrainConfig, most_sentences: int) -> dict[str, f
         return {"val_loss": loss, "score": math.exp(loss)}
     return {
         "val_loss": loss,
-        "score": bleu(load_trained(Path(config.out), config.device, task_of(config)), most_sentences),
+        "score": bleu(
+            load_trained(Path(config.out), config.device, task_of(config)), most_sentences
+        ),
     }
 
 
@@ -139,14 +154,18 @@ def held_back(trained: Trained) -> Iterator[tuple[list[int], list[int]]]:
     tokens = load_pairs(trained.config.data, length, trained.folder / "tokenizer.json").val
     for row in tokens[: len(tokens) // length * length].reshape(-1, length).tolist():
         half = length // 2
-        source, target = ([token for token in part if token != PADDING] for part in (row[:half], row[half + 1 :]))
+        source, target = (
+            [token for token in part if token != PADDING] for part in (row[:half], row[half + 1 :])
+        )
         yield source, target
 
 
 def cases(options: CodecConvergenceOptions) -> None:
     """Refuse translation on a CPU, where it would not converge."""
     if options.translation and options.device == "cpu":
-        raise InputError(f"--translation {options.translation}: takes hours to converge on a CPU: add --device cuda")
+        raise InputError(
+            f"--translation {options.translation}: takes hours to converge on a CPU: add --device cuda"
+        )
 
 
 def measure(options: CodecConvergenceOptions, cases: None, told: Told) -> list[dict[str, Any]]:
@@ -158,13 +177,20 @@ def measure(options: CodecConvergenceOptions, cases: None, told: Told) -> list[d
     trained = [
         (task, name, codecs, times * steps)
         for task, (name, steps) in tasks.items()
-        for codecs, times in ((DENSE, 1), *((each, 1) for each in options.codecs), (DENSE, 2), (PLAIN, 2))
+        for codecs, times in (
+            (DENSE, 1),
+            *((each, 1) for each in options.codecs),
+            (DENSE, 2),
+            (PLAIN, 2),
+        )
         if name
     ]
 
     def run(task: Task, config: TrainConfig) -> dict[str, float]:
         with TemporaryDirectory() as out:
-            return one_run(task, replace(config, out=str(Path(out) / "run")), options.most_sentences)
+            return one_run(
+                task, replace(config, out=str(Path(out) / "run")), options.most_sentences
+            )
 
     def label(task: Task, name: str, codecs: str, steps: int, seed: int) -> str:
         return f"{task}-{name}-{steps}-{codecs.replace('/', '+').replace(':', '_')}-{seed}"
@@ -179,10 +205,15 @@ def measure(options: CodecConvergenceOptions, cases: None, told: Told) -> list[d
     }
     results = dict(each_kept(options.keep, runs, told))
     labels = {each: [label(*each, seed) for seed in options.seeds] for each in trained}
-    return [row(*each, [results[one] for one in of_seeds if one in results]) for each, of_seeds in labels.items()]
+    return [
+        row(*each, [results[one] for one in of_seeds if one in results])
+        for each, of_seeds in labels.items()
+    ]
 
 
-def row(task: Task, name: str, codecs: str, steps: int, results: list[dict[str, float]]) -> dict[str, Any]:
+def row(
+    task: Task, name: str, codecs: str, steps: int, results: list[dict[str, float]]
+) -> dict[str, Any]:
     """Return a row of the table from the results of its seeds."""
     scores, losses = ([result[key] for result in results] for key in ("score", "val_loss"))
     forward, backward = pair(codecs)
@@ -196,7 +227,9 @@ def row(task: Task, name: str, codecs: str, steps: int, results: list[dict[str, 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return the claims about the translation and the language model."""
-    translated, written = ([r for r in rows if r["task"] == task] for task in ("translation", "language"))
+    translated, written = (
+        [r for r in rows if r["task"] == task] for task in ("translation", "language")
+    )
     return [*claims_of(translated, "bleu", 1), *claims_of(written, "perplexity", -1)]
 
 
@@ -217,7 +250,10 @@ def claims_of(rows: list[dict[str, Any]], unit: str, better: int) -> list[Claim]
         return figures(rows, "scores", codec=codec, backward_codec=PLAIN, steps=times * steps)[0]  # type: ignore[return-value]
 
     def gains() -> list[float]:
-        return [better * (sparse - dense) for sparse, dense in zip(scores(PLAIN), scores(DENSE), strict=True)]
+        return [
+            better * (sparse - dense)
+            for sparse, dense in zip(scores(PLAIN), scores(DENSE), strict=True)
+        ]
 
     def spread(codec: str = PLAIN) -> float:
         return max(scores(codec)) - min(scores(codec))
@@ -235,9 +271,14 @@ def claims_of(rows: list[dict[str, Any]], unit: str, better: int) -> list[Claim]
     return [
         claimed(f"codec.moe_over_dense_{unit}", lambda: min(gains()), 0.0, ">=", unit),
         below("spread", spread, lambda: statistics.mean(gains())),
-        below("plateau_dense", lambda: apart(scores(DENSE), scores(DENSE, 2)), lambda: spread(DENSE)),
+        below(
+            "plateau_dense", lambda: apart(scores(DENSE), scores(DENSE, 2)), lambda: spread(DENSE)
+        ),
         below("plateau_moe", lambda: apart(scores(PLAIN), scores(PLAIN, 2)), spread),
-        *(below(f"{each}_gap", lambda each=each: apart(scores(each), scores(PLAIN)), spread) for each in CODECS),  # type: ignore[misc]
+        *(
+            below(f"{each}_gap", lambda each=each: apart(scores(each), scores(PLAIN)), spread)
+            for each in CODECS
+        ),  # type: ignore[misc]
     ]
 
 

@@ -90,7 +90,9 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 def measure(options: CodecErrorOptions, cases: None, told: Told) -> list[dict[str, Any]]:
     """Encode and decode with every codec."""
     names = [name for name in CODECS if name != "none"]
-    return [one_row(name, kind, dtype, options) for dtype in DTYPES for kind in KINDS for name in names]
+    return [
+        one_row(name, kind, dtype, options) for dtype in DTYPES for kind in KINDS for name in names
+    ]
 
 
 BENCHMARK = Benchmark(

@@ -39,7 +39,13 @@ def emulated(bed: Bed, *, device: Device = CPU, host: Host | None = None) -> Clu
         devices_per_node=bed.ranks_per_node,
         device=device,
         links=(
-            Link(name="lo", devices=bed.ranks_per_node, carries="inside", shared=True, gbps=(loopback,)),
+            Link(
+                name="lo",
+                devices=bed.ranks_per_node,
+                carries="inside",
+                shared=True,
+                gbps=(loopback,),
+            ),
             _shaped(bed.ranks_per_node, rates, bed.per_message),
         ),
         host=host or Host(runs_compute=True, task_us=30.0, message_us=60.0),

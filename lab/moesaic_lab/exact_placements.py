@@ -38,7 +38,12 @@ def _solve(load: ExpertLoad, most: float | None) -> np.ndarray:
 
 
 def assign_by_program(
-    cost: np.ndarray, room: np.ndarray, *, loads: Any = None, largest: float = np.inf, allowed: np.ndarray | None = None
+    cost: np.ndarray,
+    room: np.ndarray,
+    *,
+    loads: Any = None,
+    largest: float = np.inf,
+    allowed: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return the place of each item, (things,) int64, with the least total cost. If all costs are 0, minimise the
     largest load.
@@ -54,10 +59,15 @@ def assign_by_program(
     from scipy.sparse import coo_array, csr_array, hstack, kron, vstack
 
     things, places = cost.shape
-    once, full = kron(np.eye(things), np.ones((1, places))), kron(np.ones((1, things)), np.eye(places))
+    once, full = (
+        kron(np.eye(things), np.ones((1, places))),
+        kron(np.ones((1, things)), np.eye(places)),
+    )
     matrix = vstack([once, full] if loads is None else [once, full, loads])
     num_loads = matrix.shape[0] - things - places
-    above = coo_array(np.concatenate([np.zeros(things + places), np.full(num_loads, -1.0)])[:, None])
+    above = coo_array(
+        np.concatenate([np.zeros(things + places), np.full(num_loads, -1.0)])[:, None]
+    )
     fixed, everywhere = np.concatenate([np.ones(things), room]), np.ones(things * places)
     solution = milp(
         np.append(cost.reshape(-1).astype(np.float64), float(not cost.any())),
@@ -69,7 +79,9 @@ def assign_by_program(
         bounds=Bounds(0, np.append(everywhere if allowed is None else allowed.reshape(-1).astype(float), largest)),
         options={"mip_rel_gap": 0.0},
     )  # fmt: skip
-    assert solution.x is not None, f"no placement of {things} things on {places} places: {solution.message}"
+    assert solution.x is not None, (
+        f"no placement of {things} things on {places} places: {solution.message}"
+    )
     return solution.x[:-1].reshape(things, places).argmax(1)
 
 
@@ -85,4 +97,6 @@ def best_samples(load: SampleLoad, intra: float, inter: float) -> Homes:
     scale = max(float(table.sum(0).max()) for table in tables) or 1.0
     times = csr_array(np.stack([table.reshape(-1) / scale for table in tables]))
     room = np.full(ranks, load.homes.slots)
-    return Homes.of_ranks(assign_by_program(np.zeros((samples, ranks)), room, loads=times, allowed=allowed), ranks)
+    return Homes.of_ranks(
+        assign_by_program(np.zeros((samples, ranks)), room, loads=times, allowed=allowed), ranks
+    )

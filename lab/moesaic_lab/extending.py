@@ -45,7 +45,12 @@ KINDS = {
     "expert kernel": "An expert kernel",
 }
 """Each kind of part: its row in CONTRIBUTING.md's table, and the heading in docs/extending.md above its code."""
-FIELDS = {"all-to-all": "all_to_all", "codec": "codec", "schedule": "schedule", "replication policy": "replication"}
+FIELDS = {
+    "all-to-all": "all_to_all",
+    "codec": "codec",
+    "schedule": "schedule",
+    "replication policy": "replication",
+}
 """For each kind of part that moves bytes, the plan field that selects such a part by name."""
 NODES = (2, 4, 8)
 CLUSTER = "25gbe"
@@ -100,7 +105,11 @@ def extensions(page: str) -> list[Extension]:
     """Return the parts for which `page`, the text of docs/extending.md, has a file and an entry, in the order of `KINDS`."""
     parts = []
     for kind, heading in KINDS.items():
-        section = page.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0] if f"\n## {heading}\n" in page else ""
+        section = (
+            page.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+            if f"\n## {heading}\n" in page
+            else ""
+        )
         blocks = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
         files = [block for block in blocks if re.match(r"# \S+\.py\n", block)]
         lines = [_line(block) for block in blocks if re.match(r"# \S+\.py, in \w+\n", block)]
@@ -114,8 +123,12 @@ def extensions(page: str) -> list[Extension]:
 def _line(block: str) -> RegistryLine:
     head, body = block.split("\n", 1)
     path, registry = head.removeprefix("# ").split(", in ")
-    imports = "".join(f"{line}\n" for line in body.splitlines() if re.match(r"(from|import) ", line))
-    return RegistryLine(path=path, registry=registry, imports=imports, entry=body.removeprefix(imports).strip())
+    imports = "".join(
+        f"{line}\n" for line in body.splitlines() if re.match(r"(from|import) ", line)
+    )
+    return RegistryLine(
+        path=path, registry=registry, imports=imports, entry=body.removeprefix(imports).strip()
+    )
 
 
 def install(extension: Extension, root: Path) -> None:
@@ -137,7 +150,10 @@ def _with(text: str, line: RegistryLine) -> str:
         if isinstance(node, ast.Assign | ast.AnnAssign)
         and isinstance(node.value, ast.Dict)
         and line.registry
-        in [ast.unparse(target) for target in getattr(node, "targets", [getattr(node, "target", None)])]
+        in [
+            ast.unparse(target)
+            for target in getattr(node, "targets", [getattr(node, "target", None)])
+        ]
     ]
     assert len(literals) == 1, f"{line.path} has {len(literals)} dicts named {line.registry}"
     (registry,) = literals
@@ -145,7 +161,11 @@ def _with(text: str, line: RegistryLine) -> str:
     before = "".join(rows[:last]) + rows[last][:column]
     comma = "" if before.rstrip().endswith((",", "{")) else ", "
     rest = rows[last][column:] + "".join(rows[last + 1 :])
-    imported = max(node.end_lineno or 0 for node in module.body if isinstance(node, ast.Import | ast.ImportFrom))
+    imported = max(
+        node.end_lineno or 0
+        for node in module.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    )
     head, body = "".join(rows[:imported]), before[len("".join(rows[:imported])) :]
     return f"{head}{line.imports}{body}{comma}{line.entry}{rest}"
 
@@ -182,7 +202,12 @@ def run_in(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     return subprocess.run(
-        [sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *arguments],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -203,7 +228,10 @@ def checked(extension: Extension, *, tests: bool) -> Rows:
             "tests_passed": None, "tests_failed": None, "first_failure": "",
         }  # fmt: skip
         if tests:
-            row |= tested(root, contracts(extension.kind, (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+            row |= tested(
+                root,
+                contracts(extension.kind, (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")),
+            )
         if extension.kind not in FIELDS:
             return [row]
         done = run_in(root, "-m", "moesaic_lab.extending", FIELDS[extension.kind], str(row["name"]))
@@ -218,13 +246,22 @@ def tested(root: Path, paths: list[str]) -> dict[str, Any]:
     """Run contract tests in a copy and return the numbers that passed and failed, and the first that failed."""
     done = run_in(root, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", *paths)
     passed, failed = (
-        sum(int(number) for number in re.findall(rf"(\d+) {word}", done.stdout.strip().splitlines()[-1]))
+        sum(
+            int(number)
+            for number in re.findall(rf"(\d+) {word}", done.stdout.strip().splitlines()[-1])
+        )
         for word in ("passed", "(?:failed|error)")
     )
     first = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     if done.returncode and not failed:
-        raise InputError(f"{' '.join(paths)} did not run: {(done.stdout + done.stderr).strip().splitlines()[-1]}")
-    return {"tests_passed": passed, "tests_failed": failed, "first_failure": first.group(1) if first else ""}
+        raise InputError(
+            f"{' '.join(paths)} did not run: {(done.stdout + done.stderr).strip().splitlines()[-1]}"
+        )
+    return {
+        "tests_passed": passed,
+        "tests_failed": failed,
+        "first_failure": first.group(1) if first else "",
+    }
 
 
 def simulated(field: str, value: str) -> Rows:
@@ -239,10 +276,19 @@ def simulated(field: str, value: str) -> Rows:
     rows = Rows()
     for nodes in NODES:
         spec = read_cluster(CLUSTER, nodes=nodes)
-        simulator, world, refusal, before = Simulator(spec), nodes * spec.devices_per_node, "", len(rows)
-        layer = Workload(tokens=4096, num_experts=2 * world, top_k=2, dim=1024, hidden=2816, dtype="bf16")
+        simulator, world, refusal, before = (
+            Simulator(spec),
+            nodes * spec.devices_per_node,
+            "",
+            len(rows),
+        )
+        layer = Workload(
+            tokens=4096, num_experts=2 * world, top_k=2, dim=1024, hidden=2816, dtype="bf16"
+        )
         for tp in (1, 2):
-            grid = Grid(world=world, tp=tp, ep=world // tp, etp=tp, ranks_per_node=spec.devices_per_node)
+            grid = Grid(
+                world=world, tp=tp, ep=world // tp, etp=tp, ranks_per_node=spec.devices_per_node
+            )
             try:
                 compiled = compile_plan(Plan(**{field: value}), grid)  # type: ignore[arg-type]
             except InputError as error:
@@ -252,7 +298,12 @@ def simulated(field: str, value: str) -> Rows:
             runs, replicated = decided(simulator, compiled, layer, counts)
             for number, program in enumerate((runs.forward, runs.backward)):
                 sizes = sizes_of(
-                    program, layer, runs.grid, counts, replicated=replicated, shapes=runs.shapes(layer.num_experts)
+                    program,
+                    layer,
+                    runs.grid,
+                    counts,
+                    replicated=replicated,
+                    shapes=runs.shapes(layer.num_experts),
                 )
                 exact = simulator.run(program, layer, runs.grid, sizes=sizes).seconds
                 even = simulate_even(simulator, compiled, layer)[number].seconds
@@ -263,7 +314,9 @@ def simulated(field: str, value: str) -> Rows:
                     }
                 )  # fmt: skip
         if len(rows) == before:
-            raise InputError(f"plan.{field}={value} compiles on no mesh of {nodes} nodes: {refusal}")
+            raise InputError(
+                f"plan.{field}={value} compiles on no mesh of {nodes} nodes: {refusal}"
+            )
     return rows
 
 
@@ -279,7 +332,13 @@ def claims(rows: Rows) -> list[Claim]:
     return [
         Claim(name="extending.worst_even_over_exact", value=max(worst, 1 / worst), target=1.01),
         Claim(name="extending.files_touched", value=touched, unit="files", target=2),
-        Claim(name="extending.contract_tests_failed", value=failures, unit="tests", target=0, reason=reason),
+        Claim(
+            name="extending.contract_tests_failed",
+            value=failures,
+            unit="tests",
+            target=0,
+            reason=reason,
+        ),
     ]
 
 
@@ -298,7 +357,9 @@ def cases(options: ExtendingOptions) -> list[Extension]:
     parts = extensions((ROOT / "docs" / "extending.md").read_text(encoding="utf-8"))
     missing = [kind for kind in KINDS if kind not in [part.kind for part in parts]]
     if missing:
-        raise InputError(f"docs/extending.md shows no whole file, with its line, of: {', '.join(missing)}")
+        raise InputError(
+            f"docs/extending.md shows no whole file, with its line, of: {', '.join(missing)}"
+        )
     return parts
 
 

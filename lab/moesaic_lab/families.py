@@ -69,7 +69,9 @@ def families() -> list[Family]:
     listed = []
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         text = path.read_text(encoding="utf-8")
-        classes = re.findall(r"^@use_experts_implementation[^\n]*\n(?:@[^\n]*\n)*class (\w+)", text, re.MULTILINE)
+        classes = re.findall(
+            r"^@use_experts_implementation[^\n]*\n(?:@[^\n]*\n)*class (\w+)", text, re.MULTILINE
+        )
         if classes:
             listed.append(Family(path.stem.removeprefix("modeling_"), tuple(classes)))
     return listed
@@ -79,13 +81,23 @@ def shrunk(kind: type) -> Any:
     """Return a configuration with tiny sizes, nested ones included; fields derived from sizes are derived again."""
     default = kind()
     table, inner = default.to_dict(), getattr(kind, "sub_configs", {})
-    fields: dict[str, Any] = {key: value for key, value in SIZES.items() if key in table and key not in inner}
+    fields: dict[str, Any] = {
+        key: value for key, value in SIZES.items() if key in table and key not in inner
+    }
     if "kv_lora_rank" in table:  # latent attention has no grouped heads
         fields["num_key_value_heads"] = fields["num_attention_heads"]
-    fields |= {key: shrunk(type(getattr(default, key))) for key in inner if getattr(default, key, None) is not None}
+    fields |= {
+        key: shrunk(type(getattr(default, key)))
+        for key in inner
+        if getattr(default, key, None) is not None
+    }
     fields |= OWN.get(getattr(kind, "model_type", ""), {})
     layers = table.get("num_hidden_layers")
-    per_layer = {k: v[:4] for k, v in table.items() if isinstance(v, list) and len(v) == layers and k not in inner}
+    per_layer = {
+        k: v[:4]
+        for k, v in table.items()
+        if isinstance(v, list) and len(v) == layers and k not in inner
+    }
     try:
         config = kind(**fields)
     except Exception:
@@ -102,12 +114,19 @@ def models_of(family: Family) -> list[Any]:
     own = [
         cls
         for cls in classes.values()
-        if cls.__module__ == family.module.__name__ and getattr(cls, "config_class", None) is not None
+        if cls.__module__ == family.module.__name__
+        and getattr(cls, "config_class", None) is not None
     ]
     own = [cls for cls in own if not cls.__name__.endswith("PreTrainedModel")]
     ranked = []
-    for place, ending in enumerate(("ForCausalLM", "TextModel", "Model", "ForConditionalGeneration")):
-        ranked += [(place, len(cls.__name__), cls.__name__, cls) for cls in own if cls.__name__.endswith(ending)]
+    for place, ending in enumerate(
+        ("ForCausalLM", "TextModel", "Model", "ForConditionalGeneration")
+    ):
+        ranked += [
+            (place, len(cls.__name__), cls.__name__, cls)
+            for cls in own
+            if cls.__name__.endswith(ending)
+        ]
     return [entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:3])]
 
 
@@ -126,7 +145,9 @@ def build(family: Family) -> Any:
                 model.set_experts_implementation("eager")
                 ran = _experts_that_ran(model, family)
             except Exception as error:
-                reasons.append(f"{cls.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+                reasons.append(
+                    f"{cls.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                )
                 continue
             if ran:
                 return model

@@ -53,14 +53,21 @@ class FourBitAdapters(AbstractRoutedExperts):
         experts._is_expert_parallel = True
         holder = nn.ModuleDict({"experts": experts})
         lora = peft.LoraConfig(
-            r=WIDTH, lora_alpha=WIDTH, target_modules=[], target_parameters=[f"experts.{name}" for name in rest]
+            r=WIDTH,
+            lora_alpha=WIDTH,
+            target_modules=[],
+            target_parameters=[f"experts.{name}" for name in rest],
         )
         model: Any = peft.get_peft_model(holder, lora)
         found: list[Any] = list(model.modules())
-        self._wrappers = {each.parameter_name: each for each in found if hasattr(each, "parameter_name")}
+        self._wrappers = {
+            each.parameter_name: each for each in found if hasattr(each, "parameter_name")
+        }
         for name, wrapper in self._wrappers.items():
             _fill(wrapper, rest[name])
-        mesh = init_device_mesh("cpu", (1, spec.group.size(), 1), mesh_dim_names=("copies", "ep", "tp"))
+        mesh = init_device_mesh(
+            "cpu", (1, spec.group.size(), 1), mesh_dim_names=("copies", "ep", "tp")
+        )
         self.run_on_ranks = MoesaicEP(experts, mesh["ep"], mesh["tp"])
         adopt_adapters(model)
 

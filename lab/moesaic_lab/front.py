@@ -33,7 +33,9 @@ def blocks_of(page: Path) -> list[tuple[str, str, str]]:
     for reason, code in re.findall(
         r"(<!-- not run: [^\n]+ -->\n)?```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL
     ):
-        if not reason and not re.match(r"# \S+\.py\b", code):  # a file that moesaic_lab.extending puts where it says
+        if not reason and not re.match(
+            r"# \S+\.py\b", code
+        ):  # a file that moesaic_lab.extending puts where it says
             launch = LAUNCH.match(code)
             ranks, name = launch.groups("") if launch else ("", f"block{len(found)}.py")
             found.append((ranks, name, code))
@@ -45,7 +47,9 @@ def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str
     rows = []
     with TemporaryDirectory() as name:
         clone, python = Path(name, "moesaic"), Path(name, "moesaic", ".venv", "bin", "python")
-        (wanted,) = re.findall(r"&& cd moesaic\n    pip install \"(.+)\"", (ROOT / "README.md").read_text("utf-8"))
+        (wanted,) = re.findall(
+            r"&& cd moesaic\n    pip install \"(.+)\"", (ROOT / "README.md").read_text("utf-8")
+        )
         steps: dict[str, Sequence[str]] = {
             "git clone": ["git", "clone", "--quiet", "--local", str(ROOT), str(clone)],
             "environment": [sys.executable, "-m", "venv", str(clone / ".venv")],
@@ -59,8 +63,16 @@ def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str
         for step, command in steps.items():
             told(step)
             start = time.perf_counter()
-            done = subprocess.run(command, cwd=clone if clone.exists() else name, capture_output=True, check=False)
-            rows.append({"step": step, "seconds": time.perf_counter() - start, "succeeds": done.returncode == 0})
+            done = subprocess.run(
+                command, cwd=clone if clone.exists() else name, capture_output=True, check=False
+            )
+            rows.append(
+                {
+                    "step": step,
+                    "seconds": time.perf_counter() - start,
+                    "succeeds": done.returncode == 0,
+                }
+            )
     return rows
 
 
@@ -69,7 +81,11 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     failed = [row["step"] for row in rows if not row["succeeds"]]
     seconds = None if failed else sum(row["seconds"] for row in rows)
     reason = f"{', '.join(failed)} failed" if failed else ""
-    return [Claim(name="front.readme_seconds", value=seconds, unit="s", target=TEN_MINUTES, reason=reason)]
+    return [
+        Claim(
+            name="front.readme_seconds", value=seconds, unit="s", target=TEN_MINUTES, reason=reason
+        )
+    ]
 
 
 BENCHMARK = Benchmark(

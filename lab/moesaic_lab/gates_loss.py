@@ -42,7 +42,17 @@ from moesaic.train.parallel import parallelize
 from moesaic.train.presets import demo
 from moesaic.train.state import open_run
 from moesaic_lab.across_ranks import Spans, timed_still
-from moesaic_lab.benchmark import Benchmark, DrawnOptions, KeptOptions, Shown, Told, each_kept, keeping, kept, notes_of
+from moesaic_lab.benchmark import (
+    Benchmark,
+    DrawnOptions,
+    KeptOptions,
+    Shown,
+    Told,
+    each_kept,
+    keeping,
+    kept,
+    notes_of,
+)
 from moesaic_lab.claims import Claim
 from moesaic_lab.measure import Timing, over_ranks, paired, spread
 from moesaic_lab.pictures import Panel, PlottedSeries
@@ -83,7 +93,9 @@ def configuration(gate: str, seed: int, steps: int) -> TrainConfig:
 
 def add_gate(model: nn.Module, gate: str, origin: int | None) -> None:
     """Wrap every router in the topology gate, if `gate` names it."""
-    for layer in [module for module in model.modules() if isinstance(module, MoE) and gate == "topology"]:
+    for layer in [
+        module for module in model.modules() if isinstance(module, MoE) and gate == "topology"
+    ]:
         layer.router = TopologyRouter(layer.router, grid=GRID, levels=(NODES,), origin=origin)
 
 
@@ -103,7 +115,10 @@ def train(gate: str, seed: int, options: GatesLossOptions, weights: Path | None)
         lines = [line for line in read_metrics(Path(out)) if line["kind"] == "eval"]
     if weights is not None:
         torch.save(run.model.state_dict(), weights)
-    return {"steps": [line["step"] for line in lines], "losses": [line["val_nats_per_byte"] for line in lines]}
+    return {
+        "steps": [line["step"] for line in lines],
+        "losses": [line["val_nats_per_byte"] for line in lines],
+    }
 
 
 def timed(weights: Mapping[str, str], options: GatesLossOptions) -> dict[str, list[float]]:
@@ -117,15 +132,24 @@ def timed(weights: Mapping[str, str], options: GatesLossOptions) -> dict[str, li
     return {gate: list(seconds) for gate, seconds in over_ranks(spans).items()}
 
 
-def rank_spans(weights: Mapping[str, str], steps: int, vocab: int, batches: list[tuple[Tensor, Tensor]]) -> Spans:
+def rank_spans(
+    weights: Mapping[str, str], steps: int, vocab: int, batches: list[tuple[Tensor, Tensor]]
+) -> Spans:
     """Return this rank's spans of training steps by gate. All ranks call this together."""
     mesh = Mesh.create(ep=GRID.ep, ranks_per_node=GRID.ranks_per_node, transport="sockets")
-    step = {gate: stepper(gate, path, steps, vocab, mesh, batches) for gate, path in weights.items()}
+    step = {
+        gate: stepper(gate, path, steps, vocab, mesh, batches) for gate, path in weights.items()
+    }
     return timed_still(step, len(batches) - 1)
 
 
 def stepper(
-    gate: str, weights: str, steps: int, vocab: int, mesh: Mesh, batches: list[tuple[Tensor, Tensor]]
+    gate: str,
+    weights: str,
+    steps: int,
+    vocab: int,
+    mesh: Mesh,
+    batches: list[tuple[Tensor, Tensor]],
 ) -> Callable[[], float]:
     """Return a function that trains one gate's model on the mesh for one step at each call, on the next batch.
 
@@ -147,7 +171,10 @@ def stepper(
 
 
 def row(
-    gate: str, options: GatesLossOptions, runs: list[dict[str, Any]], seconds: Mapping[str, list[float]]
+    gate: str,
+    options: GatesLossOptions,
+    runs: list[dict[str, Any]],
+    seconds: Mapping[str, list[float]],
 ) -> dict[str, Any]:
     """Return a gate's row of the table, with means over the seeds."""
     curve = [statistics.mean(values) for values in zip(*(run["losses"] for run in runs))]
@@ -167,10 +194,13 @@ def add_times(rows: list[dict[str, Any]]) -> None:
     for each in rows:
         steps = each["curve_steps"]
         each["goal_loss"] = max(each["curve_losses"][-1], plain["curve_losses"][-1])
-        each["steps_to_loss_ratio"] = steps_ratio(steps, each["curve_losses"], plain["curve_losses"])
+        each["steps_to_loss_ratio"] = steps_ratio(
+            steps, each["curve_losses"], plain["curve_losses"]
+        )
         each["time_to_loss_ratio"] = each["steps_to_loss_ratio"] * each["step_time_ratio"]
         by_seed = [
-            steps_ratio(steps, *curves) for curves in zip(each["seed_losses"], plain["seed_losses"], strict=True)
+            steps_ratio(steps, *curves)
+            for curves in zip(each["seed_losses"], plain["seed_losses"], strict=True)
         ]
         each["time_to_loss_least"], each["time_to_loss_most"] = (
             end(by_seed) * each["step_time_ratio"] for end in (min, max)
@@ -188,7 +218,9 @@ def steps_to(steps: list[int], losses: list[float], loss: float) -> float:
     for (step, before), (later, after) in pairwise(zip(steps, losses)):
         if after <= loss <= before:
             return float(step + (later - step) * (before - loss) / max(before - after, 1e-12))
-    raise InputError(f"--evaluations: a curve starts below another's last loss, {loss:.4f}: choose more evaluations")
+    raise InputError(
+        f"--evaluations: a curve starts below another's last loss, {loss:.4f}: choose more evaluations"
+    )
 
 
 def panels(rows: list[dict[str, Any]]) -> list[Panel]:
@@ -223,7 +255,12 @@ def measure(options: GatesLossOptions, cases: None, told: Told) -> list[dict[str
         times = partial(timed, {gate: str(path) for gate, path in weights.items()}, options)
         seconds = kept(keep / f"seconds-{options.steps}-{options.repeats}.json", times)
     rows = [
-        row(gate, options, [curves[f"{gate}-{seed}-{options.steps}"] for seed in options.seeds], seconds)
+        row(
+            gate,
+            options,
+            [curves[f"{gate}-{seed}-{options.steps}"] for seed in options.seeds],
+            seconds,
+        )
         for gate in GATES
     ]
     add_times(rows)
@@ -239,7 +276,10 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     targets = {("topology", "time_to_loss_most"): 1.0}
     return [
         Claim(
-            name=f"gates_loss.{key}.{each['gate']}", value=each[key], unit=unit, target=targets.get((each["gate"], key))
+            name=f"gates_loss.{key}.{each['gate']}",
+            value=each[key],
+            unit=unit,
+            target=targets.get((each["gate"], key)),
         )
         for each in rows[1:]
         for key, unit in keys.items()

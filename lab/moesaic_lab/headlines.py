@@ -25,7 +25,15 @@ from moesaic_lab.balance import cells as balance
 from moesaic_lab.balance.config import BalanceBenchConfig, Skewed
 from moesaic_lab.balance.methods import PLAIN, SMART, BalanceMethod, methods
 from moesaic_lab.balance.ranks import BalanceJob
-from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, each_kept, notes_of, require_cluster
+from moesaic_lab.benchmark import (
+    Benchmark,
+    KeptOptions,
+    Shown,
+    Told,
+    each_kept,
+    notes_of,
+    require_cluster,
+)
 from moesaic_lab.claims import Claim
 from moesaic_lab.layer import benchmark as layer
 from moesaic_lab.layer.cells import SINGLES, LayerJob, all_ep
@@ -146,7 +154,14 @@ def parm(size: int) -> Comparison:
     )  # fmt: skip
 
 
-SCHEMOE = {"nodes": 2, "ranks_per_node": 2, "dim": 256, "hidden": 1024, "num_experts": 16, "top_k": 1}
+SCHEMOE = {
+    "nodes": 2,
+    "ranks_per_node": 2,
+    "dim": 256,
+    "hidden": 1024,
+    "num_experts": 16,
+    "top_k": 1,
+}
 """Mesh and sizes of the layer in ScheMoE's comparisons."""
 TUTEL_DEGREES = (1, 2, 4)
 """Degrees of pipelining that Tutel tries."""
@@ -155,9 +170,17 @@ TUTEL_DEGREES = (1, 2, 4)
 def schemoe_ablation() -> Comparison:
     """Return ScheMoE's ablation on the emulated cluster that `configs/layer.toml` derives from the paper's two times."""
     place = LayerPlace(
-        **SCHEMOE, inter="100mbit", intra="200mbit", gflops=25, coded_mb_per_second=200, tokens_per_rank=1024
+        **SCHEMOE,
+        inter="100mbit",
+        intra="200mbit",
+        gflops=25,
+        coded_mb_per_second=200,
+        tokens_per_rank=1024,
     )
-    plans = {"naive": Plan(order="fifo"), "+ zfp": Plan(order="fifo", codec="zfp", backward_codec="zfp")}
+    plans = {
+        "naive": Plan(order="fifo"),
+        "+ zfp": Plan(order="fifo", codec="zfp", backward_codec="zfp"),
+    }
     return Comparison(
         paper="schemoe", name="schemoe-ablation", bed=place.bed, share=0.72, of="computed from its ablation",
         reference="naive",
@@ -179,11 +202,18 @@ def schemoe() -> Comparison:
     Codecs are as in the ablation.
     """
     place = LayerPlace(
-        **SCHEMOE, inter="200mbit", intra="400mbit", gflops=23.4, coded_mb_per_second=400, tokens_per_rank=512
+        **SCHEMOE,
+        inter="200mbit",
+        intra="400mbit",
+        gflops=23.4,
+        coded_mb_per_second=400,
+        tokens_per_rank=512,
     )
     plans = {f"Tutel, degree {n}": Plan(chunks=n) for n in TUTEL_DEGREES}
     coded = Plan(codec="zfp", backward_codec="zfp", all_to_all="pipelined")
-    ours = {f"ScheMoE, r = {n}": replace(coded, chunks=n) for n in TUTEL_DEGREES}  # its profiler chooses r
+    ours = {
+        f"ScheMoE, r = {n}": replace(coded, chunks=n) for n in TUTEL_DEGREES
+    }  # its profiler chooses r
     return Comparison(
         paper="schemoe", name="schemoe-tutel", bed=place.bed, share=0.55, of="51 to 59 % of CT-MoE's steps, its Table 1",
         reference="Tutel, degree 1",
@@ -221,8 +251,14 @@ def tutel() -> Comparison:
     faster = book.constant("tutel.einsum") / book.constant("tutel.tflops")
     masks = 12.0 * place.tokens_per_rank * copies * place.dim / faster
     links = ("linear", "hier2d")
-    ours = {f"Tutel, {link}, degree {n}": Plan(all_to_all=link, chunks=n) for link in links for n in TUTEL_DEGREES}
-    made: dict[str, Compiled] = {name: compile_plan(plan, grid) for name, plan in {"Fairseq": Plan(), **ours}.items()}
+    ours = {
+        f"Tutel, {link}, degree {n}": Plan(all_to_all=link, chunks=n)
+        for link in links
+        for n in TUTEL_DEGREES
+    }
+    made: dict[str, Compiled] = {
+        name: compile_plan(plan, grid) for name, plan in {"Fairseq": Plan(), **ours}.items()
+    }
     first = next(iter(ours))
     job = LayerJob(
         section="headlines", label="Tutel", place=place, grid=grid, methods=made, other_flops={"Fairseq": masks}
@@ -260,11 +296,18 @@ def fastermoe() -> Comparison:
     )  # fmt: skip
     known, groups = methods(place.grid), 4
     steps = Plan(peer_groups=groups)
-    chosen = {name: known[name] for name in (PLAIN, "ZeRO-3 (r = 0)", "shadow, published", "shadow")}
+    chosen = {
+        name: known[name] for name in (PLAIN, "ZeRO-3 (r = 0)", "shadow, published", "shadow")
+    }
     chosen[SMART] = BalanceMethod(plan=steps)
-    chosen["both, published"] = BalanceMethod(plan=replace(steps, replication="published"), is_single=False)
+    chosen["both, published"] = BalanceMethod(
+        plan=replace(steps, replication="published"), is_single=False
+    )
     chosen["both"] = BalanceMethod(plan=replace(steps, replication="shadow"), is_single=False)
-    both, load = ("both, published", "both"), "one synthetic load replaces the paper's trace of iterations"
+    both, load = (
+        ("both, published", "both"),
+        "one synthetic load replaces the paper's trace of iterations",
+    )
 
     def run(launcher: Launcher, repeats: int) -> tuple[TimedCell, float]:
         timed = replace(place, repeats=repeats, pairs=repeats)
@@ -381,20 +424,31 @@ def rows_of(comparison: Comparison, cell: TimedCell, computing: float) -> list[d
             }
         )  # fmt: skip
     timed = [
-        {"part": "method", "paper": comparison.paper, "comparison": comparison.name, "method": name, **timing.row()}
+        {
+            "part": "method",
+            "paper": comparison.paper,
+            "comparison": comparison.name,
+            "method": name,
+            **timing.row(),
+        }
         for name, timing in cell.timings.items()
     ]
     return rows + timed
 
 
-def measure(options: HeadlinesOptions, comparisons: list[Comparison], told: Told) -> list[dict[str, Any]]:
+def measure(
+    options: HeadlinesOptions, comparisons: list[Comparison], told: Told
+) -> list[dict[str, Any]]:
     """Run the comparisons one after another and return their rows."""
     with Launcher() as launcher:
 
         def run(comparison: Comparison) -> list[dict[str, Any]]:
             return rows_of(comparison, *comparison.run(launcher, options.repeats))
 
-        runs = {f"{comparison.name}-{options.repeats}": partial(run, comparison) for comparison in comparisons}
+        runs = {
+            f"{comparison.name}-{options.repeats}": partial(run, comparison)
+            for comparison in comparisons
+        }
         return [row for _, rows in each_kept(options.keep, runs, told) for row in rows]
 
 
@@ -407,7 +461,9 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
             low, target = lows.get(headline.cells), 1 + LEAST * (headline.published - 1)
             reason = "" if low is not None else "not run"
             name = f"papers.{headline.cells[0]}"
-            claimed.append(Claim(name=name, value=low, unit="x", target=target, op=">=", reason=reason))
+            claimed.append(
+                Claim(name=name, value=low, unit="x", target=target, op=">=", reason=reason)
+            )
     return claimed
 
 

@@ -19,7 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import moesaic.transformers
 from moesaic import Plan
@@ -82,7 +88,9 @@ def load(case: RankCase, **options: Any) -> Any:
     if case.plan is not None:
         name = "of-the-test"
         moesaic.transformers.register_plan(name, Plan(**case.plan))
-    config = moesaic.transformers.distributed_config(case.ep, tp_size=case.tp, ep_implementation=name)
+    config = moesaic.transformers.distributed_config(
+        case.ep, tp_size=case.tp, ep_implementation=name
+    )
     options = {"dtype": torch.float32, "attn_implementation": "eager", **options}
     model = AutoModelForCausalLM.from_pretrained(case.folder, distributed_config=config, **options)
     return model.train()
@@ -131,7 +139,9 @@ def outcome(model: Any, implementation: str) -> Step:
     outputs = out.logits if hasattr(out, "logits") else out[0]
     slopes = torch.linspace(0, 1, outputs.numel(), dtype=torch.float64).view(outputs.shape)
     (outputs.double() * slopes).sum().backward()
-    return outputs.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return outputs.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def tolerance_of(model: Any) -> float:
@@ -142,7 +152,10 @@ def tolerance_of(model: Any) -> float:
 
 def family_errors(model: Any) -> tuple[float, float]:
     """Return the errors of logits and gradients against the family's own loop, relative to each tensor's largest value."""
-    (y, actual_gradients), (expected, expected_gradients) = outcome(model, "moesaic"), outcome(model, "eager")
+    (y, actual_gradients), (expected, expected_gradients) = (
+        outcome(model, "moesaic"),
+        outcome(model, "eager"),
+    )
     assert actual_gradients.keys() == expected_gradients.keys()
     largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
     worst = max(
@@ -163,7 +176,9 @@ def write_models(path: Path) -> tuple[str, str, str]:
     """Save a tiny Mixtral, a tiny gpt-oss, and a gpt-oss that routes every token to experts 0 and 1; return their folders."""
     torch.manual_seed(0)
     MixtralForCausalLM(MixtralConfig(**SIZES)).double().save_pretrained(path / "mixtral")
-    model = GptOssForCausalLM(GptOssConfig(**SIZES, num_experts_per_tok=2, layer_types=["full_attention"] * 2)).double()
+    model = GptOssForCausalLM(
+        GptOssConfig(**SIZES, num_experts_per_tok=2, layer_types=["full_attention"] * 2)
+    ).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
@@ -198,7 +213,9 @@ def cases_on(world: int, mixtral: str, gpt_oss: str, skewed: str) -> list[RankCa
     ]
 
 
-def ep_errors(world: int, cases: Sequence[RankCase], results: Sequence[Sequence[Step]]) -> list[float]:
+def ep_errors(
+    world: int, cases: Sequence[RankCase], results: Sequence[Sequence[Step]]
+) -> list[float]:
     """Return each case's largest error of a logit or gradient on any rank, against one process in float64.
 
     Args:
@@ -209,7 +226,10 @@ def ep_errors(world: int, cases: Sequence[RankCase], results: Sequence[Sequence[
     errors = []
     for number, case in enumerate(cases):
         model = AutoModelForCausalLM.from_pretrained(
-            case.folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+            case.folder,
+            dtype=torch.float64,
+            attn_implementation="eager",
+            experts_implementation="eager",
         )
         ids = batch(world // case.tp)
         all_logits, expected_gradients = step(model, ids)
@@ -258,7 +278,9 @@ def measure(options: HFOptions, selected: list[Family], told: Told) -> list[dict
         logits, gradient = family_errors(model)
         bound = tolerance_of(model)
         is_equal = logits <= bound and gradient <= 10 * bound
-        rows.append({"family": family.name, "logits": logits, "gradients": gradient, "is_equal": is_equal})
+        rows.append(
+            {"family": family.name, "logits": logits, "gradients": gradient, "is_equal": is_equal}
+        )
     for world in WORLDS if options.ranks else ():
         told(f"{world} processes")
         rows += _on_ranks(world)

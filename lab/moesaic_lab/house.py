@@ -62,7 +62,10 @@ class FileSize:
         }
         lines = enumerate(map(str.strip, text.splitlines()), 1)
         return cls(
-            lines=sum(bool(line) and not line.startswith("#") and number not in skipped for number, line in lines),
+            lines=sum(
+                bool(line) and not line.startswith("#") and number not in skipped
+                for number, line in lines
+            ),
             statements=sum(isinstance(node, ast.stmt) for node in nodes),
             formatter_off=text.count("# fmt" + ": skip"),
         )
@@ -70,12 +73,19 @@ class FileSize:
 
 def _is_docstring(node: ast.AST) -> bool:
     """Return whether a node is a string that stands alone: the description of a module, class, function, field or constant."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def counts(root: Path = ROOT) -> dict[str, dict[Path, FileSize]]:
     """Return the sizes of all Python files of a repository, by folder."""
-    return {name: {path: FileSize.of(path) for path in sorted((root / name).rglob("*.py"))} for name in FOLDERS}
+    return {
+        name: {path: FileSize.of(path) for path in sorted((root / name).rglob("*.py"))}
+        for name in FOLDERS
+    }
 
 
 def sizes(counted: dict[str, dict[Path, FileSize]]) -> dict[str, int]:
@@ -101,17 +111,34 @@ def measure(root: Path = ROOT) -> list[dict[str, Any]]:
     parts: dict[str, list[int]] = defaultdict(list)
     for path, file in counted["src"].items():
         parts[path.relative_to(package).parts[0]].append(file.lines)
-    rows: list[dict[str, Any]] = [{"what": "figure", "name": name, "value": value} for name, value in figures.items()]
-    rows += [{"what": "part", "name": part, "lines": sum(of), "files": len(of)} for part, of in parts.items()]
-    rows += [{"what": "step", "name": place, "number": number} for number, place in enumerate(trace.steps, 1)]
-    rows += [{"what": "file", "name": name, "number": number} for number, name in enumerate(trace.files, 1)]
-    return rows + [{"what": "class", "name": name, "files": ", ".join(places)} for name, places in twice.items()]
+    rows: list[dict[str, Any]] = [
+        {"what": "figure", "name": name, "value": value} for name, value in figures.items()
+    ]
+    rows += [
+        {"what": "part", "name": part, "lines": sum(of), "files": len(of)}
+        for part, of in parts.items()
+    ]
+    rows += [
+        {"what": "step", "name": place, "number": number}
+        for number, place in enumerate(trace.steps, 1)
+    ]
+    rows += [
+        {"what": "file", "name": name, "number": number}
+        for number, name in enumerate(trace.files, 1)
+    ]
+    return rows + [
+        {"what": "class", "name": name, "files": ", ".join(places)}
+        for name, places in twice.items()
+    ]
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return a claim per figure, with its upper limit."""
     figures = {row["name"]: row["value"] for row in rows if row["what"] == "figure"}
-    return [Claim(name=f"house.{name}", value=value, target=TARGETS[name]) for name, value in figures.items()]
+    return [
+        Claim(name=f"house.{name}", value=value, target=TARGETS[name])
+        for name, value in figures.items()
+    ]
 
 
 def names_with_two_meanings(files: Iterable[Path]) -> dict[str, list[str]]:
@@ -180,7 +207,11 @@ class PathTrace:
         for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
             value = frame.f_locals.get(name)
             members = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+                value.values()
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, list | tuple)
+                else (value,)
             )
             if any(map(self.is_tokens, members)):
                 return True
@@ -205,7 +236,10 @@ def trace_path(package: Path) -> PathTrace:
 
     def is_tokens(value: object) -> bool:
         return (
-            isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-1] == DIM and value.shape[-2] >= TOKENS
+            isinstance(value, torch.Tensor)
+            and value.dim() > 1
+            and value.shape[-1] == DIM
+            and value.shape[-2] >= TOKENS
         )
 
     trace = PathTrace(package, is_tokens)

@@ -49,7 +49,9 @@ class CountedMoves(TorchDispatchMode):
         super().__init__()
         self.num_bytes = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if function.overloadpacket.__name__ in MOVES:
             parts = (
@@ -101,7 +103,14 @@ def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str
         told(name)
         by_rank = run_ranks(grid.world, partial(run_rank, grid, plan))
         for direction, counted, old in zip(("forward", "backward"), zip(*by_rank), before):
-            rows.append({"case": name, "direction": direction, "rows": sum(counted) / len(counted), "before": old})
+            rows.append(
+                {
+                    "case": name,
+                    "direction": direction,
+                    "rows": sum(counted) / len(counted),
+                    "before": old,
+                }
+            )
     return rows
 
 

@@ -27,7 +27,11 @@ MANY = 30
 
 
 def in_turn(
-    methods: Mapping[str, Callable[[], object]], repeats: int, *, barrier: Callable[[], object], warmup: int = 1
+    methods: Mapping[str, Callable[[], object]],
+    repeats: int,
+    *,
+    barrier: Callable[[], object],
+    warmup: int = 1,
 ) -> dict[str, list[Span]]:
     """Time interleaved methods. Every rank must call this function with the same methods in the same order.
 
@@ -71,7 +75,10 @@ def over_ranks(by_rank: Sequence[Mapping[str, Sequence[Span]]]) -> dict[str, tup
         by_rank: the result of `in_turn` on each rank.
     """
     return {
-        name: tuple(max(end for _, end in spans) - min(start for start, _ in spans) for spans in zip(*of_ranks))
+        name: tuple(
+            max(end for _, end in spans) - min(start for start, _ in spans)
+            for spans in zip(*of_ranks)
+        )
         for name in (by_rank[0] if by_rank else {})
         for of_ranks in [[spans[name] for spans in by_rank]]
     }
@@ -147,7 +154,8 @@ class TimedCell:
 
 
 def timed(
-    spans: Sequence[Mapping[str, Sequence[Span]]], pairs: Sequence[Mapping[str, Sequence[Span]]] = ()
+    spans: Sequence[Mapping[str, Sequence[Span]]],
+    pairs: Sequence[Mapping[str, Sequence[Span]]] = (),
 ) -> dict[str, Any]:
     """Return the fields of a `TimedCell`.
 

@@ -53,23 +53,43 @@ def one_run(name: str, seed: int, lr: float, steps: int | None) -> dict[str, Any
         result = train_quietly(config)
     if result.was_stopped:
         sys.exit("stopped")
-    return {"model": name, "seed": seed, "lr": lr, LOSS: result.val_nats_per_byte, "seconds": result.seconds}
+    return {
+        "model": name,
+        "seed": seed,
+        "lr": lr,
+        LOSS: result.val_nats_per_byte,
+        "seconds": result.seconds,
+    }
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return the claims: the gain in validation loss, its range over the seeds, and the ratio of times."""
-    means = {name: [each for each in spread(rows, LOSS, "model", "lr") if each["model"] == name] for name in MODELS}
+    means = {
+        name: [each for each in spread(rows, LOSS, "model", "lr") if each["model"] == name]
+        for name in MODELS
+    }
     best = {name: min(rates, key=lambda each: each["mean"])["lr"] for name, rates in means.items()}
     moe, dense = (figures(rows, LOSS, model=name, lr=best[name]) for name in ("moe", "dense"))
     gains = [much - less for much, less in zip(dense, moe, strict=True)]
     seconds = {(row["model"], row["lr"], row["seed"]): row["seconds"] for row in rows}
-    ratios = [seconds["moe", lr, seed] / each for (name, lr, seed), each in seconds.items() if name == "dense"]
+    ratios = [
+        seconds["moe", lr, seed] / each
+        for (name, lr, seed), each in seconds.items()
+        if name == "dense"
+    ]
     of_gains = {"gain_smallest": min(gains), "gain_largest": max(gains)}
     return [
         Claim(
-            name="moe_vs_dense.gain_nats_per_byte", value=statistics.mean(gains), unit="nats/byte", target=0.05, op=">="
+            name="moe_vs_dense.gain_nats_per_byte",
+            value=statistics.mean(gains),
+            unit="nats/byte",
+            target=0.05,
+            op=">=",
         ),
-        *(Claim(name=f"moe_vs_dense.{name}", value=each, unit="nats/byte", op=">=") for name, each in of_gains.items()),
+        *(
+            Claim(name=f"moe_vs_dense.{name}", value=each, unit="nats/byte", op=">=")
+            for name, each in of_gains.items()
+        ),
         Claim(name="moe_vs_dense.time_ratio", value=statistics.median(ratios), target=1.5),
     ]
 
@@ -77,7 +97,9 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 def measure(options: MoeVsDenseOptions, cases: None, told: Told) -> list[dict[str, Any]]:
     """Train every model at every learning rate with every seed."""
     runs = {
-        f"{name}-{options.steps or 'preset'}-{lr:g}-{seed}": partial(one_run, name, seed, lr, options.steps)
+        f"{name}-{options.steps or 'preset'}-{lr:g}-{seed}": partial(
+            one_run, name, seed, lr, options.steps
+        )
         for seed, lr, name in itertools.product(options.seeds, options.lrs, MODELS)
     }
     return [row for _, row in each_kept(options.keep, runs, told)]
@@ -86,7 +108,12 @@ def measure(options: MoeVsDenseOptions, cases: None, told: Told) -> list[dict[st
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
     """Return a table of the mean and range of the loss, and the median time, per model and learning rate."""
     means = [
-        each | {"median seconds": statistics.median(figures(rows, "seconds", model=each["model"], lr=each["lr"]))}
+        each
+        | {
+            "median seconds": statistics.median(
+                figures(rows, "seconds", model=each["model"], lr=each["lr"])
+            )
+        }
         for each in spread(rows, LOSS, "model", "lr")
     ]
     return Shown(title="validation loss, nats/byte").of(means)

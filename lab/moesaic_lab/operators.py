@@ -67,7 +67,9 @@ class OperatorCounter(TorchDispatchMode):
             return func.function(*args, **kwargs)
 
 
-def counted(layer: Callable[[Tensor], Tensor], parameters: Sequence[Tensor]) -> dict[str, list[str]]:
+def counted(
+    layer: Callable[[Tensor], Tensor], parameters: Sequence[Tensor]
+) -> dict[str, list[str]]:
     """Return the operators of the second forward and backward pass of a layer."""
     x = torch.randn(4, TOKENS // 4, DIM, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
@@ -94,7 +96,9 @@ def _count_on_mesh() -> dict[str, list[str]]:
     experts: Any = layer.experts
     gradients = experts.gradients
 
-    def seen_as_the_stage(call: Any, kept: Any, dy: Tensor, deferred: list[Callable[[], None]] | None = None) -> Any:
+    def seen_as_the_stage(
+        call: Any, kept: Any, dy: Tensor, deferred: list[Callable[[], None]] | None = None
+    ) -> Any:
         results = unseen(gradients)(call, kept, dy, deferred)
         if deferred is not None:
             deferred[:] = map(unseen, deferred)
@@ -136,14 +140,20 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def _row(path: str, names: dict[str, list[str]]) -> list[dict[str, Any]]:
-    return [{"path": path, "pass": each, "operators": len(ops), "names": " ".join(ops)} for each, ops in names.items()]
+    return [
+        {"path": path, "pass": each, "operators": len(ops), "names": " ".join(ops)}
+        for each, ops in names.items()
+    ]
 
 
 def _count_by_triton() -> list[dict[str, Any]]:
     """Return the rows of the GPU's path, counted in a process of its own: Triton chooses its interpreter when imported."""
     if find_spec("triton") is None:
         return []
-    command, environment = [sys.executable, "-m", __name__, BY_TRITON], os.environ | {"TRITON_INTERPRET": "1"}
+    command, environment = (
+        [sys.executable, "-m", __name__, BY_TRITON],
+        os.environ | {"TRITON_INTERPRET": "1"},
+    )
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     rows: list[dict[str, Any]] = json.loads(process.stdout)
     return rows
@@ -158,8 +168,15 @@ class HandWritten(nn.Module):
 
     def __init__(self, layer: MoE) -> None:
         super().__init__()
-        weight, w13, w2 = (each.detach().clone() for each in (layer.router.weight, layer.experts.w13, layer.experts.w2))  # type: ignore[operator]
-        self.router, self.w13, self.w2 = nn.Parameter(weight), nn.Parameter(w13.flatten(1, 2)), nn.Parameter(w2)
+        weight, w13, w2 = (
+            each.detach().clone()
+            for each in (layer.router.weight, layer.experts.w13, layer.experts.w2)
+        )  # type: ignore[operator]
+        self.router, self.w13, self.w2 = (
+            nn.Parameter(weight),
+            nn.Parameter(w13.flatten(1, 2)),
+            nn.Parameter(w2),
+        )
         self.top_k, self.coefficient = layer.top_k, layer.losses[0].coefficient
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,7 +186,9 @@ class HandWritten(nn.Module):
         probs = logits.softmax(1)
         top, expert = logits.topk(self.top_k, dim=1)
         weight, expert = top.softmax(1).view(-1), expert.view(-1)
-        counts = torch.zeros(len(self.router), dtype=expert.dtype).scatter_add_(0, expert, torch.ones_like(expert))
+        counts = torch.zeros(len(self.router), dtype=expert.dtype).scatter_add_(
+            0, expert, torch.ones_like(expert)
+        )
         share = counts / (counts.sum() * len(tokens))
         loss = self.coefficient * len(self.router) * (probs.sum(0) * share).sum()
         order = expert.argsort(stable=True)
@@ -200,7 +219,10 @@ def _host_over_hand(repeats: int) -> dict[str, Any]:
         return once
 
     dy = torch.ones_like(x)
-    methods = {"ours": run(layer, lambda x: layer(x).backward(dy)), "hand": run(hand, lambda x: hand_step(hand, x))}
+    methods = {
+        "ours": run(layer, lambda x: layer(x).backward(dy)),
+        "hand": run(hand, lambda x: hand_step(hand, x)),
+    }
     with without_collections():
         seconds = over_ranks([in_turn(methods, repeats, barrier=lambda: None, warmup=10)])
     ratio = paired(seconds["ours"], seconds["hand"])
@@ -235,7 +257,13 @@ def kept_row(router: str) -> dict[str, Any]:
     copies = tokens * top_k
     need = 2 * tokens * dim + 2 * 2 * copies * hidden + 4 * tokens * experts + 48 * copies
     kept = kept_bytes(layer, x, token_ids=torch.arange(tokens))
-    return {"path": "kept", "router": router, "kept_bytes": kept, "need_bytes": need, "kept_over_need": kept / need}
+    return {
+        "path": "kept",
+        "router": router,
+        "kept_bytes": kept,
+        "need_bytes": need,
+        "kept_over_need": kept / need,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +297,10 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
             value = partial(_first, of_pass, "operators")
             made.append(claimed(f"layer.operators_{each}{suffix}", value, most))
     made.append(claimed("layer.host_over_hand", partial(_first, rows, "host_over_hand"), 1.3))
-    return [*made, claimed("layer.kept_over_need", lambda: max(figures(rows, "kept_over_need")), 1.02)]
+    return [
+        *made,
+        claimed("layer.kept_over_need", lambda: max(figures(rows, "kept_over_need")), 1.02),
+    ]
 
 
 def _first(rows: Sequence[dict[str, Any]], key: str) -> float:

@@ -21,7 +21,10 @@ from moesaic_lab.reproduce.records import PAPERS, read_book
 from moesaic_lab.tables import markdown_table, share, write_page
 
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
-CLAIMS, CLAIM_MARKS = DOCS / "reproduce.md", ("<!-- claims: moesaic_lab/papers_page.py -->", "<!-- end of claims -->")
+CLAIMS, CLAIM_MARKS = (
+    DOCS / "reproduce.md",
+    ("<!-- claims: moesaic_lab/papers_page.py -->", "<!-- end of claims -->"),
+)
 MARKS = ("<!-- evidence: moesaic_lab/papers_page.py -->", "<!-- end of evidence -->")
 CASE = ("part", "cell", "bed", "case", "what", "size_bytes", "locality")
 """Keys that two rows share if their methods were timed in turn on the same layer."""
@@ -30,7 +33,9 @@ SAID = 0.05
 Row = Mapping[str, Any]
 
 
-def pairs(rows: Sequence[Row], word: str, without: str, bed: str = "") -> list[tuple[float, float | None]]:
+def pairs(
+    rows: Sequence[Row], word: str, without: str, bed: str = ""
+) -> list[tuple[float, float | None]]:
     """Return the measured gain of each pair of methods that differ by a word, and the predicted one if the benchmark has it.
 
     Trials of a search are left out: they are of few repeats, and the layers are timed again among the methods.
@@ -43,13 +48,21 @@ def pairs(rows: Sequence[Row], word: str, without: str, bed: str = "") -> list[t
     """
     cases: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
-        if row.get("part") != "search" and ("method" in row or "plan" in row) and row.get("bed", "").startswith(bed):
-            cases.setdefault(tuple(row.get(key) for key in CASE), {})[row.get("plan") or row["method"]] = row
+        if (
+            row.get("part") != "search"
+            and ("method" in row or "plan" in row)
+            and row.get("bed", "").startswith(bed)
+        ):
+            cases.setdefault(tuple(row.get(key) for key in CASE), {})[
+                row.get("plan") or row["method"]
+            ] = row
     gains = []
     for methods in cases.values():
         for name, row in methods.items():
             words = name.split(", ")
-            other = methods.get(", ".join(filter(None, (without if each == word else each for each in words))))
+            other = methods.get(
+                ", ".join(filter(None, (without if each == word else each for each in words)))
+            )
             if word in words and other is not None and seconds(other) and seconds(row):
                 known = "predicted_seconds" in row and "predicted_seconds" in other
                 predicted = other["predicted_seconds"] / row["predicted_seconds"] if known else None
@@ -90,15 +103,22 @@ def main() -> int:
 def read_results() -> dict[str, Any]:
     """Return the committed results by name."""
     names = ("reproduce", "headlines", "pays", *SOURCES, *TRAINED.values())
-    return {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names}
+    return {
+        name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names
+    }
 
 
 def claims_by_paper(results: Mapping[str, Any]) -> dict[str, list[Row]]:
     """Return the claims of every paper: its headlines, its simulated figures, and those with a target of trained models."""
     listed = [claim for name in ("headlines", "reproduce") for claim in results[name]["claims"]]
-    by_paper = {paper: [claim for claim in listed if claim["name"].split(".")[1] == paper] for paper in PAPERS}
+    by_paper = {
+        paper: [claim for claim in listed if claim["name"].split(".")[1] == paper]
+        for paper in PAPERS
+    }
     for paper, name in TRAINED.items():
-        by_paper[paper] += [claim for claim in results[name]["claims"] if claim["target"] is not None]
+        by_paper[paper] += [
+            claim for claim in results[name]["claims"] if claim["target"] is not None
+        ]
     return by_paper
 
 
@@ -110,7 +130,11 @@ def evidence(paper: str, results: Mapping[str, Any]) -> str:
         "## Where it pays",
         f"![gain over tokens](images/papers_{paper}.svg)",
         summary(paper, results),
-        *([predictor(results["balance"]["rows"]), by_load(results["balance"]["rows"])] if paper == "fastermoe" else []),
+        *(
+            [predictor(results["balance"]["rows"]), by_load(results["balance"]["rows"])]
+            if paper == "fastermoe"
+            else []
+        ),
         trained(results["netmoe"]["rows"]) if paper == "netmoe" else "",
         *(
             folded(f"{name}: the whole map", map_table(maps, name))
@@ -128,7 +152,9 @@ def evidence(paper: str, results: Mapping[str, Any]) -> str:
 
 def summary(paper: str, results: Mapping[str, Any]) -> str:
     """Return a line per technique and benchmark: the simulated map in short, beside the measured pairs."""
-    names = "technique|simulated|pays from, tokens per rank|measured|faster in|median|range|predicted"
+    names = (
+        "technique|simulated|pays from, tokens per rank|measured|faster in|median|range|predicted"
+    )
     lines = [names.split("|")]
     for technique in TECHNIQUES:
         if technique.paper != paper:
@@ -139,7 +165,10 @@ def summary(paper: str, results: Mapping[str, Any]) -> str:
             if not found:
                 lines.append([technique.name, *in_short(maps), "not yet", "", "", "", ""])
                 continue
-            values, predicted = [gain for gain, _ in found], [each for _, each in found if each is not None]
+            values, predicted = (
+                [gain for gain, _ in found],
+                [each for _, each in found if each is not None],
+            )
             on = f" on {words[2]}" if len(words) > 2 else ""
             measured = [
                 f"{len(values)} {SOURCES[result]}{on} (`{result}.json`)",
@@ -161,14 +190,19 @@ def in_short(maps: Sequence[Row]) -> tuple[str, str]:
         if row["links"] == 1:
             where = f"width {row['width']}{', skewed' if row['skew'] else ''}"
             starts.append(f"{where}: {crossing(row)}")
-    return f"{min(r['least'] for r in maps):.2f} to {max(r['most'] for r in maps):.2f}", "; ".join(starts)
+    return f"{min(r['least'] for r in maps):.2f} to {max(r['most'] for r in maps):.2f}", "; ".join(
+        starts
+    )
 
 
 def predictor(rows: Sequence[Row]) -> str:
     """Return FasterMoE's figure 9: R^2 of equations 1 and 2 together against the measured layers without a technique."""
     plain = [row for row in rows if row.get("part") == "bed" and row["method"] == "plain ep"]
     measured = [row["median_seconds"] for row in plain]
-    errors = [row["communication_seconds"] + row["computing_seconds"] - row["median_seconds"] for row in plain]
+    errors = [
+        row["communication_seconds"] + row["computing_seconds"] - row["median_seconds"]
+        for row in plain
+    ]
     mean = statistics.mean(measured)
     r2 = 1 - sum(error**2 for error in errors) / sum((each - mean) ** 2 for each in measured)
     return (
@@ -185,8 +219,12 @@ def by_load(rows: Sequence[Row]) -> str:
         if row.get("part") == "bed":
             cases.setdefault(row["case"], {})[row["method"]] = row
     for case, methods in cases.items():
-        chosen = [methods[name] for name in ("shadow, published", "smart schedule", "smart + shadow")]
-        gains = [f"{row['plain_over_this']:.2f} ({span(row['plain_over_this_95'])})" for row in chosen]
+        chosen = [
+            methods[name] for name in ("shadow, published", "smart schedule", "smart + shadow")
+        ]
+        gains = [
+            f"{row['plain_over_this']:.2f} ({span(row['plain_over_this_95'])})" for row in chosen
+        ]
         lines.append([case, share(methods["plain ep"]["max_vio"]), *gains])
     return "FastMoE's time over that with each technique, by load:\n\n" + markdown_table(lines)
 
@@ -194,7 +232,16 @@ def by_load(rows: Sequence[Row]) -> str:
 def trained(rows: Sequence[Row]) -> str:
     """Return what placement saves and gains under the recorded routing of trained models; "" if that was not run."""
     chosen = [row for row in rows if row["part"] == "trained" and row["method"] == "two_stage"]
-    lines = [["trained on", "steps", "locality", "saved between nodes, simulated", "gain, simulated", "gain, measured"]]
+    lines = [
+        [
+            "trained on",
+            "steps",
+            "locality",
+            "saved between nodes, simulated",
+            "gain, simulated",
+            "gain, measured",
+        ]
+    ]
     for text in dict.fromkeys(row["text"] for row in chosen):
         steps = sorted({row["step"] for row in chosen if row["text"] == text})
         for part in (steps[: len(steps) // 2], steps[len(steps) // 2 :]):
@@ -208,7 +255,9 @@ def trained(rows: Sequence[Row]) -> str:
             saved = span([100 * row["predicted_inter_saved"] for row in simulated], "%")
             gain = span([1 / row["predicted_time_ratio"] for row in simulated])
             locality = span([row["locality"] for row in simulated])
-            lines.append([text, f"{part[0]} to {part[-1]}", locality, saved, gain, "; ".join(measured)])
+            lines.append(
+                [text, f"{part[0]} to {part[-1]}", locality, saved, gain, "; ".join(measured)]
+            )
     return markdown_table(lines) if chosen else ""
 
 
@@ -224,16 +273,28 @@ def crossing(row: Row) -> str:
         return "always" if row["least"] >= 1 else "never"
     rises = row["gains"][0] < 1
     words = ["from", "up to"] if rises else ["up to", "from"]
-    return " ".join(f"{words[number % 2]} {tokens:,.0f}" for number, tokens in enumerate(row["crossovers"]))
+    return " ".join(
+        f"{words[number % 2]} {tokens:,.0f}" for number, tokens in enumerate(row["crossovers"])
+    )
 
 
 def map_table(maps: Sequence[Row], technique: str) -> str:
     """Return a technique's gains over tokens, links, width and skew; losses are bold."""
     chosen = [row for row in maps if row["technique"] == technique]
-    lines = [["links", "width", "skew", *(f"{tokens:,} tokens" for tokens in chosen[0]["tokens"]), "pays"]]
+    lines = [
+        [
+            "links",
+            "width",
+            "skew",
+            *(f"{tokens:,} tokens" for tokens in chosen[0]["tokens"]),
+            "pays",
+        ]
+    ]
     for row in chosen:
         gains = [share(gain) if gain >= 1 else f"**{gain:.2f}**" for gain in row["gains"]]
-        lines.append([f"x{row['links']:g}", str(row["width"]), f"{row['skew']:g}", *gains, crossing(row)])
+        lines.append(
+            [f"x{row['links']:g}", str(row["width"]), f"{row['skew']:g}", *gains, crossing(row)]
+        )
     return markdown_table(lines)
 
 
@@ -245,11 +306,15 @@ def panels_of(paper: str, results: Mapping[str, Any]) -> Iterator[Panel]:
             PlottedSeries(
                 name=f"{ranks} ranks per node",
                 x=tuple(row["locality"] for row in rows if row["per_node"] == ranks),
-                y=tuple(1 / row["predicted_time_ratio"] for row in rows if row["per_node"] == ranks),
+                y=tuple(
+                    1 / row["predicted_time_ratio"] for row in rows if row["per_node"] == ranks
+                ),
             )
             for ranks in dict.fromkeys(row["per_node"] for row in rows)
         )
-        yield Panel(title="placement over FastMoE", x_title="locality", y_title="gain", series=lines)
+        yield Panel(
+            title="placement over FastMoE", x_title="locality", y_title="gain", series=lines
+        )
     maps = [row for row in results["pays"]["rows"] if row["paper"] == paper and row["links"] == 1]
     for name in dict.fromkeys(row["technique"] for row in maps):
         chosen = [row for row in maps if row["technique"] == name]
@@ -258,7 +323,14 @@ def panels_of(paper: str, results: Mapping[str, Any]) -> Iterator[Panel]:
         for row in chosen:
             label = f"width {row['width']}{', skewed' if row['skew'] else ''}"
             series.append(PlottedSeries(name=label, x=x, y=tuple(row["gains"])))
-        yield Panel(title=name, x_title="tokens per rank", y_title="gain", series=tuple(series), log_x=True, log_y=True)
+        yield Panel(
+            title=name,
+            x_title="tokens per rank",
+            y_title="gain",
+            series=tuple(series),
+            log_x=True,
+            log_y=True,
+        )
 
 
 def headlines_table(rows: Sequence[Row]) -> str:
@@ -286,7 +358,9 @@ def claims_of(claims: Sequence[Row]) -> str:
     """Return a table of claims, with the reason of each that is missed."""
     lines, reasons = [["claim", "value", "target", "holds"]], read_book().missed
     for claim in claims:
-        holds = {True: "yes", False: f"**no**: {reasons.get(claim['name'], '')}", None: ""}[claim["holds"]]
+        holds = {True: "yes", False: f"**no**: {reasons.get(claim['name'], '')}", None: ""}[
+            claim["holds"]
+        ]
         value = claim["reason"] if claim["value"] is None else f"{claim['value']:.3g}"
         lines.append([f"`{claim['name']}`", value, f"{claim['op']} {claim['target']:g}", holds])
     return markdown_table(lines)
@@ -296,14 +370,25 @@ def figures_of(paper: str, rows: Sequence[Row], about: Row) -> Iterator[str]:
     """Yield the tables and lists of a paper's simulated figures."""
     chosen = [row for row in rows if row["paper"] == paper]
     yield from (
-        rows_table(paper, chosen, role) for role in ("validation", "arithmetic", "fit", "kept back", "no prediction")
+        rows_table(paper, chosen, role)
+        for role in ("validation", "arithmetic", "fit", "kept back", "no prediction")
     )
     marks = {True: "Holds", False: "Does not hold", None: "Found"}
-    yield "\n".join(f"- {marks[each['holds']]}: {each['statement']}: {each['ours']}." for each in about["findings"])
+    yield "\n".join(
+        f"- {marks[each['holds']]}: {each['statement']}: {each['ours']}."
+        for each in about["findings"]
+    )
     constants = [["constant", "value", "from", "how"]]
     for each in about["constants"]:
         value = f"{each['value']:.4g} {each['unit']}"
-        constants.append([f"`{each['name']}`", value, ", ".join(f"`{cell}`" for cell in each["cells"]), each["how"]])
+        constants.append(
+            [
+                f"`{each['name']}`",
+                value,
+                ", ".join(f"`{cell}`" for cell in each["cells"]),
+                each["how"],
+            ]
+        )
     yield folded(f"{len(constants) - 1} constants", markdown_table(constants))
     yield "\n".join(f"- Assumed: {line}" for line in about["assumptions"])
     yield "\n".join(f"- Not explained: {line}" for line in about["unexplained"])
@@ -312,7 +397,11 @@ def figures_of(paper: str, rows: Sequence[Row], about: Row) -> Iterator[str]:
 def rows_table(paper: str, rows: Sequence[Row], role: str) -> str:
     """Return a folded table of a paper's rows that have one role; "" if none has."""
     no_prediction = role == "no prediction"
-    last = ["simulated with assumed sizes", "unit", "not printed"] if no_prediction else ["simulated", "unit", "off by"]
+    last = (
+        ["simulated with assumed sizes", "unit", "not printed"]
+        if no_prediction
+        else ["simulated", "unit", "off by"]
+    )
     lines = [[role, "published", *last]]
     for row in rows:
         if row["role"] != role:

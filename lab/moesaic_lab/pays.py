@@ -66,7 +66,9 @@ class Technique:
 
 
 def _technique(entry: dict[str, Any]) -> Technique:
-    plans = {key: override(Plan(), entry.get(key, {}), source=str(CONFIG)) for key in ("plan", "without")}
+    plans = {
+        key: override(Plan(), entry.get(key, {}), source=str(CONFIG)) for key in ("plan", "without")
+    }
     return Technique(**{**entry, **plans, "measured": tuple(map(tuple, entry["measured"]))})
 
 
@@ -83,16 +85,24 @@ class TechniqueBed:
 
     def __init__(self, technique: Technique, faster: float) -> None:
         self.technique, self.grid = technique, technique.grid
-        spec = read_cluster(technique.cluster, nodes=16 // read_cluster(technique.cluster).devices_per_node)
+        spec = read_cluster(
+            technique.cluster, nodes=16 // read_cluster(technique.cluster).devices_per_node
+        )
         links = (
-            replace(link, gbps=tuple(faster * rate for rate in link.gbps)) if link.carries == "outside" else link
+            replace(link, gbps=tuple(faster * rate for rate in link.gbps))
+            if link.carries == "outside"
+            else link
             for link in spec.links
         )
-        host = replace(spec.host, messages="together")  # as our layers send; the plan "sequential" sends in turn
+        host = replace(
+            spec.host, messages="together"
+        )  # as our layers send; the plan "sequential" sends in turn
         self.spec: ClusterSpec = replace(spec, links=tuple(links), host=host)
         self._simulator = Simulator(self.spec)
         self._beds: dict[Model, FasterMoEBed | None] = {}
-        self._compiled = {plan: compile_plan(plan, self.grid) for plan in (technique.plan, technique.without)}
+        self._compiled = {
+            plan: compile_plan(plan, self.grid) for plan in (technique.plan, technique.without)
+        }
 
     def gain(self, tokens: int, width: int, skew: float) -> float:
         """Return the time without the technique over the time with it.
@@ -124,12 +134,17 @@ class TechniqueBed:
             return bed.shadowed(plan, counts, bed.chosen(counts, "corrected") if shadows else [])
         compiled: Compiled = self._compiled[plan]
         if not skew:
-            return self._simulator.layer_seconds(compiled.forward, compiled.backward, layer, compiled.grid)
+            return self._simulator.layer_seconds(
+                compiled.forward, compiled.backward, layer, compiled.grid
+            )
         counts = zipf_counts(self.grid.dp, layer, exponent=skew, seed=SEED)
         shapes = compiled.shapes(layer.num_experts)
         sizes = sizes_of(compiled.forward, layer, compiled.grid, counts, shapes=shapes)
         programs = compiled.forward, compiled.backward
-        return sum(self._simulator.run(each, layer, compiled.grid, sizes=sizes).seconds for each in programs)
+        return sum(
+            self._simulator.run(each, layer, compiled.grid, sizes=sizes).seconds
+            for each in programs
+        )
 
 
 def crossovers(tokens: Sequence[int], gains: Sequence[float]) -> list[float]:

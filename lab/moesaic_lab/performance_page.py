@@ -31,7 +31,10 @@ FEW = 4
 
 def main(arguments: Sequence[str]) -> int:
     """Write the page, or compare it with the results if --check is given, and return the exit code."""
-    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
+    results = {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(RESULTS.glob("*.json"))
+    }
     before = PAGE.read_text(encoding="utf-8")
     text = page(before, results)
     if "--check" in arguments:
@@ -49,7 +52,9 @@ def page(text: str, results: Mapping[str, dict[str, Any]]) -> str:
         names = region[1].split(", ")
         if names == [OTHERS]:
             others = [
-                f"`{name}.json`" + " (stale)" * ("stale" in results[name]) for name in results if name not in shown
+                f"`{name}.json`" + " (stale)" * ("stale" in results[name])
+                for name in results
+                if name not in shown
             ]
             content = f"Further figures are in {', '.join(others)}."
         else:
@@ -62,15 +67,27 @@ def page(text: str, results: Mapping[str, dict[str, Any]]) -> str:
 def section(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:
     """Return the region of some results: what is missed, where it was measured, and the claims that have a target."""
     answers = [(name, results[name]) for name in names if name in results]
-    claims = [claim for _, result in answers for claim in result["claims"] if claim["target"] is not None]
+    claims = [
+        claim for _, result in answers for claim in result["claims"] if claim["target"] is not None
+    ]
     lines = [["claim", "value", "target", "holds"], *(line(alike) for alike in families(claims))]
     missed = [f"`{claim['name']}`" for claim in claims if claim["holds"] is False]
-    verdict = f"Missed: {', '.join(missed)}." if len(missed) <= FEW else f"Missed: {len(missed)} of {len(claims)}."
+    verdict = (
+        f"Missed: {', '.join(missed)}."
+        if len(missed) <= FEW
+        else f"Missed: {len(missed)} of {len(claims)}."
+    )
     verdict = verdict if missed else "Every target holds."
     dates = sorted({result["date"] for _, result in answers})
-    cores = sorted({f"{result['machine']['cpu']}, {result['machine']['cores']} cores" for _, result in answers})
+    cores = sorted(
+        {f"{result['machine']['cpu']}, {result['machine']['cores']} cores" for _, result in answers}
+    )
     where = f"Measured {' and '.join(dates)} on {'; '.join(cores)}." if answers else "Not measured."
-    where += "".join(f" **Stale:** `{name}.json`, {result['stale']}." for name, result in answers if "stale" in result)
+    where += "".join(
+        f" **Stale:** `{name}.json`, {result['stale']}."
+        for name, result in answers
+        if "stale" in result
+    )
     return f"{verdict} {where}\n\n{markdown_table(lines)}"
 
 
@@ -89,8 +106,16 @@ def line(alike: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the table cells of a claim, or of the worst claim of a family."""
     worst = max if alike[0]["op"] == "<=" else min
     claim = worst(alike, key=lambda each: each["value"]) if len(alike) > 1 else alike[0]
-    value = f"{claim['value']:.4g}" if claim["value"] is not None else f"not measured: {claim['reason']}"
-    among = f" (the worst of {len(alike)} {'with' if claim['holds'] else 'that miss'} this target)" if alike[1:] else ""
+    value = (
+        f"{claim['value']:.4g}"
+        if claim["value"] is not None
+        else f"not measured: {claim['reason']}"
+    )
+    among = (
+        f" (the worst of {len(alike)} {'with' if claim['holds'] else 'that miss'} this target)"
+        if alike[1:]
+        else ""
+    )
     holds = {True: "yes", False: "**no**", None: ""}[claim["holds"]]
     return [f"`{claim['name']}`{among}", value, f"{claim['op']} {claim['target']:g}", holds]
 

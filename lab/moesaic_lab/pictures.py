@@ -53,11 +53,16 @@ class PlottedSeries:
     def __post_init__(self) -> None:
         for name in ("y", "low", "high", "bounds"):
             values = getattr(self, name)
-            assert not (values or name == "y") or len(values) == len(self.x), f"{self.name}: {name} does not fit x"
+            assert not (values or name == "y") or len(values) == len(self.x), (
+                f"{self.name}: {name} does not fit x"
+            )
 
     @classmethod
     def of(
-        cls, name: str, points: Iterable[tuple[float, Timing, float]], scales: Iterable[float] | None = None
+        cls,
+        name: str,
+        points: Iterable[tuple[float, Timing, float]],
+        scales: Iterable[float] | None = None,
     ) -> PlottedSeries:
         """Return the series of a method's times.
 
@@ -66,7 +71,10 @@ class PlottedSeries:
             points: position, times and lower bound in seconds of each point; 0 for no bound.
             scales: factor on the seconds of each point; None for milliseconds.
         """
-        rows = [(float(x), t, bound, scale) for (x, t, bound), scale in zip(points, scales or itertools.repeat(1e3))]
+        rows = [
+            (float(x), t, bound, scale)
+            for (x, t, bound), scale in zip(points, scales or itertools.repeat(1e3))
+        ]
         return cls(
             name=name, x=tuple(x for x, *_ in rows),
             y=tuple(scale * timing.median for _, timing, _, scale in rows),
@@ -95,16 +103,22 @@ class Panel:
     """Logarithmic y axis; not for bars, which start at zero."""
 
     def __post_init__(self) -> None:
-        assert not (self.categories and (self.log_x or self.log_y)), "bars have a zero, logarithms have none"
+        assert not (self.categories and (self.log_x or self.log_y)), (
+            "bars have a zero, logarithms have none"
+        )
 
 
 def check_picture(path: Path) -> None:
     """Raise InputError if a file's suffix is not one of `SUFFIXES`; called before anything is measured."""
     if path.suffix not in SUFFIXES:
-        raise InputError(f"--picture {path}: unknown kind of picture: end its name with {', '.join(SUFFIXES)}")
+        raise InputError(
+            f"--picture {path}: unknown kind of picture: end its name with {', '.join(SUFFIXES)}"
+        )
 
 
-def write_picture(path: Path, title: str, panels: Sequence[Panel], notes: str = "", columns: int = 3) -> None:
+def write_picture(
+    path: Path, title: str, panels: Sequence[Panel], notes: str = "", columns: int = 3
+) -> None:
     """Draw panels into a file.
 
     Args:
@@ -126,7 +140,9 @@ def write_picture(path: Path, title: str, panels: Sequence[Panel], notes: str = 
             path.parent.mkdir(parents=True, exist_ok=True)
             drawing.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
         except OSError as error:
-            raise InputError(f"--picture {path}: cannot be written ({error.strerror}): choose another path") from error
+            raise InputError(
+                f"--picture {path}: cannot be written ({error.strerror}): choose another path"
+            ) from error
 
 
 def colours(panels: Sequence[Panel]) -> dict[str, str]:
@@ -172,7 +188,13 @@ def _draw(panel: Panel, on: Axes, of_name: dict[str, str]) -> None:
         else:
             on.plot(at, series.y, color=colour, marker="o", markersize=3, linewidth=1.2, label=name)
         if series.low:
-            on.vlines(at, series.low, series.high, color=BOUND if panel.categories else colour, linewidth=0.8)
+            on.vlines(
+                at,
+                series.low,
+                series.high,
+                color=BOUND if panel.categories else colour,
+                linewidth=0.8,
+            )
         bounds = [(x, bound) for x, bound in zip(at, series.bounds) if bound is not None]
         if bounds:
             on.plot(*zip(*bounds), linestyle="", marker="_", color=BOUND, label=BOUND_NAME)
@@ -185,7 +207,10 @@ def _draw(panel: Panel, on: Axes, of_name: dict[str, str]) -> None:
         on.set_ylim(bottom=0)
     if panel.categories:
         letters = LETTERS // len(panel.categories)
-        on.set_xticks(range(len(panel.categories)), [_plain(_wrapped(name, letters)) for name in panel.categories])
+        on.set_xticks(
+            range(len(panel.categories)),
+            [_plain(_wrapped(name, letters)) for name in panel.categories],
+        )
     elif panel.x_ticks:
         on.set_xticks([x for x, _ in panel.x_ticks], [_plain(text) for _, text in panel.x_ticks])
         on.set_xticks([], minor=True)

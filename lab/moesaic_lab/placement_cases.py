@@ -85,11 +85,23 @@ CASES = (
     PlacementCase(about="weights that do not", weights="do not"),
     PlacementCase(about="weights of a sigmoid, one expert", weights="sigmoid", top_k=1),
     PlacementCase(about="some copies dropped", capacity=Capacity.fixed(0.7)),
-    PlacementCase(about="some copies dropped, weights do not sum", weights="do not", capacity=Capacity.fixed(0.7)),
-    PlacementCase(about="tokens dropped everywhere", weights="do not", top_k=1, capacity=Capacity.fixed(0.4)),
-    PlacementCase(about="tokens dropped everywhere, norm behind", norm="after", capacity=Capacity.fixed(0.3)),
     PlacementCase(
-        about="nearly all dropped, padding", weights="do not", padding=True, top_k=1, capacity=Capacity.fixed(0.1)
+        about="some copies dropped, weights do not sum",
+        weights="do not",
+        capacity=Capacity.fixed(0.7),
+    ),
+    PlacementCase(
+        about="tokens dropped everywhere", weights="do not", top_k=1, capacity=Capacity.fixed(0.4)
+    ),
+    PlacementCase(
+        about="tokens dropped everywhere, norm behind", norm="after", capacity=Capacity.fixed(0.3)
+    ),
+    PlacementCase(
+        about="nearly all dropped, padding",
+        weights="do not",
+        padding=True,
+        top_k=1,
+        capacity=Capacity.fixed(0.1),
     ),
     PlacementCase(about="padding", padding=True),
     PlacementCase(about="norm behind the residual", norm="after"),
@@ -128,15 +140,21 @@ class Layers(nn.Module):
             norm, moe = self.norms[number], self.moes[number]
             assert isinstance(moe, MoE)
             inputs = norm(x) if self.case.norm == "before" else x
-            y = reference(moe, inputs[positions], mask=None if mask is None else mask[positions]).y[positions.argsort()]
+            y = reference(moe, inputs[positions], mask=None if mask is None else mask[positions]).y[
+                positions.argsort()
+            ]
             x = x + sample_dropout(y, self.case.dropout, torch.arange(len(x)), number)
             x = norm(x) if self.case.norm == "after" else x
         return x
 
-    def placed(self, x: Tensor, mask: Tensor | None, relocator: Relocator) -> tuple[Tensor, list[bool]]:
+    def placed(
+        self, x: Tensor, mask: Tensor | None, relocator: Relocator
+    ) -> tuple[Tensor, list[bool]]:
         """Return the output for this rank's samples, which move in between, and for each layer whether its residual
         travelled with the results."""
-        trip = relocator.start([Following(moe.router, self.case.top_k) for moe in self.moes], *x.shape[:2])  # type: ignore[arg-type]
+        trip = relocator.start(
+            [Following(moe.router, self.case.top_k) for moe in self.moes], *x.shape[:2]
+        )  # type: ignore[arg-type]
         rides = []
         for number, (norm, moe) in enumerate(zip(self.norms, self.moes)):
             assert isinstance(moe, MoE)
@@ -145,9 +163,13 @@ class Layers(nn.Module):
             local_mask = None if mask is None else mask[samples_of(relocator, move.before)]
             if self.case.dropout:
                 y = MovingMoE(moe)(inputs, move=move, mask=local_mask)
-                x = move.carry(x) + sample_dropout(y, self.case.dropout, samples_of(relocator, move.after), number)
+                x = move.carry(x) + sample_dropout(
+                    y, self.case.dropout, samples_of(relocator, move.after), number
+                )
             else:
-                residual = Residual(x, {"before": norm, "none": None, "after": None}[self.case.norm])
+                residual = Residual(
+                    x, {"before": norm, "none": None, "after": None}[self.case.norm]
+                )
                 x = MovingMoE(moe)(inputs, move=move, residual=residual, mask=local_mask)
             x = norm(x) if self.case.norm == "after" else x
             rides.append(move.rides)
@@ -185,8 +207,12 @@ def run_case(case: PlacementCase, mesh_name: str, seed: int = 0) -> dict[str, An
             if ".experts." in name and ".shared." not in name:
                 dim = alone.moes[0].experts.shard_dim(name.rpartition(".")[2])  # type: ignore[union-attr, operator]
                 expected_grad = shard_of(expected_grad, grid, transport.rank, dim)
-            pairs.append((torch.zeros_like(expected_grad) if grad is None else grad, expected_grad / grid.dp))
-        error = max(relative(actual.detach(), wanted.detach(), least=1e-30) for actual, wanted in pairs)  # type: ignore[union-attr]
+            pairs.append(
+                (torch.zeros_like(expected_grad) if grad is None else grad, expected_grad / grid.dp)
+            )
+        error = max(
+            relative(actual.detach(), wanted.detach(), least=1e-30) for actual, wanted in pairs
+        )  # type: ignore[union-attr]
         return {"error": error, "rides": rides}
 
     results = run_ranks(grid.world, rank, seed=seed)

@@ -21,7 +21,15 @@ import numpy as np
 
 from moesaic.balance.experts import Balanced, ExpertLoad, SmartMoE, places_of
 from moesaic.balance.machine import Machine
-from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, TwoStage, Weighed, by_flow, by_seats
+from moesaic.balance.samples import (
+    AbstractPlacer,
+    Homes,
+    SampleLoad,
+    TwoStage,
+    Weighed,
+    by_flow,
+    by_seats,
+)
 from moesaic.program.grid import Grid
 from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim, claimed, figures
@@ -30,12 +38,20 @@ from moesaic_lab.policies.stay import Stay
 
 NODES = ((2, 2), (3, 2), (2, 4), (4, 2))
 """Numbers of nodes, and ranks per node."""
-ALL_TO_ALLS = {"8 times faster inside": (1.0, 8.0), "alike": (1.0, 1.0), "8 times slower inside": (8.0, 1.0)}
+ALL_TO_ALLS = {
+    "8 times faster inside": (1.0, 8.0),
+    "alike": (1.0, 1.0),
+    "8 times slower inside": (8.0, 1.0),
+}
 """Time per row inside nodes and between them, up to a common factor."""
 PLACES = ((2, 12), (2, 16), (3, 12), (3, 15), (4, 12), (4, 16))
 """Places of ep, with one rank each, and numbers of experts."""
 SKEWS = (0.3, 0.8, 1.2)
-SOLVERS = {"seats (Kuhn-Munkres)": by_seats, "flow": by_flow, "integer program (HiGHS)": assign_by_program}
+SOLVERS = {
+    "seats (Kuhn-Munkres)": by_seats,
+    "flow": by_flow,
+    "integer program (HiGHS)": assign_by_program,
+}
 TABLE_4 = {2: (0.08, 42.8), 4: (0.48, 50.1), 8: (1.48, 72.9), 16: (10.82, 143.7), 24: (None, None)}
 """By samples per rank: the milliseconds that NetMoE prints for KM and PuLP; None if the values are held out."""
 Rows = list[dict[str, Any]]
@@ -71,7 +87,9 @@ def of_samples(draws: int) -> Rows:
         best = [load.seconds(best_samples(load, intra, inter), intra, inter) for load in loads]
         for name, placer in policies.items():
             seconds = [load.seconds(placer.decide(load), intra, inter) for load in loads]
-            rows.append({"part": "samples", "links": links, "method": name, **summary(seconds, best)})
+            rows.append(
+                {"part": "samples", "links": links, "method": name, **summary(seconds, best)}
+            )
     return rows
 
 
@@ -81,8 +99,12 @@ def sample_load(nodes: int, per_node: int, slots: int, seed: int) -> SampleLoad:
     random, num_experts = np.random.default_rng((seed, nodes, per_node, slots)), 2 * world
     homes = Homes.of_ranks(random.permutation(np.arange(world * slots) // slots), world)
     tastes = [random.dirichlet(np.full(num_experts, 0.3), size=world * slots) for _ in range(2)]
-    current, following = (np.stack([random.multinomial(16, taste) for taste in of_layer]) for of_layer in tastes)
-    return SampleLoad(Grid(world=world, ep=world, ranks_per_node=per_node), homes, current, following)
+    current, following = (
+        np.stack([random.multinomial(16, taste) for taste in of_layer]) for of_layer in tastes
+    )
+    return SampleLoad(
+        Grid(world=world, ep=world, ranks_per_node=per_node), homes, current, following
+    )
 
 
 def of_solvers(repeats: int) -> Rows:
@@ -107,14 +129,24 @@ def of_solvers(repeats: int) -> Rows:
 
 def of_experts(draws: int) -> Rows:
     """Return the gaps of the expert-placement policies."""
-    loads = [expert_load(*place, skew, seed) for place in PLACES for skew in SKEWS for seed in range(draws)]
+    loads = [
+        expert_load(*place, skew, seed)
+        for place in PLACES
+        for skew in SKEWS
+        for seed in range(draws)
+    ]
     best = [load.busiest(best_experts(load)) for load in loads]
     busiest = {
         "nobody moves": [load.busiest(load.place) for load in loads],
-        "smartmoe": [load.busiest(places_of(SmartMoE().decide(load), load.grid.ep)) for load in loads],
+        "smartmoe": [
+            load.busiest(places_of(SmartMoE().decide(load), load.grid.ep)) for load in loads
+        ],
         "balanced": [load.busiest(Balanced().best(load)) for load in loads],
     }
-    return [{"part": "experts", "links": "", "method": name, **summary(own, best)} for name, own in busiest.items()]
+    return [
+        {"part": "experts", "links": "", "method": name, **summary(own, best)}
+        for name, own in busiest.items()
+    ]
 
 
 def expert_load(ep: int, num_experts: int, skew: float, seed: int) -> ExpertLoad:
@@ -122,7 +154,9 @@ def expert_load(ep: int, num_experts: int, skew: float, seed: int) -> ExpertLoad
     random = np.random.default_rng((seed, ep, num_experts, round(10 * skew)))
     popular = random.permutation(np.arange(1, num_experts + 1) ** -skew)
     tastes = random.dirichlet(20 * popular / popular.mean(), size=ep)
-    copies = np.stack([random.multinomial(4096 // ep, taste) for taste in tastes]).astype(np.float64)
+    copies = np.stack([random.multinomial(4096 // ep, taste) for taste in tastes]).astype(
+        np.float64
+    )
     grid = Grid(world=ep, ep=ep, ranks_per_node=2 if ep % 2 == 0 else None)
     return ExpertLoad(
         grid=grid, copies=copies, order=random.permutation(num_experts), dim=64, expert_parameters=1, expert_bytes=1, steps=1
@@ -147,7 +181,9 @@ def claims(rows: Rows) -> list[Claim]:
     """Return the figures that the documentation quotes."""
 
     def figure(name: str, key: str, **where: str) -> Claim:
-        return claimed(f"placement_gaps.{name}", lambda: max(figures(rows, key, **where)), None, unit="share")
+        return claimed(
+            f"placement_gaps.{name}", lambda: max(figures(rows, key, **where)), None, unit="share"
+        )
 
     slow = {"part": "samples", "links": "8 times slower inside"}
     fast = {"part": "samples", "links": "8 times faster inside"}

@@ -64,10 +64,14 @@ class Recorder(AbstractPassing):
         """Ranges of tags with their messages, in the order in which the tags were taken."""
 
     def issue(self, transfer: Transfer) -> Handle:
-        tag_range = next(r for r in reversed(self.ranges) if r.first <= transfer.tag < r.first + r.length)
+        tag_range = next(
+            r for r in reversed(self.ranges) if r.first <= transfer.tag < r.first + r.length
+        )
         for peer, tensor in transfer.sends.items():
             num_bytes = tensor.numel() * tensor.element_size()
-            tag_range.messages.append(RecordedMessage(transfer.tag - tag_range.first, transfer.rank, peer, num_bytes))
+            tag_range.messages.append(
+                RecordedMessage(transfer.tag - tag_range.first, transfer.rank, peer, num_bytes)
+            )
         return super().issue(transfer)
 
     def take_tags(self, num_tags: int) -> int:

@@ -72,7 +72,10 @@ METHODS: dict[str, dict[str, Any]] = {
 emulated cluster."""
 ALWAYS = "samples, always"
 """The method that decides in every pass and moves for the least gain, as published."""
-PLACERS: dict[str, AbstractPlacer] = {"nobody moves": Stay(), ALWAYS: TwoStage(least_gain=0.0, rest=0)}
+PLACERS: dict[str, AbstractPlacer] = {
+    "nobody moves": Stay(),
+    ALWAYS: TwoStage(least_gain=0.0, rest=0),
+}
 """Sample-placement policies that cannot be configured in a training run, by method."""
 HOUR = 3600.0
 Part = Literal["train", "curves", "time"]
@@ -96,13 +99,20 @@ class RelocateTrainOptions(KeptOptions):
     """Parts to run. Parts that the folder of --keep already has are not run again."""
 
 
-def configuration(steps: int, batch_size: int, changes: dict[str, Any] | None = None) -> TrainConfig:
+def configuration(
+    steps: int, batch_size: int, changes: dict[str, Any] | None = None
+) -> TrainConfig:
     """Return the demo's configuration with sequences of 128, on four ranks in two nodes, with the tables of `changes`
     applied."""
     plain = demo()
-    sizes: dict[str, Any] = {"model": replace(plain.model, seq_len=128), "mesh": MeshConfig(ep=4, ranks_per_node=2)}
+    sizes: dict[str, Any] = {
+        "model": replace(plain.model, seq_len=128),
+        "mesh": MeshConfig(ep=4, ranks_per_node=2),
+    }
     config = short_run(plain, steps, batch_size=batch_size, log_every=1, **sizes)
-    return override(config, (changes or {}) | {"planner": {"cluster": "bed-2x2"}}, source="the method")
+    return override(
+        config, (changes or {}) | {"planner": {"cluster": "bed-2x2"}}, source="the method"
+    )
 
 
 def pretrain(weights: Path, steps: int) -> None:
@@ -110,13 +120,18 @@ def pretrain(weights: Path, steps: int) -> None:
     with tempfile.TemporaryDirectory() as out:
         config = replace(configuration(steps, 8), out=out, mesh=MeshConfig())
         train_quietly(config)
-        torch.save(open_run(replace(config, existing="resume"), lambda _: None).model.state_dict(), weights)
+        torch.save(
+            open_run(replace(config, existing="resume"), lambda _: None).model.state_dict(), weights
+        )
 
 
 def timed(weights: Path, options: RelocateTrainOptions) -> list[dict[str, Any]]:
     """Return the rows with step times on the emulated cluster."""
     steps, batch_size = options.repeats + 1, 4 * options.sequences
-    configs = {name: configuration(steps, batch_size, {"balance": METHODS[name]}) for name in options.methods}
+    configs = {
+        name: configuration(steps, batch_size, {"balance": METHODS[name]})
+        for name in options.methods
+    }
     plain = configs["plain"]
     corpus = load_corpus(plain.data)
     batches = Batches(corpus.train, plain.model.seq_len, batch_size, seed=99)
@@ -150,14 +165,20 @@ def compared(options: RelocateTrainOptions) -> list[dict[str, Any]]:
             if name in PLACERS:
                 continue
             out = str(Path(folder) / name.replace(", ", "-").replace(" ", "-"))
-            routing: dict[str, Any] = {"replay_routing": runs["plain"].out} if runs else {"record_routing": "tokens"}
-            runs[name] = replace(configuration(options.steps, 8, {"balance": METHODS[name]} | routing), out=out)
+            routing: dict[str, Any] = (
+                {"replay_routing": runs["plain"].out} if runs else {"record_routing": "tokens"}
+            )
+            runs[name] = replace(
+                configuration(options.steps, 8, {"balance": METHODS[name]} | routing), out=out
+            )
         on_ranks(4, train_all, list(runs.values()), timeout_seconds=HOUR)
         lines = {name: steps_of(read_metrics(Path(run.out))) for name, run in runs.items()}
     rows, plain = [], lines["plain"]
     for name, of_run in lines.items():
         difference = max(abs(a["loss"] - b["loss"]) for a, b in zip(of_run, plain, strict=True))
-        layers = [layer for line in of_run for layer in line.get("balance", {"layers": []})["layers"]]
+        layers = [
+            layer for line in of_run for layer in line.get("balance", {"layers": []})["layers"]
+        ]
         rows.append(
             {
                 "method": name, "steps": options.steps, "first_loss": of_run[0]["loss"], "last_loss": of_run[-1]["loss"],
@@ -233,13 +254,17 @@ class Training:
         if method.placer is not None and self.relocator is not None:
             self.relocator.placer = method.placer
         tiny = 1e-30  # the optimizer refuses 0, and this rate changes no bit
-        self._optimizer = make_optimizer(self.model, replace(config.optimizer, lr=tiny), torch.device("cpu"))
+        self._optimizer = make_optimizer(
+            self.model, replace(config.optimizer, lr=tiny), torch.device("cpu")
+        )
         self.layers = [module for module in self.model.modules() if isinstance(module, MoE)]
         self.experts_moved = 0
         self._placement: ExpertPlacement | None = None
         placing = config.balance
         if placing.moves_experts:
-            rates = ExpertRates(machine=costs_in(config, mesh.grid).machine, element_bytes=element_bytes)
+            rates = ExpertRates(
+                machine=costs_in(config, mesh.grid).machine, element_bytes=element_bytes
+            )
             placer = EXPERT_PLACERS[placing.experts](rates)
             self._placement = ExpertPlacement(
                 self.layers, mesh, self._optimizer, every=placing.experts_every, placer=placer
@@ -282,7 +307,9 @@ def step_times(job: StepJob) -> tuple[Timed, dict[str, StepFound]]:
 
     spans = timed_still({name: partial(step, name) for name in job.methods}, len(job.batches) - 1)
     found = {
-        name: StepFound(experts_moved=training.experts_moved, options=training.options(), **_of_trip(training))
+        name: StepFound(
+            experts_moved=training.experts_moved, options=training.options(), **_of_trip(training)
+        )
         for name, training in trainings.items()
     }
     return Timed(spans=spans, sent=messages), found
@@ -293,7 +320,9 @@ def _of_trip(training: Training) -> dict[str, float]:
     trip = None if training.relocator is None else training.relocator.trip
     counted = [] if trip is None else [move.copies is not None for move in trip.moves]
     if trip is None or not all(counted):  # a policy pauses, or an arbiter left samples in place
-        return dict.fromkeys(("decided_saved", "moved_nodes", "moved_ranks", "predicted_right", "locality"), 0.0)
+        return dict.fromkeys(
+            ("decided_saved", "moved_nodes", "moved_ranks", "predicted_right", "locality"), 0.0
+        )
     moves, mesh, top_k = trip.moves, training.mesh, training.layers[0].top_k
     node = np.array([mesh.grid.node_of(rank) for rank in range(mesh.grid.world)])
     decided, samples = moves[:-1], moves[0].before.samples.size
@@ -307,8 +336,12 @@ def _of_trip(training: Training) -> dict[str, float]:
             right.append(1 - wrong / following.load.copies.sum())
     return {
         "decided_saved": 1 - after / before,
-        "moved_nodes": sum(move.before.moved(move.after, node) for move in decided) / samples / len(decided),
-        "moved_ranks": sum(move.before.moved(move.after) for move in decided) / samples / len(decided),
+        "moved_nodes": sum(move.before.moved(move.after, node) for move in decided)
+        / samples
+        / len(decided),
+        "moved_ranks": sum(move.before.moved(move.after) for move in decided)
+        / samples
+        / len(decided),
         "predicted_right": float(np.mean(right)),
         "locality": float(np.mean(localities)),
     }
@@ -318,7 +351,11 @@ def mesh_of(config: TrainConfig) -> Mesh:
     """Return the mesh of a configuration, over all processes."""
     mesh = config.mesh
     return Mesh.create(
-        ep=mesh.ep, etp=mesh.etp, innermost=mesh.innermost, ranks_per_node=mesh.ranks_per_node, transport="sockets"
+        ep=mesh.ep,
+        etp=mesh.etp,
+        innermost=mesh.innermost,
+        ranks_per_node=mesh.ranks_per_node,
+        transport="sockets",
     )
 
 
@@ -326,7 +363,9 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return the figures that the documentation quotes."""
 
     def figure(name: str, key: str, unit: str, target: float | None, **where: str) -> Claim:
-        return claimed(f"relocate_train.{name}", lambda: max(figures(rows, key, **where)), target, unit=unit)
+        return claimed(
+            f"relocate_train.{name}", lambda: max(figures(rows, key, **where)), target, unit=unit
+        )
 
     return [
         figure("time_ratio", "time_ratio", "1", 1.0, part="time", method="samples"),
@@ -334,16 +373,41 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
         figure("time_ratio.experts", "total_ratio", "1", 1.0, part="time", method="experts"),
         figure("time_ratio.arbiter", "time_ratio", "1", 1.0, part="time", method="arbiter"),
         figure("time_ratio.all", "total_ratio", "1", 1.0, part="time", method="all"),
-        figure("inter_bytes_saved.always", "inter_saved", "share", None, part="time", method=ALWAYS),
+        figure(
+            "inter_bytes_saved.always", "inter_saved", "share", None, part="time", method=ALWAYS
+        ),
         figure("loss_difference", "loss_difference", "nats", 1e-4, part="curves"),
     ]
 
 
 TIMES = (
-    *("method", "step_seconds", "time_ratio", "time_ratio_low", "time_ratio_high", "total_ratio", "inter_bytes"),
-    *("inter_saved", "decided_saved", "moved_nodes", "moved_ranks", "predicted_right", "locality", "experts_moved"),
+    *(
+        "method",
+        "step_seconds",
+        "time_ratio",
+        "time_ratio_low",
+        "time_ratio_high",
+        "total_ratio",
+        "inter_bytes",
+    ),
+    *(
+        "inter_saved",
+        "decided_saved",
+        "moved_nodes",
+        "moved_ranks",
+        "predicted_right",
+        "locality",
+        "experts_moved",
+    ),
 )
-LOSSES = ("method", "last_loss", "loss_difference", "samples_moved", "copies_replicated", "experts_moved")
+LOSSES = (
+    "method",
+    "last_loss",
+    "loss_difference",
+    "samples_moved",
+    "copies_replicated",
+    "experts_moved",
+)
 TABLES = (
     Shown(title="steps on 2 nodes of 2, 200 Mbit/s", where={"part": ("time",)}, columns=TIMES),
     Shown(title="the same losses", where={"part": ("curves",)}, columns=LOSSES),
@@ -359,7 +423,9 @@ def measure(options: RelocateTrainOptions, cases: None, told: Told) -> list[dict
             told("training")
             pretrain(weights, options.trained)
         runs = {"curves": partial(compared, options), "time": partial(timed, weights, options)}
-        by_part = each_kept(keep, {part: run for part, run in runs.items() if part in options.parts}, told)
+        by_part = each_kept(
+            keep, {part: run for part, run in runs.items() if part in options.parts}, told
+        )
         return [{"part": part, **row} for part, rows in by_part for row in rows]
 
 

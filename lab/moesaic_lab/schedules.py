@@ -49,7 +49,9 @@ GRIDS = {
 class EvenRouter(Hash):
     """Sends a token's copies to TOP_K neighbouring experts; each expert gets equally many tokens from every rank."""
 
-    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+    def choose(
+        self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
+    ) -> Choice:
         """Choose experts by the token's position."""
         token = torch.arange(len(scores.logits)).repeat_interleave(top_k)
         slot = torch.arange(top_k).repeat(len(scores.logits))
@@ -85,10 +87,16 @@ def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> Counted:
     counted: dict[str, tuple[int, int]] = {}
     for sent in of_program.messages:
         direction, program, tasks = bundle_of[sent.tag]
-        small = [task for task in tasks if program.slot((task.of or task.reads)[0]).kind in (Kind.LANE, Kind.INDEX)]
+        small = [
+            task
+            for task in tasks
+            if program.slot((task.of or task.reads)[0]).kind in (Kind.LANE, Kind.INDEX)
+        ]
         if len(small) == len(tasks):
             continue
-        num_bytes = sent.num_bytes - sum(small_bytes(task, program, seen[0][0], sent) for task in small)
+        num_bytes = sent.num_bytes - sum(
+            small_bytes(task, program, seen[0][0], sent) for task in small
+        )
         key = f"{direction} {(tasks[-1].of or (*tasks[-1].reads, tasks[-1].writes[0]))[-1]}"
         inside, across = counted.get(key, (0, 0))
         crosses = grid.node_of(sent.source) != grid.node_of(sent.target)
@@ -99,8 +107,15 @@ def run_rank(grid: Grid, plan: Plan, transport: AbstractTransport) -> Counted:
 def small_bytes(task: Task, program: Program, sizes: CallSizes, sent: RecordedMessage) -> int:
     """Return a message's bytes of routing weights or indices."""
     slots = {slot.name: slot for slot in program.slots}
-    pair, each = (sent.source, sent.target), ELEMENT if slots[task.reads[0]].kind is Kind.LANE else INDEX_BYTES
-    return sum(each * rows for source, target, rows in messages_of(task, slots, sizes) if (source, target) == pair)
+    pair, each = (
+        (sent.source, sent.target),
+        ELEMENT if slots[task.reads[0]].kind is Kind.LANE else INDEX_BYTES,
+    )
+    return sum(
+        each * rows
+        for source, target, rows in messages_of(task, slots, sizes)
+        if (source, target) == pair
+    )
 
 
 def on_loopback(grid: Grid, plan: Plan) -> Counted:
@@ -122,7 +137,9 @@ def _run_plans(grid: Grid, plans: list[Plan]) -> list[Counted]:
 def total(per_rank: list[Counted]) -> Counted:
     """Return the sum of the ranks' bytes."""
     keys = sorted({key for counted in per_rank for key in counted})
-    return {key: tuple(sum(c.get(key, (0, 0))[i] for c in per_rank) for i in (0, 1)) for key in keys}  # type: ignore[misc]
+    return {
+        key: tuple(sum(c.get(key, (0, 0))[i] for c in per_rank) for i in (0, 1)) for key in keys
+    }  # type: ignore[misc]
 
 
 def formulas(grid: Grid, plan: Plan) -> Counted | None:
@@ -137,13 +154,26 @@ def formulas(grid: Grid, plan: Plan) -> Counted | None:
     inside, across = (local - 1) / p, (p - local) / p
     to_all = (s * n / m * local / p - n / m / p, s * n / m * across)
     over_ep = (n / m * inside, n / m * across)
-    gather = {"y": ((m - 1) * TOKENS / m, 0)} if plan.schedule == "s1" else {"z_full": ((m - 1) * n / m, 0)}
+    gather = (
+        {"y": ((m - 1) * TOKENS / m, 0)}
+        if plan.schedule == "s1"
+        else {"z_full": ((m - 1) * n / m, 0)}
+    )
     rows: dict[str, tuple[float, float]] = {}
-    if plan.gather_weights == 0:  # every rank gathers all weights except its own share: 3 matrices of HIDDEN x DIM
+    if (
+        plan.gather_weights == 0
+    ):  # every rank gathers all weights except its own share: 3 matrices of HIDDEN x DIM
         shard = 3 * EXPERTS * HIDDEN / (p * s)
         rows = {"w_full": (shard * (local * s - 1), shard * (p - local) * s), **gather}
-    elif plan.gather_weights == 1:  # a token visits one rank of an expert, and the ranks of etp gather the shards
-        rows = {"h": over_ep, "z": over_ep, "w_full": (3 * EXPERTS * HIDDEN / (p * s) * (s - 1), 0), **gather}
+    elif (
+        plan.gather_weights == 1
+    ):  # a token visits one rank of an expert, and the ranks of etp gather the shards
+        rows = {
+            "h": over_ep,
+            "z": over_ep,
+            "w_full": (3 * EXPERTS * HIDDEN / (p * s) * (s - 1), 0),
+            **gather,
+        }
     elif plan.crossing is Crossing.MULTICAST:
         rows = multicast_formulas(grid, plan, local)
     elif plan.schedule in ("s1", "s2"):
@@ -160,7 +190,9 @@ def formulas(grid: Grid, plan: Plan) -> Counted | None:
         wide, reduce = (s * n * inside, s * n * across), (2 * (s - 1) / s * s * n, 0)
         rows = {"x_wide": ((s - 1) * TOKENS, 0), "h": wide, "summed": reduce, "back": wide}
     scale = grid.world * DIM * ELEMENT
-    return {f"forward {name}": (round(a * scale), round(b * scale)) for name, (a, b) in rows.items()}
+    return {
+        f"forward {name}": (round(a * scale), round(b * scale)) for name, (a, b) in rows.items()
+    }
 
 
 def hops(plan: Plan, grid: Grid, direct: tuple[float, float]) -> tuple[float, float]:
@@ -238,7 +270,8 @@ def row(transport_name: str, grid: Grid, plan: Plan, counted: Counted) -> dict[s
         if expected is not None and forward.get(key, (0, 0)) != expected.get(key, (0, 0))
     ]
     sums = {
-        d: [sum(c[i] for k, c in counted.items() if k.startswith(d)) for i in (0, 1)] for d in ("forward", "backward")
+        d: [sum(c[i] for k, c in counted.items() if k.startswith(d)) for i in (0, 1)]
+        for d in ("forward", "backward")
     }
     return {
         "transport": transport_name, "ranks": grid.world,
@@ -252,7 +285,11 @@ def row(transport_name: str, grid: Grid, plan: Plan, counted: Counted) -> dict[s
 OTHERS = [link for link in ALL_TO_ALLS if link != Plan().link]
 PLANS = (
     *(Plan(schedule=schedule) for schedule in SCHEDULES),
-    *(Plan(schedule=schedule, all_to_all=link) for schedule in ("s1", "s2", "s3") for link in OTHERS),
+    *(
+        Plan(schedule=schedule, all_to_all=link)
+        for schedule in ("s1", "s2", "s3")
+        for link in OTHERS
+    ),
     *(Plan(schedule=schedule, all_to_all="multicast") for schedule in ("s1", "s2")),
     *(Plan(schedule="s2", gather_weights=r) for r in (0, 1)),
 )
@@ -264,7 +301,9 @@ def measure(options: BenchmarkOptions, cases: None, told: Told) -> list[dict[str
     for transport_name, grid in GRIDS.items():
         told(transport_name)
         per_plan = (
-            [on_loopback(grid, plan) for plan in PLANS] if transport_name == "loopback" else on_gloo(grid, list(PLANS))
+            [on_loopback(grid, plan) for plan in PLANS]
+            if transport_name == "loopback"
+            else on_gloo(grid, list(PLANS))
         )
         rows += [row(transport_name, grid, plan, counted) for plan, counted in zip(PLANS, per_plan)]
     return rows
@@ -274,7 +313,9 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return the number of counted plans, and of plans whose bytes differ from the formulas."""
     wrong = sum(bool(row["wrong"]) for row in rows)
     return [
-        Claim(name="schedules.plans", value=len(rows), unit="plans", target=len(PLANS) * 2, op=">="),
+        Claim(
+            name="schedules.plans", value=len(rows), unit="plans", target=len(PLANS) * 2, op=">="
+        ),
         Claim(name="schedules.formula_mismatches", value=wrong, unit="plans", target=0),
     ]
 

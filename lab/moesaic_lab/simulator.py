@@ -50,15 +50,29 @@ class SimulatedCase:
 
 
 CASES = (
-    SimulatedCase(world=32, plan=Plan(schedule="s2", chunks=2, all_to_all="hier2d"), tp=2, ep=16, etp=2),
-    SimulatedCase(world=2048, plan=Plan(schedule="s2", chunks=4, all_to_all="hier2d"), tp=8, ep=256, etp=8),
+    SimulatedCase(
+        world=32, plan=Plan(schedule="s2", chunks=2, all_to_all="hier2d"), tp=2, ep=16, etp=2
+    ),
+    SimulatedCase(
+        world=2048, plan=Plan(schedule="s2", chunks=4, all_to_all="hier2d"), tp=8, ep=256, etp=8
+    ),
     SimulatedCase(world=2048, plan=Plan(chunks=4, all_to_all="hier2d"), tp=1, ep=2048, etp=1),
-    SimulatedCase(world=131_072, plan=Plan(schedule="s2", chunks=4, all_to_all="hier2d"), tp=8, ep=64, etp=8),
-    SimulatedCase(world=131_072, plan=Plan(schedule="s2", chunks=4, all_to_all="multicast"), tp=8, ep=1024, etp=4),
+    SimulatedCase(
+        world=131_072, plan=Plan(schedule="s2", chunks=4, all_to_all="hier2d"), tp=8, ep=64, etp=8
+    ),
+    SimulatedCase(
+        world=131_072,
+        plan=Plan(schedule="s2", chunks=4, all_to_all="multicast"),
+        tp=8,
+        ep=1024,
+        etp=4,
+    ),
 )
 
 
-SKEWED = SimulatedCase(world=4096, plan=Plan(schedule="s2", chunks=4, all_to_all="hier2d"), tp=8, ep=64, etp=8)
+SKEWED = SimulatedCase(
+    world=4096, plan=Plan(schedule="s2", chunks=4, all_to_all="hier2d"), tp=8, ep=64, etp=8
+)
 """Simulated rank by rank, since each data-parallel group prefers other experts."""
 CONCENTRATION = 0.3
 """Dirichlet concentration of each group's shares of the experts: the busiest of its 64 experts has about 9 times the
@@ -67,7 +81,9 @@ mean."""
 
 def whole(case: SimulatedCase) -> Compiled:
     """Return a case's plan compiled for the whole mesh, as a user compiles it."""
-    return compile_plan(case.plan, Grid(world=case.world, tp=case.tp, ep=case.ep, etp=case.etp, ranks_per_node=8))
+    return compile_plan(
+        case.plan, Grid(world=case.world, tp=case.tp, ep=case.ep, etp=case.etp, ranks_per_node=8)
+    )
 
 
 def layer_of(case: SimulatedCase) -> Workload:
@@ -109,7 +125,11 @@ def measure_skewed(case: SimulatedCase) -> dict[str, Any]:
 
 
 def _line(
-    case: SimulatedCase, compiled: Compiled, loads: str, cold_seconds: list[float], warm_seconds: list[float]
+    case: SimulatedCase,
+    compiled: Compiled,
+    loads: str,
+    cold_seconds: list[float],
+    warm_seconds: list[float],
 ) -> dict[str, Any]:
     return {
         "ranks": case.world,
@@ -139,7 +159,15 @@ def measure_plan(model: str, devices: int) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps(read_published()["model"][model]), encoding="utf-8")
-        arguments = ["--model", str(config), "--cluster", "dgx-h100", "--gpus", str(devices), "--json"]
+        arguments = [
+            "--model",
+            str(config),
+            "--cluster",
+            "dgx-h100",
+            "--gpus",
+            str(devices),
+            "--json",
+        ]
         with redirect_stdout(StringIO()) as text:
             times = seconds(lambda: plan.run(arguments), 1)
     best = json.loads(text.getvalue())["ranking"][0]
@@ -149,9 +177,15 @@ def measure_plan(model: str, devices: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure_all(options: BenchmarkOptions, cases: tuple[SimulatedCase, ...], told: Told) -> list[dict[str, Any]]:
+def measure_all(
+    options: BenchmarkOptions, cases: tuple[SimulatedCase, ...], told: Told
+) -> list[dict[str, Any]]:
     """Measure all cases, one with uneven loads, and a whole plan search."""
-    return [*(measure(case) for case in cases), measure_skewed(SKEWED), measure_plan("mixtral-8x7b", PLANNED)]
+    return [
+        *(measure(case) for case in cases),
+        measure_skewed(SKEWED),
+        measure_plan("mixtral-8x7b", PLANNED),
+    ]
 
 
 def claims(rows: list[dict[str, Any]]) -> list[Claim]:

@@ -84,8 +84,13 @@ class SmallPlace(LayerPlace):
     @property
     def job(self) -> FinetuneJob:
         """The step as the planner sees it."""
-        around = {"attention_parameters": self.flops / 2 / self.tokens_per_rank, "attention_kept": 4.0 * self.dim}
-        moe = MoEShape(num_experts=self.num_experts, top_k=self.top_k, hidden=self.hidden, experts="gelu")
+        around = {
+            "attention_parameters": self.flops / 2 / self.tokens_per_rank,
+            "attention_kept": 4.0 * self.dim,
+        }
+        moe = MoEShape(
+            num_experts=self.num_experts, top_k=self.top_k, hidden=self.hidden, experts="gelu"
+        )
         shape = HubShape(
             dim=self.dim,
             num_layers=self.layers,
@@ -154,7 +159,9 @@ def read_config(path: Path = COMMITTED) -> SmallConfig:
 
 def run(config: SmallConfig, told: Told) -> list[SmallCell]:
     """Measure all cells. This starts clusters, one after another."""
-    return on_beds(config.cells, lambda cell: cell.bed, lambda cell: cell.name, partial(measure, config), told)
+    return on_beds(
+        config.cells, lambda cell: cell.bed, lambda cell: cell.name, partial(measure, config), told
+    )
 
 
 def measure(config: SmallConfig, ranks: Cluster, place: SmallPlace) -> SmallCell:
@@ -162,7 +169,9 @@ def measure(config: SmallConfig, ranks: Cluster, place: SmallPlace) -> SmallCell
     step = spread_experts(place.job, place.planned_on)
     tokens = place.world * place.micro_batches * place.tokens_per_rank
     of_layers = layer_splits(place.job, place.planned_on, 0.0)[PIPELINE].tokens_per_second
-    seconds = step.seconds - step.estimate.parts.get("parameters", 0.0)  # on the bed no dense weights are gathered
+    seconds = step.seconds - step.estimate.parts.get(
+        "parameters", 0.0
+    )  # on the bed no dense weights are gathered
     picked = OURS if tokens / seconds >= of_layers else LAYERS
     spans = ranks.run(on_rank, place, step.plan, config.warmup, config.seed)
     return SmallCell(place=place, plan=step.plan, picked=picked, **timed(spans))
@@ -196,7 +205,9 @@ class Virtual:
         """Spend the time of products."""
         self.accelerator.multiply(self.share * flops)
 
-    def train(self, run: Callable[[Tensor], Tensor], around: Callable[[], object], tokens: int) -> None:
+    def train(
+        self, run: Callable[[Tensor], Tensor], around: Callable[[], object], tokens: int
+    ) -> None:
         """Run a step of a micro-batch: every layer forward; then, last to first, again and backward."""
         x = torch.zeros(tokens, self.place.dim)
         for _ in range(self.place.layers):
@@ -258,7 +269,11 @@ class FrozenModule(nn.Module):
 
     def __init__(self, place: SmallPlace, accelerator: Accelerator) -> None:
         super().__init__()
-        self.num_experts, self.place, self.accelerator = place.num_experts // place.world, place, accelerator
+        self.num_experts, self.place, self.accelerator = (
+            place.num_experts // place.world,
+            place,
+            accelerator,
+        )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return a row for each token after the time of the products of this rank's experts."""
@@ -299,7 +314,9 @@ class Theirs:
                 dist.all_reduce(torch.zeros(world * place.tokens_per_rank, place.dim))
 
         for _ in range(place.micro_batches):
-            self.virtual.train(lambda x: implementation(x, chosen, weights), around, ways * place.tokens_per_rank)
+            self.virtual.train(
+                lambda x: implementation(x, chosen, weights), around, ways * place.tokens_per_rank
+            )
 
 
 class SplitLayers:
@@ -315,7 +332,10 @@ class SplitLayers:
         flops = place.layers / place.world * 2 * place.flops
         self._pass(count, flops, self.rank - 1, self.rank + 1)
         self._pass(
-            count, 2 * flops, self.rank + 1 if self.rank < last else -1, self.rank - 1 if self.rank else last + 1
+            count,
+            2 * flops,
+            self.rank + 1 if self.rank < last else -1,
+            self.rank - 1 if self.rank else last + 1,
         )
 
     def _pass(self, count: int, flops: float, source: int, target: int) -> None:
@@ -337,7 +357,9 @@ def claims(cells: list[SmallCell]) -> list[Claim]:
     rows = [cell.row for cell in cells]
     return [
         claimed("small.over_transformers_ep", lambda: max(figures(rows, "over_transformers")), 0.7),
-        claimed("small.over_layer_split", lambda: max(figures(rows, "over_layers", computes=True)), 0.6),
+        claimed(
+            "small.over_layer_split", lambda: max(figures(rows, "over_layers", computes=True)), 0.6
+        ),
         claimed("small.pick_regret", lambda: max(figures(rows, "regret")), 0.05),
     ]
 

@@ -98,8 +98,12 @@ def measure(options: SoakOptions, cases: object, told: Told) -> list[dict[str, A
         except Exception as error:
             minutes = (time.monotonic() - started) / 60
             reason = " ".join(str(error).strip().splitlines()[-1:])
-            raise TrainingError(f"a rank ended after {minutes:.1f} of {options.minutes:g} minutes: {reason}") from error
-    return [_row(rank, found) | {"interrupted": is_interrupted} for rank, found in enumerate(samples)]
+            raise TrainingError(
+                f"a rank ended after {minutes:.1f} of {options.minutes:g} minutes: {reason}"
+            ) from error
+    return [
+        _row(rank, found) | {"interrupted": is_interrupted} for rank, found in enumerate(samples)
+    ]
 
 
 def _rank(folder: Path, seconds: float) -> list[dict[str, float]]:
@@ -111,7 +115,9 @@ def _rank(folder: Path, seconds: float) -> list[dict[str, float]]:
     with _trainer(folder) as trainer:
         layers = [part for part in trainer.model.modules() if isinstance(part, MoE)]
         started = time.monotonic()
-        while not trainer.ranks.largest(torch.tensor(float(_is_over(folder, time.monotonic() - started, seconds)))):
+        while not trainer.ranks.largest(
+            torch.tensor(float(_is_over(folder, time.monotonic() - started, seconds)))
+        ):
             for plan in PLANS:
                 for layer in layers:
                     layer.use_plan(plan)
@@ -164,7 +170,12 @@ def growth(values: list[float]) -> float:
 
 def _row(rank: int, samples: list[dict[str, float]]) -> dict[str, Any]:
     last = samples[-1]
-    row: dict[str, Any] = {"rank": rank, "minutes": last["seconds"] / 60, "steps": last["step"], "rounds": len(samples)}
+    row: dict[str, Any] = {
+        "rank": rank,
+        "minutes": last["seconds"] / 60,
+        "steps": last["step"],
+        "rounds": len(samples),
+    }
     for name in LOOKED:
         values = [sample[name] for sample in samples]
         third = values[len(values) // 3]

@@ -121,11 +121,17 @@ class Sockets(AbstractTransport):
         patience: seconds without any progress after which a wait fails.
     """
 
-    def __init__(self, rank: int, connections: Mapping[int, socket.socket], patience: float = PATIENCE) -> None:
+    def __init__(
+        self, rank: int, connections: Mapping[int, socket.socket], patience: float = PATIENCE
+    ) -> None:
         super().__init__(rank, len(connections) + 1)
         self._patience = patience
-        self._connections = {peer: _Connection(peer, connection) for peer, connection in connections.items()}
-        self._by_file = {connection.socket.fileno(): connection for connection in self._connections.values()}
+        self._connections = {
+            peer: _Connection(peer, connection) for peer, connection in connections.items()
+        }
+        self._by_file = {
+            connection.socket.fileno(): connection for connection in self._connections.values()
+        }
         self._closed_connections: list[_Connection] = []
         self._poll = select.poll()
         self._condition = threading.Condition()
@@ -140,7 +146,9 @@ class Sockets(AbstractTransport):
             connection.socket.setblocking(False)
             self._poll.register(connection.socket, select.POLLIN)
             connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        weakref.finalize(self, _close_sockets, [self._wake_receiver, self._wake_sender, *connections.values()])
+        weakref.finalize(
+            self, _close_sockets, [self._wake_receiver, self._wake_sender, *connections.values()]
+        )
 
     @classmethod
     def create(cls, group: dist.ProcessGroup) -> Sockets:
@@ -166,7 +174,9 @@ class Sockets(AbstractTransport):
         with self._condition:
             for peer, buffer in transfer.receives.items():
                 if buffer.numel():
-                    self._receive(self._connections[peer], transfer.tag, _Receive(_memory_of(buffer), work))
+                    self._receive(
+                        self._connections[peer], transfer.tag, _Receive(_memory_of(buffer), work)
+                    )
             for peer, tensor in transfer.sends.items():
                 if tensor.numel():
                     self._send(self._connections[peer], transfer.tag, _memory_of(tensor), work)
@@ -199,7 +209,9 @@ class Sockets(AbstractTransport):
             if _bytes_moved(work) == bytes_moved and time.monotonic() >= end:
                 for connection in tuple(work.connections):
                     if not connection.is_closed:
-                        self._pull(connection)  # there may be fewer bytes than the kernel wakes a rank for
+                        self._pull(
+                            connection
+                        )  # there may be fewer bytes than the kernel wakes a rank for
             if _bytes_moved(work) != bytes_moved:
                 end, bytes_moved = time.monotonic() + self._patience, _bytes_moved(work)
             elif time.monotonic() >= end:
@@ -308,7 +320,9 @@ class Sockets(AbstractTransport):
                 return
             except OSError:
                 count = 0
-            if not count:  # the peer has closed its end, an error only if messages are still expected
+            if (
+                not count
+            ):  # the peer has closed its end, an error only if messages are still expected
                 self._close_connection(connection)
                 self._check_open(connection)
                 return
@@ -557,7 +571,9 @@ def _listen(world: int, stack: ExitStack) -> tuple[_Endpoint | None, list[socket
             listeners.append(listener)
     if not listeners:
         return None, listeners
-    addresses = tuple((listener.getsockname()[0], listener.getsockname()[1]) for listener in listeners)
+    addresses = tuple(
+        (listener.getsockname()[0], listener.getsockname()[1]) for listener in listeners
+    )
     return _Endpoint(secrets.token_bytes(16), addresses), listeners
 
 
@@ -588,7 +604,9 @@ def _hosts() -> list[str]:
             with suppress(ImportError, OSError):
                 import fcntl
 
-                address = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15]))
+                address = fcntl.ioctl(
+                    probe, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15])
+                )
                 hosts.append(socket.inet_ntoa(address[20:24]))
             return hosts
         with suppress(OSError):
@@ -610,11 +628,17 @@ def _connect_to(endpoint: _Endpoint, rank: int, end: float) -> socket.socket:
                 if _read_exactly(connection, len(endpoint.word), end) == endpoint.word:
                     return connection
             connection.close()
-    raise OSError(f"nobody answers at {', '.join(f'{host}:{port}' for host, port in endpoint.addresses)}")
+    raise OSError(
+        f"nobody answers at {', '.join(f'{host}:{port}' for host, port in endpoint.addresses)}"
+    )
 
 
 def _accept_ranks(
-    word: bytes, listeners: Sequence[socket.socket], ranks: range, connections: dict[int, socket.socket], end: float
+    word: bytes,
+    listeners: Sequence[socket.socket],
+    ranks: range,
+    connections: dict[int, socket.socket],
+    end: float,
 ) -> None:
     """Accept connections, some of them from other programs, until all `ranks` have connected. Raise OSError at `end`.
 
@@ -629,7 +653,9 @@ def _accept_ranks(
                 now = time.monotonic()
                 if now >= end:
                     raise OSError(f"rank {missing[0]} has not called within {CONNECT_SECONDS:g} s")
-                expired = [connection for connection, caller in callers.items() if now >= caller.end]
+                expired = [
+                    connection for connection, caller in callers.items() if now >= caller.end
+                ]
                 for connection in expired:
                     _drop(connection, callers, ready)
                 soonest = min([end, *(caller.end for caller in callers.values())])
@@ -643,7 +669,9 @@ def _accept_ranks(
             connection.close()
 
 
-def _accept(listener: socket.socket, callers: dict[socket.socket, _Caller], ready: selectors.BaseSelector) -> None:
+def _accept(
+    listener: socket.socket, callers: dict[socket.socket, _Caller], ready: selectors.BaseSelector
+) -> None:
     with suppress(OSError):  # the caller may have closed the connection
         connection, _ = listener.accept()
         if len(callers) >= _CALLERS:
@@ -685,12 +713,16 @@ def _read_hello(
     connection.close()
 
 
-def _forget(connection: socket.socket, callers: dict[socket.socket, _Caller], ready: selectors.BaseSelector) -> None:
+def _forget(
+    connection: socket.socket, callers: dict[socket.socket, _Caller], ready: selectors.BaseSelector
+) -> None:
     ready.unregister(connection)
     del callers[connection]
 
 
-def _drop(connection: socket.socket, callers: dict[socket.socket, _Caller], ready: selectors.BaseSelector) -> None:
+def _drop(
+    connection: socket.socket, callers: dict[socket.socket, _Caller], ready: selectors.BaseSelector
+) -> None:
     _forget(connection, callers, ready)
     connection.close()
 

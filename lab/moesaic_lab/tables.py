@@ -21,7 +21,11 @@ Columns = Sequence[str | tuple[str, str]]
 
 
 def table(
-    title: str, rows: Sequence[Mapping[str, Any]], columns: Columns = (), *, group_by: tuple[str, ...] = ()
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    columns: Columns = (),
+    *,
+    group_by: tuple[str, ...] = (),
 ) -> Table:
     """Return rows as a table; how a value is shown follows from its type and from the unit in its key.
 
@@ -31,8 +35,13 @@ def table(
         columns: the columns; () for all keys of the first row.
         group_by: keys; a line separates two rows that differ in one of them.
     """
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
-    named = [(column, title_of(column)) if isinstance(column, str) else column for column in columns or rows[0]]
+    shown = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1)
+    )
+    named = [
+        (column, title_of(column)) if isinstance(column, str) else column
+        for column in columns or rows[0]
+    ]
     for key, name in named:
         is_text = any(isinstance(row.get(key), str) for row in rows)
         shown.add_column(name, justify="left" if is_text else "right", no_wrap=True)
@@ -45,7 +54,11 @@ def table(
 def title_of(key: str) -> str:
     """Return a key in words; seconds are shown in milliseconds."""
     words = key.replace("_", " ")
-    return f"{words.removesuffix('seconds').strip()} ms".strip() if words.endswith("seconds") else words
+    return (
+        f"{words.removesuffix('seconds').strip()} ms".strip()
+        if words.endswith("seconds")
+        else words
+    )
 
 
 def cell(key: str, value: object) -> str:
@@ -67,7 +80,8 @@ def spread(rows: Sequence[Mapping[str, Any]], figure: str, *by: str) -> list[dic
     for row in rows:
         groups.setdefault(tuple(row[key] for key in by), []).append(row[figure])
     return [
-        dict(zip(by, values)) | {"mean": statistics.mean(figures), "least": min(figures), "most": max(figures)}
+        dict(zip(by, values))
+        | {"mean": statistics.mean(figures), "least": min(figures), "most": max(figures)}
         for values, figures in groups.items()
     ]
 
@@ -114,8 +128,15 @@ QUARTILES = ("median_seconds", "low_seconds", "high_seconds")
 
 def claims_table(claims: Sequence[Claim]) -> Table:
     """Return a table of claims with their targets; a claim without a value shows the reason."""
-    shown = Table(title="Claims", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
-    for name, justify in (("claim", "left"), ("value", "right"), ("target", "right"), ("holds", "left")):
+    shown = Table(
+        title="Claims", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1)
+    )
+    for name, justify in (
+        ("claim", "left"),
+        ("value", "right"),
+        ("target", "right"),
+        ("holds", "left"),
+    ):
         shown.add_column(name, justify=justify, no_wrap=name != "holds")  # type: ignore[arg-type]
     for claim in claims:
         value = "" if claim.value is None else f"{claim.value:.4g}"

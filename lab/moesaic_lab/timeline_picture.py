@@ -38,7 +38,9 @@ def timelines() -> dict[str, Timeline]:
     compiled = compile_plan(PLAN, GRID)
     programs = {"forward": compiled.forward, "backward": compiled.backward}
     simulator = Simulator(cluster)
-    return {name: simulator.run(program, LAYER, GRID).timeline for name, program in programs.items()}
+    return {
+        name: simulator.run(program, LAYER, GRID).timeline for name, program in programs.items()
+    }
 
 
 def title(name: str, timeline: Timeline) -> str:
@@ -52,20 +54,44 @@ def picture(by_name: Mapping[str, Timeline]) -> str:
     until = 1e3 * max(timeline.makespan for timeline in by_name.values())
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moesaic"}):
         figure = Figure(figsize=(9, 2.2 * len(by_name)), layout="constrained")
-        for axes, (name, timeline) in zip(figure.subplots(len(by_name), 1, squeeze=False).flatten(), by_name.items()):
+        for axes, (name, timeline) in zip(
+            figure.subplots(len(by_name), 1, squeeze=False).flatten(), by_name.items()
+        ):
             lanes = [lane for lane in LANES if timeline.on(lane)]
             for span in timeline.spans:
                 start, length = 1e3 * span.start, 1e3 * (span.end - span.start)
                 colour = NO_CHUNK if span.chunk is None else COLOURS[span.chunk % len(COLOURS)]
                 row = lanes.index(span.lane)
-                axes.barh(row, length, left=start, height=0.8, color=colour, edgecolor="white", linewidth=0.5)
+                axes.barh(
+                    row,
+                    length,
+                    left=start,
+                    height=0.8,
+                    color=colour,
+                    edgecolor="white",
+                    linewidth=0.5,
+                )
                 if length > LETTER * until * len(span.task):
-                    axes.text(start + length / 2, row, span.task, ha="center", va="center", fontsize=6, color="white")
-            axes.set(xlim=(0, until), yticks=range(len(lanes)), yticklabels=[lane.value for lane in lanes])
+                    axes.text(
+                        start + length / 2,
+                        row,
+                        span.task,
+                        ha="center",
+                        va="center",
+                        fontsize=6,
+                        color="white",
+                    )
+            axes.set(
+                xlim=(0, until),
+                yticks=range(len(lanes)),
+                yticklabels=[lane.value for lane in lanes],
+            )
             axes.invert_yaxis()
             axes.tick_params(labelsize=7)
             axes.set_title(title(name, timeline), fontsize=9, loc="left")
-        axes.set_xlabel(f"ms on {CLUSTER}, simulated; a colour per chunk, grey for no one chunk", fontsize=8)
+        axes.set_xlabel(
+            f"ms on {CLUSTER}, simulated; a colour per chunk, grey for no one chunk", fontsize=8
+        )
         text = StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()

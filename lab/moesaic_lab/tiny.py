@@ -99,17 +99,30 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
         for model, each in by_model.items()
     ]
     beaten = float(sum(claim.holds is True for claim in lows))
-    listed = [Claim(name="mission.tiny_beats_dense", value=beaten, unit="models", target=len(MODELS), op=">="), *lows]
+    listed = [
+        Claim(
+            name="mission.tiny_beats_dense",
+            value=beaten,
+            unit="models",
+            target=len(MODELS),
+            op=">=",
+        ),
+        *lows,
+    ]
     if "swin-tiny" in by_model:
         accuracy = statistics.mean(figures(rows, "accuracy", model="swin-tiny", ffn="moe"))
-        listed.append(Claim(name="tiny.digits_accuracy", value=accuracy, target=LEAST_ACCURACY, op=">="))
+        listed.append(
+            Claim(name="tiny.digits_accuracy", value=accuracy, target=LEAST_ACCURACY, op=">=")
+        )
     return listed
 
 
 def measure(options: TinyOptions, cases: None, told: Told) -> list[dict[str, Any]]:
     """Train every model and its dense twin with every seed."""
     runs = {
-        f"{model}-{options.steps or 'preset'}-{ffn}-{seed}": partial(one_run, model, ffn, seed, options.steps)
+        f"{model}-{options.steps or 'preset'}-{ffn}-{seed}": partial(
+            one_run, model, ffn, seed, options.steps
+        )
         for model, seed, ffn in itertools.product(options.models, options.seeds, ("moe", "dense"))
     }
     return [row for _, row in each_kept(options.keep, runs, told)]

@@ -27,8 +27,16 @@ def short_run(config: TrainConfig, steps: int, **changes: Any) -> TrainConfig:
         steps: optimizer steps; the learning-rate schedule ends with them.
         changes: further fields of the configuration.
     """
-    end: dict[str, Any] = {"evaluate": replace(config.evaluate, every=steps), "save": SaveConfig(every=steps)}
-    plain: dict[str, Any] = {"precision": "float32", "device": "cpu", "threads": 1, "tensorboard": False}
+    end: dict[str, Any] = {
+        "evaluate": replace(config.evaluate, every=steps),
+        "save": SaveConfig(every=steps),
+    }
+    plain: dict[str, Any] = {
+        "precision": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "tensorboard": False,
+    }
     return replace(config, **{"steps": steps, "log_every": steps} | plain | end | changes)
 
 
@@ -52,7 +60,9 @@ def trained_on(world: int, config: TrainConfig, *, backend: str = "gloo") -> lis
     return read_metrics(Path(config.out))
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], mesh: Mesh) -> float:
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], mesh: Mesh
+) -> float:
     """Run a training step of a decoder on a mesh; return the loss of this rank's own samples.
 
     Args:
@@ -78,4 +88,6 @@ def steps_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def changes(config: Any) -> str:
     """Return the fields of a configuration that differ from their defaults, as "name=value" words."""
     plain = vars(type(config)())
-    return " ".join(f"{name}={value}" for name, value in vars(config).items() if value != plain[name])
+    return " ".join(
+        f"{name}={value}" for name, value in vars(config).items() if value != plain[name]
+    )

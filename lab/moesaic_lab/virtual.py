@@ -43,7 +43,9 @@ class Accelerator:
 
     def __post_init__(self) -> None:
         if not self.flops_per_second > 0:
-            raise InputError(f"a virtual accelerator needs flops_per_second above 0, got {self.flops_per_second}")
+            raise InputError(
+                f"a virtual accelerator needs flops_per_second above 0, got {self.flops_per_second}"
+            )
         if not self.coded_bytes_per_second >= 0:
             raise InputError(
                 f"coded_bytes_per_second={self.coded_bytes_per_second}: write bytes per second, 0 for none"
@@ -60,7 +62,9 @@ class Accelerator:
             InputError: if `coded_bytes_per_second` is 0.
         """
         if not self.coded_bytes_per_second:
-            raise InputError("a plan names a codec: give the virtual accelerator coded_bytes_per_second")
+            raise InputError(
+                "a plan names a codec: give the virtual accelerator coded_bytes_per_second"
+            )
         self.charge(num_bytes / self.coded_bytes_per_second)
 
     def charge(self, seconds: float) -> None:

@@ -32,7 +32,9 @@ class Change:
 
     def __post_init__(self) -> None:
         if not (self.at_seconds >= 0 and math.isfinite(self.at_seconds)):
-            raise InputError(f"change.at_seconds={self.at_seconds}: write seconds from the start, 0 or more")
+            raise InputError(
+                f"change.at_seconds={self.at_seconds}: write seconds from the start, 0 or more"
+            )
         bytes_per_second(self.rate, "change.rate")
 
 
@@ -71,7 +73,9 @@ class Bed:
         if self.intra is not None:
             bytes_per_second(self.intra, "intra")
         if not 0 <= self.per_message <= MAX_PER_MESSAGE:
-            raise InputError(f"per_message={self.per_message}: write bytes from 0 to {MAX_PER_MESSAGE}")
+            raise InputError(
+                f"per_message={self.per_message}: write bytes from 0 to {MAX_PER_MESSAGE}"
+            )
         for change in self.changes:
             if not 0 <= change.node < self.nodes:
                 raise InputError(f"change.node={change.node}: nodes are 0 to {self.nodes - 1}")
@@ -88,7 +92,9 @@ class Bed:
 
     def inter_bytes_per_second(self, node: int = 0) -> float:
         """Return the bytes per second of a node's link in each direction, before any change."""
-        return bytes_per_second(self.inter if isinstance(self.inter, str) else self.inter[node], "inter")
+        return bytes_per_second(
+            self.inter if isinstance(self.inter, str) else self.inter[node], "inter"
+        )
 
     def node_of(self, rank: int) -> int:
         """Return the node that a rank runs on."""
@@ -105,10 +111,16 @@ def bytes_per_second(rate: str, where: str) -> float:
     Raises:
         InputError: for any other text. `mbps` is refused too: `tc` reads it as megabytes, other tools as megabits.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)", rate.strip().lower()) if isinstance(rate, str) else None
+    match = (
+        re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]bit)", rate.strip().lower())
+        if isinstance(rate, str)
+        else None
+    )
     if match is None:
         raise InputError(f"{where}={rate!r} is no rate: {EXAMPLES}")
     bits = float(match[1]) * UNITS[match[2]]
     if not SLOWEST <= bits <= FASTEST:
-        raise InputError(f"{where}={rate!r}: rates go from {SLOWEST / 1e3:.0f}kbit to {FASTEST / 1e9:.0f}gbit")
+        raise InputError(
+            f"{where}={rate!r}: rates go from {SLOWEST / 1e3:.0f}kbit to {FASTEST / 1e9:.0f}gbit"
+        )
     return bits / 8

@@ -51,9 +51,17 @@ class Launcher:
 
     def __init__(self, with_torch: bool = True) -> None:
         ours, theirs = socket.socketpair()
-        words = [sys.executable, "-m", "moesaic_testbed.launcher", str(theirs.fileno()), str(os.getpid())]
+        words = [
+            sys.executable,
+            "-m",
+            "moesaic_testbed.launcher",
+            str(theirs.fileno()),
+            str(os.getpid()),
+        ]
         words.append("torch" if with_torch else "plain")
-        self._process = subprocess.Popen(words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
         theirs.close()
         self._channel = Channel(ours)
 
@@ -122,7 +130,10 @@ class Cluster:
         """
         if threads < 1:
             raise InputError(f"threads={threads}: must be at least 1")
-        return [pickle.loads(result) for result in self._ask(_request(RunFunction, function, args, threads))]
+        return [
+            pickle.loads(result)
+            for result in self._ask(_request(RunFunction, function, args, threads))
+        ]
 
     def run_inside(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function once, in the bed's own process. Use it for functions that start and disturb ranks themselves.
@@ -145,7 +156,10 @@ class Cluster:
         return returned
 
     def command(
-        self, words: Sequence[str], env: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] | None = None
+        self,
+        words: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
     ) -> list[int]:
         """Run a command on every rank, with the environment that torchrun sets. The command's output is shown unchanged.
 
@@ -162,7 +176,9 @@ class Cluster:
         """
         if not words:
             raise InputError("no command to run: name one")
-        request = Command(words=list(words), environment=dict(env or {}), cwd=os.fspath(cwd or os.getcwd()))
+        request = Command(
+            words=list(words), environment=dict(env or {}), cwd=os.fspath(cwd or os.getcwd())
+        )
         codes: list[int] = self._ask(request, interrupt=True)
         return codes
 
@@ -227,7 +243,9 @@ class Cluster:
 
 
 @contextmanager
-def cluster(nodes: int = 2, ranks_per_node: int = 2, *, bed: Bed | None = None, **options: Any) -> Iterator[Cluster]:
+def cluster(
+    nodes: int = 2, ranks_per_node: int = 2, *, bed: Bed | None = None, **options: Any
+) -> Iterator[Cluster]:
     """Emulate a cluster on this machine while the block runs.
 
     Args:
@@ -259,7 +277,9 @@ def refusal() -> str | None:
     return None
 
 
-def _request(kind: type[RunFunction], function: Callable[..., Any], args: tuple[Any, ...], threads: int) -> RunFunction:
+def _request(
+    kind: type[RunFunction], function: Callable[..., Any], args: tuple[Any, ...], threads: int
+) -> RunFunction:
     try:
         call = pickle.dumps((function, args))
     except Exception as error:
@@ -273,7 +293,11 @@ def _request(kind: type[RunFunction], function: Callable[..., Any], args: tuple[
 
 def _main_script() -> dict[str, Any]:
     """Return the data with which a new process can import this process's main script."""
-    return {name: value for name, value in spawn.get_preparation_data("testbed").items() if name != "authkey"}
+    return {
+        name: value
+        for name, value in spawn.get_preparation_data("testbed").items()
+        if name != "authkey"
+    }
 
 
 def _error(failure: Failure) -> RankError:

@@ -67,14 +67,19 @@ def _run(arguments: Sequence[str]) -> int:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     words = list(arguments[split + 1 :])
     description = "Run a command once per rank of an emulated cluster."
-    options = parse(RunOptions, arguments[:split], prog="moesaic testbed run", description=description)
+    options = parse(
+        RunOptions, arguments[:split], prog="moesaic testbed run", description=description
+    )
     if not words:
-        raise InputError("no command: write it after --, as in moesaic testbed run --nodes 2 -- python train.py")
+        raise InputError(
+            "no command: write it after --, as in moesaic testbed run --nodes 2 -- python train.py"
+        )
     if options.threads < 1:
         raise InputError(f"--threads {options.threads}: must be at least 1")
     bed = _bed(options)
     Console(stderr=True, soft_wrap=True, highlight=False).print(
-        f"on a real cluster, on every node: {torchrun_line(bed.nodes, bed.ranks_per_node, words)}", markup=False
+        f"on a real cluster, on every node: {torchrun_line(bed.nodes, bed.ranks_per_node, words)}",
+        markup=False,
     )
     with Launcher(with_torch=False) as launcher, launcher.open(bed) as cluster:
         codes = cluster.command(words, env={"OMP_NUM_THREADS": str(options.threads)})
@@ -109,7 +114,11 @@ def exit_code(codes: Sequence[int]) -> int:
 def _bed(options: RunOptions) -> Bed:
     from moesaic_testbed import Bed
 
-    fields = {name: value for name, value in vars(options).items() if name not in ("inter", "changes", "threads")}
+    fields = {
+        name: value
+        for name, value in vars(options).items()
+        if name not in ("inter", "changes", "threads")
+    }
     inter = options.inter[0] if len(options.inter) == 1 else options.inter
     return Bed(inter=inter, changes=tuple(map(_change, options.changes)), **fields)
 
@@ -134,5 +143,7 @@ def _info() -> int:
     rights = "root" if may_configure_networks() else "a user namespace"
     console = Console(soft_wrap=True, highlight=False)
     console.print(reason or "this machine can emulate clusters", markup=False)
-    console.print(f"with the rights of {rights}, Linux {platform.release()}, {len(os.sched_getaffinity(0))} cores")
+    console.print(
+        f"with the rights of {rights}, Linux {platform.release()}, {len(os.sched_getaffinity(0))} cores"
+    )
     return 0 if reason is None else 1

@@ -45,7 +45,9 @@ def main(line: int, parent: int, with_torch: bool) -> None:
         return
     if os.getppid() != parent:
         return
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing reads the exit codes of the processes around beds
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_IGN
+    )  # nothing reads the exit codes of the processes around beds
     requests = Channel(socket.socket(fileno=line))
     if with_torch:
         _import_torch()

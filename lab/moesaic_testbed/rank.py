@@ -62,13 +62,17 @@ def start(net: int, environment: Mapping[str, str], cwd: str, output: Sequence[i
         hold_still(int(environment["RANK"]))
     os.chdir(cwd)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
 
 
 def execute(words: Sequence[str]) -> None:
     """Replace this process by a command; does not return. The exit code is 127 if there is no such command."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.setpgid(0, 0)  # so that signals reach what the command starts too, as Ctrl-C does at a terminal
+    os.setpgid(
+        0, 0
+    )  # so that signals reach what the command starts too, as Ctrl-C does at a terminal
     try:
         os.execvp(words[0], list(words))
     except OSError as error:
@@ -89,7 +93,9 @@ def serve_store(port: int, ready: int) -> None:
         os._exit(1)
 
 
-def call(rank: int, line: Connection, function: Any, arguments: tuple[Any, ...], threads: int) -> None:
+def call(
+    rank: int, line: Connection, function: Any, arguments: tuple[Any, ...], threads: int
+) -> None:
     """Connect, call a function when all ranks are ready, and report its result or exception; does not return."""
     try:
         import torch
@@ -100,7 +106,9 @@ def call(rank: int, line: Connection, function: Any, arguments: tuple[Any, ...],
         line.send(Ready())
         line.recv()
         message: object = Done(result=_pickled(function(*arguments)))
-    except BaseException as error:  # SystemExit and KeyboardInterrupt of the function are failures of this rank too
+    except (
+        BaseException
+    ) as error:  # SystemExit and KeyboardInterrupt of the function are failures of this rank too
         message = failure_of(rank, error)
     sys.stdout.flush()
     sys.stderr.flush()

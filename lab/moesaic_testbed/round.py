@@ -50,7 +50,13 @@ class AbstractRound(ABC):
     """
 
     def __init__(self, wiring: Wiring, parent: Channel, port: int, output: Sequence[int]) -> None:
-        self.wiring, self.bed, self.parent, self.port, self.output = wiring, wiring.bed, parent, port, output
+        self.wiring, self.bed, self.parent, self.port, self.output = (
+            wiring,
+            wiring.bed,
+            parent,
+            port,
+            output,
+        )
         self.processes: list[Process] = []
         self._changes = sorted(self.bed.changes, key=lambda change: change.at_seconds)
         self._started: float | None = None
@@ -142,7 +148,9 @@ class AbstractRound(ABC):
 
 def _end_everything() -> None:
     """Kill all other processes of the bed, those included that ranks left behind, and wait for their end."""
-    assert os.getpid() == 1, "outside a process namespace of its own this would kill everything that it may"
+    assert os.getpid() == 1, (
+        "outside a process namespace of its own this would kill everything that it may"
+    )
     try:
         os.kill(-1, signal.SIGKILL)
     except ProcessLookupError:
@@ -157,14 +165,20 @@ def _end_everything() -> None:
 class CommandRound(AbstractRound):
     """Runs a command on every rank."""
 
-    def __init__(self, wiring: Wiring, parent: Channel, port: int, output: Sequence[int], request: Command) -> None:
+    def __init__(
+        self, wiring: Wiring, parent: Channel, port: int, output: Sequence[int], request: Command
+    ) -> None:
         super().__init__(wiring, parent, port, output)
         self._request = request
 
     def start_rank(self, rank: int) -> Process:
         def child() -> None:
-            environment = ranks.launcher_variables(self.bed, rank, self.port) | dict(self._request.environment)
-            ranks.start(self.wiring.net(self.bed.node_of(rank)), environment, self._request.cwd, self.output)
+            environment = ranks.launcher_variables(self.bed, rank, self.port) | dict(
+                self._request.environment
+            )
+            ranks.start(
+                self.wiring.net(self.bed.node_of(rank)), environment, self._request.cwd, self.output
+            )
             ranks.execute(self._request.words)
 
         pid, handle = self.fork(child)
@@ -174,7 +188,9 @@ class CommandRound(AbstractRound):
         """Wait for all ranks. If one fails, or the parent interrupts, end the others step by step."""
         self.start_clock()
         steps: list[tuple[float, int]] = []
-        while left := {process.handle: process for process in self.processes if process.status is None}:
+        while left := {
+            process.handle: process for process in self.processes if process.status is None
+        }:
             seconds = steps[0][0] - time.monotonic() if steps else None
             if seconds is not None and seconds <= 0:
                 self._signal(steps.pop(0)[1])
@@ -187,8 +203,13 @@ class CommandRound(AbstractRound):
                     self._signal(message.signal)
                     steps = [(now + SAVE_SECONDS, signal.SIGKILL)]
                 elif self._ended(left[source]) and not steps:
-                    steps = [(now + GRACE_SECONDS, signal.SIGTERM), (now + 2 * GRACE_SECONDS, signal.SIGKILL)]
-        return Answer(value=[os.waitstatus_to_exitcode(process.status or 0) for process in self.processes])
+                    steps = [
+                        (now + GRACE_SECONDS, signal.SIGTERM),
+                        (now + 2 * GRACE_SECONDS, signal.SIGKILL),
+                    ]
+        return Answer(
+            value=[os.waitstatus_to_exitcode(process.status or 0) for process in self.processes]
+        )
 
     def _ended(self, process: Process) -> bool:
         """Record the exit status of a process that has ended; return whether it failed."""
@@ -222,7 +243,9 @@ class FunctionRound(AbstractRound):
         def child() -> None:
             ours.close()
             environment = ranks.launcher_variables(self.bed, rank, self.port, self._threads)
-            ranks.start(self.wiring.net(self.bed.node_of(rank)), environment, os.getcwd(), self.output)
+            ranks.start(
+                self.wiring.net(self.bed.node_of(rank)), environment, os.getcwd(), self.output
+            )
             ranks.call(rank, theirs, self._function, self._arguments, self._threads)
 
         pid, handle = self.fork(child)
@@ -244,24 +267,32 @@ class FunctionRound(AbstractRound):
         end = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < end and len(self._failures) + len(self._results) < world:
             self._collect(max(end - time.monotonic(), 0.0))
-        return Answer(failure=min(self._failures, key=lambda failure: (not failure.died, failure.at_seconds)))
+        return Answer(
+            failure=min(self._failures, key=lambda failure: (not failure.died, failure.at_seconds))
+        )
 
     def _collect(self, seconds: float | None) -> int:
         """Receive reports of ranks and notice which have ended; return how many became ready."""
         reported = {failure.rank for failure in self._failures} | set(self._results)
         left = [process for process in self.processes if process.rank not in reported]
-        by_source = {source: process for process in left for source in (process.line, process.handle)}
+        by_source = {
+            source: process for process in left for source in (process.line, process.handle)
+        }
         num_ready = 0
         for source in self.await_any([*by_source, self.parent], seconds):
             if source is self.parent:
                 raise EOFError("the parent hung up")
             process = by_source[source]
-            message = _report_of(process) or (_failure_of_dead(process) if source == process.handle else None)
+            message = _report_of(process) or (
+                _failure_of_dead(process) if source == process.handle else None
+            )
             if isinstance(message, ranks.Ready):
                 num_ready += 1
             elif isinstance(message, ranks.Done):
                 self._results[process.rank] = message.result
-            elif message is not None and process.rank not in {failure.rank for failure in self._failures}:
+            elif message is not None and process.rank not in {
+                failure.rank for failure in self._failures
+            }:
                 self._failures.append(message)
         return num_ready
 
@@ -288,5 +319,12 @@ def _failure_of_dead(process: Process) -> Failure:
     if process.status is None:
         _, process.status = os.waitpid(process.pid, 0)
     code = os.waitstatus_to_exitcode(process.status)
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-    return Failure(rank=process.rank, reason=f"{how} before it returned", at_seconds=time.monotonic(), died=True)
+    how = (
+        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+    )
+    return Failure(
+        rank=process.rank,
+        reason=f"{how} before it returned",
+        at_seconds=time.monotonic(),
+        died=True,
+    )

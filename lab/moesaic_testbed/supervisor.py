@@ -13,7 +13,15 @@ from multiprocessing import process, spawn
 from typing import Any
 
 from moesaic_testbed.bed import Bed
-from moesaic_testbed.messages import Answer, Channel, Command, Count, Failure, RunFunction, RunInside
+from moesaic_testbed.messages import (
+    Answer,
+    Channel,
+    Command,
+    Count,
+    Failure,
+    RunFunction,
+    RunInside,
+)
 from moesaic_testbed.rank import failure_of
 from moesaic_testbed.round import CommandRound, FunctionRound
 from moesaic_testbed.wiring import Wiring, WiringError
@@ -55,7 +63,9 @@ class Supervisor:
                 return Answer(failure=failure_of(None, error))
             if isinstance(request, RunInside):
                 return _called(function, (self._wiring, *arguments))
-            return FunctionRound(self._wiring, self._channel, port, files, request.threads, function, arguments).run()
+            return FunctionRound(
+                self._wiring, self._channel, port, files, request.threads, function, arguments
+            ).run()
         if isinstance(request, Command):
             return CommandRound(self._wiring, self._channel, port, files, request).run()
         if isinstance(request, Count):

@@ -71,7 +71,10 @@ def node_address(node: int) -> str:
 def cables(bed: Bed) -> list[Cable]:
     """Return the cables of a bed, one per node, in order."""
     rates = map(bed.inter_bytes_per_second, range(bed.nodes))
-    return [Cable(node=node, bytes_per_second=rate, per_message=bed.per_message) for node, rate in enumerate(rates)]
+    return [
+        Cable(node=node, bytes_per_second=rate, per_message=bed.per_message)
+        for node, rate in enumerate(rates)
+    ]
 
 
 def namespaces(bed: Bed) -> list[str]:
@@ -218,9 +221,12 @@ def _counters(net: int) -> dict[str, Carried]:
     for link in links:
         sent = link["stats64"]["tx"]
         queue = shaped.get(
-            link["ifname"], {"bytes": sent["bytes"], "packets": sent["packets"], "drops": sent["dropped"]}
+            link["ifname"],
+            {"bytes": sent["bytes"], "packets": sent["packets"], "drops": sent["dropped"]},
         )
-        by_device[link["ifname"]] = Carried(bytes=queue["bytes"], packets=queue["packets"], dropped=queue["drops"])
+        by_device[link["ifname"]] = Carried(
+            bytes=queue["bytes"], packets=queue["packets"], dropped=queue["drops"]
+        )
     return by_device
 
 
@@ -228,11 +234,18 @@ def _run(words: Sequence[str], lines: Sequence[str] = (), share: Sequence[int] =
     """Run a tool with `lines` as input and return its output."""
     try:
         process = subprocess.run(
-            words, input="\n".join(lines) + "\n", capture_output=True, text=True, pass_fds=share, check=False
+            words,
+            input="\n".join(lines) + "\n",
+            capture_output=True,
+            text=True,
+            pass_fds=share,
+            check=False,
         )
     except FileNotFoundError as error:
         raise WiringError(f"`{words[0]}` is missing") from error
     if process.returncode:
-        messages = [line for line in process.stderr.splitlines() if line.strip()] or [f"exit code {process.returncode}"]
+        messages = [line for line in process.stderr.splitlines() if line.strip()] or [
+            f"exit code {process.returncode}"
+        ]
         raise WiringError(f"`{words[0]}` said: {messages[0].strip()}")
     return process.stdout

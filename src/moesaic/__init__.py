@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from moesaic.experts import GatedExperts, ModuleExperts, PlainExperts
     from moesaic.kernels.encode import encoding, fast_decode, fast_encode
     from moesaic.layer import MoE, balance_on_step, finish_step
-    from moesaic.parallel import clip_grad_norm_, parallelize_model, parameter_groups, prepare_ddp, shard_over_data
+    from moesaic.parallel import (
+        clip_grad_norm_,
+        parallelize_model,
+        parameter_groups,
+        prepare_ddp,
+        shard_over_data,
+    )
     from moesaic.program.plan import Plan
     from moesaic.routing.capacity import Capacity, Dropless
     from moesaic.routing.injection import collect_losses, set_loss_scale
@@ -102,7 +108,9 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "torch":
             raise
-        raise ImportError(f"moesaic.{name} needs torch: {to_install('.[train]')}", name=error.name) from None
+        raise ImportError(
+            f"moesaic.{name} needs torch: {to_install('.[train]')}", name=error.name
+        ) from None
 
 
 def __dir__() -> list[str]:

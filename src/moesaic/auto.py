@@ -57,7 +57,9 @@ class AutoPlan:
     def __init__(self, mesh: Mesh, clock: Callable[[], float] = time.perf_counter) -> None:
         self._grid, self._transport = mesh.grid, mesh.transport
         self._everyone = tuple(range(mesh.grid.world))
-        self._layers: list[tuple[weakref.ref[ExpertParallel], weakref.ref[AbstractExperts], dict[str, int]]] = []
+        self._layers: list[
+            tuple[weakref.ref[ExpertParallel], weakref.ref[AbstractExperts], dict[str, int]]
+        ] = []
         self._parameters: list[Callable[[], Iterable[Tensor]]] = []
         self._steps_layers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._compiled: dict[tuple[int, bool], Compiled] = {}
@@ -78,7 +80,9 @@ class AutoPlan:
         self.say: Callable[[str], None] = LOG.warning
         """Called on the first rank with every line."""
         self_ref = weakref.ref(self)
-        handle = register_optimizer_step_pre_hook(lambda optimizer, *_: _note_step(self_ref(), optimizer))
+        handle = register_optimizer_step_pre_hook(
+            lambda optimizer, *_: _note_step(self_ref(), optimizer)
+        )
         weakref.finalize(self, handle.remove)
 
     @classmethod
@@ -89,7 +93,11 @@ class AutoPlan:
         return auto
 
     def join(
-        self, on_mesh: ExpertParallel, experts: AbstractExperts, hidden: int, parameters: Callable[[], Iterable[Tensor]]
+        self,
+        on_mesh: ExpertParallel,
+        experts: AbstractExperts,
+        hidden: int,
+        parameters: Callable[[], Iterable[Tensor]],
     ) -> None:
         """Add a layer. Earlier results are dropped, since they were measured for other layers.
 
@@ -131,7 +139,9 @@ class AutoPlan:
         self._load_now, self.load = load, expected_load
 
         def agreed(load: float) -> list[float]:
-            seconds: list[float] = self._from_first_rank(list(predict(load)) if predict is not None else [])
+            seconds: list[float] = self._from_first_rank(
+                list(predict(load)) if predict is not None else []
+            )
             return seconds
 
         self._begin_table(plans, agreed, settings)
@@ -148,7 +158,11 @@ class AutoPlan:
             return
         self._last_call = (tokens, top_k, dtype.itemsize)
         self._calls += 1
-        if self._calls == PATIENCE * len(self._layers) and not self._steps and not self._has_stepped:
+        if (
+            self._calls == PATIENCE * len(self._layers)
+            and not self._steps
+            and not self._has_stepped
+        ):
             self._say(
                 f"plan auto: {PATIENCE} backward passes and no step of a torch optimizer with the layers' parameters, so plans "
                 "are not timed: let a torch.optim.Optimizer step them, or name a plan instead of auto"
@@ -170,7 +184,10 @@ class AutoPlan:
             "estimated_seconds": table.estimates()[table.running],
             "switches": table.switches,
             "explored_share": table.explored / table.steps,
-            "decisions": [[each.step, each.why, each.bucket, plan_in_words(table.plans[each.plan])] for each in new],
+            "decisions": [
+                [each.step, each.why, each.bucket, plan_in_words(table.plans[each.plan])]
+                for each in new
+            ],
         }
 
     def state(self) -> dict[str, Any] | None:
@@ -180,7 +197,12 @@ class AutoPlan:
     def _note_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer steps. It counts only if the optimizer has any of the layers' trained parameters."""
         if optimizer not in self._steps_layers:
-            trained = {id(p) for parameters_of in self._parameters for p in parameters_of() if p.requires_grad}
+            trained = {
+                id(p)
+                for parameters_of in self._parameters
+                for p in parameters_of()
+                if p.requires_grad
+            }
             stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
             self._steps_layers[optimizer] = not trained or bool(trained & stepped)
         if self._steps_layers[optimizer]:
@@ -192,10 +214,17 @@ class AutoPlan:
         """Record the step that ended, and choose the plan of the next one."""
         if self.table is not None:
             self._unrecorded += 1
-            may_wait = self._transport.device.type == "cuda" and self._load_now is None and self.table.race is None
+            may_wait = (
+                self._transport.device.type == "cuda"
+                and self._load_now is None
+                and self.table.race is None
+            )
             if may_wait and self._unrecorded < PERIOD:
                 return
-            mine = torch.tensor([(self._now() - self._timed_from) / self._unrecorded, self.load], dtype=torch.float64)
+            mine = torch.tensor(
+                [(self._now() - self._timed_from) / self._unrecorded, self.load],
+                dtype=torch.float64,
+            )
             seconds, self.load = all_reduce_max(
                 self._transport, self._everyone, mine.to(self._transport.device)
             ).tolist()
@@ -224,23 +253,35 @@ class AutoPlan:
             tokens, top_k, element_bytes = self._last_call
             sizes, on_cpu = next(self._members())[2], self._transport.device.type == "cpu"
             try:
-                job = layer_job(self._grid, tokens=tokens, top_k=top_k, element_bytes=element_bytes, **sizes)
+                job = layer_job(
+                    self._grid, tokens=tokens, top_k=top_k, element_bytes=element_bytes, **sizes
+                )
                 plans = assumed_plans(job, self._grid, first, plans=PLANS, on_cpu=on_cpu)
             except InputError as error:
                 self.say(f"plan auto: nothing to choose from, {plan_in_words(first)} runs: {error}")
         return [
-            override(Plan(), table, source="plan auto") for table in self._from_first_rank(list(map(asdict, plans)))
+            override(Plan(), table, source="plan auto")
+            for table in self._from_first_rank(list(map(asdict, plans)))
         ]
 
     def _from_first_rank(self, value: Any) -> Any:
         """Return the first rank's value."""
-        device, encoded = self._transport.device, torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
-        length = broadcast(self._transport, self._everyone, torch.tensor([len(encoded)], device=device), 0)
-        encoded = encoded if self._transport.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
+        device, encoded = (
+            self._transport.device,
+            torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8),
+        )
+        length = broadcast(
+            self._transport, self._everyone, torch.tensor([len(encoded)], device=device), 0
+        )
+        encoded = (
+            encoded if self._transport.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
+        )
         received = broadcast(self._transport, self._everyone, encoded.to(device), 0)
         return json.loads(bytes(received.tolist()))
 
-    def _begin_table(self, plans: Sequence[Plan], predict: Predict | None, settings: TableSettings | None) -> None:
+    def _begin_table(
+        self, plans: Sequence[Plan], predict: Predict | None, settings: TableSettings | None
+    ) -> None:
         """Make the plan table, restored from `saved` if that is for the same mesh, and choose the first plan."""
         first = next(self._members())[0].compiled.plan
         tested = {(first.codec, first.backward_codec)}
@@ -251,7 +292,9 @@ class AutoPlan:
                 self.table.restore(saved)
         except InputError as error:
             self.table = PlanTable(plans, predict, settings, load=self.load, tested=tested)
-            self._tell(f"plan auto: the checkpoint's plan table is unusable ({error}), so plans are timed anew")
+            self._tell(
+                f"plan auto: the checkpoint's plan table is unusable ({error}), so plans are timed anew"
+            )
         self._choose(self.table)
 
     def _choose(self, table: PlanTable) -> None:
@@ -265,7 +308,11 @@ class AutoPlan:
             on_mesh.use(self._compiled[key], experts)
         if was_racing and table.race is None:
             why = "step times have changed; " if table.races > 1 else ""
-            first = f", {plan_in_words(table.plans[0])} takes {1e3 * table.timed[0]:.1f} ms" if 0 in table.timed else ""
+            first = (
+                f", {plan_in_words(table.plans[0])} takes {1e3 * table.timed[0]:.1f} ms"
+                if 0 in table.timed
+                else ""
+            )
             self._tell(
                 f"plan auto: {plan_in_words(table.plans[number])}, {1e3 * table.timed.get(number, 0.0):.1f} ms a step: "
                 f"{why}the fastest of {len(table.timed)} plans{first}"

@@ -56,7 +56,9 @@ class RecordedGraph:
         self._graph.replay()
 
 
-def capture(layer: MoE, x: Tensor, *, mask: Tensor | None = None, token_ids: Tensor | None = None) -> CapturedMoE:
+def capture(
+    layer: MoE, x: Tensor, *, mask: Tensor | None = None, token_ids: Tensor | None = None
+) -> CapturedMoE:
     """Record a layer's forward and backward pass as CUDA graphs, and return a function of the same inputs that replays them.
 
     Use it in place of the layer: `moe = capture(layer, x)`, then `y = moe(x)`, or within a model `block.moe.forward =
@@ -78,12 +80,18 @@ def capture(layer: MoE, x: Tensor, *, mask: Tensor | None = None, token_ids: Ten
     if reason:
         raise InputError(f"MoE cannot be captured: {reason}")
     inputs = {"x": x, "mask": mask, "token_ids": token_ids}
-    return CapturedMoE(layer, {name: tensor for name, tensor in inputs.items() if tensor is not None}, CudaRecorder())
+    return CapturedMoE(
+        layer,
+        {name: tensor for name, tensor in inputs.items() if tensor is not None},
+        CudaRecorder(),
+    )
 
 
 def refusal(layer: MoE, x: Tensor) -> str:
     """Return why a call cannot be captured and what to do instead, as far as that is known beforehand; "" if nothing is."""
-    hooks = any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in layer.modules())
+    hooks = any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in layer.modules()
+    )
     reasons = {
         "it is on a mesh, whose messages depend on the routing: capture a layer before parallelize, on one GPU": (
             layer.on_mesh is not None
@@ -126,7 +134,9 @@ class CudaRecorder:
             except RuntimeError as error:
                 if "synchronizing" not in str(error):
                     raise
-                raise InputError(f"MoE cannot be captured: the host waits for the GPU in {_place(error)}") from error
+                raise InputError(
+                    f"MoE cannot be captured: the host waits for the GPU in {_place(error)}"
+                ) from error
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
         torch.cuda.current_stream().wait_stream(stream)
@@ -142,14 +152,24 @@ class CudaRecorder:
         except RuntimeError as error:
             if "captur" not in str(error):
                 raise
-            raise InputError(f"MoE cannot be captured: {str(error).splitlines()[0]}, in {_place(error)}") from error
+            raise InputError(
+                f"MoE cannot be captured: {str(error).splitlines()[0]}, in {_place(error)}"
+            ) from error
 
 
 def _place(error: Exception) -> str:
     """Return the last line of this library through which an exception came."""
     package = Path(__file__).parent
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if package in Path(frame.filename).parents]
-    return f"{Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno}" if frames else "the capture"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if package in Path(frame.filename).parents
+    ]
+    return (
+        f"{Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno}"
+        if frames
+        else "the capture"
+    )
 
 
 class CapturedMoE:
@@ -167,22 +187,31 @@ class CapturedMoE:
     def __init__(self, layer: MoE, inputs: dict[str, Tensor], recorder: Any) -> None:
         self.layer = layer
         self._static = {
-            name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in inputs.items()
+            name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            for name, tensor in inputs.items()
         }
         layer.step_counts = layer.step_counts.to(inputs["x"].device)
         counts = layer.step_counts.clone()
-        self._parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        self._parameters = [
+            parameter for parameter in layer.parameters() if parameter.requires_grad
+        ]
         self._mode = _mode(layer, inputs["x"])
         self._with_grad = torch.is_grad_enabled() and bool(self._leaves)
         recorder.warm_up(self._both)
         self._forward: Replayable = recorder.record(self._run)
-        self._grads_in: Results = [torch.zeros_like(result) for result in self._forward.results if result is not None]
-        self._backward: Replayable | None = recorder.record(self._gradients) if self._with_grad else None
+        self._grads_in: Results = [
+            torch.zeros_like(result) for result in self._forward.results if result is not None
+        ]
+        self._backward: Replayable | None = (
+            recorder.record(self._gradients) if self._with_grad else None
+        )
         layer.step_counts.copy_(counts)
         self._state = self._memory()
         self._calls, self._pending = 0, 0
 
-    def __call__(self, x: Tensor, *, mask: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, *, mask: Tensor | None = None, token_ids: Tensor | None = None
+    ) -> Tensor:
         """Run the layer: returns y of x's shape and dtype.
 
         Raises:
@@ -223,7 +252,11 @@ class CapturedMoE:
         return self._pulled_back(self._forward.results, self._grads_in)
 
     def _pulled_back(self, results: Results, grads: Results) -> list[Tensor | None]:
-        pairs = [(result, grad) for result, grad in zip(results, grads) if result is not None and result.requires_grad]
+        pairs = [
+            (result, grad)
+            for result, grad in zip(results, grads)
+            if result is not None and result.requires_grad
+        ]
         outputs, grads_in = zip(*pairs)
         return list(torch.autograd.grad(outputs, self._leaves, grads_in, allow_unused=True))
 
@@ -240,7 +273,9 @@ class CapturedMoE:
     def _check(self, given: dict[str, Tensor]) -> None:
         """Refuse a call that does not fit the graphs."""
         if is_recomputing() or self.layer.routing_cache is not None:
-            raise InputError("a captured MoE was called inside an activation checkpoint: leave it outside")
+            raise InputError(
+                "a captured MoE was called inside an activation checkpoint: leave it outside"
+            )
         described, expected = _described(given), _described(self._static)
         if described != expected:
             raise InputError(
@@ -256,7 +291,9 @@ class CapturedMoE:
         self._forward.replay()
         self._calls += 1
         self._pending = self._calls
-        return self._calls, [result.detach().clone() for result in self._forward.results if result is not None]
+        return self._calls, [
+            result.detach().clone() for result in self._forward.results if result is not None
+        ]
 
     def replay_backward(self, call: int, grads: Sequence[Tensor]) -> list[Tensor | None]:
         """Replay the backward pass of the last call; return the gradients of x and of the parameters.
@@ -273,7 +310,9 @@ class CapturedMoE:
         addresses = {result.data_ptr() for result in self._backward.results if result is not None}
         for parameter in self._parameters:
             if parameter.grad is not None and parameter.grad.data_ptr() in addresses:
-                parameter.grad = parameter.grad.clone()  # the replay is about to overwrite what it shares memory with
+                parameter.grad = (
+                    parameter.grad.clone()
+                )  # the replay is about to overwrite what it shares memory with
         for static, grad in zip(self._grads_in, grads):
             assert static is not None
             static.copy_(grad)
@@ -287,7 +326,9 @@ class CapturedMoE:
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, captured: CapturedMoE, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, captured: CapturedMoE, x: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.captured = captured
         ctx.call, results = captured.replay_forward()
         return tuple(results)

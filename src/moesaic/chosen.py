@@ -61,7 +61,9 @@ class ChosenExperts:
 
     def _join(self) -> None:
         if self._is_auto and self._mesh is not None and self.on_mesh is not None:
-            load(AUTO).of(self._mesh).join(self.on_mesh, self.experts, self._hidden, self._parameters)
+            load(AUTO).of(self._mesh).join(
+                self.on_mesh, self.experts, self._hidden, self._parameters
+            )
 
     def exchange(self, experts: AbstractExperts) -> None:
         """Run other experts of the same sizes from the next call on, such as these with adapters. All ranks call it."""
@@ -79,22 +81,30 @@ class ChosenExperts:
             weight_TK: (tokens, K) routing weights.
         """
         if self.on_mesh is not None:
-            return outside_graphs(partial(self._run_on_mesh, self.on_mesh, x_TD, expert_TK, weight_TK))
+            return outside_graphs(
+                partial(self._run_on_mesh, self.on_mesh, x_TD, expert_TK, weight_TK)
+            )
         (num_tokens, top_k), expert = expert_TK.shape, expert_TK.reshape(-1)
-        token = torch.arange(num_tokens, device=expert.device).repeat_interleave(top_k, output_size=len(expert))
+        token = torch.arange(num_tokens, device=expert.device).repeat_interleave(
+            top_k, output_size=len(expert)
+        )
         counts = count(expert, None, self.experts.num_experts)
         permutation = sort_by_expert(token, expert, counts, num_tokens, top_k)
         run = partial(self.experts.compute_tokens, permutation=permutation)
         y: Tensor = self.experts(x_TD, weight_TK.reshape(-1), run=run)
         return y
 
-    def _run_on_mesh(self, on_mesh: ExpertParallel, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    def _run_on_mesh(
+        self, on_mesh: ExpertParallel, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor
+    ) -> Tensor:
         routed = on_mesh.route_chosen(x_TD, expert_TK, weight_TK)
         return on_mesh.run_experts(self.experts, x_TD, routed, None)
 
     def use_plan(self, plan: Plan | Compiled) -> None:
         """Run under another plan from the next call on; the arguments are those of `MoE.use_plan`."""
         if self.on_mesh is None:
-            raise InputError("use_plan: the experts are on no mesh: give ChosenExperts a mesh first")
+            raise InputError(
+                "use_plan: the experts are on no mesh: give ChosenExperts a mesh first"
+            )
         self.on_mesh.use(plan, self.experts)
         self.on_mesh.auto = None

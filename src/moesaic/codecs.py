@@ -106,12 +106,20 @@ def blocks_of_bits(rows: float, dim: int, dtype: str, *, rate: int = 8) -> tuple
         rate: bits per value.
     """
     num_bits = math.ceil(rows / 4) * math.ceil(dim / 4) * 16 * rate
-    return Part((1,), "int16"), Part((math.ceil(num_bits / 64) * 8,), "uint8"), Part((math.ceil(rows / 8),), "uint8")
+    return (
+        Part((1,), "int16"),
+        Part((math.ceil(num_bits / 64) * 8,), "uint8"),
+        Part((math.ceil(rows / 8),), "uint8"),
+    )
 
 
-def scaled(rows: float, dim: int, dtype: str, *, transport: str, width: int | None = None) -> tuple[Part, ...]:
+def scaled(
+    rows: float, dim: int, dtype: str, *, transport: str, width: int | None = None
+) -> tuple[Part, ...]:
     """Return the parts of rows cast to `transport`, with a scale per `width` values of a row, or per row if `width` is None."""
-    return Part((rows, math.ceil(dim / (width or dim))), scale_dtype(dtype)), Part((rows, dim), transport)
+    return Part((rows, math.ceil(dim / (width or dim))), scale_dtype(dtype)), Part(
+        (rows, dim), transport
+    )
 
 
 NO_CODEC = "none"
@@ -119,15 +127,27 @@ NO_CODEC = "none"
 
 CODECS: dict[str, CodecSpec] = {
     NO_CODEC: CodecSpec(
-        implementation="codec.Identity", layout=lambda rows, dim, dtype: (Part((rows, dim), dtype),), tolerance=0.0
+        implementation="codec.Identity",
+        layout=lambda rows, dim, dtype: (Part((rows, dim), dtype),),
+        tolerance=0.0,
     ),
     "bf16": CodecSpec(
-        implementation="sixteen.Bf16", layout=partial(sixteen_bits, transport="bfloat16"), tolerance=0.06
+        implementation="sixteen.Bf16",
+        layout=partial(sixteen_bits, transport="bfloat16"),
+        tolerance=0.06,
     ),
-    "fp16": CodecSpec(implementation="sixteen.Fp16", layout=partial(sixteen_bits, transport="float16"), tolerance=0.01),
-    "int8": CodecSpec(implementation="eight.Int8", layout=partial(scaled, transport="int8"), tolerance=0.15),
+    "fp16": CodecSpec(
+        implementation="sixteen.Fp16",
+        layout=partial(sixteen_bits, transport="float16"),
+        tolerance=0.01,
+    ),
+    "int8": CodecSpec(
+        implementation="eight.Int8", layout=partial(scaled, transport="int8"), tolerance=0.15
+    ),
     "fp8": CodecSpec(
-        implementation="eight.Fp8", layout=partial(scaled, width=128, transport="float8_e4m3fn"), tolerance=0.6
+        implementation="eight.Fp8",
+        layout=partial(scaled, width=128, transport="float8_e4m3fn"),
+        tolerance=0.6,
     ),
     "zfp": CodecSpec(
         implementation="zfp.Zfp",
@@ -158,13 +178,18 @@ def codec_spec(codec: str) -> CodecSpec:
     """
     name, colon, text = codec.partition(":")
     if name and name not in CODECS:
-        known = ", ".join(f"{each}:{spec.option.upper()}" if spec.option else each for each, spec in CODECS.items())
+        known = ", ".join(
+            f"{each}:{spec.option.upper()}" if spec.option else each
+            for each, spec in CODECS.items()
+        )
         raise InputError(f"codec {codec!r} is unknown: write one of {known}")
     spec = CODECS[name or NO_CODEC]
     if not colon:
         return spec
     if not spec.option:
-        raise InputError(f"codec {codec!r}: {name or NO_CODEC} takes no option: leave out what follows the colon")
+        raise InputError(
+            f"codec {codec!r}: {name or NO_CODEC} takes no option: leave out what follows the colon"
+        )
     value = int(text) if text.isascii() and text.isdecimal() else -1
     if value not in spec.allowed:
         allowed = f"{spec.option} as a whole number from {spec.allowed[0]} to {spec.allowed[-1]}"

@@ -42,7 +42,9 @@ def read_table(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"config {path}: does not parse ({error})") from error
     if not isinstance(table, dict):
-        raise InputError(f"config {path}: must hold a table of fields, holds a {type(table).__name__}")
+        raise InputError(
+            f"config {path}: must hold a table of fields, holds a {type(table).__name__}"
+        )
     return table
 
 
@@ -87,12 +89,20 @@ def build(kind: type[T], table: dict[str, Any], *, source: str, prefix: str = ""
     """
     hints = _hints(kind, table, source, prefix)
     for field in fields(kind):  # type: ignore[arg-type]
-        if field.name not in table and field.default is MISSING and field.default_factory is MISSING:
+        if (
+            field.name not in table
+            and field.default is MISSING
+            and field.default_factory is MISSING
+        ):
             such_as = field.metadata.get(SUCH_AS, "")
             raise InputError(
-                f"{source}: {prefix}{field.name} is missing" + f": add it, for example {such_as}" * bool(such_as)
+                f"{source}: {prefix}{field.name} is missing"
+                + f": add it, for example {such_as}" * bool(such_as)
             )
-    values = {name: _convert(value, hints[name], f"{source}: {prefix}{name}") for name, value in table.items()}
+    values = {
+        name: _convert(value, hints[name], f"{source}: {prefix}{name}")
+        for name, value in table.items()
+    }
     try:
         return kind(**values)
     except InputError as error:
@@ -104,7 +114,9 @@ def _hints(kind: type, table: dict[str, Any], source: str, prefix: str) -> dict[
     hints = get_type_hints(kind)
     for name in table:
         if name not in hints:
-            raise InputError(f"{source}: unknown field {prefix}{name}{suggestion(name, list(hints))}")
+            raise InputError(
+                f"{source}: unknown field {prefix}{name}{suggestion(name, list(hints))}"
+            )
     return hints
 
 
@@ -190,17 +202,24 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if value not in arguments:
             has_options = isinstance(value, str) and value.partition(":")[0] in arguments
             more = "; what follows the colon has fields of its own" if has_options else ""
-            raise InputError(f"{where}={value!r}: choose one of {', '.join(map(str, arguments))}{more}")
+            raise InputError(
+                f"{where}={value!r}: choose one of {', '.join(map(str, arguments))}{more}"
+            )
         return value
     if origin is tuple:
         if Ellipsis in arguments:
             items = value if isinstance(value, list | tuple) else [value]
-            return tuple(_convert(item, arguments[0], f"{where}[{n}]") for n, item in enumerate(items))
+            return tuple(
+                _convert(item, arguments[0], f"{where}[{n}]") for n, item in enumerate(items)
+            )
         if not isinstance(value, list | tuple) or len(value) != len(arguments):
             raise InputError(f"{where} must be a list of {len(arguments)}, got {value!r}")
         return tuple(_convert(item, wanted, where) for item, wanted in zip(value, arguments))
     if origin is dict:
-        return {key: _convert(item, arguments[1], f"{where}.{key}") for key, item in _table(value, where).items()}
+        return {
+            key: _convert(item, arguments[1], f"{where}.{key}")
+            for key, item in _table(value, where).items()
+        }
     if isinstance(hint, type) and is_dataclass(hint):
         head, _, name = where.rpartition(": ")
         return build(hint, _table(value, where), source=head, prefix=f"{name}.")
@@ -211,11 +230,15 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         if abs(value) > sys.float_info.max:
             side = "above " if value > 0 else "below -"
-            raise InputError(f"{where} is a number {side}{sys.float_info.max}: no float is so large")
+            raise InputError(
+                f"{where} is a number {side}{sys.float_info.max}: no float is so large"
+            )
         return float(value)
     kinds = arguments or (hint,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise InputError(f"{where} must be {' or '.join(str(_NAMES.get(each, each)) for each in kinds)}, got {value!r}")
+        raise InputError(
+            f"{where} must be {' or '.join(str(_NAMES.get(each, each)) for each in kinds)}, got {value!r}"
+        )
     return value
 
 

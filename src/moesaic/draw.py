@@ -62,7 +62,9 @@ class SeededDraw:
 
     def __init__(self, seed: int, model: nn.Module) -> None:
         self._seed = seed
-        self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        self._names: dict[Tensor, str] = {
+            parameter: name for name, parameter in model.named_parameters()
+        }
 
     def __call__(self, parameter: Tensor, law: Law, *, by_expert: bool = False) -> None:
         _draw_held(parameter, law, self._seed, self._names[parameter], by_expert=by_expert)
@@ -70,7 +72,10 @@ class SeededDraw:
 
 def key_of(*words: object) -> int:
     """Return a seed of 63 bits that depends on all words."""
-    return int.from_bytes(hashlib.sha256("\0".join(map(str, words)).encode()).digest()[:8], "little") >> 1
+    return (
+        int.from_bytes(hashlib.sha256("\0".join(map(str, words)).encode()).digest()[:8], "little")
+        >> 1
+    )
 
 
 def held(tensor: Tensor) -> tuple[range, ...]:
@@ -80,7 +85,9 @@ def held(tensor: Tensor) -> tuple[range, ...]:
         placements = tensor.placements
         coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
         # FSDP's axis comes first in the mesh, but splits what the other axes left; its placement then has a split factor.
-        for axis in sorted(range(len(placements)), key=lambda axis: hasattr(placements[axis], "split_factor")):
+        for axis in sorted(
+            range(len(placements)), key=lambda axis: hasattr(placements[axis], "split_factor")
+        ):
             dim = getattr(placements[axis], "dim", None)
             if dim is not None:
                 size = -(-len(ranges[dim]) // tensor.device_mesh.size(axis))
@@ -88,7 +95,9 @@ def held(tensor: Tensor) -> tuple[range, ...]:
     return tuple(ranges)
 
 
-def _draw_held(parameter: Tensor, law: Law, seed: object, name: str = "", *, by_expert: bool) -> None:
+def _draw_held(
+    parameter: Tensor, law: Law, seed: object, name: str = "", *, by_expert: bool
+) -> None:
     """Fill this rank's part of a parameter with the values that the whole parameter has there."""
     local = parameter.detach()
     local = local.to_local() if is_dtensor(local) else local
@@ -107,7 +116,9 @@ def _draw_held(parameter: Tensor, law: Law, seed: object, name: str = "", *, by_
         list(pool.map(draw_expert, local, ranges[0]))
 
 
-def _draw_part(part: Tensor, ranges: tuple[range, ...], shape: torch.Size, law: Law, key: int) -> None:
+def _draw_part(
+    part: Tensor, ranges: tuple[range, ...], shape: torch.Size, law: Law, key: int
+) -> None:
     """Fill one rank's part of a tensor. Numbers are drawn in float32, so that other dtypes round the same ones."""
     generator = torch.Generator(part.device).manual_seed(key)
     if part.shape == shape and part.dtype == torch.float32 and part.is_contiguous():

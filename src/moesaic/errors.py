@@ -17,4 +17,6 @@ def to_install(what: str) -> str:
 def in_one_line(text: str) -> str:
     """Return `text` with line breaks and control characters as escapes: names of files and values in them come from others,
     and a terminal would obey them."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )

@@ -135,7 +135,9 @@ def open_to_append(path: Path, mode: str = "ab") -> IO[bytes]:
     """
     access = os.O_RDWR if "+" in mode else os.O_WRONLY
     try:
-        descriptor = os.open(path, access | os.O_APPEND | os.O_CREAT | _NO_LINK | _AT_ONCE | _BINARY, 0o666)
+        descriptor = os.open(
+            path, access | os.O_APPEND | os.O_CREAT | _NO_LINK | _AT_ONCE | _BINARY, 0o666
+        )
     except OSError as error:
         kind = kind_of(path)
         if kind in (None, "a file"):
@@ -144,7 +146,9 @@ def open_to_append(path: Path, mode: str = "ab") -> IO[bytes]:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(descriptor)
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a hard link, whose other name would change too")
+        kind = _KINDS.get(
+            stat.S_IFMT(status.st_mode), "a hard link, whose other name would change too"
+        )
         raise _refused(path, kind)
     return os.fdopen(descriptor, mode, buffering=0)
 

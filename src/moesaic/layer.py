@@ -119,33 +119,51 @@ class MoE(InjectsLosses, RoutingCached):
         _check_sizes(dim=dim, hidden=hidden, num_experts=num_experts)
         check_top_k(top_k, num_experts)
         if not is_whole(shared_hidden) or shared_hidden < 0:
-            raise InputError(f"shared_hidden={shared_hidden}: give the shared expert's inner width, or 0 for none")
+            raise InputError(
+                f"shared_hidden={shared_hidden}: give the shared expert's inner width, or 0 for none"
+            )
         if shared_gate and not shared_hidden:
-            raise InputError("shared_gate=True needs a shared expert: give shared_hidden its inner width")
+            raise InputError(
+                "shared_gate=True needs a shared expert: give shared_hidden its inner width"
+            )
         if apply_weight not in ("after", "before"):
             raise InputError(f'apply_weight={apply_weight!r} is unknown: write "after" or "before"')
-        dim, hidden, num_experts, top_k, shared_hidden = map(int, (dim, hidden, num_experts, top_k, shared_hidden))
+        dim, hidden, num_experts, top_k, shared_hidden = map(
+            int, (dim, hidden, num_experts, top_k, shared_hidden)
+        )
         self.dim, self.hidden, self.num_experts, self.top_k = dim, hidden, num_experts, top_k
-        make_router = _with_options(_pick(router, ROUTERS | ON_MESH, "router"), router, router_options)
+        make_router = _with_options(
+            _pick(router, ROUTERS | ON_MESH, "router"), router, router_options
+        )
         make_experts = _with_bias(_pick(experts, EXPERTS, "experts"), experts, bias)
         with nullcontext() if device is None else torch.device(device):
-            self.router: AbstractRouter = _made("router", make_router(dim, num_experts), AbstractRouter)
+            self.router: AbstractRouter = _made(
+                "router", make_router(dim, num_experts), AbstractRouter
+            )
             self.router.check(top_k)
             self.router.check_fits(top_k if eval_top_k is None else eval_top_k)
-            self.experts: AbstractExperts = _made("experts", make_experts(dim, hidden, num_experts), AbstractExperts)
-            self.shared: AbstractExperts | None = make_experts(dim, shared_hidden, 1) if shared_hidden else None
+            self.experts: AbstractExperts = _made(
+                "experts", make_experts(dim, hidden, num_experts), AbstractExperts
+            )
+            self.shared: AbstractExperts | None = (
+                make_experts(dim, shared_hidden, 1) if shared_hidden else None
+            )
             for module in filter(None, (self.experts, self.shared)):
                 _use_kernel(module, kernel)
             self.shared_gate = nn.Linear(dim, 1, bias=False) if shared_gate else None
         if dtype is not None:
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-                raise InputError(f"dtype={dtype!r}: pass a floating-point torch.dtype, such as torch.bfloat16")
+                raise InputError(
+                    f"dtype={dtype!r}: pass a floating-point torch.dtype, such as torch.bfloat16"
+                )
             self.to(dtype)
         self.capacity = Dropless() if capacity is None else as_capacity(capacity, "capacity")
         self.losses = _as_losses(losses)
         self.apply_weight = apply_weight
         self.eval_top_k = eval_top_k
-        self.eval_capacity = None if eval_capacity is None else as_capacity(eval_capacity, "eval_capacity")
+        self.eval_capacity = (
+            None if eval_capacity is None else as_capacity(eval_capacity, "eval_capacity")
+        )
         # Not a buffer: DDP would overwrite it with the first rank's counts, and to_empty would leave it undefined.
         self.step_counts = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         self.on_mesh: ExpertParallel | None = None
@@ -186,22 +204,31 @@ class MoE(InjectsLosses, RoutingCached):
                 ranks. The message names the first difference and the ranks' values.
         """
         if self.on_mesh is not None:
-            raise InputError("MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer")
+            raise InputError(
+                "MoE.parallelize: the layer is on a mesh already: call it once, on a whole layer"
+            )
         from moesaic.comm.mesh import Mesh
         from moesaic.named import AUTO, calls_of, load
         from moesaic.program.plan import Plan
         from moesaic.runtime.deepep import DeepEP
-        from moesaic.runtime.expert_parallel import ExpertParallel  # imports torch's compiler, which takes seconds
+        from moesaic.runtime.expert_parallel import (
+            ExpertParallel,
+        )  # imports torch's compiler, which takes seconds
         from moesaic.runtime.spread import described, shard_experts, take_first
 
         mesh = Mesh.of(mesh)
-        is_auto, first_plan = self._is_auto(plan, mesh), Plan() if plan is None or isinstance(plan, str) else plan
+        is_auto, first_plan = (
+            self._is_auto(plan, mesh),
+            Plan() if plan is None or isinstance(plan, str) else plan,
+        )
         weights = described(self, values=not broadcast)
         settings = {**self._settings(), "broadcast": broadcast, "whether plan is auto": is_auto}
         weight_first = self.apply_weight == "before"
         calls_under = partial(calls or calls_of, num_experts=self.num_experts, dim=self.dim)
         layer_arguments = (first_plan, self.experts, weight_first, calls_under, settings, weights)
-        on_mesh = ExpertParallel(mesh.grid, mesh.transport, *layer_arguments, deepep=partial(DeepEP.of, mesh))
+        on_mesh = ExpertParallel(
+            mesh.grid, mesh.transport, *layer_arguments, deepep=partial(DeepEP.of, mesh)
+        )
         if broadcast:
             take_first(self, mesh.transport)
         self.router.join_mesh(mesh.grid, mesh.grid.coordinate(mesh.rank, "dp"))
@@ -230,7 +257,9 @@ class MoE(InjectsLosses, RoutingCached):
                 plan uses deepep and `parallelize` did not, since only `parallelize` can create deepep's process groups.
         """
         if self.on_mesh is None:
-            raise InputError("MoE.use_plan: the layer is on no mesh: call parallelize(mesh, plan) first")
+            raise InputError(
+                "MoE.use_plan: the layer is on no mesh: call parallelize(mesh, plan) first"
+            )
         self.on_mesh.use(plan, self.experts)
         self.on_mesh.auto = None
 
@@ -241,7 +270,9 @@ class MoE(InjectsLosses, RoutingCached):
             self, x: Tensor, *, return_routing: Literal[True], **options: object
         ) -> tuple[Tensor, Routing]: ...
         @overload
-        def __call__(self, x: Tensor, *, return_routing: Literal[False] = False, **options: object) -> Tensor: ...
+        def __call__(
+            self, x: Tensor, *, return_routing: Literal[False] = False, **options: object
+        ) -> Tensor: ...
         def __call__(self, x: Tensor, **options: object) -> Tensor | tuple[Tensor, Routing]: ...
 
     def forward(
@@ -320,9 +351,15 @@ class MoE(InjectsLosses, RoutingCached):
         """Run a call after its arguments were checked; see `call_with`. Without `compute`, run the layer's own experts."""
         x_TD = x.reshape(-1, self.dim)
         top_k, capacity = self._top_k_and_capacity(top_k, capacity)
-        padded_rows = None if self.on_mesh is None else self.on_mesh.padded_rows(capacity, len(x_TD), top_k)
+        padded_rows = (
+            None if self.on_mesh is None else self.on_mesh.padded_rows(capacity, len(x_TD), top_k)
+        )
         routed = self._route(x_TD, x, mask, token_ids, top_k, capacity)
-        routing = routed.routing if padded_rows is None else replace(routed.routing, padded_capacity=padded_rows)
+        routing = (
+            routed.routing
+            if padded_rows is None
+            else replace(routed.routing, padded_capacity=padded_rows)
+        )
         if compute is not None:
             y = compute(RoutedCall(x, x_TD, mask, token_ids, routed, padded_rows))
         else:
@@ -334,7 +371,9 @@ class MoE(InjectsLosses, RoutingCached):
             y = (y_TD if shared_TD is None else y_TD + shared_TD).view(x.shape)
         if routed.loss is not None and torch.is_grad_enabled() and self.training:
             share = 1 if self.on_mesh is None else self.on_mesh.loss_share
-            y = self.inject_loss(y, routed.loss, share, compute_dtype(x.dtype, x.device) is torch.float16)
+            y = self.inject_loss(
+                y, routed.loss, share, compute_dtype(x.dtype, x.device) is torch.float16
+            )
         return y, routing
 
     def finish_step(self, group: Group = "auto") -> None:
@@ -390,7 +429,9 @@ class MoE(InjectsLosses, RoutingCached):
         if plan is None or is_dataclass(plan):
             return False
         if plan != "auto":
-            raise InputError(f'plan={plan!r} is unknown: write Plan(...), or "auto" to find one while training')
+            raise InputError(
+                f'plan={plan!r} is unknown: write Plan(...), or "auto" to find one while training'
+            )
         for name in ("capacity", "eval_capacity"):
             capacity = getattr(self, name)
             by_rank = capacity is not None and not capacity.never_drops and not capacity.spans_mesh
@@ -411,9 +452,15 @@ class MoE(InjectsLosses, RoutingCached):
             settings[f"layer.{path}"] = type(module).__name__
         for path, router in self.router.named_modules(prefix="layer.router"):
             plain_values = {
-                name: value for name, value in vars(router).items() if isinstance(value, bool | int | float | str)
+                name: value
+                for name, value in vars(router).items()
+                if isinstance(value, bool | int | float | str)
             }
-            settings |= {f"{path}.{name}": value for name, value in plain_values.items() if name != "training"}
+            settings |= {
+                f"{path}.{name}": value
+                for name, value in plain_values.items()
+                if name != "training"
+            }
         return settings
 
     def _top_k_and_capacity(
@@ -423,7 +470,9 @@ class MoE(InjectsLosses, RoutingCached):
         if top_k is None:
             top_k = self.top_k if self.training or self.eval_top_k is None else self.eval_top_k
         if capacity is None:
-            capacity = self.capacity if self.training or self.eval_capacity is None else self.eval_capacity
+            capacity = (
+                self.capacity if self.training or self.eval_capacity is None else self.eval_capacity
+            )
         return int(top_k), as_capacity(capacity, "capacity")
 
     def _route(
@@ -444,7 +493,15 @@ class MoE(InjectsLosses, RoutingCached):
             self.data_ranks.note_wrapper()
         batch = self._token_info(x, mask, token_ids, counts)
         run = route if self.on_mesh is None else self.on_mesh.route
-        routed = run(self.router, x_TD, top_k=top_k, capacity=capacity, losses=self.losses, batch=batch, replay=replay)
+        routed = run(
+            self.router,
+            x_TD,
+            top_k=top_k,
+            capacity=capacity,
+            losses=self.losses,
+            batch=batch,
+            replay=replay,
+        )
         if self.routing_cache is not None and not self.routing_cache.is_replaying:
             self.routing_cache.write(self, routed.record)
         if counts:
@@ -456,7 +513,9 @@ class MoE(InjectsLosses, RoutingCached):
         trains = self.training and (torch.is_grad_enabled() or self.routing_cache is not None)
         return trains and (torch.compiler.is_compiling() or not is_recomputing())
 
-    def _token_info(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, counts: bool) -> TokenInfo:
+    def _token_info(
+        self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, counts: bool
+    ) -> TokenInfo:
         """Return what routing reads besides the activations; `counts` says whether the call's load will be counted."""
         step_loss = next((loss for loss in self.losses if loss.needs_step), None)
         step_total = None
@@ -488,7 +547,11 @@ class MoE(InjectsLosses, RoutingCached):
             routing.token, routing.expert, routing.counts, routing.num_tokens, routing.rows_per_token,
             has_unsent=routing.has_unsent,
         )  # fmt: skip
-        run = partial(self.experts.compute_tokens, permutation=permutation, weight_first=self.apply_weight == "before")
+        run = partial(
+            self.experts.compute_tokens,
+            permutation=permutation,
+            weight_first=self.apply_weight == "before",
+        )
         return self.experts(x_TD, routing.weight, run=run)
 
     def run_shared(self, x_TD: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -508,7 +571,9 @@ class MoE(InjectsLosses, RoutingCached):
             result = result * self.shared_gate(tokens).sigmoid().to(x_TD.dtype)
         return result if padding is None else result.masked_fill(padding, 0.0)
 
-    def _check_call(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, top_k: int | None) -> None:
+    def _check_call(
+        self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None, top_k: int | None
+    ) -> None:
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             raise InputError(
                 "MoE was called under vmap or another transform of torch.func, which a layer that sorts its tokens does not "
@@ -519,7 +584,9 @@ class MoE(InjectsLosses, RoutingCached):
                 f"MoE(dim={self.dim}) was called with x of shape {tuple(x.shape)}: its last size must be dim"
             )
         if not x.is_floating_point():
-            raise InputError(f"MoE was called with x of dtype {x.dtype}: pass activations, in a floating-point dtype")
+            raise InputError(
+                f"MoE was called with x of dtype {x.dtype}: pass activations, in a floating-point dtype"
+            )
         for name, value in (("mask", mask), ("token_ids", token_ids)):
             if value is not None and value.shape != x.shape[:-1]:
                 raise InputError(
@@ -529,7 +596,9 @@ class MoE(InjectsLosses, RoutingCached):
         if mask is not None and mask.dtype != torch.bool:
             raise InputError(f"MoE: mask has dtype {mask.dtype}: pass bool, True for real tokens")
         if token_ids is not None and (token_ids.is_floating_point() or token_ids.is_complex()):
-            raise InputError(f"MoE: token_ids have dtype {token_ids.dtype}: pass whole numbers, in torch.int64")
+            raise InputError(
+                f"MoE: token_ids have dtype {token_ids.dtype}: pass whole numbers, in torch.int64"
+            )
         if self.router.needs_token_ids and token_ids is None:
             raise InputError(
                 f"{type(self.router).__name__} routes by token ids: call the layer as moe(x, token_ids=ids)"
@@ -551,7 +620,9 @@ def finish_step(model: nn.Module, group: Group = "auto") -> None:
             module.finish_step()
 
 
-def balance_on_step(optimizer: torch.optim.Optimizer, model: nn.Module, group: Group = "auto") -> RemovableHandle:
+def balance_on_step(
+    optimizer: torch.optim.Optimizer, model: nn.Module, group: Group = "auto"
+) -> RemovableHandle:
     """Call `finish_step(model)` before every step of `optimizer`.
 
     Layers on a mesh count the tokens of all ranks of the mesh. Other layers sum their counts over the ranks that train the
@@ -599,7 +670,9 @@ def _pick(choice: str | Callable, table: dict, argument: str) -> Callable:
     if callable(choice):
         return choice
     if choice not in table:
-        raise InputError(f"{argument}={choice!r} is unknown: choose one of {', '.join(table)}, or pass a function")
+        raise InputError(
+            f"{argument}={choice!r} is unknown: choose one of {', '.join(table)}, or pass a function"
+        )
     factory: Callable = table[choice]
     return factory
 
@@ -607,8 +680,14 @@ def _pick(choice: str | Callable, table: dict, argument: str) -> Callable:
 def _made(argument: str, module: Any, kind: type[Any]) -> Any:
     """Return what a function given as `router` or `experts` made, after a check of its class."""
     if not isinstance(module, kind):
-        more = ", or ModuleExperts(make_one, dim, num_experts) of your modules" if argument == "experts" else ""
-        raise InputError(f"{argument}: the function returned {type(module).__name__}: return an {kind.__name__}{more}")
+        more = (
+            ", or ModuleExperts(make_one, dim, num_experts) of your modules"
+            if argument == "experts"
+            else ""
+        )
+        raise InputError(
+            f"{argument}: the function returned {type(module).__name__}: return an {kind.__name__}{more}"
+        )
     return module
 
 
@@ -634,18 +713,26 @@ def _with_bias(make: ExpertsFactory, choice: str | Callable, bias: bool) -> Expe
     if not bias:
         return make
     if callable(choice):
-        raise InputError("bias=True is only for experts given by name: let your function create them with biases")
+        raise InputError(
+            "bias=True is only for experts given by name: let your function create them with biases"
+        )
     return partial(make, bias=True)  # type: ignore[call-arg]
 
 
-def _with_options(make: RouterFactory, choice: str | Callable, options: Mapping[str, Any] | None) -> RouterFactory:
+def _with_options(
+    make: RouterFactory, choice: str | Callable, options: Mapping[str, Any] | None
+) -> RouterFactory:
     """Return a factory of routers with `options`, or `make` if there are none."""
     if not options:
         return make
     if callable(choice):
-        raise InputError("router_options is only for a router given by name: set the options in your function")
+        raise InputError(
+            "router_options is only for a router given by name: set the options in your function"
+        )
     if not isinstance(options, Mapping):
-        raise InputError(f'router_options={options!r}: pass a dict of names and values, such as {{"bias": True}}')
+        raise InputError(
+            f'router_options={options!r}: pass a dict of names and values, such as {{"bias": True}}'
+        )
     option_names = options_of(make)
     for name in options:
         if name not in option_names:
@@ -657,7 +744,9 @@ def _with_options(make: RouterFactory, choice: str | Callable, options: Mapping[
         try:
             return make(dim, num_experts, **options)
         except TypeError as error:
-            raise InputError(f"router_options={dict(options)} do not fit router={choice!r}: {error}") from None
+            raise InputError(
+                f"router_options={dict(options)} do not fit router={choice!r}: {error}"
+            ) from None
 
     return make_with_options
 

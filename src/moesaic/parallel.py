@@ -68,7 +68,9 @@ def parallelize_model(
     """
     mesh = Mesh.of(mesh)
     if not any(isinstance(module, MoE) for module in model.modules()):
-        raise InputError(f"{type(model).__name__} has no MoE layer: put moesaic.MoE where its feed-forward layers are")
+        raise InputError(
+            f"{type(model).__name__} has no MoE layer: put moesaic.MoE where its feed-forward layers are"
+        )
     parallelize_layers(model, mesh, plan or Plan(), broadcast=broadcast)
     UnpreparedForDDP.mark(model)
     if fsdp is not False and mesh.is_distributed:
@@ -101,7 +103,9 @@ def parallelize_layers(
         layer.parallelize(mesh, compiled[bias], calls=calls, broadcast=broadcast)
 
 
-def parameter_groups(model: nn.Module | Iterable[nn.Parameter], **options: Any) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module | Iterable[nn.Parameter], **options: Any
+) -> list[dict[str, Any]]:
     """Return a model's parameters as parameter groups for an optimizer: one group for plain tensors and one per device mesh.
 
     torch's fused and foreach steps refuse a group that mixes tensors with DTensors, or DTensors of two meshes.
@@ -121,11 +125,20 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     """Return the entries of the outermost module lists."""
     if isinstance(model, nn.ModuleList):
         return list(model)
-    return [block for child in model.children() if not isinstance(child, MoE) for block in _blocks(child)]
+    return [
+        block
+        for child in model.children()
+        if not isinstance(child, MoE)
+        for block in _blocks(child)
+    ]
 
 
 def shard_over_data(
-    model: nn.Module, mesh: Mesh, units: Iterable[nn.Module] = (), *, dtype: torch.dtype | None = None
+    model: nn.Module,
+    mesh: Mesh,
+    units: Iterable[nn.Module] = (),
+    *,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Apply FSDP2 in place: experts over edp, all other parameters over dp. Axes of size 1 are skipped.
 
@@ -173,7 +186,11 @@ def _refuse_hidden_output(module: nn.Module, _: Any, output: Any) -> None:
     for part in parts:
         if isinstance(part, Tensor) or (is_dataclass(part) and SEES_DATACLASSES):
             continue
-        names = [field.name for field in fields(part)] if is_dataclass(part) else getattr(part, "__dict__", ())
+        names = (
+            [field.name for field in fields(part)]
+            if is_dataclass(part)
+            else getattr(part, "__dict__", ())
+        )
         values = [getattr(part, name) for name in names]
         if any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves(values)):
             raise InputError(
@@ -197,14 +214,18 @@ def prepare_ddp(model: nn.Module, mesh: Mesh) -> None:
     average = partial(_average_expert_gradient, group=group, dp=mesh.grid.dp)
     for module in model.modules():
         if isinstance(module, AbstractExperts) and module.is_spread:
-            module.mark(lambda parameter: parameter.requires_grad and parameter.register_hook(average))
+            module.mark(
+                lambda parameter: parameter.requires_grad and parameter.register_hook(average)
+            )
     experts, chosen = set(expert_parameters(model)), getattr(model, DDP_IGNORES, ())
     ignored = set() if isinstance(chosen, UnpreparedForDDP) else set(chosen)
     ignored |= {name for name, parameter in model.named_parameters() if parameter in experts}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
 
-def _average_expert_gradient(gradient: Tensor, *, group: dist.ProcessGroup | None, dp: int) -> Tensor:
+def _average_expert_gradient(
+    gradient: Tensor, *, group: dist.ProcessGroup | None, dp: int
+) -> Tensor:
     """Return an expert's gradient, summed over the copies of the expert and divided by dp."""
     total = local_part(gradient) / dp
     if group is not None:
@@ -231,10 +252,14 @@ def _shard(
         if name in experts.paired
     }
     reduce_dtype = None if dtype is None else next(module.parameters()).dtype
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
 
     def place(parameter: nn.Parameter) -> Shard:
-        return Shard(shard_dim(parameter, mesh.size(), whole=(1,) if parameter in gate_and_up else ()))
+        return Shard(
+            shard_dim(parameter, mesh.size(), whole=(1,) if parameter in gate_and_up else ())
+        )
 
     # Reshard the outermost unit too: if an evaluation left it gathered, it would miss the optimizer step that follows.
     fully_shard(
@@ -265,7 +290,9 @@ def shard_dim(parameter: Tensor, parts: int, whole: Collection[int] = ()) -> int
     split_dims = {place.dim for place in placements if isinstance(place, Shard)}
     sizes = local_part(parameter).shape
     even_dims = [dim for dim, size in enumerate(sizes) if size % parts == 0 and dim not in whole]
-    return next((dim for dim in even_dims if dim not in split_dims), even_dims[0] if even_dims else 0)
+    return next(
+        (dim for dim in even_dims if dim not in split_dims), even_dims[0] if even_dims else 0
+    )
 
 
 @torch.no_grad()
@@ -296,9 +323,14 @@ def clip_grad_norm_(
         the norm before clipping, ().
     """
     parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
-    meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
+    meshes = {
+        parameter.device_mesh if isinstance(parameter, DTensor) else None
+        for parameter in parameters
+    }
     # Experts that are spread over a mesh differ between ranks.
-    is_spread = any({"ep", "edp"} & {*_axes(each)} or copies_of(each) is not None for each in parameters)
+    is_spread = any(
+        {"ep", "edp"} & {*_axes(each)} or copies_of(each) is not None for each in parameters
+    )
     if mesh is group is None and len(meshes) < 2 and not is_spread:
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -328,22 +360,32 @@ def gradient_norm(
         group: the ranks that together hold the model, in all pipeline stages; None for the ranks of `mesh`.
     """
     parameters = list(parameters)
-    with_gradient = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    with_gradient = [
+        (parameter, parameter.grad) for parameter in parameters if parameter.grad is not None
+    ]
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     holders = world if mesh is None else mesh.grid.world
     group = mesh.process_group if group is None and mesh is not None else group
     if world == 1:
-        return nn.utils.get_total_norm([local_part(gradient) for _, gradient in with_gradient], norm_type)
+        return nn.utils.get_total_norm(
+            [local_part(gradient) for _, gradient in with_gradient], norm_type
+        )
     parts_by_copies: dict[int, list[Tensor]] = {}
     for parameter, gradient in with_gradient:
         if local_part(gradient).numel():
-            parts_by_copies.setdefault(num_copies(gradient, _holders(parameter, holders)), []).append(
-                local_part(gradient)
-            )
-    total = torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else None)
+            parts_by_copies.setdefault(
+                num_copies(gradient, _holders(parameter, holders)), []
+            ).append(local_part(gradient))
+    total = torch.zeros(
+        (), dtype=torch.float64, device=parameters[0].device if parameters else None
+    )
     for copies, parts in parts_by_copies.items():
         norm = nn.utils.get_total_norm(parts, norm_type).double()
-        total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm.pow(norm_type) / copies
+        total = (
+            torch.maximum(total, norm)
+            if math.isinf(norm_type)
+            else total + norm.pow(norm_type) / copies
+        )
     if math.isinf(norm_type):
         total = total.nan_to_num(nan=math.inf)  # a maximum over ranks may drop NaN
         dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
@@ -377,7 +419,11 @@ def num_copies(tensor: Tensor, holders: int) -> int:
     """
     if not isinstance(tensor, DTensor):
         return holders
-    shards = [tensor.device_mesh.size(axis) for axis, place in enumerate(tensor.placements) if not place.is_replicate()]
+    shards = [
+        tensor.device_mesh.size(axis)
+        for axis, place in enumerate(tensor.placements)
+        if not place.is_replicate()
+    ]
     return holders // math.prod(shards)
 
 

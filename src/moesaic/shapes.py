@@ -54,7 +54,9 @@ class MoEShape:
     @property
     def limits_each_rank(self) -> bool:
         """Whether the copies of each rank have a capacity of their own."""
-        return self.capacity == "padded" or (self.capacity != "dropless" and self.capacity_scope == "rank")
+        return self.capacity == "padded" or (
+            self.capacity != "dropless" and self.capacity_scope == "rank"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +98,13 @@ class BlockConfig:
                 check_at_least("model.block", self, name, 1)
         for name in ("rope_theta", "rope_factor", "norm_eps"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"model.block.{name}={getattr(self, name)}: must be above 0 and finite")
+                raise InputError(
+                    f"model.block.{name}={getattr(self, name)}: must be above 0 and finite"
+                )
         if not 0 <= self.dropout < 1:
-            raise InputError(f"model.block.dropout={self.dropout}: choose a share from 0 to below 1")
+            raise InputError(
+                f"model.block.dropout={self.dropout}: choose a share from 0 to below 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +162,9 @@ class ModelShape:
             )
         if self.block.head_dim is not None:
             if self.block.head_dim % 2:
-                raise InputError(f"model.block.head_dim={self.block.head_dim}: choose an even width")
+                raise InputError(
+                    f"model.block.head_dim={self.block.head_dim}: choose an even width"
+                )
         elif self.dim % self.num_heads or self.dim // self.num_heads % 2:
             raise InputError(
                 f"model.dim={self.dim} does not split into model.num_heads={self.num_heads} heads of even width: "
@@ -168,7 +176,9 @@ class ModelShape:
         """Fields of `StepModel` about the parts of a step outside MoE layers, if they differ from its defaults."""
         block = self.block
         width = self.head_dim * (self.num_heads + self.kv_heads)
-        crosses = 1.5 if block.kind == "encoder_decoder" else 1.0  # every second block attends twice
+        crosses = (
+            1.5 if block.kind == "encoder_decoder" else 1.0
+        )  # every second block attends twice
         step_fields: dict[str, float] = {"attention_parameters": crosses * 2 * self.dim * width}
         if block.head_dim is not None:
             step_fields["score_operations"] = 2 * self.seq_len * self.num_heads * self.head_dim

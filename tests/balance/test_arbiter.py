@@ -32,13 +32,17 @@ def made(grid: Grid = GRID, machine: Machine = SLOW, **options: object) -> Arbit
     return settings.start({name: each.plan for name, each in programs.items()})
 
 
-def skewed(skew: float, grid: Grid = GRID, *, tokens: int = 4096, seed: int = 0, units: int = 1024) -> CallLoad:
+def skewed(
+    skew: float, grid: Grid = GRID, *, tokens: int = 4096, seed: int = 0, units: int = 1024
+) -> CallLoad:
     """Return a random load in which the i-th expert's share is proportional to 1 / i^skew; an even load for skew 0."""
     experts = 4 * grid.ep
     copies = np.full((grid.world, experts), tokens // experts)
     if skew:
         shares = 1 / np.arange(1, experts + 1) ** skew
-        copies = np.random.default_rng(seed).multinomial(tokens, shares / shares.sum(), size=grid.world)
+        copies = np.random.default_rng(seed).multinomial(
+            tokens, shares / shares.sum(), size=grid.world
+        )
     return CallLoad(grid, copies, experts, units // grid.etp, 512)
 
 
@@ -53,8 +57,12 @@ def test_what_it_chooses_is_the_least_and_its_table_does_what_it_says():
     for seed in range(24):
         rng = np.random.default_rng(seed)
         grid = (GRID, SHARDED)[seed % 2]
-        machine = Machine(tflops=float(rng.choice([0.5, 5, 50])), inter_gbps=float(rng.choice([1, 10, 100])))
-        load = skewed(float(rng.choice([0.3, 1, 2])), grid, seed=seed, units=int(rng.choice([64, 1024])))
+        machine = Machine(
+            tflops=float(rng.choice([0.5, 5, 50])), inter_gbps=float(rng.choice([1, 10, 100]))
+        )
+        load = skewed(
+            float(rng.choice([0.3, 1, 2])), grid, seed=seed, units=int(rng.choice([64, 1024]))
+        )
         verdict = made(grid, machine, margin=0.0).choose(load)
         alone, ran = verdict.moved()
         assert verdict.seconds[verdict.option] == min(verdict.seconds.values())
@@ -78,7 +86,9 @@ def test_a_table_with_nothing_left_to_replicate_runs_the_same_steps_without_repl
     arbiter = made(margin=0.0)
     first = arbiter.choose(skewed(1.5))
     assert first.replicated is not None
-    arbiter._last = replace(arbiter._last, recipe=Recipe(shadows=True, least=(1.0,)))  # nothing is worth replication
+    arbiter._last = replace(
+        arbiter._last, recipe=Recipe(shadows=True, least=(1.0,))
+    )  # nothing is worth replication
     for program, other in (("steps+replicated", "steps"), ("replicated", "alone")):
         arbiter._last = replace(arbiter._last, program=program)
         second = arbiter.choose(skewed(1.5))
@@ -86,7 +96,9 @@ def test_a_table_with_nothing_left_to_replicate_runs_the_same_steps_without_repl
 
 
 def test_all_ranks_decide_alike_whatever_came_before():
-    loads = [skewed(skew, SHARDED, seed=seed) for seed, skew in enumerate([0, 1, 1, 0, 2, 0.4, 2, 2])]
+    loads = [
+        skewed(skew, SHARDED, seed=seed) for seed, skew in enumerate([0, 1, 1, 0, 2, 0.4, 2, 2])
+    ]
     one, other = made(SHARDED), made(SHARDED)
     for load in loads:
         a, b = one.choose(load), other.choose(load)
@@ -97,7 +109,9 @@ def test_all_ranks_decide_alike_whatever_came_before():
 def test_all_options_are_compared_after_so_many_calls(monkeypatch):
     arbiter, compared = made(), []
     weigh = arbiter.weigher.all
-    monkeypatch.setattr(arbiter.weigher, "all", lambda replicas: compared.append(arbiter._calls) or weigh(replicas))
+    monkeypatch.setattr(
+        arbiter.weigher, "all", lambda replicas: compared.append(arbiter._calls) or weigh(replicas)
+    )
     for _ in range(2 * EVERY + 1):
         arbiter.choose(skewed(1.5))
     assert compared == [1, EVERY + 1, 2 * EVERY + 1]
@@ -113,7 +127,10 @@ def test_it_comes_back_to_leaving_alone_soon_after_the_load_is_even():
 @pytest.mark.parametrize("small", [0, SMALL], ids=["scaled", "anew"])
 def test_one_call_in_four_that_is_even_does_not_decide_for_the_others(small: int, monkeypatch):
     monkeypatch.setattr(arbiter_module, "SMALL", small)
-    arbiter, loads = made(), [skewed(skew, seed=seed) for seed, skew in enumerate((1.5, 1.4, 1.5, 0))]
+    arbiter, loads = (
+        made(),
+        [skewed(skew, seed=seed) for seed, skew in enumerate((1.5, 1.4, 1.5, 0))],
+    )
     weigher, taken, least = arbiter.weigher, 0.0, 0.0
     for number in range(40 * len(loads)):
         load = loads[number % len(loads)]
@@ -145,7 +162,9 @@ def test_a_table_that_is_scaled_keeps_its_shares_until_the_load_has_changed_too_
     table = ScaledTable(replica, spread([replica], [spills(replica, NOTHING, 1.0)]))
     same = table.fitted(load)
     assert same is not None
-    assert (dense(load, same) == dense(load, spread([replica], [spills(replica, NOTHING, 1.0)]))).all()
+    assert (
+        dense(load, same) == dense(load, spread([replica], [spills(replica, NOTHING, 1.0)]))
+    ).all()
     twice = table.fitted(CallLoad(GRID, 2 * load.copies, load.num_experts, load.units, load.dim))
     assert twice is not None
     assert (dense(load, twice) == 2 * dense(load, same)).all()
@@ -155,7 +174,10 @@ def test_a_table_that_is_scaled_keeps_its_shares_until_the_load_has_changed_too_
 
 def test_what_replicated_experts_cost_the_host_changes_the_choice():
     load = skewed(1.5)
-    free, dear = (Arbiter(costs=ReplicationCosts(machine=SLOW, expert_us=each)).decide(load) for each in (0.0, 1e6))
+    free, dear = (
+        Arbiter(costs=ReplicationCosts(machine=SLOW, expert_us=each)).decide(load)
+        for each in (0.0, 1e6)
+    )
     assert free.any()
     assert not dear.any()
 
@@ -173,7 +195,11 @@ def test_as_a_lender_it_gives_the_cheapest_table():
     assert replicated.shape == (4, 16, 4)
     assert (
         np.bincount(load.home, load.copies.sum(0), 4).max()
-        > 1.5 * (replicated.sum((0, 1)) + np.bincount(load.home, (load.copies - replicated.sum(2)).sum(0), 4)).max()
+        > 1.5
+        * (
+            replicated.sum((0, 1))
+            + np.bincount(load.home, (load.copies - replicated.sum(2)).sum(0), 4)
+        ).max()
     )
     assert not Arbiter().decide(skewed(0)).any()
 
@@ -185,7 +211,11 @@ def test_the_options_of_a_plan():
     assert [each.chunks for each in plans.values()] == [2] * 6
     assert [each.replicates for each in plans.values()] == [False, True, False, False, False, True]
     assert list(option_plans(replace(plan, peer_groups=4), GRID)) == ["alone", "replicated", "r=0"]
-    assert (steps_of(GRID), steps_of(Grid(world=4, ep=4)), steps_of(Grid(world=4, ep=2, etp=2))) == (2, 4, 2)
+    assert (
+        steps_of(GRID),
+        steps_of(Grid(world=4, ep=4)),
+        steps_of(Grid(world=4, ep=2, etp=2)),
+    ) == (2, 4, 2)
 
 
 def test_programs_are_those_of_the_options_and_compiled_once():
@@ -198,7 +228,9 @@ def test_programs_are_those_of_the_options_and_compiled_once():
 
 
 def test_options_that_clash_are_left_out_and_clashes_with_replication_refused():
-    ted = compile_plan(Plan(replication="arbiter", schedule="ted"), Grid(world=4, tp=2, ep=2, etp=2))
+    ted = compile_plan(
+        Plan(replication="arbiter", schedule="ted"), Grid(world=4, tp=2, ep=2, etp=2)
+    )
     assert not any(name.startswith("r=") for name in programs_of(ted, Arbiter()))
     with pytest.raises(InputError, match=r"replication clashes with plan\.all_to_all=multicast"):
         compile_plan(Plan(replication="arbiter", all_to_all="multicast"), GRID)

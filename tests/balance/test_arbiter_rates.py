@@ -54,12 +54,16 @@ def test_small_products_reach_what_the_cluster_says(tmp_path: Path) -> None:
 
 
 def test_one_node_keeps_the_usual_rates_between_nodes(tmp_path: Path) -> None:
-    text = CLUSTER.replace("nodes = 2", "nodes = 1", 1).replace("devices_per_node = 2", "devices_per_node = 4")
+    text = CLUSTER.replace("nodes = 2", "nodes = 1", 1).replace(
+        "devices_per_node = 2", "devices_per_node = 4"
+    )
     text = text.replace("devices = 2,", "devices = 4,")
     path = tmp_path / "cluster.toml"
     path.write_text(text)
     grid = Grid(world=4, ep=4)
-    machine = machine_of(simulator_of(str(path), grid.world, grid.ranks_per_node or grid.world).cluster, grid, LAYER)
+    machine = machine_of(
+        simulator_of(str(path), grid.world, grid.ranks_per_node or grid.world).cluster, grid, LAYER
+    )
     assert machine.intra_gbps == pytest.approx(40)
     assert machine.inter_gbps == 25.0
 
@@ -74,5 +78,7 @@ def test_costs_have_the_sizes_of_the_layer_and_the_host_of_the_cluster(tmp_path:
 
 def test_clusters_of_other_nodes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text(CLUSTER)
-    with pytest.raises(InputError, match=r"planner\.cluster=.* has nodes of 2 devices, this run 4 ranks on a node"):
+    with pytest.raises(
+        InputError, match=r"planner\.cluster=.* has nodes of 2 devices, this run 4 ranks on a node"
+    ):
         simulator_of(str(tmp_path / "cluster.toml"), 4, 4)

@@ -33,11 +33,17 @@ def boards_of(seed: int, machine: Machine = QUICK) -> list[ReplicaLoad]:
 
 def every_table(replica: ReplicaLoad) -> dict[str, Replications]:
     shadowed = shadows(replica, at_most=3)
-    tables = {"nothing": NOTHING, "shadow": shadowed, "whole shadow": shadows(replica, at_most=3, whole=True)}
+    tables = {
+        "nothing": NOTHING,
+        "shadow": shadowed,
+        "whole shadow": shadows(replica, at_most=3, whole=True),
+    }
     for limit in (1.0, 1.4):
         for near in (False, True):
             tables[f"spill {limit} {near}"] = spills(replica, NOTHING, limit, near_first=near)
-            tables[f"mix {limit} {near}"] = shadowed.joined(spills(replica, shadowed, limit, near_first=near))
+            tables[f"mix {limit} {near}"] = shadowed.joined(
+                spills(replica, shadowed, limit, near_first=near)
+            )
     return tables
 
 
@@ -57,8 +63,14 @@ def test_what_is_replicated_is_there_and_never_at_home():
 def shared_one_by_one(replica: ReplicaLoad, table: np.ndarray, total: np.ndarray) -> None:
     """Add a place's copies to the table of all ranks one by one, with both the ranks and the helpers in their order."""
     for place, expert in zip(*np.nonzero(table.sum(2))):
-        ranks = [int(rank) for rank in replica.origins[place] for _ in range(replica.load.copies[rank, expert])]
-        helpers = [helper for helper, amount in enumerate(table[place, expert]) for _ in range(amount)]
+        ranks = [
+            int(rank)
+            for rank in replica.origins[place]
+            for _ in range(replica.load.copies[rank, expert])
+        ]
+        helpers = [
+            helper for helper, amount in enumerate(table[place, expert]) for _ in range(amount)
+        ]
         for rank, helper in zip(ranks, helpers):
             total[rank, expert, helper] += 1
 
@@ -99,24 +111,41 @@ def test_spilling_holds_every_place_to_its_limit(limit: float, near: bool):
             rows = rows_of(replica, spills(replica, NOTHING, limit, near_first=near))
             total = int(replica.copies.sum())
             assert rows.home.sum() + rows.replicated.sum() == total
-            assert (rows.home + rows.replicated).sum(0).max() <= np.ceil(total / len(replica.origins) * limit)
+            assert (rows.home + rows.replicated).sum(0).max() <= np.ceil(
+                total / len(replica.origins) * limit
+            )
 
 
 def test_near_places_help_first_where_they_have_room():
-    load = CallLoad(Grid(world=4, ep=4, ranks_per_node=2), np.array([[40, 0, 4, 4]] * 4), 4, units=8, dim=8)
+    load = CallLoad(
+        Grid(world=4, ep=4, ranks_per_node=2), np.array([[40, 0, 4, 4]] * 4), 4, units=8, dim=8
+    )
     (replica,) = replica_loads(load, ReplicationCosts(machine=QUICK))
     assert set(spills(replica, NOTHING, 1.5, near_first=True).helper.tolist()) == {1, 2}
     by_helper = dense(replica, spills(replica, NOTHING, 1.5, near_first=True)).sum((0, 1))
     assert by_helper.tolist() == [0, 72, 16, 0]
     assert dense(replica, spills(replica, NOTHING, 1.5)).sum((0, 1)).tolist() == [0, 72, 16, 0]
     level = np.array([[40, 20, 0, 0]] * 4)
-    (replica,) = replica_loads(CallLoad(load.grid, level, 4, units=8, dim=8), ReplicationCosts(machine=QUICK))
+    (replica,) = replica_loads(
+        CallLoad(load.grid, level, 4, units=8, dim=8), ReplicationCosts(machine=QUICK)
+    )
     assert dense(replica, spills(replica, NOTHING, 1.5)).sum((0, 1)).tolist() == [0, 0, 70, 0]
-    assert dense(replica, spills(replica, NOTHING, 1.5, near_first=True)).sum((0, 1)).tolist() == [0, 10, 60, 0]
+    assert dense(replica, spills(replica, NOTHING, 1.5, near_first=True)).sum((0, 1)).tolist() == [
+        0,
+        10,
+        60,
+        0,
+    ]
 
 
 def test_helpers_compute_their_own_copies_before_those_of_others():
-    load = CallLoad(Grid(world=4, ep=4), np.array([[30, 0, 0, 0], [5, 0, 0, 0], [9, 0, 0, 0], [4, 0, 0, 0]]), 4, 8, 8)
+    load = CallLoad(
+        Grid(world=4, ep=4),
+        np.array([[30, 0, 0, 0], [5, 0, 0, 0], [9, 0, 0, 0], [4, 0, 0, 0]]),
+        4,
+        8,
+        8,
+    )
     (replica,) = replica_loads(load, ReplicationCosts(machine=QUICK))
     table = dense(replica, spills(replica, NOTHING, 1.0))
     assert table.sum((0, 1)).tolist() == [0, 12, 12, 12]
@@ -137,7 +166,9 @@ def test_the_best_prefix_of_shadows_is_found():
                 if held[place] == 2:
                     continue
                 held[place] += 1
-                one = Replications(*(np.array([each]) for each in (place, expert, place, away[place, expert])))
+                one = Replications(
+                    *(np.array([each]) for each in (place, expert, place, away[place, expert]))
+                )
                 taken.append(taken[-1].joined(one))
             times = [seconds_under(replica, each) for each in taken]
             assert seconds_under(replica, found) == pytest.approx(min(times))
@@ -164,7 +195,9 @@ def test_what_replicated_experts_cost_the_host_makes_it_replicate_fewer():
 
 
 def test_the_cost_by_hand():
-    load = CallLoad(Grid(world=2, ep=2, ranks_per_node=1), np.array([[6, 2], [4, 8]]), 2, units=3, dim=5)
+    load = CallLoad(
+        Grid(world=2, ep=2, ranks_per_node=1), np.array([[6, 2], [4, 8]]), 2, units=3, dim=5
+    )
     machine = Machine(tflops=1e-12, inter_gbps=8e-9, inter_latency_us=1e6)
     (replica,) = replica_loads(load, ReplicationCosts(machine=machine, element_bytes=2, matrices=3))
     flops, row, weights = 2 * 3 * 5 * 3 * 3, 5 * 2, 3 * 5 * 3 * 2
@@ -172,7 +205,11 @@ def test_the_cost_by_hand():
     work = work_of(replica, one)
     assert (work.home.tolist(), work.helped.tolist()) == ([6 * flops, 10 * flops], [0, 4 * flops])
     assert work.rows == (6, 14)
-    assert (work.travel, work.travel_helped, work.fetch) == (4 * (2 * row + 1), 0, 2 * (weights + 1))
+    assert (work.travel, work.travel_helped, work.fetch) == (
+        4 * (2 * row + 1),
+        0,
+        2 * (weights + 1),
+    )
     assert (work.token_bytes, work.weight_bytes) == (4 * 2 * row, 2 * weights)
     assert work.seconds(1) == work.travel / 2 + 10 * flops + 4 * flops
     alone = work_of(replica, NOTHING, chunks=3)
@@ -184,7 +221,9 @@ def test_the_cost_by_hand():
 def test_gathered_weights_cost_what_adaptive_r_moves():
     grid = Grid(world=4, ep=2, etp=2, ranks_per_node=2)
     load = CallLoad(grid, np.array([[9, 1], [2, 0], [1, 1], [0, 4]]), 2, units=3, dim=5)
-    machine = Machine(tflops=1e-12, inter_gbps=8e-9, intra_gbps=16e-9, inter_latency_us=0, intra_latency_us=0)
+    machine = Machine(
+        tflops=1e-12, inter_gbps=8e-9, intra_gbps=16e-9, inter_latency_us=0, intra_latency_us=0
+    )
     (replica,) = replica_loads(load, ReplicationCosts(machine=machine, element_bytes=2, matrices=3))
     alone = work_of(replica, NOTHING)
     weights, flops = 3 * 5 * 3 * 2, 2 * 3 * 5 * 3 * 3
@@ -207,12 +246,16 @@ def test_even_loads_are_known_by_their_rows_and_by_what_weights_would_cost():
     skewed[:, 0] += 10
 
     def answer(copies: np.ndarray, units: int) -> bool:
-        (replica,) = replica_loads(CallLoad(grid, copies, 8, units=units, dim=8), ReplicationCosts(machine=QUICK))
+        (replica,) = replica_loads(
+            CallLoad(grid, copies, 8, units=units, dim=8), ReplicationCosts(machine=QUICK)
+        )
         return is_even(replica, 0.05)
 
     assert answer(even, 64)
     assert not answer(skewed, 64)
-    assert not answer(even, 2), "an expert's weights are fewer bytes than the rows that one place sends it"
+    assert not answer(even, 2), (
+        "an expert's weights are fewer bytes than the rows that one place sends it"
+    )
 
 
 def test_a_replica_that_replicates_nothing_beside_one_that_does() -> None:
@@ -235,7 +278,9 @@ def test_the_largest_are_those_of_a_stable_sort(count: int) -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_shadows_above_the_least_are_the_prefix_they_were_told_from_and_follow_the_counts(whole: bool) -> None:
+def test_shadows_above_the_least_are_the_prefix_they_were_told_from_and_follow_the_counts(
+    whole: bool,
+) -> None:
     found = 0
     for seed in range(15):
         load = draw(seed)
@@ -247,17 +292,21 @@ def test_shadows_above_the_least_are_the_prefix_they_were_told_from_and_follow_t
             again = shadows_above(replica, least, whole=whole)
             twice = CallLoad(load.grid, 2 * load.copies, load.num_experts, load.units, load.dim)
             (doubled,) = [
-                each for each in replica_loads(twice, replica.costs) if (each.origins == replica.origins).all()
+                each
+                for each in replica_loads(twice, replica.costs)
+                if (each.origins == replica.origins).all()
             ]
             equal = {tuple(each) for each in zip(best.origin, best.expert)}
             more = {tuple(each) for each in zip(again.origin, again.expert)}
             values = replica.copies.sum(0) if whole else None
             assert equal <= more, "what was worth it is replicated again"
-            assert whole or all(replica.copies[pair] == best.amount.min() for pair in more - equal), (
-                "but for ties nothing else"
-            )
+            assert whole or all(
+                replica.copies[pair] == best.amount.min() for pair in more - equal
+            ), "but for ties nothing else"
             assert values is None or len({expert for _, expert in more}) <= 8
             same = shadows_above(doubled, least, whole=whole)
-            assert {tuple(each) for each in zip(same.origin, same.expert)} == more, "shares count, not copies"
+            assert {tuple(each) for each in zip(same.origin, same.expert)} == more, (
+                "shares count, not copies"
+            )
             found += 1
     assert found > 10

@@ -47,10 +47,18 @@ def expert_gap(load: ExpertLoad) -> float:
     return busiest / best - 1 if best else float(busiest > 0)
 
 
-def load_of(copies: object, grid: Grid = FOUR, order: object = None, **changes: object) -> ExpertLoad:
+def load_of(
+    copies: object, grid: Grid = FOUR, order: object = None, **changes: object
+) -> ExpertLoad:
     table = np.asarray(copies, dtype=np.float64)
     slots = np.arange(table.shape[1]) if order is None else np.asarray(order)
-    sizes = {"dim": 64, "expert_parameters": 3 * 64 * 128, "expert_bytes": 3 * 64 * 128 * 14, "steps": 50, **changes}
+    sizes = {
+        "dim": 64,
+        "expert_parameters": 3 * 64 * 128,
+        "expert_bytes": 3 * 64 * 128 * 14,
+        "steps": 50,
+        **changes,
+    }
     return ExpertLoad(grid=grid, copies=table, order=slots, **sizes)  # type: ignore[arg-type]
 
 
@@ -60,7 +68,10 @@ def drawn(seed: int, grid: Grid, each: int, skew: float = 1.0, **changes: object
     num_experts = each * grid.ep
     share = 1 / np.arange(1, num_experts + 1) ** skew
     share = draw.permutation(share / share.sum())
-    copies = [draw.multinomial(256, 0.7 * share + 0.3 * draw.permutation(share)) for _ in range(grid.world)]
+    copies = [
+        draw.multinomial(256, 0.7 * share + 0.3 * draw.permutation(share))
+        for _ in range(grid.world)
+    ]
     return load_of(copies, grid, draw.permutation(num_experts), **changes)
 
 
@@ -85,7 +96,9 @@ def brute_between(load: ExpertLoad, order: np.ndarray) -> float:
             if grid.coordinate(origin, "edp") != grid.coordinate(target, "edp"):
                 continue
             place = grid.coordinate(target, "ep")
-            rows = sum(load.copies[origin, order[slot]] for slot in range(place * each, (place + 1) * each))
+            rows = sum(
+                load.copies[origin, order[slot]] for slot in range(place * each, (place + 1) * each)
+            )
             found += rows * (grid.node_of(origin) != grid.node_of(target))
     return found
 
@@ -101,7 +114,12 @@ def test_figures_of_an_order_are_those_of_counting_row_by_row(grid: Grid) -> Non
 
 
 @settings(max_examples=12)
-@given(seed=st.integers(0, 10**6), grid=st.sampled_from(GRIDS), each=st.integers(1, 4), skew=st.floats(0, 2))
+@given(
+    seed=st.integers(0, 10**6),
+    grid=st.sampled_from(GRIDS),
+    each=st.integers(1, 4),
+    skew=st.floats(0, 2),
+)
 def test_every_policy_keeps_places_full_and_decides_the_same_again(seed, grid, each, skew):
     load = drawn(seed, grid, each, skew)
     for name, make in EXPERT_PLACERS.items():
@@ -112,12 +130,16 @@ def test_every_policy_keeps_places_full_and_decides_the_same_again(seed, grid, e
         assert np.array_equal(make(ExpertRates()).decide(replace(load)), order)
         stays = place == load.place
         slot, was = np.argsort(order), np.argsort(load.order)
-        assert np.array_equal(slot[stays], was[stays])  # experts that stay at a place keep their slots
+        assert np.array_equal(
+            slot[stays], was[stays]
+        )  # experts that stay at a place keep their slots
 
 
 @settings(max_examples=8)
 @given(seed=st.integers(0, 10**6), grid=st.sampled_from(GRIDS), each=st.integers(2, 4))
-def test_balanced_is_never_slower_than_to_stay_and_takes_the_best_of_what_it_looked_at(seed, grid, each):
+def test_balanced_is_never_slower_than_to_stay_and_takes_the_best_of_what_it_looked_at(
+    seed, grid, each
+):
     load = drawn(seed, grid, each)
     for machine in (Machine(), Machine(tflops=0.01), Machine(inter_gbps=0.1)):
         rates = ExpertRates(machine=machine)
@@ -137,11 +159,16 @@ def test_a_move_that_does_not_pay_is_not_made_and_pays_over_more_steps() -> None
     assert gain > 0
     steps = 10
     expensive = seconds.of_move(place) / load.expert_bytes
-    for bytes_, moves in ((0.5 * gain * steps / expensive, True), (2 * gain * steps / expensive, False)):
+    for bytes_, moves in (
+        (0.5 * gain * steps / expensive, True),
+        (2 * gain * steps / expensive, False),
+    ):
         order = Balanced(rates).decide(load_of(copies, expert_bytes=int(bytes_), steps=steps))
         assert np.array_equal(order, load.order) != moves
     assert not np.array_equal(
-        Balanced(rates).decide(load_of(copies, expert_bytes=int(2 * gain * steps / expensive), steps=4 * steps)),
+        Balanced(rates).decide(
+            load_of(copies, expert_bytes=int(2 * gain * steps / expensive), steps=4 * steps)
+        ),
         load.order,
     )
 
@@ -159,7 +186,9 @@ def test_the_cost_of_a_move_is_that_of_the_busiest_rank() -> None:
         ([4, 2, 1, 3, 0, 5, 6, 7], 1.1e-2),
     ):
         assert seconds.of_move(places_of(np.array(order), 4)) == pytest.approx(expected)
-    shards = load_of(np.ones((4, 8)), Grid(world=4, ep=2, etp=2, ranks_per_node=2), expert_bytes=10**6)
+    shards = load_of(
+        np.ones((4, 8)), Grid(world=4, ep=2, etp=2, ranks_per_node=2), expert_bytes=10**6
+    )
     moved = places_of(np.array([4, 1, 2, 3, 0, 5, 6, 7]), 2)
     assert ExpertSeconds(shards, ExpertRates(machine=machine)).of_move(moved) == pytest.approx(1e-2)
 
@@ -216,7 +245,9 @@ def test_groups_go_where_most_of_them_are() -> None:
     """The same groups of experts at permuted places go back to their present places, so nothing moves."""
     load = load_of(np.ones((4, 8)), Grid(world=4, ep=4))
     relabelled = (load.place + 1) % 4
-    end = fewest_between_nodes(load.weight, load.crossing, relabelled, load.slowness, stay=load.place)[-1]
+    end = fewest_between_nodes(
+        load.weight, load.crossing, relabelled, load.slowness, stay=load.place
+    )[-1]
     assert np.array_equal(end, load.place)
 
 
@@ -276,7 +307,9 @@ def test_bad_input_is_refused_in_one_line(make, words) -> None:
 def test_a_slow_rank_gets_experts_that_it_computes_in_the_same_time() -> None:
     copies = np.tile([40.0, 35, 30, 25, 20, 15, 10, 5], (4, 1))
     alike, unlike = (load_of(copies, speeds=speeds) for speeds in ((), (1.0, 1.0, 1.0, 0.5)))
-    places = {tuple(np.repeat(np.arange(4), 2)[np.argsort(order)]) for order in permutations(range(8))}
+    places = {
+        tuple(np.repeat(np.arange(4), 2)[np.argsort(order)]) for order in permutations(range(8))
+    }
     least = min(unlike.busiest(np.array(place)) for place in places)
     found = Balanced(FREE).best(unlike)
     rows = np.bincount(found, weights=copies.sum(0), minlength=4)

@@ -17,7 +17,14 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.program.sizes import CallSizes
 
-MACHINE = Machine(intra_gbps=8, inter_gbps=0.8, intra_latency_us=1, inter_latency_us=10, tflops=1e-6, memory_gbps=80)
+MACHINE = Machine(
+    intra_gbps=8,
+    inter_gbps=0.8,
+    intra_latency_us=1,
+    inter_latency_us=10,
+    tflops=1e-6,
+    memory_gbps=80,
+)
 """1 ns per byte inside a node, 10 ns between nodes; a million operations per second; copies of 10 bytes per ns."""
 LAYER = Workload(tokens=2, num_experts=4, top_k=2, dim=10, hidden=6)
 ROW = 20
@@ -25,12 +32,21 @@ ROW = 20
 
 
 def seconds_of(
-    plan: Plan, grid: Grid, copies: list[list[int]], backward: bool = False, machine: Machine = MACHINE
+    plan: Plan,
+    grid: Grid,
+    copies: list[list[int]],
+    backward: bool = False,
+    machine: Machine = MACHINE,
 ) -> dict[str, float]:
     compiled = compile_plan(plan, grid)
     tokens = np.array([2] * grid.world)
-    sizes = CallSizes(compiled.grid, np.array(copies), tokens, plan.chunks, units=LAYER.hidden // grid.etp)
-    program, simulator = compiled.backward if backward else compiled.forward, Simulator(cluster_of(machine, grid))
+    sizes = CallSizes(
+        compiled.grid, np.array(copies), tokens, plan.chunks, units=LAYER.hidden // grid.etp
+    )
+    program, simulator = (
+        compiled.backward if backward else compiled.forward,
+        Simulator(cluster_of(machine, grid)),
+    )
     return simulator.durations(program, LAYER, compiled.grid, sizes=sizes)
 
 
@@ -55,12 +71,16 @@ def test_a_movement_takes_what_its_fullest_port_sends_or_receives() -> None:
 def test_experts_take_the_operations_of_the_busiest_rank() -> None:
     """Rank 1 has 7 rows of 2 operations, 10 columns, 6 units and 3 matrices each; the gradients take twice that."""
     assert seconds_of(Plan(), NODES, COUNTS)["out"] == pytest.approx(7 * 2 * 10 * 6 * 3 / 1e6)
-    assert seconds_of(Plan(), NODES, COUNTS, backward=True)["out'"] == pytest.approx(2 * 7 * 2 * 10 * 6 * 3 / 1e6)
+    assert seconds_of(Plan(), NODES, COUNTS, backward=True)["out'"] == pytest.approx(
+        2 * 7 * 2 * 10 * 6 * 3 / 1e6
+    )
 
 
 def test_copying_takes_bytes_read_and_written() -> None:
     seconds = seconds_of(Plan(), NODES, COUNTS)
-    assert seconds["rows"] == pytest.approx(2 * 6 * ROW * 8 / 80e9), "six rows of rank 0, read and written"
+    assert seconds["rows"] == pytest.approx(2 * 6 * ROW * 8 / 80e9), (
+        "six rows of rank 0, read and written"
+    )
 
 
 def test_a_codec_shortens_what_crosses_and_costs_encoding() -> None:
@@ -68,7 +88,9 @@ def test_a_codec_shortens_what_crosses_and_costs_encoding() -> None:
     plain = moving(Plan(), grid, [[0, 4], [4, 0]])
     coded = moving(Plan(codec="int8"), grid, [[0, 4], [4, 0]])
     assert plain["h"] == pytest.approx(10e-6 + 4 * 20 * 10e-9)
-    assert coded["h@0"] == pytest.approx(10e-6 + 4 * (10 + 4) * 10e-9), "a byte an element, a float32 scale a row"
+    assert coded["h@0"] == pytest.approx(10e-6 + 4 * (10 + 4) * 10e-9), (
+        "a byte an element, a float32 scale a row"
+    )
     assert coded["h@pack"] > 0
     assert coded["g"] == plain["g"], "routing weights are not encoded"
 
@@ -85,8 +107,14 @@ def test_chunks_share_the_bytes_and_repeat_the_latency() -> None:
     [
         ({"inter_gbps": 0}, "machine.inter_gbps=0: must be a finite number above 0"),
         ({"tflops": float("nan")}, "machine.tflops=nan: must be a finite number above 0"),
-        ({"intra_latency_us": -1}, "machine.intra_latency_us=-1: must be a finite number of at least 0"),
-        ({"inter_latency_us": float("nan")}, "machine.inter_latency_us=nan: must be a finite number of at least 0"),
+        (
+            {"intra_latency_us": -1},
+            "machine.intra_latency_us=-1: must be a finite number of at least 0",
+        ),
+        (
+            {"inter_latency_us": float("nan")},
+            "machine.inter_latency_us=nan: must be a finite number of at least 0",
+        ),
     ],
 )
 def test_impossible_machines_are_refused(fields: dict, line: str) -> None:

@@ -48,7 +48,9 @@ def sample_gap(load: SampleLoad, placer: AbstractPlacer, intra: float, inter: fl
     return seconds / best - 1 if best else float(seconds > 0)
 
 
-def random_load(grid: Grid, seed: int, slots: int = 2, carried: int = 0, *, last: bool = False) -> SampleLoad:
+def random_load(
+    grid: Grid, seed: int, slots: int = 2, carried: int = 0, *, last: bool = False
+) -> SampleLoad:
     """Return a load with random homes inside each replica that is skewed within samples, for which placement pays."""
     random = np.random.default_rng(seed)
     samples, num_experts = grid.world * slots, 2 * grid.ep
@@ -57,10 +59,17 @@ def random_load(grid: Grid, seed: int, slots: int = 2, carried: int = 0, *, last
         members = np.flatnonzero(np.isin(rank, replica))
         rank[members] = random.permutation(rank[members])
     tables = [
-        np.stack([random.multinomial(16, random.dirichlet(np.full(num_experts, 0.3))) for _ in range(samples)])
+        np.stack(
+            [
+                random.multinomial(16, random.dirichlet(np.full(num_experts, 0.3)))
+                for _ in range(samples)
+            ]
+        )
         for _ in range(2)
     ]
-    return SampleLoad(grid, Homes.of_ranks(rank, grid.world), tables[0], None if last else tables[1], carried)
+    return SampleLoad(
+        grid, Homes.of_ranks(rank, grid.world), tables[0], None if last else tables[1], carried
+    )
 
 
 def counted(load: SampleLoad, homes: Homes) -> tuple[int, int]:
@@ -73,7 +82,9 @@ def counted(load: SampleLoad, homes: Homes) -> tuple[int, int]:
             for holder in grid.group(rank, ("ep", "etp")):
                 first = grid.coordinate(holder, "ep") * each
                 if holder != rank:
-                    rows[grid.node_of(holder) != grid.node_of(rank)] += int(table[sample, first : first + each].sum())
+                    rows[grid.node_of(holder) != grid.node_of(rank)] += int(
+                        table[sample, first : first + each].sum()
+                    )
         before = int(load.homes.rank[sample])
         if before != rank:
             rows[grid.node_of(before) != grid.node_of(rank)] += load.carried
@@ -85,7 +96,11 @@ def every_placement(load: SampleLoad) -> list[Homes]:
     orders = set()
     rank = load.homes.rank
     for order in set(itertools.permutations(rank.tolist())):
-        if all((rank[s] in group) == (r in group) for s, r in enumerate(order) for group in map(list, load.replicas)):
+        if all(
+            (rank[s] in group) == (r in group)
+            for s, r in enumerate(order)
+            for group in map(list, load.replicas)
+        ):
             orders.add(order)
     return [Homes.of_ranks(np.array(order), load.grid.world) for order in sorted(orders)]
 
@@ -113,7 +128,9 @@ def test_homes_name_every_sample_once(samples: list[list[int]]) -> None:
 def test_samples_split_evenly() -> None:
     with pytest.raises(InputError, match="3 samples do not split evenly over 2 ranks"):
         Homes.of_ranks(np.array([0, 0, 1]), 2)
-    assert "4 samples do not split evenly" in refused(lambda: Homes.of_ranks(np.array([0, 0, 0, 1]), 2))
+    assert "4 samples do not split evenly" in refused(
+        lambda: Homes.of_ranks(np.array([0, 0, 0, 1]), 2)
+    )
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -157,12 +174,19 @@ def test_stage_two_is_best_where_stage_one_has_no_say() -> None:
     grid = GRIDS[5]
     for seed in range(4):
         load = random_load(grid, seed, slots=1)
-        assert load.volume(BARE.decide(load)) == min(load.volume(homes) for homes in every_placement(load))
+        assert load.volume(BARE.decide(load)) == min(
+            load.volume(homes) for homes in every_placement(load)
+        )
 
 
 @pytest.mark.parametrize(
     ("grid", "rates"),
-    [(GRIDS[0], (1.0, 8.0)), (GRIDS[1], (8.0, 1.0)), (GRIDS[3], (0.0, 1.0)), (GRIDS[5], (1.0, 1.0))],
+    [
+        (GRIDS[0], (1.0, 8.0)),
+        (GRIDS[1], (8.0, 1.0)),
+        (GRIDS[3], (0.0, 1.0)),
+        (GRIDS[5], (1.0, 1.0)),
+    ],
     ids=str,
 )
 def test_nothing_beats_the_integer_program(grid: Grid, rates: tuple[float, float]) -> None:
@@ -171,7 +195,9 @@ def test_nothing_beats_the_integer_program(grid: Grid, rates: tuple[float, float
     for seed in range(4):
         assert load.seconds(random_load(grid, seed).homes, *rates) >= best - 1e-9
     two_stages = load.seconds(BARE.decide(load), *rates)
-    assert sample_gap(load, BARE, *rates) == pytest.approx(two_stages / best - 1 if best else float(two_stages > 0))
+    assert sample_gap(load, BARE, *rates) == pytest.approx(
+        two_stages / best - 1 if best else float(two_stages > 0)
+    )
     found = [load.seconds(load.homes, *rates), two_stages]
     assert min(found) >= best - 1e-9
     if rates[0]:
@@ -204,8 +230,13 @@ def test_samples_go_to_their_experts_and_the_next_layer_has_a_say() -> None:
 
 def test_a_residual_that_travels_keeps_samples_at_home() -> None:
     grid, copies = Grid(world=2, ep=2, ranks_per_node=1), np.array([[1, 3], [3, 1]])
-    assert BARE.decide(SampleLoad(grid, Homes.start(2, 1), copies, None)).samples.tolist() == [[1], [0]]
-    assert BARE.decide(SampleLoad(grid, Homes.start(2, 1), copies, None, carried=2)).samples.tolist() == [[0], [1]]
+    assert BARE.decide(SampleLoad(grid, Homes.start(2, 1), copies, None)).samples.tolist() == [
+        [1],
+        [0],
+    ]
+    assert BARE.decide(
+        SampleLoad(grid, Homes.start(2, 1), copies, None, carried=2)
+    ).samples.tolist() == [[0], [1]]
 
 
 def test_among_equals_nobody_moves() -> None:
@@ -251,15 +282,21 @@ def test_weighed_moves_nobody_for_a_small_gain_either() -> None:
 def demo_samples() -> tuple[np.ndarray, np.ndarray]:
     """Return the copies of the demo's samples in two layers, skewed within samples."""
     trace = make_trace(
-        SyntheticRouting(steps=1, num_layers=2, num_experts=64, top_k=2, sequences=32, seq_len=128, locality=0.2)
+        SyntheticRouting(
+            steps=1, num_layers=2, num_experts=64, top_k=2, sequences=32, seq_len=128, locality=0.2
+        )
     )
     return trace.samples(0, 0), trace.samples(1, 0)
 
 
 @pytest.mark.parametrize(
-    "placer", [TwoStage(), Weighed(Machine(intra_gbps=8, inter_gbps=1))], ids=["two_stage", "weighed"]
+    "placer",
+    [TwoStage(), Weighed(Machine(intra_gbps=8, inter_gbps=1))],
+    ids=["two_stage", "weighed"],
 )
-def test_by_default_samples_move_where_they_differ_and_not_where_chance_differs(placer: AbstractPlacer) -> None:
+def test_by_default_samples_move_where_they_differ_and_not_where_chance_differs(
+    placer: AbstractPlacer,
+) -> None:
     """The sequence length, and the samples and experts per rank, are those of the demo on 2 nodes of 2 ranks."""
     grid, homes = GRIDS[0], Homes.start(4, 8)
     random = np.random.default_rng(0)
@@ -286,7 +323,9 @@ def test_given_homes_come_in_turn() -> None:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("name", SAMPLE_PLACERS)
-def test_every_policy_keeps_samples_in_their_replica_and_ranks_full_and_decides_the_same_again(name, grid):
+def test_every_policy_keeps_samples_in_their_replica_and_ranks_full_and_decides_the_same_again(
+    name, grid
+):
     for seed, last in zip(range(3), (False, True, False)):
         load = random_load(grid, seed, slots=3, carried=seed, last=last)
         homes = SAMPLE_PLACERS[name](PlacerOptions(least_gain=0.0)).decide(load)
@@ -305,7 +344,12 @@ def test_options_reach_the_policies() -> None:
     two_stage, weighed = SAMPLE_PLACERS["two_stage"](options), SAMPLE_PLACERS["weighed"](options)
     assert isinstance(two_stage, TwoStage)
     assert isinstance(weighed, Weighed)
-    assert (two_stage.least_gain, two_stage.rest, weighed.least_gain, weighed.rest) == (0.3, 4, 0.3, 4)
+    assert (two_stage.least_gain, two_stage.rest, weighed.least_gain, weighed.rest) == (
+        0.3,
+        4,
+        0.3,
+        4,
+    )
     assert weighed.rates == (1 / 7, 1 / 3)
 
 

@@ -28,10 +28,14 @@ FAST_WEIGHTS = ReplicationCosts(machine=Machine(tflops=0.01, inter_gbps=1000, in
 DEAR_WEIGHTS = ReplicationCosts(machine=Machine(tflops=1000, inter_gbps=0.1, intra_gbps=0.1))
 
 
-@pytest.mark.parametrize("costs", [FAST_WEIGHTS, DEAR_WEIGHTS, ReplicationCosts()], ids=["fast", "dear", "middling"])
+@pytest.mark.parametrize(
+    "costs", [FAST_WEIGHTS, DEAR_WEIGHTS, ReplicationCosts()], ids=["fast", "dear", "middling"]
+)
 @pytest.mark.parametrize("name", REPLICATION)
 @pytest.mark.parametrize("seeds", seed_ranges(24, 4))
-def test_what_is_replicated_is_there_and_never_at_home(name: str, costs: ReplicationCosts, seeds: range):
+def test_what_is_replicated_is_there_and_never_at_home(
+    name: str, costs: ReplicationCosts, seeds: range
+):
     for seed in seeds:
         check_table(replication_policy(name, costs), draw(seed))
 
@@ -48,8 +52,13 @@ def test_replication_never_costs_more_than_none_by_the_model(kind: type, costs: 
     helped = 0
     for seed in range(30):
         load = draw(seed)
-        for replica, replicated in zip(replica_loads(load, costs), by_place(load, kind(costs).decide(load))):
-            before, after = seconds_under(replica, NOTHING), seconds_under(replica, Replications.of(replicated))
+        for replica, replicated in zip(
+            replica_loads(load, costs), by_place(load, kind(costs).decide(load))
+        ):
+            before, after = (
+                seconds_under(replica, NOTHING),
+                seconds_under(replica, Replications.of(replicated)),
+            )
             assert after <= before * (1 + 1e-12)
             helped += after < before * 0.99
     assert helped > 5 or costs is DEAR_WEIGHTS
@@ -60,9 +69,18 @@ def test_replication_never_costs_more_than_none_by_the_model(kind: type, costs: 
     [
         (None, "decided NoneType: return integers of shape"),
         (np.zeros((2, 2, 2)), r"decided float64 \(2, 2, 2\): return integers"),
-        (np.zeros((2, 2), dtype=np.int64), r"decided int64 \(2, 2\): return integers of shape \(2, 2, 2\)"),
-        (np.array([[[0, -1], [0, 0]], [[0, 0], [0, 0]]]), "replicates less than a copy, or to load.home: leave it out"),
-        (np.array([[[1, 0], [0, 0]], [[0, 0], [0, 0]]]), "replicates less than a copy, or to load.home: leave it out"),
+        (
+            np.zeros((2, 2), dtype=np.int64),
+            r"decided int64 \(2, 2\): return integers of shape \(2, 2, 2\)",
+        ),
+        (
+            np.array([[[0, -1], [0, 0]], [[0, 0], [0, 0]]]),
+            "replicates less than a copy, or to load.home: leave it out",
+        ),
+        (
+            np.array([[[1, 0], [0, 0]], [[0, 0], [0, 0]]]),
+            "replicates less than a copy, or to load.home: leave it out",
+        ),
     ],
 )
 def test_a_call_refuses_a_table_that_is_none(decided: np.ndarray | None, words: str):
@@ -70,19 +88,27 @@ def test_a_call_refuses_a_table_that_is_none(decided: np.ndarray | None, words: 
         def decide(self, load: CallLoad) -> np.ndarray:
             return decided  # type: ignore[return-value]
 
-    load = CallLoad(Grid(world=2, ep=2, ranks_per_node=1), np.array([[6, 2], [4, 8]]), 2, units=3, dim=5)
+    load = CallLoad(
+        Grid(world=2, ep=2, ranks_per_node=1), np.array([[6, 2], [4, 8]]), 2, units=3, dim=5
+    )
     with pytest.raises(InputError, match=f"replication policy Fixed .*{words}"):
         Fixed().start({}).choose(load)
 
 
 def test_the_cost_by_hand():
-    load = CallLoad(Grid(world=2, ep=2, ranks_per_node=1), np.array([[6, 2], [4, 8]]), 2, units=3, dim=5)
-    costs = ReplicationCosts(machine=Machine(tflops=1e-12, inter_gbps=8e-9), element_bytes=2, matrices=3)
+    load = CallLoad(
+        Grid(world=2, ep=2, ranks_per_node=1), np.array([[6, 2], [4, 8]]), 2, units=3, dim=5
+    )
+    costs = ReplicationCosts(
+        machine=Machine(tflops=1e-12, inter_gbps=8e-9), element_bytes=2, matrices=3
+    )
     (replica,) = replica_loads(load, costs)
     flops = 2 * 3 * 5 * 3 * 3
     assert seconds_under(replica, NOTHING) == pytest.approx(10 * flops + 4 * 5 * 2 * 4)
     shadowed = Replications(*np.array([[1], [0], [1], [4]]))
-    assert seconds_under(replica, shadowed) == pytest.approx(14 * flops + 4 * 5 * 2 * 2 + 2 * 3 * 5 * 3 * 2)
+    assert seconds_under(replica, shadowed) == pytest.approx(
+        14 * flops + 4 * 5 * 2 * 2 + 2 * 3 * 5 * 3 * 2
+    )
 
 
 def test_the_hottest_expert_is_shadowed_where_weights_cost_nothing():
@@ -104,7 +130,9 @@ def test_two_equally_hot_experts_block_the_published_rule_and_not_ours():
     assert Published(FAST_WEIGHTS).decide(tied).sum() == 0
 
 
-def algorithm_1(copies: np.ndarray, dim: int, alpha: float, flops: float, bytes_per_second: float) -> set[int]:
+def algorithm_1(
+    copies: np.ndarray, dim: int, alpha: float, flops: float, bytes_per_second: float
+) -> set[int]:
     """Run FasterMoE's Algorithm 1 with equations 7 and 8 as printed, but in bytes: 1 expert per worker, 2 bytes an element."""
     experts, width = len(copies), 2 / bytes_per_second
     computed, shadowed = copies.sum(0).astype(float), set()
@@ -124,9 +152,13 @@ def algorithm_1(copies: np.ndarray, dim: int, alpha: float, flops: float, bytes_
 def test_the_published_rule_charges_the_weights_that_equation_8_charges():
     """If weights are not free, they travel once forward and once back: 2 r * 2 alpha H^2 / W."""
     random, dim, alpha, numbers_shadowed = np.random.default_rng(0), 64, 2.0, []
-    costs = ReplicationCosts(machine=Machine(tflops=1e-2, inter_gbps=1.0, intra_gbps=1.0), matrices=2)
+    costs = ReplicationCosts(
+        machine=Machine(tflops=1e-2, inter_gbps=1.0, intra_gbps=1.0), matrices=2
+    )
     for _ in range(60):
-        copies = random.multinomial(int(random.integers(200, 2000)), random.dirichlet(np.full(8, 0.5)), size=8)
+        copies = random.multinomial(
+            int(random.integers(200, 2000)), random.dirichlet(np.full(8, 0.5)), size=8
+        )
         load = CallLoad(Grid(world=8, ep=8), copies, 8, units=int(alpha * dim), dim=dim)
         right = algorithm_1(copies, dim, alpha, 1e10, 1e9 / 8)
         assert set(np.flatnonzero(Published(costs).decide(load).sum((0, 2)))) == right
@@ -146,7 +178,10 @@ def test_a_place_is_replicated_no_more_experts_than_it_has_room_for():
 
 def test_bad_costs_are_refused():
     assert "replication.matrices=0: must be at least 1" in refused(ReplicationCosts, matrices=0)
-    with pytest.raises(InputError, match=r"plan\.replication='lplb' is unknown: choose one of none, shadow, published"):
+    with pytest.raises(
+        InputError,
+        match=r"plan\.replication='lplb' is unknown: choose one of none, shadow, published",
+    ):
         replication_policy("lplb")
 
 
@@ -163,4 +198,13 @@ def test_eplb_shares_the_hottest_experts_equally_with_the_least_loaded_places():
     # 400 -> 200 for expert 4, which two places hold.
     assert table.sum(0).tolist()[0] == [0, 200, 200, 200]
     assert table.sum(0)[4].sum() == 200
-    assert (table.sum((0, 2)) > 0).tolist() == [True, False, False, False, True, False, False, False]
+    assert (table.sum((0, 2)) > 0).tolist() == [
+        True,
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]

@@ -25,19 +25,25 @@ def cluster(nodes: int, per_node: int, *links: Link) -> ClusterSpec:
     return ClusterSpec(nodes=nodes, devices_per_node=per_node, device=DEVICE, links=links)
 
 
-def board_of(costs: ReplicationCosts, grid: Grid, copies: np.ndarray, units: int = 8, dim: int = 4) -> ReplicaLoad:
+def board_of(
+    costs: ReplicationCosts, grid: Grid, copies: np.ndarray, units: int = 8, dim: int = 4
+) -> ReplicaLoad:
     (replica,) = replica_loads(CallLoad(grid, copies, copies.shape[1], units, dim), costs)
     return replica
 
 
 def costs_on(spec: ClusterSpec, grid: Grid) -> ReplicationCosts:
-    return costs_of(spec, grid, Workload(tokens=65536, num_experts=grid.ep, top_k=1, dim=4, hidden=8 * grid.etp))
+    return costs_of(
+        spec, grid, Workload(tokens=65536, num_experts=grid.ep, top_k=1, dim=4, hidden=8 * grid.etp)
+    )
 
 
 def test_ranks_that_share_a_link_between_nodes_share_its_rate() -> None:
     grid = Grid(world=4, ep=4, ranks_per_node=2)
     inside = Link(name="nvlink", devices=1, gbps=(1e6,), carries="inside")
-    own, shared = (Link(name="nic", devices=devices, gbps=(25,), carries="outside") for devices in (1, 2))
+    own, shared = (
+        Link(name="nic", devices=devices, gbps=(25,), carries="outside") for devices in (1, 2)
+    )
     both, one = np.zeros((4, 4), dtype=np.int64), np.zeros((4, 4), dtype=np.int64)
     both[0, 2] = both[1, 3] = one[0, 2] = 1000
     seconds = {}
@@ -50,13 +56,17 @@ def test_ranks_that_share_a_link_between_nodes_share_its_rate() -> None:
     bytes_of_rank = 4 * 1000 * 4 * 2
     assert seconds["own", "both"] == pytest.approx(bytes_of_rank * 8 / 25e9)
     assert seconds["shared", "both"] == pytest.approx(2 * seconds["own", "both"])
-    assert seconds["shared", "one"] == pytest.approx(seconds["own", "one"]), "a rank alone has the whole link"
+    assert seconds["shared", "one"] == pytest.approx(seconds["own", "one"]), (
+        "a rank alone has the whole link"
+    )
 
 
 def test_a_slow_pair_is_told_from_a_fast_one() -> None:
     grid = Grid(world=4, ep=4, ranks_per_node=1)
     uneven = cluster(4, 1, Link(name="nic", devices=1, gbps=(25, 25, 25, 1)))
-    pairs = board_of(costs_on(uneven, grid), grid, np.ones((4, 4), dtype=np.int64)).links.seconds_per_byte
+    pairs = board_of(
+        costs_on(uneven, grid), grid, np.ones((4, 4), dtype=np.int64)
+    ).links.seconds_per_byte
     assert pairs[0, 1] == pytest.approx(8 / 25e9)
     assert pairs[0, 3] == pairs[3, 1] == pytest.approx(8 / 1e9)
     assert np.diag(pairs).tolist() == [0] * 4
@@ -86,17 +96,23 @@ def test_the_model_counts_the_weights_that_the_program_sends(grid: Grid) -> None
         replicated[replica.origins[0, 0]] = helped
         program = replicate(SCHEDULES["s1"](), 1, grid)
         slots = {slot.name: slot for slot in program.slots}
-        sizes = CallSizes(grid, copies, copies.sum(1), replicated=Replications.of(replicated), units=6)
+        sizes = CallSizes(
+            grid, copies, copies.sum(1), replicated=Replications.of(replicated), units=6
+        )
         places = np.zeros((grid.ep, grid.ep), dtype=np.int64)
         for task in program.tasks:
             if task.name in ("w_near", "w_here"):
                 for source, target, rows in messages_of(task, slots, sizes):
                     if grid.coordinate(source, "etp") == 0:
-                        places[grid.coordinate(source, "ep"), grid.coordinate(target, "ep")] += rows // 6
+                        places[grid.coordinate(source, "ep"), grid.coordinate(target, "ep")] += (
+                            rows // 6
+                        )
         assert (replica.sent(helped) == places).all()
 
 
 def test_a_cluster_without_the_rate_of_the_dtype_is_refused() -> None:
     layer = Workload(tokens=8, num_experts=1, top_k=1, dim=4, hidden=8, dtype="fp32")
-    with pytest.raises(InputError, match=r"tflops\.fp32 is not given: add it, or choose one of bf16"):
+    with pytest.raises(
+        InputError, match=r"tflops\.fp32 is not given: add it, or choose one of bf16"
+    ):
         costs_of(cluster(1, 1), Grid(world=1), layer)

@@ -12,7 +12,13 @@ import pytest
 from helpers import pairwise
 from moesaic.balance.budget import holders_of
 from moesaic.balance.machine import Machine
-from moesaic.balance.replication.bounded import fitting_tables, limits, rows_for_weights, seconds, within_budget
+from moesaic.balance.replication.bounded import (
+    fitting_tables,
+    limits,
+    rows_for_weights,
+    seconds,
+    within_budget,
+)
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts, replica_loads
 from moesaic.balance.replication.spill import MOST_HELPED, overflow
 from moesaic.balance.replication.tables import within
@@ -71,25 +77,48 @@ def draw(work: Compiled, seed: int) -> tuple[np.ndarray, Replications | None]:
     )
     replicated[:, np.arange(EXPERTS), np.arange(EXPERTS) // (EXPERTS // work.grid.ep)] = 0
     before = np.cumsum(replicated, axis=2) - replicated
-    return copies, Replications.of(np.minimum(replicated, np.maximum(copies[:, :, None] - before, 0)))
+    return copies, Replications.of(
+        np.minimum(replicated, np.maximum(copies[:, :, None] - before, 0))
+    )
 
 
-def rows_at_experts(work: Compiled, copies: np.ndarray, replicated: Replications | None) -> np.ndarray:
+def rows_at_experts(
+    work: Compiled, copies: np.ndarray, replicated: Replications | None
+) -> np.ndarray:
     """Return the rows at each rank's experts in the expert tasks of the program itself, (world,)."""
     sizes = CallSizes(
-        work.grid, copies, copies.sum(1), work.plan.chunks, replicated=replicated, units=4, shapes=work.shapes(EXPERTS)
+        work.grid,
+        copies,
+        copies.sum(1),
+        work.plan.chunks,
+        replicated=replicated,
+        units=4,
+        shapes=work.shapes(EXPERTS),
     )
-    layouts = [work.logical.slot(task.reads[0]).layout for task in work.logical.tasks if task.op is Op.EXPERT]
-    return np.array([sum(sizes.num_rows(each, rank) for each in layouts) for rank in range(work.grid.world)])
+    layouts = [
+        work.logical.slot(task.reads[0]).layout
+        for task in work.logical.tasks
+        if task.op is Op.EXPERT
+    ]
+    return np.array(
+        [sum(sizes.num_rows(each, rank) for each in layouts) for rank in range(work.grid.world)]
+    )
 
 
-@pytest.mark.parametrize(("grid", "plan", "budget"), pairwise(GRIDS, PLANS, (1, 7, 40, 10_000), fits=fits))
-def test_no_slice_puts_more_than_the_budget_at_any_ranks_experts(grid: str, plan: str, budget: int) -> None:
+@pytest.mark.parametrize(
+    ("grid", "plan", "budget"), pairwise(GRIDS, PLANS, (1, 7, 40, 10_000), fits=fits)
+)
+def test_no_slice_puts_more_than_the_budget_at_any_ranks_experts(
+    grid: str, plan: str, budget: int
+) -> None:
     work = compiled(grid, plan)
     copies, replicated = draw(work, seed=budget)
     slices = cut(holders_of(work, EXPERTS), copies, replicated, budget)
     whole = rows_at_experts(work, copies, replicated)
-    by_slice = [rows_at_experts(work, slices.copies(n), slices.replicated(n)) for n in range(slices.num_slices)]
+    by_slice = [
+        rows_at_experts(work, slices.copies(n), slices.replicated(n))
+        for n in range(slices.num_slices)
+    ]
     assert np.max(by_slice) <= budget
     assert (np.sum(by_slice, axis=0) == whole).all(), "a row is missing, or there twice"
     assert slices.num_slices == max(1, -(-int(whole.max()) // budget)), "more slices than need be"
@@ -107,9 +136,9 @@ def test_the_slices_of_a_tensor_group_take_each_of_its_rows_once_and_in_order(pl
         assert all((np.diff(rows) > 0).all() for rows in taken)
         assert sorted(np.concatenate(taken).tolist()) == list(range(copies[list(group)].sum()))
         for number, origin in enumerate(origins):
-            assert [int((origin == member).sum()) for member in group] == slices.copies(number)[list(group)].sum(
-                1
-            ).tolist()
+            assert [int((origin == member).sum()) for member in group] == slices.copies(number)[
+                list(group)
+            ].sum(1).tolist()
 
 
 def test_a_slice_by_hand() -> None:
@@ -150,7 +179,9 @@ def test_what_is_over_a_budget_goes_where_there_is_room() -> None:
     given = Replications(*np.array([[3], [0], [3], [10]]))
     replicated = within_budget(load, given, 60)
     assert (computed(load, replicated) <= limits_of_ranks(load, replicated, 60)).all()
-    assert dense(load, replicated).sum((0, 1))[3] >= 10, "what the policy replicated stays replicated"
+    assert dense(load, replicated).sum((0, 1))[3] >= 10, (
+        "what the policy replicated stays replicated"
+    )
     assert within_budget(load, given, 40) is None, "there are 180 rows for 4 places"
     twice = within_budget(load, given, 40, slices=2)
     assert twice is not None
@@ -166,10 +197,16 @@ def test_replicated_weights_take_room() -> None:
     table = np.zeros((4, 4, 4), dtype=np.int64)
     table[:, 0, 3] = table[1, 0, 2] = 1
     replicated = Replications.of(table)
-    assert limits_of_ranks(load, replicated, 100).tolist() == [100, 100, 90, 90], "at home behind the peak of rows"
-    assert limits_of_ranks(load, replicated, 40).tolist() == [30, 40, 30, 30], "(40 - 5 * (2 + 2)) * 3 / 2 at home"
+    assert limits_of_ranks(load, replicated, 100).tolist() == [100, 100, 90, 90], (
+        "at home behind the peak of rows"
+    )
+    assert limits_of_ranks(load, replicated, 40).tolist() == [30, 40, 30, 30], (
+        "(40 - 5 * (2 + 2)) * 3 / 2 at home"
+    )
     relayed = replace(load, grid=GRIDS["ep 4"])
-    assert limits_of_ranks(relayed, replicated, 40).tolist() == [37, 40, 30, 30], "one message leaves home"
+    assert limits_of_ranks(relayed, replicated, 40).tolist() == [37, 40, 30, 30], (
+        "one message leaves home"
+    )
     table[0, 0, 1] = 1
     replicated = Replications.of(table)
     assert limits_of_ranks(load, replicated, 20).tolist()[1:] == [10] * 3
@@ -205,9 +242,16 @@ def test_a_helper_holds_weights_of_a_few_experts_only() -> None:
     experts = 4 * 64
     copies = np.zeros((4, experts), dtype=np.int64)
     copies[:, :64] = 1
-    (replica,) = replica_loads(CallLoad(GRIDS["ep 4"], copies, experts, units=8, dim=8), ReplicationCosts())
+    (replica,) = replica_loads(
+        CallLoad(GRIDS["ep 4"], copies, experts, units=8, dim=8), ReplicationCosts()
+    )
     replicated = overflow(replica, 64)
-    assert replicated.helped(experts, 4).sum(0).tolist() == [0, MOST_HELPED, MOST_HELPED, MOST_HELPED]
+    assert replicated.helped(experts, 4).sum(0).tolist() == [
+        0,
+        MOST_HELPED,
+        MOST_HELPED,
+        MOST_HELPED,
+    ]
 
 
 def test_budgets_below_one_token_are_refused() -> None:
@@ -217,7 +261,9 @@ def test_budgets_below_one_token_are_refused() -> None:
         ) as caught:
             Plan(memory_budget=budget)
         assert "\n" not in str(caught.value)
-    with pytest.raises(InputError, match=r"plan\.memory_budget=8 clashes with plan\.all_to_all=deepep"):
+    with pytest.raises(
+        InputError, match=r"plan\.memory_budget=8 clashes with plan\.all_to_all=deepep"
+    ):
         compile_plan(Plan(memory_budget=8, all_to_all="deepep"), GRIDS["ep 4"])
 
 

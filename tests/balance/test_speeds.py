@@ -46,7 +46,9 @@ def test_policies_move_copies_away_from_a_slow_rank_and_from_no_other() -> None:
 def test_an_even_load_on_unlike_ranks_is_not_even() -> None:
     (alike,), (unlike,) = (replica_loads(EVEN, costs(speeds)) for speeds in ((), SPEEDS))
     assert is_even(alike, 0.05) or EVEN.copies[0, 0] * 2 * alike.row_bytes > alike.weight_bytes
-    assert work_of(unlike, NOTHING).home.max() == pytest.approx(2 * work_of(alike, NOTHING).home.max())
+    assert work_of(unlike, NOTHING).home.max() == pytest.approx(
+        2 * work_of(alike, NOTHING).home.max()
+    )
 
 
 def test_an_arbiter_goes_by_the_speeds_that_it_is_given() -> None:
@@ -62,9 +64,14 @@ def test_a_slow_link_is_that_of_one_node() -> None:
     grid = Grid(world=8, ep=8, ranks_per_node=2)
     machine = Machine(inter_gbps=25.0, intra_gbps=200.0)
     load = CallLoad(grid, np.full((8, 16), 10), 16, units=8, dim=8)
-    told, slow = ReplicationCosts(machine=machine), ReplicationCosts(machine=machine, node_links=(1, 1, 1, 0.5))
+    told, slow = (
+        ReplicationCosts(machine=machine),
+        ReplicationCosts(machine=machine, node_links=(1, 1, 1, 0.5)),
+    )
     ((before,), (after,)) = (replica_loads(load, each) for each in (told, slow))
-    ratio = after.links.seconds_per_byte / np.where(before.links.seconds_per_byte > 0, before.links.seconds_per_byte, 1)
+    ratio = after.links.seconds_per_byte / np.where(
+        before.links.seconds_per_byte > 0, before.links.seconds_per_byte, 1
+    )
     node = np.arange(8) // 2
     across = node[:, None] != node[None, :]
     of_slow = (node[:, None] == 3) | (node[None, :] == 3)
@@ -73,6 +80,8 @@ def test_a_slow_link_is_that_of_one_node() -> None:
     assert ratio[~across & ~np.eye(8, dtype=bool)] == pytest.approx(1.0)
     moved = np.zeros((8, 8))
     moved[6, 0] = moved[0, 2] = 1
-    assert after.fullest(moved) == pytest.approx(2 * before.fullest(moved)), "the slow node's own end of the link"
+    assert after.fullest(moved) == pytest.approx(2 * before.fullest(moved)), (
+        "the slow node's own end of the link"
+    )
     moved[6, 0] = 0
     assert after.fullest(moved) == before.fullest(moved)

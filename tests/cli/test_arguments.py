@@ -31,7 +31,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise InputError(f"count={self.count} in {'a' * 50} {'b' * 50} {'c' * 50}: must be at least 1")
+            raise InputError(
+                f"count={self.count} in {'a' * 50} {'b' * 50} {'c' * 50}: must be at least 1"
+            )
 
 
 def options(*words: str, default: Options | None = None, taken: tuple[str, ...] = ()) -> Options:
@@ -41,7 +43,9 @@ def options(*words: str, default: Options | None = None, taken: tuple[str, ...] 
 def test_flags_override_the_default():
     assert options() == Options()
     assert options("--count", "3", "--inner.kind=b") == Options(count=3, inner=Inner(kind="b"))
-    assert options("--inner.kind", "b", default=Options(count=7)) == Options(count=7, inner=Inner(kind="b"))
+    assert options("--inner.kind", "b", default=Options(count=7)) == Options(
+        count=7, inner=Inner(kind="b")
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,9 +58,15 @@ def test_flags_override_the_default():
         (["word"], "unknown argument word; --help lists all"),
         (["count"], "unknown argument count; --help lists all"),
         (["--count"], "Missing value for argument '--count'. Expected 1 values."),
-        (["--count", "--inner.kind", "b"], "Missing value for argument '--count'. Expected 1 values."),
+        (
+            ["--count", "--inner.kind", "b"],
+            "Missing value for argument '--count'. Expected 1 values.",
+        ),
         (["--count", "x"], "--count: not a whole number: 'x'"),
-        (["--inner.kind", "c"], "invalid choice 'c' for argument '--inner.kind'. Expected one of ('a', 'b')."),
+        (
+            ["--inner.kind", "c"],
+            "invalid choice 'c' for argument '--inner.kind'. Expected one of ('a', 'b').",
+        ),
         (["--count", "0"], f"count=0 in {'a' * 50} {'b' * 50} {'c' * 50}: must be at least 1"),
     ],
 )

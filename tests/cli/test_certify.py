@@ -89,8 +89,14 @@ def test_a_rank_that_dies_is_a_failure(system, capsys, monkeypatch):
     ("name", "says"),
     [
         ("no_such_module:Layer", "No module named 'no_such_module': write package.module:Class"),
-        ("moesaic.testing.certify:Nothing", "has no attribute 'Nothing': write package.module:Class"),
-        ("moesaic.testing.certify:Situation", "must be a class derived from AbstractRoutedExperts or AbstractMoELayer"),
+        (
+            "moesaic.testing.certify:Nothing",
+            "has no attribute 'Nothing': write package.module:Class",
+        ),
+        (
+            "moesaic.testing.certify:Situation",
+            "must be a class derived from AbstractRoutedExperts or AbstractMoELayer",
+        ),
     ],
 )
 def test_a_name_that_is_no_system_is_refused_in_one_line(name, says, capsys):

@@ -51,23 +51,41 @@ def without_zfpy(monkeypatch):
 def test_where_a_codec_is_not_installed_no_case_has_it_and_the_table_says_so(capsys):
     """Seed 27 is drawn with zfp where that is installed."""
     assert main(["check", "--cases", "1", "--seed", "27", "--no-gloo", "--workers", "1"]) == 0
-    assert "codecs that are not installed, and so in no case │ zfp" in words(capsys.readouterr().out)
-    assert main(["check", "--cases", "1", "--seed", "27", "--no-gloo", "--workers", "1", "--json"]) == 0
+    assert "codecs that are not installed, and so in no case │ zfp" in words(
+        capsys.readouterr().out
+    )
+    assert (
+        main(["check", "--cases", "1", "--seed", "27", "--no-gloo", "--workers", "1", "--json"])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
-    assert (found["codecs_not_installed"], found["failures"], found["passed"]) == (["zfp"], [], True)
+    assert (found["codecs_not_installed"], found["failures"], found["passed"]) == (
+        ["zfp"],
+        [],
+        True,
+    )
 
 
 @pytest.mark.usefixtures("without_zfpy")
 def test_no_case_is_drawn_with_a_codec_that_is_not_installed():
     cases = [draw_case(seed) for seed in range(60)]
-    assert "zfp" not in {codec for case in cases for codec in (case.plan.codec, case.plan.backward_codec)}
+    assert "zfp" not in {
+        codec for case in cases for codec in (case.plan.codec, case.plan.backward_codec)
+    }
     assert missing_codecs() == ["zfp"]
 
 
 def test_findings_as_json(capsys):
-    assert main(["check", "--cases", "4", "--seed", "7", "--no-gloo", "--workers", "1", "--json"]) == 0
+    assert (
+        main(["check", "--cases", "4", "--seed", "7", "--no-gloo", "--workers", "1", "--json"]) == 0
+    )
     found = json.loads(capsys.readouterr().out)
-    assert (found["passed"], found["cases"], found["failures"], found["cases_by_processes"]) == (True, 4, [], {})
+    assert (found["passed"], found["cases"], found["failures"], found["cases_by_processes"]) == (
+        True,
+        4,
+        [],
+        {},
+    )
     assert found["worst_errors"]["output"] < 1e-10
     assert found["machine"]["cores"] >= 1
 
@@ -83,7 +101,10 @@ def test_a_failure_names_the_case_and_how_to_run_it_again(broken, capsys):
 def test_processes_are_counted_and_their_failures_are_failures(monkeypatch, capsys):
     def run(jobs):
         wrong = ["output 9.0e+00"]
-        return [SimpleNamespace(case=job.case, errors={}, wrong=[] if i else wrong) for i, job in enumerate(jobs)]
+        return [
+            SimpleNamespace(case=job.case, errors={}, wrong=[] if i else wrong)
+            for i, job in enumerate(jobs)
+        ]
 
     monkeypatch.setattr(runner, "run_on_gloo", run)
     assert main(["check", "--cases", "1", "--workers", "1", "--json"]) == 1

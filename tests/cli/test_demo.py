@@ -25,8 +25,13 @@ def test_a_demo_compares_the_two_halves(tmp_path, capsys, quick):
 
 def test_the_vision_demo_is_the_laboratorys(tmp_path, monkeypatch):
     taken = []
-    monkeypatch.setattr("moesaic.cli.main._command", lambda name: lambda words: taken.append((name, *words)) or 0)
+    monkeypatch.setattr(
+        "moesaic.cli.main._command", lambda name: lambda words: taken.append((name, *words)) or 0
+    )
     from moesaic.cli import demo
 
     assert demo.run(["--model", "vision", "--steps", "3", "--out", str(tmp_path)]) == 0
-    assert taken == [("vision", "--ffn", ffn, "--out", str(tmp_path / ffn), "--steps", "3") for ffn in ("moe", "dense")]
+    assert taken == [
+        ("vision", "--ffn", ffn, "--out", str(tmp_path / ffn), "--steps", "3")
+        for ffn in ("moe", "dense")
+    ]

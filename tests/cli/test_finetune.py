@@ -55,7 +55,9 @@ IMPORTS = ("transformers", "moesaic.finetune.recipe")
 
 def words_tokenizer() -> Any:
     tokenizers = pytest.importorskip("tokenizers", reason="pip install tokenizers")
-    model = tokenizers.models.WordLevel({f"w{number}": number for number in range(64)}, unk_token="w3")
+    model = tokenizers.models.WordLevel(
+        {f"w{number}": number for number in range(64)}, unk_token="w3"
+    )
     of_words = tokenizers.Tokenizer(model)
     of_words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=of_words, pad_token="w0", eos_token="w2")
@@ -76,7 +78,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def on_ranks(place: Path, out: str, ranks: int, *flags: str) -> list[float]:
     """Run the command on several ranks; return the losses."""
-    words = [str(place / "model"), str(place / "text.txt"), "--out", str(place / out), "--ranks", str(ranks)]
+    words = [
+        str(place / "model"),
+        str(place / "text.txt"),
+        "--out",
+        str(place / out),
+        "--ranks",
+        str(ranks),
+    ]
     command = Forked(["-m", "moesaic", "finetune", *words, *FLAGS, *flags], {}, IMPORTS)
     said, errors = command.communicate(timeout=500)
     assert command.returncode == 0, errors
@@ -122,12 +131,16 @@ def test_two_ranks_train_like_one_process(place, finished):
 def test_the_merged_model_has_the_losses_of_the_adapters(place, finished):
     model = adapted(place, "two")
     expected = loss(model)
-    assert loss(AutoModelForCausalLM.from_pretrained(place / "two" / "merged")) == pytest.approx(expected, abs=1e-6)
+    assert loss(AutoModelForCausalLM.from_pretrained(place / "two" / "merged")) == pytest.approx(
+        expected, abs=1e-6
+    )
     with model.disable_adapter():
         assert loss(model) > expected + 0.1
 
 
-def test_a_killed_run_goes_on_from_its_newest_complete_checkpoint_with_the_same_bits(place, finished):
+def test_a_killed_run_goes_on_from_its_newest_complete_checkpoint_with_the_same_bits(
+    place, finished
+):
     shutil.copytree(place / "two", place / "killed")
     shutil.rmtree(place / "killed" / "merged")
     (place / "killed" / "checkpoint-4" / COMPLETE).unlink()  # killed while it was written
@@ -137,19 +150,24 @@ def test_a_killed_run_goes_on_from_its_newest_complete_checkpoint_with_the_same_
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "dtype"), [("gpt_oss", "qlora-double", "float32"), ("qwen3", "lora", "bfloat16")]
+    ("family", "method", "dtype"),
+    [("gpt_oss", "qlora-double", "float32"), ("qwen3", "lora", "bfloat16")],
 )
 def test_families_and_methods_merge_into_what_they_computed(tmp_path, family, method, dtype):
     torch.manual_seed(0)
     FAMILIES[family]().save_pretrained(tmp_path / "model")
-    options = FinetuneOptions(model=str(tmp_path / "model"), data="", method=method, rank=4, dtype=dtype)
+    options = FinetuneOptions(
+        model=str(tmp_path / "model"), data="", method=method, rank=4, dtype=dtype
+    )
     base = AutoModelForCausalLM.from_pretrained(options.model, **recipe.loading(options, 1, "cpu"))
     model = recipe.adapt(base, options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.5)
-    write_merged(model, options.model, tmp_path / "merged", getattr(torch, dtype), words_tokenizer())
+    write_merged(
+        model, options.model, tmp_path / "merged", getattr(torch, dtype), words_tokenizer()
+    )
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.dtype == getattr(torch, dtype)
     assert loss(merged) == pytest.approx(loss(model), abs=1e-6 if dtype == "float32" else 0.005)
@@ -166,7 +184,10 @@ def test_a_quantized_checkpoint_is_fine_tuned_as_the_numbers_it_means(place, tmp
         words_tokenizer().save_pretrained(tmp_path / folder)
     text = str(shutil.copy(place / "text.txt", tmp_path))
     found = on_ranks(tmp_path, "out", 2, "--merge")
-    assert main(["finetune", str(tmp_path / "plain"), text, "--out", str(tmp_path / "alone"), *FLAGS]) == 0
+    assert (
+        main(["finetune", str(tmp_path / "plain"), text, "--out", str(tmp_path / "alone"), *FLAGS])
+        == 0
+    )
     assert losses(tmp_path / "alone") == pytest.approx(found, abs=1e-6)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged")
     assert not hasattr(merged.config, "quantization_config")
@@ -184,7 +205,12 @@ def test_the_loss_in_parts_and_its_gradients_are_those_of_transformers():
         for options in ({}, {"num_items_in_batch": 11}):
             value = model(input_ids=ids, labels=labels, **options).loss
             value.backward()
-            found.append((value.detach(), {name: each.grad.clone() for name, each in model.named_parameters()}))
+            found.append(
+                (
+                    value.detach(),
+                    {name: each.grad.clone() for name, each in model.named_parameters()},
+                )
+            )
     for (loss, gradients), (other, others) in zip(found[:2], found[2:]):
         torch.testing.assert_close(other, loss)
         torch.testing.assert_close(others, gradients)
@@ -217,13 +243,18 @@ def test_a_run_of_moesaic_train_is_fine_tuned_with_its_own_tokenizer(tmp_path):
     with model.disable_adapter():
         assert abs(loss(model) - expected) > 0.01
     for folder in (hub, merged):
-        assert AutoTokenizer.from_pretrained(folder)(text.read_text())["input_ids"] == list(text.read_bytes())
+        assert AutoTokenizer.from_pretrained(folder)(text.read_text())["input_ids"] == list(
+            text.read_bytes()
+        )
 
 
 @pytest.mark.random
 def test_four_ranks_train_and_merge_like_two(place, finished):
     assert on_ranks(place, "four", 4, "--merge") == pytest.approx(finished, abs=1e-6)
-    merged = (loss(AutoModelForCausalLM.from_pretrained(place / name / "merged")) for name in ("two", "four"))
+    merged = (
+        loss(AutoModelForCausalLM.from_pretrained(place / name / "merged"))
+        for name in ("two", "four")
+    )
     assert next(merged) == pytest.approx(next(merged), abs=1e-5)
 
 
@@ -231,7 +262,10 @@ def test_four_ranks_train_and_merge_like_two(place, finished):
     ("flags", "line"),
     [
         (["--ranks", "3", "--batch", "3"], "3 ranks do not divide its 4 experts"),
-        (["--batch", "3", "--ranks", "2"], "--batch 3 is no multiple of 2 ranks times --micro-batch 1"),
+        (
+            ["--batch", "3", "--ranks", "2"],
+            "--batch 3 is no multiple of 2 ranks times --micro-batch 1",
+        ),
         (["--memory-gib", "1"], "ranks would need"),
         (["--resume"], "is missing or damaged: start anew"),
         (["--rank", "0"], "--rank 0: must be at least 1"),
@@ -239,9 +273,20 @@ def test_four_ranks_train_and_merge_like_two(place, finished):
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(place, capsys, flags, line):
-    words = [str(place / "model"), str(place / "text.txt"), "--out", str(place / "none"), *FLAGS, *flags]
+    words = [
+        str(place / "model"),
+        str(place / "text.txt"),
+        "--out",
+        str(place / "none"),
+        *FLAGS,
+        *flags,
+    ]
     assert main(["finetune", *words]) == 2
-    (said,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("moesaic finetune:")]
+    (said,) = [
+        each
+        for each in capsys.readouterr().err.splitlines()
+        if each.startswith("moesaic finetune:")
+    ]
     assert line in said
     assert not (place / "none").exists()
 
@@ -268,13 +313,19 @@ def test_models_and_data_that_cannot_be_used_are_refused_in_one_line(place, caps
     model, text = str(place / "model"), str(place / "text.txt")
     for words, line in (
         ([str(tmp_path / "dense"), text], "llama has no experts"),
-        ([str(tmp_path / "gptq"), text], "its weights are quantized (gptq): name the checkpoint that it was quantized"),
+        (
+            [str(tmp_path / "gptq"), text],
+            "its weights are quantized (gptq): name the checkpoint that it was quantized",
+        ),
         ([str(tmp_path / "\x1b]52;model"), text], "\\x1b]52;model: is neither a folder nor a name"),
         ([str(tmp_path / "mute"), text], "mute: has no tokenizer that transformers can load"),
         ([str(tmp_path / "bare"), text], "bare: has no tokenizer that transformers can load"),
         ([model, str(tmp_path / "no.txt")], "no.txt: no such file"),
         ([model, str(tmp_path / "empty.txt")], "empty.txt: is empty"),
-        ([model, text, "--out", str(tmp_path / "used")], "is in use: choose another folder, or --resume"),
+        (
+            [model, text, "--out", str(tmp_path / "used")],
+            "is in use: choose another folder, or --resume",
+        ),
     ):
         assert main(["finetune", *words, *FLAGS]) == 2
         said = capsys.readouterr().err
@@ -284,8 +335,18 @@ def test_models_and_data_that_cannot_be_used_are_refused_in_one_line(place, caps
 
 
 def test_a_run_is_resumed_with_its_own_options_only(place, finished, capsys):
-    words = [str(place / "model"), str(place / "text.txt"), "--out", str(place / "two"), *FLAGS, "--resume"]
-    for flags, line in ((["--rank", "4"], "has --rank 16: give the same"), ([], "has --ranks 2: give the same")):
+    words = [
+        str(place / "model"),
+        str(place / "text.txt"),
+        "--out",
+        str(place / "two"),
+        *FLAGS,
+        "--resume",
+    ]
+    for flags, line in (
+        (["--rank", "4"], "has --rank 16: give the same"),
+        ([], "has --ranks 2: give the same"),
+    ):
         assert main(["finetune", *words, *flags]) == 2
         assert line in capsys.readouterr().err
 

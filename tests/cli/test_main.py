@@ -84,7 +84,9 @@ def test_a_command_of_another_package_is_found(capsys, monkeypatch, tmp_path):
             'moesaic sample: needs the package torch: in a clone of the repository, pip install ".[train]"',
         ),
         (
-            ModuleNotFoundError("No module named 'plotly.graph_objects'", name="plotly.graph_objects"),
+            ModuleNotFoundError(
+                "No module named 'plotly.graph_objects'", name="plotly.graph_objects"
+            ),
             2,
             "moesaic sample: needs the package plotly.graph_objects: in a clone of the repository, "
             'pip install ".[report]"',
@@ -104,7 +106,12 @@ def test_errors_become_one_line_and_an_exit_code(capsys, monkeypatch, error, cod
 
 @pytest.mark.parametrize(
     "error",
-    [ModuleNotFoundError("x", name="moesaic.lost"), OSError(errno.EIO, "x"), ZeroDivisionError(), SystemExit(3)],
+    [
+        ModuleNotFoundError("x", name="moesaic.lost"),
+        OSError(errno.EIO, "x"),
+        ZeroDivisionError(),
+        SystemExit(3),
+    ],
 )
 def test_errors_of_our_own_are_not_hidden(monkeypatch, error):
     def fail(words):
@@ -117,10 +124,17 @@ def test_errors_of_our_own_are_not_hidden(monkeypatch, error):
 
 def test_the_module_is_the_command():
     done = subprocess.run(
-        [sys.executable, "-m", "moesaic", "nonsense"], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-m", "moesaic", "nonsense"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 2
-    assert done.stderr == f"moesaic nonsense: unknown command: choose one of {', '.join([*COMMANDS, *LABORATORY])}\n"
+    assert (
+        done.stderr
+        == f"moesaic nonsense: unknown command: choose one of {', '.join([*COMMANDS, *LABORATORY])}\n"
+    )
 
 
 @pytest.mark.parametrize("words", [["train", "--preset", "demo", "--help"], ["show", "--json"]])
@@ -128,7 +142,11 @@ def test_a_reader_that_stops_reading_is_no_error(words):
     """As in `moesaic show | head -1`: the pipe breaks while the program prints, or when it flushes at the end."""
     script = f"import sys; from moesaic.cli.main import main; sys.exit(main({words}))"
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     )
     process.stdout.close()
     assert process.stderr.read() == ""

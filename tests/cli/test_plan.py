@@ -54,7 +54,13 @@ FEW = ("--schedules", "s1", "s2", "--all-to-alls", "linear", "hier2d", "--chunks
 def files(tmp_path: Path) -> list[str]:
     (tmp_path / "gpt.toml").write_text(MODEL)
     (tmp_path / "cluster.toml").write_text(CLUSTER)
-    return ["plan", "--model", str(tmp_path / "gpt.toml"), "--cluster", str(tmp_path / "cluster.toml")]
+    return [
+        "plan",
+        "--model",
+        str(tmp_path / "gpt.toml"),
+        "--cluster",
+        str(tmp_path / "cluster.toml"),
+    ]
 
 
 def test_json_ranks_by_time_and_says_why(files: list[str], capsys: pytest.CaptureFixture) -> None:
@@ -82,12 +88,21 @@ def test_json_ranks_by_time_and_says_why(files: list[str], capsys: pytest.Captur
     )
 
 
-def test_the_answer_goes_to_standard_output(files: list[str], capsys: pytest.CaptureFixture) -> None:
+def test_the_answer_goes_to_standard_output(
+    files: list[str], capsys: pytest.CaptureFixture
+) -> None:
     one = [*files, *FEW, "--tp", "1"]
     assert main([*one, "--verbose"]) == 0
     shown, said = capsys.readouterr()
     assert said.strip() == ""
-    for words in ("over bound", "limited by", "best: tp ", "times the bound of this layout", "memory: ", "ep = 1"):
+    for words in (
+        "over bound",
+        "limited by",
+        "best: tp ",
+        "times the bound of this layout",
+        "memory: ",
+        "ep = 1",
+    ):
         assert words in shown
     assert main(one) == 0
     short = capsys.readouterr().out
@@ -107,7 +122,11 @@ def test_every_size_of_ep_is_given_a_speed_or_said_not_to_be_searched(hub, capsy
     line = next(line for line in found["reasons"] if line.startswith("slower: "))
     assert "not searched (--ep does)" in line
     best = found["ranking"][0]["seconds"]
-    told = [words.split() for words in line.removeprefix("slower: ").split("; ") if "times the speed" in words]
+    told = [
+        words.split()
+        for words in line.removeprefix("slower: ").split("; ")
+        if "times the speed" in words
+    ]
     assert len(told) == 2
     for words in told:
         assert main([*hub, "--ep", words[1], "--json"]) == 0
@@ -135,23 +154,64 @@ def test_the_plan_file_is_what_training_takes(files: list[str], tmp_path: Path, 
 
 
 def test_pinned_axes_and_choices_are_kept(files: list[str], capsys: pytest.CaptureFixture) -> None:
-    only = ["--ep", "2", "--tp", "2", "--etp", "1", "--schedules", "s2", "--chunks", "2", "--all-to-alls", "linear"]
+    only = [
+        "--ep",
+        "2",
+        "--tp",
+        "2",
+        "--etp",
+        "1",
+        "--schedules",
+        "s2",
+        "--chunks",
+        "2",
+        "--all-to-alls",
+        "linear",
+    ]
     assert main([*files, *only, "--json"]) == 0
     for each in json.loads(capsys.readouterr().out)["ranking"]:
         assert (each["mesh"]["ep"], each["mesh"]["tp"], each["mesh"]["etp"]) == (2, 2, 1)
-        assert (each["plan"]["schedule"], each["plan"]["chunks"], each["plan"]["all_to_all"]) == ("s2", 2, "linear")
+        assert (each["plan"]["schedule"], each["plan"]["chunks"], each["plan"]["all_to_all"]) == (
+            "s2",
+            2,
+            "linear",
+        )
 
 
 def test_codecs_only_where_allowed(files: list[str], capsys: pytest.CaptureFixture) -> None:
-    few = ["--tp", "1", "--ep", "4", "--etp", "1", "--schedules", "s1", "--all-to-alls", "linear", "--chunks", "1"]
+    few = [
+        "--tp",
+        "1",
+        "--ep",
+        "4",
+        "--etp",
+        "1",
+        "--schedules",
+        "s1",
+        "--all-to-alls",
+        "linear",
+        "--chunks",
+        "1",
+    ]
     assert main([*files, *few, "--allow-lossy", "--json"]) == 0
     plans = [each["plan"] for each in json.loads(capsys.readouterr().out)["ranking"]]
     assert {plan["codec"] for plan in plans} != {"none"}
 
 
-def test_layouts_of_others_are_compared_under_even_routing_whatever_the_counts(hub, tmp_path, capsys):
+def test_layouts_of_others_are_compared_under_even_routing_whatever_the_counts(
+    hub, tmp_path, capsys
+):
     np.save(tmp_path / "counts.npy", np.array([[9, 1, 1, 1, 1, 1, 1, 1]] * 8))
-    flags = ["--ep", "8", "--chunks", "1", "--all-to-alls", "linear", "--explain", "--expert-model-parallel-size 8"]
+    flags = [
+        "--ep",
+        "8",
+        "--chunks",
+        "1",
+        "--all-to-alls",
+        "linear",
+        "--explain",
+        "--expert-model-parallel-size 8",
+    ]
     assert main([*hub, *flags, "--trace", str(tmp_path / "counts.npy")]) == 0
     lines = capsys.readouterr().out.splitlines()
 
@@ -159,9 +219,16 @@ def test_layouts_of_others_are_compared_under_even_routing_whatever_the_counts(h
         (line,) = (line for line in lines if line.startswith(start))
         return float(line.removeprefix(start).split()[place].replace(",", ""))
 
-    even, counted = number("under even routing, which the lines below assume:", 0), number("speed:", 0)
+    even, counted = (
+        number("under even routing, which the lines below assume:", 0),
+        number("speed:", 0),
+    )
     assert even > counted
-    megatron = next(line for line in lines if line.startswith("as Megatron-LM 0.20 runs it")).split(": ")[-1].split()
+    megatron = (
+        next(line for line in lines if line.startswith("as Megatron-LM 0.20 runs it"))
+        .split(": ")[-1]
+        .split()
+    )
     assert float(megatron[megatron.index("times") - 1]) == pytest.approx(
         float(megatron[0].replace(",", "")) / even, abs=0.006
     )
@@ -214,7 +281,9 @@ def test_layouts_of_others_are_compared_under_even_routing_whatever_the_counts(h
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )  # fmt: skip
-def test_bad_input_is_one_line(words: list[str], refusal: str, capsys: pytest.CaptureFixture) -> None:
+def test_bad_input_is_one_line(
+    words: list[str], refusal: str, capsys: pytest.CaptureFixture
+) -> None:
     assert main(["plan", *words]) == 2
     out, shown = capsys.readouterr()
     assert out == ""
@@ -226,9 +295,19 @@ def test_bad_input_is_one_line(words: list[str], refusal: str, capsys: pytest.Ca
 def test_plans_in_words() -> None:
     assert plan_in_words(Plan()) == "s1, linear"
     told = plan_in_words(
-        Plan(schedule="s2", chunks=2, gather_weights=0, codec="int8", overlap_gather=True, order="fifo", peer_groups=2)
+        Plan(
+            schedule="s2",
+            chunks=2,
+            gather_weights=0,
+            codec="int8",
+            overlap_gather=True,
+            order="fifo",
+            peer_groups=2,
+        )
     )
-    assert told == "s2, linear, 2 chunks, r = 0, 2 peer groups, overlapped gather, int8 forward, fifo"
+    assert (
+        told == "s2, linear, 2 chunks, r = 0, 2 peer groups, overlapped gather, int8 forward, fifo"
+    )
 
 
 HUB = {
@@ -254,9 +333,12 @@ def test_skew_costs_time_and_memory_beside_the_even_step(files, capsys, monkeypa
         best = found[max_vio]["ranking"][0]
         under = best["under_max_vio"]
         assert (under["seconds"] == pytest.approx(best["seconds"], rel=1e-6)) == (max_vio == "0")
-        assert (under["memory_bytes"] == pytest.approx(best["memory_bytes"], rel=1e-6)) == (max_vio == "0")
+        assert (under["memory_bytes"] == pytest.approx(best["memory_bytes"], rel=1e-6)) == (
+            max_vio == "0"
+        )
         assert any(
-            line.startswith(f"a MaxVio of {max_vio} (one rank's experts get") for line in found[max_vio]["reasons"]
+            line.startswith(f"a MaxVio of {max_vio} (one rank's experts get")
+            for line in found[max_vio]["reasons"]
         )
     one, three = (found[max_vio]["ranking"][0]["under_max_vio"] for max_vio in ("1", "3"))
     assert one["seconds"] < three["seconds"]
@@ -266,7 +348,9 @@ def test_skew_costs_time_and_memory_beside_the_even_step(files, capsys, monkeypa
     assert "ms under skew" in text
     assert f"{one['seconds'] * 1e3:,.2f}" in text
     assert main([*files, "--tp", "1", "--ep", "1", "--etp", "1", *FEW, "--max-vio", "1"]) == 0
-    assert "a MaxVio of 1: costs nothing, since every rank has all experts" in capsys.readouterr().out
+    assert (
+        "a MaxVio of 1: costs nothing, since every rank has all experts" in capsys.readouterr().out
+    )
 
 
 def test_a_skew_that_no_memory_holds_is_refused_in_one_line(files, capsys):
@@ -276,10 +360,10 @@ def test_a_skew_that_no_memory_holds_is_refused_in_one_line(files, capsys):
     assert said.strip().count("\n") == 0
 
 
-def test_a_model_of_the_hub_is_answered_in_what_people_ask(hub: list[str], capsys: pytest.CaptureFixture) -> None:
-    flags = (
-        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 --global-batch-size 64 --enable-zero-bubble"
-    )
+def test_a_model_of_the_hub_is_answered_in_what_people_ask(
+    hub: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    flags = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 --global-batch-size 64 --enable-zero-bubble"
     flags += " --recompute-modules moe_act layernorm --fp8-format hybrid --num-distributed-optimizer-instances 1"
     assert main([*hub, "--ep", "8", "--price-per-hour", "2.5", "--explain", flags]) == 0
     text = capsys.readouterr().out
@@ -310,7 +394,9 @@ def test_a_layout_is_printed_in_the_words_of_another_system(system, words, hub, 
     assert main([*hub, "--ep", "8", "--emit", system]) == 0
     printed = capsys.readouterr()
     assert words in printed.out
-    assert all(line.startswith(("--", "activation-checkpoint:")) for line in printed.out.splitlines())
+    assert all(
+        line.startswith(("--", "activation-checkpoint:")) for line in printed.out.splitlines()
+    )
     if SYSTEMS[system].version:
         assert f"flags of {SYSTEMS[system].version}" in printed.err.splitlines()
 
@@ -328,7 +414,9 @@ def test_the_best_layout_with_a_pipeline_is_printed_in_the_words_of_megatron(hub
     assert "--pipeline-model-parallel-size 2" in capsys.readouterr().out.splitlines()
 
 
-def test_the_answer_is_a_page_to_share(hub: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_answer_is_a_page_to_share(
+    hub: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """With every line, those on demand and that of a layout whose pipelines lack sequences included."""
     pytest.importorskip("plotly")
     page = tmp_path / "plan.html"
@@ -336,19 +424,33 @@ def test_the_answer_is_a_page_to_share(hub: list[str], tmp_path: Path, capsys: p
     assert main([*hub, "--ep", "8", "--verbose", "--page", str(page), "--explain", flags]) == 0
     lines, text = capsys.readouterr().out.splitlines(), page.read_text(encoding="utf-8")
     layer = "One MoE layer of the best plan, forward"
-    for title in ("One step of the best plan", "One step", layer, "Memory of a rank", "Roofline of products"):
+    for title in (
+        "One step of the best plan",
+        "One step",
+        layer,
+        "Memory of a rank",
+        "Roofline of products",
+    ):
         assert f"{title}<" in text
     starved = "warning: a step has 4 sequences, fewer than its pipelines need: give at least 8"
-    for start in ("change first", starved, "price: unknown without --price-per-hour; at 2.5 per device and hour"):
+    for start in (
+        "change first",
+        starved,
+        "price: unknown without --price-per-hour; at 2.5 per device and hour",
+    ):
         line = next(line for line in lines if line.startswith(start))
         assert html.escape(line, quote=False)[:60] in html.unescape(text)
     assert "http://" not in text.split("</script>")[-1]
 
 
 def test_a_model_that_fits_only_when_blocks_are_recomputed_says_so(hub, tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(HUB | {"num_hidden_layers": 60, "hidden_size": 2048}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(HUB | {"num_hidden_layers": 60, "hidden_size": 2048})
+    )
     assert main([*hub, "--seq-len", "32768", "--ep", "8"]) == 0
-    assert "activations are recomputed: otherwise no layout fits the memory" in capsys.readouterr().out
+    assert (
+        "activations are recomputed: otherwise no layout fits the memory" in capsys.readouterr().out
+    )
 
 
 def test_where_nothing_of_ours_fits_it_says_what_would_and_explains_all_the_same(hub, capsys):
@@ -364,7 +466,10 @@ def test_where_nothing_of_ours_fits_it_says_what_would_and_explains_all_the_same
         assert words in said
     # Recomputation was tried, so it is no advice, and the changes are told of a job that has it.
     assert "(model.checkpoint_activations)" not in said
-    assert main([*tight, "--explain", "--expert-model-parallel-size 4 --use-distributed-optimizer"]) == 0
+    assert (
+        main([*tight, "--explain", "--expert-model-parallel-size 4 --use-distributed-optimizer"])
+        == 0
+    )
     told = capsys.readouterr().out
     assert "the model fits no layout of 8 ranks" in told
     assert "yours: " in told

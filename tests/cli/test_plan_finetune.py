@@ -29,7 +29,15 @@ CONFIG = {
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    words = ["plan", "--model", str(tmp_path / "config.json"), "--finetune", "qlora", "--seq-len", "512"]
+    words = [
+        "plan",
+        "--model",
+        str(tmp_path / "config.json"),
+        "--finetune",
+        "qlora",
+        "--seq-len",
+        "512",
+    ]
     return [*words, "--cluster", "2x2x4090-10gbe"]
 
 
@@ -57,7 +65,11 @@ def test_json_has_everything(command, capsys):
     assert found["bytes"] == pytest.approx(sum(found["parts"].values()))
     assert found["tokens_per_second"] == pytest.approx(4 * 4 * 1024 / found["seconds"])
     assert found["fastest"] in found["splits"]
-    halved = next(change for change in found["changes"] if change["what"] == "half the sequences in a micro-batch")
+    halved = next(
+        change
+        for change in found["changes"]
+        if change["what"] == "half the sequences in a micro-batch"
+    )
     assert halved["bytes"] < found["bytes"]
     assert {"what", "speedup", "bytes", "fits"} == set(halved)
 

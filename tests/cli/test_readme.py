@@ -55,12 +55,17 @@ for words in commands:
 def installed(extra: str) -> set[str]:
     """Return the packages that an extra of ours brings, with all that they require in turn."""
     project = read_table(ROOT / "pyproject.toml")["project"]
-    found, waiting = {"moesaic"}, [*project["dependencies"], *project["optional-dependencies"][extra]]
+    found, waiting = (
+        {"moesaic"},
+        [*project["dependencies"], *project["optional-dependencies"][extra]],
+    )
     while waiting:
         needed = Requirement(waiting.pop())
         name = canonicalize_name(needed.name)
         if name == "moesaic":
-            waiting += [line for extra in needed.extras for line in project["optional-dependencies"][extra]]
+            waiting += [
+                line for extra in needed.extras for line in project["optional-dependencies"][extra]
+            ]
         elif name not in found and (needed.marker is None or needed.marker.evaluate({"extra": ""})):
             found.add(name)
             try:
@@ -74,14 +79,22 @@ def test_the_commands_run_after_the_install_line(tmp_path: Path) -> None:
     block = (ROOT / "README.md").read_text("utf-8").split("\n## Commands\n")[1].split("\n## ")[0]
     lines = re.findall(r"^    (moesaic .*)", block + FURTHER, re.MULTILINE)
     commands = [shlex.split(line, comments=True)[1:] for line in lines]
-    commands.sort(key=lambda words: ["tokenize", "train"].index(words[0]) if words[0] in ("tokenize", "train") else 2)
+    commands.sort(
+        key=lambda words: (
+            ["tokenize", "train"].index(words[0]) if words[0] in ("tokenize", "train") else 2
+        )
+    )
     commands = [[*words, *SHORT[words[0]]] for words in commands]
     assert {words[0] for words in commands} == set(SHORT)
     (tmp_path / "corpus").mkdir()
     write_text(tmp_path / "corpus" / "text.txt")
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
     brought = installed("train")
-    blocked = [name for name, of in packages_distributions().items() if not brought & set(map(canonicalize_name, of))]
+    blocked = [
+        name
+        for name, of in packages_distributions().items()
+        if not brought & set(map(canonicalize_name, of))
+    ]
     assert {"transformers", "tokenizers", "triton"} <= set(blocked)
     done = subprocess.run(
         [sys.executable, "-c", MAIN, json.dumps(blocked), json.dumps(commands)],

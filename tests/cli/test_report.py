@@ -22,7 +22,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return lines[0]
 
 
-def test_the_path_of_the_page_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_path_of_the_page_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("plotly")
     moe, dense = sparse_run(tmp_path / "moe"), dense_run(tmp_path / "dense")
     assert main(["report", str(moe), str(dense)]) == 0
@@ -40,7 +42,9 @@ def test_out_names_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert not (tmp_path / "dense" / "report.html").exists()
 
 
-def test_json_prints_the_numbers_and_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_prints_the_numbers_and_writes_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("plotly")
     moe, dense = sparse_run(tmp_path / "moe"), dense_run(tmp_path / "dense")
     assert main(["report", "--json", str(moe), str(dense)]) == 0
@@ -55,7 +59,10 @@ def test_json_prints_the_numbers_and_writes_the_page(tmp_path: Path, capsys: pyt
 def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     moe = sparse_run(tmp_path / "moe")
     missing = str(tmp_path / "missing")
-    assert refusal(capsys) == "moesaic report: name at least one run folder: moesaic report runs/demo/moe"
+    assert (
+        refusal(capsys)
+        == "moesaic report: name at least one run folder: moesaic report runs/demo/moe"
+    )
     assert refusal(capsys, missing) == (
         f"moesaic report: {missing}: no such folder: name the folder that moesaic train wrote"
     )

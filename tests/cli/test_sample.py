@@ -46,13 +46,17 @@ def test_sampling_leaves_the_run_alone(capsys, folder):
 
 
 def test_all_tokens_may_be_drawn(capsys, folder):
-    out = sampled(capsys, str(folder / "bytes"), "--tokens", "50", "--top-k", "None", "--temperature", "9")
+    out = sampled(
+        capsys, str(folder / "bytes"), "--tokens", "50", "--top-k", "None", "--temperature", "9"
+    )
     assert len(set(out)) > 20
 
 
 def test_a_damaged_checkpoint_is_passed_over(capsys, tmp_path):
     run_quietly(tiny(tmp_path, steps=2, save={"every": 1}))
-    (tmp_path / "run" / "checkpoints" / "step-00000002" / "shards" / "__0_0.distcp").write_bytes(b"x")
+    (tmp_path / "run" / "checkpoints" / "step-00000002" / "shards" / "__0_0.distcp").write_bytes(
+        b"x"
+    )
     assert main(["sample", str(tmp_path / "run"), "--tokens", "2"]) == 0
     err = capsys.readouterr().err
     assert err.count("\n") == 1
@@ -68,7 +72,9 @@ def test_token_files_have_no_text(capsys, tmp_path, as_folder):
     given = str(path.parent if as_folder else path)
     run_quietly(tiny(tmp_path, steps=1, data={"path": [given], "vocab_size": 2000}))
     assert main(["sample", str(tmp_path / "run")]) == 2
-    assert capsys.readouterr().err.endswith("the run was trained on .bin tokens, whose text is not known\n")
+    assert capsys.readouterr().err.endswith(
+        "the run was trained on .bin tokens, whose text is not known\n"
+    )
 
 
 @pytest.mark.parametrize("temperature", ["nan", "inf", "-1"])

@@ -24,7 +24,13 @@ from moesaic.program.text import to_text
 from moesaic.program.validate import validate
 from program_text import from_text
 
-SMALL = ["--layer.tokens=64", "--layer.dim=10", "--layer.hidden=8", "--layer.num-experts=8", "--layer.top-k=1"]
+SMALL = [
+    "--layer.tokens=64",
+    "--layer.dim=10",
+    "--layer.hidden=8",
+    "--layer.num-experts=8",
+    "--layer.top-k=1",
+]
 
 
 def shown(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
@@ -35,7 +41,9 @@ def shown(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("schedule", ["s1", "s2"])
 @pytest.mark.parametrize("replication", [NO_REPLICATION, *REPLICATION])
-def test_every_replication_policy_is_shown(replication: str, schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_replication_policy_is_shown(
+    replication: str, schedule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Under even routing nothing is replicated: what moves is what moves without replication."""
     flags = ["--plan.schedule", schedule, "--plan.replication", replication]
     assert main(["show", *flags, *SMALL]) == 0
@@ -66,7 +74,11 @@ def test_it_prints_both_programs_so_that_they_parse_back(flags, name, capsys):
     assert main(["show", *flags.split(), "--listing"]) == 0
     printed = capsys.readouterr().out
     assert "h.0: chunk 0 of h" in printed
-    blocks = [block for block in printed.split("\n\n") if block.startswith("program ") or "\nprogram " in block]
+    blocks = [
+        block
+        for block in printed.split("\n\n")
+        if block.startswith("program ") or "\nprogram " in block
+    ]
     programs = [from_text(block[block.index("program ") :]) for block in blocks]
     assert programs[0].name == name
     assert "'" in programs[1].name
@@ -83,7 +95,9 @@ def test_it_prints_both_programs_so_that_they_parse_back(flags, name, capsys):
         "--plan.schedule baseline --plan.replication shadow",
     ],
 )
-def test_without_the_listing_it_prints_a_screen(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_listing_it_prints_a_screen(
+    flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The last row of each program has the figures of --json."""
     words = flags.split()
     assert main(["show", *words]) == 0
@@ -95,19 +109,37 @@ def test_without_the_listing_it_prints_a_screen(flags: str, capsys: pytest.Captu
     for name in ("forward", "backward"):
         times, moved = (row[3:] for row in cells if row[:3] == [name, "in", "all"])
         assert times[0] == str(found[name]["tasks"])
-        assert times[-2:] == [f"{found[name]['seconds'] * 1e3:,.2f}", f"{found[name]['overlap']:.0%}"]
-        assert moved[:2] == [f"{found[name][key] / 1e6:,.2f}" for key in ("inside_bytes", "across_bytes")]
+        assert times[-2:] == [
+            f"{found[name]['seconds'] * 1e3:,.2f}",
+            f"{found[name]['overlap']:.0%}",
+        ]
+        assert moved[:2] == [
+            f"{found[name][key] / 1e6:,.2f}" for key in ("inside_bytes", "across_bytes")
+        ]
 
 
 @pytest.mark.parametrize("command", ["show", "train", "plan"])
-def test_the_help_lists_the_replication_policies(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_lists_the_replication_policies(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([command, "--help"]) == 0
     printed = capsys.readouterr().out
     assert [name for name in REPLICATION if name not in printed] == []
 
 
 def test_json_counts_the_bytes_across_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    mesh = ["--mesh.world", "8", "--mesh.tp", "1", "--mesh.ep", "2", "--mesh.etp", "4", "--mesh.ranks-per-node", "4"]
+    mesh = [
+        "--mesh.world",
+        "8",
+        "--mesh.tp",
+        "1",
+        "--mesh.ep",
+        "2",
+        "--mesh.etp",
+        "4",
+        "--mesh.ranks-per-node",
+        "4",
+    ]
     totals = {}
     for schedule, movement in (("s2", "h"), ("s3", "arrived")):
         found = shown(capsys, "--plan.schedule", schedule, *mesh, *SMALL)
@@ -126,8 +158,22 @@ def test_json_counts_the_bytes_across_nodes(capsys: pytest.CaptureFixture[str]) 
 
 def test_json_counts_weights_and_messages(capsys: pytest.CaptureFixture[str]) -> None:
     """Every rank gathers the other three ranks' quarter of 8 experts of 8 units, 3 matrices of 10 columns, 2 bytes each."""
-    mesh = ["--mesh.world", "4", "--mesh.tp", "1", "--mesh.ep", "2", "--mesh.etp", "2", "--mesh.ranks-per-node", "2"]
-    rows = {row["task"]: row for row in shown(capsys, "--plan.gather-weights", "0", *mesh, *SMALL)["forward"]["rows"]}
+    mesh = [
+        "--mesh.world",
+        "4",
+        "--mesh.tp",
+        "1",
+        "--mesh.ep",
+        "2",
+        "--mesh.etp",
+        "2",
+        "--mesh.ranks-per-node",
+        "2",
+    ]
+    rows = {
+        row["task"]: row
+        for row in shown(capsys, "--plan.gather-weights", "0", *mesh, *SMALL)["forward"]["rows"]
+    }
     quarter = 8 * 8 // 4 * 3 * 10 * 2
     weights = rows["w_full"]
     assert (weights["inside_bytes"], weights["across_bytes"]) == (4 * quarter, 4 * 2 * quarter)
@@ -142,12 +188,16 @@ def test_programs_whose_samples_may_move_are_shown(capsys: pytest.CaptureFixture
     """While all stay, rows move as they do without; beside them go the tokens' places, 4 bytes a copy."""
     plain, found = shown(capsys, *S1, *SMALL), shown(capsys, *S1, *SMALL, "--samples", "4")
     for name in ("forward", "backward"):
-        moved, stayed = ({row["task"]: row for row in each[name]["rows"]} for each in (found, plain))
+        moved, stayed = (
+            {row["task"]: row for row in each[name]["rows"]} for each in (found, plain)
+        )
         assert found[name]["program"] == f"{plain[name]['program']}, relocating"
-        assert all(moved[task]["across_bytes"] == row["across_bytes"] for task, row in stayed.items())
-    assert {row["task"] for row in found["forward"]["rows"]} - {row["task"] for row in plain["forward"]["rows"]} == {
-        "index_home"
-    }
+        assert all(
+            moved[task]["across_bytes"] == row["across_bytes"] for task, row in stayed.items()
+        )
+    assert {row["task"] for row in found["forward"]["rows"]} - {
+        row["task"] for row in plain["forward"]["rows"]
+    } == {"index_home"}
     assert main(["show", *S1, *SMALL, "--samples", "4", "--listing"]) == 0
     assert "placed" in capsys.readouterr().out
 
@@ -156,12 +206,17 @@ def test_what_a_slice_runs_again_is_shown(capsys: pytest.CaptureFixture[str]) ->
     """The dispatch and the experts of the forward program, and no combine."""
     found = shown(capsys, *S1, *SMALL, "--plan.memory-budget", "20000")
     assert list(found) == ["forward", "backward", "again", "held"]
-    tasks = {name: [row["task"] for row in found[name]["rows"]] for name in ("forward", "backward", "again")}
+    tasks = {
+        name: [row["task"] for row in found[name]["rows"]]
+        for name in ("forward", "backward", "again")
+    }
     assert tasks["again"] == [task for task in tasks["forward"] if task in ("x_mine", "g", "h")]
     assert 0 < found["again"]["seconds"] < found["forward"]["seconds"]
 
 
-def test_chunks_and_peer_groups_multiply_the_expert_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chunks_and_peer_groups_multiply_the_expert_tasks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = shown(capsys, "--plan.chunks", "3", "--plan.peer-groups", "2", *SMALL)
     assert found["forward"]["experts"] == found["backward"]["experts"] == 6
 
@@ -169,7 +224,12 @@ def test_chunks_and_peer_groups_multiply_the_expert_tasks(capsys: pytest.Capture
 def test_it_names_the_codec_of_what_is_coded(capsys: pytest.CaptureFixture[str]) -> None:
     found = shown(capsys, "--plan.codec", "fp8", "--plan.all-to-all", "pipelined", *SMALL)
     codecs = {row["task"]: row["codec"] for row in found["forward"]["rows"]}
-    assert (codecs["h@0"], codecs["z@1"], codecs["g@0"], codecs["z_full"]) == ("fp8", "fp8", "none", "none")
+    assert (codecs["h@0"], codecs["z@1"], codecs["g@0"], codecs["z_full"]) == (
+        "fp8",
+        "fp8",
+        "none",
+        "none",
+    )
     assert {row["codec"] for row in found["backward"]["rows"]} == {"none"}
 
 
@@ -197,10 +257,16 @@ def test_its_times_are_the_simulators(schedule, all_to_all, capsys, tmp_path):
     found = shown(capsys, *flags, "--trace", str(trace))
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     simulator = Simulator(read_cluster("8x4090-pcie", nodes=4))
-    for number, (name, program) in enumerate((("forward", compiled.forward), ("backward", compiled.backward))):
+    for number, (name, program) in enumerate(
+        (("forward", compiled.forward), ("backward", compiled.backward))
+    ):
         run = simulator.run(program, Workload(**layer), compiled.grid)
         assert found[name]["seconds"] == run.seconds > 0
-        spans = {event["name"]: event["ts"] * 1e-6 for event in events if event["ph"] == "X" and event["pid"] == number}
+        spans = {
+            event["name"]: event["ts"] * 1e-6
+            for event in events
+            if event["ph"] == "X" and event["pid"] == number
+        }
         assert spans == pytest.approx({span.task: span.start for span in run.timeline.spans})
 
 
@@ -213,7 +279,9 @@ def test_it_writes_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "backward" in html
 
 
-def test_a_plan_that_was_written_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_was_written_is_shown_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "plan.json"
     flags = ["--plan.schedule", "s1", "--plan.chunks", "2", "--plan.all-to-all", "multicast"]
     first = shown(capsys, *flags, *SMALL, "--write", str(path))
@@ -222,29 +290,56 @@ def test_a_plan_that_was_written_is_shown_again(tmp_path: Path, capsys: pytest.C
     mesh = {"tp": 1, "ep": 8, "etp": 1, "innermost": "ep"}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"mesh": mesh}))
     asked = [word for name, value in mesh.items() for word in (f"--mesh.{name}", str(value))]
-    assert shown(capsys, "--plan-file", str(path), *SMALL) == shown(capsys, *flags, *SMALL, *asked) != first
-    assert shown(capsys, "--plan-file", str(path), *SMALL, "--mesh.ep", "2") != shown(capsys, *flags, *SMALL, *asked)
+    assert (
+        shown(capsys, "--plan-file", str(path), *SMALL)
+        == shown(capsys, *flags, *SMALL, *asked)
+        != first
+    )
+    assert shown(capsys, "--plan-file", str(path), *SMALL, "--mesh.ep", "2") != shown(
+        capsys, *flags, *SMALL, *asked
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--plan.all-to-all deepep", "so there is no program to show: choose multicast"),
-        ("--plan.schedule ted --mesh.tp 1", "plan.schedule=ted needs mesh.tp and mesh.etp over the same ranks"),
-        ("--mesh.world 6 --mesh.ep 3 --mesh.ranks-per-node 4", "mesh.ranks_per_node=4 does not divide the 6 ranks"),
+        (
+            "--plan.schedule ted --mesh.tp 1",
+            "plan.schedule=ted needs mesh.tp and mesh.etp over the same ranks",
+        ),
+        (
+            "--mesh.world 6 --mesh.ep 3 --mesh.ranks-per-node 4",
+            "mesh.ranks_per_node=4 does not divide the 6 ranks",
+        ),
         ("--plan.chunks 0", "plan.chunks=0"),
-        ("--plan.replication hott", "plan.replication='hott' is unknown: choose one of none, shadow"),
+        (
+            "--plan.replication hott",
+            "plan.replication='hott' is unknown: choose one of none, shadow",
+        ),
         ("--layer.tokens 0", "--layer.tokens 0: must be at least 1"),
         ("--layer.num-experts 3", "num_experts=3 does not split over mesh.ep=4"),
         ("--layer.top-k 9", "--layer.top-k 9: choose at most --layer.num-experts 8"),
-        ("--layer.top-k 9 --plan.all-to-all multicast", "--layer.top-k 9: choose at most --layer.num-experts 8"),
+        (
+            "--layer.top-k 9 --plan.all-to-all multicast",
+            "--layer.top-k 9: choose at most --layer.num-experts 8",
+        ),
         ("--cluster 25gb", "cluster '25gb' is unknown: did you mean 25gbe?"),
         ("--layer.dtype fp64", "cluster.device.tflops.fp64 is not given: add it, or choose one of"),
-        ("--mesh.world 16 --mesh.ranks-per-node 8", "mesh.ranks_per_node=8 does not fit cluster 25gbe"),
+        (
+            "--mesh.world 16 --mesh.ranks-per-node 8",
+            "mesh.ranks_per_node=8 does not fit cluster 25gbe",
+        ),
         ("--samples 4", "sample placement needs plan.schedule=s1"),
         ("--plan.schedule s1 --samples 4", "--samples 4: needs --mesh.tp 1"),
-        ("--plan.schedule s1 --mesh.tp 1 --layer.tokens 4095 --samples 4", "samples among which a rank's 4095 tokens"),
-        ("--plan.schedule s1 --mesh.tp 1 --plan.memory-budget 9 --samples 4", "clashes with memory_budget=9"),
+        (
+            "--plan.schedule s1 --mesh.tp 1 --layer.tokens 4095 --samples 4",
+            "samples among which a rank's 4095 tokens",
+        ),
+        (
+            "--plan.schedule s1 --mesh.tp 1 --plan.memory-budget 9 --samples 4",
+            "clashes with memory_budget=9",
+        ),
         ("--tokens 8", "unknown argument --tokens, did you mean --layer.tokens?"),
         ("--plan-file no/such.json", "no/such.json: no such file"),
         ("--write no/such.json", "plan no/such.json: cannot be written"),

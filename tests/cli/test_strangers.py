@@ -21,15 +21,29 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("existing", ["resume", "replace"])
 @pytest.mark.parametrize(
     "name",
-    ["config.writing", ".lock", "metrics.jsonl", "checkpoints", "checkpoints/step-00000001", "tensorboard", "routing"],
+    [
+        "config.writing",
+        ".lock",
+        "metrics.jsonl",
+        "checkpoints",
+        "checkpoints/step-00000001",
+        "tensorboard",
+        "routing",
+    ],
 )
-def test_training_in_a_folder_with_a_link_changes_nothing_outside(run, name, existing, tmp_path, capsys):
+def test_training_in_a_folder_with_a_link_changes_nothing_outside(
+    run, name, existing, tmp_path, capsys
+):
     gift, mine = tmp_path / "gift", tmp_path / "mine"
     shutil.copytree(run, gift)
     mine.mkdir()
@@ -42,14 +56,25 @@ def test_training_in_a_folder_with_a_link_changes_nothing_outside(run, name, exi
         place.unlink(missing_ok=True)
     place.symlink_to(mine / "it")
     before = contents(mine)
-    words = ["--config", str(gift / "config.json"), "--out", str(gift), "--existing", existing, "--steps", "3"]
+    words = [
+        "--config",
+        str(gift / "config.json"),
+        "--out",
+        str(gift),
+        "--existing",
+        existing,
+        "--steps",
+        "3",
+    ]
     code = main(["train", *words])
     assert contents(mine) == before
     assert code in (0, 2)
     assert len(capsys.readouterr().err.splitlines()) == (1 if code else 0)
 
 
-def test_a_report_is_not_written_through_a_link(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_is_not_written_through_a_link(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(run, tmp_path / "gift")
     (tmp_path / "authorized_keys").write_text("ssh-ed25519 AAAA mine\n")
     (tmp_path / "gift" / "report.html").symlink_to(tmp_path / "authorized_keys")
@@ -67,7 +92,17 @@ def test_the_name_of_a_folder_does_not_reach_the_terminal(run, tmp_path, capsys)
     place = str(gift)
     for words in (
         ["report", place],
-        ["train", "--config", f"{place}/config.json", "--out", place, "--existing", "resume", "--steps", "3"],
+        [
+            "train",
+            "--config",
+            f"{place}/config.json",
+            "--out",
+            place,
+            "--existing",
+            "resume",
+            "--steps",
+            "3",
+        ],
         ["trace", "counts", f"{place}/routing", "--layer", "0", "--out", f"{place}/counts.csv"],
         ["trace", "check", f"{place}/routing"],
         ["tokenize", f"{place}/text.txt", "--out", f"{place}/packed.bin"],

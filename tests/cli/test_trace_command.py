@@ -28,9 +28,16 @@ def shown(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
 
 
 def test_a_trace_is_shown(tmp_path, capsys):
-    path, picture = made(tmp_path / "a.npz", max_vio=1.5, locality=0.4, drift=0.2), tmp_path / "a.html"
+    path, picture = (
+        made(tmp_path / "a.npz", max_vio=1.5, locality=0.4, drift=0.2),
+        tmp_path / "a.html",
+    )
     found = shown(capsys, path)
-    assert (found["holds"], found["steps"], found["bytes_per_step"]) == ("counts", [0, 1, 2, 3], 2 * 8 * 16)
+    assert (found["holds"], found["steps"], found["bytes_per_step"]) == (
+        "counts",
+        [0, 1, 2, 3],
+        2 * 8 * 16,
+    )
     assert found["shape"] == {
         "num_layers": 2,
         "num_experts": 16,
@@ -53,7 +60,24 @@ def test_a_trace_is_shown(tmp_path, capsys):
 @pytest.mark.parametrize("suffix", ["csv", "npy"])
 def test_counts_are_what_the_simulator_reads(tmp_path, capsys, suffix):
     path, out = made(tmp_path / "a.npz", skew=1.0, tokens=True), tmp_path / f"a.{suffix}"
-    assert main(["trace", "counts", str(path), "--out", str(out), "--layer", "1", "--step", "2", "--groups", "4"]) == 0
+    assert (
+        main(
+            [
+                "trace",
+                "counts",
+                str(path),
+                "--out",
+                str(out),
+                "--layer",
+                "1",
+                "--step",
+                "2",
+                "--groups",
+                "4",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out == f"{out}: layer 1, step 2, 4 ranks x 16 experts\n"
     assert (read_counts(out) == Trace.open(path).counts(1, 2, groups=4)).all()
     assert main(["trace", "counts", str(path), "--out", str(out)]) == 0
@@ -68,7 +92,10 @@ def test_counts_are_what_the_simulator_reads(tmp_path, capsys, suffix):
         (["show"], "Missing from moesaic trace show"),
         (["show", "nowhere"], "trace nowhere: no such file: name a trace"),
         (["show", "a.npz", "--pictur", "1"], "unknown argument --pictur; --help lists all"),
-        (["counts", "nowhere", "--out", "a.txt"], "--out a.txt: choose a name that ends in .csv or .npy"),
+        (
+            ["counts", "nowhere", "--out", "a.txt"],
+            "--out a.txt: choose a name that ends in .csv or .npy",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, words, message):
@@ -81,9 +108,28 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, words, 
 
 
 def test_check_and_convert(tmp_path, capsys):
-    path, folder, back = made(tmp_path / "a.npz", skew=1.0, tokens=True), tmp_path / "megatron", tmp_path / "b.npz"
+    path, folder, back = (
+        made(tmp_path / "a.npz", skew=1.0, tokens=True),
+        tmp_path / "megatron",
+        tmp_path / "b.npz",
+    )
     assert main(["trace", "convert", str(path), "--to", "megatron", "--out", str(folder)]) == 0
-    assert main(["trace", "convert", str(folder), "--from", "megatron", "--num-experts", "16", "--out", str(back)]) == 0
+    assert (
+        main(
+            [
+                "trace",
+                "convert",
+                str(folder),
+                "--from",
+                "megatron",
+                "--num-experts",
+                "16",
+                "--out",
+                str(back),
+            ]
+        )
+        == 0
+    )
     assert (Trace.open(back).experts(1, 3) == Trace.open(path).experts(1, 3)).all()
     capsys.readouterr()
     assert main(["trace", "check", str(back)]) == 0

@@ -47,7 +47,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
 
 def docs_of(kind: type, prefix: str = "--") -> dict[str, str]:
     """Return a dict from flag to field docstring, including nested dataclasses."""
-    trees = [ast.parse(inspect.getsource(each)).body[0] for each in kind.__mro__ if is_dataclass(each)]
+    trees = [
+        ast.parse(inspect.getsource(each)).body[0] for each in kind.__mro__ if is_dataclass(each)
+    ]
     texts = {
         field.target.id: text.value.value
         for tree in trees
@@ -91,7 +93,12 @@ def test_the_long_help_holds_every_fields_text(capsys):
 
 def test_every_flag_that_a_message_names_exists():
     known = {*docs_of(TrainConfig), "--config", "--help", "--plan"}
-    of_others = {"--max-restarts", "--nnodes", "--nproc-per-node", "--write"}  # torchrun, moesaic show and plan
+    of_others = {
+        "--max-restarts",
+        "--nnodes",
+        "--nproc-per-node",
+        "--write",
+    }  # torchrun, moesaic show and plan
     named = {
         (path.name, flag.rstrip("."))
         for path in Path(loop.__file__).parent.glob("*.py")
@@ -107,10 +114,26 @@ def test_help_shows_the_presets_values(capsys):
 
 def test_a_preset_then_a_file_then_flags(tmp_path, taken):
     file = tmp_path / "a.toml"
-    file.write_text('steps = 7\nbatch_size = 3\n[model.moe]\nrouter = "sigmoid"\n[optimizer]\nlr = 1\n')
+    file.write_text(
+        'steps = 7\nbatch_size = 3\n[model.moe]\nrouter = "sigmoid"\n[optimizer]\nlr = 1\n'
+    )
     assert main(["train", "--preset", "gpt-tiny"]) == 0
     assert main(["train", "--preset=gpt-tiny", f"--config={file}"]) == 0
-    assert main(["train", "--steps", "9", "--preset", "gpt-tiny", "--config", str(file), "--model.moe.top-k=1"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "--steps",
+                "9",
+                "--preset",
+                "gpt-tiny",
+                "--config",
+                str(file),
+                "--model.moe.top-k=1",
+            ]
+        )
+        == 0
+    )
     preset, filed, flagged = taken
     assert preset == make_preset("gpt-tiny")
     expected = make_preset("gpt-tiny")
@@ -123,7 +146,9 @@ def test_a_preset_then_a_file_then_flags(tmp_path, taken):
         optimizer=replace(expected.optimizer, lr=1.0),
     )
     assert filed == expected
-    assert flagged == replace(expected, steps=9, model=replace(expected.model, moe=replace(moe, top_k=1)))
+    assert flagged == replace(
+        expected, steps=9, model=replace(expected.model, moe=replace(moe, top_k=1))
+    )
 
 
 def test_without_anything_the_defaults_hold(taken):
@@ -134,7 +159,20 @@ def test_without_anything_the_defaults_hold(taken):
 def test_several_paths_and_none(taken):
     assert main(["train", "--data.path", "a.txt", "b", "--threads", "2", "--no-tensorboard"]) == 0
     assert (
-        main(["train", "--device", "cpu", "--mesh.pp", "2", "--mesh.parts-per-stage", "2", "--accumulation", "2"]) == 0
+        main(
+            [
+                "train",
+                "--device",
+                "cpu",
+                "--mesh.pp",
+                "2",
+                "--mesh.parts-per-stage",
+                "2",
+                "--accumulation",
+                "2",
+            ]
+        )
+        == 0
     )
     assert taken[0].data.path == ("a.txt", "b")
     assert (taken[0].threads, taken[0].tensorboard) == (2, False)
@@ -167,7 +205,10 @@ def test_what_is_no_decoder_is_the_laboratorys(tmp_path, capsys):
         == "moesaic train: preset bert-tiny is of kind encoder: train it with moesaic bench paper-train bert-tiny\n"
     )
     config = tiny(tmp_path, model={"block": {"kind": "encoder_decoder"}})
-    assert "model.block.kind=encoder_decoder: is no decoder: train it with moesaic bench" in refused(loop.train, config)
+    assert (
+        "model.block.kind=encoder_decoder: is no decoder: train it with moesaic bench"
+        in refused(loop.train, config)
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -191,9 +232,16 @@ def has_lines(folder: Path, count: int) -> bool:
     return path.exists() and path.read_bytes().count(b"\n") >= count
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda kind: kind.name
+)
 def test_a_signal_saves_says_how_to_go_on_and_exits_0(tmp_path, kind):
-    config = tiny(tmp_path, steps=1_000_000, model={"moe": {"router": "noisy"}}, optimizer={"warmup_steps": 1000000})
+    config = tiny(
+        tmp_path,
+        steps=1_000_000,
+        model={"moe": {"router": "noisy"}},
+        optimizer={"warmup_steps": 1000000},
+    )
     run = tmp_path / "run"
     process = start(config, tmp_path)
     wait_for(lambda: has_lines(run, 3), process)
@@ -202,7 +250,9 @@ def test_a_signal_saves_says_how_to_go_on_and_exits_0(tmp_path, kind):
     assert (process.returncode, err) == (0, "")
     step = losses(run)[-1][0]
     assert step >= 3
-    assert f"stopped by {kind.name} after step {step}, saved; go on with moesaic train --config" in out
+    assert (
+        f"stopped by {kind.name} after step {step}, saved; go on with moesaic train --config" in out
+    )
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == [f"step-{step:08d}"]
     words = re.search(r"go on with moesaic (.*)", out)
     assert words

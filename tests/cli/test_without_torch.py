@@ -41,7 +41,19 @@ PROFILE = ClusterSpec(
     ),
     host=Host(runs_compute=True, layer_us=1000, task_us=200),
 )  # fmt: skip
-NARROW = ["--tp", "1", "--schedules", "s1", "--all-to-alls", "linear", "--chunks", "1", "--orders", "fifo", "--json"]
+NARROW = [
+    "--tp",
+    "1",
+    "--schedules",
+    "s1",
+    "--all-to-alls",
+    "linear",
+    "--chunks",
+    "1",
+    "--orders",
+    "fifo",
+    "--json",
+]
 
 
 def documented() -> list[str]:
@@ -54,7 +66,18 @@ def documented() -> list[str]:
 
 COMMANDS = {
     "plan": ["plan", "--model", "gpt-tiny", "--cluster", "cluster.toml", *NARROW],
-    "show": ["show", "--plan.schedule", "s1", "--mesh.world", "4", "--mesh.ep", "4", "--mesh.etp", "1", "--json"],
+    "show": [
+        "show",
+        "--plan.schedule",
+        "s1",
+        "--mesh.world",
+        "4",
+        "--mesh.ep",
+        "4",
+        "--mesh.etp",
+        "1",
+        "--json",
+    ],
     "trace": ["trace", "show", str(TRACE), "--json"],
 }
 """A quick use of each."""
@@ -73,7 +96,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str,
     (folder / "cluster.toml").write_text(as_toml(PROFILE))
     (folder / "config.json").write_text('{"optimizer": {"lr": Infinity}}')
     told = [sys.executable, "-c", BLOCKED, json.dumps(COMMANDS | OTHERS)]
-    done = subprocess.run(told, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        told, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     found, left = json.loads(done.stdout)
     assert sorted(left) == ["cluster.toml", "config.json"]
@@ -85,7 +110,9 @@ def test_the_page_lists_the_commands_that_are_tried_here() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_of_the_core_runs_without_torch(name: str, ended: dict[str, tuple[int, str, str]]) -> None:
+def test_a_command_of_the_core_runs_without_torch(
+    name: str, ended: dict[str, tuple[int, str, str]]
+) -> None:
     code, out, error = ended[name]
     assert code == 0, error
     found = json.loads(out)
@@ -97,12 +124,20 @@ def test_a_command_of_the_core_runs_without_torch(name: str, ended: dict[str, tu
 def test_help_of_training_needs_no_torch(ended: dict[str, tuple[int, str, str]]) -> None:
     code, out, error = ended["help"]
     assert code == 0, error
-    assert {"--mesh.transport", "--model.moe.router", "topology", "--plan.schedule"} <= set(re.findall(r"[\w.-]+", out))
+    assert {"--mesh.transport", "--model.moe.router", "topology", "--plan.schedule"} <= set(
+        re.findall(r"[\w.-]+", out)
+    )
 
 
-def test_settings_of_training_are_refused_without_torch(ended: dict[str, tuple[int, str, str]]) -> None:
+def test_settings_of_training_are_refused_without_torch(
+    ended: dict[str, tuple[int, str, str]],
+) -> None:
     """A process that has loaded torch takes seconds to end, and more on a busy machine."""
-    assert ended["refused"] == (2, "", "moesaic train: optimizer.lr=inf: must be above 0 and finite\n")
+    assert ended["refused"] == (
+        2,
+        "",
+        "moesaic train: optimizer.lr=inf: must be above 0 and finite\n",
+    )
 
 
 def test_the_layer_imports_nothing_that_one_process_has_no_use_for() -> None:
@@ -120,12 +155,16 @@ def test_the_layer_imports_nothing_that_one_process_has_no_use_for() -> None:
         "MoE(8, 8, 4)(torch.randn(3, 8)).sum().backward(); "
         "print([name for name in sys.modules if name.startswith('moesaic.kernels.triton')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.stdout.split() == ["[]", "[]"], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["train", "profile"])
-def test_other_commands_say_what_to_install(name: str, ended: dict[str, tuple[int, str, str]]) -> None:
+def test_other_commands_say_what_to_install(
+    name: str, ended: dict[str, tuple[int, str, str]]
+) -> None:
     code, _, error = ended[name]
     assert code == 2
     assert error.count("\n") == 1

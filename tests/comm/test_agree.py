@@ -33,23 +33,40 @@ SAME = {"mesh.tp": 2, "plan.schedule": "s2", "lr": 1e-3, "note": None}
     ("of_ranks", "message"),
     [
         (
-            [{**SAME, "mesh.ep": 2}, {**SAME, "mesh.ep": 2}, {**SAME, "mesh.ep": 2}, {**SAME, "mesh.ep": 4}],
+            [
+                {**SAME, "mesh.ep": 2},
+                {**SAME, "mesh.ep": 2},
+                {**SAME, "mesh.ep": 2},
+                {**SAME, "mesh.ep": 4},
+            ],
             "mesh.ep differs: 2 on ranks 0-2, 4 on rank 3: start every rank with the same settings",
         ),
         (
-            [{"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 1}, {"a": 1, "b": 1}, {"a": 1, "b": 3}],
+            [
+                {"a": 1, "b": 1},
+                {"a": 1, "b": 2},
+                {"a": 1, "b": 1},
+                {"a": 1, "b": 1},
+                {"a": 1, "b": 3},
+            ],
             "b differs: 1 on ranks 0 and 2-3, 2 on rank 1, 3 on rank 4: start every rank with the same settings",
         ),
         (
             [{"a": 1}, {"a": 1, "b": "long " * 99}],
             f"b differs: nothing on rank 0, {('long ' * 99).strip()} on rank 1: start every rank with the same settings",
         ),
-        ([{"a": 1}, {"b": 1}], "a differs: 1 on rank 0, nothing on rank 1: start every rank with the same settings"),
+        (
+            [{"a": 1}, {"b": 1}],
+            "a differs: 1 on rank 0, nothing on rank 1: start every rank with the same settings",
+        ),
         (
             [{"a": 1, "b": 2}, {"b": 3, "a": 9}],
             "a differs: 1 on rank 0, 9 on rank 1: start every rank with the same settings",
         ),
-        ([{"a": "x\ny"}, {"a": "é"}], "a differs: x y on rank 0, é on rank 1: start every rank with the same settings"),
+        (
+            [{"a": "x\ny"}, {"a": "é"}],
+            "a differs: x y on rank 0, é on rank 1: start every rank with the same settings",
+        ),
     ],
 )
 def test_every_rank_raises_the_same_line(of_ranks, message):

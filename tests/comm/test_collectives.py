@@ -33,9 +33,14 @@ DTYPES = [
 LARGE = DIRECT_BYTES // 4 + 5
 
 
-def on_all(world: int, function: Callable[[AbstractTransport, tuple[int, ...]], object], seed: int = 0) -> list[object]:
+def on_all(
+    world: int, function: Callable[[AbstractTransport, tuple[int, ...]], object], seed: int = 0
+) -> list[object]:
     return run_ranks(
-        world, lambda transport: function(transport, tuple(range(world))), seed=seed, in_order=bool(seed % 2)
+        world,
+        lambda transport: function(transport, tuple(range(world))),
+        seed=seed,
+        in_order=bool(seed % 2),
     )
 
 
@@ -46,7 +51,10 @@ def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize(
     ("dtype", "shape"),
-    [*((dtype, (LARGE,)) for dtype in DTYPES), *((torch.float32, shape) for shape in ((), (0, 4), (3, 2)))],
+    [
+        *((dtype, (LARGE,)) for dtype in DTYPES),
+        *((torch.float32, shape) for shape in ((), (0, 4), (3, 2))),
+    ],
     ids=str,
 )
 def test_values_for_every_dtype_and_shape(dtype, shape):
@@ -63,7 +71,9 @@ def test_values_for_every_dtype_and_shape(dtype, shape):
         ]
         if dtype != torch.float8_e4m3fn:  # PyTorch has no maximum for this dtype
             results.append(all_reduce_max(transport, peers, mine))
-        assert all(tensor.dtype == dtype and tensor.shape == torch.Size(shape) for tensor in results)
+        assert all(
+            tensor.dtype == dtype and tensor.shape == torch.Size(shape) for tensor in results
+        )
         return [tensor.double() for tensor in results]
 
     expected = [stacked.sum(0), stacked[2], *stacked, stacked.amax(0)]
@@ -75,7 +85,10 @@ def test_values_for_every_dtype_and_shape(dtype, shape):
 @pytest.mark.parametrize(("size", "dtype"), [(7, torch.bfloat16), (LARGE, torch.float32)], ids=str)
 def test_sums_are_in_the_order_of_ranks_and_the_same_bits_everywhere(size, dtype, monkeypatch):
     world = 5
-    parts = [torch.randn(size, generator=torch.Generator().manual_seed(r)).to(dtype) * 90.0**r for r in range(world)]
+    parts = [
+        torch.randn(size, generator=torch.Generator().manual_seed(r)).to(dtype) * 90.0**r
+        for r in range(world)
+    ]
     in_order = parts[0].float()
     for part in parts[1:]:
         in_order = in_order + part.float()
@@ -85,7 +98,9 @@ def test_sums_are_in_the_order_of_ranks_and_the_same_bits_everywhere(size, dtype
         monkeypatch.setattr(collectives, "DIRECT_BYTES", limit)
         for seed in range(2):
             for result in on_all(
-                world, lambda transport, peers: all_reduce_sum(transport, peers, parts[transport.rank]), seed
+                world,
+                lambda transport, peers: all_reduce_sum(transport, peers, parts[transport.rank]),
+                seed,
             ):
                 assert torch.equal(result, in_order.to(dtype))
 
@@ -98,7 +113,11 @@ def test_bytes_of_a_large_sum_are_those_of_the_best_algorithm(world):
         assert isinstance(transport, LoopbackTransport)
         all_reduce_sum(transport, peers, torch.ones(num_bytes // 4))
         all_gather(transport, peers, torch.ones(0))  # after this, all ranks have sent
-        return sum(moved for (source, _), moved in transport.mailbox.bytes_sent.items() if source == transport.rank)
+        return sum(
+            moved
+            for (source, _), moved in transport.mailbox.bytes_sent.items()
+            if source == transport.rank
+        )
 
     assert on_all(world, rank) == [2 * (world - 1) * num_bytes // world] * world
 
@@ -137,10 +156,16 @@ def test_groups_of_a_grid_with_different_sizes_each_stay_in_step(seed):
 
 
 def test_max_of_nan_and_of_booleans():
-    def rank(transport: AbstractTransport, peers: tuple[int, ...]) -> tuple[list[float], list[bool]]:
-        numbers = torch.tensor([float("nan") if transport.rank == 1 else 2.0, float(transport.rank)])
+    def rank(
+        transport: AbstractTransport, peers: tuple[int, ...]
+    ) -> tuple[list[float], list[bool]]:
+        numbers = torch.tensor(
+            [float("nan") if transport.rank == 1 else 2.0, float(transport.rank)]
+        )
         flags = torch.tensor([transport.rank == 2, False])
-        return all_reduce_max(transport, peers, numbers).tolist(), all_reduce_max(transport, peers, flags).tolist()
+        return all_reduce_max(transport, peers, numbers).tolist(), all_reduce_max(
+            transport, peers, flags
+        ).tolist()
 
     for numbers, flags in on_all(3, rank):
         assert str(numbers) == "[nan, 2.0]"
@@ -165,13 +190,19 @@ def test_uneven_shares_are_joined(seed):
 
 @pytest.mark.parametrize(("num_rows", "world"), [(0, 3), (8, 1), (11, 4)])
 def test_a_reduce_scatter_is_a_share_of_the_sum_and_an_all_to_all_a_transpose(num_rows, world):
-    tensors = [torch.randn(num_rows, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    tensors = [
+        torch.randn(num_rows, generator=torch.Generator().manual_seed(r)) for r in range(world)
+    ]
     total = sum(tensors[1:], tensors[0].clone())
 
     def rank(transport: AbstractTransport, peers: tuple[int, ...]) -> None:
         rows = share_of(num_rows, transport.rank, world)
-        assert torch.equal(reduce_scatter_sum(transport, peers, tensors[transport.rank]), total[rows])
-        for got, source in zip(all_to_all(transport, peers, tensors[transport.rank]), tensors, strict=True):
+        assert torch.equal(
+            reduce_scatter_sum(transport, peers, tensors[transport.rank]), total[rows]
+        )
+        for got, source in zip(
+            all_to_all(transport, peers, tensors[transport.rank]), tensors, strict=True
+        ):
             assert torch.equal(got, source[rows])
 
     on_all(world, rank, seed=num_rows)
@@ -195,7 +226,9 @@ def test_sharing_and_slicing_give_the_gradients_of_one_process(world, num_rows):
     y = torch.tanh(whole * 2 @ w)
     (y * scale).sum().backward()
     results = on_all(world, rank, seed=num_rows)
-    torch.testing.assert_close(torch.cat([part for part, _, _ in results]), y.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        torch.cat([part for part, _, _ in results]), y.detach(), rtol=0, atol=1e-12
+    )
     for _, dx, dw in results:
         torch.testing.assert_close(dx, whole.grad, rtol=0, atol=1e-12)
         torch.testing.assert_close(dw, w.grad, rtol=0, atol=1e-11)

@@ -15,26 +15,40 @@ Message = tuple[int, int, int]
 
 
 def issue(
-    transport: AbstractTransport, tag: int, pairs: list[tuple[int, int]], lane: Lane = "inter", size: int = 1
+    transport: AbstractTransport,
+    tag: int,
+    pairs: list[tuple[int, int]],
+    lane: Lane = "inter",
+    size: int = 1,
 ) -> Handle:
-    sends = {target: torch.full((size,), float(tag)) for source, target in pairs if source == transport.rank}
+    sends = {
+        target: torch.full((size,), float(tag))
+        for source, target in pairs
+        if source == transport.rank
+    }
     receives = {source: torch.empty(size) for source, target in pairs if target == transport.rank}
     return transport.issue(Transfer(transport.rank, tag, sends, receives, lane))
 
 
-def run(function: Callable[[AbstractTransport], None], world: int = 2, in_order: bool = True) -> None:
+def run(
+    function: Callable[[AbstractTransport], None], world: int = 2, in_order: bool = True
+) -> None:
     for seed in range(3):
         run_ranks(world, function, seed=seed, in_order=in_order)
 
 
 def check(transport: AbstractTransport, handle: Handle) -> None:
     transport.wait(handle)
-    assert all(bool((buffer == handle.transfer.tag).all()) for buffer in handle.transfer.receives.values())
+    assert all(
+        bool((buffer == handle.transfer.tag).all()) for buffer in handle.transfer.receives.values()
+    )
 
 
 def test_one_order_on_all_ranks_runs_whatever_is_waited_for_first():
     def rank(transport: AbstractTransport) -> None:
-        handles = [issue(transport, tag, [(0, 1), (1, 2), (2, 0), (2, 1)][tag:]) for tag in range(4)]
+        handles = [
+            issue(transport, tag, [(0, 1), (1, 2), (2, 0), (2, 1)][tag:]) for tag in range(4)
+        ]
         for handle in handles if transport.rank else reversed(handles):
             check(transport, handle)
 
@@ -43,13 +57,16 @@ def test_one_order_on_all_ranks_runs_whatever_is_waited_for_first():
 
 def test_orders_that_differ_meet_the_wrong_tag():
     def rank(transport: AbstractTransport) -> None:
-        handles = [issue(transport, tag, [(0, 1)]) for tag in ((5, 6) if transport.rank else (6, 5))]
+        handles = [
+            issue(transport, tag, [(0, 1)]) for tag in ((5, 6) if transport.rank else (6, 5))
+        ]
         for handle in handles:
             check(transport, handle)
 
     run(rank, in_order=False)
     with pytest.raises(
-        AssertionError, match=r"without tags, a message of rank . with tag . meets one of rank . with tag ."
+        AssertionError,
+        match=r"without tags, a message of rank . with tag . meets one of rank . with tag .",
     ):
         run(rank)
 
@@ -69,14 +86,19 @@ def circle(first: Lane, second: Lane) -> Callable[[AbstractTransport], None]:
 
 def test_a_circle_of_first_batches_hangs():
     run(circle("inter", "inter"), world=3, in_order=False)
-    with pytest.raises(RuntimeError, match=r"ranks \[0, 1, 2\] wait for messages that nobody sends"):
+    with pytest.raises(
+        RuntimeError, match=r"ranks \[0, 1, 2\] wait for messages that nobody sends"
+    ):
         run(circle("inter", "inter"), world=3)
 
 
 def test_lanes_have_queues_of_their_own():
     def rank(transport: AbstractTransport) -> None:
         lanes: tuple[Lane, Lane] = ("intra", "inter") if transport.rank else ("inter", "intra")
-        handles = [issue(transport, {"intra": 1, "inter": 2}[lane], [(0, 1), (1, 0)], lane) for lane in lanes]
+        handles = [
+            issue(transport, {"intra": 1, "inter": 2}[lane], [(0, 1), (1, 0)], lane)
+            for lane in lanes
+        ]
         for handle in handles:
             check(transport, handle)
 
@@ -85,7 +107,11 @@ def test_lanes_have_queues_of_their_own():
 
 def test_batches_without_bytes_hold_up_nothing():
     def rank(transport: AbstractTransport) -> None:
-        handles = [issue(transport, 0, [(0, 1)]), issue(transport, 1, [(1, 0)], size=0), issue(transport, 2, [(1, 0)])]
+        handles = [
+            issue(transport, 0, [(0, 1)]),
+            issue(transport, 1, [(1, 0)], size=0),
+            issue(transport, 2, [(1, 0)]),
+        ]
         for handle in reversed(handles):
             check(transport, handle)
 

@@ -14,17 +14,26 @@ from moesaic.comm.transport import AbstractTransport, Transfer
 
 def exchange(transport: AbstractTransport, tensor: Tensor) -> list[Tensor]:
     """Send a tensor to every other rank. Return the tensors of all ranks, including this one's."""
-    out = [tensor if rank == transport.rank else torch.empty_like(tensor) for rank in range(transport.world)]
+    out = [
+        tensor if rank == transport.rank else torch.empty_like(tensor)
+        for rank in range(transport.world)
+    ]
     others = [rank for rank in range(transport.world) if rank != transport.rank]
     receives = {rank: out[rank] for rank in others}
     transport.wait(
-        transport.issue(Transfer(transport.rank, transport.take_tags(1), dict.fromkeys(others, tensor), receives))
+        transport.issue(
+            Transfer(
+                transport.rank, transport.take_tags(1), dict.fromkeys(others, tensor), receives
+            )
+        )
     )
     return out
 
 
 def test_ranks_exchange_and_return_in_order():
-    results = run_ranks(5, lambda transport: torch.cat(exchange(transport, torch.tensor([transport.rank]))).tolist())
+    results = run_ranks(
+        5, lambda transport: torch.cat(exchange(transport, torch.tensor([transport.rank]))).tolist()
+    )
     assert results == [[0, 1, 2, 3, 4]] * 5
 
 
@@ -67,7 +76,12 @@ def test_buffers_hold_nan_until_waited_for_and_handles_complete_in_any_order():
         for tag in range(first, first + 5):
             buffer = torch.zeros(1)
             handles.append(
-                (transport.issue(Transfer(transport.rank, tag, {peer: torch.ones(1) * tag}, {peer: buffer})), buffer)
+                (
+                    transport.issue(
+                        Transfer(transport.rank, tag, {peer: torch.ones(1) * tag}, {peer: buffer})
+                    ),
+                    buffer,
+                )
             )
         assert all(buffer.isnan().all() for _, buffer in handles)
         order = [3, 0, 4, 1, 2] if transport.rank else [2, 4, 0, 3, 1]
@@ -104,7 +118,9 @@ def test_ranks_that_send_before_they_receive_wait_for_ever():
 
     def rank(transport: AbstractTransport) -> None:
         peer = 1 - transport.rank
-        transport.wait(transport.issue(Transfer(transport.rank, transport.rank, {peer: torch.ones(1)}, {})))
+        transport.wait(
+            transport.issue(Transfer(transport.rank, transport.rank, {peer: torch.ones(1)}, {}))
+        )
         transport.wait(transport.issue(Transfer(transport.rank, peer, {}, {peer: torch.empty(1)})))
 
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] wait"):
@@ -145,7 +161,12 @@ def test_an_error_inside_backward_stops_all():
             return None, exchange(ctx.transport, gradient.contiguous())[0]
 
     with pytest.raises(KeyError, match="lost"):
-        run_ranks(3, lambda transport: Fails.apply(transport, torch.ones(2, requires_grad=True)).sum().backward())
+        run_ranks(
+            3,
+            lambda transport: (
+                Fails.apply(transport, torch.ones(2, requires_grad=True)).sum().backward()
+            ),
+        )
 
 
 def test_what_is_left_over_is_an_error():
@@ -153,14 +174,19 @@ def test_what_is_left_over_is_an_error():
         if transport.rank == 0:
             transport.issue(Transfer(0, 4, {1: torch.ones(1)}, {}))
 
-    with pytest.raises(RuntimeError, match="never waited for: tag 4 on rank 0; never received: tag 4 from rank 0 to"):
+    with pytest.raises(
+        RuntimeError,
+        match="never waited for: tag 4 on rank 0; never received: tag 4 from rank 0 to",
+    ):
         run_ranks(2, sends_more)
 
 
 def test_a_send_buffer_that_changes_too_early_is_an_error():
     def rank(transport: AbstractTransport) -> None:
         peer, tensor = 1 - transport.rank, torch.ones(3)
-        handle = transport.issue(Transfer(transport.rank, 0, {peer: tensor}, {peer: torch.empty(3)}))
+        handle = transport.issue(
+            Transfer(transport.rank, 0, {peer: tensor}, {peer: torch.empty(3)})
+        )
         if transport.rank == 1:
             tensor.zero_()
         transport.wait(handle)
@@ -175,7 +201,12 @@ def test_a_buffer_that_does_not_fit_is_an_error(wrong):
         buffer = wrong.clone() if transport.rank else torch.empty(3)
         transport.wait(
             transport.issue(
-                Transfer(transport.rank, 0, {1 - transport.rank: torch.ones(3)}, {1 - transport.rank: buffer})
+                Transfer(
+                    transport.rank,
+                    0,
+                    {1 - transport.rank: torch.ones(3)},
+                    {1 - transport.rank: buffer},
+                )
             )
         )
 
@@ -207,7 +238,11 @@ def test_modes_are_the_callers_and_then_each_ranks_own():
     def rank(transport: AbstractTransport) -> tuple[bool, bool, bool]:
         with torch.set_grad_enabled(transport.rank == 1):
             exchange(transport, torch.ones(1))
-            return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+            return (
+                torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(),
+                torch.is_autocast_enabled("cpu"),
+            )
 
     assert run_ranks(2, rank) == [(False, False, False), (True, False, False)]
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -22,7 +22,12 @@ def test_one_process_needs_no_process_group(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # ignored without torch.distributed
     mesh = Mesh.create()
     assert isinstance(mesh.transport, NoTransport)
-    assert (mesh.rank, mesh.grid, mesh.is_distributed, mesh.expert_mesh) == (0, Grid(world=1), False, None)
+    assert (mesh.rank, mesh.grid, mesh.is_distributed, mesh.expert_mesh) == (
+        0,
+        Grid(world=1),
+        False,
+        None,
+    )
     assert mesh.group("ep", "etp") == (0,)
     for name in ("dense", "sparse"):
         with pytest.raises(RuntimeError, match="a mesh of one process has no device meshes"):
@@ -34,14 +39,20 @@ def test_one_process_needs_no_process_group(monkeypatch):
     [
         ({"pp": 2}, f"mesh.pp=2: {module.ADVICE_ON_SIZES['pp']}"),
         ({"cp": 4}, f"mesh.cp=4: {module.ADVICE_ON_SIZES['cp']}"),
-        ({"tp": 2}, "a mesh of tp=2, ep=1, etp=1 needs several processes: torchrun --nproc-per-node 2"),
+        (
+            {"tp": 2},
+            "a mesh of tp=2, ep=1, etp=1 needs several processes: torchrun --nproc-per-node 2",
+        ),
         (
             {"tp": 4, "ep": 3, "etp": 2},
             "a mesh of tp=4, ep=3, etp=2 needs several processes: torchrun --nproc-per-node 12",
         ),
         ({"ep": 0}, "mesh.ep=0: must be a whole number of at least 1"),
         ({"ep": "4"}, "mesh.ep='4': must be a whole number of at least 1"),
-        ({"ranks_per_node": 2}, "mesh.ranks_per_node=2 does not divide the 1 ranks: choose a divisor of 1"),
+        (
+            {"ranks_per_node": 2},
+            "mesh.ranks_per_node=2 does not divide the 1 ranks: choose a divisor of 1",
+        ),
         ({"device_type": "tpu"}, "device_type='tpu': write 'cpu' or 'cuda'"),
         (
             {"transport": "mpi"},
@@ -62,10 +73,13 @@ def test_bad_sizes_give_one_line(sizes, message, monkeypatch):
 
 def test_a_transport_of_another_package_is_found_by_its_name(monkeypatch):
     offered = EntryPoint("carrier", "comm.test_mesh:opened", module.TRANSPORTS_GROUP)
-    monkeypatch.setattr(module, "entry_points", lambda *, group: (offered,) if group == offered.group else ())
+    monkeypatch.setattr(
+        module, "entry_points", lambda *, group: (offered,) if group == offered.group else ()
+    )
     assert module._offered("carrier") is opened
     with pytest.raises(
-        InputError, match=r"choose one of auto, gloo, nccl, carrier; sockets needs the package moesaic-lab"
+        InputError,
+        match=r"choose one of auto, gloo, nccl, carrier; sockets needs the package moesaic-lab",
     ):
         module._offered("mpi")
 
@@ -79,7 +93,8 @@ def test_a_launcher_with_missing_variables_gives_one_line(monkeypatch):
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(
-        InputError, match=r"WORLD_SIZE=4, but RANK is not set: .*init_process_group\(\.\.\.\) before Mesh"
+        InputError,
+        match=r"WORLD_SIZE=4, but RANK is not set: .*init_process_group\(\.\.\.\) before Mesh",
     ):
         Mesh.create(ep=4)
     assert not dist.is_initialized()
@@ -96,7 +111,9 @@ def test_a_rank_without_a_gpu_of_its_own_gives_one_line(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(InputError, match=r"local rank 3 has no GPU, this node has 2: .*device_type='cpu'\)"):
+    with pytest.raises(
+        InputError, match=r"local rank 3 has no GPU, this node has 2: .*device_type='cpu'\)"
+    ):
         Mesh.create(ep=4)
 
 
@@ -125,7 +142,10 @@ def test_the_device_follows_the_transport_the_process_group_and_the_machine(
 
 def test_cuda_where_there_is_none_gives_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert refused(open_transport, "cuda") == "device_type='cuda': there is no CUDA device here: write 'cpu'"
+    assert (
+        refused(open_transport, "cuda")
+        == "device_type='cuda': there is no CUDA device here: write 'cpu'"
+    )
 
 
 def said(sizes: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -60,7 +60,11 @@ def recorder(monkeypatch) -> Recorder:
         on = recorder.current.name
         recorder.batches.append(ops)
         recorder.log.append((on, "runs", len(ops)))
-        return [SimpleNamespace(wait=lambda: recorder.log.append((recorder.current.name, "waits for work of", on)))]
+        return [
+            SimpleNamespace(
+                wait=lambda: recorder.log.append((recorder.current.name, "waits for work of", on))
+            )
+        ]
 
     def used(tensor: torch.Tensor, stream: FakeStream) -> None:
         recorder.log.append((stream.name, "uses", tensor.data_ptr()))
@@ -69,13 +73,20 @@ def recorder(monkeypatch) -> Recorder:
     monkeypatch.setattr(torch.cuda, "stream", entered)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: recorder.current)
     monkeypatch.setattr(dist, "batch_isend_irecv", batch)
-    monkeypatch.setattr(dist, "P2POp", lambda op, tensor, **options: SimpleNamespace(op=op, tensor=tensor, **options))
+    monkeypatch.setattr(
+        dist,
+        "P2POp",
+        lambda op, tensor, **options: SimpleNamespace(op=op, tensor=tensor, **options),
+    )
     monkeypatch.setattr(torch.Tensor, "record_stream", used)
     return recorder
 
 
 def make_transport(rank: int = 1, world: int = 3) -> Nccl:
-    groups = {lane: SimpleNamespace(rank=lambda: rank, size=lambda: world, lane=lane) for lane in ("intra", "inter")}
+    groups = {
+        lane: SimpleNamespace(rank=lambda: rank, size=lambda: world, lane=lane)
+        for lane in ("intra", "inter")
+    }
     return Nccl(groups, DEVICE)  # type: ignore[arg-type]
 
 
@@ -101,8 +112,14 @@ def test_messages_are_bytes_for_ranks_of_the_lanes_group(recorder):
     send, receive = torch.ones(2, 3, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int16)
     make_transport().issue(Transfer(1, 9, {2: send}, {0: receive}, "intra"))
     (ops,) = recorder.batches
-    assert [(op.op, op.group_peer, op.group.lane) for op in ops] == [(dist.irecv, 0, "intra"), (dist.isend, 2, "intra")]
-    assert [(op.tensor.dtype, op.tensor.numel()) for op in ops] == [(torch.uint8, 8), (torch.uint8, 12)]
+    assert [(op.op, op.group_peer, op.group.lane) for op in ops] == [
+        (dist.irecv, 0, "intra"),
+        (dist.isend, 2, "intra"),
+    ]
+    assert [(op.tensor.dtype, op.tensor.numel()) for op in ops] == [
+        (torch.uint8, 8),
+        (torch.uint8, 12),
+    ]
     assert [op.tensor.data_ptr() for op in ops] == [receive.data_ptr(), send.data_ptr()]
 
 
@@ -110,7 +127,11 @@ def test_lanes_have_streams_of_their_own(recorder):
     transport = make_transport()
     for lane in ("intra", "inter", "intra"):
         transport.issue(Transfer(1, 0, {0: torch.ones(1)}, {}, lane))
-    assert [entry[0] for entry in recorder.log if entry[1] == "runs"] == ["stream 1", "stream 2", "stream 1"]
+    assert [entry[0] for entry in recorder.log if entry[1] == "runs"] == [
+        "stream 1",
+        "stream 2",
+        "stream 1",
+    ]
 
 
 def test_what_has_no_bytes_is_not_enqueued(recorder):
@@ -129,7 +150,9 @@ def test_creating_it_makes_a_communicator_per_lane_with_all_ranks(recorder, monk
         def __init__(self) -> None:
             dist.ProcessGroup.__init__(self, 1, 3)
 
-    def new_group(ranks: list[int] | None, backend: str, pg_options: Any, use_local_synchronization: bool) -> Any:
+    def new_group(
+        ranks: list[int] | None, backend: str, pg_options: Any, use_local_synchronization: bool
+    ) -> Any:
         assert (ranks, use_local_synchronization) == (None, False)
         assert pg_options.is_high_priority_stream
         groups.append((backend, FakeGroup()))
@@ -137,15 +160,17 @@ def test_creating_it_makes_a_communicator_per_lane_with_all_ranks(recorder, monk
 
     reduced: list[Any] = []
     monkeypatch.setattr(dist, "new_group", new_group)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    monkeypatch.setattr(
+        dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False
+    )
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: reduced.append(group))
     transport = Nccl.create(DEVICE)
     assert [backend for backend, _ in groups] == ["nccl", "nccl"]
     assert [id(group) for group in reduced] == [id(group) for _, group in groups]
-    assert (transport.rank, transport.world, transport.device, transport.take_tags(2), transport.take_tags(1)) == (
-        1,
-        3,
-        DEVICE,
-        0,
-        2,
-    )
+    assert (
+        transport.rank,
+        transport.world,
+        transport.device,
+        transport.take_tags(2),
+        transport.take_tags(1),
+    ) == (1, 3, DEVICE, 0, 2)

@@ -16,7 +16,14 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from moesaic.comm import process_groups
-from moesaic.comm.collectives import DIRECT_BYTES, all_gather, all_reduce_sum, broadcast, share, slice_rows
+from moesaic.comm.collectives import (
+    DIRECT_BYTES,
+    all_gather,
+    all_reduce_sum,
+    broadcast,
+    share,
+    slice_rows,
+)
 from moesaic.comm.mesh import Mesh, check_same, open_transport
 from moesaic.comm.transport import Transfer
 from moesaic.errors import InputError
@@ -69,29 +76,43 @@ def movements(rank: int, world: int, name: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     large = torch.randn(DIRECT_BYTES, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
     results["large"] = all_reduce_sum(transport, everyone, large)
-    results["small"] = all_reduce_sum(transport, everyone, torch.tensor(rank + 1, dtype=torch.int16)).item()
+    results["small"] = all_reduce_sum(
+        transport, everyone, torch.tensor(rank + 1, dtype=torch.int16)
+    ).item()
     results["empty"] = tuple(all_reduce_sum(transport, everyone, torch.ones(0, 3)).shape)
     results["halves"] = all_reduce_sum(
         transport, mesh.grid.group(rank, ("dp",)), torch.ones(2, dtype=torch.bfloat16)
     ).tolist()
-    results["sent"] = broadcast(transport, everyone, torch.full((2,), rank).to(torch.float8_e4m3fn), world - 1).tolist()
-    results["gathered"] = [bool(part) for part in all_gather(transport, everyone, torch.tensor(rank % 2 == 0))]
+    results["sent"] = broadcast(
+        transport, everyone, torch.full((2,), rank).to(torch.float8_e4m3fn), world - 1
+    ).tolist()
+    results["gathered"] = [
+        bool(part) for part in all_gather(transport, everyone, torch.tensor(rank % 2 == 0))
+    ]
     weight, x = torch.ones(3, requires_grad=True), torch.arange(5.0).requires_grad_()
     (
-        slice_rows(transport, everyone, x * 1).sum() * (rank + 1) * share(transport, everyone, weight * 1).sum()
+        slice_rows(transport, everyone, x * 1).sum()
+        * (rank + 1)
+        * share(transport, everyone, weight * 1).sum()
     ).backward()
     results["gradients"] = (weight.grad.tolist(), x.grad.tolist())
     first = transport.take_tags(3)  # each rank issues in another order and waits in reverse
     handles, buffers = [], {}
     for number in sorted(range(3), key=lambda number: (number + rank) % 3):
         receives = {peer: torch.empty(1) for peer in everyone if peer != rank}
-        sends = {peer: torch.full((1,), float(100 * number + rank)) for peer in everyone if peer != rank}
+        sends = {
+            peer: torch.full((1,), float(100 * number + rank)) for peer in everyone if peer != rank
+        }
         handles.append(transport.issue(Transfer(rank, first + number, sends, receives)))
         buffers[number] = receives
     for handle in reversed(handles):
         transport.wait(handle)
-    results["tags"] = all(float(b) == 100 * number + peer for number in buffers for peer, b in buffers[number].items())
-    results["different"] = refusal(lambda: check_same(transport, {"a": 1, **({"b": 2} if rank else {})}))
+    results["tags"] = all(
+        float(b) == 100 * number + peer for number in buffers for peer, b in buffers[number].items()
+    )
+    results["different"] = refusal(
+        lambda: check_same(transport, {"a": 1, **({"b": 2} if rank else {})})
+    )
     check_same(transport, {"a": 1})
     results["transport"] = type(transport).__name__
     return results
@@ -134,12 +155,21 @@ def test_real_processes(tmp_path, monkeypatch):
         assert saw["etp"] == (2.0, outer)
         assert saw["ep"] == (2.0, inner)
         assert (saw["launcher"], saw["config over launcher"]) == (world // 2, 1)
-        assert saw["bad launcher"].startswith(f"LOCAL_WORLD_SIZE=3 does not divide the {world} ranks")
-        assert saw["misfit"].startswith(f"mesh.ep=3 times mesh.etp=1 does not divide the {world} ranks")
+        assert saw["bad launcher"].startswith(
+            f"LOCAL_WORLD_SIZE=3 does not divide the {world} ranks"
+        )
+        assert saw["misfit"].startswith(
+            f"mesh.ep=3 times mesh.etp=1 does not divide the {world} ranks"
+        )
         same = "start every rank with the same settings"
         assert saw["default"] == "Gloo"
-        assert saw["unknown"].startswith("transport='mpi' is unknown: choose one of auto, gloo, nccl")
-        assert saw["transports differ"] == f"transport differs: gloo on rank 0, auto on {others}: {same}"
+        assert saw["unknown"].startswith(
+            "transport='mpi' is unknown: choose one of auto, gloo, nccl"
+        )
+        assert (
+            saw["transports differ"]
+            == f"transport differs: gloo on rank 0, auto on {others}: {same}"
+        )
         assert saw["differ"] == f"mesh.ep differs: 1 on rank 0, 2 on {others}: {same}"
         assert saw["different"] == f"b differs: nothing on rank 0, 2 on {others}: {same}"
 
@@ -147,7 +177,9 @@ def test_real_processes(tmp_path, monkeypatch):
 def check_movements(results: list[dict[str, Any]], name: str) -> None:
     world, large = len(results), torch.zeros(DIRECT_BYTES)
     for rank in range(world):
-        large += torch.randn(DIRECT_BYTES, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+        large += (
+            torch.randn(DIRECT_BYTES, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+        )
     for saw in results:
         assert torch.equal(saw["large"], large)
         assert (saw["small"], saw["empty"]) == (world * (world + 1) // 2, (0, 3))
@@ -177,7 +209,9 @@ dist.destroy_process_group()
 
 def test_a_process_ends_well_while_threads_of_gloo_still_drop_tensors(tmp_path):
     """Without the pause at exit half of these processes abort."""
-    commands = [[sys.executable, "-c", TO_THE_END, str(tmp_path / "store"), str(rank)] for rank in range(2)]
+    commands = [
+        [sys.executable, "-c", TO_THE_END, str(tmp_path / "store"), str(rank)] for rank in range(2)
+    ]
     runs = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     for run in runs:
         error = run.communicate(timeout=300)[1]

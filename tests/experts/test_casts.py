@@ -26,7 +26,11 @@ class Casts(TorchDispatchMode):
         self.found = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._to_copy.default and args[0].dim() >= 3 and kwargs["dtype"] == torch.bfloat16:
+        if (
+            func is torch.ops.aten._to_copy.default
+            and args[0].dim() >= 3
+            and kwargs["dtype"] == torch.bfloat16
+        ):
             self.found += 1
         return func(*args, **(kwargs or {}))
 
@@ -44,7 +48,9 @@ def pass_over(layer: nn.Module, x: Tensor, run: Callable[..., Tensor] | None = N
     return y.detach()
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": True, "shared_hidden": 4}, {"experts": "gelu"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": True, "shared_hidden": 4}, {"experts": "gelu"}], ids=str
+)
 def test_once_per_step_and_to_the_bit(options):
     """Return two steps of three micro-batches, compared with a layer without `begin_step`, which casts in every call."""
     (told, optimizer), (untold, other) = a_layer(**options), a_layer(**options)
@@ -76,21 +82,28 @@ def test_a_checkpoint_casts_nothing_twice():
     assert counted.found == 2
 
 
-@pytest.mark.parametrize("change", ["load_state_dict", "in place", "eval", "another dtype", "functional call"])
+@pytest.mark.parametrize(
+    "change", ["load_state_dict", "in place", "eval", "another dtype", "functional call"]
+)
 def test_what_changes_within_a_step_is_seen(change):
     layer, _ = a_layer()
     layer.finish_step()
     x, dtype = torch.randn(5, DIM), torch.bfloat16
     pass_over(layer, x)
     own = dict(layer.named_parameters()) if change == "functional call" else layer.state_dict()
-    weights = {name: value.detach() + 1 if "experts" in name else value.detach() for name, value in own.items()}
+    weights = {
+        name: value.detach() + 1 if "experts" in name else value.detach()
+        for name, value in own.items()
+    }
     run: nn.Module | Callable[[Tensor], Tensor] = layer
     if change == "load_state_dict":
         layer.load_state_dict(weights)
     elif change == "in place":
         with torch.no_grad():
             layer.experts.w2.add_(1)
-    elif change == "eval":  # a write that bypasses the version counter is at least seen by evaluation
+    elif (
+        change == "eval"
+    ):  # a write that bypasses the version counter is at least seen by evaluation
         layer.experts.w2.data.add_(1)
         layer.eval()
     elif change == "another dtype":
@@ -104,7 +117,9 @@ def test_what_changes_within_a_step_is_seen(change):
         assert torch.equal(run(x), expected(x))
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))]
+)
 def test_a_copy_keeps_nothing_of_the_step(duplicate):
     layer, _ = a_layer()
     layer.finish_step()

@@ -20,7 +20,9 @@ FACTORIES = {
     "silu": lambda d, h, n: PlainExperts(d, h, n, activation="silu"),
     "plain_bias": lambda d, h, n: PlainExperts(d, h, n, bias=True),
     "gated_bias": lambda d, h, n: GatedExperts(d, h, n, bias=True),
-    "modules": lambda d, h, n: ModuleExperts(lambda: nn.Sequential(nn.Linear(d, h), nn.Tanh(), nn.Linear(h, d)), d, n),
+    "modules": lambda d, h, n: ModuleExperts(
+        lambda: nn.Sequential(nn.Linear(d, h), nn.Tanh(), nn.Linear(h, d)), d, n
+    ),
 }
 COUNTS = [[0], [3], [0, 0], [2, 0, 3], [1, 1, 1, 1]]
 
@@ -45,7 +47,9 @@ def test_rows_equal_the_reference_row_by_row(name: str, counts: list[int], weigh
 @pytest.mark.parametrize("name", list(FACTORIES))
 def test_an_expert_without_tokens_gets_zero_gradients(name: str) -> None:
     experts: AbstractExperts = FACTORIES[name](8, 8, 3)
-    experts(torch.randn(5, 8), torch.rand(5), torch.tensor([2, 2, 5], dtype=torch.int32)).sum().backward()
+    experts(
+        torch.randn(5, 8), torch.rand(5), torch.tensor([2, 2, 5], dtype=torch.int32)
+    ).sum().backward()
     for key, parameter in experts.named_parameters():
         grad = parameter.grad if "experts." in key else parameter.grad[1]
         assert grad.any() != ("experts.1." in key or "experts." not in key), key
@@ -54,7 +58,9 @@ def test_an_expert_without_tokens_gets_zero_gradients(name: str) -> None:
 @pytest.mark.parametrize("apply_weight", ["after", "before"])
 @pytest.mark.parametrize("name", list(FACTORIES))
 def test_the_layer_equals_the_reference(name: str, apply_weight: str) -> None:
-    layer = MoE(8, 4, 4, 2, experts=FACTORIES[name], shared_hidden=4, apply_weight=apply_weight).double()
+    layer = MoE(
+        8, 4, 4, 2, experts=FACTORIES[name], shared_hidden=4, apply_weight=apply_weight
+    ).double()
     agree(layer, torch.randn(2, 5, 8, dtype=torch.float64))
 
 
@@ -106,7 +112,9 @@ class Scale(nn.Module):
 
 
 def test_a_users_module_is_an_expert() -> None:
-    layer = MoE(4, 4, 3, 1, router=Scripted, experts=lambda d, h, n: ModuleExperts(Scale, d, n), losses=())
+    layer = MoE(
+        4, 4, 3, 1, router=Scripted, experts=lambda d, h, n: ModuleExperts(Scale, d, n), losses=()
+    )
     x = torch.randn(6, 4)
     x[:, 1] = -9.0
     y = layer(x)
@@ -126,7 +134,8 @@ def test_a_module_of_the_wrong_width_is_refused() -> None:
 
 def test_an_unknown_activation_is_refused() -> None:
     with pytest.raises(
-        InputError, match="activation='tanh' is unknown: choose one of gelu, gelu_tanh, relu, relu2, silu"
+        InputError,
+        match="activation='tanh' is unknown: choose one of gelu, gelu_tanh, relu, relu2, silu",
     ):
         PlainExperts(4, 4, 2, activation="tanh")
 

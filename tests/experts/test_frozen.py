@@ -38,12 +38,18 @@ def four_bit(base: str, *sizes: int, rank: int = RANK) -> FourBitExperts:
 
 def layer(base: str, rank: int = RANK) -> MoE:
     torch.manual_seed(0)
-    return MoE(DIM, HIDDEN, EXPERTS, 2, experts=lambda *sizes: four_bit(base, *sizes, rank=rank), losses=())
+    return MoE(
+        DIM, HIDDEN, EXPERTS, 2, experts=lambda *sizes: four_bit(base, *sizes, rank=rank), losses=()
+    )
 
 
 def numbers(experts: FourBitExperts, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """Return the tensors of whole experts by field, dequantized, as leaves."""
-    found = {field: experts.get_parameter(name).detach() for field, name in NAMES.items() if hasattr(experts, name)}
+    found = {
+        field: experts.get_parameter(name).detach()
+        for field, name in NAMES.items()
+        if hasattr(experts, name)
+    }
     for field in ("up", "down"):
         found[field] = nf4.dequantize(found[field], found.pop(f"{field}_scales"), dtype)
     return {field: tensor.double().requires_grad_() for field, tensor in found.items()}
@@ -56,7 +62,9 @@ def expected(experts: FourBitExperts, found: dict[str, Tensor], x: Tensor, exper
         whole = found[name][expert].flatten(0, -2)
         if f"{name}_inner" not in found:
             return whole
-        return whole + found[f"{name}_outer"][expert].flatten(0, -2) @ found[f"{name}_inner"][expert]
+        return (
+            whole + found[f"{name}_outer"][expert].flatten(0, -2) @ found[f"{name}_inner"][expert]
+        )
 
     pre = x @ matrix("up").t() + (found["up_bias"][expert].flatten() if "up_bias" in found else 0)
     if not experts.gated:
@@ -65,7 +73,10 @@ def expected(experts: FourBitExperts, found: dict[str, Tensor], x: Tensor, exper
         gate, up = pre.chunk(2, 1)
         clamp = experts.clamp
         if clamp is not None:
-            gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit) + clamp.offset
+            gate, up = (
+                gate.clamp(max=clamp.limit),
+                up.clamp(-clamp.limit, clamp.limit) + clamp.offset,
+            )
         hidden = gate * torch.sigmoid((1.0 if clamp is None else clamp.alpha) * gate) * up
     return hidden @ matrix("down").t() + (found["down_bias"][expert] if "down_bias" in found else 0)
 
@@ -77,10 +88,16 @@ def of_layer(moe: MoE, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     scores = (x @ router.weight.t()).softmax(1)
     top, chosen = scores.topk(moe.top_k, 1)
     top = top / top.sum(1, keepdim=True)
-    results = torch.stack([expected(moe.experts, found, x, each) for each in range(moe.num_experts)], 1)
+    results = torch.stack(
+        [expected(moe.experts, found, x, each) for each in range(moe.num_experts)], 1
+    )
     y = (results.gather(1, chosen.unsqueeze(2).expand(-1, -1, DIM)) * top.unsqueeze(2)).sum(1)
     y.backward(dy.double())
-    trained = {NAMES[field]: tensor.grad for field, tensor in found.items() if "inner" in field or "outer" in field}
+    trained = {
+        NAMES[field]: tensor.grad
+        for field, tensor in found.items()
+        if "inner" in field or "outer" in field
+    }
     return {"y": y.detach(), "x": x.grad, "router": router.weight.grad, **trained}
 
 
@@ -96,7 +113,9 @@ def found_of(moe: MoE, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
 def close(found: dict[str, Tensor], wanted: dict[str, Tensor], bound: float) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        error = float((found[name].double() - tensor).abs().max()) / max(float(tensor.abs().max()), 1e-12)
+        error = float((found[name].double() - tensor).abs().max()) / max(
+            float(tensor.abs().max()), 1e-12
+        )
         assert error <= bound, (name, error)
 
 
@@ -127,10 +146,14 @@ MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
 def test_every_plan_equals_one_rank(axes, plan, base, rank, monkeypatch):
     """Weights of frozen experts travel as bytes, gradients of adapters alone."""
     widths, unpack = set(), FourBitExperts.unpack
-    monkeypatch.setattr(FourBitExperts, "unpack", lambda *given: (widths.add(given[1].shape[1]), unpack(*given))[1])
+    monkeypatch.setattr(
+        FourBitExperts, "unpack", lambda *given: (widths.add(given[1].shape[1]), unpack(*given))[1]
+    )
     whole, grid = layer(base, rank), Grid(world=4, **axes)
     with torch.no_grad():
-        whole.router.weight[0] += 1.0  # an expert with more rows than others, which is worth replicating
+        whole.router.weight[0] += (
+            1.0  # an expert with more rows than others, which is worth replicating
+        )
     x, dy = torch.randn(2, 4 * 8, DIM)
     wanted = of_layer(whole, x, dy)
 
@@ -146,24 +169,39 @@ def test_every_plan_equals_one_rank(axes, plan, base, rank, monkeypatch):
     results = run_ranks(4, on_rank)
     for name in ("y", "x"):
         wanted_parts = wanted[name].split(8)
-        close({str(n): each[name] for n, each in enumerate(results)}, dict(zip("0123", wanted_parts)), 2e-5)
+        close(
+            {str(n): each[name] for n, each in enumerate(results)},
+            dict(zip("0123", wanted_parts)),
+            2e-5,
+        )
     for place, each in enumerate(results):
         parts = {"router": wanted["router"]}
         for name in wanted.keys() - {"y", "x", "router"}:
-            dim, first = whole.experts.shard_dim(name), grid.coordinate(place, "ep") * EXPERTS // grid.ep
+            dim, first = (
+                whole.experts.shard_dim(name),
+                grid.coordinate(place, "ep") * EXPERTS // grid.ep,
+            )
             part = wanted[name][first : first + EXPERTS // grid.ep]
-            parts[name] = part if dim is None else part.chunk(grid.etp, dim)[grid.coordinate(place, "etp")]
+            parts[name] = (
+                part if dim is None else part.chunk(grid.etp, dim)[grid.coordinate(place, "etp")]
+            )
         close({name: each[name] for name in parts}, parts, 2e-5)
-    assert len(widths) == (2 if plan.keys() & {"gather_weights", "replication"} else 0), "weights, and their gradients"
+    assert len(widths) == (2 if plan.keys() & {"gather_weights", "replication"} else 0), (
+        "weights, and their gradients"
+    )
 
 
 def test_backward_saves_no_matrix():
     moe, saved = layer("swiglu"), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda kept: (saved.append(kept), kept)[1], lambda kept: kept):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda kept: (saved.append(kept), kept)[1], lambda kept: kept
+    ):
         moe(torch.randn(8, DIM))
     largest = max(each.nbytes for each in saved)
     assert largest == EXPERTS * 2 * HIDDEN * DIM // 2, "the codes of up"
-    assert all(each.dtype == torch.uint8 for each in saved if each.numel() >= EXPERTS * DIM * HIDDEN // 2)
+    assert all(
+        each.dtype == torch.uint8 for each in saved if each.numel() >= EXPERTS * DIM * HIDDEN // 2
+    )
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -175,7 +213,13 @@ def test_a_state_dict_restores_the_experts_after_moves_to_other_dtypes(base):
     assert stored["gate_up_proj"].shape == (EXPERTS, parts * HIDDEN * DIM // 2)
     assert stored["down_absmax"].shape == (EXPERTS, DIM * HIDDEN // 64)
     again = FourBitExperts(
-        DIM, HIDDEN, EXPERTS, gated=experts.gated, activation=experts.activation, bias=experts.bias, rank=RANK
+        DIM,
+        HIDDEN,
+        EXPERTS,
+        gated=experts.gated,
+        activation=experts.activation,
+        bias=experts.bias,
+        rank=RANK,
     )
     again.load_state_dict(stored)
     again = again.bfloat16()

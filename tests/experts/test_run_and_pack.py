@@ -61,7 +61,9 @@ def weights_of(experts: AbstractExperts) -> tuple[Weights, Weights]:
     pairwise(MAKERS, COUNTS, (True, False), (1, 2), empty=lambda _, counts, *__: not any(counts)),
     ids=str,
 )
-def test_explicit_products_equal_autograd(kind: str, counts: list[int], weighted: bool, shards: int) -> None:
+def test_explicit_products_equal_autograd(
+    kind: str, counts: list[int], weighted: bool, shards: int
+) -> None:
     experts = MAKERS[kind](len(counts)).double()
     rows, dy = torch.randn(2, sum(counts), DIM, dtype=torch.float64)
     gates = torch.rand(sum(counts), dtype=torch.float64) + 0.1 if weighted else None
@@ -70,7 +72,9 @@ def test_explicit_products_equal_autograd(kind: str, counts: list[int], weighted
     gate = None if gates is None else gates.clone().requires_grad_()
     cut = 1 + len(sharded)
     expected = experts.compute(
-        ExpertCall(tuple(leaves[1:cut]), tuple(leaves[cut:]), leaves[0], gate, ends_of(counts), shards)
+        ExpertCall(
+            tuple(leaves[1:cut]), tuple(leaves[cut:]), leaves[0], gate, ends_of(counts), shards
+        )
     )
     wanted = leaves if gate is None else [*leaves, gate]
     grads = torch.autograd.grad(expected, wanted, dy, materialize_grads=True)
@@ -111,7 +115,12 @@ def test_shards_add_up_to_the_whole(kind: str) -> None:
     call = ExpertCall(sharded, common, rows, gates, ends_of(counts))
     whole, kept = experts.run(call)
     whole_grads = experts.gradients(call, kept, dy)
-    out, d_rows, d_gates, parts = torch.zeros_like(whole), torch.zeros_like(rows), torch.zeros_like(gates), []
+    out, d_rows, d_gates, parts = (
+        torch.zeros_like(whole),
+        torch.zeros_like(rows),
+        torch.zeros_like(gates),
+        [],
+    )
     for shard in range(2):
         own = tuple(w.chunk(2, experts.shard_dim(n))[shard] for n, w in zip(names, sharded))  # type: ignore[arg-type]
         call = ExpertCall(own, common, rows, gates, ends_of(counts), 2)
@@ -154,7 +163,9 @@ def test_unpacked_experts_of_other_ranks_compute_what_they_do_at_home(kind: str)
     rows = torch.randn(7, DIM, dtype=torch.float64)
     again = home.unpack(whole.pack(sharded), 6)
     expected = whole.compute(ExpertCall(sharded, common, rows, None, ends_of(counts)))
-    torch.testing.assert_close(home.compute(ExpertCall(again, common, rows, None, ends_of(counts))), expected)
+    torch.testing.assert_close(
+        home.compute(ExpertCall(again, common, rows, None, ends_of(counts))), expected
+    )
 
 
 def test_dropout_draws_the_same_again_in_backward() -> None:
@@ -169,7 +180,9 @@ def test_dropout_draws_the_same_again_in_backward() -> None:
     torch.randn(100)
     before = torch.get_rng_state()
     found = experts.gradients(call, kept, dy)
-    assert torch.equal(torch.get_rng_state(), before), "the recomputation leaves the generator where it was"
+    assert torch.equal(torch.get_rng_state(), before), (
+        "the recomputation leaves the generator where it was"
+    )
 
     torch.manual_seed(5)
     leaves = [leaf.clone().requires_grad_() for leaf in (rows, *sharded)]
@@ -228,7 +241,8 @@ class Buffered(nn.Module):
 def test_what_would_stay_behind_does_not_travel(make: type[nn.Module]) -> None:
     experts = ModuleExperts(make, DIM, 2)
     with pytest.raises(
-        InputError, match=f"experts like {make.__name__} cannot be sent.*leave plan.gather_weights at none"
+        InputError,
+        match=f"experts like {make.__name__} cannot be sent.*leave plan.gather_weights at none",
     ):
         experts.pack(weights_of(experts)[0])
     out = experts(torch.randn(3, DIM), None, ends_of([1, 2]))
@@ -238,7 +252,8 @@ def test_what_would_stay_behind_does_not_travel(make: type[nn.Module]) -> None:
 def test_modules_of_different_kinds_are_refused() -> None:
     kinds = iter([two_layers, Biased, two_layers])
     with pytest.raises(
-        InputError, match="must have parameters of the same names and shapes: create all in the same way"
+        InputError,
+        match="must have parameters of the same names and shapes: create all in the same way",
     ):
         ModuleExperts(lambda: next(kinds)(), DIM, 3)
 

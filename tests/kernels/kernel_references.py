@@ -46,7 +46,9 @@ def grouped_matmul_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 def unpermute_reference(rows: Tensor, permutation: Permutation) -> Tensor:
     """Sum each token's rows in float64, in a loop over rows."""
-    out = torch.zeros(permutation.num_tokens, rows.shape[1], dtype=torch.float64, device=rows.device)
+    out = torch.zeros(
+        permutation.num_tokens, rows.shape[1], dtype=torch.float64, device=rows.device
+    )
     for row, token in zip(rows, permutation.token.tolist()):
         out[token] += row
     return out

@@ -60,17 +60,25 @@ PASSES: dict[str, Callable[[Callable[..., object]], object]] = {
 
 
 @pytest.mark.parametrize("name", PASSES)
-def test_a_wrong_operator_is_named_and_no_other(name: str, planted: dict[str, Callable[..., object]]) -> None:
+def test_a_wrong_operator_is_named_and_no_other(
+    name: str, planted: dict[str, Callable[..., object]]
+) -> None:
     with AgainstFloat64() as mode:
         PASSES[name](planted[name])
         torch.mm(A, B.t())
         torch.softmax(A, 1)
-    assert [each.operator for each in mode.found.differences.values()] == [f"planted.{name}.default"]
-    assert {"aten.mm.default", "aten._softmax.default", f"planted.{name}.default"} <= set(mode.found.compared)
+    assert [each.operator for each in mode.found.differences.values()] == [
+        f"planted.{name}.default"
+    ]
+    assert {"aten.mm.default", "aten._softmax.default", f"planted.{name}.default"} <= set(
+        mode.found.compared
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_torchs_gelu_is_named_where_it_writes_nothing_to_a_strided_result(dtype: torch.dtype) -> None:
+def test_torchs_gelu_is_named_where_it_writes_nothing_to_a_strided_result(
+    dtype: torch.dtype,
+) -> None:
     """torch 2.13 has the fault, in float32 with any oneDNN; versions without it are not accused."""
     x, memory = torch.randn(4, 8).to(dtype), torch.full((4, 16), 77.0, dtype=dtype)
     torch.ops.aten.gelu.out(x, out=memory[:, 8:])

@@ -55,7 +55,9 @@ def workloads(rows: int, dim: int, seed: int) -> dict[str, Tensor]:
     normal = torch.randn(rows, dim, generator=random, dtype=torch.float64)
 
     def power(low: float, high: float, *shape: int) -> Tensor:
-        return 10.0 ** (low + (high - low) * torch.rand(*shape, generator=random, dtype=torch.float64))
+        return 10.0 ** (
+            low + (high - low) * torch.rand(*shape, generator=random, dtype=torch.float64)
+        )
 
     sparse = torch.where(torch.rand(rows, dim, generator=random) < 0.9, 0.0, normal)
     return {
@@ -64,13 +66,15 @@ def workloads(rows: int, dim: int, seed: int) -> dict[str, Tensor]:
         "constant": torch.full((rows, dim), -0.3, dtype=torch.float64),
         "one constant per row": normal[:, :1].expand(rows, dim).contiguous(),
         "sparse": sparse,
-        "heavy tails": normal / torch.rand(rows, dim, generator=random, dtype=torch.float64).clamp(min=1e-6),
+        "heavy tails": normal
+        / torch.rand(rows, dim, generator=random, dtype=torch.float64).clamp(min=1e-6),
         "offset": normal * 1e-3 + 100.0,
         "a magnitude per row": normal * power(-30, 30, rows, 1),
         "magnitudes within a row": normal * power(-30, 30, rows, dim),
         "close to subnormal": normal * power(-45, -36, rows, dim),
         "the whole range of float32": normal * power(-45, 38, rows, dim),
-        "alternating": torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(rows, dim)[:, :dim] * 0.99,
+        "alternating": torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(rows, dim)[:, :dim]
+        * 0.99,
     }
 
 
@@ -87,7 +91,11 @@ class DividesByTensors(TorchDispatchMode):
         self.divisions = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_, torch.ops.aten.true_divide):
+        if func.overloadpacket in (
+            torch.ops.aten.div,
+            torch.ops.aten.div_,
+            torch.ops.aten.true_divide,
+        ):
             self.divisions += 1
             assert isinstance(args[1], Tensor), f"{func} by the number {args[1]}"
             assert args[1].dim(), f"{func} by a tensor without dimensions"
@@ -134,7 +142,13 @@ def test_errors_stay_within_the_bound_for_any_numbers(name: str, data: st.DataOb
 @dtypes
 def test_the_largest_and_smallest_numbers_stay_finite(name: str, dtype: torch.dtype) -> None:
     numbers = torch.finfo(dtype)
-    extremes = [numbers.max, -numbers.max, numbers.smallest_normal, numbers.smallest_normal * numbers.eps, 0.0]
+    extremes = [
+        numbers.max,
+        -numbers.max,
+        numbers.smallest_normal,
+        numbers.smallest_normal * numbers.eps,
+        0.0,
+    ]
     rows = torch.tensor(extremes, dtype=torch.float64).to(dtype)
     codec = make(name)
     for row in (rows, rows[:2], rows[2:], rows[3:4]):
@@ -196,9 +210,13 @@ def test_codecs_are_outside_of_autograd(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "value"), pairwise(CODECS, FLOATS, (torch.inf, -torch.inf, torch.nan)), ids=str
+    ("name", "dtype", "value"),
+    pairwise(CODECS, FLOATS, (torch.inf, -torch.inf, torch.nan)),
+    ids=str,
 )
-def test_what_is_not_finite_never_comes_back_finite(name: str, dtype: torch.dtype, value: float) -> None:
+def test_what_is_not_finite_never_comes_back_finite(
+    name: str, dtype: torch.dtype, value: float
+) -> None:
     codec, rows = make(name), torch.randn(6, 260).to(dtype)
     rows[3, 7] = value
     decoded = round_trip(codec, rows)
@@ -216,7 +234,10 @@ def test_what_is_not_finite_never_comes_back_finite(name: str, dtype: torch.dtyp
 @codecs
 @dtypes
 def test_a_codec_that_claims_to_be_lossless_is(name: str, dtype: torch.dtype) -> None:
-    codec, rows = make(name), torch.cat([in_range(rows, dtype) for rows in workloads(5, 37, 1).values()])
+    codec, rows = (
+        make(name),
+        torch.cat([in_range(rows, dtype) for rows in workloads(5, 37, 1).values()]),
+    )
     rows[0, :3] = torch.tensor([torch.nan, torch.inf, -0.0]).to(dtype)
     same = torch.equal(round_trip(codec, rows).view(torch.uint8), rows.view(torch.uint8))
     if codec.spec.is_lossless:
@@ -232,7 +253,9 @@ def test_what_is_no_float_goes_without_a_codec_only(name: str) -> None:
     if codec.spec.is_lossless:
         assert torch.equal(round_trip(codec, rows), rows)
         return
-    with pytest.raises(InputError, match=rf"codec {name} takes rows in float16, .* got torch.int64: use codec none"):
+    with pytest.raises(
+        InputError, match=rf"codec {name} takes rows in float16, .* got torch.int64: use codec none"
+    ):
         codec.encode(rows)
 
 
@@ -246,7 +269,9 @@ def test_codecs_without_a_shared_scale_keep_infinities(name: str) -> None:
 def test_the_number_behind_the_colon_is_the_codecs_option(rate: int) -> None:
     codec = codec_named(f"zfp:{rate}")
     assert codec == Zfp(rate=rate)
-    assert codec.num_bytes(8, 16, torch.float32) == codec_spec(f"zfp:{rate}").num_bytes(8, 16, "float32")
+    assert codec.num_bytes(8, 16, torch.float32) == codec_spec(f"zfp:{rate}").num_bytes(
+        8, 16, "float32"
+    )
     assert codec.num_bytes(8, 16, torch.float32) == 2 + 8 * 16 * rate // 8 + 1
     assert codec.spec.tolerance == CODECS["zfp"].tolerance * 2.0 ** (8 - rate)
 
@@ -291,7 +316,9 @@ def test_int8_rounds_to_nearest_without_a_bias() -> None:
     step = rows.abs().amax(1, keepdim=True) / 127
     error = (round_trip(Int8(), rows) - rows) / step
     assert float(error.abs().max()) <= 0.5001
-    assert abs(float(error.mean())) < 0.005  # truncation would give a bias of up to 0.5, depending on the sign
+    assert (
+        abs(float(error.mean())) < 0.005
+    )  # truncation would give a bias of up to 0.5, depending on the sign
     assert abs(float((error * rows.sign()).mean())) < 0.005
 
 
@@ -299,7 +326,9 @@ def test_int8_keeps_zero_and_the_ends_of_each_row() -> None:
     rows = torch.tensor([[0.0, 3.0, -1.0], [0.0, -5e-4, 5e-4], [0.0, 0.0, 0.0], [7.0, 7.0, 7.0]])
     decoded = round_trip(Int8(), rows)
     assert (decoded[rows == 0] == 0).all()
-    torch.testing.assert_close(decoded[[0, 1, 3], [1, 1, 2]], torch.tensor([3.0, -5e-4, 7.0]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        decoded[[0, 1, 3], [1, 1, 2]], torch.tensor([3.0, -5e-4, 7.0]), rtol=1e-6, atol=0
+    )
 
 
 def test_fp8_has_a_scale_per_128_values() -> None:

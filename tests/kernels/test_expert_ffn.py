@@ -109,17 +109,25 @@ pre-activations across the limits of a clamp, which costs more than the arithmet
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
-def test_every_activation_stays_near_float64_in_every_dtype(activation: str, dtype: torch.dtype) -> None:
+def test_every_activation_stays_near_float64_in_every_dtype(
+    activation: str, dtype: torch.dtype
+) -> None:
     clamped = [(2, True, Clamp(4.0, 1.702, 1.0))] if activation == "silu" else []
     for ups, bias, clamp in ((1, True, None), (2, False, None), *clamped):
-        work = make_work((17, 16, 24, 4, 2), ups=ups, bias=bias, dtype=dtype, activation=activation, clamp=clamp)
+        work = make_work(
+            (17, 16, 24, 4, 2), ups=ups, bias=bias, dtype=dtype, activation=activation, clamp=clamp
+        )
         y, expected = expert_ffn(work), expert_ffn_reference(work)
         dy = torch.randn_like(y)
         actual = [y, *torch.autograd.grad(y, leaves(work), dy)]
         exact = [expected, *torch.autograd.grad(expected, leaves(work), dy.double())]
         for number, (mine, true) in enumerate(zip(actual, exact, strict=True)):
-            error = float((mine.double() - true.double()).detach().norm() / true.detach().double().norm())
-            assert error <= NEAR[dtype], f"{ups} matrices, bias {bias}, clamp {clamp}, tensor {number}: {error:.1e}"
+            error = float(
+                (mine.double() - true.double()).detach().norm() / true.detach().double().norm()
+            )
+            assert error <= NEAR[dtype], (
+                f"{ups} matrices, bias {bias}, clamp {clamp}, tensor {number}: {error:.1e}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +135,9 @@ def test_every_activation_stays_near_float64_in_every_dtype(activation: str, dty
     pairwise(SHAPES, *WAYS, (0, 2**25), empty=has_one_expert),
     ids=str,
 )
-def test_cutting_experts_into_blocks_changes_nothing(shape, ups, bias, weigh, dropless, limit, monkeypatch):
+def test_cutting_experts_into_blocks_changes_nothing(
+    shape, ups, bias, weigh, dropless, limit, monkeypatch
+):
     """Results are added to tokens block by block, or kept until the end if they fit the limit."""
     monkeypatch.setattr(blocks, "CACHE_BYTES", 0)
     monkeypatch.setattr(blocks, "MIN_ROWS", 2)
@@ -160,15 +170,25 @@ def test_every_row_is_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "MIN_ROWS", 3)
     work = replace(make_work((5, 4, 4, 4, 2)), ends=torch.tensor([1, 3, 10, 10], dtype=torch.int32))
     call_blocks = blocks.Blocks(work, 1, 1)
-    segments = [[(s.expert, size, s.is_first) for s, size in zip(b.segments, b.sizes)] for b in call_blocks.all]
-    assert segments == [[(0, 1, True), (1, 2, True)], [(2, 3, True)], [(2, 3, False)], [(2, 1, False)]]
+    segments = [
+        [(s.expert, size, s.is_first) for s, size in zip(b.segments, b.sizes)]
+        for b in call_blocks.all
+    ]
+    assert segments == [
+        [(0, 1, True), (1, 2, True)],
+        [(2, 3, True)],
+        [(2, 3, False)],
+        [(2, 1, False)],
+    ]
     assert (call_blocks.most_rows, call_blocks.sizes) == (3, [1, 2, 3, 3, 1])
 
 
 def test_scratch_memory_is_cut_as_each_block_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "CACHE_BYTES", 0)
     monkeypatch.setattr(blocks, "MIN_ROWS", 3)
-    work = replace(make_work((5, 4, 4, 5, 2)), ends=torch.tensor([1, 3, 4, 7, 10], dtype=torch.int32))
+    work = replace(
+        make_work((5, 4, 4, 5, 2)), ends=torch.tensor([1, 3, 4, 7, 10], dtype=torch.int32)
+    )
     call_blocks = blocks.Blocks(work, 1, 1)
     assert [block.sizes for block in call_blocks.all] == [(1, 2), (1,), (3,), (3,)]
     scratch = blocks.Scratch(call_blocks, 4, work.x)
@@ -178,7 +198,9 @@ def test_scratch_memory_is_cut_as_each_block_is(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("wanted", [Wanted(x=False), Wanted(gates=False), Wanted(weights=False)], ids=str)
+@pytest.mark.parametrize(
+    "wanted", [Wanted(x=False), Wanted(gates=False), Wanted(weights=False)], ids=str
+)
 @pytest.mark.parametrize("weigh", ["after", "before"])
 def test_what_needs_no_gradient_gets_none(weigh: str, wanted: Wanted) -> None:
     work = make_work((7, 5, 6, 4, 2), weigh=weigh, bias=True)
@@ -214,7 +236,9 @@ def test_backward_keeps_the_input_the_routing_and_the_pre_activations() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             expert_ffn(work)
         weights = {weight.data_ptr() for weight in (work.up, work.down)}
-        num_bytes = sum(weight.nbytes for address, weight in saved.items() if address not in weights)
+        num_bytes = sum(
+            weight.nbytes for address, weight in saved.items() if address not in weights
+        )
         copies = tokens * top_k
         indices = 8 * copies + 8 * copies + 8 * tokens + 4 * experts
         assert num_bytes == 4 * (tokens * dim + copies + ups * copies * hidden) + indices

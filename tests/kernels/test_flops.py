@@ -27,7 +27,9 @@ def flops(layer: torch.nn.Module, x: torch.Tensor) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("make", "matrices"), [(GatedExperts, 3), (PlainExperts, 2)])
 @pytest.mark.parametrize("apply_weight", ["after", "before"])
-def test_a_layer_makes_one_product_per_matrix_and_two_in_backward(make: type, matrices: int, apply_weight: str) -> None:
+def test_a_layer_makes_one_product_per_matrix_and_two_in_backward(
+    make: type, matrices: int, apply_weight: str
+) -> None:
     layer = MoE(DIM, HIDDEN, EXPERTS, TOP_K, experts=make, losses=(), apply_weight=apply_weight)
     actual = flops(layer, torch.randn(TOKENS, DIM, requires_grad=True))
     assert actual == (matrices * PRODUCT + ROUTER, 2 * matrices * PRODUCT + 2 * ROUTER)
@@ -36,7 +38,9 @@ def test_a_layer_makes_one_product_per_matrix_and_two_in_backward(make: type, ma
 @pytest.mark.parametrize("wants_x", [True, False])
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("apply_weight", ["after", "before"])
-def test_gradients_that_nobody_wants_are_no_products(apply_weight: str, trains: bool, wants_x: bool) -> None:
+def test_gradients_that_nobody_wants_are_no_products(
+    apply_weight: str, trains: bool, wants_x: bool
+) -> None:
     """Torch counts the products inside the kernels, with the FLOP formula removed."""
     layer = MoE(DIM, HIDDEN, EXPERTS, TOP_K, losses=(), apply_weight=apply_weight)
     layer.experts.requires_grad_(trains)
@@ -60,7 +64,10 @@ def products_of(layer: MoE, x: torch.Tensor) -> int:
 
         return counted
 
-    with pytest.MonkeyPatch.context() as patch, torch.utils._python_dispatch._disable_current_modes():
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch.utils._python_dispatch._disable_current_modes(),
+    ):
         y = layer(x)
         patch.setattr(torch, "mm", counting(torch.mm))
         patch.setattr(torch.Tensor, "addmm_", counting(torch.Tensor.addmm_))
@@ -69,7 +76,10 @@ def products_of(layer: MoE, x: torch.Tensor) -> int:
 
 
 def test_a_grouped_product_counts_its_rows() -> None:
-    x, w = torch.randn(6, DIM, requires_grad=True), torch.randn(EXPERTS, HIDDEN, DIM, requires_grad=True)
+    x, w = (
+        torch.randn(6, DIM, requires_grad=True),
+        torch.randn(EXPERTS, HIDDEN, DIM, requires_grad=True),
+    )
     ends = torch.tensor([1, 1, 4, 6], dtype=torch.int32)
     with FlopCounterMode(display=False) as counter:
         grouped_matmul(x, w, ends).sum().backward()

@@ -37,15 +37,23 @@ def compare(x: torch.Tensor, w: torch.Tensor, counts: list[int]) -> None:
     assert y.dtype == x.dtype
     for actual, exact in ((y, expected), (x.grad, x64.grad), (w.grad, w64.grad)):
         assert actual.shape == exact.shape
-        torch.testing.assert_close(actual.double(), exact, rtol=TOLERANCE[x.dtype], atol=4 * TOLERANCE[x.dtype])
+        torch.testing.assert_close(
+            actual.double(), exact, rtol=TOLERANCE[x.dtype], atol=4 * TOLERANCE[x.dtype]
+        )
     for e, rows in enumerate(counts):
         assert rows or not w.grad[e].any(), "an expert without rows has a zero gradient"
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(("counts", "inner", "outer"), SHAPES)
-def test_product_and_gradients_equal_the_loop(counts: list[int], inner: int, outer: int, dtype: torch.dtype) -> None:
-    compare(torch.randn(sum(counts), inner).to(dtype), torch.randn(len(counts), outer, inner).to(dtype), counts)
+def test_product_and_gradients_equal_the_loop(
+    counts: list[int], inner: int, outer: int, dtype: torch.dtype
+) -> None:
+    compare(
+        torch.randn(sum(counts), inner).to(dtype),
+        torch.randn(len(counts), outer, inner).to(dtype),
+        counts,
+    )
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7])
@@ -64,6 +72,8 @@ def test_the_layout_of_the_rows_in_memory_does_not_matter(layout: str, rows: int
 def test_the_layout_of_the_gradient_in_memory_does_not_matter(rows: int) -> None:
     x, w = torch.randn(rows, 8), torch.randn(2, 4, 8, requires_grad=True)
     ends = torch.tensor([rows // 2, rows], dtype=torch.int32)
-    grouped_matmul(x, w, ends).sum().backward()  # the gradient of a sum is expanded, with strides of 0
+    grouped_matmul(
+        x, w, ends
+    ).sum().backward()  # the gradient of a sum is expanded, with strides of 0
     expected = torch.stack([part.sum(0).expand(4, 8) for part in (x[: rows // 2], x[rows // 2 :])])
     torch.testing.assert_close(w.grad, expected)

@@ -43,13 +43,17 @@ def test_codes_and_numbers_are_those_of_bitsandbytes(dtype):
     torch.manual_seed(0)
     weight = (2 * torch.randn(64, 256) * torch.rand(64, 1)).to(dtype)
     weight[3, 64:128], weight[4, 0] = 0, 1e-30
-    theirs, state = bitsandbytes.quantize_4bit(weight, blocksize=64, compress_statistics=False, quant_type="nf4")
+    theirs, state = bitsandbytes.quantize_4bit(
+        weight, blocksize=64, compress_statistics=False, quant_type="nf4"
+    )
     codes, scales = nf4.quantize(weight)
     assert torch.equal(codes.flatten(), theirs.flatten())
     assert torch.equal(scales.flatten(), state.absmax.flatten())
     for out in (torch.float32, torch.bfloat16, torch.float16):
         state.dtype = out
-        assert torch.equal(nf4.dequantize(codes, scales, out), bitsandbytes.dequantize_4bit(theirs, state))
+        assert torch.equal(
+            nf4.dequantize(codes, scales, out), bitsandbytes.dequantize_4bit(theirs, state)
+        )
 
 
 def test_scales_in_eight_bits_are_those_of_bitsandbytes():
@@ -58,13 +62,17 @@ def test_scales_in_eight_bits_are_those_of_bitsandbytes():
     for rows in (64, 65):  # whole groups of 256 scales, and a part of one
         weight = torch.randn(rows, 512) * torch.rand(rows, 1)
         weight[3] = 0
-        theirs, state = bitsandbytes.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+        theirs, state = bitsandbytes.quantize_4bit(
+            weight, blocksize=64, compress_statistics=True, quant_type="nf4"
+        )
         codes, scales = nf4.quantize(weight)
         short, groups = nf4.compress(scales)
         assert torch.equal(nf4.scale_values(weight.device), state.state2.code)
         assert torch.equal(short.flatten(), state.absmax)
         assert torch.equal(groups, torch.cat([state.offset.view(1), state.state2.absmax]))
-        numbers = nf4.dequantize(codes, nf4.expand(short.unsqueeze(0), groups.unsqueeze(0))[0], torch.float32)
+        numbers = nf4.dequantize(
+            codes, nf4.expand(short.unsqueeze(0), groups.unsqueeze(0))[0], torch.float32
+        )
         state.dtype = torch.float32
         assert torch.equal(numbers, bitsandbytes.dequantize_4bit(theirs, state))
 

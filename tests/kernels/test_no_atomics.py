@@ -24,11 +24,18 @@ def calls(source: str) -> Iterator[str]:
             yield node.name
 
 
-@pytest.mark.parametrize("path", sorted((KERNELS / "triton").rglob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((KERNELS / "triton").rglob("*.py")), ids=lambda path: path.name
+)
 def test_no_triton_kernel_uses_atomics(path):
-    assert [name for name in calls(path.read_text(encoding="utf-8")) if name.startswith(ATOMICS)] == []
+    assert [
+        name for name in calls(path.read_text(encoding="utf-8")) if name.startswith(ATOMICS)
+    ] == []
 
 
 def test_the_search_finds_one():
     source = "from triton.language import atomic_cas\ndef kernel(x):\n    tl.atomic_add(x, 1.0)\n"
-    assert {name for name in calls(source) if name.startswith(ATOMICS)} == {"atomic_cas", "atomic_add"}
+    assert {name for name in calls(source) if name.startswith(ATOMICS)} == {
+        "atomic_cas",
+        "atomic_add",
+    }

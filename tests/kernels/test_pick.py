@@ -22,7 +22,9 @@ from moesaic.kernels import by_expert, pick, whole_batch
 )
 def test_the_kernels_of_a_device(device, capability, installed, kind, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(pick.importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(
+        pick.importlib.util, "find_spec", lambda name: object() if installed else None
+    )
     pick._can_run_triton.cache_clear()
     assert pick.kind_of(torch.device(device)) == kind
     pick._can_run_triton.cache_clear()

@@ -41,7 +41,9 @@ def onednn(request, monkeypatch) -> list[int]:
 
 
 def close(actual: torch.Tensor, exact: torch.Tensor) -> bool:
-    return bool((actual.double() - exact).norm() <= TOLERANCE[actual.dtype] * exact.norm().clamp_min(1e-30))
+    return bool(
+        (actual.double() - exact).norm() <= TOLERANCE[actual.dtype] * exact.norm().clamp_min(1e-30)
+    )
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -49,11 +51,16 @@ def close(actual: torch.Tensor, exact: torch.Tensor) -> bool:
 @pytest.mark.parametrize("form", ["plain", "transposed", "part"])
 def test_rows_times_a_matrix(size, dtype, form, onednn):
     num_rows, inner, columns = size
-    rows = torch.randn(num_rows, 2 * inner).to(dtype)[:, :inner]  # half of a tensor, like one of two pre-activations
+    rows = torch.randn(num_rows, 2 * inner).to(dtype)[
+        :, :inner
+    ]  # half of a tensor, like one of two pre-activations
     matrix = torch.randn(inner, columns).to(dtype)
     if form != "plain":  # a view of interleaved matrices, like weights from other ranks
         matrix = torch.randn(columns, inner * (2 if form == "part" else 1)).to(dtype)[:, :inner].t()
-    out, exact = torch.full((num_rows, columns), torch.nan, dtype=dtype), rows.double() @ matrix.double()
+    out, exact = (
+        torch.full((num_rows, columns), torch.nan, dtype=dtype),
+        rows.double() @ matrix.double(),
+    )
     rows_product(rows, matrix, out)
     assert close(out, exact)
     first = num_rows // 2  # the rows behind it may be overwritten, as those of the next expert
@@ -84,7 +91,9 @@ class Multiplied(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
-            self.operands += [(each.dtype, each.shape) for each in args if isinstance(each, torch.Tensor)]
+            self.operands += [
+                (each.dtype, each.shape) for each in args if isinstance(each, torch.Tensor)
+            ]
         return func(*args, **(kwargs or {}))
 
 
@@ -96,7 +105,16 @@ def test_onednn_gets_numbers_of_rows_that_come_again(onednn):
             rows_product(rows, torch.randn(3, 2), torch.empty(num_rows, 2))
             sum_product(rows.bfloat16(), rows.bfloat16(), torch.empty(3, 3).bfloat16())
     assert all(rows % products.STEP == 0 for rows in onednn)
-    assert len({size[0] for dtype, size in multiplied.operands if dtype == torch.bfloat16 and size[1] == 3}) <= 16 * 3
+    assert (
+        len(
+            {
+                size[0]
+                for dtype, size in multiplied.operands
+                if dtype == torch.bfloat16 and size[1] == 3
+            }
+        )
+        <= 16 * 3
+    )
 
 
 def test_a_row_that_is_not_finite_stays_alone(onednn):
@@ -106,8 +124,12 @@ def test_a_row_that_is_not_finite_stays_alone(onednn):
     assert (~out.isfinite()).any(1).nonzero().flatten().tolist() == [3, 37]
 
 
-@pytest.mark.parametrize(("case", "size"), [("small", (8, 8)), ("narrow", (4096, 8)), ("switched off", (512, 64))])
-def test_small_and_narrow_products_and_all_without_onednn_are_left_to_torch(case, size, monkeypatch):
+@pytest.mark.parametrize(
+    ("case", "size"), [("small", (8, 8)), ("narrow", (4096, 8)), ("switched off", (512, 64))]
+)
+def test_small_and_narrow_products_and_all_without_onednn_are_left_to_torch(
+    case, size, monkeypatch
+):
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(products, "_by_onednn", None)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", case != "switched off")
@@ -129,13 +151,17 @@ def test_processors_are_told_apart(cpuinfo, expected, tmp_path, monkeypatch):
     path = tmp_path / "cpuinfo"
     path.write_text(cpuinfo, encoding="utf-8")
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)  # which torch 2.10 lacks
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512" if expected else "AVX2")
+    monkeypatch.setattr(
+        torch.backends.cpu, "get_cpu_capability", lambda: "AVX512" if expected else "AVX2"
+    )
     assert products.multiplies_bfloat16.__wrapped__() is products._is_zen_5(path) is expected
     assert not products._is_zen_5(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_16_bits_without_instructions_are_multiplied_as_float32_also_beside_other_rows(dtype, monkeypatch):
+def test_16_bits_without_instructions_are_multiplied_as_float32_also_beside_other_rows(
+    dtype, monkeypatch
+):
     """torch's own products of such matrices are slow on most processors. Autocast would make them of 16 bits again."""
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
     monkeypatch.setattr(products, "FEWEST", 0)

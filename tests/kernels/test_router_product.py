@@ -30,15 +30,26 @@ def test_products_are_those_of_float64(dtype, weight_dtype, by_pieces, size, sca
     torch.manual_seed(0)
     num_tokens, dim, num_experts = size
     x = torch.randn(num_tokens, dim).to(dtype).requires_grad_()
-    weight = torch.randn(num_experts, dim).to(dtype if weight_dtype == "same" else weight_dtype).requires_grad_()
+    weight = (
+        torch.randn(num_experts, dim)
+        .to(dtype if weight_dtype == "same" else weight_dtype)
+        .requires_grad_()
+    )
     grad = torch.randn(num_tokens, num_experts) * scale
     with torch.autocast("cpu", dtype):  # changes nothing, also where people call backward in it
         logits = router_logits(x, weight)
         logits.backward(grad)
     assert logits.dtype == torch.float32
     expected = x.detach().double() @ weight.detach().double().t()
-    d_x, d_weight = grad.double() @ weight.detach().double(), grad.double().t() @ x.detach().double()
-    checked = [(logits, expected, torch.float32), (weight.grad, d_weight, weight.dtype), (x.grad, d_x, dtype)]
+    d_x, d_weight = (
+        grad.double() @ weight.detach().double(),
+        grad.double().t() @ x.detach().double(),
+    )
+    checked = [
+        (logits, expected, torch.float32),
+        (weight.grad, d_weight, weight.dtype),
+        (x.grad, d_x, dtype),
+    ]
     for actual, true, rounded in checked:
         assert actual.shape == true.shape
         if true.numel():
@@ -48,8 +59,14 @@ def test_products_are_those_of_float64(dtype, weight_dtype, by_pieces, size, sca
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_only_the_tokens_and_the_matrix_are_saved(dtype):
-    x, weight, saved = torch.randn(6, 8, dtype=dtype, requires_grad=True), torch.randn(4, 8, requires_grad=True), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+    x, weight, saved = (
+        torch.randn(6, 8, dtype=dtype, requires_grad=True),
+        torch.randn(4, 8, requires_grad=True),
+        [],
+    )
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
         router_logits(x, weight)
     assert {tensor.data_ptr() for tensor in saved} == {x.data_ptr(), weight.data_ptr()}
 
@@ -78,4 +95,6 @@ def test_a_gradient_that_nobody_wants_is_left_out(missing, by_pieces, monkeypatc
 def test_the_operators_hold_what_they_promise():
     x, weight = torch.randn(5, 8, dtype=torch.bfloat16), torch.randn(4, 8)
     torch.library.opcheck(router_product.router_forward.overload, (x, weight))
-    torch.library.opcheck(router_product.router_backward.overload, (x, weight, torch.randn(5, 4), True, True))
+    torch.library.opcheck(
+        router_product.router_backward.overload, (x, weight, torch.randn(5, 4), True, True)
+    )

@@ -31,9 +31,13 @@ scaled = pytest.mark.parametrize("name", SCALED)
 
 def work_of(kernel: str = "auto", dtype: torch.dtype = torch.bfloat16) -> ExpertWork:
     torch.manual_seed(0)
-    expert = torch.rand(TOKENS, EXPERTS - 1).argsort(1)[:, :TOP_K].reshape(-1)  # the last expert gets no rows
+    expert = (
+        torch.rand(TOKENS, EXPERTS - 1).argsort(1)[:, :TOP_K].reshape(-1)
+    )  # the last expert gets no rows
     token = torch.arange(TOKENS).repeat_interleave(TOP_K)
-    permutation = sort_by_expert(token, expert, torch.bincount(expert, minlength=EXPERTS), TOKENS, TOP_K)
+    permutation = sort_by_expert(
+        token, expert, torch.bincount(expert, minlength=EXPERTS), TOKENS, TOP_K
+    )
 
     def leaf(*size: int, scale: float = 1.0) -> Tensor:
         return (scale * torch.randn(size)).bfloat16().to(dtype).requires_grad_()
@@ -51,7 +55,9 @@ def results(work: ExpertWork) -> dict[str, Tensor]:
     y = expert_ffn(work)
     torch.manual_seed(1)
     leaves = {"x": work.x, "gates": work.gates, "up": work.up, "down": work.down}
-    actual = torch.autograd.grad(y, list(leaves.values()), torch.randn(y.shape).bfloat16().to(y.dtype))
+    actual = torch.autograd.grad(
+        y, list(leaves.values()), torch.randn(y.shape).bfloat16().to(y.dtype)
+    )
     return {"y": y.detach(), **dict(zip(leaves, actual))}
 
 
@@ -77,7 +83,9 @@ def exact_scaled_grouped_mm(
     for e, end in enumerate(offs.tolist()):
         if is_mx:
             tiles = -(-(end - start) // 128) * 128
-            of_rows = unswizzled(scale_a[first : first + tiles], end - start, blocks).repeat_interleave(32, 1)
+            of_rows = unswizzled(
+                scale_a[first : first + tiles], end - start, blocks
+            ).repeat_interleave(32, 1)
             of_matrix = unswizzled(scale_b[e], b.shape[2], blocks).repeat_interleave(32, 1)
             first += tiles
         else:
@@ -97,9 +105,13 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def to_8_bits(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Return values rounded to 8 bits, and the largest error of each, from the formats' definitions."""
     blocks = x.double().unflatten(-1, (-1, block or x.shape[-1]))
-    scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 448)).nan_to_num(0, 0, 0))
+    scale = torch.exp2(
+        torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 448)).nan_to_num(0, 0, 0)
+    )
     rounded_blocks = (blocks / scale).to(torch.float8_e4m3fn).double() * scale
-    return rounded_blocks.flatten(-2), torch.maximum(2.0**-4 * blocks.abs(), 2.0**-10 * scale).flatten(-2)
+    return rounded_blocks.flatten(-2), torch.maximum(
+        2.0**-4 * blocks.abs(), 2.0**-10 * scale
+    ).flatten(-2)
 
 
 @scaled
@@ -115,12 +127,18 @@ def test_a_product_is_that_of_values_rounded_in_their_blocks(name, stored, on_gp
     w = (w if stored == "(E, N, K)" else w.transpose(1, 2).contiguous().transpose(1, 2)).bfloat16()
     x[290:], x[5] = float("nan"), 0
     actual = SCALED[name].rows_times(x, w.transpose(1, 2), ends)
-    (rows, rows_off), (matrices, matrices_off) = to_8_bits(x, BLOCKS[name]), to_8_bits(w, BLOCKS[name])
+    (rows, rows_off), (matrices, matrices_off) = (
+        to_8_bits(x, BLOCKS[name]),
+        to_8_bits(w, BLOCKS[name]),
+    )
     for e, (start, end) in enumerate(((0, 100), (100, 100), (100, 290))):
         mine, of = actual[start:end].double(), slice(start, end)
         torch.testing.assert_close(mine, rows[of] @ matrices[e].t(), rtol=2**-8, atol=1e-12)
         exact = x[of].double() @ w[e].double().t()
-        bound = x[of].double().abs() @ matrices_off[e].t() + rows_off[of] @ (w[e].double().abs() + matrices_off[e]).t()
+        bound = (
+            x[of].double().abs() @ matrices_off[e].t()
+            + rows_off[of] @ (w[e].double().abs() + matrices_off[e]).t()
+        )
         assert bool(((mine - exact).abs() <= bound * (1 + 2**-8) + 2**-8 * exact.abs()).all())
 
 
@@ -130,7 +148,9 @@ def test_a_layer_stays_within_its_bounds_of_the_float64_reference(name, on_gpu):
     exact = results(work_of(dtype=torch.float64))
     actual = results(replace(work_of(), kernel=name))
     for each, true in exact.items():
-        error = float((actual[each].double() - true).square().mean().sqrt() / true.square().mean().sqrt())
+        error = float(
+            (actual[each].double() - true).square().mean().sqrt() / true.square().mean().sqrt()
+        )
         assert 0.005 < error < 0.10, (each, error)
     assert not actual["up"][-1].any(), "an expert without rows gets zeros"
 
@@ -161,17 +181,24 @@ def quack_of(gemm) -> dict[str, ModuleType]:
     return {"quack": package, "quack.gemm_interface": interface}
 
 
-def quack_gemm(a: Tensor, b: Tensor, *, cu_seqlens_m=None, cu_seqlens_k=None, tuned: bool) -> Tensor:
+def quack_gemm(
+    a: Tensor, b: Tensor, *, cu_seqlens_m=None, cu_seqlens_k=None, tuned: bool
+) -> Tensor:
     """Compute what `quack.gemm_interface.gemm` documents; elements that it does not write are NaN."""
     assert not tuned
     if cu_seqlens_m is not None:
         out = torch.full((len(a), b.shape[2]), float("nan"), dtype=a.dtype)
-        for e, (start, end) in enumerate(zip(cu_seqlens_m[:-1].tolist(), cu_seqlens_m[1:].tolist())):
+        for e, (start, end) in enumerate(
+            zip(cu_seqlens_m[:-1].tolist(), cu_seqlens_m[1:].tolist())
+        ):
             out[start:end] = a[start:end] @ b[e]
         return out
     bounds = list(zip(cu_seqlens_k[:-1].tolist(), cu_seqlens_k[1:].tolist()))
     return torch.stack(
-        [a[:, i:j] @ b[i:j] if j > i else a.new_full((len(a), b.shape[1]), float("nan")) for i, j in bounds]
+        [
+            a[:, i:j] @ b[i:j] if j > i else a.new_full((len(a), b.shape[1]), float("nan"))
+            for i, j in bounds
+        ]
     )
 
 
@@ -182,11 +209,16 @@ def test_other_products_give_the_same(name, monkeypatch):
     monkeypatch.delitem(sys.modules, "moesaic.kernels.quack", raising=False)
     monkeypatch.setattr(whole_batch, "require", lambda *_: None)
     pick._expert_kernel.cache_clear()
-    exact, actual = results(work_of(dtype=torch.float64)), results(replace(work_of(dtype=torch.float32), kernel=name))
+    exact, actual = (
+        results(work_of(dtype=torch.float64)),
+        results(replace(work_of(dtype=torch.float32), kernel=name)),
+    )
     pick._expert_kernel.cache_clear()
     sys.modules.pop("moesaic.kernels.quack", None)
     for each, true in exact.items():
-        torch.testing.assert_close(actual[each].double(), true, atol=1e-5 * float(true.abs().max()), rtol=0)
+        torch.testing.assert_close(
+            actual[each].double(), true, atol=1e-5 * float(true.abs().max()), rtol=0
+        )
 
 
 def test_quack_takes_the_arguments_that_it_is_given():
@@ -194,14 +226,17 @@ def test_quack_takes_the_arguments_that_it_is_given():
     x, w = torch.randn(9, 16).bfloat16(), torch.randn(3, 16, 8).bfloat16()
     ends = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
     torch.testing.assert_close(
-        interface.gemm_ref(x, w, cu_seqlens_m=ends), quack_gemm(x, w, cu_seqlens_m=ends, tuned=False)
+        interface.gemm_ref(x, w, cu_seqlens_m=ends),
+        quack_gemm(x, w, cu_seqlens_m=ends, tuned=False),
     )
     actual, expected = (
         interface.gemm_ref(x.t(), x, cu_seqlens_k=ends),
         quack_gemm(x.t(), x, cu_seqlens_k=ends, tuned=False),
     )
     torch.testing.assert_close(actual[[0, 2]], expected[[0, 2]])
-    assert {"cu_seqlens_m", "cu_seqlens_k", "tuned"} <= set(inspect.signature(interface.gemm).parameters)
+    assert {"cu_seqlens_m", "cu_seqlens_k", "tuned"} <= set(
+        inspect.signature(interface.gemm).parameters
+    )
 
 
 def test_quack_compiles_both_products_for_hopper(monkeypatch):
@@ -209,9 +244,13 @@ def test_quack_compiles_both_products_for_hopper(monkeypatch):
     package = pytest.importorskip("quack.gemm", reason="quack-kernels is not installed")
     monkeypatch.setenv("QUACK_ARCH", "sm_90")
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    monkeypatch.setattr(package, "get_max_active_clusters", lambda *_, **__: 66)  # this would ask the driver
+    monkeypatch.setattr(
+        package, "get_max_active_clusters", lambda *_, **__: 66
+    )  # this would ask the driver
     compiled = []
-    monkeypatch.setattr(package, "launch_gemm", lambda plan, *_, **__: compiled.append(plan.compiled_fn))
+    monkeypatch.setattr(
+        package, "launch_gemm", lambda plan, *_, **__: compiled.append(plan.compiled_fn)
+    )
     quack = importlib.import_module("moesaic.kernels.quack")
     with FakeTensorMode():
         x, dy = (torch.empty(9, width, dtype=torch.bfloat16, device="cuda") for width in (16, 8))
@@ -226,9 +265,18 @@ def test_quack_compiles_both_products_for_hopper(monkeypatch):
     ("name", "wanted"),
     [
         ("fp7", r"kernel='fp7' is unknown: choose one of auto, grouped_mm, quack, fp8, mxfp8"),
-        ("fp8", r"kernel='fp8' needs a GPU of compute capability 9.x, got cpu; kernel='auto' runs here"),
-        ("mxfp8", r"kernel='mxfp8' needs a GPU of compute capability 10.x, got cpu; kernel='auto' runs here"),
-        ("quack", r"kernel='quack' (cannot be imported here|needs a GPU of compute capability 9.x or 10.x, got cpu)"),
+        (
+            "fp8",
+            r"kernel='fp8' needs a GPU of compute capability 9.x, got cpu; kernel='auto' runs here",
+        ),
+        (
+            "mxfp8",
+            r"kernel='mxfp8' needs a GPU of compute capability 10.x, got cpu; kernel='auto' runs here",
+        ),
+        (
+            "quack",
+            r"kernel='quack' (cannot be imported here|needs a GPU of compute capability 9.x or 10.x, got cpu)",
+        ),
     ],
 )
 def test_a_tier_that_does_not_fit_is_one_line(name, wanted):
@@ -240,16 +288,21 @@ def test_a_tier_that_does_not_fit_is_one_line(name, wanted):
 def test_dtypes_and_widths_that_a_tier_does_not_have_are_one_line():
     on_gpu = replace(work_of("fp8"), x=torch.empty(2, 32, device="meta"))
     with pytest.raises(
-        InputError, match=r"multiplies bfloat16, got torch.float32: use autocast; kernel='auto' runs here"
+        InputError,
+        match=r"multiplies bfloat16, got torch.float32: use autocast; kernel='auto' runs here",
     ):
         pick.require(on_gpu, "fp8", (0, 9), 16)
     odd = replace(on_gpu, x=torch.empty(2, 24, device="meta", dtype=torch.bfloat16))
-    assert "needs multiples of 16 as widths, got dim 24 and hidden 96" in refused(pick.require, odd, "fp8", (0, 9), 16)
+    assert "needs multiples of 16 as widths, got dim 24 and hidden 96" in refused(
+        pick.require, odd, "fp8", (0, 9), 16
+    )
 
 
 def test_experts_of_the_users_own_have_no_kernel_to_choose():
     def make(dim: int, hidden: int, count: int) -> ModuleExperts:
         return ModuleExperts(lambda: torch.nn.Linear(dim, dim), dim, count)
 
-    with pytest.raises(InputError, match=r"kernel='fp8' is only for built-in experts, got ModuleExperts"):
+    with pytest.raises(
+        InputError, match=r"kernel='fp8' is only for built-in experts, got ModuleExperts"
+    ):
         MoE(8, 8, 2, experts=make, kernel="fp8")

@@ -26,7 +26,9 @@ def error_and_bound(codec: Zfp, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @doubles
 @pytest.mark.parametrize("rate", [4, 6, 8, 12, 20, 32])
-def test_blocks_that_were_climbed_to_be_bad_stay_within_the_bound(rate: int, dtype: torch.dtype) -> None:
+def test_blocks_that_were_climbed_to_be_bad_stay_within_the_bound(
+    rate: int, dtype: torch.dtype
+) -> None:
     """Hill climbing on many blocks: random changes are kept if the error grows relative to the bound."""
     random = torch.Generator().manual_seed(rate)
     codec, num_blocks = Zfp(rate=rate), 64
@@ -42,7 +44,11 @@ def test_blocks_that_were_climbed_to_be_bad_stay_within_the_bound(rate: int, dty
     bad = badness(rows)
     start = float(bad.mean())
     for _ in range(40):
-        step = torch.where(uniform() < 0.3, (uniform() - 0.5).sign() * 2, (uniform() - 0.5) * 10 ** (-9 * uniform()))
+        step = torch.where(
+            uniform() < 0.3,
+            (uniform() - 0.5).sign() * 2,
+            (uniform() - 0.5) * 10 ** (-9 * uniform()),
+        )
         changed = torch.where(uniform() < 0.15, rows + step, rows).clamp(-0.999, 0.999).to(dtype)
         candidate = badness(changed)
         rows = torch.where((candidate > bad).repeat_interleave(4), changed, rows)
@@ -61,7 +67,9 @@ def test_the_error_halves_with_each_bit_of_the_rate(dtype: torch.dtype) -> None:
 
 
 def test_the_promise_for_rate_8_holds_for_every_block() -> None:
-    rows = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).clamp(-0.99, 0.99).numpy()
+    rows = (
+        torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).clamp(-0.99, 0.99).numpy()
+    )
     signs = np.sign(rows) * np.float32(0.999)
     assert block_errors(rows, 8).max() <= 0.62
     assert block_errors(signs, 8).max() <= 0.62
@@ -117,7 +125,9 @@ def test_rows_of_a_gpu_are_coded_on_the_host() -> None:
 
 @pytest.mark.parametrize("rate", [0, 3, 33, 7.5, True, "8"])
 def test_a_rate_that_zfp_cannot_do_is_one_line(rate: object) -> None:
-    with pytest.raises(InputError, match=r"codec .*: write rate as a whole number from 4 to 32, such as zfp:8"):
+    with pytest.raises(
+        InputError, match=r"codec .*: write rate as a whole number from 4 to 32, such as zfp:8"
+    ):
         Zfp(rate=rate)
 
 

@@ -14,7 +14,9 @@ from moesaic_lab.balance.ranks import BalanceJob, Decided
 from moesaic_lab.bounds import Limit
 from moesaic_lab.measure import Timing
 
-ROUTES = Routes(experts=np.zeros((1, 16, 32, 2), dtype=np.int64), history=np.ones(16, dtype=np.int64))
+ROUTES = Routes(
+    experts=np.zeros((1, 16, 32, 2), dtype=np.int64), history=np.ones(16, dtype=np.int64)
+)
 
 
 def cell(
@@ -34,7 +36,9 @@ def cell(
         case=SkewedCase(place=place, label=f"case {load}", max_vio=load, routes=ROUTES),
         methods={name: every[name] for name in seconds},
     )
-    times = {n: tuple(s) if isinstance(s, Sequence) else (float(s),) * 8 for n, s in seconds.items()}
+    times = {
+        n: tuple(s) if isinstance(s, Sequence) else (float(s),) * 8 for n, s in seconds.items()
+    }
     return BalanceCell(
         job=job,
         max_vio=(load or 0.0,),
@@ -47,7 +51,10 @@ def cell(
         charged=dict.fromkeys(times, 0.6),
         decided={
             name: Decided(
-                seconds=tuple(each), options=("shadow",), replicated_experts=(replicated,), replicated_copies=(7,)
+                seconds=tuple(each),
+                options=("shadow",),
+                replicated_experts=(replicated,),
+                replicated_copies=(7,),
             )
             for name, each in (decided or {}).items()
         },

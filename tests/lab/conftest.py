@@ -24,9 +24,12 @@ def lab_metadata(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("metadata")
     about = folder / f"moesaic_lab-{project['version']}.dist-info"
     about.mkdir()
-    about.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: moesaic-lab\nVersion: {project['version']}\n")
+    about.joinpath("METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: moesaic-lab\nVersion: {project['version']}\n"
+    )
     lines = [
-        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in of.items()) for group, of in project["entry-points"].items()
+        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in of.items())
+        for group, of in project["entry-points"].items()
     ]
     about.joinpath("entry_points.txt").write_text("\n".join(lines))
     return folder

@@ -45,14 +45,20 @@ def cell(
         factor=factor,
         compete=compete,
     )
-    times = {n: tuple(s) if isinstance(s, Sequence) else (float(s),) * repeats for n, s in seconds.items()}
+    times = {
+        n: tuple(s) if isinstance(s, Sequence) else (float(s),) * repeats
+        for n, s in seconds.items()
+    }
     return LayerCell(
         job=job,
         timings={name: Timing.of(each) for name, each in times.items()},
         near={name: (times[name] * pairs)[:pairs] for name in near},
         best=best,
         trial={},
-        limits={name: (Limit(seconds=0.25, link="node 0 out"), Limit(seconds=0.5, link="node 1 in")) for name in times},
+        limits={
+            name: (Limit(seconds=0.25, link="node 0 out"), Limit(seconds=0.5, link="node 1 in"))
+            for name in times
+        },
         across=dict.fromkeys(times, (1000, 10)),
         charged=dict.fromkeys(times, 0.125),
         switches=switches or {},

@@ -18,7 +18,16 @@ from moesaic_lab.balance.cells import all_rows, share_rows, tables
 from moesaic_lab.balance.claims import claims
 from moesaic_lab.balance.config import BalancePlace, RecordedLoads
 from moesaic_lab.balance.memory import BudgetHeld
-from moesaic_lab.balance.methods import BOUNDED, LAER, NETMOE, OURS, OURS_PLACED, PLACED, PLAIN, SMART
+from moesaic_lab.balance.methods import (
+    BOUNDED,
+    LAER,
+    NETMOE,
+    OURS,
+    OURS_PLACED,
+    PLACED,
+    PLAIN,
+    SMART,
+)
 from moesaic_lab.balance.shares import MADE_UP, RECORDED, SLOW, Share
 from moesaic_lab.balance.simulated import BEST, decisions
 from moesaic_lab.pictures import figure
@@ -27,7 +36,9 @@ from moesaic_lab.tables import Marks
 LARGE = BalancePlace(name="4x2", nodes=4)
 
 
-def value(name: str, *cells: Any, shares: Any = (), decided: Any = (), held: Any = ()) -> float | None:
+def value(
+    name: str, *cells: Any, shares: Any = (), decided: Any = (), held: Any = ()
+) -> float | None:
     (found,) = [claim for claim in claims(cells, shares, decided, held) if claim.name == name]
     return found.value
 
@@ -74,7 +85,9 @@ def test_every_claim_is_listed_with_a_reason_where_nothing_was_measured() -> Non
 
 
 def test_speedup_is_of_the_bed_with_most_ranks_at_max_vio_2() -> None:
-    small, large = (cell(2.0, {PLAIN: s, OURS: 1.0}, place=p) for s, p in ((9.0, None), (2.5, LARGE)))
+    small, large = (
+        cell(2.0, {PLAIN: s, OURS: 1.0}, place=p) for s, p in ((9.0, None), (2.5, LARGE))
+    )
     assert value("balance.speedup_maxvio2", large, small) == 2.5
     assert value("balance.speedup_maxvio2", small) == 9.0
     assert "MaxVio 2" in reason("balance.speedup_maxvio2", cell(1.0, {PLAIN: 2.0, OURS: 1.0}))
@@ -86,7 +99,10 @@ def test_over_best_single_is_the_worst_case_against_the_fastest_technique_by_its
     assert value("balance.over_best_single", easy) == 0.5
     assert value("balance.over_best_single", easy, hard) == 1.5
     close = cell(2.0, {PLAIN: 3.0, "shadow": 1.0, OURS: 1.05})
-    assert reason("balance.over_best_single", close) == "case 2.0: 8 repeats, a ratio under 1.10 needs 30"
+    assert (
+        reason("balance.over_best_single", close)
+        == "case 2.0: 8 repeats, a ratio under 1.10 needs 30"
+    )
 
 
 def test_a_ratio_near_one_is_the_worse_end_of_thirty_pairs() -> None:
@@ -116,8 +132,12 @@ def test_memory_is_the_bytes_held_over_those_of_the_budget_in_the_worst_case() -
     assert value("balance.memory_worst_unbounded", held=held) == 4.0
     both = {PLAIN: 1.0, OURS: 1.0, BOUNDED: 2.0}
     skewed = cell(4.0, both, place=LARGE, peak={OURS: 1500, BOUNDED: 1100, PLAIN: 5000})
-    bounded = replace(skewed.job.methods[BOUNDED], plan=Plan(replication="arbiter", memory_budget=500))
-    on_bed = replace(skewed, job=replace(skewed.job, methods={**skewed.job.methods, BOUNDED: bounded}))
+    bounded = replace(
+        skewed.job.methods[BOUNDED], plan=Plan(replication="arbiter", memory_budget=500)
+    )
+    on_bed = replace(
+        skewed, job=replace(skewed.job, methods={**skewed.job.methods, BOUNDED: bounded})
+    )
     assert value("balance.memory_worst", on_bed, held=held) == 2.2
     assert value("balance.budget_speedup_maxvio4", skewed) == 0.5
 
@@ -138,12 +158,18 @@ def test_ours_is_held_against_the_best_single_technique_in_rounds_that_did_not_c
     both = cell(2.0, lucky, near={"shadow": [0.9] * 8 + later, OURS: [1.0] * 8 + later})
     assert value("balance.over_best_single", both) == 1.0
     assert value("balance.equivalent_to_best_single", both) == 1.0
-    behind = cell(4.0, lucky, near={"shadow": [0.9] * 8 + later, OURS: [1.0] * 8 + [1.05 * each for each in later]})
+    behind = cell(
+        4.0,
+        lucky,
+        near={"shadow": [0.9] * 8 + later, OURS: [1.0] * 8 + [1.05 * each for each in later]},
+    )
     assert value("balance.over_best_single", both, behind) == pytest.approx(1.05)
     assert value("balance.equivalent_to_best_single", both, behind) == 0.5
     noisy = [0.9, 1.1] * 15
     unclear = cell(4.0, lucky, near={"shadow": [0.9] * 8 + [1.0] * 30, OURS: [1.0] * 8 + noisy})
-    assert value("balance.equivalent_to_best_single", unclear) == 0.0, "few pairs prove no equivalence"
+    assert value("balance.equivalent_to_best_single", unclear) == 0.0, (
+        "few pairs prove no equivalence"
+    )
     over = value("balance.over_best_single", unclear)
     assert over is not None
     assert over > 1.03
@@ -151,15 +177,24 @@ def test_ours_is_held_against_the_best_single_technique_in_rounds_that_did_not_c
 
 def test_shares_of_forced_balance() -> None:
     place = RecordedLoads(name="laer", nodes=4)
-    real = [cell(None, {PLAIN: 3.0, OURS: seconds, OURS_PLACED: 2.0}, place=place) for seconds in (2.0, 2.5, 4.0)]
+    real = [
+        cell(None, {PLAIN: 3.0, OURS: seconds, OURS_PLACED: 2.0}, place=place)
+        for seconds in (2.0, 2.5, 4.0)
+    ]
     even = cell(0.0, {PLAIN: 2.0, OURS: 2.0}, place=LARGE)
     assert value("balance.share_of_forced_real", even, *real) == 0.8
     assert value("balance.share_of_forced_real_placed", even, *real) == 1.0
     shares = [of_forced(OURS, seconds, step=step) for step, seconds in enumerate((2.0, 1.25, 1.0))]
     shares += [of_forced(LAER, 2.5, step=step) for step in range(3)]
     shares += [of_forced(OURS, 2.0, cluster="100gbe"), of_forced(LAER, 4.0, cluster="100gbe")]
-    shares += [of_forced(OURS, 9.0, load=MADE_UP, decision_seconds=8e-5), of_forced(OURS, 1.0, ranks=32, step=7)]
-    shares += [of_forced(LAER, 2.0, ranks=32, step=7, ratio=5.0), of_forced(OURS, 3.0, ranks=32, step=7, ratio=5.0)]
+    shares += [
+        of_forced(OURS, 9.0, load=MADE_UP, decision_seconds=8e-5),
+        of_forced(OURS, 1.0, ranks=32, step=7),
+    ]
+    shares += [
+        of_forced(LAER, 2.0, ranks=32, step=7, ratio=5.0),
+        of_forced(OURS, 3.0, ranks=32, step=7, ratio=5.0),
+    ]
     shares += [of_forced(LAER, 2.0, ranks=32, step=7)]
     assert value("balance.simulated_share_of_forced", shares=shares) == 0.5
     assert value("balance.over_laer_policy_0.14", shares=shares) == 0.5
@@ -170,14 +205,23 @@ def test_shares_of_forced_balance() -> None:
         of_forced(best, 9.9, load=SLOW),
     ]
     assert value("balance.simulated_share_of_best_option", shares=[*shares, *known]) == 0.8
-    singles = [of_forced("shadow", 2.5, load=MADE_UP, max_vio=4.0), of_forced(OURS, 2.0, load=MADE_UP, max_vio=4.0)]
+    singles = [
+        of_forced("shadow", 2.5, load=MADE_UP, max_vio=4.0),
+        of_forced(OURS, 2.0, load=MADE_UP, max_vio=4.0),
+    ]
     assert value("balance.shares_over_best_single", shares=singles) == 0.8
-    singles += [of_forced("spill", 1.6, load=MADE_UP, max_vio=4.0), of_forced(PLACED, 0.1, load=MADE_UP, max_vio=4.0)]
+    singles += [
+        of_forced("spill", 1.6, load=MADE_UP, max_vio=4.0),
+        of_forced(PLACED, 0.1, load=MADE_UP, max_vio=4.0),
+    ]
     assert value("balance.shares_over_best_single", shares=singles) == 1.25
     slow = [of_forced(name, seconds, load=SLOW) for name, seconds in ((PLAIN, 3.0), (OURS, 2.0))]
     assert value("balance.simulated_slow_rank_speedup", shares=[*shares, *slow]) == 1.5
     slower = replace(LARGE, name="slow", slow_rank=0.5)
-    assert value("balance.slow_rank_speedup", even, cell(0.0, {PLAIN: 3.0, OURS: 2.0}, place=slower)) == 1.5
+    assert (
+        value("balance.slow_rank_speedup", even, cell(0.0, {PLAIN: 3.0, OURS: 2.0}, place=slower))
+        == 1.5
+    )
     slower = replace(LARGE, name="slow", slow_link="40mbit")
     unlike = cell(2.0, {PLAIN: 3.0, OURS: 2.0}, place=slower)
     assert value("balance.slow_link_speedup", even, unlike) == 1.5
@@ -189,9 +233,9 @@ def test_decisions_by_themselves_are_counted_where_they_replicate() -> None:
     assert len(found) == 6
     assert all(each.seconds > 0 for each in found)
     one = replace(found[0], seconds=5e-5, replicates=True)
-    assert value("balance.decision_us_64", decided=[one, replace(one, seconds=9.0, replicates=False)]) == pytest.approx(
-        50
-    )
+    assert value(
+        "balance.decision_us_64", decided=[one, replace(one, seconds=9.0, replicates=False)]
+    ) == pytest.approx(50)
 
 
 def every_kind() -> list[Any]:
@@ -226,7 +270,10 @@ def test_tables_and_pictures_show_every_part() -> None:
     for each in tables(cells, shares):
         console.print(each)
     text = console.export_text()
-    assert "4x2 100mbit, lo 1gbit, 128 tokens per rank, dim 256, hidden 12, 4 experts per rank, top 2" in text
+    assert (
+        "4x2 100mbit, lo 1gbit, 128 tokens per rank, dim 256, hidden 12, 4 experts per rank, top 2"
+        in text
+    )
     assert "virtual compute" in text
     assert "share of forced balance" in text
     drawn = panels([], shares)
@@ -244,11 +291,16 @@ def test_tables_and_pictures_show_every_part() -> None:
     gain = {series.name: (series.x, series.y) for series in made[4].series}
     assert gain["smart schedule, 4x2"] == ((1.5, 1.5), (1.25, 1.25))
     assert all("virtual compute" in panel.y_title for panel in (made[0], made[2], made[4]))
-    assert any("virtual compute" in on.get_ylabel() for on in figure("title", made, BENCHMARK.notes).axes)
+    assert any(
+        "virtual compute" in on.get_ylabel() for on in figure("title", made, BENCHMARK.notes).axes
+    )
 
 
 def test_a_share_of_forced_balance_counts_a_call_s_part_of_moving_experts() -> None:
-    stays, moves = of_forced(OURS, 2.0), of_forced(OURS_PLACED, 1.0, moving_seconds=50.0, moves_every=50)
+    stays, moves = (
+        of_forced(OURS, 2.0),
+        of_forced(OURS_PLACED, 1.0, moving_seconds=50.0, moves_every=50),
+    )
     assert (stays.whole_seconds, moves.whole_seconds) == (2.0, 2.0)
     assert moves.of_forced == 0.5
     assert value("balance.simulated_share_of_forced_placed", shares=[moves]) == 0.5
@@ -261,11 +313,19 @@ def test_a_share_of_forced_balance_counts_a_call_s_part_of_moving_experts() -> N
 
 
 def test_the_page_has_a_line_for_each_method_and_a_column_for_each_load() -> None:
-    shares = [of_forced(PLAIN, 2.0), of_forced(OURS, 1.25), of_forced(PLAIN, 4.0, load=MADE_UP, layer=-1, max_vio=1.0)]
+    shares = [
+        of_forced(PLAIN, 2.0),
+        of_forced(OURS, 1.25),
+        of_forced(PLAIN, 4.0, load=MADE_UP, layer=-1, max_vio=1.0),
+    ]
     aimed = {"name": "balance.aimed", "value": 0.5, "target": 0.4, "op": ">=", "holds": True}
     told = {"name": "balance.told", "value": 0.5, "target": None, "op": ">=", "holds": None}
-    text = page.tables({"rows": [{"part": "shares", **asdict(each)} for each in shares], "claims": [aimed, told]})
-    assert "| share of forced balance, `dgx-h100`, 64 ranks | synthetic, MaxVio 1 | recorded |" in text
+    text = page.tables(
+        {"rows": [{"part": "shares", **asdict(each)} for each in shares], "claims": [aimed, told]}
+    )
+    assert (
+        "| share of forced balance, `dgx-h100`, 64 ranks | synthetic, MaxVio 1 | recorded |" in text
+    )
     assert "| plain ep | 0.25 | 0.50 |" in text
     assert "| ours |  | 0.80 |" in text
     assert "| `balance.aimed` | 0.5 | >= 0.4 | yes |" in text
@@ -274,10 +334,17 @@ def test_the_page_has_a_line_for_each_method_and_a_column_for_each_load() -> Non
 
 @pytest.mark.parametrize(
     ("name", "write", "marks"),
-    [("balance.md", page.headline, page.HEADLINE_MARKS), ("balance_figures.md", page.tables, page.MARKS)],
+    [
+        ("balance.md", page.headline, page.HEADLINE_MARKS),
+        ("balance_figures.md", page.tables, page.MARKS),
+    ],
 )
-def test_the_pages_hold_what_the_result_says(name: str, write: Callable[[dict[str, Any]], str], marks: Marks) -> None:
-    result = json.loads((page.DOCS.parent / "benchmarks" / "results" / "balance.json").read_text(encoding="utf-8"))
+def test_the_pages_hold_what_the_result_says(
+    name: str, write: Callable[[dict[str, Any]], str], marks: Marks
+) -> None:
+    result = json.loads(
+        (page.DOCS.parent / "benchmarks" / "results" / "balance.json").read_text(encoding="utf-8")
+    )
     text = (page.DOCS / name).read_text(encoding="utf-8")
     written = write(result)
     assert written.count("| plain ep |") >= 1

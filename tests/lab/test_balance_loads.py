@@ -52,7 +52,9 @@ def test_no_token_chooses_an_expert_twice(top_k: int) -> None:
 
 
 def test_a_load_that_no_routing_has_is_refused() -> None:
-    with pytest.raises(InputError, match=r"max_vio=3.5: 4 ranks of 4 experts with top_k=2 allow 0 to 3$"):
+    with pytest.raises(
+        InputError, match=r"max_vio=3.5: 4 ranks of 4 experts with top_k=2 allow 0 to 3$"
+    ):
         made_up(replace(SKEW, ranks=4, num_experts=16, max_vio=3.5))
     with pytest.raises(InputError, match="allow 0 to 1"):
         made_up(replace(SKEW, ranks=4, num_experts=4, max_vio=1.5))
@@ -83,7 +85,11 @@ def test_the_first_places_stand_on_one_rank_and_the_others_keep_theirs() -> None
     places = np.array([7, 0, 3, 4, 1, 5, 6, 2])
     skew = replace(SKEW, ranks=4, num_experts=8)
     assert hot_experts_on_one_rank(places, skew).tolist() == [1, 0, 3, 4, 7, 5, 6, 2]
-    loads = zipf_shares(hot_experts_on_one_rank(places, skew), replace(skew, max_vio=2.5)).reshape(4, 2).sum(axis=1)
+    loads = (
+        zipf_shares(hot_experts_on_one_rank(places, skew), replace(skew, max_vio=2.5))
+        .reshape(4, 2)
+        .sum(axis=1)
+    )
     assert loads.max() * 4 - 1 == pytest.approx(2.5)
     assert loads.argmax() == 0
 
@@ -91,7 +97,9 @@ def test_the_first_places_stand_on_one_rank_and_the_others_keep_theirs() -> None
 def test_dealing_keeps_counts_and_wants_whole_tokens() -> None:
     table = np.array([[3, 3, 0], [1, 2, 3]])
     experts = deal(table, 3, 2)
-    assert [np.bincount(each.reshape(-1), minlength=3).tolist() for each in experts] == table.tolist()
+    assert [
+        np.bincount(each.reshape(-1), minlength=3).tolist() for each in experts
+    ] == table.tolist()
     assert all(len(set(token)) == 2 for sample in experts.tolist() for token in sample)
     with pytest.raises(AssertionError, match="was not sent to top_k"):
         deal(np.array([[3, 2, 0]]), 3, 2)
@@ -101,7 +109,9 @@ def test_dealing_keeps_counts_and_wants_whole_tokens() -> None:
 
 def test_recorded_routing_has_the_trace_s_counts() -> None:
     trace = make_trace(
-        SyntheticRouting(steps=4, num_layers=2, num_experts=8, sequences=4, seq_len=16, skew=1.0, drift=0.5)
+        SyntheticRouting(
+            steps=4, num_layers=2, num_experts=8, sequences=4, seq_len=16, skew=1.0, drift=0.5
+        )
     )
     routes = recorded(trace, 1, (1, 3), 0, 4)
     assert routes.experts.shape == (2, 4, 16, 2)
@@ -167,4 +177,6 @@ def test_recorded_loads_of_ranks_keep_their_max_vio_on_other_numbers_of_ranks() 
     routes = by_shares(np.stack([few, few]), sizes)
     counts = routes.counts(0, 8, 32).sum(0).reshape(8, 4).sum(1)
     assert counts == pytest.approx(loads[:8] / loads[:8].sum() * 1024, abs=4)
-    assert (np.sort(routes.experts, axis=-1)[..., 1:] != np.sort(routes.experts, axis=-1)[..., :-1]).all()
+    assert (
+        np.sort(routes.experts, axis=-1)[..., 1:] != np.sort(routes.experts, axis=-1)[..., :-1]
+    ).all()

@@ -34,7 +34,16 @@ from moesaic_lab.balance.config import (
     read_config,
 )
 from moesaic_lab.balance.loads import Skew, made_up
-from moesaic_lab.balance.methods import NETMOE, OURS, OURS_PLACED, PLACED, PLAIN, SMART, methods, placed_by
+from moesaic_lab.balance.methods import (
+    NETMOE,
+    OURS,
+    OURS_PLACED,
+    PLACED,
+    PLAIN,
+    SMART,
+    methods,
+    placed_by,
+)
 from moesaic_lab.balance.ranks import BalanceFound, BalanceJob, Decided
 from moesaic_lab.balance.shares import (
     MADE_UP,
@@ -52,12 +61,28 @@ from moesaic_lab.bounds import Message, link_limit
 from moesaic_lab.recorder import Recorder
 from moesaic_testbed import refusal
 
-PLACE = BalancePlace(name="small", dim=8, hidden=4, experts_per_rank=2, samples_per_rank=2, sample_tokens=8, gflops=1e3)
+PLACE = BalancePlace(
+    name="small",
+    dim=8,
+    hidden=4,
+    experts_per_rank=2,
+    samples_per_rank=2,
+    sample_tokens=8,
+    gflops=1e3,
+)
 
 
 def job_of(max_vio: float = 1.0, place: BalancePlace = PLACE) -> BalanceJob:
     skew = Skew(
-        ranks=4, num_experts=8, top_k=2, samples=8, sample_tokens=8, max_vio=max_vio, calls=2, persistence=0.5, seed=3
+        ranks=4,
+        num_experts=8,
+        top_k=2,
+        samples=8,
+        sample_tokens=8,
+        max_vio=max_vio,
+        calls=2,
+        persistence=0.5,
+        seed=3,
     )
     case = SkewedCase(place=place, label="small-1", max_vio=max_vio, routes=made_up(skew))
     return BalanceJob(case=case, methods=methods(place.grid))
@@ -136,9 +161,19 @@ def test_steps_go_through_the_calls_and_count_decisions() -> None:
         steps, decided = of_ranks[0][name]
         assert steps == 4
         assert len(decided.seconds) == 4
-        assert len(decided.options) == len(decided.replicated_experts) == len(decided.replicated_copies) == 2
-        assert all(found[name][1].replicated_copies == decided.replicated_copies for found in of_ranks)
-    loads = [job.case.routes.counts(call, 4, 8).sum(axis=0).reshape(4, 2).sum(axis=1) for call in range(2)]
+        assert (
+            len(decided.options)
+            == len(decided.replicated_experts)
+            == len(decided.replicated_copies)
+            == 2
+        )
+        assert all(
+            found[name][1].replicated_copies == decided.replicated_copies for found in of_ranks
+        )
+    loads = [
+        job.case.routes.counts(call, 4, 8).sum(axis=0).reshape(4, 2).sum(axis=1)
+        for call in range(2)
+    ]
     excess = tuple(int((load - 32).clip(min=0).sum()) for load in loads)
     assert excess[0] > excess[1]
     assert of_ranks[0]["least loaded"][1].replicated_copies == excess
@@ -147,13 +182,18 @@ def test_steps_go_through_the_calls_and_count_decisions() -> None:
 
 def test_the_arbiter_keeps_bytes_off_a_slow_link_that_it_is_told_of() -> None:
     (case,) = read_config().narrowed(only=("4x2-slow-link",)).cases()
-    place, case = case.place, replace(case, routes=made_up(replace(case.place.skew(0.0, 0), calls=1)))
+    place, case = (
+        case.place,
+        replace(case, routes=made_up(replace(case.place.skew(0.0, 0), calls=1))),
+    )
     rates = [place.bed.inter_bytes_per_second(node) for node in range(4)]
     assert rates == [40e6, 40e6, 40e6, 10e6]
     assert place.costs.node_links == (), "the other policies are not told"
     assert place.profiled_costs.node_links == (1, 1, 1, 0.25)
     told = replace(case, place=replace(place, slow_link=""))
-    compiled = {name: compile_plan(methods(place.grid)[name].plan, place.grid) for name in (PLAIN, OURS)}
+    compiled = {
+        name: compile_plan(methods(place.grid)[name].plan, place.grid) for name in (PLAIN, OURS)
+    }
 
     def rank(transport: AbstractTransport) -> list[tuple[Tensor, list[Message]]]:
         found = []
@@ -163,7 +203,11 @@ def test_the_arbiter_keeps_bytes_off_a_slow_link_that_it_is_told_of() -> None:
             subject = ranks.Subject(job, name, compiled[name], recorder, PlainExperts)
             y, _ = subject.forward(0)
             y.backward(subject.dy)
-            sent = [(m.source, m.target, float(m.num_bytes)) for each in recorder.ranges for m in each.messages]
+            sent = [
+                (m.source, m.target, float(m.num_bytes))
+                for each in recorder.ranges
+                for m in each.messages
+            ]
             found.append((y.detach(), sent))
         return found
 
@@ -171,27 +215,41 @@ def test_the_arbiter_keeps_bytes_off_a_slow_link_that_it_is_told_of() -> None:
     on_link, seconds = [], []
     for way in range(3):
         messages = [message for of_rank in found for message in of_rank[way][1]]
-        on_link.append(sum(size for a, b, size in messages if a // 2 != b // 2 and 3 in (a // 2, b // 2)))
+        on_link.append(
+            sum(size for a, b, size in messages if a // 2 != b // 2 and 3 in (a // 2, b // 2))
+        )
         seconds.append(link_limit(messages, place.bed).seconds)
         for of_rank in found:
             torch.testing.assert_close(of_rank[way][0], of_rank[0][0], rtol=1e-4, atol=1e-6)
     plain, untold, heard = on_link
     assert heard < 0.85 * untold <= plain, on_link
-    assert seconds[2] < 0.85 * seconds[1] <= seconds[0], "the slow link is the one that takes longest"
+    assert seconds[2] < 0.85 * seconds[1] <= seconds[0], (
+        "the slow link is the one that takes longest"
+    )
 
 
 def test_methods_near_ours_are_timed_more_often() -> None:
     every = methods(PLACE.grid)
-    seconds = {PLAIN: (2.0,), "shadow": (1.05,), "spill": (1.02,), "smart + shadow": (1.0,), OURS: (1.0,)}
+    seconds = {
+        PLAIN: (2.0,),
+        "shadow": (1.05,),
+        "spill": (1.02,),
+        "smart + shadow": (1.0,),
+        OURS: (1.0,),
+    }
     assert ranks.near_ours(seconds, every, balanced=False) == [OURS, "spill", "shadow"]
     assert ranks.near_ours(seconds, every, balanced=True) == [OURS, "spill", "shadow", PLAIN]
-    assert ranks.near_ours({PLAIN: (3.0,), "spill": (2.0,), OURS: (1.0,)}, every, balanced=False) == []
+    assert (
+        ranks.near_ours({PLAIN: (3.0,), "spill": (2.0,), OURS: (1.0,)}, every, balanced=False) == []
+    )
 
 
 def test_cells_sum_up_what_ranks_found() -> None:
     job = replace(job_of(), methods={name: methods(PLACE.grid)[name] for name in (PLAIN, OURS)})
 
-    def found(end: float, peak: int, decided: float, sent: list[tuple[int, int, float]]) -> BalanceFound:
+    def found(
+        end: float, peak: int, decided: float, sent: list[tuple[int, int, float]]
+    ) -> BalanceFound:
         back = [(target, source, size) for source, target, size in sent]
         return BalanceFound(
             spans={PLAIN: [(0.0, 2.0), (5.0, 6.0)], OURS: [(0.5, end), (5.0, 5.5)]},
@@ -200,7 +258,12 @@ def test_cells_sum_up_what_ranks_found() -> None:
             peak_bytes=dict.fromkeys((PLAIN, OURS), peak),
             error=dict.fromkeys((PLAIN, OURS), 1e-7 * peak),
             decided={
-                OURS: Decided(seconds=(decided,), options=("alone",), replicated_experts=(0,), replicated_copies=(0,))
+                OURS: Decided(
+                    seconds=(decided,),
+                    options=("alone",),
+                    replicated_experts=(0,),
+                    replicated_copies=(0,),
+                )
             },
             charged={PLAIN: 0.1 * peak, OURS: 0.1},
         )
@@ -208,7 +271,11 @@ def test_cells_sum_up_what_ranks_found() -> None:
     none: list[tuple[int, int, float]] = []
     sent = ([(0, 2, 12.5e6)], [(1, 0, 1e6)], none, none)
     made = summed_up(
-        job, [found(e, p, d, m) for e, p, d, m in zip((1, 1.5, 1, 1), (3, 5, 1, 1), (0.1, 0.4, 0.2, 0.3), sent)]
+        job,
+        [
+            found(e, p, d, m)
+            for e, p, d, m in zip((1, 1.5, 1, 1), (3, 5, 1, 1), (0.1, 0.4, 0.2, 0.3), sent)
+        ],
     )
     assert made.timings[OURS].seconds == (1.0, 0.5)
     assert made.near[PLAIN] == (2.0, 1.0, 3.0)
@@ -230,7 +297,15 @@ def test_methods_that_do_the_same_take_the_same_and_others_differ_where_they_sho
     layer = replace(SharesOfForced(), top_k=2).layer(8)
     larger, tokens = Larger(layer, read_cluster("dgx-h100", nodes=1)), 8192
     skew = Skew(
-        ranks=8, num_experts=32, top_k=2, samples=32, sample_tokens=2048, max_vio=2.0, calls=2, locality=0.0, seed=1
+        ranks=8,
+        num_experts=32,
+        top_k=2,
+        samples=32,
+        sample_tokens=2048,
+        max_vio=2.0,
+        calls=2,
+        locality=0.0,
+        seed=1,
     )
     routes, even = made_up(skew), np.full((8, 32), 2 * tokens // 32)
     loads = [routes.counts(call, 8, 32) for call in range(2)]
@@ -252,10 +327,18 @@ def test_methods_that_do_the_same_take_the_same_and_others_differ_where_they_sho
 
 
 @pytest.mark.parametrize(("cluster", "nodes"), [("dgx-h100", 4), ("100gbe", 8)])
-def test_our_choice_on_several_nodes_is_as_fast_as_the_best_single_technique(cluster: str, nodes: int) -> None:
+def test_our_choice_on_several_nodes_is_as_fast_as_the_best_single_technique(
+    cluster: str, nodes: int
+) -> None:
     config = SharesOfForced()
-    larger, tokens = Larger(config.layer(32), read_cluster(cluster, nodes=nodes)), config.tokens(config.ratio)
-    case, trace = LoadCase(cluster, 32, config.ratio, RECORDED, 5), Trace.open(COMMITTED.parent / config.trace)
+    larger, tokens = (
+        Larger(config.layer(32), read_cluster(cluster, nodes=nodes)),
+        config.tokens(config.ratio),
+    )
+    case, trace = (
+        LoadCase(cluster, 32, config.ratio, RECORDED, 5),
+        Trace.open(COMMITTED.parent / config.trace),
+    )
     calls = calls_of(config, trace, case, 2 * tokens, 0)[2]
     names = (PLAIN, "shadow", "spill", "EPLB", SMART, OURS)
     took = {name: larger.seconds(name, calls, calls[0].sum(0), tokens)[0][0] for name in names}
@@ -263,7 +346,9 @@ def test_our_choice_on_several_nodes_is_as_fast_as_the_best_single_technique(clu
 
 
 def test_shares_of_forced_balance_are_of_the_calls_after_the_first(tmp_path: Path) -> None:
-    config = SharesOfForced(clusters=("dgx-h100",), ranks=(8,), layers=(5,), max_vio=(0.0,), ratios=(1.0,), hidden=64)
+    config = SharesOfForced(
+        clusters=("dgx-h100",), ranks=(8,), layers=(5,), max_vio=(0.0,), ratios=(1.0,), hidden=64
+    )
     found = shares_of_forced(config, COMMITTED.parent, 0, str)
     kinds = {(RECORDED, 0.14), (MADE_UP, 0.14), (SLOW, 0.14), (RECORDED, 1.0)}
     assert {(each.load, each.ratio) for each in found} == kinds
@@ -274,7 +359,9 @@ def test_shares_of_forced_balance_are_of_the_calls_after_the_first(tmp_path: Pat
     assert shares_of_forced(config, COMMITTED.parent, 0, told.append, lost)[len(lost) :] == [
         each for each in found if each not in lost
     ]
-    assert told == ["dgx-h100, 8 ranks, weights 0.14 of the rows, made up 0"], "one load is made again by itself"
+    assert told == ["dgx-h100, 8 ranks, weights 0.14 of the rows, made up 0"], (
+        "one load is made again by itself"
+    )
     slow = {each.method: each for each in found if each.load == SLOW}
     assert slow[PLAIN].of_forced < 0.95
     assert slow[OURS].of_forced >= 0.99 * slow[PLAIN].of_forced
@@ -285,7 +372,11 @@ def test_shares_of_forced_balance_are_of_the_calls_after_the_first(tmp_path: Pat
     assert real[PLAIN].of_forced < 0.9
     assert real[OURS_PLACED].of_forced >= real[OURS].of_forced > 0.9 * real[PLAIN].of_forced
     assert real[OURS].decision_seconds > 0
-    assert {name for name, each in real.items() if each.moving_seconds} == {PLACED, OURS_PLACED, [*BEST][1]}
+    assert {name for name, each in real.items() if each.moving_seconds} == {
+        PLACED,
+        OURS_PLACED,
+        [*BEST][1],
+    }
     for best, ours in BEST.items():
         assert real[best].of_forced >= max(0.99 * real[ours].of_forced, real[PLAIN].of_forced)
 
@@ -298,7 +389,9 @@ def test_moving_experts_takes_what_the_fullest_link_needs_for_their_weights_and_
     of_expert = 3 * 2048 * 1024 * 14  # three matrices; bfloat16 weight, float32 copy, two moments
     even, hot = np.full(16, 100), np.full(16, 100)
     hot[[0, 1]] = 300, 200
-    assert larger.moving_seconds(PLAIN, hot, 14) == larger.moving_seconds(OURS, hot, 14) == 0, "experts stay"
+    assert larger.moving_seconds(PLAIN, hot, 14) == larger.moving_seconds(OURS, hot, 14) == 0, (
+        "experts stay"
+    )
     assert larger.moving_seconds(PLACED, even, 14) == 0, "no place is busier than others"
     slot = placed_by(hot, larger.grid)
     moves = [(a // 2, b // 2) for a, b in enumerate(slot.tolist()) if a // 2 != b // 2]
@@ -306,10 +399,15 @@ def test_moving_experts_takes_what_the_fullest_link_needs_for_their_weights_and_
     on_link: dict[tuple[str, int], float] = {}
     for a, b in moves:
         for link in (card, port) if a // 4 != b // 4 else (card,):
-            for end in ((f"{link.name} out", a // link.devices), (f"{link.name} in", b // link.devices)):
+            for end in (
+                (f"{link.name} out", a // link.devices),
+                (f"{link.name} in", b // link.devices),
+            ):
                 on_link[end] = on_link.get(end, 0.0) + of_expert * 8e-9 / link.gbps[0]
     for name in (PLACED, OURS_PLACED, "best option, experts placed"):
-        assert larger.moving_seconds(name, hot, 14) == pytest.approx(max(on_link.values()), rel=0.02)
+        assert larger.moving_seconds(name, hot, 14) == pytest.approx(
+            max(on_link.values()), rel=0.02
+        )
 
 
 def test_on_many_ranks_every_method_is_simulated_under_fewer_loads() -> None:
@@ -325,14 +423,18 @@ def test_made_up_loads_change_from_call_to_call_about_as_much_as_recorded_ones()
     loads: dict[str, list[list[np.ndarray]]] = {}
     for load, which in loads_on(config, 32):
         case = LoadCase("dgx-h100", 32, config.ratio, load, which)
-        loads.setdefault(load, []).append(calls_of(config, trace, case, 4096, 0)[2] if load != SLOW else [])
+        loads.setdefault(load, []).append(
+            calls_of(config, trace, case, 4096, 0)[2] if load != SLOW else []
+        )
 
     def changed(calls: list[np.ndarray]) -> float:
         """Return the share of the copies that another rank computes in the second call."""
         before, after = (counts.sum(0).reshape(32, -1).sum(1) for counts in calls)
         return 0.5 * float(np.abs(before - after).sum() / before.sum())
 
-    trace_loads = [trace.samples(layer, step).sum(0) for layer in config.layers for step in trace.steps]
+    trace_loads = [
+        trace.samples(layer, step).sum(0) for layer in config.layers for step in trace.steps
+    ]
     steps = len(trace.steps)
     every = [
         0.5 * np.abs(a / a.sum() - b / b.sum()).sum()
@@ -360,7 +462,12 @@ def test_the_committed_file_covers_what_the_claims_need() -> None:
     assert not config.narrowed(only=("memory",)).has("shares")
     costs = labels["4x2-2"].place.costs
     machine = costs.machine
-    assert (machine.intra_gbps, machine.intra_ranks, machine.inter_gbps, machine.inter_ranks) == (0.5, 2, 0.04, 2)
+    assert (machine.intra_gbps, machine.intra_ranks, machine.inter_gbps, machine.inter_ranks) == (
+        0.5,
+        2,
+        0.04,
+        2,
+    )
     assert machine.tflops == pytest.approx(1e-4)
     assert (machine.inter_latency_us, costs.expert_us, costs.part_us) == (500, 2500, 2000)
     assert (costs.element_bytes, costs.matrices) == (4, 2)
@@ -368,7 +475,10 @@ def test_the_committed_file_covers_what_the_claims_need() -> None:
 
 def test_a_part_can_be_asked_for() -> None:
     config = read_config()
-    assert [case.label for case in replace(config, only=("4x2-2", "trace")).cases()] == ["4x2-2", "trace"]
+    assert [case.label for case in replace(config, only=("4x2-2", "trace")).cases()] == [
+        "4x2-2",
+        "trace",
+    ]
     assert len(replace(config, only=("2x2",)).cases()) == 4
     simulated = replace(config, only=("shares",))
     assert (simulated.cases(), simulated.has("shares")) == ([], True)
@@ -381,7 +491,10 @@ def test_a_trace_of_another_shape_is_refused() -> None:
     config = read_config()
     trace = next(place for place in config.cells if isinstance(place, Recorded))
     other = replace(config, cells=(replace(trace, experts_per_rank=4),))
-    with pytest.raises(InputError, match="trace: the trace has 8 experts, top_k=2, 8 samples of 64 tokens; the layer"):
+    with pytest.raises(
+        InputError,
+        match="trace: the trace has 8 experts, top_k=2, 8 samples of 64 tokens; the layer",
+    ):
         other.cases()
 
 
@@ -395,7 +508,9 @@ def test_a_machine_without_rights_can_still_simulate(
     config.write_text(f"[[skewed]]\n[shares]\n{shares}\nhidden = 64\n")
     assert main(["bench", "balance", "--config", str(config)]) == 2
     assert "tc is missing" in capsys.readouterr().err
-    assert main(["bench", "balance", "--config", str(config), "--only", "shares", "--json", "-"]) == 0
+    assert (
+        main(["bench", "balance", "--config", str(config), "--only", "shares", "--json", "-"]) == 0
+    )
     told = json.loads(capsys.readouterr().out)
     assert {row["part"] for row in told["rows"]} == {"shares"}
     results = tmp_path / "found.json"
@@ -404,7 +519,12 @@ def test_a_machine_without_rights_can_still_simulate(
     flags = ["--config", str(config), "--only", "shares", "--json", str(results), "--keep"]
     assert main(["bench", "balance", *flags]) == 0
     assert json.loads(results.read_text())["rows"] == told["rows"], "kept, and not simulated again"
-    assert next(c["value"] for c in told["claims"] if c["name"] == "balance.simulated_slow_rank_speedup") >= 1
+    assert (
+        next(
+            c["value"] for c in told["claims"] if c["name"] == "balance.simulated_slow_rank_speedup"
+        )
+        >= 1
+    )
 
 
 def test_keep_leaves_the_beds_that_are_not_run_and_claims_rest_on_all(
@@ -419,15 +539,22 @@ def test_keep_leaves_the_beds_that_are_not_run_and_claims_rest_on_all(
     for load, ours in ((1.0, 1.0), (0.0, 1.6)):
         (case,) = read_config(config).narrowed(only=(f"bed-{load:g}",)).cases()
         near = {OURS: [ours] * 40, "shadow": [2.0] * 40}
-        made = cell(load, methods_of | {OURS: ours}, near=near, decided={OURS: [0.001, 0.003, 0.002]})
+        made = cell(
+            load, methods_of | {OURS: ours}, near=near, decided={OURS: [0.001, 0.003, 0.002]}
+        )
         made = replace(made, job=replace(made.job, case=case))
         monkeypatch.setattr("moesaic_lab.balance.benchmark.run", lambda *_, made=made: [made])
         assert main(["bench", "balance", *flags, "--only", f"bed-{load:g}"]) in (0, 1)
         told[load] = json.loads(results.read_text())
     rows = told[0.0]["rows"]
-    assert [row["case"] for row in rows] == ["bed-0"] * 3 + ["bed-1"] * 3, "in the order of the configuration"
+    assert [row["case"] for row in rows] == ["bed-0"] * 3 + ["bed-1"] * 3, (
+        "in the order of the configuration"
+    )
     assert rows[3:] == told[1.0]["rows"]
-    worst = {load: {each["name"]: each["value"] for each in found["claims"]} for load, found in told.items()}
+    worst = {
+        load: {each["name"]: each["value"] for each in found["claims"]}
+        for load, found in told.items()
+    }
     assert worst[1.0]["balance.over_best_single"] == 0.5
     assert worst[0.0]["balance.over_best_single"] == 0.8
     assert worst[0.0]["balance.decision_share"] == 0.002
@@ -435,7 +562,9 @@ def test_keep_leaves_the_beds_that_are_not_run_and_claims_rest_on_all(
 
 def test_rows_of_a_case_give_back_its_cell() -> None:
     near = {OURS: [1.0, 1.5] * 20, PLAIN: [2.0] * 40}
-    made = cell(1.0, {PLAIN: [3.0, 2.0, 4.0], OURS: 1.0}, near=near, decided={OURS: [0.001, 0.003, 0.002]})
+    made = cell(
+        1.0, {PLAIN: [3.0, 2.0, 4.0], OURS: 1.0}, near=near, decided={OURS: [0.001, 0.003, 0.002]}
+    )
     again = cell_of(json.loads(json.dumps(rows_of(made))), made.job.case)
     assert rows_of(again) == rows_of(made)
     assert again.timings == made.timings
@@ -463,18 +592,42 @@ def test_a_small_run_on_a_bed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     missing = refusal()
     if missing:
         pytest.skip(missing)
-    config, results, picture = (tmp_path / name for name in ("small.toml", "found.json", "found.svg"))
+    config, results, picture = (
+        tmp_path / name for name in ("small.toml", "found.json", "found.svg")
+    )
     config.write_text(SMALL)
-    assert main(["bench", "balance", "--config", str(config), "--json", str(results), "--picture", str(picture)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "balance",
+                "--config",
+                str(config),
+                "--json",
+                str(results),
+                "--picture",
+                str(picture),
+            ]
+        )
+        == 0
+    )
     told = json.loads(results.read_text())
     rows = told["rows"]
     assert [row["method"] for row in rows] == 2 * list(methods(Skewed().grid, budget=1))
     assert {row["compute"] for row in rows} == {"virtual compute"}
-    assert all(0 < row["low_seconds"] <= row["median_seconds"] <= row["high_seconds"] for row in rows)
+    assert all(
+        0 < row["low_seconds"] <= row["median_seconds"] <= row["high_seconds"] for row in rows
+    )
     assert all(row["error"] < 1e-4 and row["peak_bytes"] > 0 for row in rows)
-    even, skewed = ({row["method"]: row for row in rows if row["case"] == f"small-{load}"} for load in (0, 1))
-    assert skewed[PLAIN]["computing_seconds"] == pytest.approx(2 * even[PLAIN]["computing_seconds"], rel=0.05)
-    assert skewed["least loaded"]["computing_seconds"] == pytest.approx(even[PLAIN]["computing_seconds"], rel=0.05)
+    even, skewed = (
+        {row["method"]: row for row in rows if row["case"] == f"small-{load}"} for load in (0, 1)
+    )
+    assert skewed[PLAIN]["computing_seconds"] == pytest.approx(
+        2 * even[PLAIN]["computing_seconds"], rel=0.05
+    )
+    assert skewed["least loaded"]["computing_seconds"] == pytest.approx(
+        even[PLAIN]["computing_seconds"], rel=0.05
+    )
     assert skewed["least loaded"]["peak_bytes"] < skewed[PLAIN]["peak_bytes"]
     assert even[SMART]["across_bytes"] == even[PLAIN]["across_bytes"] > 0
     assert {claim["name"] for claim in told["claims"]} == {claim.name for claim in claims([])}

@@ -19,7 +19,10 @@ BAD: dict[tuple[Callable[[Path], object], str], str] = {
     # what all share
     (comm, "dimm = 4"): "unknown field dimm: did you mean dim?",
     (comm, "dim = 'x'"): "dim must be a whole number, got 'x'",
-    (comm, "[exchange]\nnodes = 2"): "exchange must be a list of tables: write [[exchange]] above each",
+    (
+        comm,
+        "[exchange]\nnodes = 2",
+    ): "exchange must be a list of tables: write [[exchange]] above each",
     (comm, "[[exchange]]\nnodez = 2"): "exchange[0].nodez: did you mean nodes?",
     (layer, "[[schedule]]\n"): "unknown field schedule: did you mean schedules?",
     (layer, "[[schedules]]\nrepeats = 0\n"): "repeats=0: must be above 0",
@@ -30,15 +33,27 @@ BAD: dict[tuple[Callable[[Path], object], str], str] = {
     # all-to-alls
     (comm, "dim = 0"): "dim=0, warmup=1: must be at least 1 and 0",
     (comm, "[[exchange]]\nmethods = ['linaer']"): "unknown method linaer: did you mean linear?",
-    (comm, "[[exchange]]\nsizes_kib = [3]"): "exchange on 2x2: 3 KiB are not a whole number of rows of 256 float32",
-    (comm, "[[exchange]]\nsizes_kib = []"): "exchange on 2x2: sizes_kib is empty: list at least one size",
-    (comm, "[[dispatch]]\nnum_experts = 6"): "dispatch on 2x2: num_experts=6 does not split over 4 ranks",
+    (
+        comm,
+        "[[exchange]]\nsizes_kib = [3]",
+    ): "exchange on 2x2: 3 KiB are not a whole number of rows of 256 float32",
+    (
+        comm,
+        "[[exchange]]\nsizes_kib = []",
+    ): "exchange on 2x2: sizes_kib is empty: list at least one size",
+    (
+        comm,
+        "[[dispatch]]\nnum_experts = 6",
+    ): "dispatch on 2x2: num_experts=6 does not split over 4 ranks",
     (comm, "[[dispatch]]\ntop_k = 17"): "dispatch on 2x2: top_k=17 of num_experts=16",
     (comm, "[[dispatch]]\nchunks = [0]"): "dispatch on 2x2: chunks=(0,): list numbers from 1 on",
     # layers
     (layer, "[[orders]]\norders = ['best']\n"): "orders[0].orders",
     (layer, "[[codecs]]\ngflops = 0\n"): "gflops=0.0: must be above 0",
-    (layer, "[[codecs]]\ntokens_per_rank = 24\n"): "tokens_per_rank=24 must be a multiple of num_experts=16",
+    (
+        layer,
+        "[[codecs]]\ntokens_per_rank = 24\n",
+    ): "tokens_per_rank=24 must be a multiple of num_experts=16",
     (layer, "[[codecs]]\ntop_k = 17\n"): "top_k=17 of num_experts=16",
     # training
     (train, '[[case]]\npeers = ["deepsped"]'): "unknown peer deepsped: did you mean deepspeed?",

@@ -27,7 +27,9 @@ def test_every_operation_agrees_with_the_plain_way(dtype: torch.dtype) -> None:
 
 def test_an_error_is_seen() -> None:
     x = torch.ones(4, 4)
-    op = KernelOp(name="off", inputs=(x,), run=lambda x: 1.5 * x, plain=lambda x: x, flops=0, num_bytes=1)
+    op = KernelOp(
+        name="off", inputs=(x,), run=lambda x: 1.5 * x, plain=lambda x: x, flops=0, num_bytes=1
+    )
     assert op.error() == pytest.approx(0.5)
 
 
@@ -42,16 +44,23 @@ def test_arithmetic_and_bytes_are_those_of_the_shapes() -> None:
 def test_the_roof_is_the_longer_of_arithmetic_and_bytes() -> None:
     roof = Roof(flops=100.0, bandwidth=10.0)
     heavy, light = ({"flops": 1000.0, "num_bytes": 50.0}, {"flops": 100.0, "num_bytes": 50.0})
-    made = [KernelOp(name="", inputs=(), run=torch.zeros, plain=torch.zeros, **each) for each in (heavy, light)]
+    made = [
+        KernelOp(name="", inputs=(), run=torch.zeros, plain=torch.zeros, **each)
+        for each in (heavy, light)
+    ]
     assert [roof.bound(op) for op in made] == [10.0, 5.0]
 
 
 def test_rows_claims_and_picture(tmp_path: Path) -> None:
     rows = measure(2, SMALL, ("float32",))
-    assert [row["of_bound"] == row["bound_seconds"] / row["median_seconds"] for row in rows] == [True] * 9
+    assert [row["of_bound"] == row["bound_seconds"] / row["median_seconds"] for row in rows] == [
+        True
+    ] * 9
     found = {claim.name: claim for claim in claims(rows)}
     assert {name for name in found if "einsum" in name} == {
-        f"kernels.fast_{which}.float32.{what}over_einsum" for which in ("encode", "decode") for what in ("", "memory_")
+        f"kernels.fast_{which}.float32.{what}over_einsum"
+        for which in ("encode", "decode")
+        for what in ("", "memory_")
     }
     assert found["kernels.experts_both_passes.float32.of_bound"].value == rows[-1]["of_bound"]
     write_picture(tmp_path / "kernels.svg", "x", panels(rows), columns=2)
@@ -70,7 +79,10 @@ def test_a_size_that_was_not_measured_says_so() -> None:
         {"tokens": 8192, "measured_gib": None, "formula_gib": 4.0, "tutel_gib": 3.2},
     ]
     found = [(claim.name, claim.value, claim.holds) for claim in memory_claims(rows)]
-    assert found == [("memory.table5.4096_tokens", 1.0, True), ("memory.table5.8192_tokens.by_formula", 4.0, False)]
+    assert found == [
+        ("memory.table5.4096_tokens", 1.0, True),
+        ("memory.table5.8192_tokens.by_formula", 4.0, False),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,9 @@ def test_inside_a_node_only_a_shaped_lo_limits_and_both_directions_share_it():
 
 def test_a_message_costs_at_least_its_charge_between_nodes_only():
     bed = Bed(per_message=5000, intra="200mbit")
-    assert link_seconds([(0, 2, 100), (0, 3, 100), (1, 2, 6000)], bed)["node 0 out"] == pytest.approx(16000 / RATE)
+    assert link_seconds([(0, 2, 100), (0, 3, 100), (1, 2, 6000)], bed)[
+        "node 0 out"
+    ] == pytest.approx(16000 / RATE)
     assert link_seconds([(0, 2, 100), (0, 2, 100)], bed)["node 0 out"] == pytest.approx(
         5000 / RATE
     )  # may share a packet
@@ -80,18 +82,24 @@ def test_every_all_to_all_carries_the_same_bytes_between_nodes(algorithm):
     crossing = [size for source, target, size in messages if source // 2 != target // 2]
     assert sum(crossing) == 4 * 8 * row / 2  # half of four ranks' eight rows
     assert link_limit(messages, Bed()).seconds == pytest.approx(2 * 8 * row / 2 / RATE)
-    assert len(crossing) == {"linear": 8, "pipelined": 8, "sequential": 8, "hier1d": 2}.get(algorithm, 4)
+    assert len(crossing) == {"linear": 8, "pipelined": 8, "sequential": 8, "hier1d": 2}.get(
+        algorithm, 4
+    )
 
 
 def test_two_level_sends_through_mates_what_is_not_for_its_own_place():
     grid = all_ep(2, 2)
     inside = sum(s for a, b, s in exchange(grid, 8, "hier2d").messages(DIM) if a // 2 == b // 2)
-    assert inside == 4 * (2 + 2) * 4 * DIM  # for the mate, and for the mate's place on the other node
+    assert (
+        inside == 4 * (2 + 2) * 4 * DIM
+    )  # for the mate, and for the mate's place on the other node
 
 
 def test_lanes_alone_split_what_both_carry():
     grid = all_ep(2, 2)
-    both, inside, across = (sorted(exchange(grid, 8, "pipelined", which).messages(DIM)) for which in LANES.values())
+    both, inside, across = (
+        sorted(exchange(grid, 8, "pipelined", which).messages(DIM)) for which in LANES.values()
+    )
     assert sorted(inside + across) == both
     assert {source // 2 == target // 2 for source, target, _ in inside} == {True}
     assert {source // 2 == target // 2 for source, target, _ in across} == {False}
@@ -101,7 +109,10 @@ def test_multicast_sends_a_token_once_per_node_and_once_per_rank_there():
     grid, tokens = all_ep(2, 2), 6
     copies = np.full((4, 8), tokens)  # every token has a copy for every expert, two at each rank
     node_tokens = np.full((4, 2 + 4, 1), tokens)
-    linear, multicast = dispatch(grid, copies, tokens, None), dispatch(grid, copies, tokens, node_tokens)
+    linear, multicast = (
+        dispatch(grid, copies, tokens, None),
+        dispatch(grid, copies, tokens, node_tokens),
+    )
     row, of_copy, of_stop = 4 * DIM, 4 + INDEX_BYTES, INDEX_BYTES
 
     def sent(work: Work, *, inside: bool) -> float:
@@ -132,7 +143,9 @@ def test_coded_rows_count_as_their_messages():
     messages = program_messages(coded, plain.sizes, dim=DIM, element_bytes=4)
     assert {size for *_, size in messages} == {coded_bytes("int8", 2, DIM, 4)}
     assert len(messages) == 12
-    other = program_messages(coded, plain.sizes, dim=DIM, element_bytes=4, coded=lambda codec, rows, dim, size: rows)
+    other = program_messages(
+        coded, plain.sizes, dim=DIM, element_bytes=4, coded=lambda codec, rows, dim, size: rows
+    )
     assert {size for *_, size in other} == {2}
 
 

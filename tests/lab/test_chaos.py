@@ -48,25 +48,38 @@ def test_links_are_cut_on_beds_only() -> None:
         ({"recovered": False}, "chaos.restarts_recovered"),
     ],
 )
-def test_a_broken_promise_is_a_claim_that_does_not_hold(broken: dict[str, object], claim: str) -> None:
+def test_a_broken_promise_is_a_claim_that_does_not_hold(
+    broken: dict[str, object], claim: str
+) -> None:
     sound = {"number": 0, "kind": "restart", "way": "", "rank": 1, "transport": "gloo"}
     sound |= {"reached": 7, "resumed": 6, "recovered": True}
     for changes, holds in (({}, True), (broken, False)):
         found = FaultOutcome(**{**sound, **changes})  # type: ignore[arg-type]
         assert found.is_wrong is not holds
-        rows = [asdict(found) | {"lost": found.lost, "may_be_lost": found.may_be_lost, "is_wrong": found.is_wrong}]
+        rows = [
+            asdict(found)
+            | {"lost": found.lost, "may_be_lost": found.may_be_lost, "is_wrong": found.is_wrong}
+        ]
         assert {each.name: each.holds for each in claims(rows)}[claim] is holds
 
 
 @pytest.mark.parametrize(
-    ("kinds", "steps"), [(["backward"], 24), pytest.param(["startup", "damage"], 60, marks=pytest.mark.random)]
+    ("kinds", "steps"),
+    [(["backward"], 24), pytest.param(["startup", "damage"], 60, marks=pytest.mark.random)],
 )
-def test_runs_under_fire_on_plain_processes_keep_every_promise(tmp_path: Path, kinds: list[str], steps: int) -> None:
+def test_runs_under_fire_on_plain_processes_keep_every_promise(
+    tmp_path: Path, kinds: list[str], steps: int
+) -> None:
     target = tmp_path / "chaos.json"
     words = ["--faults", str(len(kinds)), "--kinds", ",".join(kinds), "--steps", str(steps)]
     words += ["--no-bed", "--json", str(target)]
-    assert BENCHMARK.run([*words, "--keep", str(tmp_path / "kept")]) == 1  # they are not two hundred
+    assert (
+        BENCHMARK.run([*words, "--keep", str(tmp_path / "kept")]) == 1
+    )  # they are not two hundred
     found = json.loads(target.read_text())
     assert [row["line"] for row in found["rows"] if row["is_wrong"]] == []
     assert sorted(row["kind"] for row in found["rows"]) == sorted(kinds)
-    assert {claim["name"] for claim in found["claims"] if claim["holds"] is False} == {"chaos.faults", "chaos.kinds"}
+    assert {claim["name"] for claim in found["claims"] if claim["holds"] is False} == {
+        "chaos.faults",
+        "chaos.kinds",
+    }

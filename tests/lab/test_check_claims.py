@@ -36,12 +36,20 @@ def test_worlds_of_processes_are_counted_and_listed() -> None:
 
 @pytest.fixture
 def planted_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mutants, "MUTANTS", (*mutants.MUTANTS[:2], mutants.Mutant("nothing", "own", "step", "nobody")))
+    monkeypatch.setattr(
+        mutants,
+        "MUTANTS",
+        (*mutants.MUTANTS[:2], mutants.Mutant("nothing", "own", "step", "nobody")),
+    )
 
 
 @pytest.mark.usefixtures("planted_few")
-def test_a_bug_that_escapes_is_a_claim_that_does_not_hold(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "check", "--cases", "1", "--no-gloo", "--workers", "1", "--json", "-"]) == 1
+def test_a_bug_that_escapes_is_a_claim_that_does_not_hold(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        main(["bench", "check", "--cases", "1", "--no-gloo", "--workers", "1", "--json", "-"]) == 1
+    )
     found = json.loads(capsys.readouterr().out)
     caught = {row["mutant"]: row["caught_by"] for row in found["rows"] if "mutant" in row}
     assert list(caught.values()) == ["numbers", "numbers", "nobody"]

@@ -41,11 +41,21 @@ def found(cells: list[CommCell]) -> dict[str, float | None]:
 def test_the_committed_configuration_measures_what_the_claims_rest_on():
     config = read_config()
     kinds = {(s.kind, s.shape, bool(s.per_message)) for s in config.cells}
-    assert {("exchange", shape, cost) for shape in ("2x2", "4x2", "4x4") for cost in (False, True)} <= kinds
+    assert {
+        ("exchange", shape, cost) for shape in ("2x2", "4x2", "4x4") for cost in (False, True)
+    } <= kinds
     assert all(s.repeats >= 8 for s in config.cells)
     assert all(s.repeats >= 30 for s in config.cells if s.kind in ("limit", "lanes"))
     assert max(size for s in config.cells if s.shape == "2x2" for size in s.sizes_kib) == 32768
-    assert max(size for s in config.cells if s.kind == "exchange" and s.shape == "4x4" for size in s.sizes_kib) == 1024
+    assert (
+        max(
+            size
+            for s in config.cells
+            if s.kind == "exchange" and s.shape == "4x4"
+            for size in s.sizes_kib
+        )
+        == 1024
+    )
 
 
 # What the ranks check
@@ -56,7 +66,10 @@ def test_what_must_arrive_is_written_down_by_hand():
     rows = [torch.tensor([0, 1, 2, 3]), torch.tensor([10, 11, 12, 13])]
     assert comm_ranks.arriving(copies, rows, 0).tolist() == [0, 10, 11, 1, 2]
     assert comm_ranks.arriving(copies, rows, 1).tolist() == [12, 3, 13]
-    assert comm_ranks.arriving(copies, rows, 0, (0, 2)).tolist() == [10, 1]  # half of 1, 2, 2 and 0 rows
+    assert comm_ranks.arriving(copies, rows, 0, (0, 2)).tolist() == [
+        10,
+        1,
+    ]  # half of 1, 2, 2 and 0 rows
     assert comm_ranks.arriving(copies, rows, 0, (1, 2)).tolist() == [0, 11, 2]
 
 
@@ -85,7 +98,9 @@ def test_wrong_rows_are_refused(monkeypatch):
     monkeypatch.setattr(comm_ranks.dist, "get_rank", lambda: 1)
     rows = torch.arange(6.0).view(3, 2)
     comm_ranks._compare("linear", {"h": rows}, {"h": rows.clone()})
-    with pytest.raises(RuntimeError, match="linear: rank 1 did not get the rows that were sent to it, in slot h"):
+    with pytest.raises(
+        RuntimeError, match="linear: rank 1 did not get the rows that were sent to it, in slot h"
+    ):
         comm_ranks._compare("linear", {"h": rows}, {"h": rows.flip(0)})
 
 
@@ -95,7 +110,9 @@ def test_a_dispatch_in_chunks_moves_all_rows_once():
     parts = dispatch(grid, copies, 6, None, chunks=2)
     assert whole.program.outputs == ("h", "g")
     assert parts.program.outputs == ("h.0", "g.0", "h.1", "g.1")
-    assert sum(size for *_, size in parts.messages(8)) == sum(size for *_, size in whole.messages(8))
+    assert sum(size for *_, size in parts.messages(8)) == sum(
+        size for *_, size in whole.messages(8)
+    )
     assert not {task.op.value for task in parts.program.tasks} & {"expert", "combine"}
 
 
@@ -106,10 +123,14 @@ def test_a_share_is_claimed_at_the_worse_end_of_its_interval():
     limit = Sweep(kind="limit", repeats=30)
     steady = found([cell(limit, linear=[1.25] * 30)])
     assert steady["receive_first.link_share_2x2_4MiB"] == 0.8
-    spread = found([cell(limit, linear=[1.25] * 15 + [1.0] * 15)])["receive_first.link_share_2x2_4MiB"]
+    spread = found([cell(limit, linear=[1.25] * 15 + [1.0] * 15)])[
+        "receive_first.link_share_2x2_4MiB"
+    ]
     assert spread == 0.8
     assert found([cell(limit, linear=[1.0] * 29)])["receive_first.link_share_2x2_4MiB"] is None
-    assert found([cell(limit, 1024, linear=[1.0] * 30)])["receive_first.link_share_2x2_4MiB"] is None
+    assert (
+        found([cell(limit, 1024, linear=[1.0] * 30)])["receive_first.link_share_2x2_4MiB"] is None
+    )
 
 
 def test_pipelined_is_held_against_the_longer_of_its_lanes():
@@ -117,8 +138,16 @@ def test_pipelined_is_held_against_the_longer_of_its_lanes():
     one = cell(lanes, 1024, pipelined=[2.2] * 30, intra_alone=[2.0] * 30, inter_alone=[1.0] * 30)
     other = cell(lanes, 4096, pipelined=[3.0] * 30, intra_alone=[1.0] * 30, inter_alone=[2.5] * 30)
     assert found([one])["pipelined.over_longer_lane"] == pytest.approx(1.1)
-    spread = cell(lanes, 1024, pipelined=[2.0] * 14 + [3.0] * 16, intra_alone=[2.0] * 30, inter_alone=[1.0] * 30)
-    assert found([spread])["pipelined.over_longer_lane"] == 1.5  # its interval reaches from 1 to 1.5
+    spread = cell(
+        lanes,
+        1024,
+        pipelined=[2.0] * 14 + [3.0] * 16,
+        intra_alone=[2.0] * 30,
+        inter_alone=[1.0] * 30,
+    )
+    assert (
+        found([spread])["pipelined.over_longer_lane"] == 1.5
+    )  # its interval reaches from 1 to 1.5
     assert found([one, other])["pipelined.over_longer_lane"] == pytest.approx((1.1 + 1.2) / 2)
 
 
@@ -137,7 +166,9 @@ def test_small_messages_are_those_whose_charge_dominates():
     costly = Sweep(nodes=4, ranks_per_node=4, per_message=5000)
     cells = [
         cell(costly, 16, linear=[1.0] * 3, hier2d=[0.5] * 3),  # messages of 1 KiB
-        cell(costly, 64, linear=[1.0] * 3, hier2d=[9.0] * 3),  # messages of 4 KiB: the charge is their own size
+        cell(
+            costly, 64, linear=[1.0] * 3, hier2d=[9.0] * 3
+        ),  # messages of 4 KiB: the charge is their own size
         cell(replace(costly, per_message=16000), 64, linear=[1.0] * 3, hier2d=[0.7] * 3),
         cell(replace(costly, per_message=0), 16, linear=[1.0] * 3, hier2d=[9.0] * 3),
         cell(replace(costly, nodes=2), 16, linear=[1.0] * 3, hier2d=[9.0] * 3),
@@ -150,7 +181,11 @@ def test_what_was_not_measured_says_why():
     assert len(reasons) == 6
     assert all(reasons.values())
     short = claims([cell(Sweep(kind="limit"), linear=[1.0] * 8)])[0]
-    assert (short.value, short.holds, short.reason) == (None, None, "8 repeats, a ratio under 1.10 needs 30")
+    assert (short.value, short.holds, short.reason) == (
+        None,
+        None,
+        "8 repeats, a ratio under 1.10 needs 30",
+    )
 
 
 def test_a_row_holds_medians_bounds_and_what_crossed():
@@ -212,14 +247,34 @@ def test_a_small_run_on_a_bed(tmp_path, capsys):
     config = tmp_path / "small.toml"
     config.write_text(SMALL)
     results, picture = tmp_path / "found.json", tmp_path / "found.svg"
-    assert main(["bench", "comm", "--config", str(config), "--json", str(results), "--picture", str(picture)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "comm",
+                "--config",
+                str(config),
+                "--json",
+                str(results),
+                "--picture",
+                str(picture),
+            ]
+        )
+        == 0
+    )
     told = json.loads(results.read_text())
     rows = told["rows"]
     assert [row["method"] for row in rows if row["what"] == "exchange"] == [
         "linear", "hier1d", "hier2d", "hier3d", "naive", "pipelined", "sequential", "torch",
     ]  # fmt: skip
-    assert [row["method"] for row in rows if row["what"] == "dispatch"] == ["linear", "multicast", "multicast/2"]
-    assert {row["across_bytes"] for row in rows if row["what"] == "exchange"} == {2048}  # half of four KiB
+    assert [row["method"] for row in rows if row["what"] == "dispatch"] == [
+        "linear",
+        "multicast",
+        "multicast/2",
+    ]
+    assert {row["across_bytes"] for row in rows if row["what"] == "exchange"} == {
+        2048
+    }  # half of four KiB
     assert {row["bound_seconds"] for row in rows if row["method"] == "torch"} == {1024 / 25e6}
     assert all(row["median_seconds"] > row["bound_seconds"] for row in rows)
     sent = {row["method"]: row["across_bytes"] for row in rows if row["what"] == "dispatch"}

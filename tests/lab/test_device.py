@@ -18,7 +18,15 @@ SMALL = DeviceShape(tokens=32, dim=16, hidden=8, experts=4, top_k=2)
 
 
 def case(**options: str) -> DeviceCase:
-    return DeviceCase(**{"shape": SMALL, "dtype": "float32", "activation": "swiglu", "routed": "balanced", **options})  # type: ignore[arg-type]
+    return DeviceCase(
+        **{
+            "shape": SMALL,
+            "dtype": "float32",
+            "activation": "swiglu",
+            "routed": "balanced",
+            **options,
+        }
+    )  # type: ignore[arg-type]
 
 
 def test_the_table_has_every_case_once() -> None:
@@ -75,7 +83,9 @@ def cell(layer: float, **options: str) -> DeviceCell:
     if options.get("activation") != "gelu":
         seconds |= {"slow": (4.0,) * 3, "fast": (2.0,) * 2}
         growth |= {"slow": 20, "fast": 40}
-    return DeviceCell(case=case(**options), counts=(16,) * 4, seconds=seconds, growth_bytes=growth, absent={})
+    return DeviceCell(
+        case=case(**options), counts=(16,) * 4, seconds=seconds, growth_bytes=growth, absent={}
+    )
 
 
 def rows_of(*cells: DeviceCell, kept: bool = True) -> list[dict[str, object]]:
@@ -98,7 +108,11 @@ def test_a_row_has_both_bounds() -> None:
 
 
 def test_claims_of_the_systems_own_allocator_say_so() -> None:
-    rows = [*rows_of(cell(1.05, dtype="bfloat16")), *rows_of(cell(1.02)), *rows_of(cell(1.4), kept=False)]
+    rows = [
+        *rows_of(cell(1.05, dtype="bfloat16")),
+        *rows_of(cell(1.02)),
+        *rows_of(cell(1.4), kept=False),
+    ]
     found = {claim.name: claim.value for claim in claims(rows)}
     name = "cpu.t32_d16_h8_e4_k2"
     assert found[f"{name}.float32.balanced_over_lb"] == pytest.approx(1.02)
@@ -114,14 +128,28 @@ def test_a_kept_case_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_
     assert rows_with("e8 float32 gelu balanced", keep=str(tmp_path)) == rows
 
 
-def rows_with(only: str, keep: str | None = None, told: Callable[[str], object] = len) -> list[dict[str, object]]:
-    return measure_all(only, 20, threads=torch.get_num_threads(), peers=True, keep_freed=False, keep=keep, told=told)
+def rows_with(
+    only: str, keep: str | None = None, told: Callable[[str], object] = len
+) -> list[dict[str, object]]:
+    return measure_all(
+        only,
+        20,
+        threads=torch.get_num_threads(),
+        peers=True,
+        keep_freed=False,
+        keep=keep,
+        told=told,
+    )
 
 
 def test_a_missing_peer_leaves_a_claim_without_a_value() -> None:
     seconds = {LB: (1.0,), ROUTER: (1.0,), LAYER: (1.0,)}
     one = DeviceCell(
-        case=case(), counts=(16,) * 4, seconds=seconds, growth_bytes={}, absent={"deepspeed": "not installed"}
+        case=case(),
+        counts=(16,) * 4,
+        seconds=seconds,
+        growth_bytes={},
+        absent={"deepspeed": "not installed"},
     )
     claim = next(claim for claim in claims(rows_of(one)) if claim.name.endswith("over_best_peer"))
     assert (claim.value, claim.reason) == (None, "not installed")

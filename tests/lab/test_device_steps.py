@@ -29,16 +29,25 @@ def ended(rows: list[dict]) -> dict[str, str]:
     return {row["step"]: row["ended"] for row in rows if row.get("what") == "step"}
 
 
-def test_a_step_that_crashes_or_hangs_costs_its_own_figures_alone(tmp_path: Path, monkeypatch) -> None:
+def test_a_step_that_crashes_or_hangs_costs_its_own_figures_alone(
+    tmp_path: Path, monkeypatch
+) -> None:
     layer = next(iter(LAYERS)).name
-    held = {"rows": {"dense": {"name": "dense", "tflops": 700.0}, "plans": {"name": "plans", "worst": 1e-7}}}
+    held = {
+        "rows": {
+            "dense": {"name": "dense", "tflops": 700.0},
+            "plans": {"name": "plans", "worst": 1e-7},
+        }
+    }
     lines = [
         step("compile", "import time; time.sleep(0.2)", background=True),
         step("tests", "print('all well')", output="tests.txt"),
         step(f"layer.{layer}", "print('before'); import os; os.abort()"),
         step("sonic", "import time; time.sleep(60)", seconds=1.0),
         step("absent", "", needs="no-such-program"),
-        step("rows", f"import json; json.dump({held!r}, open({str(tmp_path / 'rows.json')!r}, 'w'))"),
+        step(
+            "rows", f"import json; json.dump({held!r}, open({str(tmp_path / 'rows.json')!r}, 'w'))"
+        ),
         step("memcheck", "print('two steps may write to one file')", output="tests.txt"),
     ]
     monkeypatch.setattr(steps, "steps", lambda *_, **__: lines)
@@ -57,14 +66,17 @@ def test_a_step_that_crashes_or_hangs_costs_its_own_figures_alone(tmp_path: Path
         "ended after 1 s" in by_name[f"gpu.{layer}.over_sonic"]["reason"]
         or by_name[f"gpu.{layer}.over_sonic"]["reason"]
     )
-    assert next(row for row in written["rows"] if row.get("name") == f"sonic.{layer}")["error"].startswith(
-        "ended after 1 s"
-    )
+    assert next(row for row in written["rows"] if row.get("name") == f"sonic.{layer}")[
+        "error"
+    ].startswith("ended after 1 s")
     assert "DRY RUN" in written["notes"]
 
 
 def test_a_later_call_runs_what_did_not_end_well(tmp_path: Path, monkeypatch) -> None:
-    well, badly = step("tests", "print('once')", output="tests.txt"), step("checks", "raise SystemExit(1)")
+    well, badly = (
+        step("tests", "print('once')", output="tests.txt"),
+        step("checks", "raise SystemExit(1)"),
+    )
     monkeypatch.setattr(steps, "steps", lambda *_, **__: [well, badly])
     assert ended(run(tmp_path, dry=True)) == {"tests": "ok", "checks": "exit code 1"}
     mended = step("checks", "")
@@ -85,12 +97,29 @@ def test_the_steps_fit_three_calls_and_the_files(tmp_path: Path) -> None:
     planned = steps.steps(tmp_path, dry=False)
     names = [each.name for each in planned]
     assert {each.output for each in planned if each.output} <= set(FILES)
-    assert [name for name in names if name.startswith("layer.")] == [f"layer.{each.name}" for each in LAYERS]
-    firsts = ["compile", "tests", "checks", "plans", "training", "sharded", names[6], "sonic", "whole", "transformers"]
+    assert [name for name in names if name.startswith("layer.")] == [
+        f"layer.{each.name}" for each in LAYERS
+    ]
+    firsts = [
+        "compile",
+        "tests",
+        "checks",
+        "plans",
+        "training",
+        "sharded",
+        names[6],
+        "sonic",
+        "whole",
+        "transformers",
+    ]
     firsts += ["finetune"]
     assert [name for name in names if name in firsts] == firsts
     assert names[-3:] == ["memcheck", "racecheck", "ncu"]
-    usual = sum(7.5 if each.name.startswith("layer") else each.seconds for each in planned if not each.background)
+    usual = sum(
+        7.5 if each.name.startswith("layer") else each.seconds
+        for each in planned
+        if not each.background
+    )
     assert usual < 3 * steps.SECONDS
 
 
@@ -103,7 +132,10 @@ def test_a_dry_run_goes_through_every_step(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "compiled.json").read_text())["failures"] == []
     found = {claim.name: claim for claim in claims(rows)}
     assert found["gpu.tests_failed"].value == found["gpu.checks_failed"].value == 0
-    assert all(found[f"gpu.{name}"].holds for name in ("plans.worst_error", "training.worst_difference_of_a_loss"))
+    assert all(
+        found[f"gpu.{name}"].holds
+        for name in ("plans.worst_error", "training.worst_difference_of_a_loss")
+    )
 
 
 def test_the_planner_reads_the_profile(tmp_path: Path) -> None:
@@ -119,7 +151,10 @@ def test_the_planner_reads_the_profile(tmp_path: Path) -> None:
 
 
 def test_a_plan_with_a_wrong_result_or_an_error_is_the_worst() -> None:
-    well = [{"plan": "a", "error": 1e-7, "is_lossless": True}, {"plan": "b", "error": 1e-2, "is_lossless": False}]
+    well = [
+        {"plan": "a", "error": 1e-7, "is_lossless": True},
+        {"plan": "b", "error": 1e-2, "is_lossless": False},
+    ]
     assert ranks.worst_of([well, [well[0] | {"error": 1e-3}, well[1]]])["worst"] == 1e-3
     assert ranks.worst_of([well, well])["worst"] == 1e-7
     broken = {"plan": "b", "reason": "ValueError: no", "is_lossless": False}
@@ -137,9 +172,19 @@ def test_ranks_that_share_a_gpu_have_hosts_of_their_own(rank: int, monkeypatch) 
 @pytest.mark.random
 def test_plans_and_training_of_four_ranks_equal_one_process() -> None:
     rows = {"plans": ranks.plans_row(dry=True), "training": ranks.training_row(dry=True)}
-    assert {row["plan"] for row in rows["plans"]["plans"]} >= {"s2", "multicast", "hier2d", "int8", "shadow"}
+    assert {row["plan"] for row in rows["plans"]["plans"]} >= {
+        "s2",
+        "multicast",
+        "hier2d",
+        "int8",
+        "shadow",
+    }
     assert rows["plans"]["worst"] < 1e-5
-    assert set(rows["training"]["losses"]) == {"one process", *ranks.MESHES, "resumed on another mesh"}
+    assert set(rows["training"]["losses"]) == {
+        "one process",
+        *ranks.MESHES,
+        "resumed on another mesh",
+    }
     assert rows["training"]["worst"] < 1e-4
 
 
@@ -165,10 +210,18 @@ def test_a_failure_is_printed_before_the_run_ends(tmp_path: Path) -> None:
 
 
 def test_a_step_writes_a_row_for_each_of_its_words(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(whole, "model_row", lambda family, *, dry: {"family": family} if family != "gpt_oss" else 1 / 0)
+    monkeypatch.setattr(
+        whole,
+        "model_row",
+        lambda family, *, dry: {"family": family} if family != "gpt_oss" else 1 / 0,
+    )
     assert main(["transformers", str(tmp_path), *steps.FAMILIES, "--dry"]) == 1
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [row.get("error", "") for row in rows.values()] == ["", "", "ZeroDivisionError: division by zero"]
+    assert [row.get("error", "") for row in rows.values()] == [
+        "",
+        "",
+        "ZeroDivisionError: division by zero",
+    ]
     assert set(rows) == {f"transformers.{family}" for family in steps.FAMILIES}
     assert set(whole.FAMILIES) == set(steps.FAMILIES)
     monkeypatch.setattr(whole, "layer_row", lambda *, dry: {"eager_ms": 1.0})

@@ -30,7 +30,10 @@ def test_without_torch_the_package_is_named(
 
 @pytest.mark.parametrize("benchmark", ["comm", "layer", "train", "balance"])
 def test_bad_input_and_missing_rights_are_refused_before_anything_is_measured(
-    benchmark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    benchmark: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     missing = "no emulated cluster on this machine: tc is missing: install iproute2"
     monkeypatch.setattr("moesaic_testbed.refusal", lambda: missing)
@@ -52,7 +55,9 @@ def test_a_configuration_narrows_to_parts_and_repeats() -> None:
     config = read_config().narrowed(only=("pipelining", "ablation"), repeats=3)
     assert [cell.section for cell in config.cells] == ["pipelining", "orders", "orders", "ablation"]
     assert {cell.repeats for cell in config.cells} == {cell.pairs for cell in config.cells} == {3}
-    with pytest.raises(InputError, match="--only codec: the configuration has no such part: did you mean codecs"):
+    with pytest.raises(
+        InputError, match="--only codec: the configuration has no such part: did you mean codecs"
+    ):
         read_config().narrowed(only=("codec",))
     with pytest.raises(InputError, match="--only codecs: the configuration has no such part"):
         config.narrowed(only=("codecs",))

@@ -34,7 +34,9 @@ def test_the_guide_names_the_contract_tests_of_every_kind(kind: str) -> None:
         assert (ROOT / path).exists()
 
 
-def test_a_part_that_touches_more_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_touches_more_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     part = next(part for part in PARTS if part.kind == "router")
 
     def everywhere(extension: object, root: Path) -> None:
@@ -53,12 +55,20 @@ def test_a_part_that_touches_more_is_counted(tmp_path: Path, monkeypatch: pytest
             'import a\n\nX = {\n    "b": a.b,\n}\nY = 1\n',
             'import a\nimport new\n\nX = {\n    "b": a.b,\n"c": new.c,}\nY = 1\n',
         ),
-        ('import a\nX = {"b": 1}\nY = {}\n', 'import a\nimport new\nX = {"b": 1, "c": new.c,}\nY = {}\n'),
-        ("import a\nX: dict[str, int] = {}\n", 'import a\nimport new\nX: dict[str, int] = {"c": new.c,}\n'),
+        (
+            'import a\nX = {"b": 1}\nY = {}\n',
+            'import a\nimport new\nX = {"b": 1, "c": new.c,}\nY = {}\n',
+        ),
+        (
+            "import a\nX: dict[str, int] = {}\n",
+            'import a\nimport new\nX: dict[str, int] = {"c": new.c,}\n',
+        ),
     ],
 )
 def test_a_line_goes_to_the_end_of_its_registry(text: str, expected: str) -> None:
-    line = extending.RegistryLine(path="x.py", registry="X", imports="import new\n", entry='"c": new.c,')
+    line = extending.RegistryLine(
+        path="x.py", registry="X", imports="import new\n", entry='"c": new.c,'
+    )
     assert extending._with(text, line) == expected
 
 
@@ -73,6 +83,7 @@ def test_claims_tell_a_simulator_that_is_wrong_either_way() -> None:
 
 def test_tests_that_nobody_saw_pass_are_no_claim() -> None:
     rows = [
-        {"files_touched": 2, "tests_passed": passed, "tests_failed": 0, "even_over_exact": 1.0} for passed in (9, 0)
+        {"files_touched": 2, "tests_passed": passed, "tests_failed": 0, "even_over_exact": 1.0}
+        for passed in (9, 0)
     ]
     assert extending.claims(rows)[-1].value is None

@@ -50,7 +50,8 @@ def kernels(shape: str) -> list[str]:
     found = next(
         claims
         for each in H200
-        if f"{layer}.forward_tflops" in (claims := {claim["name"]: claim for claim in each["claims"]})
+        if f"{layer}.forward_tflops"
+        in (claims := {claim["name"]: claim for claim in each["claims"]})
     )
     speeds = [found[f"{layer}.{direction}_tflops"] for direction in ("forward", "backward")]
     return [
@@ -77,7 +78,9 @@ def test_steps_are_those_of_the_results() -> None:
         ]
         for dtype in ("float32", "bfloat16")
     }
-    spans = [f"{min(ratios):.2f} to {max(ratios):.2f} in {dtype}" for dtype, ratios in layers.items()]
+    spans = [
+        f"{min(ratios):.2f} to {max(ratios):.2f} in {dtype}" for dtype, ratios in layers.items()
+    ]
     titan = [claim("train", f"train.top{top_k}.step_over_torch_ep") for top_k in (2, 4, 8)]
     assert [share for _, share in table("alternative")] == [
         ", ".join(spans),
@@ -91,7 +94,9 @@ def test_predictions_are_those_of_the_ledger() -> None:
     rows = []
     for name, (kind, machines) in PREDICTED.items():
         errors = [each.error for each in found if each.kind == kind and each.machine in machines]
-        rows.append([name, str(len(errors)), f"{statistics.median(errors):.0%}", f"{max(errors):.0%}"])
+        rows.append(
+            [name, str(len(errors)), f"{statistics.median(errors):.0%}", f"{max(errors):.0%}"]
+        )
     assert table("predicted") == rows
 
 

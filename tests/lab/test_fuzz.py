@@ -44,11 +44,17 @@ ELSEWHERE = {
     ("train/shard_metadata.py", "read_metadata"): "hands the file to read_list",
     ("train/watch.py", "_give_up"): "reads what ranks wrote into their store",
     ("train/launch.py", "_state_of_process"): "reads /proc",
-    ("train/run_folder.py", "_read_owner"): "is handed text, by tests/train/test_run_folder.py of every kind",
+    (
+        "train/run_folder.py",
+        "_read_owner",
+    ): "is handed text, by tests/train/test_run_folder.py of every kind",
     ("train/state.py", "_write_tokenizer"): "compares what it is about to write",
     ("measure/here.py", "_processor"): "reads /proc",
     ("kernels/triton/rows/measured.py", "_tiles"): "reads a file of the package",
-    ("kernels/products.py", "_is_zen_5"): "reads /proc, and is handed texts by tests/kernels/test_products.py",
+    (
+        "kernels/products.py",
+        "_is_zen_5",
+    ): "reads /proc, and is handed texts by tests/kernels/test_products.py",
     ("train/watch.py", "_moved_bytes"): "reads /proc",
     ("comm/process_groups.py", "_other_threads_run"): "reads /proc",
     (
@@ -57,7 +63,10 @@ ELSEWHERE = {
     ): "copies bytes; tests/weights/test_convert.py and kinds.py try other kinds of files",
     ("weights/run.py", "write_tokenizer"): "reads the text of a tokenizer that is loaded",
     ("finetune/recipe.py", "on_step_begin"): "reads what the same ranks saved, as tensors only",
-    ("transformers/resume.py", "_load_optimizer_and_scheduler"): "reads what a trainer saved, as tensors only",
+    (
+        "transformers/resume.py",
+        "_load_optimizer_and_scheduler",
+    ): "reads what a trainer saved, as tensors only",
     ("testing/runner.py", "on_ranks"): "reads what its processes wrote",
 }
 """What reads something else than a person's file, or is tried elsewhere."""
@@ -69,7 +78,11 @@ def takes_in(call: ast.Call) -> bool:
         return False
     name = ast.unparse(call.func)
     if name not in ("os.open", "Trace.open") and (name == "open" or name.endswith(".open")):
-        modes = [each.value for each in call.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        modes = [
+            each.value
+            for each in call.args
+            if isinstance(each, ast.Constant) and isinstance(each.value, str)
+        ]
         return not any(letter in mode for mode in modes for letter in "wax")
     return any(name == word or name.endswith(f".{word}") for word in READS)
 
@@ -170,10 +183,13 @@ def test_an_error_that_escapes_is_told_with_its_input(tmp_path: Path) -> None:
 
 def test_a_crash_is_named_by_the_line_of_the_library_wherever_the_environment_lies() -> None:
     numpys = from_file(
-        "/clones/moesaic/.venv/lib/python3.11/site-packages/numpy/io.py", "lambda data: data.index(b'y')"
+        "/clones/moesaic/.venv/lib/python3.11/site-packages/numpy/io.py",
+        "lambda data: data.index(b'y')",
     )
     for number, place in enumerate(("errors.py", "traces/trace.py")):
-        reader = from_file(str(SOURCE / place), "\n" * number + "lambda function, data: function(data)")
+        reader = from_file(
+            str(SOURCE / place), "\n" * number + "lambda function, data: function(data)"
+        )
         target = Target("read it", st.just((True, b"x")), partial(reader, numpys))
         target.drawn(1, 0)()
         assert list(target.crashes) == [f"ValueError at moesaic/{place}:{1 + number}"]
@@ -197,7 +213,9 @@ def test_a_worker_that_dies_is_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(row["crashes"]) == ["the worker ended with 1"]
 
 
-def test_a_slow_reader_goes_on_beside_a_command_that_has_had_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_goes_on_beside_a_command_that_has_had_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def drawn(target: run.Target, count: int, number: int) -> Callable[[], None]:
         def take() -> None:
             target.inputs += count
@@ -206,7 +224,10 @@ def test_a_slow_reader_goes_on_beside_a_command_that_has_had_enough(monkeypatch:
         return take
 
     monkeypatch.setattr(run.Target, "drawn", drawn)
-    targets = [run.Target("read slow", st.none(), repr), run.Target("command quick", st.none(), repr)]
+    targets = [
+        run.Target("read slow", st.none(), repr),
+        run.Target("command quick", st.none(), repr),
+    ]
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
         run._batch(theirs, targets, 100, 0)

@@ -13,12 +13,20 @@ def test_a_command_that_writes_through_a_link_or_has_no_end_is_noticed(
     fuzz_bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = {"mine": "a", "theirs": "b"}
-    assert kinds._problem(kinds.Ended(0, ""), outside, outside | {"mine": "c"}) == "wrote outside: mine"
+    assert (
+        kinds._problem(kinds.Ended(0, ""), outside, outside | {"mine": "c"})
+        == "wrote outside: mine"
+    )
     assert kinds._problem(kinds.Ended(0, ""), outside, {"mine": "a"}) == "wrote outside: theirs"
-    assert kinds._problem(kinds.Ended(3, "Traceback (most recent call last)"), {}, {}).startswith("code 3")
+    assert kinds._problem(kinds.Ended(3, "Traceback (most recent call last)"), {}, {}).startswith(
+        "code 3"
+    )
     assert kinds._problem(kinds.Ended(2, "moesaic report: is a pipe"), outside, outside) == ""
     monkeypatch.setattr(kinds, "MOST_SECONDS", 0.01)
-    assert kinds.tried(fuzz_bases, "why-hung", "run/hang.json", "folder", tmp_path / "one") == "had no end"
+    assert (
+        kinds.tried(fuzz_bases, "why-hung", "run/hang.json", "folder", tmp_path / "one")
+        == "had no end"
+    )
 
 
 def test_names_are_those_that_a_command_uses(fuzz_bases: Path, tmp_path: Path) -> None:
@@ -28,13 +36,17 @@ def test_names_are_those_that_a_command_uses(fuzz_bases: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("command", ["report", "why-hung", "trace"])
-def test_whatever_lies_in_place_of_a_file_nothing_outside_changes(command: str, fuzz_bases: Path) -> None:
+def test_whatever_lies_in_place_of_a_file_nothing_outside_changes(
+    command: str, fuzz_bases: Path
+) -> None:
     row = kinds.row(fuzz_bases, command, str, every=5)
     assert row["inputs"] >= 1
     assert row["crashes"] == {}
 
 
 @pytest.mark.random
-@pytest.mark.parametrize("command", ["resume", "replace", "sample", "convert", "convert a run", "verify"])
+@pytest.mark.parametrize(
+    "command", ["resume", "replace", "sample", "convert", "convert a run", "verify"]
+)
 def test_commands_that_write_much_change_nothing_outside(command: str, fuzz_bases: Path) -> None:
     assert kinds.row(fuzz_bases, command, str, every=29)["crashes"] == {}

@@ -26,7 +26,9 @@ def comparison(*made: Headline) -> Comparison:
 
 
 def timed(**seconds: float) -> TimedCell:
-    return TimedCell(timings={name: Timing.of((each, 2 * each, each)) for name, each in seconds.items()})
+    return TimedCell(
+        timings={name: Timing.of((each, 2 * each, each)) for name, each in seconds.items()}
+    )
 
 
 def test_every_paper_has_a_headline_whose_figure_is_published() -> None:
@@ -49,7 +51,11 @@ def test_a_gain_and_a_quotient_of_times_are_ratios_of_speeds() -> None:
 
 def test_a_ratio_is_of_the_fastest_on_each_side() -> None:
     headline = Headline(
-        cells=("schemoe.layers.gain",), what="w", slow=("plain", "slower"), fast=("a", "b"), why="because"
+        cells=("schemoe.layers.gain",),
+        what="w",
+        slow=("plain", "slower"),
+        fast=("a", "b"),
+        why="because",
     )
     rows = rows_of(comparison(headline), timed(plain=2.0, slower=3.0, a=1.0, b=0.8), 0.5)
     first = rows[0]
@@ -59,11 +65,20 @@ def test_a_ratio_is_of_the_fastest_on_each_side() -> None:
     assert [row["method"] for row in rows[1:]] == ["plain", "slower", "a", "b"]
 
 
-@pytest.mark.parametrize(("seconds", "holds"), [(1.0, False), (1.0 / 1.10, False), (1.0 / 1.12, True)])
-def test_a_claim_needs_half_of_the_published_gain_and_says_what_was_not_run(seconds: float, holds: bool) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "holds"), [(1.0, False), (1.0 / 1.10, False), (1.0 / 1.12, True)]
+)
+def test_a_claim_needs_half_of_the_published_gain_and_says_what_was_not_run(
+    seconds: float, holds: bool
+) -> None:
     one = Headline(cells=("schemoe.layers.gain",), what="w", slow=("plain",), fast=("a",))
-    found = {claim.name: claim for claim in claims(rows_of(comparison(one), timed(plain=1.0, a=seconds), 0.5))}
-    assert list(found) == [f"papers.{each.cells[0]}" for of_paper in MADE for each in of_paper.headlines]
+    found = {
+        claim.name: claim
+        for claim in claims(rows_of(comparison(one), timed(plain=1.0, a=seconds), 0.5))
+    }
+    assert list(found) == [
+        f"papers.{each.cells[0]}" for of_paper in MADE for each in of_paper.headlines
+    ]
     assert all(claim.target is not None and claim.target > 1 for claim in found.values())
     assert found["papers.schemoe.layers.gain"].target == pytest.approx(1.11)
     assert found["papers.schemoe.layers.gain"].holds is holds

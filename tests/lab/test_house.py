@@ -22,9 +22,13 @@ RATCHET = {
 
 def test_a_class_name_in_two_files_has_two_meanings(tmp_path: Path) -> None:
     rooms = package(
-        tmp_path, a="class Job: ...\nclass _Row: ...\n", b="class Job: ...\nclass _Row: ...\nclass Other: ...\n"
+        tmp_path,
+        a="class Job: ...\nclass _Row: ...\n",
+        b="class Job: ...\nclass _Row: ...\nclass Other: ...\n",
     )
-    assert house.names_with_two_meanings(sorted(rooms.rglob("*.py"))) == {"Job": ["rooms/a.py", "rooms/b.py"]}
+    assert house.names_with_two_meanings(sorted(rooms.rglob("*.py"))) == {
+        "Job": ["rooms/a.py", "rooms/b.py"]
+    }
 
 
 @pytest.mark.parametrize(
@@ -39,7 +43,9 @@ def test_tokens_that_come_back_to_a_file_are_a_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, b: str, returns: list[str]
 ) -> None:
     rooms = package(
-        tmp_path, a="def f(x):\n    from rooms import b\n    h(x)\n    b.g(x)\ndef h(y):\n    return y\n", b=b
+        tmp_path,
+        a="def f(x):\n    from rooms import b\n    h(x)\n    b.g(x)\ndef h(y):\n    return y\n",
+        b=b,
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("rooms", "rooms.a", "rooms.b"):
@@ -61,7 +67,9 @@ def test_lines_of_code_are_those_that_do_something(tmp_path: Path) -> None:
         + ': skip\n"""A constant."""\n'
     )
     (tmp_path / "a.py").write_text(text)
-    assert house.FileSize.of(tmp_path / "a.py") == house.FileSize(lines=3, statements=4, formatter_off=1)
+    assert house.FileSize.of(tmp_path / "a.py") == house.FileSize(
+        lines=3, statements=4, formatter_off=1
+    )
 
 
 def test_the_figures_do_not_grow() -> None:

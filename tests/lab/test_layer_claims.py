@@ -54,7 +54,10 @@ def test_best_over_baseline_is_the_median_over_meshes_of_tp_and_etp_4() -> None:
 
 def test_worst_over_single_is_one_where_the_best_plan_is_the_fastest_single() -> None:
     assert (
-        value("layer.worst_over_best_single", cell("schedules", {"baseline": 3.0, "s1": 1.0, "s2": 1.2}, best="s1"))
+        value(
+            "layer.worst_over_best_single",
+            cell("schedules", {"baseline": 3.0, "s1": 1.0, "s2": 1.2}, best="s1"),
+        )
         == 1
     )
 
@@ -68,28 +71,43 @@ def test_worst_over_single_takes_the_fastest_single_and_the_worst_cell() -> None
 
 def test_a_ratio_near_one_wants_many_pairs_and_is_taken_at_the_worse_end() -> None:
     few = cell("schedules", {"s1": 1.0, "s2": 1.02}, best="s2")
-    assert reason("layer.worst_over_best_single", few) == "a cell: 8 repeats, a ratio under 1.10 needs 30"
+    assert (
+        reason("layer.worst_over_best_single", few)
+        == "a cell: 8 repeats, a ratio under 1.10 needs 30"
+    )
     spread = [1.0, 1.04] * 20
-    many = cell("schedules", {"s1": [1.0] * 40, "s2": spread}, best="s2", near=("s1", "s2"), pairs=40)
+    many = cell(
+        "schedules", {"s1": [1.0] * 40, "s2": spread}, best="s2", near=("s1", "s2"), pairs=40
+    )
     assert value("layer.worst_over_best_single", many) == pytest.approx(1.04)
 
 
 def test_plans_that_do_the_same_are_no_slower_than_each_other() -> None:
-    same = cell("schedules", {"baseline": 1.0}, best="baseline", same={"s1": "baseline", "s2": "baseline"})
+    same = cell(
+        "schedules", {"baseline": 1.0}, best="baseline", same={"s1": "baseline", "s2": "baseline"}
+    )
     assert value("layer.worst_over_best_single", same) == 1
 
 
 def switch(again: float, first: float = 0.2, first_call: float = 0.3) -> Switch:
     return Switch(
-        first_seconds=first, first_call_seconds=first_call, again_seconds=again, messages=0, allocated_bytes=0
+        first_seconds=first,
+        first_call_seconds=first_call,
+        again_seconds=again,
+        messages=0,
+        allocated_bytes=0,
     )
 
 
 def test_a_switch_counts_as_a_share_of_its_own_step() -> None:
-    found = cell("adaptive_r", {"r=1": 10.0, "r=0": 5.0}, switches={"r=1": switch(0.01), "r=0": switch(0.02)})
+    found = cell(
+        "adaptive_r", {"r=1": 10.0, "r=0": 5.0}, switches={"r=1": switch(0.01), "r=0": switch(0.02)}
+    )
     assert value("layer.switch_cost_share", found) == pytest.approx(0.02 / 5)
     assert value("layer.first_switch_share", found) == pytest.approx(0.5 / 5)
-    assert "that counts switches" in reason("layer.switch_cost_share", cell("adaptive_r", {"r=1": 1.0}))
+    assert "that counts switches" in reason(
+        "layer.switch_cost_share", cell("adaptive_r", {"r=1": 1.0})
+    )
 
 
 def test_adaptive_r_is_held_against_the_best_r_that_stays() -> None:
@@ -127,15 +145,30 @@ def test_rows_say_virtual_compute_and_what_is_the_same() -> None:
 
 def some_cells() -> list[Any]:
     sized = [
-        cell("adaptive_r", {"r=1": f, "r=0": 3.0}, factor=f, place=AdaptiveR(name=name), switches={"r=1": switch(0.01)})
+        cell(
+            "adaptive_r",
+            {"r=1": f, "r=0": 3.0},
+            factor=f,
+            place=AdaptiveR(name=name),
+            switches={"r=1": switch(0.01)},
+        )
         for name in ("base", "large")
         for f in (1.0, 8.0)
     ]
     schedules = [
-        cell("schedules", {"baseline": 4.0, "s1": 2.0}, best="s1", grid=grid, label=str(n), same={"s2": "s1"})
+        cell(
+            "schedules",
+            {"baseline": 4.0, "s1": 2.0},
+            best="s1",
+            grid=grid,
+            label=str(n),
+            same={"s2": "s1"},
+        )
         for n, grid in enumerate((Grid(world=16, tp=2, ep=16, ranks_per_node=4), TP4, STRIDED))
     ]
-    rest = [cell(part, {"a": 1.0, "b": 2.0}) for part in ("pipelining", "orders", "codecs", "ablation")]
+    rest = [
+        cell(part, {"a": 1.0, "b": 2.0}) for part in ("pipelining", "orders", "codecs", "ablation")
+    ]
     return [*schedules, *sized, *rest]
 
 
@@ -166,4 +199,6 @@ def test_panels_show_each_mesh_size_and_part_with_bounds() -> None:
     assert first["best"].y == first["s2"].y == (2000.0,)
     assert first["baseline"].bounds == (750.0,)
     assert made[3].series[0].x == (1.0, 8.0)
-    assert any("virtual compute" in on.get_ylabel() for on in figure("title", made, BENCHMARK.notes).axes)
+    assert any(
+        "virtual compute" in on.get_ylabel() for on in figure("title", made, BENCHMARK.notes).axes
+    )

@@ -38,7 +38,14 @@ from program.even import even_sizes
 
 GRID = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
 PLACE = LayerPlace(
-    nodes=2, ranks_per_node=2, intra="400mbit", dim=8, hidden=16, num_experts=4, tokens_per_rank=8, gflops=1e3
+    nodes=2,
+    ranks_per_node=2,
+    intra="400mbit",
+    dim=8,
+    hidden=16,
+    num_experts=4,
+    tokens_per_rank=8,
+    gflops=1e3,
 )
 
 
@@ -51,10 +58,18 @@ def test_the_committed_configuration_holds_every_part() -> None:
     for cell in config.cells:
         parts.setdefault(cell.section, []).append(cell)
         assert cell.repeats >= 8
-        assert cell.pairs >= (12 if isinstance(cell, AdaptiveR) else 30)  # nothing near 1 is claimed about r
+        assert cell.pairs >= (
+            12 if isinstance(cell, AdaptiveR) else 30
+        )  # nothing near 1 is claimed about r
     assert list(parts) == ["schedules", "adaptive_r", "pipelining", "orders", "codecs", "ablation"]
-    (schedules, larger), (pipelining,), (codecs,) = parts["schedules"], parts["pipelining"], parts["codecs"]
-    assert larger.tokens_per_rank >= 512 > schedules.tokens_per_rank, "Parm's SAA gains from 512 tokens on"
+    (schedules, larger), (pipelining,), (codecs,) = (
+        parts["schedules"],
+        parts["pipelining"],
+        parts["codecs"],
+    )
+    assert larger.tokens_per_rank >= 512 > schedules.tokens_per_rank, (
+        "Parm's SAA gains from 512 tokens on"
+    )
     assert (schedules.nodes, schedules.ranks_per_node) == (4, 4)
     assert schedules.tp == schedules.etp == (1, 2, 4)
     assert {each.name for each in parts["adaptive_r"]} == {"base", "large"}
@@ -67,12 +82,19 @@ def test_the_committed_configuration_holds_every_part() -> None:
 # Routing
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(64, 2, 16), (8, 1, 4), (12, 4, 4), (0, 2, 4)])
-def test_every_choice_is_balanced_and_no_token_chooses_twice(tokens: int, top_k: int, experts: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"), [(64, 2, 16), (8, 1, 4), (12, 4, 4), (0, 2, 4)]
+)
+def test_every_choice_is_balanced_and_no_token_chooses_twice(
+    tokens: int, top_k: int, experts: int
+) -> None:
     choice = balanced_choice(tokens, top_k, experts, seed=3)
     expert = choice.expert.view(tokens, top_k)
     for slot in range(top_k):
-        assert torch.bincount(expert[:, slot], minlength=experts).tolist() == [tokens // experts] * experts
+        assert (
+            torch.bincount(expert[:, slot], minlength=experts).tolist()
+            == [tokens // experts] * experts
+        )
     assert all(len(set(row)) == top_k for row in expert.tolist())
     assert choice.token.tolist() == [t for t in range(tokens) for _ in range(top_k)]
     assert choice.slot.tolist() == list(range(top_k)) * tokens
@@ -93,11 +115,17 @@ def test_visits_are_counted_and_told_to_the_model() -> None:
     known = dict(visits(64, 2, 16, seed=0))
     assert sorted(known) == [1, 2, 4, 8, 16]
     for places in known:
-        assert known[places] == pytest.approx(sum(len({e * places // 16 for e in row}) for row in expert) / 64)
-    layer = Workload(tokens=64, num_experts=16, top_k=2, dim=8, hidden=8, visits=visits(64, 2, 16, seed=0))
+        assert known[places] == pytest.approx(
+            sum(len({e * places // 16 for e in row}) for row in expert) / 64
+        )
+    layer = Workload(
+        tokens=64, num_experts=16, top_k=2, dim=8, hidden=8, visits=visits(64, 2, 16, seed=0)
+    )
     assert node_tokens_per_node(layer, 4, 1) == pytest.approx(64 * known[4] / 4)
     drawn = node_tokens_per_node(replace(layer, visits=()), 4, 1)
-    assert drawn == pytest.approx(64 * (1 - 12 * 11 / (16 * 15))) != pytest.approx(64 * known[4] / 4)
+    assert (
+        drawn == pytest.approx(64 * (1 - 12 * 11 / (16 * 15))) != pytest.approx(64 * known[4] / 4)
+    )
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
@@ -111,19 +139,33 @@ def test_visits_in_chunks_are_those_of_the_runtime(chunks: int) -> None:
     assert known[8] == pytest.approx(float(found.counts[4:].sum()) / 64)
 
 
-@pytest.mark.parametrize(("tokens", "experts", "top_k", "nodes"), [(96, 16, 2, 2), (256, 16, 4, 2), (1024, 64, 8, 8)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "nodes"), [(96, 16, 2, 2), (256, 16, 4, 2), (1024, 64, 8, 8)]
+)
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 def test_drawn_tokens_in_chunks_visit_as_often_as_is_estimated(
     tokens: int, experts: int, top_k: int, nodes: int, chunks: int
 ) -> None:
-    grid, generator, counted = Grid(world=nodes, ep=nodes, ranks_per_node=1), torch.Generator().manual_seed(1), []
+    grid, generator, counted = (
+        Grid(world=nodes, ep=nodes, ranks_per_node=1),
+        torch.Generator().manual_seed(1),
+        [],
+    )
     for _ in range(20):
         expert = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].reshape(-1)
         order = torch.argsort(expert, stable=True)
         token = torch.arange(tokens).repeat_interleave(top_k)
-        counted.append(float(find_node_tokens(token[order], expert[order], experts, tokens, chunks, grid).counts.sum()))
+        counted.append(
+            float(
+                find_node_tokens(
+                    token[order], expert[order], experts, tokens, chunks, grid
+                ).counts.sum()
+            )
+        )
     layer = Workload(tokens=tokens, num_experts=experts, top_k=top_k, dim=8, hidden=8)
-    assert nodes * node_tokens_per_node(layer, nodes, chunks) == pytest.approx(sum(counted) / 20, rel=0.03)
+    assert nodes * node_tokens_per_node(layer, nodes, chunks) == pytest.approx(
+        sum(counted) / 20, rel=0.03
+    )
 
 
 def test_weights_share_a_token() -> None:
@@ -146,10 +188,14 @@ def test_plans_that_do_the_same_send_the_same(tp: int, etp: int) -> None:
 
     def sent(name: str) -> list[Any]:
         found = plans[name]
-        sizes = even_sizes(found.grid, redundant=found.is_redundant, tokens=8 * tp, num_experts=4, top_k=2, units=4)
+        sizes = even_sizes(
+            found.grid, redundant=found.is_redundant, tokens=8 * tp, num_experts=4, top_k=2, units=4
+        )
         between: list[Counter[tuple[int, int]]] = [Counter(), Counter()]
         for total, program in zip(between, (found.forward, found.backward)):
-            for source, target, num_bytes in program_messages(program, sizes, dim=8, element_bytes=4, unit_columns=16):
+            for source, target, num_bytes in program_messages(
+                program, sizes, dim=8, element_bytes=4, unit_columns=16
+            ):
                 total[source, target] += int(num_bytes)
         return between
 
@@ -168,7 +214,9 @@ def test_plans_that_do_the_same_send_the_same(tp: int, etp: int) -> None:
 
 def test_orders_and_chunks_tell_plans_apart() -> None:
     grid = all_ep(PLACE)
-    plans = {order: compile_plan(Plan(chunks=2, order=order), grid) for order in ("optsche", "fifo")}  # type: ignore[arg-type]
+    plans = {
+        order: compile_plan(Plan(chunks=2, order=order), grid) for order in ("optsche", "fifo")
+    }  # type: ignore[arg-type]
     assert set(distinct(plans)[0]) == {"optsche"}
     assert set(distinct(plans, in_order=True)[0]) == {"optsche", "fifo"}
     plans = {str(n): compile_plan(Plan(chunks=n), grid) for n in (1, 2)}
@@ -192,7 +240,9 @@ def test_durations_are_bytes_over_the_busiest_link_and_flops_over_the_rate() -> 
     assert seconds["h@0"] == pytest.approx(
         2 * copies / 2 * row / 2 / 25e6
     )  # two ranks, half of it leaves, two bytes of four
-    step = simulator.layer_seconds(made.forward, made.backward, place.workload(made.grid.tp), made.grid)
+    step = simulator.layer_seconds(
+        made.forward, made.backward, place.workload(made.grid.tp), made.grid
+    )
     host = TASK_US * 1e-6 * max(place.world / (os.cpu_count() or 1), 1.0)
     assert step > host * (len(made.forward.tasks) + len(made.backward.tasks))
 
@@ -202,14 +252,18 @@ def test_computing_does_not_depend_on_r(r: int | None) -> None:
     place = replace(PLACE, gflops=2.0)
     grid, plan = Grid(world=4, ep=2, etp=2, ranks_per_node=2), Plan(gather_weights=r)
     made = compile_plan(plan, grid)
-    seconds = Simulator(place.cluster).durations(made.backward, place.workload(made.grid.tp), made.grid)
+    seconds = Simulator(place.cluster).durations(
+        made.backward, place.workload(made.grid.tp), made.grid
+    )
     (gradient,) = [task.name for task in made.backward.tasks if task.op is Op.EXPERT_GRAD]
     assert seconds[gradient] == pytest.approx(4 * 8 * 2 * 2 * 8 * 16 / 2e9)
 
 
 def test_promising_plans_are_those_that_should_be_faster() -> None:
     plan = compile_plan(Plan(), GRID)
-    plans = {name: (seconds, plan) for name, seconds in (("baseline", 3.0), ("s3", 1.0), ("s1", 2.0))}
+    plans = {
+        name: (seconds, plan) for name, seconds in (("baseline", 3.0), ("s3", 1.0), ("s1", 2.0))
+    }
     assert list(most_promising(plans, Schedules(trial_plans=2), at_most=1e9)) == ["s3", "s1"]
     assert list(most_promising(plans, Schedules(trial_plans=3), at_most=1.0)) == ["s3"]
 

@@ -28,7 +28,14 @@ from program.even import even_sizes
 
 GRID = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
 PLACE = LayerPlace(
-    nodes=2, ranks_per_node=2, intra="400mbit", dim=8, hidden=16, num_experts=4, tokens_per_rank=8, gflops=1e3
+    nodes=2,
+    ranks_per_node=2,
+    intra="400mbit",
+    dim=8,
+    hidden=16,
+    num_experts=4,
+    tokens_per_rank=8,
+    gflops=1e3,
 )
 
 
@@ -50,10 +57,16 @@ def job_of(**options: Any) -> LayerJob:
 def test_methods_near_the_reference_are_timed_more_often() -> None:
     seconds = {"baseline": (2.0,) * 3, "s1": (1.0,) * 3, "s2": (1.05,) * 3, "s3": (0.95,) * 3}
     assert ranks.near_ones(job_of(), seconds, "s1") == ["s1", "s2", "s3"]
-    assert ranks.near_ones(job_of(reference=BEST, compete=("s1", "s2")), seconds, "s3") == ["s3", "s1"]
+    assert ranks.near_ones(job_of(reference=BEST, compete=("s1", "s2")), seconds, "s3") == [
+        "s3",
+        "s1",
+    ]
     assert ranks.near_ones(job_of(), seconds, "baseline") == []
     near_baseline = seconds | {"baseline": (0.96,) * 3}
-    assert ranks.near_ones(job_of(reference=BEST, compete=("s1", "s2")), near_baseline, "s3") == ["s3", "s1"]
+    assert ranks.near_ones(job_of(reference=BEST, compete=("s1", "s2")), near_baseline, "s3") == [
+        "s3",
+        "s1",
+    ]
 
 
 @pytest.mark.parametrize("factor", [None, 2.0])
@@ -68,9 +81,13 @@ def test_a_rank_counts_what_its_program_says(factor: float | None) -> None:
     of_ranks = run_ranks(4, rank)
     for name, plan in job.methods.items():
         top_k = 2 if factor is None else 4
-        sizes = even_sizes(GRID, redundant=plan.is_redundant, tokens=16, num_experts=4, top_k=top_k, units=8)
+        sizes = even_sizes(
+            GRID, redundant=plan.is_redundant, tokens=16, num_experts=4, top_k=top_k, units=8
+        )
         for direction, program in (("forward", plan.forward), ("backward", plan.backward)):
-            said = sorted(m for m in program_messages(program, sizes, dim=8, element_bytes=4, unit_columns=16))
+            said = sorted(
+                m for m in program_messages(program, sizes, dim=8, element_bytes=4, unit_columns=16)
+            )
             sent = sorted(m for found in of_ranks for m in getattr(found[name], direction))
             if direction == "forward":  # and the counts, which all ranks tell each other
                 assert len(sent) > len(said)
@@ -144,9 +161,7 @@ factors = [1.0]
 chunks = 2
 codec = "int8"
 """
-PLACES = (
-    "nodes = 2\nranks_per_node = 2\ndim = 8\nhidden = 16\nnum_experts = 4\ntokens_per_rank = 8\nrepeats = 2\npairs = 1"
-)
+PLACES = "nodes = 2\nranks_per_node = 2\ndim = 8\nhidden = 16\nnum_experts = 4\ntokens_per_rank = 8\nrepeats = 2\npairs = 1"
 
 
 @pytest.mark.random
@@ -154,12 +169,30 @@ def test_a_small_run_on_a_bed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     missing = refusal()
     if missing:
         pytest.skip(missing)
-    config, results, picture = (tmp_path / name for name in ("small.toml", "found.json", "found.svg"))
+    config, results, picture = (
+        tmp_path / name for name in ("small.toml", "found.json", "found.svg")
+    )
     config.write_text(SMALL.format(place=PLACES))
-    assert main(["bench", "layer", "--config", str(config), "--json", str(results), "--picture", str(picture)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "layer",
+                "--config",
+                str(config),
+                "--json",
+                str(results),
+                "--picture",
+                str(picture),
+            ]
+        )
+        == 0
+    )
     told = json.loads(results.read_text())
     rows = told["rows"]
-    methods = [row["method"] for row in rows if row["part"] == "schedules" and "etp inside" in row["cell"]]
+    methods = [
+        row["method"] for row in rows if row["part"] == "schedules" and "etp inside" in row["cell"]
+    ]
     assert methods[:6] == ["baseline", "ted", "s1", "s2", "s2, saa", "s3"]
     measured = [row for row in rows if "compute" in row]
     assert {row["compute"] for row in measured} == {"virtual compute"}
@@ -167,7 +200,11 @@ def test_a_small_run_on_a_bed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [row["method"] for row in rows if row["part"] == "adaptive_r"] == ["r=2", "r=1", "r=0"]
     switches = [row for row in rows if row["part"] == "switching"]
     assert {(row["messages"], row["allocated_bytes"]) for row in switches} == {(0, 0)}
-    assert {row["method"] for row in rows if row["part"] == "orders"} == {"optsche", "fifo", "early"}
+    assert {row["method"] for row in rows if row["part"] == "orders"} == {
+        "optsche",
+        "fifo",
+        "early",
+    }
     assert {claim["name"] for claim in told["claims"]} == {claim.name for claim in claims([])}
     assert "Virtual compute" in told["notes"]
     assert picture.read_text().count("<svg") == 1

@@ -24,7 +24,14 @@ from moesaic_lab.ledger.held_out import (
     spread,
 )
 from moesaic_lab.ledger.page import claims, page, rows
-from moesaic_lab.ledger.records import Entry, counted, median_error, read_figures, read_published, worst_error
+from moesaic_lab.ledger.records import (
+    Entry,
+    counted,
+    median_error,
+    read_figures,
+    read_published,
+    worst_error,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +48,10 @@ def test_the_page_is_what_the_code_gives(found: list[Entry]) -> None:
 @pytest.mark.parametrize("name", FITS)
 def test_presets_have_the_numbers_that_their_fitted_rows_give(name: str) -> None:
     def numbers(spec: ClusterSpec) -> list[float]:
-        links = [(*link.gbps, link.latency_us, *link.size_share, *link.users_share) for link in spec.links]
+        links = [
+            (*link.gbps, link.latency_us, *link.size_share, *link.users_share)
+            for link in spec.links
+        ]
         device = spec.device
         return [
             *(each for link in links for each in link),
@@ -54,7 +64,9 @@ def test_presets_have_the_numbers_that_their_fitted_rows_give(name: str) -> None
     assert again == pytest.approx(committed, rel=0.02)
 
 
-def test_h100_has_the_numbers_fitted_on_h200_and_none_of_its_rows_is_a_fit(found: list[Entry]) -> None:
+def test_h100_has_the_numbers_fitted_on_h200_and_none_of_its_rows_is_a_fit(
+    found: list[Entry],
+) -> None:
     h100, h200 = read_cluster("dgx-h100"), read_cluster("dgx-h200")
     assert h100.links == h200.links
     assert replace(h100.device, memory_gib=1, memory_gigabytes_per_second=1) == replace(
@@ -80,10 +92,16 @@ def test_our_own_stages_are_fitted_without_one_width_and_tested_on_it(found: lis
 def test_the_sort_of_copies_has_the_rate_that_was_measured() -> None:
     device = read_cluster("dgx-h200").device
     rows = read_figures("own_stages")
-    rates = [float(row["sort_us"]) / (int(row["tokens"]) * int(row["top_k"]) / 1000) for row in rows]
+    rates = [
+        float(row["sort_us"]) / (int(row["tokens"]) * int(row["top_k"]) / 1000) for row in rows
+    ]
     assert statistics.median(rates) == pytest.approx(device.sort_us_per_1000_copies, rel=0.02)
     summed = [float(row["sum_us"]) for row in rows if row["dim"] == "4096"]
-    values = [int(row["tokens"]) * (int(row["top_k"]) + 1) * 4096 * 2 for row in rows if row["dim"] == "4096"]
+    values = [
+        int(row["tokens"]) * (int(row["top_k"]) + 1) * 4096 * 2
+        for row in rows
+        if row["dim"] == "4096"
+    ]
     for us, num_bytes in zip(summed, values):
         assert num_bytes / us / 1e3 == pytest.approx(device.memory_gigabytes_per_second, rel=0.07)
 
@@ -117,10 +135,14 @@ def test_every_kind_has_evidence_and_every_claim_a_value(found: list[Entry]) -> 
 
 def test_no_layer_and_no_step_is_a_fit(found: list[Entry]) -> None:
     assert not any(each.fitted for each in found if each.kind in ("layers", "steps", "memory"))
-    assert not any(each.fitted for each in found if each.kind == "products" and not each.what.startswith("fp8"))
+    assert not any(
+        each.fitted for each in found if each.kind == "products" and not each.what.startswith("fp8")
+    )
 
 
-def test_steps_that_are_far_off_say_why_and_none_that_is_published_is_left_out(found: list[Entry]) -> None:
+def test_steps_that_are_far_off_say_why_and_none_that_is_published_is_left_out(
+    found: list[Entry],
+) -> None:
     of = [each for each in found if each.kind == "steps"]
     assert all(each.why for each in of if each.error > 0.16)
     assert len(of) == len(read_published()["step"]) == 28
@@ -131,12 +153,16 @@ def test_every_preset_says_what_of_it_was_measured(found: list[Entry]) -> None:
     for name in presets():
         spec = read_cluster(name)
         assert spec.source
-        assert f"| `{name}` | {'; '.join(spec.measured) or 'nothing by us'} | {spec.source} |" in text
+        assert (
+            f"| `{name}` | {'; '.join(spec.measured) or 'nothing by us'} | {spec.source} |" in text
+        )
 
 
 def test_eight_l40s_are_not_predicted_several_times_too_fast(found: list[Entry]) -> None:
     """At d160a4d the preset of this bus was 4 to 6 times too fast."""
-    ratios = [each.ratio for each in found if each.machine == "8xl40s-pcie" and " of 8," in each.what]
+    ratios = [
+        each.ratio for each in found if each.machine == "8xl40s-pcie" and " of 8," in each.what
+    ]
     assert len(ratios) >= 30
     assert 0.8 < statistics.median(ratios) < 1.25
     assert np.quantile(ratios, 0.1) > 0.5
@@ -171,7 +197,13 @@ def test_enough_pairs_of_layouts_are_compared() -> None:
 
 def test_claims_on_unseen_systems_hold(found: list[Entry]) -> None:
     of = {claim.name: claim for claim in claims(found)}
-    for name in ("steps_median", "steps_worst", "steps_held_out_median", "steps_order", "steps_coverage_off"):
+    for name in (
+        "steps_median",
+        "steps_worst",
+        "steps_held_out_median",
+        "steps_order",
+        "steps_coverage_off",
+    ):
         assert of[f"ledger.{name}"].holds, name
 
 
@@ -186,7 +218,9 @@ def test_systems_have_equal_weight_in_the_coverage() -> None:
 def test_a_ring_and_an_all_to_all_by_hand() -> None:
     link = replace(read_cluster("8xl40s-pcie").links[0], gbps=(8.0,), latency_us=0.0)
     spec = replace(
-        read_cluster("8xl40s-pcie"), links=(link,), host=replace(read_cluster("8xl40s-pcie").host, task_us=0.0)
+        read_cluster("8xl40s-pcie"),
+        links=(link,),
+        host=replace(read_cluster("8xl40s-pcie").host, task_us=0.0),
     )
     assert parts.collective(spec, "all_gather", 4, 4e9) == pytest.approx(3.0)
     assert parts.collective(spec, "all_reduce", 4, 4e9) == pytest.approx(6.0)
@@ -195,4 +229,6 @@ def test_a_ring_and_an_all_to_all_by_hand() -> None:
 
 def test_every_published_step_is_predicted_by_its_own_layout() -> None:
     ratios = {each.what.split(",")[0]: each.ratio for each in parts.steps() if each.kind == "steps"}
-    assert {"Qwen3-30B-A3B", "gpt-oss-120b", "DeepSeek-V3", "the same without overlap"} <= set(ratios)
+    assert {"Qwen3-30B-A3B", "gpt-oss-120b", "DeepSeek-V3", "the same without overlap"} <= set(
+        ratios
+    )

@@ -46,7 +46,20 @@ def test_methods_run_in_turn_with_a_barrier_before_each(clock):
     methods = {"a": method("a", 1.0), "b": method("b", 2.0), "c": method("c", 4.0)}
     spans = in_turn(methods, 3, barrier=lambda: calls.append("|"), warmup=1)
     runs = "".join(calls).split("|")[1:]
-    assert runs == ["c", "a", "b", "a", "b", "c", "b", "c", "a", "c", "a", "b"]  # the warm-up first, then rotated
+    assert runs == [
+        "c",
+        "a",
+        "b",
+        "a",
+        "b",
+        "c",
+        "b",
+        "c",
+        "a",
+        "c",
+        "a",
+        "b",
+    ]  # the warm-up first, then rotated
     assert {name: [end - start for start, end in of_method] for name, of_method in spans.items()} == {
         "a": [1.0] * 3, "b": [2.0] * 3, "c": [4.0] * 3,
     }  # fmt: skip
@@ -107,7 +120,9 @@ def test_median_and_quartiles():
 
 
 def test_ratios_are_taken_within_a_repeat():
-    ratio = paired([2.0, 20.0, 200.0], [1.0, 10.0, 100.0])  # each pair has ratio 2, the medians' spread is 100
+    ratio = paired(
+        [2.0, 20.0, 200.0], [1.0, 10.0, 100.0]
+    )  # each pair has ratio 2, the medians' spread is 100
     assert (ratio.median, ratio.low, ratio.high, ratio.repeats) == (2.0, 2.0, 2.0, 3)
     assert paired([1.0, 2.0, 9.0], [1.0, 1.0, 1.0]).median == 2.0
 

@@ -14,7 +14,15 @@ from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec, Device, Host, Link, Tflops
 from moesaic_lab.model.claims import case_rows, claims, panels, rows_of
 from moesaic_lab.model.config import ModelBenchConfig, ModelCase, read_config
-from moesaic_lab.model.run import ModelFound, _path, _profile_path, kept, kept_earlier, plans_of, predict
+from moesaic_lab.model.run import (
+    ModelFound,
+    _path,
+    _profile_path,
+    kept,
+    kept_earlier,
+    plans_of,
+    predict,
+)
 from moesaic_lab.pictures import figure
 
 CASE = ModelCase(name="tp 2", tp=2, dim=32, hidden=32)
@@ -33,7 +41,9 @@ PROFILE = ClusterSpec(
 
 def found(predicted: dict[str, float], measured: dict[str, float], **fields: object) -> ModelFound:
     times = {name: (seconds,) * 3 for name, seconds in measured.items()}
-    return ModelFound(case=CASE, predicted=predicted, screened=times, confirmed=fields.get("confirmed", times))  # type: ignore[arg-type]
+    return ModelFound(
+        case=CASE, predicted=predicted, screened=times, confirmed=fields.get("confirmed", times)
+    )  # type: ignore[arg-type]
 
 
 def many(count: int, regret: float = 0.0, error: float = 0.1) -> list[ModelFound]:
@@ -68,7 +78,11 @@ def test_every_plan_of_a_case_is_there_once() -> None:
     assert {each.plan.all_to_all for each in plans.values()} == {
         "linear", "pipelined", "hier1d", "hier2d", "hier3d", "naive", "multicast",
     }  # fmt: skip
-    assert {each.plan.gather_weights for each in plans_of(replace(CASE, etp=2)).values()} == {None, 0, 1}
+    assert {each.plan.gather_weights for each in plans_of(replace(CASE, etp=2)).values()} == {
+        None,
+        0,
+        1,
+    }
     assert {each.plan.overlap_gather for each in plans.values()} == {False, True}
     assert all(each.plan.is_lossless for each in plans.values())
     some = plans_of(replace(CASE, plans=7))
@@ -82,7 +96,9 @@ def test_parts_beds_and_cases_can_be_asked_for() -> None:
     assert {case.compute for case in config.narrowed(only=("real",)).cells} == {"real"}
     assert {case.shape for case in config.narrowed(only=("4x2",)).cells} == {"4x2"}
     assert [case.name for case in config.narrowed(only=("tp 2 slow",)).cells] == ["tp 2 slow"]
-    with pytest.raises(InputError, match=r"--only plan: the configuration has no such part: did you mean plans"):
+    with pytest.raises(
+        InputError, match=r"--only plan: the configuration has no such part: did you mean plans"
+    ):
         config.narrowed(only=("plan",))
 
 
@@ -116,7 +132,12 @@ def test_errors_and_their_percentile() -> None:
     assert value("model.median_error", cases) == pytest.approx(0.1)
     assert value("model.p95_error", cases) == pytest.approx(0.1)
     assert value("model.rank_correlation", cases) == pytest.approx(1.0, abs=1e-4)
-    spread = [found({f"{n}": (1 + n) * (1 + n / 100) for n in range(101)}, {f"{n}": 1.0 + n for n in range(101)})]
+    spread = [
+        found(
+            {f"{n}": (1 + n) * (1 + n / 100) for n in range(101)},
+            {f"{n}": 1.0 + n for n in range(101)},
+        )
+    ]
     assert value("model.p95_error", spread) == pytest.approx(0.95)
     assert value("model.median_error", spread) == pytest.approx(0.5)
     wrong = [found({"a": 1.0, "b": 2.0, "c": 3.0}, {"a": 3.0, "b": 2.0, "c": 1.0})] * 20
@@ -177,7 +198,9 @@ def test_profiles_from_an_hour_before_predict_the_same_cases(tmp_path: Path) -> 
     for folder in (keep, before):
         folder.mkdir()
     _profile_path(keep, BED).write_text(as_toml(PROFILE))
-    _path(keep, CONFIG, FEW).write_text(json.dumps({"screened": {name: [0.1] for name in plans}, "confirmed": {}}))
+    _path(keep, CONFIG, FEW).write_text(
+        json.dumps({"screened": {name: [0.1] for name in plans}, "confirmed": {}})
+    )
     with pytest.raises(InputError, match="has no profile of 2x2: measure one with --only profile"):
         kept_earlier(CONFIG, keep, before)
     slower = replace(PROFILE, host=replace(PROFILE.host, task_us=1000))

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from moesaic_lab.simulator import CASES, PLANNED, SKEWED, claims, simulate, simulate_skewed, simulator_of, whole
+from moesaic_lab.simulator import (
+    CASES,
+    PLANNED,
+    SKEWED,
+    claims,
+    simulate,
+    simulate_skewed,
+    simulator_of,
+    whole,
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.world} {case.plan.all_to_all}")
@@ -24,7 +33,9 @@ def test_uneven_loads_run_rank_by_rank() -> None:
 
 def test_claims_take_the_slower_of_a_world_and_ask_what_is_wanted() -> None:
     worlds = (2048, 2048, 131_072, SKEWED.world, PLANNED)
-    rows = [{"ranks": world, "cold_seconds": 0.1 * (number + 1)} for number, world in enumerate(worlds)]
+    rows = [
+        {"ranks": world, "cold_seconds": 0.1 * (number + 1)} for number, world in enumerate(worlds)
+    ]
     found = {claim.name: (round(claim.value or 0, 9), claim.target) for claim in claims(rows)}
     assert found == {
         "plan.seconds_64": (0.5, 10), "model.simulate_2048_seconds": (0.2, 1), "model.simulate_100k_seconds": (0.3, 1),

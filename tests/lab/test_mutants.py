@@ -24,7 +24,9 @@ def test_a_planted_bug_is_caught_and_its_ratio_named(mutant):
     assert verdict.off_by == mutant.off_by, verdict.how
 
 
-@pytest.mark.parametrize("mutant", [m for m in IN_PROCESS if m.caught_by == "crash"], ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize(
+    "mutant", [m for m in IN_PROCESS if m.caught_by == "crash"], ids=lambda mutant: mutant.name
+)
 def test_what_crashes_is_the_library_and_not_the_planting(mutant):
     """A planted function that no longer fits what it replaces would be "caught" for ever."""
     assert not verdict_of(mutant).how.startswith(("TypeError", "AttributeError", "NameError"))
@@ -44,7 +46,13 @@ def test_there_are_enough_and_most_are_caught_by_numbers():
     assert sum(mutant.caught_by == "numbers" for mutant in MUTANTS) > 0.8 * len(MUTANTS)
     assert sum(bool(mutant.off_by) for mutant in MUTANTS) >= 12
     sources = " ".join(mutant.source for mutant in MUTANTS)
-    for thread in ("Megatron-LM#7452", "Megatron-LM#7165", "Megatron-LM#5916", "hyper-parallel#752", "DeepSpeed#5618"):
+    for thread in (
+        "Megatron-LM#7452",
+        "Megatron-LM#7165",
+        "Megatron-LM#5916",
+        "hyper-parallel#752",
+        "DeepSpeed#5618",
+    ):
         assert thread in sources
     assert {"FastMoE", "Tutel, algorithm 2"} <= {mutant.source for mutant in MUTANTS}
 
@@ -53,7 +61,9 @@ def test_the_page_has_the_table_of_planted_bugs():
     rows = [f"| {m.name} | {m.source} | {m.caught_by} | {m.off_by} |" for m in MUTANTS]
     lines = PAGE.read_text().splitlines()
     first = lines.index("| planted bug | seen in | caught by | ratio named |") + 2
-    assert lines[first : lines.index("", first)] == rows, "put these rows into docs/testing.md:\n" + "\n".join(rows)
+    assert lines[first : lines.index("", first)] == rows, (
+        "put these rows into docs/testing.md:\n" + "\n".join(rows)
+    )
 
 
 def test_the_bugs_that_need_processes_are_caught_by_the_gradient_norm():

@@ -52,7 +52,10 @@ def test_a_journey_starts_and_ends_at_home_and_saves_what_the_decisions_did() ->
     assert journey.homes[1].same_as(TwoStage().decide(first))
     second = SampleLoad(SMALL.grid, journey.homes[1], counts[1], counts[2])
     assert journey.before.inter == first.volume(home).inter + second.volume(home).inter
-    assert journey.after.inter == first.volume(journey.homes[1]).inter + second.volume(journey.homes[2]).inter
+    assert (
+        journey.after.inter
+        == first.volume(journey.homes[1]).inter + second.volume(journey.homes[2]).inter
+    )
     assert journey.after.inter < 0.8 * journey.before.inter
 
 
@@ -84,9 +87,13 @@ def test_each_decision_is_told_where_samples_are_by_then() -> None:
 def test_shares_moved_are_of_the_moves_that_were_decided() -> None:
     swapped = Homes(np.arange(16).reshape(4, 4)[[2, 1, 0, 3]])
     journey = travel(SMALL.grid, counts_of(SMALL, 0.2), 4, Given([swapped, swapped]))
-    assert journey.moved == pytest.approx((0.25, 0.25))  # half the samples once, none the second time
+    assert journey.moved == pytest.approx(
+        (0.25, 0.25)
+    )  # half the samples once, none the second time
     inside = Homes(np.arange(16).reshape(4, 4)[[1, 0, 2, 3]])
-    assert travel(SMALL.grid, counts_of(SMALL, 0.2), 4, Given([inside] * 2)).moved == pytest.approx((0, 0.25))
+    assert travel(SMALL.grid, counts_of(SMALL, 0.2), 4, Given([inside] * 2)).moved == pytest.approx(
+        (0, 0.25)
+    )
     assert travel(SMALL.grid, counts_of(SMALL, 0.2), 4, Stay()).moved == (0, 0)
 
 
@@ -114,7 +121,10 @@ def test_less_between_nodes_is_less_time_as_locality_grows() -> None:
     ratios, saved = [], []
     for locality in (0.0, 0.3, 0.8):
         counts = counts_of(setting, locality)
-        plain, moved = costs.plain(counts), costs.placed(travel(setting.grid, counts, setting.slots, TwoStage()))
+        plain, moved = (
+            costs.plain(counts),
+            costs.placed(travel(setting.grid, counts, setting.slots, TwoStage())),
+        )
         ratios.append(moved[0] / plain[0])
         saved.append(1 - moved[2] / plain[2])
     assert saved[0] == pytest.approx(0, abs=0.01)
@@ -132,9 +142,13 @@ def test_the_papers_cluster_has_one_port_per_node_whatever_its_devices() -> None
 
 
 def test_what_hides_a_decision_ends_with_the_experts() -> None:
-    short, long = (Costs(paper_setting(2, 8, slots=n), paper_cluster(2, 8)).hidden_seconds() for n in (4, 8))
+    short, long = (
+        Costs(paper_setting(2, 8, slots=n), paper_cluster(2, 8)).hidden_seconds() for n in (4, 8)
+    )
     assert long == pytest.approx(2 * short, rel=0.05)
-    assert short == pytest.approx(7.13e-3, rel=0.15)  # NetMoE, Table 4: 5.34 + 1.79 ms for four samples
+    assert short == pytest.approx(
+        7.13e-3, rel=0.15
+    )  # NetMoE, Table 4: 5.34 + 1.79 ms for four samples
 
 
 def test_decisions_are_timed_each_on_a_load_of_its_own() -> None:
@@ -148,7 +162,9 @@ def test_decisions_are_timed_each_on_a_load_of_its_own() -> None:
             seen.append(load)
             return load.homes
 
-    found = decision_seconds(replace(SMALL, num_layers=1), Watching(), 3, lambda: float(next(ticks)))
+    found = decision_seconds(
+        replace(SMALL, num_layers=1), Watching(), 3, lambda: float(next(ticks))
+    )
     assert found == [2.0, 2.0, 2.0]
     assert len(seen) == 4  # the first one warms up
     assert not np.array_equal(seen[1].copies, seen[2].copies)
@@ -173,7 +189,9 @@ class Anywhere(AbstractPlacer):
 
 def job_of(setting: Setting, locality: float) -> TravelJob:
     trace = routing(setting, locality, tokens=True)
-    experts = np.stack([trace.experts(layer, 0) for layer in range(setting.num_layers)]).astype(np.int64)
+    experts = np.stack([trace.experts(layer, 0) for layer in range(setting.num_layers)]).astype(
+        np.int64
+    )
     return TravelJob(
         grid=setting.grid, compiled=compile_plan(Plan(), setting.grid),
         methods={"plain": None, "two_stage": TwoStage(), "anywhere": Anywhere()}, experts=torch.from_numpy(experts),
@@ -209,7 +227,9 @@ def test_ranks_move_samples_as_the_journey_says_and_save_its_bytes() -> None:
         measured = sum(rank[name][0] for rank in ranks)
         assert across <= measured < 1.01 * across  # counts and the like come on top
     for rank in ranks:
-        assert all(a.same_as(b) for a, b in zip(rank["two_stage"][1], journey.homes[1:], strict=True))
+        assert all(
+            a.same_as(b) for a, b in zip(rank["two_stage"][1], journey.homes[1:], strict=True)
+        )
         assert not rank["anywhere"][1][0].same_as(journey.homes[0])
 
 

@@ -15,7 +15,14 @@ from moesaic.testing.runner import on_ranks
 from moesaic.train.config import MeshConfig, TrainConfig
 from moesaic.train.presets import demo
 from moesaic_lab.beds import BedCell, Timed, joined
-from moesaic_lab.relocate_train import METHODS, StepFound, StepJob, StepMethod, configuration, step_times
+from moesaic_lab.relocate_train import (
+    METHODS,
+    StepFound,
+    StepJob,
+    StepMethod,
+    configuration,
+    step_times,
+)
 from moesaic_testbed.bed import Bed
 
 SAMPLES: dict[str, Any] = {"samples": "two_stage"}
@@ -28,7 +35,11 @@ class Anywhere(AbstractPlacer):
 
     def decide(self, load: SampleLoad) -> Homes:
         samples = load.homes.samples
-        return Homes(np.random.default_rng(int(load.copies.max())).permutation(samples.size).reshape(samples.shape))
+        return Homes(
+            np.random.default_rng(int(load.copies.max()))
+            .permutation(samples.size)
+            .reshape(samples.shape)
+        )
 
 
 def job(steps: int) -> StepJob:
@@ -42,7 +53,9 @@ def job(steps: int) -> StepJob:
         batches.append((tokens[:, :-1].clone(), tokens[:, 1:].clone()))
 
     def changed(**balance: Any) -> TrainConfig:
-        return override(config, {"balance": balance, "planner": {"cluster": "bed-2x2"}}, source="the test")
+        return override(
+            config, {"balance": balance, "planner": {"cluster": "bed-2x2"}}, source="the test"
+        )
 
     methods = {
         "plain": StepMethod(config=config),
@@ -54,13 +67,17 @@ def job(steps: int) -> StepJob:
 
 
 def test_every_method_can_be_configured() -> None:
-    configs = {name: configuration(1, 8, {"balance": changes}).balance for name, changes in METHODS.items()}
+    configs = {
+        name: configuration(1, 8, {"balance": changes}).balance for name, changes in METHODS.items()
+    }
     assert [name for name, balance in configs.items() if balance == configs["plain"]] == ["plain"]
 
 
 @pytest.mark.slow
 def test_steps_by_all_methods_are_of_one_model() -> None:
-    of_ranks: list[tuple[Timed, dict[str, StepFound]]] = on_ranks(4, step_times, job(3), timeout_seconds=3000)
+    of_ranks: list[tuple[Timed, dict[str, StepFound]]] = on_ranks(
+        4, step_times, job(3), timeout_seconds=3000
+    )
     cell, found = BedCell(**joined([timed for timed, _ in of_ranks], Bed())), of_ranks[0][1]
     assert {len(each.seconds) for each in cell.timings.values()} == {2}
     assert all(each == found for _, each in of_ranks)

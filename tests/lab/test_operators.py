@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from moesaic.routing.routers import ROUTERS
-from moesaic_lab.operators import DIM, HandWritten, OperatorCounter, claims, counted, hand_step, kept_row, make_layer
+from moesaic_lab.operators import (
+    DIM,
+    HandWritten,
+    OperatorCounter,
+    claims,
+    counted,
+    hand_step,
+    kept_row,
+    make_layer,
+)
 
 
 def test_the_counter_sees_operators_inside_ours_and_leaves_the_experts_out():
@@ -39,7 +48,10 @@ def test_a_16_bit_layer_keeps_only_what_backward_needs(router):
 
 
 def test_claims_that_were_not_measured_say_so():
-    rows = [{"path": "gpu", "pass": "forward", "operators": 35}, {"path": "host", "host_over_hand": 1.2}]
+    rows = [
+        {"path": "gpu", "pass": "forward", "operators": 35},
+        {"path": "host", "host_over_hand": 1.2},
+    ]
     values = {claim.name: claim.value for claim in claims(rows)}
     assert values["layer.operators_forward"] == 35
     assert values["layer.operators_forward_mesh"] is None

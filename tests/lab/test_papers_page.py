@@ -32,7 +32,9 @@ from moesaic_lab.vision.config import PRESETS as VISION
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
-PAGES = {paper: (ROOT / "docs" / f"papers_{paper}.md").read_text(encoding="utf-8") for paper in PAPERS}
+PAGES = {
+    paper: (ROOT / "docs" / f"papers_{paper}.md").read_text(encoding="utf-8") for paper in PAPERS
+}
 NAMES = {
     "bench": (*BENCHMARKS, *OTHERS), "reproduce": (*PAPERS, "all"), "trace": ("show",),
 }  # fmt: skip
@@ -73,7 +75,9 @@ def options_of(*command: str) -> set[str]:
     return set(re.findall(r"--([\w.-]+)", shown.getvalue()))
 
 
-@pytest.mark.parametrize(("system", "cells"), rows(), ids=lambda value: value if isinstance(value, str) else value[0])
+@pytest.mark.parametrize(
+    ("system", "cells"), rows(), ids=lambda value: value if isinstance(value, str) else value[0]
+)
 def test_a_row_has_a_command_that_runs(system: str, cells: list[str]) -> None:
     assert len(cells) == 5
     found = commands(cells[2])
@@ -89,7 +93,9 @@ def test_a_row_has_a_command_that_runs(system: str, cells: list[str]) -> None:
             if not word.startswith("--"):
                 continue
             option = word.removeprefix("--").replace("_", "-")
-            assert option in {each.replace("_", "-") for each in known} | {"plan", "preset"}, f"{head}: no --{option}"
+            assert option in {each.replace("_", "-") for each in known} | {"plan", "preset"}, (
+                f"{head}: no --{option}"
+            )
             allowed = VALUES.get((name, option))
             assert allowed is None or words[place + 1] in allowed
 
@@ -105,7 +111,11 @@ def test_presets_that_the_page_names_are_all_there_are() -> None:
     section = TEXT.split("\n## Models\n")[1].split("\n## ")[0]
     named = set(re.findall(r"`([\w-]+)`", section))
     stem = {name for name in named if name.startswith("-")}
-    short = {name for name in (*PLANNED, *CONFIGS) if name not in named and not any(name.endswith(end) for end in stem)}
+    short = {
+        name
+        for name in (*PLANNED, *CONFIGS)
+        if name not in named and not any(name.endswith(end) for end in stem)
+    }
     assert short <= {"demo", "gpt-small"}
 
 
@@ -117,7 +127,9 @@ def test_the_pages_say_what_the_results_do() -> None:
             == evidence(paper, results).strip()
         )
     claims = papers_page.CLAIMS.read_text(encoding="utf-8").split(papers_page.CLAIM_MARKS[0])[1]
-    assert claims.split(papers_page.CLAIM_MARKS[1])[0].strip() == claims_of(results["reproduce"]["claims"])
+    assert claims.split(papers_page.CLAIM_MARKS[1])[0].strip() == claims_of(
+        results["reproduce"]["claims"]
+    )
 
 
 def test_a_missed_claim_has_a_reason_and_only_missed_claims_have_one() -> None:
@@ -129,7 +141,9 @@ def test_a_missed_claim_has_a_reason_and_only_missed_claims_have_one() -> None:
 def test_every_technique_is_simulated_and_has_its_measured_pairs() -> None:
     simulated = {(each.paper, each.name) for each in pays.TECHNIQUES if each.cluster}
     assert {each.paper for each in pays.TECHNIQUES} == set(PAPERS)
-    assert all(each.plan != each.without or each.shadows for each in pays.TECHNIQUES if each.cluster)
+    assert all(
+        each.plan != each.without or each.shadows for each in pays.TECHNIQUES if each.cluster
+    )
     rows = read_results()["pays"]["rows"]
     assert {(row["paper"], row["technique"]) for row in rows} == simulated
     assert {(row["links"], row["width"], row["skew"]) for row in rows} == {
@@ -150,7 +164,9 @@ def test_pairs_differ_by_one_word_in_the_same_case() -> None:
         {"cell": 1, "method": "s2", "median_seconds": 1.0},
     ]
     assert pairs(methods, "saa", "") == [(0.5, None)]
-    on_beds = [row | {"cell": bed, "bed": f"{bed} 100mbit"} for bed in ("2x2", "4x4") for row in methods]
+    on_beds = [
+        row | {"cell": bed, "bed": f"{bed} 100mbit"} for bed in ("2x2", "4x4") for row in methods
+    ]
     on_beds[2]["median_seconds"] = 4.0
     assert pairs(on_beds, "saa", "", "4x4") == [(0.25, None)]
 
@@ -163,7 +179,11 @@ def test_a_gain_passes_one_between_two_sizes() -> None:
     rises = {"gains": [0.5, 1.5], "crossovers": [100.0], **common}
     falls = {"gains": [1.5, 0.5], "crossovers": [100.0], **common}
     window = {"gains": [0.5, 1.5, 0.5], "crossovers": [30.0, 300.0], **common}
-    assert [crossing(each) for each in (rises, falls, window)] == ["from 100", "up to 100", "from 30 up to 300"]
+    assert [crossing(each) for each in (rises, falls, window)] == [
+        "from 100",
+        "up to 100",
+        "from 30 up to 300",
+    ]
     assert in_short([rises]) == ("0.50 to 1.50", "width 256: from 100")
 
 
@@ -176,11 +196,23 @@ def test_what_placement_gains_under_recorded_routing_is_shown_early_and_late() -
         for step, at in ((1, 0.1), (2, 0.2), (98, 0.5), (99, 0.6))
     ]  # fmt: skip
     times = {"time_ratio": 0.8, "time_ratio_low": 0.625, "time_ratio_high": 1.0}
-    rows.append({"part": "trained", "method": "two_stage", "bed": "2x2", "text": "code", "step": 99, **times})
+    rows.append(
+        {
+            "part": "trained",
+            "method": "two_stage",
+            "bed": "2x2",
+            "text": "code",
+            "step": 99,
+            **times,
+        }
+    )
     rows.append({"part": "2x2", "method": "two_stage"})
     early, late = trained(rows).splitlines()[2:]
     assert early == "| code | 1 to 2 | 0.10 to 0.20 | 5 to 10 % | 1.10 to 1.20 |  |"
-    assert late == "| code | 98 to 99 | 0.50 to 0.60 | 25 to 30 % | 1.50 to 1.60 | 2x2: 1.25 (1.00 to 1.60) |"
+    assert (
+        late
+        == "| code | 98 to 99 | 0.50 to 0.60 | 25 to 30 % | 1.50 to 1.60 | 2x2: 1.25 (1.00 to 1.60) |"
+    )
     assert trained(rows[-1:]) == ""
 
 

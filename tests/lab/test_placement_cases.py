@@ -9,11 +9,15 @@ import pytest
 from helpers import thinned
 from moesaic_lab.placement_cases import CASES, EXACT, MESHES, PlacementCase, claims, run_case
 
-TRIED = [each for number, each in enumerate(itertools.product(CASES, MESHES)) if number % 5 in (0, 1, 3)]
+TRIED = [
+    each for number, each in enumerate(itertools.product(CASES, MESHES)) if number % 5 in (0, 1, 3)
+]
 
 
 @pytest.mark.parametrize(("case", "mesh"), thinned(TRIED, every=3), ids=str)
-def test_a_case_is_exact_and_residuals_ride_where_that_is_equal(case: PlacementCase, mesh: str) -> None:
+def test_a_case_is_exact_and_residuals_ride_where_that_is_equal(
+    case: PlacementCase, mesh: str
+) -> None:
     found = run_case(case, mesh)
     assert found["error"] <= EXACT
     travels_alone = case.dropout > 0 or case.shared > 0 or case.apply_weight == "before"

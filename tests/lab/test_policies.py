@@ -27,7 +27,9 @@ def test_what_is_replicated_is_there_and_never_at_home(kind: type):
 def test_least_loaded_holds_every_place_to_its_limit(limit: float):
     for seed in range(60):
         load = draw(seed)
-        for origins, replicated in zip(load.replicas, by_place(load, LeastLoaded(limit).decide(load))):
+        for origins, replicated in zip(
+            load.replicas, by_place(load, LeastLoaded(limit).decide(load))
+        ):
             copies = load.copies[origins].sum(1)
             computed = replicated.sum((0, 1)) + np.bincount(
                 load.home, weights=(copies - replicated.sum(2)).sum(0), minlength=load.grid.ep
@@ -46,9 +48,13 @@ def test_a_budget_is_kept_where_it_can_be():
 
 
 def test_bad_limits_are_refused():
-    with pytest.raises(InputError, match=r"replication limit=0\.5: the mean must fit: choose 1 or more"):
+    with pytest.raises(
+        InputError, match=r"replication limit=0\.5: the mean must fit: choose 1 or more"
+    ):
         LeastLoaded(0.5)
-    with pytest.raises(InputError, match=r"replication budget=0: choose at least one token copy per rank"):
+    with pytest.raises(
+        InputError, match=r"replication budget=0: choose at least one token copy per rank"
+    ):
         LeastLoaded(budget=0)
 
 
@@ -85,5 +91,7 @@ def test_laer_computes_experts_anywhere_within_room_and_near_their_tokens():
     assert holds.sum(1)[0] == 4
     table = LAERLayout().decide(load)
     assert computed(load, Replications.of(table)).max() <= 1.1 * load.copies.sum() / 4
-    for origin, node in enumerate((0, 0, 1, 1)):  # expert 0 is on all places, so its copies never leave a node
+    for origin, node in enumerate(
+        (0, 0, 1, 1)
+    ):  # expert 0 is on all places, so its copies never leave a node
         assert table[origin, 0, [p for p in range(4) if p // 2 != node]].sum() == 0

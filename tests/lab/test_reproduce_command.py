@@ -39,7 +39,10 @@ def test_netmoe_as_json_and_picture_without_torch(lab_metadata: Path, tmp_path: 
     assert {"machine", "versions", "date", "rows", "claims", "papers"} <= set(found)
     assert rows["netmoe.before.inter.16.S"]["ours"] == pytest.approx(192.0)
     assert rows["netmoe.before.inter.16.S"]["role"] == "arithmetic"
-    assert rows["netmoe.before.inter.16.S"]["source"] == "NetMoE, Table 5, volume between nodes before, 2 nodes"
+    assert (
+        rows["netmoe.before.inter.16.S"]["source"]
+        == "NetMoE, Table 5, volume between nodes before, 2 nodes"
+    )
     assert rows["netmoe.change.16.S"]["role"] == "fit"
     kept = rows["netmoe.before.inter.32.XXL"]
     assert (kept["role"], kept["published"], kept["error"]) == ("kept back", None, None)
@@ -61,11 +64,19 @@ def test_netmoe_as_json_and_picture_without_torch(lab_metadata: Path, tmp_path: 
         ([], "moesaic reproduce: say what to reproduce: moesaic reproduce PAPER, one of parm, "),
         (["--json", "x"], "moesaic reproduce: say what to reproduce"),
         (["pram"], "moesaic reproduce: paper 'pram' is unknown: did you mean parm?"),
-        (["netmoe", "--picture", "x.gif"], "moesaic reproduce: --picture x.gif: unknown kind of picture"),
-        (["netmoe", "--jsno", "x"], "moesaic reproduce: unknown argument --jsno, did you mean --json?"),
+        (
+            ["netmoe", "--picture", "x.gif"],
+            "moesaic reproduce: --picture x.gif: unknown kind of picture",
+        ),
+        (
+            ["netmoe", "--jsno", "x"],
+            "moesaic reproduce: unknown argument --jsno, did you mean --json?",
+        ),
     ],
 )
-def test_bad_input_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["reproduce", *words]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith(line)
@@ -74,4 +85,6 @@ def test_bad_input_is_one_line(words: list[str], line: str, capsys: pytest.Captu
 
 def test_help_names_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "--help"]) == 0
-    assert "parm, schemoe, tutel, netmoe, fastermoe, all" in " ".join(capsys.readouterr().out.split())
+    assert "parm, schemoe, tutel, netmoe, fastermoe, all" in " ".join(
+        capsys.readouterr().out.split()
+    )

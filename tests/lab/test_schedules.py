@@ -38,7 +38,9 @@ def test_counted_bytes_equal_the_formulas_and_others_do_not(plan: Plan) -> None:
     for key in [key for key in counted if key.startswith("forward")]:
         inside, across = counted[key]
         doctored = {**counted, key: (inside + 8, across)}
-        assert key.split()[1].split("/")[0] in schedules.row("loopback", grid, plan, doctored)["wrong"]
+        assert (
+            key.split()[1].split("/")[0] in schedules.row("loopback", grid, plan, doctored)["wrong"]
+        )
         missing = {other: value for other, value in counted.items() if other != key}
         if inside + across:
             assert schedules.row("loopback", grid, plan, missing)["wrong"]
@@ -63,8 +65,12 @@ def test_paths_say_what_the_formulas_of_the_papers_say(schedule: str, link: str)
     assert other == pytest.approx(crossing)
 
 
-def test_the_stored_results_cover_every_published_schedule_and_all_to_all_on_both_transports() -> None:
-    found = json.loads((ROOT / "benchmarks" / "results" / "schedules.json").read_text(encoding="utf-8"))
+def test_the_stored_results_cover_every_published_schedule_and_all_to_all_on_both_transports() -> (
+    None
+):
+    found = json.loads(
+        (ROOT / "benchmarks" / "results" / "schedules.json").read_text(encoding="utf-8")
+    )
     for transport in ("loopback", "gloo"):
         rows = [row for row in found["rows"] if row["transport"] == transport]
         assert {row["schedule"] for row in rows} >= {"baseline", "ted", "s1", "s2", "s3"}

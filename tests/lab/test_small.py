@@ -22,7 +22,11 @@ def test_cells_stand_for_cards_whose_wire_or_computing_binds() -> None:
     for place in places:
         assert place.layers % place.world == 0
         layer = place.job.step_model(place.planned_on, place.world).layer
-        assert (layer.tokens, layer.frozen_bytes, layer.adapters) == (place.tokens_per_rank, 2.0, True)
+        assert (layer.tokens, layer.frozen_bytes, layer.adapters) == (
+            place.tokens_per_rank,
+            2.0,
+            True,
+        )
 
 
 def test_the_planner_sees_the_operations_that_a_step_spends() -> None:
@@ -43,7 +47,9 @@ def test_a_layer_runs_twice_forward_and_its_backward_pass_has_no_weights_gradien
 
     virtual.train(layer, lambda: virtual.multiply(PLACE.flops), PLACE.tokens_per_rank)
     passes = 3 * PLACE.layers
-    assert virtual.accelerator.charged == pytest.approx(passes * 2 * PLACE.flops / (1e9 * PLACE.gflops))
+    assert virtual.accelerator.charged == pytest.approx(
+        passes * 2 * PLACE.flops / (1e9 * PLACE.gflops)
+    )
 
 
 def test_experts_of_other_ranks_cost_an_all_reduce_no_products() -> None:
@@ -56,7 +62,9 @@ def test_experts_of_other_ranks_cost_an_all_reduce_no_products() -> None:
 
 def cell(picked: str, computes: int, **seconds: float) -> SmallCell:
     timings = {name.replace("_", "-"): Timing.of([each] * 3) for name, each in seconds.items()}
-    return SmallCell(place=replace(PLACE, computes=computes), plan=Plan(), picked=picked, timings=timings)
+    return SmallCell(
+        place=replace(PLACE, computes=computes), plan=Plan(), picked=picked, timings=timings
+    )
 
 
 def test_claims_are_the_worst_ratios_and_the_worst_regret() -> None:

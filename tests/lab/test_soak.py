@@ -35,9 +35,14 @@ def test_a_leak_of_one_rank_is_a_claim_that_does_not_hold() -> None:
 
 
 def test_an_interrupted_run_tells_what_it_saw(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = [{"seconds": 60.0 * n, "step": n, "rss": 100.0, "descriptors": 9, "threads": 3} for n in range(12)]
+    looks = [
+        {"seconds": 60.0 * n, "step": n, "rss": 100.0, "descriptors": 9, "threads": 3}
+        for n in range(12)
+    ]
 
-    def ranks(world: int, function: object, folder: Path, seconds: float) -> list[list[dict[str, float]]]:
+    def ranks(
+        world: int, function: object, folder: Path, seconds: float
+    ) -> list[list[dict[str, float]]]:
         while not soak._is_over(folder, 0, seconds):
             time.sleep(0.01)
         return [looks] * world
@@ -60,7 +65,9 @@ def test_a_rank_that_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("process 3 terminated with signal SIGKILL")
 
     monkeypatch.setattr(soak, "on_ranks", ranks)
-    with pytest.raises(TrainingError, match=r"a rank ended after \d+\.\d of 30 minutes: process 3 terminated"):
+    with pytest.raises(
+        TrainingError, match=r"a rank ended after \d+\.\d of 30 minutes: process 3 terminated"
+    ):
         soak.measure(SoakOptions(), None, lambda what: None)
 
 

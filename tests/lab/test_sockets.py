@@ -34,7 +34,9 @@ def test_messages_find_their_receives_in_any_order():
     tensors = {tag: torch.full((5,), float(tag)) for tag in (4, 1, 3)}
     sent = [left.issue(Transfer(0, tag, {1: tensor}, {})) for tag, tensor in tensors.items()]
     buffers = {tag: torch.empty(5) for tag in (1, 3, 4)}
-    handles = {tag: right.issue(Transfer(1, tag, {}, {0: buffer})) for tag, buffer in buffers.items()}
+    handles = {
+        tag: right.issue(Transfer(1, tag, {}, {0: buffer})) for tag, buffer in buffers.items()
+    }
     for tag in (3, 4, 1):
         right.wait(handles[tag])
         assert buffers[tag].tolist() == [float(tag)] * 5
@@ -80,14 +82,21 @@ def test_everyone_sends_everyone_more_than_the_kernel_keeps():
 
     def exchange(transport: Sockets) -> bool:
         others = [peer for peer in range(world) if peer != transport.rank]
-        sends = {peer: torch.full((LARGE,), 10 * transport.rank + peer, dtype=torch.uint8) for peer in others}
+        sends = {
+            peer: torch.full((LARGE,), 10 * transport.rank + peer, dtype=torch.uint8)
+            for peer in others
+        }
         receives = {peer: torch.empty(LARGE, dtype=torch.uint8) for peer in others}
         first = transport.issue(Transfer(transport.rank, 1, sends, receives))
         small = {peer: torch.empty(1) for peer in others}
-        second = transport.issue(Transfer(transport.rank, 0, {peer: torch.ones(1) for peer in others}, small))
+        second = transport.issue(
+            Transfer(transport.rank, 0, {peer: torch.ones(1) for peer in others}, small)
+        )
         transport.wait(second)  # its messages are behind the large ones, which move meanwhile
         transport.wait(first)
-        right = all(bool((buffer == 10 * peer + transport.rank).all()) for peer, buffer in receives.items())
+        right = all(
+            bool((buffer == 10 * peer + transport.rank).all()) for peer, buffer in receives.items()
+        )
         return right and all(float(buffer) == 1.0 for buffer in small.values())
 
     with ThreadPoolExecutor(world) as pool:
@@ -130,7 +139,9 @@ def test_another_size_than_expected_is_named(is_early):
         send()
         with right._condition:
             right._move(1.0)
-    with pytest.raises(RuntimeError, match="rank 0 sent 8 bytes under tag 3, where 4 were expected"):
+    with pytest.raises(
+        RuntimeError, match="rank 0 sent 8 bytes under tag 3, where 4 were expected"
+    ):
         receive()
 
 
@@ -253,7 +264,10 @@ def test_callers_that_say_nothing_or_little_keep_nobody_waiting(monkeypatch):
 def test_a_hello_that_trickles_is_given_up_and_a_flood_of_calls_ends(monkeypatch):
     monkeypatch.setattr(sockets, "HELLO_TIMEOUT", 0.05)
     lines: dict[int, socket.socket] = {}
-    with listening(range(1, 2), lines, 1.0) as (place, answered), suppress(ConnectionError, socket.timeout):
+    with (
+        listening(range(1, 2), lines, 1.0) as (place, answered),
+        suppress(ConnectionError, socket.timeout),
+    ):
         trickles = stranger(place, b"\0")
         while not answered.done():
             stranger(place, b"").close()
@@ -287,7 +301,9 @@ def test_sizes_no_peer_of_ours_announces_are_refused_before_memory_is_taken(size
     right = Sockets(1, {0: ours})
     theirs.sendall(struct.pack("<qq", 7, size))
     transfer = Transfer(1, 7 if is_asked_for else 8, {}, {0: torch.empty(1)})
-    with pytest.raises(MessageSizeError, match=rf"^rank 0 (announced|sent) {size} bytes under tag 7"):
+    with pytest.raises(
+        MessageSizeError, match=rf"^rank 0 (announced|sent) {size} bytes under tag 7"
+    ):
         right.wait(right.issue(transfer))
     theirs.close()
     gone = Transfer(1, 8, {}, {0: torch.empty(1)})
@@ -327,7 +343,9 @@ def test_bytes_that_trickle_count_as_progress_and_those_of_others_do_not(monkeyp
     assert buffer.tolist() == [1] * 64
     tags = iter(range(1, 1000))
     waits.send = lambda: third.issue(Transfer(2, next(tags), {1: torch.zeros(1)}, {}))
-    with pytest.raises(RuntimeError, match=r"rank 1 has waited 0.2 s for ranks \[0\]: nothing was sent or received"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 has waited 0.2 s for ranks \[0\]: nothing was sent or received"
+    ):
         second.wait(second.issue(Transfer(1, 1, {}, {0: buffer})))
 
 
@@ -337,13 +355,17 @@ def test_a_peer_that_runs_ahead_waits_until_it_is_asked(monkeypatch):
     data = [torch.randint(256, (1 << 16,), dtype=torch.uint8) for _ in range(20)]
 
     def run_ahead() -> None:
-        for handle in [first.issue(Transfer(0, tag, {1: tensor}, {})) for tag, tensor in enumerate(data)]:
+        for handle in [
+            first.issue(Transfer(0, tag, {1: tensor}, {})) for tag, tensor in enumerate(data)
+        ]:
             first.wait(handle)
 
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(run_ahead)
         tag = 0
-        while not second._connections[0].unread_bytes:  # it reads this peer's messages while it waits for another rank
+        while not second._connections[
+            0
+        ].unread_bytes:  # it reads this peer's messages while it waits for another rank
             tag += 1
             third.issue(Transfer(2, tag, {1: torch.ones(1)}, {}))
             second.wait(second.issue(Transfer(1, tag, {}, {2: torch.empty(1)})))
@@ -413,14 +435,18 @@ def test_threads_of_a_rank_send_and_receive_at_the_same_time():
             tag = number * threads + thread
             sent = torch.full((size,), 1.0 + tag + 1000 * transport.rank)
             buffer = torch.empty(size)
-            transport.wait(transport.issue(Transfer(transport.rank, tag, {peer: sent}, {peer: buffer})))
+            transport.wait(
+                transport.issue(Transfer(transport.rank, tag, {peer: sent}, {peer: buffer}))
+            )
             if not bool((buffer == 1.0 + tag + 1000 * peer).all()):
                 return False
         return True
 
     both = transports()
     with ThreadPoolExecutor(2 * threads) as pool:
-        futures = [pool.submit(exchange, each, thread) for each in both for thread in range(threads)]
+        futures = [
+            pool.submit(exchange, each, thread) for each in both for thread in range(threads)
+        ]
         assert [each.result(120) for each in futures] == [True] * 2 * threads
 
 

@@ -25,7 +25,10 @@ LAB = Path(__file__).resolve().parents[2] / "lab"
 
 def test_the_package_offers_the_transport() -> None:
     offered = read_table(LAB / "pyproject.toml")["project"]["entry-points"][mesh.TRANSPORTS_GROUP]
-    loaded = {name: EntryPoint(name, value, mesh.TRANSPORTS_GROUP).load() for name, value in offered.items()}
+    loaded = {
+        name: EntryPoint(name, value, mesh.TRANSPORTS_GROUP).load()
+        for name, value in offered.items()
+    }
     assert loaded == {"sockets": sockets.Sockets.create}
 
 
@@ -37,9 +40,14 @@ def test_an_unknown_name_lists_it() -> None:
 
 def on_a_rank() -> dict[str, Any]:
     found = movements(dist.get_rank(), dist.get_world_size(), "sockets")
-    with patch.object(sockets, "_hosts", lambda: ["not an address"]), patch.object(sockets, "CONNECT_SECONDS", 0.1):
+    with (
+        patch.object(sockets, "_hosts", lambda: ["not an address"]),
+        patch.object(sockets, "CONNECT_SECONDS", 0.1),
+    ):
         found["unreachable"] = refusal(lambda: open_transport(name="sockets"))
-    found["differ"] = refusal(lambda: Mesh.create(transport="sockets" if dist.get_rank() else "gloo"))
+    found["differ"] = refusal(
+        lambda: Mesh.create(transport="sockets" if dist.get_rank() else "gloo")
+    )
     return found
 
 

@@ -12,7 +12,16 @@ from moesaic.comm.loopback import run_ranks
 from moesaic.layer import MoE
 from moesaic.program.grid import Grid
 from moesaic_lab.recorder import Recorder
-from moesaic_lab.train.benchmark import TrainResults, cell_of, claims, flexible, measurement_rows, panels, ratio, tables
+from moesaic_lab.train.benchmark import (
+    TrainResults,
+    cell_of,
+    claims,
+    flexible,
+    measurement_rows,
+    panels,
+    ratio,
+    tables,
+)
 from moesaic_lab.train.config import COMMITTED, Candidate, Layouts, TrainCase, read_config
 from moesaic_lab.train.layout import Experts, by_expert, by_source, measure, ordered
 from moesaic_lab.train.ranks import MeasuredSystem, TrainFound, near_ones
@@ -24,7 +33,9 @@ BED = Bed(nodes=2, ranks_per_node=1, inter="8mbit")
 """A megabyte per second."""
 
 
-def measured(name, kind, seconds, sent, *, exchange="receive-first", lossless=True, spent=None, rank=0):
+def measured(
+    name, kind, seconds, sent, *, exchange="receive-first", lossless=True, spent=None, rank=0
+):
     spans = [(100 * i + rank, 100 * i + s) for i, s in enumerate(seconds)]
     return MeasuredSystem(
         name=name, kind=kind, exchange=exchange, is_lossless=lossless, errors={"loss": 1e-7, "dense gradient": 2e-6},
@@ -42,13 +53,33 @@ def two_ranks(repeats=12, plain_seconds=2.0):
             measured("ours: best", "ours", [1.0] * repeats, [(rank, other, 2e5)]),
             measured("ours: coded", "ours", [0.5] * repeats, [(rank, other, 1e5)], lossless=False),
             measured(
-                "plain, rf", "plain", [plain_seconds] * repeats, [(rank, other, 5e5)], spent=[0.5 + rank] * repeats
+                "plain, rf",
+                "plain",
+                [plain_seconds] * repeats,
+                [(rank, other, 5e5)],
+                spent=[0.5 + rank] * repeats,
             ),
-            measured("plain, torch", "plain", [4.0] * repeats, [], exchange="torch's", spent=[1.0] * repeats),
+            measured(
+                "plain, torch",
+                "plain",
+                [4.0] * repeats,
+                [],
+                exchange="torch's",
+                spent=[1.0] * repeats,
+            ),
             measured("ds, rf", "deepspeed", [5.0] * repeats, [(rank, other, 1e6)]),
-            measured("ds, torch", "deepspeed", [8.0] * repeats, [], exchange="torch's", spent=[1.0] * repeats),
+            measured(
+                "ds, torch",
+                "deepspeed",
+                [8.0] * repeats,
+                [],
+                exchange="torch's",
+                spent=[1.0] * repeats,
+            ),
         ]
-        found.append(TrainFound(systems=systems, best="ours: best", most_over_mean_load=2.0, items=1000))
+        found.append(
+            TrainFound(systems=systems, best="ours: best", most_over_mean_load=2.0, items=1000)
+        )
     return found
 
 
@@ -68,7 +99,9 @@ def test_a_cell_joins_the_ranks():
 
 
 def swept(top_k, **options):
-    return cell_of(TrainCase(name=f"demo top {top_k}", top_k=top_k, in_sweep=True), BED, two_ranks(**options))
+    return cell_of(
+        TrainCase(name=f"demo top {top_k}", top_k=top_k, in_sweep=True), BED, two_ranks(**options)
+    )
 
 
 def claim_of(cells):
@@ -76,11 +109,19 @@ def claim_of(cells):
 
 
 def test_claims_are_paired_ratios_of_the_best_lossless_plan():
-    cells = [swept(top_k, plain_seconds=seconds) for top_k, seconds in ((None, 4.0), (4, 2.0), (8, 1.25))]
+    cells = [
+        swept(top_k, plain_seconds=seconds) for top_k, seconds in ((None, 4.0), (4, 2.0), (8, 1.25))
+    ]
     beside = cell_of(TrainCase(name="demo beside DeepSpeed"), BED, two_ranks())
-    of_name = {claim.name: claim for claim in claims(TrainResults(cells=[*cells, beside], layout=[]))}
+    of_name = {
+        claim.name: claim for claim in claims(TrainResults(cells=[*cells, beside], layout=[]))
+    }
     assert of_name["train.step_over_torch_ep"].value == 0.5
-    assert [of_name[f"train.top{k}.step_over_torch_ep"].value for k in (2, 4, 8)] == [0.25, 0.5, 0.8]
+    assert [of_name[f"train.top{k}.step_over_torch_ep"].value for k in (2, 4, 8)] == [
+        0.25,
+        0.5,
+        0.8,
+    ]
     assert of_name["train.step_over_torch_ep"].holds
     assert of_name["train.step_over_torch_ep_own_exchange"].value == 0.25
     assert of_name["train.step_over_deepspeed"].value == 0.2
@@ -102,8 +143,17 @@ def test_few_pairs_carry_no_claim():
 
 
 def test_near_systems_are_timed_more_often():
-    seconds = {"ours": (1.0, 1.0), "alike": (1.05, 1.05), "a bit faster": (0.95, 0.95), "slow": (1.2, 1.2)}
-    assert near_ones("ours", ["alike", "a bit faster", "slow"], seconds) == ["ours", "alike", "a bit faster"]
+    seconds = {
+        "ours": (1.0, 1.0),
+        "alike": (1.05, 1.05),
+        "a bit faster": (0.95, 0.95),
+        "slow": (1.2, 1.2),
+    }
+    assert near_ones("ours", ["alike", "a bit faster", "slow"], seconds) == [
+        "ours",
+        "alike",
+        "a bit faster",
+    ]
     assert near_ones("ours", ["slow"], seconds) == []
 
 
@@ -133,7 +183,10 @@ def test_rows_tables_and_panels_hold_every_system():
     assert len(tables(results)[0].rows) == 7
     (panel,) = panels(results)
     assert {series.name for series in panel.series} >= {"ours, best lossless", "ds, rf"}
-    assert ratio(results.cells[0], results.cells[0].outcomes[0], results.cells[0].outcomes[1]).median == 1.5
+    assert (
+        ratio(results.cells[0], results.cells[0].outcomes[0], results.cells[0].outcomes[1]).median
+        == 1.5
+    )
 
 
 def test_the_dense_sum_crosses_between_nodes_once_per_node():
@@ -144,7 +197,10 @@ def test_the_dense_sum_crosses_between_nodes_once_per_node():
         recorder = Recorder(transport)
         total = sum_node_first(recorder, grid, flat * (transport.rank + 1))
         crossing = [
-            m.num_bytes for r in recorder.ranges for m in r.messages if grid.node_of(m.source) != grid.node_of(m.target)
+            m.num_bytes
+            for r in recorder.ranges
+            for m in r.messages
+            if grid.node_of(m.source) != grid.node_of(m.target)
         ]
         return total, sum(crossing)
 
@@ -173,7 +229,9 @@ def test_both_layouts_compute_the_same(world):
     rows, w1, w2 = (torch.randn(*s, generator=generator) for s in ((48, 4), (3, 6, 4), (3, 4, 6)))
     found = by_source(rows, Experts(w1=w1, w2=w2), world)
     sorted_rows = ordered(rows, 3, world)
-    torch.testing.assert_close(ordered(found, 3, world), by_expert(sorted_rows, Experts(w1=w1, w2=w2)))
+    torch.testing.assert_close(
+        ordered(found, 3, world), by_expert(sorted_rows, Experts(w1=w1, w2=w2))
+    )
     each = len(rows) // 3 // world
     first = [source * 3 * each + row for source in range(world) for row in range(each)]
     torch.testing.assert_close(sorted_rows[: world * each], rows[first])
@@ -184,7 +242,9 @@ def test_layouts_are_measured_for_every_world():
     rows = measure(Layouts(worlds=(1, 4), rows_per_expert=8, dim=4, hidden=4, repeats=2))
     assert [row["world"] for row in rows] == [1, 1, 1, 4, 4, 4]
     assert {row["repeats"] for row in rows} == {2}
-    assert rows[0]["gflops_per_second"] * rows[0]["median_seconds"] == pytest.approx(4 * 2 * 8 * 4 * 4 / 1e9)
+    assert rows[0]["gflops_per_second"] * rows[0]["median_seconds"] == pytest.approx(
+        4 * 2 * 8 * 4 * 4 / 1e9
+    )
     results = TrainResults(cells=[], layout=rows)
     assert measurement_rows(results) == rows
     assert [series.x for series in panels(results)[0].series] == [(1.0, 4.0)] * 3
@@ -200,11 +260,14 @@ def test_the_committed_configuration():
     ]
     assert all(case.repeats >= 8 for case in config.cases)
     assert all(case.coded for case in sweep)
-    assert {"demo top 8", "demo inference", "demo beside DeepSpeed"} <= {case.name for case in config.cases}
+    assert {"demo top 8", "demo inference", "demo beside DeepSpeed"} <= {
+        case.name for case in config.cases
+    }
     assert [cell.worlds[-1] for cell in config.cells if isinstance(cell, Layouts)] == [256]
     assert config.candidates[0].label(4) == "ep 4 linear"
     assert (
-        Candidate(etp=2, chunks=2, codec="bf16", order="early").label(4) == "ep 2 etp 2 linear, 2 chunks, early, bf16"
+        Candidate(etp=2, chunks=2, codec="bf16", order="early").label(4)
+        == "ep 2 etp 2 linear, 2 chunks, early, bf16"
     )
 
 
@@ -237,7 +300,10 @@ def test_a_tiny_run_on_a_bed(tmp_path, capsys):
         """
     )
     picture = tmp_path / "train.svg"
-    assert main(["bench", "train", "--config", str(config), "--json", "-", "--picture", str(picture)]) == 0
+    assert (
+        main(["bench", "train", "--config", str(config), "--json", "-", "--picture", str(picture)])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     rows = {(row["case"], row["system"]): row for row in found["rows"]}
     linear, once = rows["demo", "ours: ep 4 linear"], rows["demo", "ours: ep 4 multicast"]
@@ -249,7 +315,9 @@ def test_a_tiny_run_on_a_bed(tmp_path, capsys):
     assert plain["inter_bytes"] == pytest.approx(linear["inter_bytes"], rel=0.02)
     assert all(row["worst_error"] < 1e-4 for row in rows.values() if row["lossless"])
     assert all(
-        1e-4 < row["worst_error"] < 0.1 for row in rows.values() if not row["lossless"] and row["case"] == "demo"
+        1e-4 < row["worst_error"] < 0.1
+        for row in rows.values()
+        if not row["lossless"] and row["case"] == "demo"
     )
     coded = [case for case, system in rows if "bf16" in system]
     assert coded == ["demo"]

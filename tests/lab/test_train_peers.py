@@ -34,7 +34,9 @@ def tokens_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a rank's tokens and the gradient of what they become; the last rank has one token only."""
     generator = torch.Generator().manual_seed(rank)
     count = 1 if rank == 1 else TOKENS
-    return tuple(torch.randn(count, DIM, generator=generator, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
+    return tuple(
+        torch.randn(count, DIM, generator=generator, dtype=torch.float64) for _ in range(2)
+    )  # type: ignore[return-value]
 
 
 def run_peer(kind: str, top_k: int, exchange: AbstractExchange) -> Tensors:
@@ -53,7 +55,11 @@ def run_peer(kind: str, top_k: int, exchange: AbstractExchange) -> Tensors:
     found["router"] = router
     if kind == "plain":
         return found | {name: p.grad for name, p in peer.experts.named_parameters()}
-    grads = {name.split(".")[-1]: [] for name, _ in peer.named_parameters() if "deepspeed_experts" in name}
+    grads = {
+        name.split(".")[-1]: []
+        for name, _ in peer.named_parameters()
+        if "deepspeed_experts" in name
+    }
     for name, parameter in peer.named_parameters():
         if "deepspeed_experts" in name:
             grads[name.split(".")[-1]].append(parameter.grad)
@@ -62,7 +68,9 @@ def run_peer(kind: str, top_k: int, exchange: AbstractExchange) -> Tensors:
 
 def run_peers() -> tuple:
     transport, found, sent = open_transport(), {}, {}
-    for name, exchange in zip(EXCHANGES, (TorchExchange(dist.group.WORLD), ReceiveFirst(transport))):
+    for name, exchange in zip(
+        EXCHANGES, (TorchExchange(dist.group.WORLD), ReceiveFirst(transport))
+    ):
         for kind in ["plain"] + ([] if absence() else ["deepspeed"]):
             for top_k in (2, 3):
                 exchange.sent.clear()
@@ -135,14 +143,18 @@ def test_both_exchanges_send_the_copies_of_others_and_the_counts(world):
         assert forward == (world - 1) * 8 * EXPERTS // world  # counts, int64
         # Rows leave and the gradients of the results leave alike; what comes back is sent by the others.
         rows = [size for _, _, size in sent["plain", "torch's", 2][world - 1 :]]
-        others = sum(int((of_home == rank).sum()) for other, of_home in homes(world) if other != rank)
+        others = sum(
+            int((of_home == rank).sum()) for other, of_home in homes(world) if other != rank
+        )
         assert sum(rows) == 2 * (crossing + others) * DIM * 8
 
 
 def homes(world: int) -> list[tuple[int, torch.Tensor]]:
     twin, found = make_layer(2), []
     for rank in range(world):
-        choice = twin.router.choose(twin.router.scores(tokens_of(rank)[0], None, None), 2, None, None)
+        choice = twin.router.choose(
+            twin.router.scores(tokens_of(rank)[0], None, None), 2, None, None
+        )
         found.append((rank, choice.expert // (EXPERTS // world)))
     return found
 

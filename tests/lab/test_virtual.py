@@ -39,7 +39,12 @@ class Slept:
 
 def accelerator(slept: Slept | None = None, **options: float) -> Accelerator:
     slept = slept or Slept()
-    given = {"flops_per_second": 1e6, "coded_bytes_per_second": 1e6, "shortest_sleep": 0.0, **options}
+    given = {
+        "flops_per_second": 1e6,
+        "coded_bytes_per_second": 1e6,
+        "shortest_sleep": 0.0,
+        **options,
+    }
     return Accelerator(**given, sleep=slept.sleep, clock=slept.clock)  # type: ignore[arg-type]
 
 
@@ -182,7 +187,9 @@ def test_all_ranks_of_a_layer_together_charge_every_copy_once(plan: Plan) -> Non
     def rank(transport: AbstractTransport) -> float:
         device = accelerator()
         layer = layer_on(grid, transport, device, plan)
-        x = torch.randn(tokens, DIM, generator=torch.Generator().manual_seed(transport.rank)).requires_grad_()
+        x = torch.randn(
+            tokens, DIM, generator=torch.Generator().manual_seed(transport.rank)
+        ).requires_grad_()
         y = layer(x)
         y.sum().backward()
         assert y.shape == x.shape
@@ -224,7 +231,9 @@ def test_coded_rows_are_charged_where_they_are_encoded_and_where_they_are_decode
         ran = layer.on_mesh.compiled
         tasks = [*ran.forward.tasks, *ran.backward.tasks]
         of_program = next(each for each in recorder.ranges if each.length == len(tasks))
-        return device.charged, sum(m.num_bytes for m in of_program.messages if tasks[m.tag].op is Op.HOP)
+        return device.charged, sum(
+            m.num_bytes for m in of_program.messages if tasks[m.tag].op is Op.HOP
+        )
 
     found = run_ranks(2, rank)
     sent = sum(num_bytes for _, num_bytes in found)

@@ -23,7 +23,11 @@ LAYER = Workload(tokens=2048, num_experts=8, top_k=2, dim=512, hidden=512, matri
 
 
 def test_groups_are_the_node_one_rank_of_each_and_all() -> None:
-    assert spans(5, 8, 4) == {"inside": (4, 5, 6, 7), "outside": (1, 5), "everywhere": tuple(range(8))}
+    assert spans(5, 8, 4) == {
+        "inside": (4, 5, 6, 7),
+        "outside": (1, 5),
+        "everywhere": tuple(range(8)),
+    }
     assert spans(1, 4, 4) == {"inside": (0, 1, 2, 3)}
     assert spans(1, 4, 1) == {"outside": (0, 1, 2, 3)}
     assert spans(0, 1, 1) == {}
@@ -31,7 +35,9 @@ def test_groups_are_the_node_one_rank_of_each_and_all() -> None:
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 2), (2, 2), (3, 2), (2, 3), (2, 1)])
 @pytest.mark.parametrize("in_order", [False, True])
-def test_saa_gives_every_rank_what_was_sent_to_its_node(nodes: int, per_node: int, in_order: bool) -> None:
+def test_saa_gives_every_rank_what_was_sent_to_its_node(
+    nodes: int, per_node: int, in_order: bool
+) -> None:
     world, rows = nodes * per_node, 3
     sent = torch.randn(world, world, rows)
 
@@ -49,12 +55,18 @@ def test_everything_is_timed_over_every_span(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(timed, "SIZES", (1 << 10, 1 << 11, 1 << 12))
     monkeypatch.setattr(timed, "gathered", lambda own: [own])  # each thread times for itself
     lines_of_ranks = run_ranks(4, lambda transport: collectives(transport, 2, 3, lambda: None))
-    names = [f"{name} {span}" for span in ("inside", "outside", "everywhere") for name in COLLECTIVES]
+    names = [
+        f"{name} {span}" for span in ("inside", "outside", "everywhere") for name in COLLECTIVES
+    ]
     assert [list(lines) for lines in lines_of_ranks] == [[*names, "saa everywhere"]] * 4
-    assert all(len(line.residuals) == 3 and line.what == name for name, line in lines_of_ranks[0].items())
+    assert all(
+        len(line.residuals) == 3 and line.what == name for name, line in lines_of_ranks[0].items()
+    )
 
 
-LINKS = tuple(Link(name=span, devices=1, gbps=(8.0,), carries=span) for span in ("inside", "outside"))  # type: ignore[arg-type]
+LINKS = tuple(
+    Link(name=span, devices=1, gbps=(8.0,), carries=span) for span in ("inside", "outside")
+)  # type: ignore[arg-type]
 DEVICE = Device(tflops=Tflops(fp32=1.0), memory_gib=1, memory_gigabytes_per_second=10)
 
 
@@ -68,7 +80,9 @@ def test_algorithm_1_takes_the_measured_lines(saa: float, schedule: str) -> None
     )
     operations = measured_operations(lines, GRID, "fp32")
     assert operations.overlapped.seconds(10) == pytest.approx(1e-4 + 40 * saa)
-    measured = ClusterSpec(nodes=2, devices_per_node=4, device=DEVICE, links=LINKS, collectives=lines)
+    measured = ClusterSpec(
+        nodes=2, devices_per_node=4, device=DEVICE, links=LINKS, collectives=lines
+    )
     assert choose(Simulator(measured), LAYER, GRID).schedule == schedule
 
 

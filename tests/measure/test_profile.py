@@ -48,11 +48,16 @@ def _fewer_layers() -> Iterator[None]:
 
 def timed(spec: ClusterSpec) -> list[tuple[Calibration, float]]:
     """Return the calibration layers with the times that a cluster predicts."""
-    computing, idle = Simulator(spec), Simulator(replace(spec, device=spec.device.with_flops(NO_TIME)))
+    computing, idle = (
+        Simulator(spec),
+        Simulator(replace(spec, device=spec.device.with_flops(NO_TIME))),
+    )
     layers = []
     for calibration in calibrations(spec.world, spec.devices_per_node):
         compiled, simulator = calibration.compiled, computing if calibration.computes else idle
-        seconds = simulator.layer_seconds(compiled.forward, compiled.backward, calibration.routed, compiled.grid)
+        seconds = simulator.layer_seconds(
+            compiled.forward, compiled.backward, calibration.routed, compiled.grid
+        )
         layers.append((calibration, seconds))
     return layers
 
@@ -64,9 +69,21 @@ def test_calibrations_have_every_kind_of_task_and_differ() -> None:
         for calibration in layers
         for task in (*calibration.compiled.forward.tasks, *calibration.compiled.backward.tasks)
     }
-    assert {Op.MOVE, Op.HOP, Op.PACK, Op.UNPACK, Op.EXPERT, Op.EXPERT_GRAD, Op.TAKE, Op.JOIN, Op.PERMUTE} <= kinds
+    assert {
+        Op.MOVE,
+        Op.HOP,
+        Op.PACK,
+        Op.UNPACK,
+        Op.EXPERT,
+        Op.EXPERT_GRAD,
+        Op.TAKE,
+        Op.JOIN,
+        Op.PERMUTE,
+    } <= kinds
     assert len(layers) >= 4 * len(START)
-    assert len({(calibration.compiled.digest, calibration.workload) for calibration in layers}) == len(layers)
+    assert len(
+        {(calibration.compiled.digest, calibration.workload) for calibration in layers}
+    ) == len(layers)
     assert {calibration.mesh.tp for calibration in layers} == {1, 2}
 
 
@@ -75,7 +92,11 @@ def test_every_chunk_of_a_calibration_has_rows_for_every_expert(world: int) -> N
     """The simulator counts a message without rows, which is never sent: four chunks would seem to cost nothing."""
     for calibration in calibrations(world, 2):
         origins = calibration.mesh.tp if calibration.compiled.routes_slices else 1
-        rows = calibration.tokens * calibration.workload.top_k // (calibration.workload.num_experts * origins)
+        rows = (
+            calibration.tokens
+            * calibration.workload.top_k
+            // (calibration.workload.num_experts * origins)
+        )
         assert rows >= calibration.compiled.plan.chunks, calibration.name
 
 
@@ -85,7 +106,9 @@ def test_one_rank_and_odd_worlds_can_be_calibrated_too() -> None:
 
 
 def test_layers_give_back_the_costs_of_the_host_that_timed_them() -> None:
-    found, errors = fit_layers(UNKNOWN, timed(replace(UNKNOWN, host=replace(UNKNOWN.host, **COSTS))))
+    found, errors = fit_layers(
+        UNKNOWN, timed(replace(UNKNOWN, host=replace(UNKNOWN.host, **COSTS)))
+    )
     assert {name: getattr(found.host, name) for name in COSTS} == pytest.approx(COSTS, rel=0.05)
     assert np.abs(errors).max() < 0.01
     assert replace(found, host=UNKNOWN.host, device=UNKNOWN.device) == UNKNOWN
@@ -108,7 +131,10 @@ def test_a_host_without_costs_is_found_too() -> None:
 def test_times_that_no_costs_explain_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "MOST_STEPS", 3)
     draw = np.random.default_rng(0)
-    layers = [(calibration, seconds * float(draw.uniform(0.1, 10))) for calibration, seconds in timed(UNKNOWN)]
+    layers = [
+        (calibration, seconds * float(draw.uniform(0.1, 10)))
+        for calibration, seconds in timed(UNKNOWN)
+    ]
     profile = Profile(cluster=UNKNOWN, errors=fit_layers(UNKNOWN, layers)[1])
     assert profile.troubles == [f"whole layers {profile.median_error:.0%} off, at most 50%"]
     bent = replace(UNKNOWN, collectives=(Fit(r2=0.5, what="all_gather inside"),))
@@ -118,16 +144,30 @@ def test_times_that_no_costs_explain_are_told(monkeypatch: pytest.MonkeyPatch) -
 def lines(**seconds_per_byte: float) -> dict[str, Fit]:
     named = {name.replace("_on_", " "): beta for name, beta in seconds_per_byte.items()}
     return {
-        name: Fit(alpha=1e-4, beta=beta, what=name, residuals=(0.0,) * len(links.SIZES)) for name, beta in named.items()
+        name: Fit(alpha=1e-4, beta=beta, what=name, residuals=(0.0,) * len(links.SIZES))
+        for name, beta in named.items()
     }
 
 
 def test_shared_links_are_distinguished_from_separate_ones() -> None:
     """Two ranks a node: of an all-to-all inside, half leaves a rank; of one between three nodes, two thirds."""
-    measured = lines(all_to_all_on_inside=2e-8, send_on_inside=2e-8, all_to_all_on_outside=8e-8, send_on_outside=7e-8)
+    measured = lines(
+        all_to_all_on_inside=2e-8,
+        send_on_inside=2e-8,
+        all_to_all_on_outside=8e-8,
+        send_on_outside=7e-8,
+    )
     inside, outside = links_of(measured, 3, 2)
-    assert (inside.devices, inside.shared, inside.gbps[0]) == (2, True, pytest.approx(2 * 8e-9 / 2 / 2e-8))
-    assert (outside.devices, outside.shared, outside.gbps[0]) == (2, False, pytest.approx(2 * 8e-9 * 2 / 3 / 8e-8))
+    assert (inside.devices, inside.shared, inside.gbps[0]) == (
+        2,
+        True,
+        pytest.approx(2 * 8e-9 / 2 / 2e-8),
+    )
+    assert (outside.devices, outside.shared, outside.gbps[0]) == (
+        2,
+        False,
+        pytest.approx(2 * 8e-9 * 2 / 3 / 8e-8),
+    )
     assert (inside.carries, outside.carries) == ("inside", "outside")
     own = links_of(measured | lines(send_on_outside=12e-8), 3, 2)[1]
     assert (own.devices, own.gbps[0]) == (1, pytest.approx(8e-9 * 2 / 3 / 8e-8))
@@ -142,7 +182,9 @@ def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
     path.write_text(as_toml(measured), encoding="utf-8")
     assert read_cluster(str(path)) == measured
     assert read_cluster(str(path), nodes=2) == measured
-    assert read_cluster(str(path), nodes=4) == replace(measured, nodes=4, collectives=()), "measured on two nodes"
+    assert read_cluster(str(path), nodes=4) == replace(measured, nodes=4, collectives=()), (
+        "measured on two nodes"
+    )
     path.write_text(as_toml(measured).replace("alpha = 0.0001", "alpha = -1.0"), encoding="utf-8")
     with pytest.raises(InputError, match=r"cluster.toml.*all_gather inside: alpha=-1.0: must be"):
         read_cluster(str(path))
@@ -158,7 +200,15 @@ def test_one_rank_without_a_launcher_can_be_measured(monkeypatch: pytest.MonkeyP
     device = profile.cluster.device
     assert shares == sorted(shares)
     assert (profile.cluster.links, profile.cluster.collectives) == ((), ())
-    assert min(device.tflops.fp32, device.tflops.bf16, device.memory_gigabytes_per_second, *device.gemm_share) > 0
+    assert (
+        min(
+            device.tflops.fp32,
+            device.tflops.bf16,
+            device.memory_gigabytes_per_second,
+            *device.gemm_share,
+        )
+        > 0
+    )
     assert {each.name for each in device.codecs} >= {"int8"}
     assert device.contention == 0, "nothing was sent"
     assert profile.cluster.host.layer_us + profile.cluster.host.task_us > 0

@@ -10,7 +10,13 @@ from moesaic.models.config import ModelConfig, MoEConfig
 from moesaic.shapes import BlockConfig
 
 VOCAB, LENGTH = 40, 12
-SHAPE: dict[str, Any] = {"dim": 32, "num_layers": 2, "num_heads": 4, "seq_len": LENGTH, "conv_width": 1}
+SHAPE: dict[str, Any] = {
+    "dim": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "seq_len": LENGTH,
+    "conv_width": 1,
+}
 
 
 def built(kind: Any, block: BlockConfig, experts: str = "gelu", **changes: Any) -> Any:

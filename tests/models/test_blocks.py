@@ -17,7 +17,9 @@ from moesaic.models.split import StackedLinear
 from moesaic.shapes import BlockConfig
 
 GPT2 = BlockConfig(norm="layer", positions="learned", bias=True)
-QWEN3 = BlockConfig(kv_heads=2, head_dim=12, qk_norm=True, tied=False, rope_theta=500.0, rope_factor=2.0)
+QWEN3 = BlockConfig(
+    kv_heads=2, head_dim=12, qk_norm=True, tied=False, rope_theta=500.0, rope_factor=2.0
+)
 
 
 def build(block: BlockConfig, **changes: Any) -> GPT:
@@ -25,7 +27,9 @@ def build(block: BlockConfig, **changes: Any) -> GPT:
 
 
 @pytest.mark.parametrize(("width", "seen"), [(3, (-1, -2)), (2, (-1,))])
-def test_a_short_convolution_mixes_the_positions_before_it(width: int, seen: tuple[int, ...]) -> None:
+def test_a_short_convolution_mixes_the_positions_before_it(
+    width: int, seen: tuple[int, ...]
+) -> None:
     conv, x = ShortConv(3, width).double(), torch.randn(2, 7, 3, dtype=torch.float64)
     torch.testing.assert_close(conv(x), x)
     torch.nn.init.normal_(conv.taps)
@@ -49,10 +53,19 @@ def test_the_block_of_gpt2_is_that_of_gpt2() -> None:
     ours = build(GPT2, ffn="dense", dense_hidden=48)
     theirs = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=VOCAB, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=4, n_inner=48, activation_function="gelu"
+            vocab_size=VOCAB,
+            n_positions=LENGTH,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_inner=48,
+            activation_function="gelu",
         )
     )
-    values = {"transformer.wte.weight": ours.embedding.weight, "transformer.wpe.weight": ours.positions.weight}
+    values = {
+        "transformer.wte.weight": ours.embedding.weight,
+        "transformer.wpe.weight": ours.positions.weight,
+    }
     values |= {"lm_head.weight": ours.embedding.weight}
     values |= {f"transformer.ln_f.{n}": p for n, p in ours.norm.named_parameters()}
     for i, block in enumerate(ours.blocks):
@@ -61,7 +74,10 @@ def test_the_block_of_gpt2_is_that_of_gpt2() -> None:
         values |= {f"{at}.ln_2.{n}": p for n, p in block.ffn_norm.named_parameters()}
         values |= {f"{at}.attn.c_attn.weight": attention.qkv.weight.flatten(0, 1).T}
         values |= {f"{at}.attn.c_attn.bias": attention.qkv.bias.flatten()}
-        values |= {f"{at}.attn.c_proj.weight": attention.out.weight.T, f"{at}.attn.c_proj.bias": attention.out.bias}
+        values |= {
+            f"{at}.attn.c_proj.weight": attention.out.weight.T,
+            f"{at}.attn.c_proj.bias": attention.out.bias,
+        }
         values |= {f"{at}.mlp.c_fc.weight": expert.w1[0].T, f"{at}.mlp.c_fc.bias": expert.b1[0]}
         values |= {f"{at}.mlp.c_proj.weight": expert.w2[0].T, f"{at}.mlp.c_proj.bias": expert.b2[0]}
     copy(theirs, values, "tied")
@@ -77,22 +93,32 @@ def test_the_modern_block_is_that_of_qwen3() -> None:
         rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
     )  # fmt: skip
     theirs = transformers.Qwen3ForCausalLM(config)
-    values = {"model.embed_tokens.weight": ours.embedding.weight, "lm_head.weight": ours.unembedding.weight}
+    values = {
+        "model.embed_tokens.weight": ours.embedding.weight,
+        "lm_head.weight": ours.unembedding.weight,
+    }
     values |= {"model.norm.weight": ours.norm.weight}
     for i, block in enumerate(ours.blocks):
         at, attention, expert = f"model.layers.{i}", block.attention, block.ffn.expert
         values |= {f"{at}.self_attn.q_proj.weight": attention.q.weight[0]}
-        values |= {f"{at}.self_attn.{n}_proj.weight": attention.kv.weight[k] for k, n in enumerate("kv")}
+        values |= {
+            f"{at}.self_attn.{n}_proj.weight": attention.kv.weight[k] for k, n in enumerate("kv")
+        }
         values |= {f"{at}.self_attn.o_proj.weight": attention.out.weight}
         values |= {f"{at}.self_attn.q_norm.weight": attention.q_norm.weight}
         values |= {f"{at}.self_attn.k_norm.weight": attention.k_norm.weight}
         values |= {f"{at}.input_layernorm.weight": block.attention_norm.weight}
         values |= {f"{at}.post_attention_layernorm.weight": block.ffn_norm.weight}
-        values |= {f"{at}.mlp.gate_proj.weight": expert.w1[0], f"{at}.mlp.up_proj.weight": expert.w3[0]}
+        values |= {
+            f"{at}.mlp.gate_proj.weight": expert.w1[0],
+            f"{at}.mlp.up_proj.weight": expert.w3[0],
+        }
         values |= {f"{at}.mlp.down_proj.weight": expert.w2[0]}
     copy(theirs, values, "tied")
     tokens = ids(2, LENGTH)
-    torch.testing.assert_close(ours(tokens).logits, theirs.double().eval()(tokens).logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ours(tokens).logits, theirs.double().eval()(tokens).logits, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("block", [GPT2, QWEN3], ids=["gpt2", "qwen3"])

@@ -15,7 +15,9 @@ PROMPT = [3, 1, 4]
 @pytest.fixture
 def model() -> GPT:
     torch.manual_seed(0)
-    shape = ModelConfig(dim=16, num_layers=2, num_heads=2, seq_len=8, moe=MoEConfig(num_experts=4, hidden=16))
+    shape = ModelConfig(
+        dim=16, num_layers=2, num_heads=2, seq_len=8, moe=MoEConfig(num_experts=4, hidden=16)
+    )
     model = GPT(shape, VOCABULARY).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -54,9 +56,13 @@ def test_drawing_leaves_the_global_generator_alone(model):
 def test_top_k_draws_among_the_likeliest(model):
     logits = model(torch.tensor([PROMPT])).logits[0, -1]
     likeliest = set(logits.topk(3).indices.tolist())
-    drawn = {draw(model, num_tokens=1, top_k=3, temperature=50.0, seed=seed)[0] for seed in range(25)}
+    drawn = {
+        draw(model, num_tokens=1, top_k=3, temperature=50.0, seed=seed)[0] for seed in range(25)
+    }
     assert drawn == likeliest
-    everything = {draw(model, num_tokens=1, top_k=1000, temperature=50.0, seed=seed)[0] for seed in range(20)}
+    everything = {
+        draw(model, num_tokens=1, top_k=1000, temperature=50.0, seed=seed)[0] for seed in range(20)
+    }
     assert len(everything) > 10
 
 
@@ -64,7 +70,9 @@ def test_top_p_draws_among_the_likeliest_that_make_it_up(model):
     scores = model(torch.tensor([PROMPT])).logits[0, -1] / 20
     actual, order = scores.softmax(-1).sort(descending=True)
     few = int((actual.cumsum(0) < 0.2).sum()) + 1
-    drawn = {draw(model, num_tokens=1, top_p=0.2, temperature=20.0, seed=seed)[0] for seed in range(25)}
+    drawn = {
+        draw(model, num_tokens=1, top_p=0.2, temperature=20.0, seed=seed)[0] for seed in range(25)
+    }
     assert drawn <= set(order[:few].tolist())
     assert 1 < len(drawn) <= few < VOCABULARY
 
@@ -72,7 +80,9 @@ def test_top_p_draws_among_the_likeliest_that_make_it_up(model):
 def test_a_batch_draws_what_each_prompt_draws_alone(model):
     prompts = [[3, 1, 4], [1], [5, 9, 2, 6, 5]]
     together = generate(model, prompts, num_tokens=3, top_p=0.9, temperature=2.0, seed=5)
-    assert together == [draw(model, prompt, 3, top_p=0.9, temperature=2.0, seed=5) for prompt in prompts]
+    assert together == [
+        draw(model, prompt, 3, top_p=0.9, temperature=2.0, seed=5) for prompt in prompts
+    ]
 
 
 def test_a_full_context_goes_on_from_its_later_half(model):

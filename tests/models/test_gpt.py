@@ -23,7 +23,9 @@ VOCAB = 11
 
 def config(*, moe: dict[str, object] | None = None, **options: object) -> ModelConfig:
     sparse = MoEConfig(**{"num_experts": 4, "top_k": 2, "hidden": 16, **(moe or {})})
-    return ModelConfig(**{"dim": 16, "num_layers": 2, "num_heads": 2, "seq_len": 12, "moe": sparse, **options})
+    return ModelConfig(
+        **{"dim": 16, "num_layers": 2, "num_heads": 2, "seq_len": 12, "moe": sparse, **options}
+    )
 
 
 def tokens(batch: int = 2, length: int = 12) -> torch.Tensor:
@@ -39,13 +41,18 @@ def test_routings_have_no_graph() -> None:
     output = GPT(config(), VOCAB)(batch[:, :-1], batch[:, 1:])
     assert len(output.routings) == 2
     tensors = [
-        value for routing in output.routings for value in vars(routing).values() if isinstance(value, torch.Tensor)
+        value
+        for routing in output.routings
+        for value in vars(routing).values()
+        if isinstance(value, torch.Tensor)
     ]
     assert not any(tensor.requires_grad for tensor in tensors)
 
 
 @pytest.mark.parametrize(
-    ("router", "chunks"), [("softmax", [1] * 8), ("sigmoid", [3, 1, 4]), ("hash", [3, 1, 4])], ids=str
+    ("router", "chunks"),
+    [("softmax", [1] * 8), ("sigmoid", [3, 1, 4]), ("hash", [3, 1, 4])],
+    ids=str,
 )
 def test_decoding_with_a_cache_equals_the_whole_forward(router: str, chunks: list[int]) -> None:
     model, batch = GPT(config(moe={"router": router}), VOCAB).double().eval(), tokens(2, 8)
@@ -65,7 +72,9 @@ def test_no_position_sees_a_later_one() -> None:
     assert not torch.allclose(model(batch).logits[:, 7:], model(changed).logits[:, 7:])
 
 
-@pytest.mark.parametrize("moe", [{}, {"router": "sigmoid"}, {"shared_hidden": 8}, {"experts": "gelu"}], ids=str)
+@pytest.mark.parametrize(
+    "moe", [{}, {"router": "sigmoid"}, {"shared_hidden": 8}, {"experts": "gelu"}], ids=str
+)
 def test_active_parameters_are_all_but_the_experts_not_taken(moe: dict[str, object]) -> None:
     model = GPT(config(moe=moe), VOCAB)
     matrices = 2 if moe.get("experts") == "gelu" else 3
@@ -75,14 +84,26 @@ def test_active_parameters_are_all_but_the_experts_not_taken(moe: dict[str, obje
 
 
 def test_the_dense_model_has_the_active_parameters_of_the_sparse_one() -> None:
-    sparse, dense = (GPT(config(moe={"shared_hidden": 8}, ffn=ffn), VOCAB) for ffn in ("moe", "dense"))
+    sparse, dense = (
+        GPT(config(moe={"shared_hidden": 8}, ffn=ffn), VOCAB) for ffn in ("moe", "dense")
+    )
     routers = 2 * 4 * 16
-    assert dense.num_parameters() == dense.num_active_parameters() == sparse.num_active_parameters() - routers
+    assert (
+        dense.num_parameters()
+        == dense.num_active_parameters()
+        == sparse.num_active_parameters() - routers
+    )
 
 
 def test_every_second_block_is_sparse_counted_from_the_last() -> None:
     model = GPT(config(num_layers=5, moe_every=2), VOCAB)
-    assert [isinstance(block.ffn, MoE) for block in model.blocks] == [True, False, True, False, True]
+    assert [isinstance(block.ffn, MoE) for block in model.blocks] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
     assert len(model(tokens()).routings) == 3
 
 
@@ -103,9 +124,12 @@ def test_padded_tokens_are_in_no_count_and_move_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("router", "capacity"), [("softmax", "fixed"), ("noisy", "dropless"), ("sigmoid", "dropless"), ("gshard", "fixed")]
+    ("router", "capacity"),
+    [("softmax", "fixed"), ("noisy", "dropless"), ("sigmoid", "dropless"), ("gshard", "fixed")],
 )
-def test_checkpointing_gives_identical_loss_gradients_and_counts(router: str, capacity: str) -> None:
+def test_checkpointing_gives_identical_loss_gradients_and_counts(
+    router: str, capacity: str
+) -> None:
     plain = GPT(config(moe={"router": router, "capacity": capacity, "z_loss": 0.01}), VOCAB)
     again = GPT(dataclasses.replace(plain.config, checkpoint_activations=True), VOCAB)
     again.load_state_dict(plain.state_dict())
@@ -126,7 +150,9 @@ def test_targets_of_minus_one_are_not_predicted() -> None:
     model, batch = GPT(config(), VOCAB).eval(), tokens()
     targets = batch.clone()
     targets[:, 5:] = -1
-    expected = torch.nn.functional.cross_entropy(model(batch).logits[:, :5].flatten(0, 1), batch[:, :5].flatten())
+    expected = torch.nn.functional.cross_entropy(
+        model(batch).logits[:, :5].flatten(0, 1), batch[:, :5].flatten()
+    )
     torch.testing.assert_close(model(batch, targets).loss, expected)
     assert model(batch).loss is None
 
@@ -141,22 +167,31 @@ def test_every_router_that_a_config_names_trains(router: str) -> None:
 
 
 def test_a_configs_options_reach_the_router() -> None:
-    sigmoid = make_moe(8, MoEConfig(num_experts=8, router="sigmoid", router_options={"bias_rate": 0.5})).router
+    sigmoid = make_moe(
+        8, MoEConfig(num_experts=8, router="sigmoid", router_options={"bias_rate": 0.5})
+    ).router
     assert isinstance(sigmoid, SigmoidTopK)
     assert sigmoid.bias_rate == 0.5
     limited = make_moe(
-        8, MoEConfig(num_experts=8, router="group_limited", router_options={"num_groups": 2, "top_groups": 1})
+        8,
+        MoEConfig(
+            num_experts=8, router="group_limited", router_options={"num_groups": 2, "top_groups": 1}
+        ),
     ).router
     assert isinstance(limited, GroupLimited)
     assert (limited.num_groups, limited.top_groups) == (2, 1)
 
 
 def test_matrices_start_with_their_deviations() -> None:
-    model = GPT(config(dim=64, num_layers=2, num_heads=2, moe={"num_experts": 8, "hidden": 64}), 200)
+    model = GPT(
+        config(dim=64, num_layers=2, num_heads=2, moe={"num_experts": 8, "hidden": 64}), 200
+    )
     deviations = {"embedding.weight": 0.02, "blocks.0.attention.out.weight": 0.01, "blocks.1.ffn.experts.w2": 0.01,
                   "blocks.0.ffn.experts.w13": 0.02, "blocks.0.ffn.router.weight": 0.02}  # fmt: skip
     for name, deviation in deviations.items():
-        assert float(model.get_parameter(name).detach().std()) == pytest.approx(deviation, rel=0.1), name
+        assert float(model.get_parameter(name).detach().std()) == pytest.approx(
+            deviation, rel=0.1
+        ), name
 
 
 def test_noise_and_temperature_start_as_their_papers_say() -> None:

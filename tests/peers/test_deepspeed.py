@@ -38,6 +38,8 @@ def initialised(stage: int) -> str:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_experts_on_several_ranks_are_refused_in_one_line(stage: int) -> None:
     for message in on_ranks(2, initialised, stage):
-        assert message.startswith("InputError: GatedExperts is spread over ranks and another library")
+        assert message.startswith(
+            "InputError: GatedExperts is spread over ranks and another library"
+        )
         assert "give deepspeed.initialize the model without parallelize" in message
         assert "\n" not in message

@@ -27,7 +27,10 @@ from torchtitan.config import ConfigManager, OverrideConfig, apply_overrides
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, HybridEPTokenDispatcher
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    HybridEPTokenDispatcher,
+)
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 from moesaic.planner.emit import SYSTEMS, TORCH_SCHEDULES
@@ -48,7 +51,12 @@ def linear(out: int, inner: int = DIM, *, bias: bool = False) -> Linear.Config:
 
 
 def layer(
-    *, shared: str = "", gpt_oss: bool = False, bias: bool = False, coeff: float | None = 1e-3, **router: Any
+    *,
+    shared: str = "",
+    gpt_oss: bool = False,
+    bias: bool = False,
+    coeff: float | None = 1e-3,
+    **router: Any,
 ) -> MoE.Config:
     """Return the configuration of a layer of torchtitan; the keywords are options of its router."""
     kind = GptOssGroupedExperts if gpt_oss else GroupedExperts
@@ -61,7 +69,9 @@ def layer(
     of_shared = {
         "": None, "plain": FeedForward.Config(**parts), "gated": SigmoidGatedFeedForward.Config(**parts, gate=linear(1)),
     }  # fmt: skip
-    gate = TokenChoiceTopKRouter.Config(num_experts=EXPERTS, gate=linear(EXPERTS, bias=bias), **router)
+    gate = TokenChoiceTopKRouter.Config(
+        num_experts=EXPERTS, gate=linear(EXPERTS, bias=bias), **router
+    )
     return MoE.Config(
         num_experts=EXPERTS,
         routed_experts=routed,
@@ -80,7 +90,12 @@ def overridden(config: Any) -> Any:
 
 def grouped(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
     starts = [0, *offs.tolist()]
-    return torch.cat([A[first:last] @ B_t[expert] for expert, (first, last) in enumerate(itertools.pairwise(starts))])
+    return torch.cat(
+        [
+            A[first:last] @ B_t[expert]
+            for expert, (first, last) in enumerate(itertools.pairwise(starts))
+        ]
+    )
 
 
 @pytest.fixture
@@ -105,7 +120,9 @@ LAYERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", LAYERS, ids=lambda options: "-".join(map(str, options)) or "default")
+@pytest.mark.parametrize(
+    "options", LAYERS, ids=lambda options: "-".join(map(str, options)) or "default"
+)
 def test_a_layer_computes_what_torchtitans_does(options: dict[str, Any], in_float32: None) -> None:
     config = layer(**options)
     torch.manual_seed(0)
@@ -123,7 +140,9 @@ def test_a_layer_computes_what_torchtitans_does(options: dict[str, Any], in_floa
         torch.testing.assert_close(
             found[name], value, rtol=2e-5, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
-    assert all(torch.equal(ours.state_dict()[name], value) for name, value in theirs.state_dict().items())
+    assert all(
+        torch.equal(ours.state_dict()[name], value) for name, value in theirs.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,9 +167,13 @@ def test_what_moesaic_cannot_run_is_refused_by_name(field: str, words: str) -> N
     Quantised.Config.__qualname__ = "Quantised.Config"
     config = layer()
     if field == "inner_experts":
-        config.routed_experts.inner_experts = Quantised.Config(dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS)
+        config.routed_experts.inner_experts = Quantised.Config(
+            dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS
+        )
     else:
-        config.routed_experts.token_dispatcher = HybridEPTokenDispatcher.Config(num_experts=EXPERTS, top_k=2)
+        config.routed_experts.token_dispatcher = HybridEPTokenDispatcher.Config(
+            num_experts=EXPERTS, top_k=2
+        )
     assert words in refused(overridden, config)
 
 
@@ -161,7 +184,9 @@ def configurations() -> list[Any]:
         try:
             flavours = getattr(import_module(f"torchtitan.models.{family}"), name)
         except ModuleNotFoundError as error:
-            found.append(pytest.param(None, id=family, marks=pytest.mark.skip(reason=f"{family}: {error}")))
+            found.append(
+                pytest.param(None, id=family, marks=pytest.mark.skip(reason=f"{family}: {error}"))
+            )
             continue
         for flavour, make in flavours.items():
             if "moe_comm_backend" in make.__code__.co_varnames:
@@ -202,7 +227,9 @@ def test_every_model_of_torchtitan_keeps_its_parameters_and_is_initialised(make:
 def test_torchtitans_parser_accepts_what_is_printed(layout: OthersLayout) -> None:
     lines = SYSTEMS["torchtitan"].flags("torchtitan", read_job("mixtral-8x7b"), layout)
     words = [word for line in lines for word in line.split(" ")]
-    config = ConfigManager().parse_args(["--module", "qwen3", "--config", "qwen3_moe_debug", *words])
+    config = ConfigManager().parse_args(
+        ["--module", "qwen3", "--config", "qwen3_moe_debug", *words]
+    )
     assert config.parallelism.expert_parallel_degree == layout.ep
     assert config.parallelism.tensor_parallel_degree == layout.tp
     assert config.parallelism.pipeline_parallel_degree == layout.pp

@@ -22,17 +22,34 @@ FREE = Device(
 
 
 def tree(
-    nodes: int, per_node: int, *, leaf: bool = True, device: Device = DEVICE, host: Host | None = None
+    nodes: int,
+    per_node: int,
+    *,
+    leaf: bool = True,
+    device: Device = DEVICE,
+    host: Host | None = None,
 ) -> ClusterSpec:
     """Return nodes with one PCIe link per device and one NIC; pairs of nodes share oversubscribed leaf switches."""
     links = [
         Link(name="pcie", devices=1, gbps=(100.0,), latency_us=3.0, message_us=1.0),
-        Link(name="nic", devices=per_node, gbps=(50.0,), latency_us=10.0, message_us=5.0, carries="outside"),
+        Link(
+            name="nic",
+            devices=per_node,
+            gbps=(50.0,),
+            latency_us=10.0,
+            message_us=5.0,
+            carries="outside",
+        ),
     ]
     if leaf and nodes > 1:
         links.append(Link(name="leaf", devices=2 * per_node, gbps=(60.0,), carries="outside"))
     return ClusterSpec(
-        nodes=nodes, devices_per_node=per_node, device=device, links=tuple(links), host=host or Host(), name="tree"
+        nodes=nodes,
+        devices_per_node=per_node,
+        device=device,
+        links=tuple(links),
+        host=host or Host(),
+        name="tree",
     )
 
 
@@ -51,9 +68,28 @@ def flat(
     """Return a cluster in which each device has one link inside its node and one port between nodes; rates in Gb/s: 80
     is 10 GB/s."""
     links = [
-        Link(name="nvlink", devices=1, gbps=(intra,), latency_us=intra_us, message_us=message_us[0], carries="inside"),
-        Link(name="port", devices=1, gbps=(inter,), latency_us=inter_us, message_us=message_us[1], carries="outside"),
+        Link(
+            name="nvlink",
+            devices=1,
+            gbps=(intra,),
+            latency_us=intra_us,
+            message_us=message_us[0],
+            carries="inside",
+        ),
+        Link(
+            name="port",
+            devices=1,
+            gbps=(inter,),
+            latency_us=inter_us,
+            message_us=message_us[1],
+            carries="outside",
+        ),
     ]
     return ClusterSpec(
-        nodes=nodes, devices_per_node=per_node, device=device, links=tuple(links), host=host or Host(), name="flat"
+        nodes=nodes,
+        devices_per_node=per_node,
+        device=device,
+        links=tuple(links),
+        host=host or Host(),
+        name="flat",
     )

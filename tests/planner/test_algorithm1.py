@@ -45,8 +45,13 @@ def test_the_rule_says_what_it_chose_and_needs_no_rate_of_float64(tmp_path, monk
         of = with_planned(replace(config, precision=precision), said.append)
         assert of.planner.plan == ""
         chosen[precision] = of.plan.schedule
-    assert all(f"Algorithm 1 chooses {chosen[name]}, " in line for name, line in zip(chosen, said, strict=True))
+    assert all(
+        f"Algorithm 1 chooses {chosen[name]}, " in line
+        for name, line in zip(chosen, said, strict=True)
+    )
     assert "tp 2, ep 2, etp 2" in said[0]
     dim = config.model.dim
-    wide = with_planned(replace(config, precision="float32", model=replace(config.model, dim=2 * dim)), said.append)
+    wide = with_planned(
+        replace(config, precision="float32", model=replace(config.model, dim=2 * dim)), said.append
+    )
     assert wide.plan.schedule == chosen["float64"]

@@ -27,14 +27,20 @@ JOB = Job(
     batch_size=16,
     accumulation=2,
     model=ModelShape(
-        dim=512, num_layers=2, num_heads=8, seq_len=256, moe=MoEShape(num_experts=8, top_k=2, hidden=1024)
+        dim=512,
+        num_layers=2,
+        num_heads=8,
+        seq_len=256,
+        moe=MoEShape(num_experts=8, top_k=2, hidden=1024),
     ),
 )
 SLOW_PORTS = flat(2, 4, intra=800, inter=2, device=DEVICE)
 
 
 SPREAD = Pins(tp=1, ep=8, etp=1)
-FEW = replace(LOSSLESS, chunks=(1, 4), orders=("fifo",), fuse=(False,), all_to_alls=("linear", "multicast"))
+FEW = replace(
+    LOSSLESS, chunks=(1, 4), orders=("fifo",), fuse=(False,), all_to_alls=("linear", "multicast")
+)
 
 
 @cache
@@ -46,10 +52,14 @@ def test_speed_is_tokens_over_seconds_and_utilization_what_a_model_needs_of_the_
     best = found().best
     speed = speed_of(JOB, best, SLOW_PORTS, devices=8, sequences=32)
     assert speed.tokens_per_second == pytest.approx(32 * 256 / best.seconds / 8)
-    assert speed.interval == pytest.approx([share * speed.tokens_per_second for share in SPREADS[""]])
+    assert speed.interval == pytest.approx(
+        [share * speed.tokens_per_second for share in SPREADS[""]]
+    )
     active = 2 * (4 * 512**2 + 512 * 8 + 2 * 3 * 512 * 1024) + 256 * 512
     assert operations_per_token(JOB, SLOW_PORTS) == 6 * active + 3 * 2 * (2 * 2 * 256 * 512 / 2)
-    assert speed.utilization == pytest.approx(speed.tokens_per_second * operations_per_token(JOB, SLOW_PORTS) / 100e12)
+    assert speed.utilization == pytest.approx(
+        speed.tokens_per_second * operations_per_token(JOB, SLOW_PORTS) / 100e12
+    )
     assert speed.price(3.6) == pytest.approx(1e12 / speed.tokens_per_second * 1e-3)
     doubled = replace(SLOW_PORTS, device=replace(DEVICE, peak_tflops=200.0))
     halved = speed_of(JOB, best, doubled, devices=8, sequences=32)
@@ -60,7 +70,9 @@ def test_what_to_change_first_is_what_limits() -> None:
     slow_net = changes(JOB, SLOW_PORTS, found())
     assert slow_net[0].what == "links between nodes twice as fast (port)"
     assert 1.5 < slow_net[0].speedup <= 2.0
-    assert [each.speedup for each in slow_net] == sorted((each.speedup for each in slow_net), reverse=True)
+    assert [each.speedup for each in slow_net] == sorted(
+        (each.speedup for each in slow_net), reverse=True
+    )
     weak = flat(1, 8, intra=80000, device=replace(DEVICE, tflops=Tflops(fp32=0.5)))
     first = changes(JOB, weak, found(cluster=weak))[0]
     assert first.what == "products twice as fast"
@@ -74,12 +86,19 @@ def test_more_memory_is_among_the_changes_where_it_would_help() -> None:
     settings = Settings(pins=SPREAD, space=FEW, reserve_gib=0.1)
     result = search(again, tight, settings)
     kept = search(JOB, SLOW_PORTS, settings)
-    (more,) = (each for each in changes(again, tight, result, reserve_gib=0.1) if each.what.startswith("devices of "))
+    (more,) = (
+        each
+        for each in changes(again, tight, result, reserve_gib=0.1)
+        if each.what.startswith("devices of ")
+    )
     assert more.what == "devices of 1 GiB (nothing recomputed)"
     assert more.speedup == pytest.approx(result.best.seconds / kept.best.seconds, rel=0.05)
     assert more.speedup > 1.1
     plenty = replace(tight, device=replace(DEVICE, memory_gib=80))
-    assert not any("devices of" in each.what for each in changes(again, plenty, search(again, plenty, settings)))
+    assert not any(
+        "devices of" in each.what
+        for each in changes(again, plenty, search(again, plenty, settings))
+    )
 
 
 def test_the_fastest_plan_that_does_not_fit_is_kept() -> None:
@@ -87,7 +106,9 @@ def test_the_fastest_plan_that_does_not_fit_is_kept() -> None:
     free = search(JOB, SLOW_PORTS, settings)
     assert free.too_large is None
     size = free.best.memory.total
-    assert min(each.memory.total for each in free.ranking) < size, "the best plan is not the smallest"
+    assert min(each.memory.total for each in free.ranking) < size, (
+        "the best plan is not the smallest"
+    )
     tight = replace(SLOW_PORTS, device=replace(DEVICE, memory_gib=1.05 * (size - 1) / 2**30))
     found = search(JOB, tight, settings)
     assert found.too_large.seconds < found.best.seconds
@@ -112,7 +133,9 @@ def test_skew_costs_where_experts_are_spread_and_nothing_where_every_rank_has_th
 def test_a_ranking_by_other_seconds_changes_neither_what_helps_nor_what_skew_costs() -> None:
     """Under recorded counts, or by a profile, steps take longer than the description of the cluster says."""
     result = found()
-    slower = replace(result.best, estimate=replace(result.best.estimate, seconds=3 * result.best.seconds))
+    slower = replace(
+        result.best, estimate=replace(result.best.estimate, seconds=3 * result.best.seconds)
+    )
     changed = replace(result, ranking=(slower,), by_ep={})
     assert changes(JOB, SLOW_PORTS, changed) == changes(JOB, SLOW_PORTS, replace(result, by_ep={}))
     assert under_skew(JOB, SLOW_PORTS, slower, 1.0) == under_skew(JOB, SLOW_PORTS, result.best, 1.0)

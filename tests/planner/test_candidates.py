@@ -21,7 +21,9 @@ GRIDS = [
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_candidates_are_what_fits_each_program_once(grid: Grid):
-    space = SearchSpace(chunks=(1, 2), orders=("optsche", "fifo"), all_to_alls=("linear", "hier2d", "multicast"))
+    space = SearchSpace(
+        chunks=(1, 2), orders=("optsche", "fifo"), all_to_alls=("linear", "hier2d", "multicast")
+    )
     fitting = set()
     for plan in space.plans(grid):
         try:
@@ -37,21 +39,33 @@ def test_candidates_are_what_fits_each_program_once(grid: Grid):
 def test_the_default_space_is_lossless_and_holds_every_schedule_that_fits():
     plans = list(SearchSpace().plans(GRIDS[1]))
     assert all(plan.is_lossless for plan in plans)
-    plainest = SearchSpace(gather_weights=(), chunks=(1,), overlap_gather=(False,), all_to_alls=("linear",))
+    plainest = SearchSpace(
+        gather_weights=(), chunks=(1,), overlap_gather=(False,), all_to_alls=("linear",)
+    )
     assert {compiled.plan.schedule for compiled in candidates(GRIDS[1], plainest)} == set(SCHEDULES)
     assert {plan.chunks for plan in plans} == {1, 2, 4}
-    assert {plan.all_to_all for plan in plans} >= {"linear", "pipelined", "hier1d", "hier2d", "multicast"}
+    assert {plan.all_to_all for plan in plans} >= {
+        "linear",
+        "pipelined",
+        "hier1d",
+        "hier2d",
+        "multicast",
+    }
 
 
 def test_r_runs_over_zero_and_the_divisors_of_etp_below_it():
-    plans = SearchSpace(schedules=("s2",), chunks=(1,), overlap_gather=(False,), all_to_alls=("linear",))
+    plans = SearchSpace(
+        schedules=("s2",), chunks=(1,), overlap_gather=(False,), all_to_alls=("linear",)
+    )
     assert [plan.gather_weights for plan in plans.plans(GRIDS[2])] == [None, 0, 1, 2]
     assert [plan.gather_weights for plan in plans.plans(GRIDS[0])] == [None, 0]
 
 
 def test_of_equal_programs_the_first_of_the_space_is_kept():
     one_node = Grid(world=2, ep=2)
-    space = SearchSpace(schedules=("s1",), chunks=(1,), overlap_gather=(False, True), all_to_alls=("linear",))
+    space = SearchSpace(
+        schedules=("s1",), chunks=(1,), overlap_gather=(False, True), all_to_alls=("linear",)
+    )
     kept = [compiled.plan for compiled in candidates(one_node, space)]
     assert Plan(schedule="s1") in kept
     assert len(kept) == len({compile_plan(plan, one_node).digest for plan in kept})
@@ -59,7 +73,9 @@ def test_of_equal_programs_the_first_of_the_space_is_kept():
 
 def test_a_space_without_a_fitting_plan_is_refused_with_the_reason():
     space = SearchSpace(schedules=("ted",), gather_weights=())
-    with pytest.raises(InputError, match=r"no plan of the search space fits the mesh; the last one: .*ted"):
+    with pytest.raises(
+        InputError, match=r"no plan of the search space fits the mesh; the last one: .*ted"
+    ):
         list(candidates(Grid(world=4, tp=4, ep=4), space))
 
 

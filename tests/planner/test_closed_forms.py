@@ -45,7 +45,8 @@ def movements(schedule: str, tp: int, etp: int, **plan: object) -> dict[str, flo
     return {
         task.name: sum(moved.load.alone for moved in volumes.movements(task, slots, ""))
         for task in program.tasks
-        if task.op is Op.MOVE and slots[task.writes[0]].kind in (Kind.ROWS, Kind.TOKENS, Kind.WEIGHT)
+        if task.op is Op.MOVE
+        and slots[task.writes[0]].kind in (Kind.ROWS, Kind.TOKENS, Kind.WEIGHT)
     }
 
 
@@ -80,7 +81,9 @@ def test_tutels_r(r: int) -> None:
     seconds_by_slot = movements("s1", 1, s, gather_weights=r)
     parameters = EXPERTS * 3 * DIM * WORKLOAD.hidden * 2 * PER_BYTE
     if r == 0:
-        assert seconds_by_slot["w_full"] == pytest.approx(parameters * (W - 1) / W * (W // s) / (W // s))
+        assert seconds_by_slot["w_full"] == pytest.approx(
+            parameters * (W - 1) / W * (W // s) / (W // s)
+        )
         assert "h" not in seconds_by_slot
         return
     q = s // r
@@ -116,7 +119,9 @@ def test_the_busiest_link_of_skewed_counts_sets_the_time() -> None:
     busiest = max(per_rank.sum(axis=0).max(), per_rank.sum(axis=1).max())
     run = Simulator(node()).run(compiled.forward, WORKLOAD, grid, sizes=sizes)
     spans = {span.task: span for span in run.timeline.spans}
-    assert spans["h"].end - spans["h"].start == pytest.approx(busiest * DIM * 2 * PER_BYTE, rel=1e-6)
+    assert spans["h"].end - spans["h"].start == pytest.approx(
+        busiest * DIM * 2 * PER_BYTE, rel=1e-6
+    )
     assert len(run.ends) == W
 
 
@@ -152,11 +157,18 @@ def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL)
     exec(compile(code.group(1), "planning.md", "exec"), {})
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["linear", "hier2d", "multicast"]
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "linear",
+        "hier2d",
+        "multicast",
+    ]
 
 
 def test_the_clusters_file_of_the_page_is_read(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
     table = re.search(r"```toml\n(nodes.*?)```", page, re.DOTALL)
     (tmp_path / "mine.toml").write_text(table.group(1), encoding="utf-8")
-    assert [link.name for link in read_cluster(str(tmp_path / "mine.toml")).links] == ["pcie", "nic"]
+    assert [link.name for link in read_cluster(str(tmp_path / "mine.toml")).links] == [
+        "pcie",
+        "nic",
+    ]

@@ -39,7 +39,9 @@ def changed(**fields: object) -> dict:
 
 
 @pytest.mark.parametrize("name", presets())
-def test_presets_read_say_where_they_come_from_and_survive_a_round_trip(name: str, tmp_path: Path) -> None:
+def test_presets_read_say_where_they_come_from_and_survive_a_round_trip(
+    name: str, tmp_path: Path
+) -> None:
     spec = read_cluster(name)
     assert spec.name == name
     assert len(spec.source) > 20
@@ -118,10 +120,13 @@ def test_unknown_clusters_and_files(tmp_path: Path) -> None:
     assert "no such file" in refused(lambda: read_cluster(str(tmp_path / "none.toml")))
     (tmp_path / "profile.json").write_text('{"format": 1, "versions": {}, "host": {"task": 1e-4}}')
     with pytest.raises(
-        InputError, match=r"profile\.json is a profile of an earlier version: run moesaic profile again"
+        InputError,
+        match=r"profile\.json is a profile of an earlier version: run moesaic profile again",
     ):
         read_cluster(str(tmp_path / "profile.json"))
-    with pytest.raises(InputError, match=r"tflops\.fp8 is not given: add it, or choose one of bf16"):
+    with pytest.raises(
+        InputError, match=r"tflops\.fp8 is not given: add it, or choose one of bf16"
+    ):
         Tflops(bf16=3.0).of("fp8")
 
 
@@ -132,10 +137,19 @@ def on_links(topology: Topology, source: int, target: int) -> dict[str, float]:
 
 def test_a_message_climbs_to_the_first_switch_above_both_ends() -> None:
     topology = Topology(tree(4, 2), 8, 2)
-    assert on_links(topology, 0, 1) == pytest.approx({"pcie out 0": 0.08 + 1e-6, "pcie in 1": 0.08 + 1e-6})
+    assert on_links(topology, 0, 1) == pytest.approx(
+        {"pcie out 0": 0.08 + 1e-6, "pcie in 1": 0.08 + 1e-6}
+    )
     near, far = on_links(topology, 0, 2), on_links(topology, 0, 7)
     assert set(near) == {"pcie out 0", "pcie in 2", "nic out 0", "nic in 1"}
-    assert set(far) == {"pcie out 0", "pcie in 7", "nic out 0", "nic in 3", "leaf out 0", "leaf in 1"}
+    assert set(far) == {
+        "pcie out 0",
+        "pcie in 7",
+        "nic out 0",
+        "nic in 3",
+        "leaf out 0",
+        "leaf in 1",
+    }
     assert far["nic out 0"] == pytest.approx(8 / 50 + 5e-6)
     assert far["leaf out 0"] == pytest.approx(8 / 60)
     load = topology.loads(np.array([0]), np.array([7]), np.array([0.0]), np.ones(1))
@@ -206,7 +220,9 @@ def of_nodes(nodes: int, **link: float) -> Topology:
         Link(name="nvlink", devices=1, carries="inside", gbps=(800,)),
         Link(name="port", devices=1, carries="outside", gbps=(80,), **link),
     )
-    return Topology(ClusterSpec(nodes=nodes, devices_per_node=2, device=DEVICE, links=ports), 2 * nodes, 2)
+    return Topology(
+        ClusterSpec(nodes=nodes, devices_per_node=2, device=DEVICE, links=ports), 2 * nodes, 2
+    )
 
 
 def sent_to(topology: Topology, targets: list[int], num_bytes: float = 1e7) -> float:
@@ -220,7 +236,9 @@ def test_messages_take_longer_the_more_connections_their_device_holds_open() -> 
     for targets in ([2], [2, 3], [2, 3, 4, 5]):
         count = len(targets)
         assert sent_to(of_nodes(3), targets) == pytest.approx(count * message_seconds)
-        assert sent_to(of_nodes(3, connection_us=5), targets) == pytest.approx(count * (message_seconds + count * 5e-6))
+        assert sent_to(of_nodes(3, connection_us=5), targets) == pytest.approx(
+            count * (message_seconds + count * 5e-6)
+        )
     inside = sent_to(of_nodes(3, connection_us=5), [1])
     assert inside == sent_to(of_nodes(3), [1]), "NVLink has none"
 
@@ -242,19 +260,27 @@ def test_the_rate_of_a_fabric_falls_with_the_nodes_in_use() -> None:
 @pytest.mark.parametrize("gpus", [16, 32])
 def test_one_rank_for_all_has_as_many_connections_as_each_by_itself(gpus: int) -> None:
     cluster = read_cluster("tutel", nodes=gpus // 8)
-    layer = Workload(tokens=4096, num_experts=gpus, top_k=2, dim=1024, hidden=1024, matrices=2, dtype="fp16")
+    layer = Workload(
+        tokens=4096, num_experts=gpus, top_k=2, dim=1024, hidden=1024, matrices=2, dtype="fp16"
+    )
     grid = Grid(world=gpus, ep=gpus, ranks_per_node=8)
     simulator = Simulator(cluster)
     for all_to_all in ("linear", "hier2d"):
         compiled_plan = compile_plan(Plan(all_to_all=all_to_all, order="fifo"), grid)
         even = simulate_even(simulator, compiled_plan, layer)
         by_each_rank = simulate_counts(simulator, compiled_plan, layer, uniform_counts(gpus, layer))
-        assert [run.seconds for run in even] == pytest.approx([run.seconds for run in by_each_rank], rel=2e-3)
+        assert [run.seconds for run in even] == pytest.approx(
+            [run.seconds for run in by_each_rank], rel=2e-3
+        )
 
 
 def test_cards_of_a_preset_and_machines_of_them_have_names() -> None:
     four, two_machines = read_cluster("4x4090-pcie"), read_cluster("2x4x4090-25gbe")
-    assert (four.nodes, four.devices_per_node, four.device) == (1, 4, read_cluster("8x4090-pcie").device)
+    assert (four.nodes, four.devices_per_node, four.device) == (
+        1,
+        4,
+        read_cluster("8x4090-pcie").device,
+    )
     assert (two_machines.nodes, two_machines.devices_per_node) == (2, 4)
     rates = {link.name: (link.devices, link.gbps) for link in two_machines.links}
     assert rates == {"pcie": (1, (200.0,)), "host memory": (4, (327.0,)), "nic": (4, (0.92 * 25,))}

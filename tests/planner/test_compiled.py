@@ -49,7 +49,10 @@ def test_digests_differ_if_and_only_if_programs_do() -> None:
     texts = [(to_text(c.forward), to_text(c.backward), c.grid) for c in compiled]
     for one, other in itertools.combinations(range(len(VARIANTS)), 2):
         same = texts[one] == texts[other]
-        assert (compiled[one].digest == compiled[other].digest) is same, (VARIANTS[one], VARIANTS[other])
+        assert (compiled[one].digest == compiled[other].digest) is same, (
+            VARIANTS[one],
+            VARIANTS[other],
+        )
     assert len({c.digest for c in compiled}) >= len(VARIANTS) - 4, (
         "r = etp, a fusing of nothing and orders of one chunk"
     )
@@ -63,7 +66,15 @@ def test_digests_are_the_same_in_every_process_and_for_every_r_that_changes_noth
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"tp": 1}, {"ep": 2}, {"innermost": "ep"}, {"ranks_per_node": 8}, {"ranks_per_node": None}, {"world": 16}]
+    "mesh",
+    [
+        {"tp": 1},
+        {"ep": 2},
+        {"innermost": "ep"},
+        {"ranks_per_node": 8},
+        {"ranks_per_node": None},
+        {"world": 16},
+    ],
 )
 def test_digests_tell_meshes_apart(mesh: dict) -> None:
     assert compile_plan(Plan(), GRID).digest != compile_plan(Plan(), replace(GRID, **mesh)).digest
@@ -83,10 +94,15 @@ def test_a_backward_codec_leaves_the_forward_program_alone() -> None:
 @pytest.mark.parametrize("etp", [1, 2, 4])
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("codec", ["none", "int8", "zfp"])
-def test_padded_capacities_are_multiples_as_the_spec_says(tp: int, etp: int, chunks: int, codec: str) -> None:
+def test_padded_capacities_are_multiples_as_the_spec_says(
+    tp: int, etp: int, chunks: int, codec: str
+) -> None:
     """Section 9, rule 4: lcm(tp, etp x chunks, 4 x chunks for zfp); so every chunk of every share is equally long."""
     grid = Grid(world=8, tp=tp, ep=8 // etp, etp=etp)
-    for plan in (Plan(schedule="s2", chunks=chunks, codec=codec), Plan(chunks=chunks, backward_codec=codec)):  # type: ignore[arg-type]
+    for plan in (
+        Plan(schedule="s2", chunks=chunks, codec=codec),
+        Plan(chunks=chunks, backward_codec=codec),
+    ):  # type: ignore[arg-type]
         compiled = compile_plan(plan, grid)
         blocks = 4 if codec == "zfp" else 1
         assert compiled.capacity_multiple == math.lcm(tp, etp * chunks, blocks * chunks)
@@ -101,12 +117,20 @@ def test_shapes_are_made_once_per_number_of_experts() -> None:
 
 @pytest.mark.parametrize("codec", ["codec", "backward_codec"])
 def test_codecs_are_refused_where_redundant_copies_would_drift_apart(codec: str) -> None:
-    for plan in (Plan(schedule="baseline", **{codec: "int8"}), Plan(schedule="ted", fuse=True, **{codec: "int8"})):  # type: ignore[arg-type]
+    for plan in (
+        Plan(schedule="baseline", **{codec: "int8"}),
+        Plan(schedule="ted", fuse=True, **{codec: "int8"}),
+    ):  # type: ignore[arg-type]
         assert "a codec clashes with plan.schedule=" in refused(compile_plan, plan, GRID)
     compile_plan(Plan(schedule="ted", **{codec: "int8"}), GRID)  # type: ignore[arg-type]
 
 
-MOVES = [Plan(), Plan(chunks=3, order="early"), Plan(peer_groups=2, all_to_all="hier2d"), Plan(order="fifo", chunks=2)]
+MOVES = [
+    Plan(),
+    Plan(chunks=3, order="early"),
+    Plan(peer_groups=2, all_to_all="hier2d"),
+    Plan(order="fifo", chunks=2),
+]
 
 
 @pytest.mark.parametrize("plan", MOVES, ids=str)
@@ -117,7 +141,9 @@ def test_samples_that_move_change_layouts_of_the_plans_own_programs(plan: Plan, 
     moves = moving(stays)
     assert moves.digest != stays.digest
     for one, other in ((stays.forward, moves.forward), (stays.backward, moves.backward)):
-        assert [task.name for task in one.tasks] == [task.name for task in other.tasks if task.name != INDEX]
+        assert [task.name for task in one.tasks] == [
+            task.name for task in other.tasks if task.name != INDEX
+        ]
         validate(other)
 
 
@@ -129,7 +155,9 @@ def test_samples_that_move_change_layouts_of_the_plans_own_programs(plan: Plan, 
         ({"all_to_all": "deepep"}, "clashes with plan.all_to_all=deepep"),
     ],
 )
-def test_plans_under_which_samples_cannot_move_say_so(fields: dict[str, object], words: str) -> None:
+def test_plans_under_which_samples_cannot_move_say_so(
+    fields: dict[str, object], words: str
+) -> None:
     with pytest.raises(InputError, match=words):
         moving(compile_plan(Plan(**fields), Grid(world=4, ep=4, ranks_per_node=2)))  # type: ignore[arg-type]
 
@@ -141,7 +169,9 @@ def test_what_a_slice_runs_again_is_compiled_with_the_plan(replication: str) -> 
     for each in (compiled, compiled.under(replace(plan, replication="none"))):
         validate(each.again)
         names = [task.name for task in each.again.tasks]
-        assert names == [task.name for task in each.forward.tasks if task.name in names], "in the same order"
+        assert names == [task.name for task in each.forward.tasks if task.name in names], (
+            "in the same order"
+        )
         experts = [task.name for task in each.forward.tasks if task.op is Op.EXPERT]
         assert set(experts) <= set(names)
         assert not any(task.op is Op.COMBINE for task in each.again.tasks)

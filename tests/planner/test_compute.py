@@ -13,7 +13,15 @@ import pytest
 from moesaic.planner.call_sizes import sizes_of
 from moesaic.planner.cluster import Tflops
 from moesaic.planner.compute import compute_seconds, rates_of, router_seconds, sort_seconds
-from moesaic.planner.memory import GIB, Memory, about_fragments, layer_memory, peak_bytes, usable_bytes, what_is_missing
+from moesaic.planner.memory import (
+    GIB,
+    Memory,
+    about_fragments,
+    layer_memory,
+    peak_bytes,
+    usable_bytes,
+    what_is_missing,
+)
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import Workload
 from moesaic.program.compile import compile_plan
@@ -46,9 +54,14 @@ def test_no_product_is_faster_than_reading_its_weights() -> None:
 def test_grouped_products_have_a_rate_of_their_own() -> None:
     grouped = replace(SPEC, device=replace(SPEC.device, grouped_tflops=Tflops(bf16=80.0)))
     rows = np.array([1000.0])
-    seconds = [rates_of(grouped, "bf16").product_seconds(rows, 1e9, 0.0, grouped=each)[0] for each in (False, True)]
+    seconds = [
+        rates_of(grouped, "bf16").product_seconds(rows, 1e9, 0.0, grouped=each)[0]
+        for each in (False, True)
+    ]
     assert seconds == pytest.approx([1e12 / 100e12, 1e12 / 80e12])
-    assert rates_of(grouped, "fp32").grouped_flops == rates_of(grouped, "fp32").flops == 50e12, "no other rate is given"
+    assert rates_of(grouped, "fp32").grouped_flops == rates_of(grouped, "fp32").flops == 50e12, (
+        "no other rate is given"
+    )
     twice = grouped.device.with_products(2.0)
     assert (twice.flops("bf16"), twice.flops("bf16", grouped=True)) == (200e12, 160e12)
     narrow = grouped.device.with_products(3.0, ("fp32",))
@@ -56,7 +69,12 @@ def test_grouped_products_have_a_rate_of_their_own() -> None:
 
 
 def test_a_router_and_the_sort_by_hand() -> None:
-    device = replace(SPEC.device, router_us=100.0, sort_us_per_1000_copies=0.5, memory_gigabytes_per_second=1000.0)
+    device = replace(
+        SPEC.device,
+        router_us=100.0,
+        sort_us_per_1000_copies=0.5,
+        memory_gigabytes_per_second=1000.0,
+    )
     spec = replace(SPEC, device=device)
     assert sort_seconds(spec, 4096.0) == pytest.approx(4.096 * 0.5e-6)
     work = 2 * 1024 * 256 * 8 / 50e12 + 1024 * 256 * (2 + 4) / 1e12
@@ -84,7 +102,10 @@ def seconds_of(op: Op, counts: np.ndarray | None = None, **plan: object) -> np.n
     program = compiled.backward if op is Op.EXPERT_GRAD else compiled.forward
     sizes = None if counts is None else sizes_of(program, WORKLOAD, GRID, counts)
     volumes = Simulator(SPEC).volumes(program, WORKLOAD, GRID, sizes=sizes)
-    slots, task = {slot.name: slot for slot in program.slots}, next(task for task in program.tasks if task.op is op)
+    slots, task = (
+        {slot.name: slot for slot in program.slots},
+        next(task for task in program.tasks if task.op is op),
+    )
     return compute_seconds(task, slots, volumes, rates_of(SPEC, "bf16"))
 
 
@@ -98,7 +119,9 @@ def test_experts_take_their_operations_and_backward_twice() -> None:
 def test_copies_and_codecs_move_bytes() -> None:
     row = 256 * 2
     assert seconds_of(Op.PERMUTE)[0] == pytest.approx(2 * 2048 * row / 1e12)
-    assert seconds_of(Op.COMBINE)[0] == pytest.approx(((2048 + 1024) * row + 2048 * 4) / 1e12), "its index too"
+    assert seconds_of(Op.COMBINE)[0] == pytest.approx(((2048 + 1024) * row + 2048 * 4) / 1e12), (
+        "its index too"
+    )
     assert seconds_of(Op.PACK, codec="int8")[0] == pytest.approx(2048 * (row + 256 + 4) / 1e12)
 
 
@@ -107,12 +130,16 @@ def test_memory_of_a_layer_is_what_backward_reads_and_what_is_alive() -> None:
     volumes = Simulator(SPEC).volumes(compiled.forward, WORKLOAD, GRID)
     kept, buffers = layer_memory(compiled.forward, compiled.backward, volumes)
     rows = 2048
-    assert kept == pytest.approx(rows * (256 * 2 + 4) + rows * 4 + rows * 512 * 2 * 2), "h, g, index, two inner ones"
+    assert kept == pytest.approx(rows * (256 * 2 + 4) + rows * 4 + rows * 512 * 2 * 2), (
+        "h, g, index, two inner ones"
+    )
     assert buffers >= 2 * rows * 256 * 2
     gathered = compile_plan(Plan(schedule="s2", gather_weights=0), Grid(world=4, ep=2, etp=2))
     volumes = Simulator(SPEC).volumes(gathered.forward, WORKLOAD, gathered.grid)
     weights = 8 * 512 * 3 * 256 * 2
-    assert layer_memory(gathered.forward, gathered.backward, volumes)[1] >= weights, "all experts come to every rank"
+    assert layer_memory(gathered.forward, gathered.backward, volumes)[1] >= weights, (
+        "all experts come to every rank"
+    )
 
 
 def test_slots_live_until_they_are_read_for_the_last_time() -> None:
@@ -151,7 +178,9 @@ def test_memory_does_not_depend_on_the_order_of_hashes() -> None:
 
 
 def test_a_device_holds_less_than_its_memory_by_a_reserve_and_fragments() -> None:
-    assert usable_bytes(tree(1, 4, device=replace(DEVICE, memory_gib=45.1)), 1.0) == pytest.approx(42 * GIB)
+    assert usable_bytes(tree(1, 4, device=replace(DEVICE, memory_gib=45.1)), 1.0) == pytest.approx(
+        42 * GIB
+    )
 
 
 def test_fragments_are_told_apart_from_what_tensors_need() -> None:
@@ -160,7 +189,13 @@ def test_fragments_are_told_apart_from_what_tensors_need() -> None:
     def of(gib: float) -> Memory:
         return Memory(weights=gib * GIB, gradients=0.0, optimizer=0.0, activations=0.0, buffers=0.0)
 
-    assert about_fragments(of(80.0), spec) == "fragments: 5% in addition, 4.0 GiB: 84.0 of 100 GiB with them"
+    assert (
+        about_fragments(of(80.0), spec)
+        == "fragments: 5% in addition, 4.0 GiB: 84.0 of 100 GiB with them"
+    )
     assert what_is_missing(of(95.0), spec) == ""
-    assert what_is_missing(of(98.0), spec) == ", which leaves less than 5% of a device of 100 for fragments"
+    assert (
+        what_is_missing(of(98.0), spec)
+        == ", which leaves less than 5% of a device of 100 for fragments"
+    )
     assert what_is_missing(of(101.0), spec) == ", which a device of 100 does not have"

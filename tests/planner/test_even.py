@@ -76,7 +76,10 @@ def compare(simulator: Simulator, compiled_plan: Compiled) -> None:
     for program in (compiled_plan.forward, compiled_plan.backward):
         by_one_rank = simulator.run(program, WORKLOAD, compiled_plan.grid)
         by_each_rank = simulator.run(
-            program, WORKLOAD, compiled_plan.grid, sizes=sizes_of(program, WORKLOAD, compiled_plan.grid)
+            program,
+            WORKLOAD,
+            compiled_plan.grid,
+            sizes=sizes_of(program, WORKLOAD, compiled_plan.grid),
         )
         tolerated = tolerance(compiled_plan.plan.all_to_all)
         assert by_one_rank.seconds == pytest.approx(by_each_rank.seconds, rel=tolerated), (
@@ -84,8 +87,12 @@ def compare(simulator: Simulator, compiled_plan: Compiled) -> None:
             compiled_plan.plan,
             program.name,
         )
-        assert by_one_rank.compute_seconds == pytest.approx(by_each_rank.compute_seconds, rel=max(tolerated, 1e-9))
-        busiest = [max(run.link_seconds.values(), default=0.0) for run in (by_one_rank, by_each_rank)]
+        assert by_one_rank.compute_seconds == pytest.approx(
+            by_each_rank.compute_seconds, rel=max(tolerated, 1e-9)
+        )
+        busiest = [
+            max(run.link_seconds.values(), default=0.0) for run in (by_one_rank, by_each_rank)
+        ]
         assert busiest[0] == pytest.approx(busiest[1], rel=max(tolerated, 1e-9)), (
             compiled_plan.grid,
             compiled_plan.plan,
@@ -100,7 +107,10 @@ def test_every_schedule_with_every_all_to_all(schedule: str, all_to_all: str) ->
         compiled_plan = compiled(grid, schedule=schedule, all_to_all=all_to_all)
         if compiled_plan is not None:
             seen += 1
-            compare(Simulator(tree(grid.world // grid.ranks_per_node, grid.ranks_per_node)), compiled_plan)  # type: ignore[operator]
+            compare(
+                Simulator(tree(grid.world // grid.ranks_per_node, grid.ranks_per_node)),
+                compiled_plan,
+            )  # type: ignore[operator]
     assert seen or all_to_all == "multicast"
 
 
@@ -108,7 +118,16 @@ def test_every_schedule_with_every_all_to_all(schedule: str, all_to_all: str) ->
 def test_random_plans() -> None:
     draw = random.Random(5)
     space = list(
-        itertools.product(GRIDS, SCHEDULES, SEARCHED, (1, 2), (1, 2), (None, 0, 1, 2), (False, True), (False, True))
+        itertools.product(
+            GRIDS,
+            SCHEDULES,
+            SEARCHED,
+            (1, 2),
+            (1, 2),
+            (None, 0, 1, 2),
+            (False, True),
+            (False, True),
+        )
     )
     seen = 0
     for grid, schedule, links, chunks, groups, r, fuse, overlap in draw.sample(space, 100):
@@ -121,21 +140,29 @@ def test_random_plans() -> None:
         if compiled_plan is None:
             continue
         seen += 1
-        compare(Simulator(tree(grid.world // (grid.ranks_per_node or 1), grid.ranks_per_node or 1)), compiled_plan)
+        compare(
+            Simulator(tree(grid.world // (grid.ranks_per_node or 1), grid.ranks_per_node or 1)),
+            compiled_plan,
+        )
     assert seen > 10
 
 
-@pytest.mark.parametrize("all_to_all", [name for name in ALL_TO_ALLS if not ALL_TO_ALLS[name].hops_by_node])
+@pytest.mark.parametrize(
+    "all_to_all", [name for name in ALL_TO_ALLS if not ALL_TO_ALLS[name].hops_by_node]
+)
 def test_codecs_and_message_costs_count_identically(all_to_all: str) -> None:
     grid = GRIDS[3]
     simulator = Simulator(tree(4, 4))
-    compiled_plan = compiled(grid, schedule="s2", all_to_all=all_to_all, codec="int8", backward_codec="fp8", chunks=2)
+    compiled_plan = compiled(
+        grid, schedule="s2", all_to_all=all_to_all, codec="int8", backward_codec="fp8", chunks=2
+    )
     assert compiled_plan is not None
     compare(simulator, compiled_plan)
 
 
 @pytest.mark.parametrize(
-    ("all_to_all", "runs_compute"), [("linear", False), ("linear", True), ("hier2d", True), ("pipelined", False)]
+    ("all_to_all", "runs_compute"),
+    [("linear", False), ("linear", True), ("hier2d", True), ("pipelined", False)],
 )
 def test_costs_of_the_issuing_thread_count_identically(all_to_all: str, runs_compute: bool) -> None:
     """20 us per post is far more than the links take, so the threads decide: 30 sends and receives of a rank of 16.
@@ -143,24 +170,35 @@ def test_costs_of_the_issuing_thread_count_identically(all_to_all: str, runs_com
     Routing weights travel with their rows and add no post.
     """
     host = Host(task_us=3.0, message_us=20.0, runs_compute=runs_compute)
-    simulator, compiled_plan = Simulator(tree(4, 4, host=host)), compiled(GRIDS[4], all_to_all=all_to_all)
+    simulator, compiled_plan = (
+        Simulator(tree(4, 4, host=host)),
+        compiled(GRIDS[4], all_to_all=all_to_all),
+    )
     compare(simulator, compiled_plan)
     if all_to_all == "linear":
         run = simulator.run(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
-        moves = [task for task in compiled_plan.forward.tasks if task.op is Op.MOVE and "ep" in task.group]
+        moves = [
+            task
+            for task in compiled_plan.forward.tasks
+            if task.op is Op.MOVE and "ep" in task.group
+        ]
         assert [task.name for task in moves] == ["g", "h", "z"]
         assert run.seconds >= 2 * 30 * 20e-6
         assert runs_compute or run.seconds < 3 * 30 * 20e-6
 
 
 @pytest.mark.parametrize(
-    "all_to_all", [name for name in ALL_TO_ALLS if regular(name) and not ALL_TO_ALLS[name].hops_by_node]
+    "all_to_all",
+    [name for name in ALL_TO_ALLS if regular(name) and not ALL_TO_ALLS[name].hops_by_node],
 )
 def test_rows_and_messages_are_what_the_interpreter_sends(all_to_all: str) -> None:
     """Compares the total rows and messages of every task with `messages_of`: node 0's, times the nodes."""
     grid = GRIDS[4]
     compiled_plan = compiled(grid, schedule="s1", all_to_all=all_to_all)
-    simulator, slots = Simulator(tree(4, 4)), {slot.name: slot for slot in compiled_plan.forward.slots}
+    simulator, slots = (
+        Simulator(tree(4, 4)),
+        {slot.name: slot for slot in compiled_plan.forward.slots},
+    )
     even = simulator.volumes(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
     sizes = sizes_of(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
     moved = 0
@@ -202,7 +240,9 @@ def test_rows_of_every_slot_are_those_of_sizes() -> None:
             compiled_plan = compiled(grid, schedule="s3", chunks=chunks, peer_groups=groups)
             if compiled_plan is None:
                 continue
-            simulator = Simulator(tree(grid.world // (grid.ranks_per_node or 1), grid.ranks_per_node or 1))
+            simulator = Simulator(
+                tree(grid.world // (grid.ranks_per_node or 1), grid.ranks_per_node or 1)
+            )
             even = simulator.volumes(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
             sizes = sizes_of(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
             for slot in compiled_plan.forward.slots:
@@ -220,7 +260,9 @@ def test_axes_that_do_not_nest_are_simulated_rank_by_rank_or_refused() -> None:
     run = simulator.run(compiled_plan.forward, WORKLOAD, compiled_plan.grid)
     assert len(run.ends) == 12
     large = Grid(world=6000, tp=2, ep=2, etp=3, ranks_per_node=6)
-    with pytest.raises(InputError, match="choose axes that divide one another, or at most 4096 ranks"):
+    with pytest.raises(
+        InputError, match="choose axes that divide one another, or at most 4096 ranks"
+    ):
         Simulator(tree(1000, 6)).run(compiled_plan.forward, WORKLOAD, large)
 
 
@@ -237,7 +279,9 @@ def test_the_all_to_all_of_the_docs_takes_as_long_as_rank_by_rank(monkeypatch, n
         compiled_plan = compiled(grid, all_to_all="ring")
         for program in (compiled_plan.forward, compiled_plan.backward):
             even = simulator.run(program, layer, grid).seconds
-            exact = simulator.run(program, layer, grid, sizes=sizes_of(program, layer, grid)).seconds
+            exact = simulator.run(
+                program, layer, grid, sizes=sizes_of(program, layer, grid)
+            ).seconds
             assert even / exact == pytest.approx(1, abs=0.01)
 
 
@@ -270,7 +314,9 @@ LOOKS: dict[str, Callable[[NodeMap, int, int], object]] = {
     "key": lambda places, source, target: {0: 1}.get(places.node(source)),
     "text": lambda places, source, target: str(places.node(source)) == "1",
     "fixed node": lambda places, source, target: places.rank(1, 0) == source,
-    "groups": lambda places, source, target: places.node(source) == places.like(places.node(source), 0, 2),
+    "groups": lambda places, source, target: (
+        places.node(source) == places.like(places.node(source), 0, 2)
+    ),
 }
 
 
@@ -278,16 +324,23 @@ LOOKS: dict[str, Callable[[NodeMap, int, int], object]] = {
 def test_whatever_looks_at_a_node_s_number_is_simulated_rank_by_rank(monkeypatch, look):
     monkeypatch.setitem(ALL_TO_ALLS, "numbered", Numbered(LOOKS[look]))
     compiled_plan = compiled(GRIDS[4], all_to_all="numbered")
-    assert not isinstance(Simulator(tree(4, 4)).volumes(compiled_plan.forward, WORKLOAD, compiled_plan.grid), Even)
+    assert not isinstance(
+        Simulator(tree(4, 4)).volumes(compiled_plan.forward, WORKLOAD, compiled_plan.grid), Even
+    )
 
 
-def test_an_irregular_all_to_all_is_refused_where_ranks_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_irregular_all_to_all_is_refused_where_ranks_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(ALL_TO_ALLS, "numbered", Numbered(LOOKS["parity"]))
     monkeypatch.setattr("moesaic.planner.simulate.MAX_RANKS_APART", 512)
     grid = Grid(world=1024, ep=1024, ranks_per_node=4)
     layer = Workload(tokens=512, num_experts=1024, top_k=2, dim=64, hidden=64)
     compiled_plan = compiled(grid, all_to_all="numbered")
-    with pytest.raises(InputError, match="choose an all-to-all in which all nodes do the same, or at most 512 ranks"):
+    with pytest.raises(
+        InputError,
+        match="choose an all-to-all in which all nodes do the same, or at most 512 ranks",
+    ):
         Simulator(tree(256, 4)).run(compiled_plan.forward, layer, grid)
 
 
@@ -298,11 +351,22 @@ LAYOUTS = [
     for whole in (False, True)
     for experts in (("all", "rank", "node") if flow == "copies" else ("all",))
 ]
-AXES: tuple[tuple[Axis, ...], ...] = (("tp",), ("ep",), ("etp",), ("ep", "etp"), ("node",), ("local",))
+AXES: tuple[tuple[Axis, ...], ...] = (
+    ("tp",),
+    ("ep",),
+    ("etp",),
+    ("ep", "etp"),
+    ("node",),
+    ("local",),
+)
 
 
 @pytest.mark.parametrize(
-    "grid", thinned([GRIDS[0], GRIDS[6], Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=2, innermost="ep")], every=3)
+    "grid",
+    thinned(
+        [GRIDS[0], GRIDS[6], Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=2, innermost="ep")],
+        every=3,
+    ),
 )
 def test_any_movement_that_a_schedule_may_have_sends_what_the_interpreter_sends(grid: Grid) -> None:
     """Between any two layouts, over any axes, summed or not: either all nodes behave identically, or an error is raised."""
@@ -317,7 +381,10 @@ def test_any_movement_that_a_schedule_may_have_sends_what_the_interpreter_sends(
             splits = [sizes.outgoing(move, rank) for rank in range(grid.world)]
         except AssertionError:  # the target's pieces are nowhere in the group
             continue
-        left = [sum(n for peer, n in zip(lot.peers, lot.counts) if peer != rank) for rank, lot in enumerate(splits)]
+        left = [
+            sum(n for peer, n in zip(lot.peers, lot.counts) if peer != rank)
+            for rank, lot in enumerate(splits)
+        ]
         try:
             sent = even.sent(move)
         except UnlikeError:

@@ -35,13 +35,24 @@ def chain(lanes: list[tuple[Lane, list[int]]]) -> Program:
         op = Op.MOVE if lane in (Lane.INTRA, Lane.INTER) else Op.ADD
         names = tuple(f"t{read}" for read in reads) or ("in",)
         tasks.append(
-            Task(name=f"t{number}", op=op, reads=names, writes=(f"t{number}",), stage=Stage.DISPATCH, lane=lane)
+            Task(
+                name=f"t{number}",
+                op=op,
+                reads=names,
+                writes=(f"t{number}",),
+                stage=Stage.DISPATCH,
+                lane=lane,
+            )
         )
     outputs = (tasks[-1].writes[0],)
-    return Program(name="chain", slots=tuple(slots), tasks=tuple(tasks), inputs=("in",), outputs=outputs)
+    return Program(
+        name="chain", slots=tuple(slots), tasks=tuple(tasks), inputs=("in",), outputs=outputs
+    )
 
 
-def run(program: Program, seconds: list[float], *, host: bool, actors: int = 1, own_links: bool = True) -> Events:
+def run(
+    program: Program, seconds: list[float], *, host: bool, actors: int = 1, own_links: bool = True
+) -> Events:
     """Run a program whose movements have separate links, or all share link 0."""
     compute = np.zeros((len(seconds), actors))
     movements: list[list[Movement]] = []
@@ -53,7 +64,9 @@ def run(program: Program, seconds: list[float], *, host: bool, actors: int = 1, 
             movements[-1].append(Movement(tuple(range(actors)), load, np.zeros(actors)))
         else:
             compute[number] = seconds[number]
-    events = Events(graph_of(program, host_runs_compute=host), np.zeros_like(compute), compute, movements)
+    events = Events(
+        graph_of(program, host_runs_compute=host), np.zeros_like(compute), compute, movements
+    )
     events.run()
     return events
 
@@ -64,10 +77,15 @@ def test_without_contention_it_is_lay_out(host: bool) -> None:
     lanes = [Lane.COMPUTE, Lane.INTRA, Lane.INTER, Lane.HOST]
     for _ in range(60):
         count = draw.randint(1, 14)
-        listed = [(draw.choice(lanes), draw.sample(range(n), draw.randint(0, min(n, 3)))) for n in range(count)]
+        listed = [
+            (draw.choice(lanes), draw.sample(range(n), draw.randint(0, min(n, 3))))
+            for n in range(count)
+        ]
         program = chain(listed)
         seconds = [draw.choice([0.0, 1.0, 2.5, 4.0]) for _ in range(count)]
-        expected = lay_out(program, {f"t{n}": value for n, value in enumerate(seconds)}, host_runs_compute=host)
+        expected = lay_out(
+            program, {f"t{n}": value for n, value in enumerate(seconds)}, host_runs_compute=host
+        )
         for actors in (1, 3):
             events = run(program, seconds, host=host, actors=actors)
             for number, span in enumerate(expected.spans):
@@ -121,7 +139,9 @@ def test_issuing_costs_the_thread() -> None:
     other = Load(np.array([1]), np.array([1.0]), np.ones(1), 0.0)
     parts = [[Movement((0,), load, np.zeros(1))], [Movement((0,), other, np.zeros(1))], []]
     issue = np.array([[0.25], [0.5], [0.125]])
-    events = Events(graph_of(program, host_runs_compute=True), issue, np.array([[0.0], [0.0], [2.0]]), parts)
+    events = Events(
+        graph_of(program, host_runs_compute=True), issue, np.array([[0.0], [0.0], [2.0]]), parts
+    )
     events.run()
     assert events.starts[:, 0].tolist() == [0.25, 0.75, 0.875]
     assert events.ends[:, 0].tolist() == [1.25, 1.75, 2.875]
@@ -131,10 +151,25 @@ def test_shares_are_max_min_by_message() -> None:
     one, two = {0: Use(1.0, 1.0)}, {0: Use(1.0, 1.0)}
     assert speeds([one, two]) == pytest.approx([0.5, 0.5])
     assert speeds([{0: Use(1.0, 3.0)}, {0: Use(1.0, 1.0)}]) == pytest.approx([0.75, 0.25])
-    assert speeds([{0: Use(1.0, 1.0)}, {0: Use(0.1, 1.0), 1: Use(1.0, 1.0)}]) == pytest.approx([0.9, 1.0])
-    three = speeds([{0: Use(1.0, 1.0)}, {0: Use(1.0, 1.0), 1: Use(1.0, 1.0)}, {1: Use(1.0, 1.0), 2: Use(0.5, 1.0)}])
+    assert speeds([{0: Use(1.0, 1.0)}, {0: Use(0.1, 1.0), 1: Use(1.0, 1.0)}]) == pytest.approx(
+        [0.9, 1.0]
+    )
+    three = speeds(
+        [
+            {0: Use(1.0, 1.0)},
+            {0: Use(1.0, 1.0), 1: Use(1.0, 1.0)},
+            {1: Use(1.0, 1.0), 2: Use(0.5, 1.0)},
+        ]
+    )
     assert three == pytest.approx([0.5, 0.5, 0.5])
-    chained = speeds([{0: Use(1.0, 1.0)}, {0: Use(1.0, 1.0)}, {0: Use(1.0, 1.0), 1: Use(1.0, 1.0)}, {1: Use(1.0, 1.0)}])
+    chained = speeds(
+        [
+            {0: Use(1.0, 1.0)},
+            {0: Use(1.0, 1.0)},
+            {0: Use(1.0, 1.0), 1: Use(1.0, 1.0)},
+            {1: Use(1.0, 1.0)},
+        ]
+    )
     assert chained == pytest.approx([1 / 3, 1 / 3, 1 / 3, 2 / 3])
 
 
@@ -145,10 +180,16 @@ def test_no_link_is_oversubscribed_and_no_wanted_link_idles() -> None:
         for _ in range(draw.randint(1, 6)):
             links = draw.sample(range(5), draw.randint(1, 4))
             parts = [draw.uniform(0.05, 1.0) for _ in links]
-            uses.append({link: Use(part / max(parts), draw.randint(1, 4)) for link, part in zip(links, parts)})
+            uses.append(
+                {
+                    link: Use(part / max(parts), draw.randint(1, 4))
+                    for link, part in zip(links, parts)
+                }
+            )
         new_speeds = speeds(uses)
         link_use = {
-            link: sum(s * use[link].part for s, use in zip(new_speeds, uses) if link in use) for link in range(5)
+            link: sum(s * use[link].part for s, use in zip(new_speeds, uses) if link in use)
+            for link in range(5)
         }
         assert max(link_use.values()) <= 1 + 1e-9
         for speed, use in zip(new_speeds, uses):
@@ -159,7 +200,10 @@ def test_no_link_is_oversubscribed_and_no_wanted_link_idles() -> None:
 def simulated(spec: ClusterSpec, **plan: object) -> list[Simulated]:
     compiled = compile_plan(Plan(**plan), GRID)  # type: ignore[arg-type]
     simulator = Simulator(spec)
-    return [simulator.run(program, WORKLOAD, compiled.grid) for program in (compiled.forward, compiled.backward)]
+    return [
+        simulator.run(program, WORKLOAD, compiled.grid)
+        for program in (compiled.forward, compiled.backward)
+    ]
 
 
 @pytest.mark.parametrize("all_to_all", ["linear", "pipelined", "hier2d", "multicast"])
@@ -177,7 +221,9 @@ def test_never_below_the_limit_and_scales_with_all_rates(all_to_all: str, chunks
             )
             for link in spec.links
         ),
-        device=replace(DEVICE, tflops=replace(DEVICE.tflops, bf16=200.0), memory_gigabytes_per_second=2000.0),
+        device=replace(
+            DEVICE, tflops=replace(DEVICE.tflops, bf16=200.0), memory_gigabytes_per_second=2000.0
+        ),
     )
     for slow, fast in zip(
         simulated(spec, schedule="s2", chunks=chunks, all_to_all=all_to_all),
@@ -252,6 +298,9 @@ def test_a_message_passes_on_while_it_still_comes_in() -> None:
 
 def test_a_link_serves_others_while_a_message_waits_on_an_earlier_link() -> None:
     """Actor 0's message to 2 starts at 3, after its message to 1; the link into 2 serves actor 3's message before."""
-    movements = [[message(0, 1, [0], 3.0), message(0, 2, [0, 1], 3.0), message(3, 2, [2, 1], 3.0)], []]
+    movements = [
+        [message(0, 1, [0], 3.0), message(0, 2, [0, 1], 3.0), message(3, 2, [2, 1], 3.0)],
+        [],
+    ]
     events = queued(chain(MOVE_AND_READ), [[0.0, 0.0, 0.0, 1.0], [0.0] * 4], movements)
     assert events.ends[0, 2] == 7.0

@@ -35,14 +35,29 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 768},
 }  # fmt: skip
 """Sizes of families whose defaults transformers does not build."""
-QUICK = ("afmoe", "dbrx", "deepseek_v32", "hunyuan_v1_moe", "kimi_linear", "minimax_m2", "qwen3_5_moe_text")
+QUICK = (
+    "afmoe",
+    "dbrx",
+    "deepseek_v32",
+    "hunyuan_v1_moe",
+    "kimi_linear",
+    "minimax_m2",
+    "qwen3_5_moe_text",
+)
 """Families that `make test` compares."""
 
 
 def has_experts(kind: type[PreTrainedConfig]) -> bool:
     """Return whether a configuration, or a part of it that is no model of its own, has a field about experts."""
-    names = {*kind.attribute_map, *(name for base in kind.__mro__ for name in getattr(base, "__annotations__", {}))}
-    parts = [part for part in kind.sub_configs.values() if issubclass(part, PreTrainedConfig) and not part.model_type]
+    names = {
+        *kind.attribute_map,
+        *(name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})),
+    }
+    parts = [
+        part
+        for part in kind.sub_configs.values()
+        if issubclass(part, PreTrainedConfig) and not part.model_type
+    ]
     return any("expert" in name for name in names) or any(map(has_experts, parts))
 
 
@@ -52,7 +67,9 @@ def built(config: PreTrainedConfig) -> PreTrainedModel:
     classes = [
         kind
         for _, kind in inspect.getmembers(code, inspect.isclass)
-        if issubclass(kind, PreTrainedModel) and kind.config_class is type(config) and kind.__module__ == code.__name__
+        if issubclass(kind, PreTrainedModel)
+        and kind.config_class is type(config)
+        and kind.__module__ == code.__name__
     ]
     endings = ("ForCausalLM", "TextModel", "Model")
     kind = next(kind for end in endings for kind in classes if kind.__name__.endswith(end))
@@ -69,7 +86,11 @@ def compared(name: str) -> str:
         return str(error)
     parameters = dict(built(config).named_parameters())
     true = sum(each.numel() for each in parameters.values())
-    experts = sum(each.numel() for key, each in parameters.items() if re.search(r"(?<!shared)[._]experts[.]", key))
+    experts = sum(
+        each.numel()
+        for key, each in parameters.items()
+        if re.search(r"(?<!shared)[._]experts[.]", key)
+    )
     assert experts > true / 4
     total, active = planned(shape)
     if not any("lm_head" in key for key in parameters) and not shape.tied:
@@ -81,7 +102,9 @@ def compared(name: str) -> str:
 
 
 def planned(shape: HubShape) -> tuple[float, float]:
-    return Job(model=shape, data=DataShape(vocab_size=shape.vocab)).parameters(read_cluster("dgx-h100"))
+    return Job(model=shape, data=DataShape(vocab_size=shape.vocab)).parameters(
+        read_cluster("dgx-h100")
+    )
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -101,4 +124,6 @@ def test_every_family_of_transformers_is_planned_with_its_parameters_or_refused(
     assert len(refused) < len(found) / 2, refused
     assert not any("\n" in line for line in refused.values())
     # A configuration that planning reads in part is named with what it does not read, not with what it lacks.
-    assert not [line for line in refused.values() if "so the model is of an unknown architecture" in line]
+    assert not [
+        line for line in refused.values() if "so the model is of an unknown architecture" in line
+    ]

@@ -21,7 +21,9 @@ from moesaic.program.plan import Plan
 FOUND = PlannedStep(
     plan=Plan(schedule="s2", gather_weights=1, chunks=4, overlap_gather=True),
     grid=Grid(world=16, tp=2, ep=4, etp=2, innermost="ep", ranks_per_node=8),
-    estimate=Estimate(seconds=0.5, parts={"attention": 0.5}, limits={"compute": 0.25, 'a "quoted" nic': 0.3}),
+    estimate=Estimate(
+        seconds=0.5, parts={"attention": 0.5}, limits={"compute": 0.25, 'a "quoted" nic': 0.3}
+    ),
     memory=Memory(weights=1, gradients=1, optimizer=2, activations=3, buffers=4),
     bound_seconds=0.4,
 )
@@ -68,14 +70,20 @@ def test_fields_that_are_left_out_keep_their_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"version": 2, "plan": {"warp": 9}}, "has version 2, this Moesaic reads up to 1: upgrade it"),
+        (
+            {"version": 2, "plan": {"warp": 9}},
+            "has version 2, this Moesaic reads up to 1: upgrade it",
+        ),
         ({"plan": {}}, "needs version = 1 and a table [plan]"),
         ({"version": "1", "plan": {}}, "needs version = 1"),
         ({"version": 1}, "needs version = 1 and a table [plan]"),
         ({"version": 1, "plan": []}, "needs version = 1 and a table [plan]"),
         ({"version": 1, "plan": {"chunk": 2}}, "unknown field plan.chunk: did you mean chunks?"),
         ({"version": 1, "plan": {"chunks": "2"}}, "plan.chunks must be a whole number, got '2'"),
-        ({"version": 1, "plan": {"schedule": "s9"}}, "plan.schedule='s9': choose one of baseline, ted, s1, s2, s3"),
+        (
+            {"version": 1, "plan": {"schedule": "s9"}},
+            "plan.schedule='s9': choose one of baseline, ted, s1, s2, s3",
+        ),
         ({"version": 1, "plan": {"chunks": 0}}, "plan.chunks=0: must be at least 1"),
         ([1], "must hold a table of fields, holds a list"),
     ],
@@ -88,7 +96,8 @@ def test_what_holds_no_plan_is_refused(table: object, words: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "write", [partial(write_plan, FOUND.plan), partial(write_planned, FOUND, model="m", cluster="c")]
+    "write",
+    [partial(write_plan, FOUND.plan), partial(write_planned, FOUND, model="m", cluster="c")],
 )
 def test_what_could_not_be_read_back_is_not_written(write, tmp_path: Path) -> None:
     for name in ("plan", "plan.txt"):

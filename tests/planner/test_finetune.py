@@ -21,7 +21,14 @@ GIB = 2**30
 
 
 def predict(shape: ModelShape = QWEN, **changed: Any) -> FinetunePrediction:
-    sizes = {"ranks": 4, "memory_bytes": 24 * GIB, "tokens": 4096, "length": 4096, "method": "qlora", "rank": 8}
+    sizes = {
+        "ranks": 4,
+        "memory_bytes": 24 * GIB,
+        "tokens": 4096,
+        "length": 4096,
+        "method": "qlora",
+        "rank": 8,
+    }
     return predict_finetune(shape, **{**sizes, **changed})
 
 
@@ -30,10 +37,13 @@ def test_frozen_experts_take_four_bits_and_are_spread() -> None:
     assert predict(ranks=1).parts["experts"] == experts * (0.5 + 4 / 64)
     assert predict(ranks=4).parts["experts"] == experts * (0.5 + 4 / 64) / 4
     assert predict(method="lora").parts["experts"] == experts * 2 / 4
-    assert predict(method="qlora-double").parts["experts"] == experts * (0.5 + (1 + 4 / 256) / 64) / 4
+    assert (
+        predict(method="qlora-double").parts["experts"] == experts * (0.5 + (1 + 4 / 256) / 64) / 4
+    )
     # A block's scales are in float32 while it runs.
     block, plain = (
-        predict(method=name, logits=256).parts["a block's activations"] for name in ("qlora-double", "qlora")
+        predict(method=name, logits=256).parts["a block's activations"]
+        for name in ("qlora-double", "qlora")
     )
     assert block - plain == experts / 48 / 4 / 16
 
@@ -43,7 +53,11 @@ def test_adapters_alone_have_gradients_and_states() -> None:
     of_attention = (2048 + 32 * 128) + (2048 + 4 * 128)
     adapters = 8 * 48 * (128 / 4 * of_expert + of_attention)
     parts = predict().parts
-    assert (parts["adapters"], parts["gradients"], parts["optimizer"]) == (4 * adapters, 4 * adapters, 8 * adapters)
+    assert (parts["adapters"], parts["gradients"], parts["optimizer"]) == (
+        4 * adapters,
+        4 * adapters,
+        8 * adapters,
+    )
 
 
 def test_a_large_vocabulary_is_the_peak_unless_logits_are_made_in_parts() -> None:
@@ -68,7 +82,9 @@ def test_what_fits_leaves_room_for_the_framework() -> None:
         ({"shape": ModelShape()}, "give the config.json of one"),
     ],
 )
-def test_sizes_that_do_not_fit_each_other_are_refused(changed: dict[str, Any], message: str) -> None:
+def test_sizes_that_do_not_fit_each_other_are_refused(
+    changed: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         predict(**changed)
 
@@ -77,10 +93,14 @@ def test_frozen_weights_have_no_gradient_products_and_only_adapters_are_stepped(
     cluster, grid = read_cluster("4x4090-pcie"), Grid(world=4, ep=4)
     job = FinetuneJob(batch_size=4, model=QWEN, data=DataShape(vocab_size=151_936))
     frozen = StepCostModel(job.step_model(cluster, 4), grid, Simulator(cluster))
-    trained = StepCostModel(super(FinetuneJob, job).step_model(cluster, 4), grid, Simulator(cluster))
+    trained = StepCostModel(
+        super(FinetuneJob, job).step_model(cluster, 4), grid, Simulator(cluster)
+    )
     saved = trained.around["attention"] - frozen.around["attention"]
     assert saved == pytest.approx(48 * frozen.forward.projections)
-    assert trained.around["unembed"] - frozen.around["unembed"] == pytest.approx(frozen.forward.output)
+    assert trained.around["unembed"] - frozen.around["unembed"] == pytest.approx(
+        frozen.forward.output
+    )
     adapters = predict().parts["adapters"] / 4
     assert frozen.optimizer_seconds == pytest.approx(adapters * 40 / 850e9)
     assert frozen.optimizer_seconds < trained.optimizer_seconds / 20
@@ -98,7 +118,9 @@ def test_splits_of_layers_keep_micro_batches_in_flight_and_one_rank_at_a_time_do
     assert found.tokens_per_second == splits["experts"].tokens_per_second
     assert found.tokens_per_second == pytest.approx(2 * 4 * 4096 / found.seconds)
     assert found.interval[0] < found.tokens_per_second < found.interval[1]
-    assert splits[found.fastest].tokens_per_second == max(each.tokens_per_second for each in splits.values())
+    assert splits[found.fastest].tokens_per_second == max(
+        each.tokens_per_second for each in splits.values()
+    )
 
 
 def test_slow_ports_bind_and_faster_ports_or_fewer_bits_help() -> None:

@@ -11,9 +11,14 @@ from moesaic.planner.fit import fit
 SIZES = [2.0**power for power in range(10, 27, 2)]
 
 
-def times(alpha: float, beta: float, noise: float, seed: int = 0, repeats: int = 9) -> list[list[float]]:
+def times(
+    alpha: float, beta: float, noise: float, seed: int = 0, repeats: int = 9
+) -> list[list[float]]:
     draw = np.random.default_rng(seed)
-    return [[(alpha + beta * size) * float(np.exp(draw.normal(0, noise))) for _ in range(repeats)] for size in SIZES]
+    return [
+        [(alpha + beta * size) * float(np.exp(draw.normal(0, noise))) for _ in range(repeats)]
+        for size in SIZES
+    ]
 
 
 def test_recovers_both_constants_within_the_noise() -> None:
@@ -49,9 +54,9 @@ def test_noise_is_reported_and_residuals_are_kept() -> None:
     scattered = [[float(draw.uniform(1, 3))] * 3 for _ in SIZES]
     line = fit(SIZES, scattered, what="all_gather inside")
     assert "all_gather inside: the times do not lie on a line over size" in line.trouble
-    assert [repeats[0] / line.seconds(size) - 1 for size, repeats in zip(SIZES, scattered)] == pytest.approx(
-        line.residuals
-    )
+    assert [
+        repeats[0] / line.seconds(size) - 1 for size, repeats in zip(SIZES, scattered)
+    ] == pytest.approx(line.residuals)
     assert fit(SIZES, times(2e-4, 4e-8, 0.6)).spread > 0.25
 
 

@@ -44,12 +44,16 @@ SLOW = replace(
 def forward_seconds(host: Host, plan: Plan, *, apart: bool = False) -> float:
     made = compile_plan(plan, GRID)
     sizes = sizes_of(made.forward, LAYER, made.grid) if apart else None
-    return Simulator(replace(FREE, host=host)).run(made.forward, LAYER, made.grid, sizes=sizes).seconds
+    return (
+        Simulator(replace(FREE, host=host)).run(made.forward, LAYER, made.grid, sizes=sizes).seconds
+    )
 
 
 @pytest.mark.parametrize("messages", ["together", "eager"])
 @pytest.mark.parametrize("apart", [False, True])
-def test_tasks_and_messages_take_the_issuing_thread(apart: bool, messages: Literal["together", "eager"]) -> None:
+def test_tasks_and_messages_take_the_issuing_thread(
+    apart: bool, messages: Literal["together", "eager"]
+) -> None:
     """A linear dispatch and combine: a message to and from each of three peers; routing weights travel with their rows."""
     tasks, posts = len(compile_plan(Plan(), GRID).forward.tasks), 2 * 2 * 3
     for host, microseconds in (
@@ -63,8 +67,12 @@ def test_tasks_and_messages_take_the_issuing_thread(apart: bool, messages: Liter
 
 def test_a_layer_is_its_two_programs_and_what_is_around_them() -> None:
     made, simulator = compile_plan(Plan(chunks=2), GRID), Simulator(SLOW)
-    passes = [simulator.run(each, LAYER, made.grid).seconds for each in (made.forward, made.backward)]
-    assert simulator.layer_seconds(made.forward, made.backward, LAYER, made.grid) == pytest.approx(3.2e-3 + sum(passes))
+    passes = [
+        simulator.run(each, LAYER, made.grid).seconds for each in (made.forward, made.backward)
+    ]
+    assert simulator.layer_seconds(made.forward, made.backward, LAYER, made.grid) == pytest.approx(
+        3.2e-3 + sum(passes)
+    )
 
 
 @pytest.mark.parametrize("codec", ["int8", "zfp"])
@@ -73,7 +81,9 @@ def test_codecs_take_what_was_measured_of_them(codec: str) -> None:
     rates = {"int8": 4.0, "zfp": 0.2}
     named = tuple(CodecRate(name=name, gigabytes_per_second=rate) for name, rate in rates.items())
     made = compile_plan(Plan(codec=codec), GRID)
-    coded = Simulator(replace(FREE, device=replace(FREE.device, codecs=named))).run(made.forward, LAYER, made.grid)
+    coded = Simulator(replace(FREE, device=replace(FREE.device, codecs=named))).run(
+        made.forward, LAYER, made.grid
+    )
     row_bytes = LAYER.tokens * LAYER.top_k * LAYER.dim * 4
     assert coded.seconds == pytest.approx(2 * 2 * row_bytes / (rates[codec] * 1e9), rel=1e-3)
 
@@ -82,7 +92,17 @@ def test_the_command_plans_by_the_file_of_a_measured_cluster(tmp_path, capsys):
     path = tmp_path / "cluster.toml"
     path.write_text(as_toml(SLOW))
     told = f"--model gpt-tiny --batch-size 8 --cluster {path} --reserve-gib 0.1 --tp 1 --ep 4 --schedules s1".split()
-    told += ["--all-to-alls", "linear", "hier2d", "--chunks", "1", "2", "--orders", "optsche", "--json"]
+    told += [
+        "--all-to-alls",
+        "linear",
+        "hier2d",
+        "--chunks",
+        "1",
+        "2",
+        "--orders",
+        "optsche",
+        "--json",
+    ]
     assert run(told) == 0
     shown = json.loads(capsys.readouterr().out)["ranking"][0]
     assert shown["parts"]["routing"] == pytest.approx(2 * 3.2e-3), "two layers"
@@ -103,8 +123,12 @@ def test_a_plan_table_starts_with_the_times_of_the_file(tmp_path: Path) -> None:
     for plan in predictor.plans:
         made = compile_plan(plan, GRID)
         even.append(
-            around.estimate(*simulator.passes(made.forward, made.backward, around.model.layer, made.grid)).seconds
+            around.estimate(
+                *simulator.passes(made.forward, made.backward, around.model.layer, made.grid)
+            ).seconds
         )
     load = 8 * 64 * 2 / 4
-    assert predictor(load) == pytest.approx(even, rel=0.02), "rank by rank, even routing takes what one for all does"
+    assert predictor(load) == pytest.approx(even, rel=0.02), (
+        "rank by rank, even routing takes what one for all does"
+    )
     assert predictor(3 * load)[0] > even[0], "a hot expert costs time"

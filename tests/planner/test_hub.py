@@ -47,7 +47,9 @@ def read_job_of(table: dict[str, Any], world: int = 8) -> Any:
         return read_job(file.name, world=world)
 
 
-def test_a_file_of_the_hub_trains_one_sequence_per_rank_and_about_four_million_tokens_a_step() -> None:
+def test_a_file_of_the_hub_trains_one_sequence_per_rank_and_about_four_million_tokens_a_step() -> (
+    None
+):
     job = read_job_of(MIXTRAL, world=64)
     assert (job.batch_size, job.accumulation, job.model.seq_len) == (64, 16, 4096)
     assert job.data.vocab_size == 32000
@@ -56,14 +58,24 @@ def test_a_file_of_the_hub_trains_one_sequence_per_rank_and_about_four_million_t
 def test_dense_layers_follow_each_way_to_say_so() -> None:
     assert shape(DEEPSEEK_V3).dense_layers == (0, 1, 2)
     assert shape(QWEN3_30B | {"mlp_only_layers": [4, 7]}).dense_layers == (4, 7)
-    assert shape(QWEN3_30B | {"num_hidden_layers": 4, "decoder_sparse_step": 2}).dense_layers == (0, 2)
-    assert shape(DEEPSEEK_V3 | {"num_hidden_layers": 3, "moe_layer_freq": [0, 1, 1]}).dense_layers == (0,)
+    assert shape(QWEN3_30B | {"num_hidden_layers": 4, "decoder_sparse_step": 2}).dense_layers == (
+        0,
+        2,
+    )
+    assert shape(
+        DEEPSEEK_V3 | {"num_hidden_layers": 3, "moe_layer_freq": [0, 1, 1]}
+    ).dense_layers == (0,)
     four = MIXTRAL | {"num_hidden_layers": 4}
     assert shape(four | {"moe_layers": [1, 3]}).dense_layers == (0, 2)
     assert shape(four | {"num_dense_layers": 2}).dense_layers == (0, 1)
-    assert shape(four | {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}).dense_layers == (1,)
+    assert shape(
+        four | {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}
+    ).dense_layers == (1,)
     assert shape(four | {"is_moe_layer": [False, True, True, False]}).dense_layers == (0, 3)
-    assert shape(four | {"moe_layer_start_index": 1, "moe_layer_end_index": 2}).dense_layers == (0, 3)
+    assert shape(four | {"moe_layer_start_index": 1, "moe_layer_end_index": 2}).dense_layers == (
+        0,
+        3,
+    )
     assert shape(four | {"moe_layer_end_index": -1}).dense_layers == ()
 
 
@@ -74,14 +86,18 @@ def test_scores_take_the_widths_of_the_heads_and_see_only_a_window() -> None:
     assert latent == 2 * 128 * (128 + 64 + 128) * 4096 / 2
     # Half of the layers see 128 keys each but for the first 128 tokens, half of them on the mean 2,048.
     width = 2 * 64 * 64
-    assert shape(GPT_OSS_120B).score_width == pytest.approx(width * (0.5 + 0.5 * (128 - 128**2 / 8192) / 2048))
+    assert shape(GPT_OSS_120B).score_width == pytest.approx(
+        width * (0.5 + 0.5 * (128 - 128**2 / 8192) / 2048)
+    )
 
 
 def expected_by_hand(groups: int, top_groups: int, nodes: int, experts: int, top_k: int) -> float:
     """Return the share of tokens with an expert on the first node, over every choice of groups and experts."""
     size, hits, ways = experts // groups, 0, 0
     for chosen in combinations(range(groups), top_groups):
-        reachable = [expert for group in chosen for expert in range(group * size, (group + 1) * size)]
+        reachable = [
+            expert for group in chosen for expert in range(group * size, (group + 1) * size)
+        ]
         for picked in combinations(reachable, top_k):
             hits += any(expert < experts // nodes for expert in picked)
             ways += 1
@@ -91,18 +107,27 @@ def expected_by_hand(groups: int, top_groups: int, nodes: int, experts: int, top
 
 @pytest.mark.parametrize("nodes", [1, 2, 4, 8])
 def test_a_group_limit_keeps_tokens_from_nodes(nodes: int) -> None:
-    limited = Workload(tokens=1000, num_experts=16, top_k=3, dim=8, hidden=8, groups=4, top_groups=2)
-    assert node_tokens_per_node(limited, nodes, 1) == pytest.approx(1000 * expected_by_hand(4, 2, nodes, 16, 3))
+    limited = Workload(
+        tokens=1000, num_experts=16, top_k=3, dim=8, hidden=8, groups=4, top_groups=2
+    )
+    assert node_tokens_per_node(limited, nodes, 1) == pytest.approx(
+        1000 * expected_by_hand(4, 2, nodes, 16, 3)
+    )
     whole = Workload(tokens=1000, num_experts=16, top_k=3, dim=8, hidden=8, groups=4, top_groups=4)
     plain = Workload(tokens=1000, num_experts=16, top_k=3, dim=8, hidden=8)
-    assert node_tokens_per_node(whole, nodes, 1) == pytest.approx(node_tokens_per_node(plain, nodes, 1))
+    assert node_tokens_per_node(whole, nodes, 1) == pytest.approx(
+        node_tokens_per_node(plain, nodes, 1)
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"num_local_experts": None}, "so the model has no experts to plan for"),
-        ({"hidden_size": None}, "has none of hidden_size, d_model, n_embd, so the model is of an unknown architecture"),
+        (
+            {"hidden_size": None},
+            "has none of hidden_size, d_model, n_embd, so the model is of an unknown architecture",
+        ),
         (
             {"vocab_size": None},
             "add one, for example vocab_size = 32000 as in Mixtral 8x7B, or write the sizes as [model]",
@@ -110,18 +135,27 @@ def test_a_group_limit_keeps_tokens_from_nodes(nodes: int) -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers=0: must be at least 1"),
         ({"hidden_size": 10**400}, "a size is larger than that of any model"),
         ({"num_experts_per_tok": 9}, "model.moe.top_k=9 does not fit model.moe.num_experts=8"),
-        ({"mamba_d_state": 16}, "planning does not read mamba_d_state=16, which may change the sizes of layers"),
+        (
+            {"mamba_d_state": 16},
+            "planning does not read mamba_d_state=16, which may change the sizes of layers",
+        ),
         ({"head_dim": -8}, "head_dim=-8: must be at least 1"),
         ({"num_key_value_heads": 0}, "num_key_value_heads=0: must be at least 1"),
         ({"sliding_window": "all"}, "is of an unknown architecture"),
         ({"layer_types": 3}, "is of an unknown architecture"),
         ({"full_attention_interval": -4}, "full_attention_interval=-4: must be at least 0"),
-        ({"layer_types": ["full_attention"] * 31}, "layer_types has 31 entries for 32 layers: give one for each"),
+        (
+            {"layer_types": ["full_attention"] * 31},
+            "layer_types has 31 entries for 32 layers: give one for each",
+        ),
         (
             {"layer_types": ["linear_attention"] * 32},
             "linear_num_key_heads=None: linear attention needs a whole number",
         ),
-        ({"layer_types": ["indexed_attention"] * 32}, "index_n_heads=None: an indexer needs a whole number"),
+        (
+            {"layer_types": ["indexed_attention"] * 32},
+            "index_n_heads=None: an indexer needs a whole number",
+        ),
         (
             {"mlp_layer_types": ["sparse"] * 31 + ["moe"]},
             "mlp_layer_types has 'moe', but planning reads only sparse, dense",
@@ -134,7 +168,10 @@ def test_a_group_limit_keeps_tokens_from_nodes(nodes: int) -> None:
         ({"num_experts_per_tok": "2"}, "num_experts_per_tok='2': planning reads a whole number"),
         ({"num_experts_per_tok": True}, "num_experts_per_tok=True: planning reads a whole number"),
         ({"model_type": ["x"], "num_experts_per_tok": 9}, "model.moe.top_k=9 does not fit"),
-        ({"model_type": "jetmoe"}, "model_type jetmoe has experts in its attention, which planning cannot predict"),
+        (
+            {"model_type": "jetmoe"},
+            "model_type jetmoe has experts in its attention, which planning cannot predict",
+        ),
         ({"v_head_dim": 128}, "planning does not read v_head_dim=128"),
         *(
             (
@@ -144,7 +181,10 @@ def test_a_group_limit_keeps_tokens_from_nodes(nodes: int) -> None:
             for kind in ("nonsense", "mamba", "conv", "compressed_sparse_attention", "hybrid")
         ),
         *(
-            ({name: value}, f"planning does not read {name}={value}, which may change the sizes of layers")
+            (
+                {name: value},
+                f"planning does not read {name}={value}, which may change the sizes of layers",
+            )
             for name, value in (
                 ("zero_expert_num", 256),
                 ("compress_ratios", [0, 4]),
@@ -161,7 +201,9 @@ def test_a_group_limit_keeps_tokens_from_nodes(nodes: int) -> None:
         ),
     ],
 )
-def test_a_model_that_cannot_be_planned_is_one_line(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_planned_is_one_line(
+    change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MIXTRAL | change))
     assert words in refused(lambda: read_job(str(path)))
@@ -186,7 +228,9 @@ def test_fields_that_cannot_be_are_one_line(change: dict[str, Any], words: str) 
 
 
 def test_kinds_of_layers_behind_the_last_one_count_nothing() -> None:
-    more = GPT_OSS_120B | {"layer_types": ["sliding_attention", "full_attention"] * 18 + ["sliding_attention"] * 30}
+    more = GPT_OSS_120B | {
+        "layer_types": ["sliding_attention", "full_attention"] * 18 + ["sliding_attention"] * 30
+    }
     assert shape(more) == shape(GPT_OSS_120B)
 
 
@@ -194,11 +238,15 @@ def test_an_indexer_has_parameters_and_limits_the_keys_of_a_query() -> None:
     indexer = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
     plain, indexed = shape(DEEPSEEK_V3, 131_072), shape(DEEPSEEK_V3 | indexer, 131_072)
     added = 1536 * 64 * 128 + 7168 * 128 + 7168 * 64
-    assert parameters(DEEPSEEK_V3 | indexer)[0] - parameters(DEEPSEEK_V3)[0] == pytest.approx(61 * added)
+    assert parameters(DEEPSEEK_V3 | indexer)[0] - parameters(DEEPSEEK_V3)[0] == pytest.approx(
+        61 * added
+    )
     # A query sees 2,048 keys of on the mean 65,536, and the indexer all of them.
     width = 128 * (128 + 64 + 128)
     assert plain.score_width == width
-    assert indexed.score_width == pytest.approx(width * (2048 - 2048**2 / 262_144) / 65_536 + 64 * 128)
+    assert indexed.score_width == pytest.approx(
+        width * (2048 - 2048**2 / 262_144) / 65_536 + 64 * 128
+    )
     shared = shape(DEEPSEEK_V3 | indexer | {"indexer_types": ["full"] + ["shared"] * 60}, 131_072)
     assert indexed.score_width - shared.score_width == pytest.approx(64 * 128 * 60 / 61)
     fewer = parameters(DEEPSEEK_V3 | indexer | {"indexer_types": ["full"] + ["shared"] * 60})

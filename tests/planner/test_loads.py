@@ -41,10 +41,14 @@ def replicates_when_even(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loads, "replication_policy", lambda name, costs: FromEverybody())
 
 
-def exact_seconds(plan: Plan, replicated: Replications | None, counts: np.ndarray | None = None) -> float:
+def exact_seconds(
+    plan: Plan, replicated: Replications | None, counts: np.ndarray | None = None
+) -> float:
     compiled = compile_plan(plan, GRID)
     return sum(
-        SIMULATOR.run(each, LAYER, GRID, sizes=sizes_of(each, LAYER, GRID, counts, replicated=replicated)).seconds
+        SIMULATOR.run(
+            each, LAYER, GRID, sizes=sizes_of(each, LAYER, GRID, counts, replicated=replicated)
+        ).seconds
         for each in (compiled.forward, compiled.backward)
     )
 

@@ -32,14 +32,20 @@ def run(plan: Plan, world: int) -> tuple[list[np.ndarray], list[dict[str, float]
     counts = dirichlet_counts(world // 2, LAYER, concentration=0.3, seed=1)
     simulator, ends, links = Simulator(tree(world // 4, 4)), [], []
     for program in (compiled.forward, compiled.backward):
-        simulated = simulator.run(program, LAYER, compiled.grid, sizes=sizes_of(program, LAYER, compiled.grid, counts))
+        simulated = simulator.run(
+            program, LAYER, compiled.grid, sizes=sizes_of(program, LAYER, compiled.grid, counts)
+        )
         ends.append(simulated.ends)
         links.append(simulated.link_seconds)
     return ends, links
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.schedule} {plan.all_to_all} {plan.peer_groups}")
-def test_pieces_are_listed_for_the_first_rank_only(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "plan", PLANS, ids=lambda plan: f"{plan.schedule} {plan.all_to_all} {plan.peer_groups}"
+)
+def test_pieces_are_listed_for_the_first_rank_only(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listed: list[int] = []
     pieces = LayoutIndex.pieces
 

@@ -30,7 +30,11 @@ def bus(**fields: Any) -> ClusterSpec:
 def seconds(cluster: ClusterSpec, num_bytes: float, pairs: list[tuple[int, int]]) -> float:
     source, target = (np.array(each) for each in zip(*pairs))
     count = len(pairs)
-    return Topology(cluster, 4, 4).loads(source, target, np.full(count, num_bytes), np.ones(count)).alone
+    return (
+        Topology(cluster, 4, 4)
+        .loads(source, target, np.full(count, num_bytes), np.ones(count))
+        .alone
+    )
 
 
 def test_a_link_reaches_a_share_of_its_rate_by_the_bytes_of_a_movement_on_it() -> None:
@@ -54,9 +58,18 @@ def test_a_shared_medium_gives_less_to_more_users() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"sizes": (1.0, 2.0), "size_share": (1.0,)}, "sizes has 2 values and size_share 1: give one share for each"),
-        ({"sizes": (2.0, 1.0), "size_share": (1.0, 1.0)}, "sizes=[2.0, 1.0]: must be above 0 and ascending"),
-        ({"users": (2.0,), "users_share": (0.0,)}, "users_share=0.0: must be a finite number above 0"),
+        (
+            {"sizes": (1.0, 2.0), "size_share": (1.0,)},
+            "sizes has 2 values and size_share 1: give one share for each",
+        ),
+        (
+            {"sizes": (2.0, 1.0), "size_share": (1.0, 1.0)},
+            "sizes=[2.0, 1.0]: must be above 0 and ascending",
+        ),
+        (
+            {"users": (2.0,), "users_share": (0.0,)},
+            "users_share=0.0: must be a finite number above 0",
+        ),
     ],
 )
 def test_an_invalid_curve_is_refused_in_one_line(fields: dict[str, Any], words: str) -> None:
@@ -67,7 +80,9 @@ def test_activations_take_their_traffic_between_products() -> None:
     cluster = flat(1, 4, device=replace(DEVICE, activation_traffic=0.5))
     rates = rates_of(cluster, "fp32")
     seconds = rates.traffic_seconds(np.array([10.0, 0.0]), 8, 32, 3, 4)
-    assert seconds == pytest.approx(np.array([0.5 * 10 * (2 * 8 + 2 * 3 * 32) * 4 / rates.memory, 0.0]))
+    assert seconds == pytest.approx(
+        np.array([0.5 * 10 * (2 * 8 + 2 * 3 * 32) * 4 / rates.memory, 0.0])
+    )
 
 
 GRID = Grid(world=8, ep=8, ranks_per_node=4)
@@ -88,7 +103,9 @@ def test_contention_costs_a_part_of_the_time_in_which_messages_and_computing_run
     both = 0.0
     for start, end in itertools.pairwise(edges):
         lanes = {
-            span.lane.value for span in spans if span.start < (start + end) / 2 < span.end and span.end > span.start
+            span.lane.value
+            for span in spans
+            if span.start < (start + end) / 2 < span.end and span.end > span.start
         }
         both += (end - start) * ("compute" in lanes and len(lanes - {"compute", "host"}) > 0)
     assert both > 0.05 * plain.seconds
@@ -113,7 +130,9 @@ def test_a_cluster_of_some_devices_is_whole_nodes_or_a_part_of_one() -> None:
         (1, 8),
         (1, 4),
     ]
-    assert "12 devices are not whole nodes of dgx-h100, which have 8: try 8" in refused(spec.of_devices, 12)
+    assert "12 devices are not whole nodes of dgx-h100, which have 8: try 8" in refused(
+        spec.of_devices, 12
+    )
 
 
 def test_a_job_uses_whole_hosts_of_equal_parts_of_large_switches() -> None:
@@ -124,7 +143,8 @@ def test_a_job_uses_whole_hosts_of_equal_parts_of_large_switches() -> None:
         assert (part.nodes, part.devices_per_node, part.world) == (nodes, per_node, count)
     for count in (73, 76, 100):
         with pytest.raises(
-            InputError, match=f"{count} devices are not whole nodes of gb200-nvl72, which have 72: try 72"
+            InputError,
+            match=f"{count} devices are not whole nodes of gb200-nvl72, which have 72: try 72",
         ):
             spec.of_devices(count)
 
@@ -134,25 +154,34 @@ def test_products_of_blackwell_are_faster_than_whole_published_steps() -> None:
     for name, steps in (("gb200-nvl72", (782, 1276)), ("gb300-nvl72", (961, 1635))):
         device = read_cluster(name).device
         for dtype, step in zip(("bf16", "mxfp8"), steps):
-            assert device.flops(dtype) / 1e12 > device.flops(dtype, grouped=True) / 1e12 > 1.2 * step
+            assert (
+                device.flops(dtype) / 1e12 > device.flops(dtype, grouped=True) / 1e12 > 1.2 * step
+            )
             assert device.flops(dtype) / 1e12 < device.peak_tflops * (2 if dtype == "mxfp8" else 1)
 
 
-@pytest.mark.parametrize("name", [name for name in presets() if read_cluster(name).devices_per_node > 2])
+@pytest.mark.parametrize(
+    "name", [name for name in presets() if read_cluster(name).devices_per_node > 2]
+)
 def test_a_part_of_a_node_is_any_number_of_devices_that_its_links_hold(name: str) -> None:
     """Fewer devices are behind a node-wide link, and bridges to missing devices are dropped."""
     spec = read_cluster(name)
     for count in (1, 2, 3):
         part = spec.of_devices(count)
         assert (part.nodes, part.devices_per_node) == (1, count)
-        assert [(link.name, link.gbps[0]) for link in part.links] == [(link.name, link.gbps[0]) for link in spec.links]
+        assert [(link.name, link.gbps[0]) for link in part.links] == [
+            (link.name, link.gbps[0]) for link in spec.links
+        ]
         assert all(max(peer.devices) < count for peer in part.peers)
     assert spec.of_devices(spec.devices_per_node).links == spec.links
 
 
 def test_links_inside_and_between_nodes_are_scaled_separately() -> None:
     spec = read_cluster("dgx-h100")
-    rates = {kind: [link.gbps[0] for link in spec.with_links(kind, 2.0).links] for kind in ("inside", "outside")}
+    rates = {
+        kind: [link.gbps[0] for link in spec.with_links(kind, 2.0).links]
+        for kind in ("inside", "outside")
+    }
     nvlink, nic = (link.gbps[0] for link in spec.links)
     assert rates == {"inside": [2 * nvlink, nic], "outside": [nvlink, 2 * nic]}
 
@@ -167,5 +196,7 @@ def test_links_of_one_node_can_be_scaled_alone() -> None:
         (leaf,),
     ], "a link of every message counts; a switch of several nodes is as fast as the fastest of them"
     assert spec.with_links("outside", (0.5, 0.5, 0.5)) == spec.with_links("outside", 0.5)
-    with pytest.raises(InputError, match="2 links' times for 3 nodes of 100gbe: give one, or one per node"):
+    with pytest.raises(
+        InputError, match="2 links' times for 3 nodes of 100gbe: give one, or one per node"
+    ):
         spec.with_links("outside", (1.0, 0.5))

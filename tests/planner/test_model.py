@@ -50,7 +50,9 @@ def test_presets_are_those_of_training(name: str) -> None:
 
 
 def test_every_sparse_preset_of_training_can_be_planned() -> None:
-    assert set(PRESETS) == {name for name, make in (TRAIN_PRESETS | PAPER_PRESETS).items() if make().model.ffn == "moe"}
+    assert set(PRESETS) == {
+        name for name, make in (TRAIN_PRESETS | PAPER_PRESETS).items() if make().model.ffn == "moe"
+    }
 
 
 def test_a_file_is_read_and_what_does_not_matter_is_passed_over(tmp_path: Path) -> None:
@@ -59,14 +61,19 @@ def test_a_file_is_read_and_what_does_not_matter_is_passed_over(tmp_path: Path) 
         "batch_size = 8\nsteps = 9\n[optimizer]\nlr = 1e-3\n[model]\ndim = 64\nconv_width = 2\n"
         '[model.moe]\nnum_experts = 8\nrouter = "sigmoid"\n'
     )
-    assert read_job(str(path)) == Job(batch_size=8, model=ModelShape(dim=64, moe=MoEShape(num_experts=8)))
+    assert read_job(str(path)) == Job(
+        batch_size=8, model=ModelShape(dim=64, moe=MoEShape(num_experts=8))
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("[model]\nnum_layer = 3\n", "unknown field model.num_layer: did you mean num_layers?"),
-        ("[model.moe]\nnum_expert = 3\n", "unknown field model.moe.num_expert: did you mean num_experts?"),
+        (
+            "[model.moe]\nnum_expert = 3\n",
+            "unknown field model.moe.num_expert: did you mean num_experts?",
+        ),
         ('[model]\nffn = "dense"\n', "a model without MoE layers has no plan to choose"),
         ("[model]\ndim = 1.5\n", "model.dim must be a whole number, got 1.5"),
         ("model = 3\n", "model must be a table of ffn, moe_every"),
@@ -95,13 +102,22 @@ def test_unknown_names_are_told_the_nearest() -> None:
 
 def test_the_simulator_is_told_a_micro_batch_of_one_group() -> None:
     job = Job(
-        batch_size=16, accumulation=3, model=ModelShape(moe_every=3, moe=MoEShape(shared_hidden=7, experts="gelu"))
+        batch_size=16,
+        accumulation=3,
+        model=ModelShape(moe_every=3, moe=MoEShape(shared_hidden=7, experts="gelu")),
     )
     found = job.step_model(CLUSTER, 4)
-    assert (found.layer.tokens, found.layer.matrices, found.moe_layers, found.micro_batches) == (4 * 256, 2, 2, 3)
+    assert (found.layer.tokens, found.layer.matrices, found.moe_layers, found.micro_batches) == (
+        4 * 256,
+        2,
+        2,
+        3,
+    )
     assert found.inner == 2 * 256 + 7
     assert job.dense_layers == 2
-    padded = replace(job, model=replace(job.model, moe=MoEShape(capacity="padded", capacity_factor=1.5)))
+    padded = replace(
+        job, model=replace(job.model, moe=MoEShape(capacity="padded", capacity_factor=1.5))
+    )
     assert padded.step_model(CLUSTER, 4).layer.copies == 1.5 * 4 * 256 * 2
     assert "batch_size=16 does not split over 3" in refused(job.step_model, CLUSTER, 3)
 
@@ -117,14 +133,17 @@ def test_the_simulator_is_told_a_micro_batch_of_one_group() -> None:
         ("float64", {"fp64": 1}, "fp64"),
     ],
 )
-def test_precision_becomes_a_dtype_that_the_cluster_knows(precision: Any, rates: dict, dtype: str) -> None:
+def test_precision_becomes_a_dtype_that_the_cluster_knows(
+    precision: Any, rates: dict, dtype: str
+) -> None:
     cluster = replace(CLUSTER, device=replace(DEVICE, tflops=Tflops(**rates)))
     assert Job(precision=precision).dtype(cluster) == dtype
 
 
 def test_a_rate_that_is_not_known_is_refused() -> None:
     with pytest.raises(
-        InputError, match=r"cluster.device.tflops.fp64 is not given: add it, or choose one of fp32, bf16"
+        InputError,
+        match=r"cluster.device.tflops.fp64 is not given: add it, or choose one of fp32, bf16",
     ):
         Job(precision="float64").step_model(CLUSTER, 1)
 
@@ -142,4 +161,7 @@ def test_parameters_are_those_of_the_model_that_trains(name: str) -> None:
 
 def test_an_output_of_its_own_is_one_more_matrix() -> None:
     tied, untied = (Job(model=ModelShape(block=BlockConfig(tied=tied))) for tied in (True, False))
-    assert untied.parameters(CLUSTER)[0] - tied.parameters(CLUSTER)[0] == untied.data.vocab_size * untied.model.dim
+    assert (
+        untied.parameters(CLUSTER)[0] - tied.parameters(CLUSTER)[0]
+        == untied.data.vocab_size * untied.model.dim
+    )

@@ -16,7 +16,13 @@ from moesaic.planner.emit import SYSTEMS, from_flags, layout_of, unread_flags
 from moesaic.planner.hub import read_shape
 from moesaic.planner.memory import GIB, usable_bytes
 from moesaic.planner.model import DataShape, Job
-from moesaic.planner.others import OthersLayout, best_layout, fills_pipeline, longer_by_narrow_rate, predict
+from moesaic.planner.others import (
+    OthersLayout,
+    best_layout,
+    fills_pipeline,
+    longer_by_narrow_rate,
+    predict,
+)
 from moesaic.planner.presets import read_job
 from moesaic.planner.search import PlannedStep, Settings, search
 from moesaic.planner.simulate import Simulator
@@ -30,7 +36,13 @@ H100 = read_cluster("dgx-h100", nodes=4)
 def job(table: dict[str, Any], **fields: Any) -> Job:
     shape = read_shape(table, "config.json", seq_len=2048)
     return Job(
-        **{"batch_size": 32, "accumulation": 4, "model": shape, "data": DataShape(vocab_size=shape.vocab), **fields}
+        **{
+            "batch_size": 32,
+            "accumulation": 4,
+            "model": shape,
+            "data": DataShape(vocab_size=shape.vocab),
+            **fields,
+        }
     )
 
 
@@ -62,7 +74,9 @@ def test_megatrons_flags_say_how_a_model_is_split() -> None:
     )
     assert from_flags("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1").etp == 1
     told = "--overlap-param-gather --overlap-grad-reduce --cross-entropy-loss-fusion"
-    assert from_flags(f"--expert-model-parallel-size 8 {told}") == OthersLayout(ep=8, sharded="none")
+    assert from_flags(f"--expert-model-parallel-size 8 {told}") == OthersLayout(
+        ep=8, sharded="none"
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +85,10 @@ def test_megatrons_flags_say_how_a_model_is_split() -> None:
         ("", "none"),
         ("--use-distributed-optimizer", "optimizer"),
         ("--data-parallel-sharding-strategy optim_grads --use-distributed-optimizer", "gradients"),
-        ("--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params", "parameters"),
+        (
+            "--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params",
+            "parameters",
+        ),
         ("--use-distributed-optimizer --data-parallel-sharding-strategy=no_shard", "none"),
     ],
 )
@@ -85,13 +102,28 @@ def test_megatrons_flags_say_what_lies_in_parts(flags: str, sharded: str) -> Non
         ("--expert-model-parallel-size many", "needs a whole number, got 'many'"),
         ("--expert-model-parallel-size", "needs a whole number, got ''"),
         ("--expert-model-paralel-size 8", "did you mean expert-model-parallel-size?"),
-        ("", "found no flag of Megatron or torchtitan that splits a model, only nothing: choose one of tensor-model-"),
-        ("--foo 3", "splits a model, only --foo: choose one of tensor-model-parallel-size, pipeline-model-"),
-        ("--data-parallel-sharding-strategy half", "'half': choose one of no_shard, optim, optim_grads, optim_grads_p"),
+        (
+            "",
+            "found no flag of Megatron or torchtitan that splits a model, only nothing: choose one of tensor-model-",
+        ),
+        (
+            "--foo 3",
+            "splits a model, only --foo: choose one of tensor-model-parallel-size, pipeline-model-",
+        ),
+        (
+            "--data-parallel-sharding-strategy half",
+            "'half': choose one of no_shard, optim, optim_grads, optim_grads_p",
+        ),
         ("--expert-model-parallel-size 0", "ep=0: must be at least 1"),
-        ("--recompute-modules --bf16", "--recompute-modules is empty: name at least one of block, core_attn"),
+        (
+            "--recompute-modules --bf16",
+            "--recompute-modules is empty: name at least one of block, core_attn",
+        ),
         ("--recompute-modules attention", "recompute='attention': choose from block, core_attn"),
-        ("--fp8-recipe int8", "--fp8-recipe='int8': choose one of delayed, tensorwise, blockwise, mxfp8"),
+        (
+            "--fp8-recipe int8",
+            "--fp8-recipe='int8': choose one of delayed, tensorwise, blockwise, mxfp8",
+        ),
         ("--parallelism.pipeline_parallel_schedule GPipe", "choose one of 1F1B, Interleaved1F1B"),
         ("--activation_checkpoint.mode memory_budget", "choose one of none, full, selective"),
         ("activation-checkpoint:memory-budget", "choose one of none, full, selective"),
@@ -115,7 +147,12 @@ def test_flags_that_may_matter_and_are_not_read_are_named() -> None:
     for system in ("megatron", "torchtitan"):
         assert (
             unread_flags(
-                " ".join(SYSTEMS[system].flags(system, QWEN, OthersLayout(ep=8, recompute=("block",)), None)), QWEN
+                " ".join(
+                    SYSTEMS[system].flags(
+                        system, QWEN, OthersLayout(ep=8, recompute=("block",)), None
+                    )
+                ),
+                QWEN,
             )
             == []
         )
@@ -124,7 +161,10 @@ def test_flags_that_may_matter_and_are_not_read_are_named() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--seq-length 8192", "--seq-length 8192, but the planned model has 2048: make them agree (--seq-len)"),
+        (
+            "--seq-length 8192",
+            "--seq-length 8192, but the planned model has 2048: make them agree (--seq-len)",
+        ),
         ("--training.seq_len=4096", "--training.seq_len 4096, but the planned model has 2048"),
         ("--num-layers 32", "--num-layers 32, but the planned model has 48: make them agree"),
     ],
@@ -137,8 +177,14 @@ def test_flags_of_another_model_or_other_sequences_are_one_line(flags: str, word
     ("layout", "words"),
     [
         (OthersLayout(tp=3), "32 ranks do not split into tp 3"),
-        (OthersLayout(ep=8, global_batch=33), "a global batch of 33 does not split over 32 data-parallel groups"),
-        (OthersLayout(ep=32, etp=1, pp=1, cp=2, global_batch=5), "does not split over 16 data-parallel groups"),
+        (
+            OthersLayout(ep=8, global_batch=33),
+            "a global batch of 33 does not split over 32 data-parallel groups",
+        ),
+        (
+            OthersLayout(ep=32, etp=1, pp=1, cp=2, global_batch=5),
+            "does not split over 16 data-parallel groups",
+        ),
     ],
 )
 def test_layouts_that_cannot_be_are_one_line(layout: OthersLayout, words: str) -> None:
@@ -153,7 +199,9 @@ def test_a_pipeline_waits_for_its_ends_and_less_with_more_micro_batches_or_virtu
     busy = few.seconds - parts["pipeline"] - parts.get("parameters", 0.0) - parts["optimizer"]
     hops = parts["pipeline"] - busy * 3 / 4
     assert 0 < hops < 0.05 * busy
-    virtual = predict(alike, H100, OthersLayout(pp=4, virtual_pp=3, ep=8, global_batch=32)).estimate.parts
+    virtual = predict(
+        alike, H100, OthersLayout(pp=4, virtual_pp=3, ep=8, global_batch=32)
+    ).estimate.parts
     assert virtual["pipeline"] == pytest.approx(parts["pipeline"] / 3, rel=0.15)
     many = predict(alike, H100, OthersLayout(pp=4, ep=8, global_batch=320)).estimate.parts
     assert many["pipeline"] == pytest.approx(parts["pipeline"])
@@ -162,7 +210,10 @@ def test_a_pipeline_waits_for_its_ends_and_less_with_more_micro_batches_or_virtu
 def test_the_stage_with_the_output_keeps_a_pipeline_waiting() -> None:
     """All micro-batches pass the slowest stage one after the other; the others fill and drain the pipeline."""
     layout = OthersLayout(pp=4, ep=8, global_batch=320)
-    found, bare = predict(QWEN, H100, layout), predict(job({**QWEN3_30B, "vocab_size": 8}), H100, layout)
+    found, bare = (
+        predict(QWEN, H100, layout),
+        predict(job({**QWEN3_30B, "vocab_size": 8}), H100, layout),
+    )
     output = found.estimate.parts["unembed"]
     assert found.seconds - bare.seconds == pytest.approx(output * (1 + 3 / 40 / 4), rel=0.02)
 
@@ -185,17 +236,25 @@ def test_keys_and_values_of_a_shared_sequence_hide_behind_its_scores_as_far_as_t
     layout = OthersLayout(cp=8, ep=1, global_batch=128)
     for of, cluster, hidden in ((long, H100, True), (QWEN, slow, False)):
         step = replace(of.step_model(cluster, 32), sharded="optimizer")
-        step = replace(step, layer=replace(step.layer, tokens=step.layer.tokens // 8), seq_len=step.seq_len // 8)
+        step = replace(
+            step,
+            layer=replace(step.layer, tokens=step.layer.tokens // 8),
+            seq_len=step.seq_len // 8,
+        )
         grid = Grid(world=32, ranks_per_node=8)
         alone, shared = (
-            StepCostModel(replace(step, shares_sequence=ranks), grid, Simulator(cluster)).forward.scores
+            StepCostModel(
+                replace(step, shares_sequence=ranks), grid, Simulator(cluster)
+            ).forward.scores
             for ranks in (1, 8)
         )
         values = 2 * 4 * 128 * step.layer.tokens * 2
         passing = reduce_seconds(cluster, grid, 8 * values, 1, 8) / 2
         assert shared == pytest.approx(max(alone, passing))
         assert (shared == alone) == hidden
-    assert predict(QWEN, slow, layout).seconds > predict(QWEN, slow, replace(layout, cp=1)).seconds / 8
+    assert (
+        predict(QWEN, slow, layout).seconds > predict(QWEN, slow, replace(layout, cp=1)).seconds / 8
+    )
 
 
 def test_a_distributed_optimizer_keeps_whole_parameters_and_moves_them_once_per_step() -> None:
@@ -208,14 +267,19 @@ def test_a_distributed_optimizer_keeps_whole_parameters_and_moves_them_once_per_
     assert once.memory.gradients == 2 * once.memory.weights
     assert once.memory.optimizer == pytest.approx(12 * (around / 32 + experts / 32))
     assert each.memory.weights < once.memory.weights
-    assert once.estimate.limits["gathering parameters"] < 0.1 * each.estimate.limits["gathering parameters"]
+    assert (
+        once.estimate.limits["gathering parameters"]
+        < 0.1 * each.estimate.limits["gathering parameters"]
+    )
 
 
 def test_runs_of_a_stage_are_given_by_number_or_by_layers() -> None:
     flags = "--pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage"
     by_layers = replace(from_flags(f"{flags} 4"), global_batch=32)
     assert seconds(by_layers) == seconds(replace(by_layers, virtual_layers=0, virtual_pp=3))
-    with pytest.raises(InputError, match="a stage of 12 layers does not split into runs of 5: choose a divisor"):
+    with pytest.raises(
+        InputError, match="a stage of 12 layers does not split into runs of 5: choose a divisor"
+    ):
         seconds(replace(by_layers, virtual_layers=5))
 
 
@@ -223,7 +287,11 @@ def test_a_further_token_costs_a_block_a_projection_and_an_output() -> None:
     one, two = (predict(QWEN, H100, from_flags(f"--expert-model-parallel-size 8{more}"))
                 for more in ("", " --mtp-num-layers 1"))  # fmt: skip
     shape = QWEN.model
-    block = shape.attention["attention_parameters"] + 2 * shape.dim**2 + shape.dim * shape.moe.num_experts
+    block = (
+        shape.attention["attention_parameters"]
+        + 2 * shape.dim**2
+        + shape.dim * shape.moe.num_experts
+    )
     block += shape.moe.num_experts / 8 * 3 * shape.dim * shape.moe.hidden
     assert two.memory.weights - one.memory.weights == pytest.approx(2 * block)
     assert two.estimate.parts["unembed"] == pytest.approx(2 * one.estimate.parts["unembed"])
@@ -277,32 +345,45 @@ def test_what_hides_behind_computing_takes_no_time_of_its_own() -> None:
 
 def test_a_loss_that_is_not_fused_goes_over_float32_copies_of_the_logits() -> None:
     layout = OthersLayout(ep=8, global_batch=320)
-    fused, apart = (predict(QWEN, H100, replace(layout, fused_loss=each)).estimate.parts for each in (True, False))
+    fused, apart = (
+        predict(QWEN, H100, replace(layout, fused_loss=each)).estimate.parts
+        for each in (True, False)
+    )
     logits = 10 * 2048 * QWEN.model.vocab
     assert apart["unembed"] - fused["unembed"] == pytest.approx(logits * (52 - 10) / 2850e9)
 
 
 def test_a_loss_in_eager_pytorch_goes_over_a_float32_copy_of_the_logits() -> None:
     fused, apart = (
-        predict(QWEN, H100, replace(OthersLayout(ep=8), stepwise=each)).estimate.parts for each in ((), ("loss",))
+        predict(QWEN, H100, replace(OthersLayout(ep=8), stepwise=each)).estimate.parts
+        for each in ((), ("loss",))
     )
-    assert apart["unembed"] - fused["unembed"] == pytest.approx(2048 * QWEN.model.vocab * (36 - 10) / 2850e9)
+    assert apart["unembed"] - fused["unembed"] == pytest.approx(
+        2048 * QWEN.model.vocab * (36 - 10) / 2850e9
+    )
 
 
 def test_kernels_of_attention_and_what_runs_step_by_step_are_part_of_a_layout() -> None:
     """Qwen3 rotates 36 heads of 128, in float32: 44 bytes more per value forward and as many back."""
-    usual, other = OthersLayout(ep=8), OthersLayout(ep=8, stepwise=("float32_rotation",), score_kernel="flash2")
+    usual, other = (
+        OthersLayout(ep=8),
+        OthersLayout(ep=8, stepwise=("float32_rotation",), score_kernel="flash2"),
+    )
     fast, slow = (predict(QWEN, H100, each).estimate.parts for each in (usual, other))
     assert slow["small kernels"] == pytest.approx(48 * 2048 * 36 * 128 * 88 / 2850e9)
     scores = 3 * 48 * 2048 * 2 * 2 * 32 * 128 * 1024 / 778e12
     assert slow["attention"] - fast["attention"] == pytest.approx(scores * (1 / 0.31 - 1 / 0.531))
-    assert "layout: stepwise='dropout': choose from norms" in refused(OthersLayout, stepwise=("dropout",))
+    assert "layout: stepwise='dropout': choose from norms" in refused(
+        OthersLayout, stepwise=("dropout",)
+    )
 
 
 def test_norms_and_rotations_of_queries_and_keys_read_and_write_them() -> None:
     """Qwen3 norms and rotates 32 + 4 heads of 128; without norms half of that is left."""
     plain = job(QWEN3_30B | {"use_qk_norm": False})
-    normed, less = (predict(of, H100, OthersLayout(ep=8)).estimate.parts["attention"] for of in (QWEN, plain))
+    normed, less = (
+        predict(of, H100, OthersLayout(ep=8)).estimate.parts["attention"] for of in (QWEN, plain)
+    )
     moved = 3 * 48 * 2048 * 2 * (32 + 4) * 128 * 2
     assert normed - less == pytest.approx(moved / 2850e9)
 
@@ -313,7 +394,8 @@ def test_narrow_products_keep_two_copies_of_weights_and_less_of_what_they_read()
     layout = OthersLayout(ep=8, micro_batch=2, global_batch=320)
     b200 = read_cluster("dgx-b200", nodes=4)
     wide, fp8, mxfp8 = (
-        predict(QWEN, b200, replace(layout, precision=each)).memory for each in ("bf16", "fp8", "mxfp8")
+        predict(QWEN, b200, replace(layout, precision=each)).memory
+        for each in ("bf16", "fp8", "mxfp8")
     )
     shape = QWEN.model
     router = shape.num_layers * shape.dim * shape.moe.num_experts
@@ -330,33 +412,53 @@ def test_narrow_products_keep_two_copies_of_weights_and_less_of_what_they_read()
 def test_sums_of_sequence_parallelism_go_by_rings_whatever_the_switch_adds_up() -> None:
     rings = replace(H100, links=tuple(replace(link, adds=False) for link in H100.links))
     layout = OthersLayout(tp=8, ep=8, global_batch=128)
-    split, of_rings = (predict(QWEN, spec, layout).estimate.parts["attention"] for spec in (H100, rings))
+    split, of_rings = (
+        predict(QWEN, spec, layout).estimate.parts["attention"] for spec in (H100, rings)
+    )
     assert split == of_rings
     grid = Grid(world=32, tp=8, ep=8, ranks_per_node=8)
     ours, by_rings = (
-        StepCostModel(QWEN.step_model(spec, 4), grid, Simulator(spec)).forward.attention for spec in (H100, rings)
+        StepCostModel(QWEN.step_model(spec, 4), grid, Simulator(spec)).forward.attention
+        for spec in (H100, rings)
     )
     assert ours < by_rings
 
 
 def test_every_emitter_says_what_was_found() -> None:
     small = job(MIXTRAL | {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2048})
-    found = search(small, H100, Settings(pins=Pins(tp=2, ep=8, etp=1)), progress=lambda *_: None).best
-    megatron = " ".join(SYSTEMS["megatron"].flags("megatron", small, layout_of(small, found), found))
+    found = search(
+        small, H100, Settings(pins=Pins(tp=2, ep=8, etp=1)), progress=lambda *_: None
+    ).best
+    megatron = " ".join(
+        SYSTEMS["megatron"].flags("megatron", small, layout_of(small, found), found)
+    )
     read = from_flags(megatron)
-    assert (read.tp, read.ep, read.etp, read.pp, read.micro_batch, read.global_batch) == (2, 8, 1, 1, 2, 128)
+    assert (read.tp, read.ep, read.etp, read.pp, read.micro_batch, read.global_batch) == (
+        2,
+        8,
+        1,
+        1,
+        2,
+        128,
+    )
     assert "--num-experts 8 --moe-router-topk 2" in megatron
-    titan = " ".join(SYSTEMS["torchtitan"].flags("torchtitan", small, layout_of(small, found), found))
+    titan = " ".join(
+        SYSTEMS["torchtitan"].flags("torchtitan", small, layout_of(small, found), found)
+    )
     assert "tensor_parallel_degree 2" in titan
     assert "expert_parallel_degree 8" in titan
     assert "--mesh.tp 2 --mesh.ep 8 --mesh.etp 1" in " ".join(
         SYSTEMS["moesaic"].flags("moesaic", small, layout_of(small, found), found)
     )
-    limited = job(DEEPSEEK_V3 | {"num_hidden_layers": 4, "first_k_dense_replace": 1, "hidden_size": 512})
+    limited = job(
+        DEEPSEEK_V3 | {"num_hidden_layers": 4, "first_k_dense_replace": 1, "hidden_size": 512}
+    )
     assert "--moe-router-num-groups 8 --moe-router-group-topk 4" in SYSTEMS["megatron"].flags(
         "megatron", limited, layout_of(limited, found), found
     )
-    with pytest.raises(InputError, match=r"torchtitan 0\.3\.0 does not support etp=2: choose 1, or another system"):
+    with pytest.raises(
+        InputError, match=r"torchtitan 0\.3\.0 does not support etp=2: choose 1, or another system"
+    ):
         SYSTEMS["torchtitan"].flags("torchtitan", small, OthersLayout(ep=4, etp=2))
 
 
@@ -369,7 +471,9 @@ def test_a_stage_of_dense_blocks_alone_needs_less_than_one_with_experts(sharded:
 
 
 @pytest.mark.parametrize(("schedule", "runs"), [("zb-v", 1), ("1f1b", 4)])
-def test_parts_add_up_where_next_to_nothing_waits_and_stages_are_unlike(schedule: str, runs: int) -> None:
+def test_parts_add_up_where_next_to_nothing_waits_and_stages_are_unlike(
+    schedule: str, runs: int
+) -> None:
     """61 blocks on 16 stages: no rank has four blocks and a part of the output, which is what the parts begin with."""
     layout = OthersLayout(pp=16, ep=2, schedule=schedule, virtual_pp=runs, global_batch=8192)
     found = predict(job(DEEPSEEK_V3), H100, layout)
@@ -381,7 +485,9 @@ def test_parts_add_up_where_next_to_nothing_waits_and_stages_are_unlike(schedule
 def test_schedules_of_a_pipeline_wait_as_their_papers_say() -> None:
     """Backward passes in two halves wait less, and so do pairs; a V has embedding and output on one rank."""
     of = {
-        name: predict(QWEN, H100, OthersLayout(pp=4, ep=8, global_batch=128, overlapped=True, schedule=name))
+        name: predict(
+            QWEN, H100, OthersLayout(pp=4, ep=8, global_batch=128, overlapped=True, schedule=name)
+        )
         for name in ("1f1b", "zb-h1", "zb-v", "dualpipev")
     }
     waiting = {name: found.estimate.parts["pipeline"] for name, found in of.items()}
@@ -391,7 +497,9 @@ def test_schedules_of_a_pipeline_wait_as_their_papers_say() -> None:
     assert of["zb-v"].memory.weights == pytest.approx(whole + 2 * shape.vocab * shape.dim, rel=1e-6)
     # The last rank keeps as much as the first, and has the output besides.
     logits = 2048 * shape.vocab * 4
-    assert of["zb-h1"].memory == replace(of["1f1b"].memory, buffers=of["1f1b"].memory.buffers + logits)
+    assert of["zb-h1"].memory == replace(
+        of["1f1b"].memory, buffers=of["1f1b"].memory.buffers + logits
+    )
 
 
 def test_the_rank_that_needs_most_decides_memory() -> None:
@@ -415,17 +523,31 @@ def test_the_rank_that_needs_most_decides_memory() -> None:
         ("shared_experts", lambda shape: 3 * 2048 * (shape.num_layers - 3), DEEPSEEK_V3),
     ],
 )
-def test_what_is_computed_again_is_not_kept_and_takes_time(part: Any, values: Any, table: dict[str, Any]) -> None:
+def test_what_is_computed_again_is_not_kept_and_takes_time(
+    part: Any, values: Any, table: dict[str, Any]
+) -> None:
     """2,048 tokens of a rank, two bytes a value."""
     of = job(table)
-    plain, again = (predict(of, H100, OthersLayout(ep=8, recompute=parts)) for parts in ((), (part,)))
-    assert plain.memory.activations - again.memory.activations == pytest.approx(2048 * 2 * values(of.model))
-    assert plain.seconds < again.seconds < predict(of, H100, OthersLayout(ep=8, recompute=("block",))).seconds
+    plain, again = (
+        predict(of, H100, OthersLayout(ep=8, recompute=parts)) for parts in ((), (part,))
+    )
+    assert plain.memory.activations - again.memory.activations == pytest.approx(
+        2048 * 2 * values(of.model)
+    )
+    assert (
+        plain.seconds
+        < again.seconds
+        < predict(of, H100, OthersLayout(ep=8, recompute=("block",))).seconds
+    )
 
 
 def test_an_moe_layer_that_is_computed_again_keeps_its_input_and_sends_everything_twice() -> None:
-    plain, again = (predict(QWEN, H100, OthersLayout(ep=32, recompute=parts)) for parts in ((), ("moe",)))
-    assert again.estimate.parts["moe forward"] == pytest.approx(2 * plain.estimate.parts["moe forward"])
+    plain, again = (
+        predict(QWEN, H100, OthersLayout(ep=32, recompute=parts)) for parts in ((), ("moe",))
+    )
+    assert again.estimate.parts["moe forward"] == pytest.approx(
+        2 * plain.estimate.parts["moe forward"]
+    )
     assert again.estimate.parts["attention"] == plain.estimate.parts["attention"]
     assert again.memory.activations < 0.5 * plain.memory.activations
 
@@ -439,7 +561,9 @@ def test_low_rank_attention_keeps_what_its_tensors_add_up_to() -> None:
     plain = predict(job(DEEPSEEK_V3), H100, OthersLayout(ep=8)).memory.activations
     narrow = {**shape.attention, "attention_kept": shape.attention["attention_kept"] - 1000}
     less = replace(job(DEEPSEEK_V3), model=replace(job(DEEPSEEK_V3).model, attention=narrow))
-    assert plain - predict(less, H100, OthersLayout(ep=8)).memory.activations == pytest.approx(2048 * 2 * 1000 * 61)
+    assert plain - predict(less, H100, OthersLayout(ep=8)).memory.activations == pytest.approx(
+        2048 * 2 * 1000 * 61
+    )
 
 
 def test_copies_of_what_lies_in_parts_need_more_memory_and_reduce_once_more() -> None:
@@ -449,10 +573,14 @@ def test_copies_of_what_lies_in_parts_need_more_memory_and_reduce_once_more() ->
     for part in ("weights", "gradients", "optimizer"):
         assert getattr(four.memory, part) == pytest.approx(4 * getattr(one.memory, part))
     assert four.memory.activations == pytest.approx(one.memory.activations)
-    optimizers = [predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, replicas=each)) for each in (1, 4)]
+    optimizers = [
+        predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, replicas=each)) for each in (1, 4)
+    ]
     assert optimizers[1].memory.optimizer == pytest.approx(4 * optimizers[0].memory.optimizer)
     assert optimizers[1].memory.weights == optimizers[0].memory.weights
-    with pytest.raises(InputError, match="3 replicas of the shards do not divide 32 data-parallel groups"):
+    with pytest.raises(
+        InputError, match="3 replicas of the shards do not divide 32 data-parallel groups"
+    ):
         predict(QWEN, H100, replace(plain, replicas=3))
 
 
@@ -464,20 +592,31 @@ def test_copies_gather_over_fewer_ranks_and_add_up_over_the_others() -> None:
     assert inside < reduce_seconds(H100, grid, size, 1, 32)
     around = StepCostModel(replace(model, vocab=0, replicas=4), grid, Simulator(H100))
     dense, experts = (count * 4 for count in around.block_parameters)
-    copied = reduce_seconds(H100, grid, dense / 8, 8, 4) + reduce_seconds(H100, grid, experts / 8, 8, 4)
-    gathered = reduce_seconds(H100, grid, dense, 1, 8) / 2 + reduce_seconds(H100, grid, experts, 1, 8) / 2
-    moved = around.estimate(LayerPass(1.0, 0.0, {}), LayerPass(1.0, 0.0, {})).limits["gathering parameters"]
+    copied = reduce_seconds(H100, grid, dense / 8, 8, 4) + reduce_seconds(
+        H100, grid, experts / 8, 8, 4
+    )
+    gathered = (
+        reduce_seconds(H100, grid, dense, 1, 8) / 2 + reduce_seconds(H100, grid, experts, 1, 8) / 2
+    )
+    moved = around.estimate(LayerPass(1.0, 0.0, {}), LayerPass(1.0, 0.0, {})).limits[
+        "gathering parameters"
+    ]
     assert moved == pytest.approx(4 * 48 * (3 * gathered + copied))
 
 
 def test_narrow_products_are_faster_but_not_by_all_of_their_rate() -> None:
     """Only products with parameters are narrow, and their inputs are cast: scores, norms and messages take as long."""
     wide, narrow = (
-        predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, precision=each)) for each in ("bf16", "fp8")
+        predict(QWEN, H100, OthersLayout(ep=8, global_batch=320, precision=each))
+        for each in ("bf16", "fp8")
     )
     rates = H100.device.tflops
     assert wide.seconds / narrow.seconds < rates.fp8 / rates.bf16
-    sent = {name: seconds for name, seconds in wide.estimate.limits.items() if "inside" in name or "nvlink" in name}
+    sent = {
+        name: seconds
+        for name, seconds in wide.estimate.limits.items()
+        if "inside" in name or "nvlink" in name
+    }
     assert sent
     assert sent.items() <= narrow.estimate.limits.items()
     assert narrow.estimate.parts["attention"] < wide.estimate.parts["attention"]
@@ -489,7 +628,8 @@ def test_narrow_products_are_faster_but_not_by_all_of_their_rate() -> None:
 def test_no_step_is_shorter_than_its_bound_where_products_are_narrow(precision: Any) -> None:
     of, b200 = job(MIXTRAL), read_cluster("dgx-b200", nodes=2)
     wide, narrow = (
-        predict(of, b200, OthersLayout(ep=8, global_batch=512, precision=each)) for each in ("bf16", precision)
+        predict(of, b200, OthersLayout(ep=8, global_batch=512, precision=each))
+        for each in ("bf16", precision)
     )
     assert narrow.bound_seconds <= narrow.seconds
     assert narrow.bound_seconds < wide.bound_seconds
@@ -503,25 +643,34 @@ def test_what_nobody_measured_of_narrow_products_is_an_interval() -> None:
     assert longer_by_narrow_rate(QWEN, H100, replace(narrow, precision="bf16")) == (1.0, 1.0)
     known = replace(H100, device=replace(H100.device, narrow_between=()))
     assert longer_by_narrow_rate(QWEN, known, narrow) == (1.0, 1.0)
-    with pytest.raises(InputError, match=r"narrow_between=\[1\.0\]: give two numbers above 0, or none"):
+    with pytest.raises(
+        InputError, match=r"narrow_between=\[1\.0\]: give two numbers above 0, or none"
+    ):
         replace(H100.device, narrow_between=(1.0,))
     b200 = read_cluster("dgx-b200", nodes=4)
     # Casts of many small experts' rows cost more than narrow products save; those of few large ones do not.
     wide = OthersLayout(ep=8, global_batch=320)
     for of, gains in ((QWEN, False), (job(MIXTRAL), True)):
-        assert (predict(of, b200, replace(wide, precision="mxfp8")).seconds < predict(of, b200, wide).seconds) == gains
+        assert (
+            predict(of, b200, replace(wide, precision="mxfp8")).seconds
+            < predict(of, b200, wide).seconds
+        ) == gains
 
 
 LAYOUTS = [
     OthersLayout(ep=8, pp=4, virtual_pp=2, micro_batch=2, global_batch=512, float32_reduced=False),
     OthersLayout(ep=8, pp=4, cp=2, recompute=("core_attn", "moe_act", "layernorm")),
     OthersLayout(ep=8, etp=2, tp=4, replicas=2, precision="fp8", mtp=1, recompute=("block",)),
-    OthersLayout(ep=16, pp=2, virtual_pp=4, sharded="gradients", overlapped=True, all_to_all="deepep"),
+    OthersLayout(
+        ep=16, pp=2, virtual_pp=4, sharded="gradients", overlapped=True, all_to_all="deepep"
+    ),
     OthersLayout(ep=16, precision="mxfp8", pp=2, sharded="none"),
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.schedule}-{layout.precision}-{layout.sharded}")
+@pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda layout: f"{layout.schedule}-{layout.precision}-{layout.sharded}"
+)
 def test_megatron_says_a_layout_and_reads_it_back(layout: OthersLayout) -> None:
     assert from_flags(" ".join(SYSTEMS["megatron"].flags("megatron", QWEN, layout))) == layout
 
@@ -529,10 +678,32 @@ def test_megatron_says_a_layout_and_reads_it_back(layout: OthersLayout) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        OthersLayout(ep=8, sharded="parameters", local_batch=4, micro_batch=4, replicas=2, recompute=("block",)),
-        OthersLayout(ep=8, pp=2, schedule="zb-v", sharded="gradients", local_batch=8, micro_batch=1, tp=2, cp=2),
         OthersLayout(
-            ep=8, pp=2, schedule="dualpipev", sharded="gradients", local_batch=8, micro_batch=2, global_batch=64
+            ep=8,
+            sharded="parameters",
+            local_batch=4,
+            micro_batch=4,
+            replicas=2,
+            recompute=("block",),
+        ),
+        OthersLayout(
+            ep=8,
+            pp=2,
+            schedule="zb-v",
+            sharded="gradients",
+            local_batch=8,
+            micro_batch=1,
+            tp=2,
+            cp=2,
+        ),
+        OthersLayout(
+            ep=8,
+            pp=2,
+            schedule="dualpipev",
+            sharded="gradients",
+            local_batch=8,
+            micro_batch=2,
+            global_batch=64,
         ),
     ],
     ids=lambda layout: f"{layout.schedule}-{layout.sharded}",
@@ -560,7 +731,14 @@ def test_what_a_system_has_not_is_one_line(system: str, layout: OthersLayout, wo
 
 def test_automodel_is_told_what_its_recipes_have() -> None:
     layout = OthersLayout(
-        pp=4, virtual_pp=2, ep=8, cp=2, replicas=2, global_batch=512, recompute=("block",), all_to_all="multicast"
+        pp=4,
+        virtual_pp=2,
+        ep=8,
+        cp=2,
+        replicas=2,
+        global_batch=512,
+        recompute=("block",),
+        all_to_all="multicast",
     )
     assert " ".join(SYSTEMS["automodel"].flags("automodel", QWEN, layout)) == (
         "--distributed.strategy fsdp2 --distributed.tp_size 1 --distributed.cp_size 2 --distributed.pp_size 4 "
@@ -570,7 +748,8 @@ def test_automodel_is_told_what_its_recipes_have() -> None:
         "--distributed.pipeline.pp_microbatch_size 1"
     )
     with pytest.raises(
-        InputError, match="--emit automodel: NeMo Automodel does not support etp=2: choose 1, or another system"
+        InputError,
+        match="--emit automodel: NeMo Automodel does not support etp=2: choose 1, or another system",
     ):
         SYSTEMS["automodel"].flags("automodel", QWEN, OthersLayout(ep=4, etp=2))
 
@@ -578,11 +757,18 @@ def test_automodel_is_told_what_its_recipes_have() -> None:
 def test_the_worked_example_of_the_docs_is_what_the_code_gives() -> None:
     text = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
     example = OthersLayout(
-        pp=2, ep=4, recompute=("block",), global_batch=64, hides_parameters=False, hides_gradients=False
+        pp=2,
+        ep=4,
+        recompute=("block",),
+        global_batch=64,
+        hides_parameters=False,
+        hides_gradients=False,
     )
     cluster = read_cluster("dgx-h100", nodes=1)
     step = predict(read_job("qwen3-30b-a3b", seq_len=4096, world=8), cluster, example)
-    rows = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[-1] for line in text.splitlines()}
+    rows = {
+        line.split(" | ")[0].removeprefix("| "): line.split(" | ")[-1] for line in text.splitlines()
+    }
     names = {
         "attention": "attention", "output": "unembed", "launches": "launches", "MoE layers, forward": "moe forward",
         "MoE layers, backward": "moe backward", "pipeline": "pipeline", "parameters": "parameters", "optimizer": "optimizer",
@@ -592,7 +778,9 @@ def test_the_worked_example_of_the_docs_is_what_the_code_gives() -> None:
         assert rows[name] == f"{step.estimate.parts[part] * 1e3:,.1f} |", name
     assert rows["step"] == f"{step.seconds * 1e3:,.1f} |"
     of_layer, of_expert = LAUNCHES
-    assert step.estimate.parts["launches"] == pytest.approx(16 * 24 * (of_layer + 32 * of_expert) * 4 / 3)
+    assert step.estimate.parts["launches"] == pytest.approx(
+        16 * 24 * (of_layer + 32 * of_expert) * 4 / 3
+    )
 
 
 SMALL = replace(job(QWEN3_30B | {"num_hidden_layers": 8}), batch_size=8, accumulation=8)
@@ -608,11 +796,22 @@ def test_no_layout_of_a_search_is_slower_than_its_neighbours_and_all_is_offered(
     assert (layout.schedule, layout.virtual_pp) in offers.schedules
     assert layout.recompute in offers.recompute
     for ep, tp in ((1, 1), (4, 1), (8, 2), (8, 1)):
-        for more in ({}, {"overlapped": True}, {"all_to_all": "deepep"}, {"micro_batch": 2}, {"precision": "fp8"}):
+        for more in (
+            {},
+            {"overlapped": True},
+            {"all_to_all": "deepep"},
+            {"micro_batch": 2},
+            {"precision": "fp8"},
+        ):
             other = OthersLayout(ep=ep, tp=tp, global_batch=64, **more)  # type: ignore[arg-type]
             assert step.seconds <= predict(SMALL, NODE, other).seconds * (1 + 1e-9)
     plain = best_layout(SMALL, NODE, SYSTEMS["moesaic"].offers, stages=2)
-    assert (plain[0].pp, plain[0].schedule, plain[0].overlapped, plain[0].precision) == (2, "1f1b", False, "bf16")
+    assert (plain[0].pp, plain[0].schedule, plain[0].overlapped, plain[0].precision) == (
+        2,
+        "1f1b",
+        False,
+        "bf16",
+    )
     assert plain[0].all_to_all == "linear"
 
 
@@ -620,7 +819,9 @@ def test_blocks_are_recomputed_where_nothing_else_fits() -> None:
     offers = replace(SYSTEMS["moesaic"].offers, sharded="optimizer")
     sizes = {
         parts: min(
-            predict(SMALL, NODE, OthersLayout(pp=2, ep=ep, tp=tp, global_batch=64, recompute=parts)).memory.total
+            predict(
+                SMALL, NODE, OthersLayout(pp=2, ep=ep, tp=tp, global_batch=64, recompute=parts)
+            ).memory.total
             for ep in (1, 2, 4)
             for tp in (1, 2, 4)
         )

@@ -52,7 +52,9 @@ def test_only_a_few_steps_are_spent_on_slow_plans():
 def noisy(seed: int) -> Callable[[float], float]:
     """Return what turns a time into a measured one: 4 % of noise, and one step in twenty that takes twice as long."""
     draw = random.Random(seed)
-    return lambda seconds: seconds * draw.lognormvariate(0.0, 0.04) * (2.0 if draw.random() < 0.05 else 1.0)
+    return lambda seconds: (
+        seconds * draw.lognormvariate(0.0, 0.04) * (2.0 if draw.random() < 0.05 else 1.0)
+    )
 
 
 @pytest.mark.parametrize("changes", [False, True])
@@ -68,7 +70,11 @@ def end_under_noise(seed: int, changes: bool) -> float:
     before, after = ([draw.uniform(1.0, 1.6) for _ in PLANS] for _ in range(2))
     after = [2.0 * each for each in after] if changes else before
     noise = noisy(seed)
-    ran = drive(table(), lambda step, plan: noise((before if step < moment else after)[plan]), moment + LIMIT + 1)
+    ran = drive(
+        table(),
+        lambda step, plan: noise((before if step < moment else after)[plan]),
+        moment + LIMIT + 1,
+    )
     return after[ran[-1]] / min(after)
 
 

@@ -20,7 +20,12 @@ from planner.hub_configs import QWEN3_30B
 
 SHAPE = read_shape({**QWEN3_30B, "num_hidden_layers": 6}, "config.json", seq_len=8192)
 SPACE = replace(
-    LOSSLESS, all_to_alls=("linear",), chunks=(1,), orders=("fifo",), overlap_gather=(False,), gather_weights=(0,)
+    LOSSLESS,
+    all_to_alls=("linear",),
+    chunks=(1,),
+    orders=("fifo",),
+    overlap_gather=(False,),
+    gather_weights=(0,),
 )
 FEW = Settings(space=SPACE, pins=Pins(tp=1, etp=1), keep=1, refine=1, give_up=1.0)
 MEMORY = 12.0
@@ -28,7 +33,9 @@ MEMORY = 12.0
 
 
 def job(world: int) -> Job:
-    return Job(batch_size=world, accumulation=4, model=SHAPE, data=DataShape(vocab_size=SHAPE.vocab))
+    return Job(
+        batch_size=world, accumulation=4, model=SHAPE, data=DataShape(vocab_size=SHAPE.vocab)
+    )
 
 
 def on(memory_gib: float, nodes: int = 1) -> ClusterSpec:
@@ -60,9 +67,9 @@ def test_a_change_that_is_said_to_fit_does() -> None:
             search(half, on(MEMORY, world // 16), FEW)
     gib = next(each for name, each in by_name.items() if name.startswith("devices of "))
     enough = float(gib.what.split()[2])
-    assert search(replace(job(8), model=again.model), on(enough), FEW).best.memory.total <= usable_bytes(
-        on(enough), 1.0
-    )
+    assert search(
+        replace(job(8), model=again.model), on(enough), FEW
+    ).best.memory.total <= usable_bytes(on(enough), 1.0)
 
 
 def test_what_the_smallest_layout_needs_is_what_the_advice_says() -> None:
@@ -86,7 +93,10 @@ def test_what_the_smallest_layout_needs_is_what_the_advice_says() -> None:
         assert f" in reserve: {enough - memory_gib:.1f} more than" in said
         assert refusal.value.job == recomputed
         advice = in_words(remedies(refusal.value.job, on(memory_gib), FEW))
-        assert f"devices of {math.ceil(enough)} GiB, blocks recomputed ({needed / GIB:.1f} GiB)" in advice
+        assert (
+            f"devices of {math.ceil(enough)} GiB, blocks recomputed ({needed / GIB:.1f} GiB)"
+            in advice
+        )
     assert search(recomputed, on(enough + 0.01), FEW).best.memory.total == pytest.approx(needed)
 
 
@@ -102,4 +112,6 @@ def test_changes_are_told_with_what_a_rank_then_needs() -> None:
 def test_pins_that_are_in_the_way_are_named() -> None:
     assert any(each.what == "sizes of axes left free" for each in remedies(job(8), on(MEMORY), FEW))
     free = replace(FEW, pins=Pins())
-    assert not any(each.what == "sizes of axes left free" for each in remedies(job(8), on(MEMORY), free))
+    assert not any(
+        each.what == "sizes of axes left free" for each in remedies(job(8), on(MEMORY), free)
+    )

@@ -22,7 +22,13 @@ from moesaic.traces.trace import Trace
 TRACE = Path(__file__).resolve().parents[2] / "benchmarks" / "traces" / "gpt-tiny-unbalanced"
 JOB = Job(
     batch_size=16,
-    model=ModelShape(dim=1024, num_layers=12, num_heads=16, seq_len=1024, moe=MoEShape(num_experts=8, hidden=2816)),
+    model=ModelShape(
+        dim=1024,
+        num_layers=12,
+        num_heads=16,
+        seq_len=1024,
+        moe=MoEShape(num_experts=8, hidden=2816),
+    ),
 )
 PLANS = (Plan(), Plan(chunks=2), Plan(chunks=4), Plan(all_to_all="hier2d"), Plan(gather_weights=0))
 EVEN = 16 * 1024 * 2 / 8
@@ -47,7 +53,9 @@ def world() -> tuple[np.ndarray, np.ndarray, list[float]]:
     seconds = np.array([predictor(load) for load in levels])
     trace = Trace.open(TRACE)
     layer = JOB.step_model(cluster, 8).layer
-    loads = [float(fit_counts(trace.counts(1, step), 8, layer).sum(axis=0).max()) for step in trace.steps]
+    loads = [
+        float(fit_counts(trace.counts(1, step), 8, layer).sum(axis=0).max()) for step in trace.steps
+    ]
     return levels, seconds, loads
 
 
@@ -79,7 +87,9 @@ def test_recorded_loads_cost_next_to_nothing(world, bias: float) -> None:
 def test_one_hot_expert_has_the_load_and_the_others_share_the_rest() -> None:
     counts = hot_counts(150, 2, LAYER)
     assert counts.tolist() == [[75, 42, 42, 41]] * 2
-    assert hot_counts(1e9, 2, LAYER)[0].tolist() == [100, 34, 33, 33], "a token chooses an expert once"
+    assert hot_counts(1e9, 2, LAYER)[0].tolist() == [100, 34, 33, 33], (
+        "a token chooses an expert once"
+    )
     assert hot_counts(0, 2, LAYER)[0].tolist() == [50, 50, 50, 50]
     assert hot_counts(50, 2, replace(LAYER, num_experts=1, top_k=1)).tolist() == [[100], [100]]
 
@@ -113,5 +123,7 @@ def test_typical_counts_are_calls_at_quantiles_of_the_imbalance() -> None:
         float(trace.counts(layer, step).sum(0).max() / trace.counts(layer, step).sum(0).mean())
         for layer in range(2) for step in trace.steps
     )  # fmt: skip
-    assert skews == pytest.approx([everything[len(everything) * part // 8] for part in (1, 3, 5, 7)])
+    assert skews == pytest.approx(
+        [everything[len(everything) * part // 8] for part in (1, 3, 5, 7)]
+    )
     assert len(typical_counts(trace, 10_000)) == len(everything)

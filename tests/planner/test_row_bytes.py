@@ -22,10 +22,9 @@ DIMS = [0, 1, 3, 4, 5, 16, 127, 128, 129, 300]
 def test_messages_are_as_long_as_the_codec_says(codec: str, dtype: torch.dtype) -> None:
     for rows in ROWS:
         for dim in DIMS:
-            assert coded_bytes(codec, rows, dim, dtype.itemsize) == codec_named(codec).num_bytes(rows, dim, dtype), (
-                rows,
-                dim,
-            )
+            assert coded_bytes(codec, rows, dim, dtype.itemsize) == codec_named(codec).num_bytes(
+                rows, dim, dtype
+            ), (rows, dim)
 
 
 def test_no_codec_has_two_names() -> None:
@@ -33,12 +32,16 @@ def test_no_codec_has_two_names() -> None:
 
 
 def test_an_unknown_codec_has_no_size() -> None:
-    assert "codec 'int3' is unknown: write one of none, bf16, fp16" in refused(coded_bytes, "int3", 3, 5, 2)
+    assert "codec 'int3' is unknown: write one of none, bf16, fp16" in refused(
+        coded_bytes, "int3", 3, 5, 2
+    )
 
 
 def test_a_codec_refuses_elements_of_unknown_size() -> None:
     assert coded_bytes("none", 3, 5, 3) == 45
-    assert "codec int8 does not support elements of 3 bytes: use codec none" in refused(coded_bytes, "int8", 3, 5, 3)
+    assert "codec int8 does not support elements of 3 bytes: use codec none" in refused(
+        coded_bytes, "int8", 3, 5, 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,7 +56,9 @@ def test_a_codec_refuses_elements_of_unknown_size() -> None:
         ("none", 2, 7.3 * 300 * 2),
     ],
 )
-def test_an_expected_number_of_rows_has_expected_bytes(codec: str, element_bytes: int, expected: float) -> None:
+def test_an_expected_number_of_rows_has_expected_bytes(
+    codec: str, element_bytes: int, expected: float
+) -> None:
     assert coded_bytes(codec, 7.3, 300, element_bytes) == expected
 
 

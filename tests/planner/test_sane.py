@@ -43,7 +43,10 @@ def better(cluster: ClusterSpec) -> dict[str, ClusterSpec]:
     found = {
         "inside": cluster.with_links("inside", 2.0),
         "memory": replace(
-            cluster, device=replace(device, memory_gigabytes_per_second=2 * device.memory_gigabytes_per_second)
+            cluster,
+            device=replace(
+                device, memory_gigabytes_per_second=2 * device.memory_gigabytes_per_second
+            ),
         ),
         "products": replace(cluster, device=device.with_products(2.0)),
     }
@@ -55,7 +58,9 @@ def asked(model: str, name: str, nodes: int) -> tuple[Job, ClusterSpec]:
     return read_job(model, world=cluster.world), cluster
 
 
-@pytest.mark.parametrize(("name", "model", "split", "nodes"), pairwise(MACHINES, MODELS, LAYOUTS, (1, 2, 4)))
+@pytest.mark.parametrize(
+    ("name", "model", "split", "nodes"), pairwise(MACHINES, MODELS, LAYOUTS, (1, 2, 4))
+)
 def test_predictions_agree_with_themselves(name: str, model: str, split: str, nodes: int) -> None:
     job, cluster = asked(model, name, nodes)
     layout = LAYOUTS[split](cluster.world)
@@ -67,7 +72,9 @@ def test_predictions_agree_with_themselves(name: str, model: str, split: str, no
         return
     sequences = layout.sequences(cluster.world)
     speed = speed_of(job, found, cluster, devices=cluster.world, sequences=sequences)
-    assert speed.tokens_per_second * cluster.world * found.seconds == pytest.approx(sequences * job.model.seq_len)
+    assert speed.tokens_per_second * cluster.world * found.seconds == pytest.approx(
+        sequences * job.model.seq_len
+    )
     assert speed.interval[0] <= speed.tokens_per_second <= speed.interval[1]
     assert 0 < speed.utilization < 1
     for busy in found.estimate.limits.values():
@@ -75,22 +82,33 @@ def test_predictions_agree_with_themselves(name: str, model: str, split: str, no
     assert sum(found.estimate.parts.values()) == pytest.approx(found.seconds, rel=1e-6)
     assert min(vars(found.memory).values()) >= 0
     for what, cluster_then in better(cluster).items():
-        assert predict(job, cluster_then, layout).seconds <= found.seconds * (1 + 1e-6), f"{what} twice as good"
+        assert predict(job, cluster_then, layout).seconds <= found.seconds * (1 + 1e-6), (
+            f"{what} twice as good"
+        )
 
 
 def best_on(model: str, name: str, nodes: int) -> tuple[Job, ClusterSpec, PlannedStep]:
     job, cluster = asked(model, name, nodes)
     assert isinstance(job.model, HubShape)
-    few = replace(LOSSLESS, all_to_alls=("linear", "multicast"), chunks=(1, 2), orders=("fifo",), fuse=(False,))
+    few = replace(
+        LOSSLESS,
+        all_to_alls=("linear", "multicast"),
+        chunks=(1, 2),
+        orders=("fifo",),
+        fuse=(False,),
+    )
     job = replace(job, model=replace(job.model, checkpoint_activations=True))
     settings = Settings(space=few, pins=Pins(etp=1), keep=3, refine=1, give_up=1.1)
     return job, cluster, search(job, cluster, settings).best
 
 
 @pytest.mark.parametrize(
-    ("model", "name", "nodes"), pairwise(("olmoe-1b-7b", "qwen3-30b-a3b"), ("dgx-h100", "dgx-b200", "tutel"), (1, 2))
+    ("model", "name", "nodes"),
+    pairwise(("olmoe-1b-7b", "qwen3-30b-a3b"), ("dgx-h100", "dgx-b200", "tutel"), (1, 2)),
 )
-def test_what_is_found_fits_and_is_said_alike_in_every_system(model: str, name: str, nodes: int) -> None:
+def test_what_is_found_fits_and_is_said_alike_in_every_system(
+    model: str, name: str, nodes: int
+) -> None:
     try:
         job, cluster, best = best_on(model, name, nodes)
     except InputError as error:
@@ -113,7 +131,13 @@ def test_what_is_found_fits_and_is_said_alike_in_every_system(model: str, name: 
         assert cluster.world % (read.tp * read.pp * read.cp) == 0
         assert cluster.world // read.pp % (read.ep * read.etp) == 0
     flags = dict(
-        line.split() for line in SYSTEMS["moesaic"].flags("moesaic", job, layout, best) if len(line.split()) == 2
+        line.split()
+        for line in SYSTEMS["moesaic"].flags("moesaic", job, layout, best)
+        if len(line.split()) == 2
     )
-    assert [int(flags[f"--mesh.{axis}"]) for axis in ("tp", "ep", "etp")] == [grid.tp, grid.ep, grid.etp]
+    assert [int(flags[f"--mesh.{axis}"]) for axis in ("tp", "ep", "etp")] == [
+        grid.tp,
+        grid.ep,
+        grid.etp,
+    ]
     assert int(flags["--batch-size"]) * int(flags["--accumulation"]) == layout.global_batch

@@ -13,7 +13,15 @@ from moesaic.planner.candidates import Pins, SearchSpace, layouts
 from moesaic.planner.loads import memory_under_skew
 from moesaic.planner.memory import GIB, Memory
 from moesaic.planner.model import DataShape, Job
-from moesaic.planner.search import LOSSLESS, LOSSY, Result, Settings, TooLargeError, neighbours, search
+from moesaic.planner.search import (
+    LOSSLESS,
+    LOSSY,
+    Result,
+    Settings,
+    TooLargeError,
+    neighbours,
+    search,
+)
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.step import StepCostModel
 from moesaic.planner.step_memory import step_memory
@@ -74,24 +82,35 @@ def test_an_empty_space_of_layouts_is_one_line(pins: Pins, words: str) -> None:
     with pytest.raises(InputError, match=words):
         layouts(JOB, CLUSTER, pins)
     with pytest.raises(
-        InputError, match=r"the data-parallel groups, 2 does not divide batch_size=3|8 does not divide batch"
+        InputError,
+        match=r"the data-parallel groups, 2 does not divide batch_size=3|8 does not divide batch",
     ):
         layouts(replace(JOB, batch_size=3), CLUSTER, Pins(tp=4))
 
 
-@pytest.mark.parametrize("cluster", [CLUSTER, tree(4, 2), tree(2, 4, leaf=False)], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "cluster", [CLUSTER, tree(4, 2), tree(2, 4, leaf=False)], ids=lambda spec: spec.name
+)
 def test_no_plan_goes_below_the_floor_of_its_layout(cluster) -> None:
     simulator = Simulator(cluster)
     tried = 0
     for grid in layouts(JOB, cluster):
         around = StepCostModel(JOB.step_model(cluster, grid.dp), grid, simulator)
-        for plan in (Plan(), Plan(schedule="s2"), Plan(chunks=2), Plan(gather_weights=0), Plan(all_to_all="multicast")):
+        for plan in (
+            Plan(),
+            Plan(schedule="s2"),
+            Plan(chunks=2),
+            Plan(gather_weights=0),
+            Plan(all_to_all="multicast"),
+        ):
             try:
                 compiled = compile_plan(plan, grid)
             except InputError:
                 continue
             programs = (compiled.forward, compiled.backward)
-            there, back = (simulator.run(each, around.model.layer, compiled.grid) for each in programs)
+            there, back = (
+                simulator.run(each, around.model.layer, compiled.grid) for each in programs
+            )
             estimate = around.estimate(there, back)
             assert estimate.seconds >= around.floor() * (1 - 1e-9), (grid, plan)
             assert estimate.seconds >= around.compute_bound * (1 - 1e-9), (grid, plan)
@@ -104,9 +123,14 @@ def test_no_plan_goes_below_the_floor_of_its_layout(cluster) -> None:
 def test_the_best_is_near_the_best_of_all_combinations() -> None:
     pins = Pins(innermost="etp", tp=2, etp=2)
     for cluster in (CLUSTER, tree(2, 4, leaf=False)):
-        quick, full = found(cluster=cluster, pins=pins), found(cluster=cluster, pins=pins, exhaustive=True, refine=1000)
+        quick, full = (
+            found(cluster=cluster, pins=pins),
+            found(cluster=cluster, pins=pins, exhaustive=True, refine=1000),
+        )
         assert quick.best.seconds <= 1.01 * full.best.seconds
-        assert full.best.seconds <= 1.001 * quick.best.seconds  # it tries one order of plans without chunks
+        assert (
+            full.best.seconds <= 1.001 * quick.best.seconds
+        )  # it tries one order of plans without chunks
         assert quick.num_simulated < full.num_simulated
 
 
@@ -116,7 +140,9 @@ def test_choices_that_go_only_together_are_found(ep: int, etp: int, top_k: int) 
     moe = MoEShape(num_experts=8, hidden=1024, top_k=top_k)
     job = replace(JOB, model=replace(JOB.model, moe_every=1, moe=moe))
     cluster = flat(2, 4, intra=1000, inter=200, intra_us=2, inter_us=5, device=DEVICE)
-    space = replace(SMALL, schedules=("s1", "s2", "s3"), chunks=(1, 4), all_to_alls=("linear", "multicast"))
+    space = replace(
+        SMALL, schedules=("s1", "s2", "s3"), chunks=(1, 4), all_to_alls=("linear", "multicast")
+    )
     how = {"space": space, "cluster": cluster, "pins": Pins(tp=1, ep=ep, etp=etp, innermost="etp")}
     quick, full = found(job, **how), found(job, exhaustive=True, **how)
     assert quick.best.plan.schedule == "s3"
@@ -171,7 +197,11 @@ def test_whole_experts_win_where_links_are_slow_and_tokens_many() -> None:
     result = found(many, slow)
     assert result.best.grid.ep == 1
     assert result.by_ep[1].best == result.best
-    large = replace(JOB, model=replace(JOB.model, ffn="moe", moe=MoEShape(num_experts=8, hidden=4096)), batch_size=8)
+    large = replace(
+        JOB,
+        model=replace(JOB.model, ffn="moe", moe=MoEShape(num_experts=8, hidden=4096)),
+        batch_size=8,
+    )
     result = found(large, slow)
     assert result.best.grid.ep > 1
     one = result.by_ep[1].best
@@ -181,10 +211,14 @@ def test_whole_experts_win_where_links_are_slow_and_tokens_many() -> None:
 
 def test_lossy_codecs_are_found_only_where_they_are_listed() -> None:
     pins, slow = Pins(tp=1, ep=8), flat(2, 4, inter=1, device=DEVICE)
-    lossless = found(space=replace(LOSSLESS, chunks=(1, 2), orders=("fifo",)), cluster=slow, pins=pins)
+    lossless = found(
+        space=replace(LOSSLESS, chunks=(1, 2), orders=("fifo",)), cluster=slow, pins=pins
+    )
     assert all(each.plan.is_lossless for each in lossless.ranking)
     lossy = found(
-        space=replace(SMALL, all_to_alls=("linear",), codecs=LOSSY, backward_codecs=LOSSY), cluster=slow, pins=pins
+        space=replace(SMALL, all_to_alls=("linear",), codecs=LOSSY, backward_codecs=LOSSY),
+        cluster=slow,
+        pins=pins,
     )
     assert "none" not in (lossy.best.plan.codec, lossy.best.plan.backward_codec)
     assert lossy.best.seconds < 0.95 * lossless.best.seconds
@@ -192,7 +226,9 @@ def test_lossy_codecs_are_found_only_where_they_are_listed() -> None:
 
 def test_a_space_that_fits_no_layout_is_one_line() -> None:
     space = replace(SMALL, schedules=("ted",))
-    with pytest.raises(InputError, match=r"no plan of the search space fits any layout; the last one: .*ted"):
+    with pytest.raises(
+        InputError, match=r"no plan of the search space fits any layout; the last one: .*ted"
+    ):
         found(space=space, pins=Pins(tp=2, ep=8, etp=1))
 
 
@@ -226,15 +262,21 @@ def test_memory_grows_with_skew_from_that_of_even_counts(ep: int) -> None:
     cost_model, even = of_even_rank(grid)
     layer, compiled = cost_model.model.layer, compile_plan(Plan(), grid)
     found = [
-        memory_under_skew(partial(step_memory, cost_model), cost_model.simulator, compiled, layer, max_vio)
+        memory_under_skew(
+            partial(step_memory, cost_model), cost_model.simulator, compiled, layer, max_vio
+        )
         for max_vio in (0.0, 0.25, 0.5, 1.0, 3.0)
     ]
     assert found[0] == even
     totals = [each.total for each in found]
     assert totals == sorted(totals)
-    assert found[3].activations == even.activations + 2 * 1024 * KEPT, "two layers, twice the mean of 1,024 rows"
+    assert found[3].activations == even.activations + 2 * 1024 * KEPT, (
+        "two layers, twice the mean of 1,024 rows"
+    )
     assert found[3].buffers == even.buffers + 1024 * USED
-    assert found[4].total == found[3].total if ep == 2 else found[4].total > found[3].total, "2 ranks allow at most 1"
+    assert found[4].total == found[3].total if ep == 2 else found[4].total > found[3].total, (
+        "2 ranks allow at most 1"
+    )
 
 
 def of_calls_by_hand() -> list[np.ndarray]:
@@ -246,32 +288,47 @@ def of_calls_by_hand() -> list[np.ndarray]:
 
 def test_the_memory_under_a_trace_is_that_of_its_busiest_ranks_by_hand() -> None:
     _, even = of_even_rank(Grid(world=8, ep=8, ranks_per_node=4))
-    one = Settings(space=SearchSpace(chunks=(1,), all_to_alls=("linear",)), keep=1, refine=1, pins=EP_8)
+    one = Settings(
+        space=SearchSpace(chunks=(1,), all_to_alls=("linear",)), keep=1, refine=1, pins=EP_8
+    )
     planned = search(JOB, CLUSTER, one, counts=of_calls_by_hand()).best
-    assert planned.memory.activations == even.activations + 2 * ((3712 + 1472) / 2 - 1024) * KEPT, "a mean over layers"
+    assert planned.memory.activations == even.activations + 2 * ((3712 + 1472) / 2 - 1024) * KEPT, (
+        "a mean over layers"
+    )
     assert planned.memory.buffers == even.buffers + (3712 - 1024) * USED, "one layer at a time"
     assert (planned.memory.weights, planned.memory.optimizer) == (even.weights, even.optimizer)
 
 
 def test_plans_that_fit_only_even_loads_are_not_offered() -> None:
     how = Settings(space=SMALL, keep=1, refine=1, pins=EP_8)
-    even, loaded = search(JOB, CLUSTER, how).best, search(JOB, CLUSTER, how, counts=of_calls_by_hand()).best
+    even, loaded = (
+        search(JOB, CLUSTER, how).best,
+        search(JOB, CLUSTER, how, counts=of_calls_by_hand()).best,
+    )
     assert loaded.memory.total > 1.05 * even.memory.total
     tight = with_memory(1 + 1.05 * 1.01 * even.memory.total / GIB)
     assert search(JOB, tight, how).best.memory.total <= 1.01 * even.memory.total
     for more in ({"counts": of_calls_by_hand()}, {"settings": replace(how, max_vio=1.0)}):
         with pytest.raises(
-            TooLargeError, match="fits no layout of 8 ranks under the given loads: the smallest, tp 1, ep 8"
+            TooLargeError,
+            match="fits no layout of 8 ranks under the given loads: the smallest, tp 1, ep 8",
         ):
             search(JOB, tight, **{"settings": how, **more})  # type: ignore[arg-type]
     enough = with_memory(1 + 1.05 * 1.01 * loaded.memory.total / GIB)
-    assert search(JOB, enough, how, counts=of_calls_by_hand()).best.memory.total <= 1.01 * loaded.memory.total
+    assert (
+        search(JOB, enough, how, counts=of_calls_by_hand()).best.memory.total
+        <= 1.01 * loaded.memory.total
+    )
 
 
 def test_what_does_not_fit_and_what_was_not_searched_are_told_apart() -> None:
     assert 1 not in found(pins=EP_8).by_ep
     whole = found(pins=Pins(tp=1, etp=1))
-    sizes = {ep: results.best.memory.total for ep, results in whole.by_ep.items() if results.best is not None}
+    sizes = {
+        ep: results.best.memory.total
+        for ep, results in whole.by_ep.items()
+        if results.best is not None
+    }
     assert not any(results.is_too_large for results in whole.by_ep.values())
     small, large = min(sizes, key=lambda ep: sizes[ep]), max(sizes, key=lambda ep: sizes[ep])
     least = min(each.memory.total for each in whole.ranking if each.grid.ep == large)
@@ -304,5 +361,8 @@ def test_sizes_of_ep_that_are_searched_to_the_end_agree_with_ep_pinned() -> None
     assert result.best.grid.ep in done
     assert len(done) == min(3, len(result.by_ep))
     for ep in done:
-        found, pinned = result.by_ep[ep].best, search(JOB, CLUSTER, replace(settings, pins=Pins(tp=1, ep=ep))).best
+        found, pinned = (
+            result.by_ep[ep].best,
+            search(JOB, CLUSTER, replace(settings, pins=Pins(tp=1, ep=ep))).best,
+        )
         assert found.seconds == pytest.approx(pinned.seconds, rel=0.02)

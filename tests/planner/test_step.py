@@ -43,7 +43,8 @@ def runs(**plan: object) -> tuple[Simulated, Simulated]:
     compiled = compile_plan(Plan(**plan), GRID)  # type: ignore[arg-type]
     simulator = Simulator(SPEC)
     forward, backward = (
-        simulator.run(program, LAYER, compiled.grid) for program in (compiled.forward, compiled.backward)
+        simulator.run(program, LAYER, compiled.grid)
+        for program in (compiled.forward, compiled.backward)
     )
     return forward, backward
 
@@ -73,8 +74,12 @@ def test_a_pass_takes_one_part_forward_two_backward_and_one_more_where_it_is_rec
     assert again.around["unembed"] == plain.around["unembed"]
 
 
-@pytest.mark.parametrize(("layers", "every", "sparse"), [(4, 2, 2), (5, 2, 3), (4, 3, 2), (1, 1, 1)])
-def test_moe_layers_are_counted_from_the_last_block_as_the_model_has_them(layers: int, every: int, sparse: int) -> None:
+@pytest.mark.parametrize(
+    ("layers", "every", "sparse"), [(4, 2, 2), (5, 2, 3), (4, 3, 2), (1, 1, 1)]
+)
+def test_moe_layers_are_counted_from_the_last_block_as_the_model_has_them(
+    layers: int, every: int, sparse: int
+) -> None:
     shape = ModelShape(num_layers=layers, moe_every=every)
     assert sum(map(shape.is_sparse, range(layers))) == sparse
     assert Job(model=shape).step_model(SPEC, 1).moe_layers == sparse
@@ -83,7 +88,11 @@ def test_moe_layers_are_counted_from_the_last_block_as_the_model_has_them(layers
 def test_gathering_parameters_hides_behind_computing_unless_one_thread_does_both() -> None:
     on_gpu = step().parts["parameters"]
     one_thread = around(spec=replace(SPEC, host=Host(runs_compute=True))).estimate(*runs())
-    assert on_gpu < one_thread.parts["parameters"] == pytest.approx(one_thread.limits["gathering parameters"])
+    assert (
+        on_gpu
+        < one_thread.parts["parameters"]
+        == pytest.approx(one_thread.limits["gathering parameters"])
+    )
 
 
 def test_dense_parameters_are_gathered_over_dp_and_experts_over_their_copies() -> None:
@@ -92,23 +101,30 @@ def test_dense_parameters_are_gathered_over_dp_and_experts_over_their_copies() -
     dense = reduce_seconds(SPEC, GRID, per_block * 4, 1, 8)
     experts = reduce_seconds(SPEC, GRID, 8 / 4 * 3 * 256 * 512 * 4, 4, 2)
     ends = reduce_seconds(SPEC, GRID, 2 * 1000 * 256 * 4, 1, 8)
-    assert step().limits["gathering parameters"] == pytest.approx(3 / 2 * (4 * dense + 2 * experts + ends))
+    assert step().limits["gathering parameters"] == pytest.approx(
+        3 / 2 * (4 * dense + 2 * experts + ends)
+    )
 
 
 def test_gradients_are_scattered_in_the_dtype_of_the_system() -> None:
     """Gathered twice at two bytes; scattered once at four or two."""
     wide, narrow = (
-        step(replace(MODEL, gathered_bytes=2, gradient_bytes=size)).limits["gathering parameters"] for size in (4, 2)
+        step(replace(MODEL, gathered_bytes=2, gradient_bytes=size)).limits["gathering parameters"]
+        for size in (4, 2)
     )
     assert narrow / wide == pytest.approx(3 / 4, rel=0.02)
 
 
 def test_gathers_hide_behind_the_other_blocks_of_a_pass() -> None:
     """Dense blocks have time left behind which the experts of the others are gathered."""
-    slow = replace(SPEC, links=tuple(replace(link, gbps=(0.3 * link.gbps[0],)) for link in SPEC.links))
+    slow = replace(
+        SPEC, links=tuple(replace(link, gbps=(0.3 * link.gbps[0],)) for link in SPEC.links)
+    )
     bare = replace(MODEL, vocab=0)
     few, many = (
-        around(replace(bare, num_layers=layers), slow).estimate(*runs()).parts.get("parameters", 0.0)
+        around(replace(bare, num_layers=layers), slow)
+        .estimate(*runs())
+        .parts.get("parameters", 0.0)
         for layers in (4, 5)
     )
     assert few == pytest.approx(around(bare, slow).estimate(*runs()).parts.get("parameters", 0.0))
@@ -120,9 +136,9 @@ def test_every_layer_costs_launches_that_grow_with_the_experts_of_a_rank() -> No
     of_layer, of_expert = LAUNCHES
     assert around().launches == of_layer + 2 * of_expert
     assert step().parts["launches"] == pytest.approx(2 * (of_layer + 2 * of_expert))
-    assert around(replace(MODEL, micro_batches=3)).estimate(*runs()).parts["launches"] == pytest.approx(
-        3 * step().parts["launches"]
-    )
+    assert around(replace(MODEL, micro_batches=3)).estimate(*runs()).parts[
+        "launches"
+    ] == pytest.approx(3 * step().parts["launches"])
     narrow = replace(MODEL, layer=replace(LAYER, products="bf16", dtype="fp32"))
     assert around(narrow).launches == pytest.approx(of_layer + 2 * NARROW_LAUNCHES * of_expert)
     assert around(spec=replace(SPEC, host=Host(runs_compute=True))).launches == 0
@@ -133,7 +149,8 @@ def test_overlapped_all_to_alls_take_the_longer_and_a_share_of_the_shorter() -> 
     spec = replace(SPEC, device=replace(SPEC.device, contention=0.4))
     forward, backward = LayerPass(0.1, 0.3, {}), LayerPass(0.2, 0.4, {})
     plain, overlapped = (
-        around(replace(model, overlapped=each), spec).estimate(forward, backward).parts for each in (False, True)
+        around(replace(model, overlapped=each), spec).estimate(forward, backward).parts
+        for each in (False, True)
     )
     computing = 3 * around(model, spec).forward.attention + 0.1 + 0.2
     both = 0.7 + 0.4 * computing
@@ -144,7 +161,13 @@ def test_overlapped_all_to_alls_take_the_longer_and_a_share_of_the_shorter() -> 
 
 @pytest.mark.parametrize(
     ("schedule", "runs_per_rank", "waits"),
-    [("1f1b", 1, 3 * 6.0), ("1f1b", 2, 3 * 3.0), ("zb-h1", 1, 3 * 2.0), ("zb-v", 2, 0.0), ("dualpipev", 2, 3 * 2.5)],
+    [
+        ("1f1b", 1, 3 * 6.0),
+        ("1f1b", 2, 3 * 3.0),
+        ("zb-h1", 1, 3 * 2.0),
+        ("zb-v", 2, 0.0),
+        ("dualpipev", 2, 3 * 2.5),
+    ],
 )
 def test_pipelines_wait_as_their_papers_say(schedule, runs_per_rank: int, waits: float) -> None:
     """Four stages; a micro-batch takes 1 forward, 3 backward for inputs and 2 for weights."""
@@ -165,7 +188,9 @@ def test_a_pipeline_fills_and_drains_in_the_mean_time_of_its_ranks() -> None:
     model = replace(MODEL, vocab=0, stages=4, micro_batches=10)
     forward, backward = LayerPass(0.1, 0.0, {}), LayerPass(0.2, 0.0, {})
     busy = around(model).busy_seconds(forward, backward)
-    alike, slower = (around(model).estimate(forward, backward, mean_busy=each).parts for each in (None, 2 * busy))
+    alike, slower = (
+        around(model).estimate(forward, backward, mean_busy=each).parts for each in (None, 2 * busy)
+    )
     hops = alike["pipeline"] - 3 * busy
     assert 0 < hops < 1e-3
     assert slower["pipeline"] == pytest.approx(2 * 3 * busy + hops)
@@ -183,7 +208,11 @@ def test_a_layer_of_another_system_by_hand() -> None:
     assert forward.compute_seconds == pytest.approx(products + traffic + copies)
     assert backward.compute_seconds == pytest.approx(2 * (products + traffic) + copies)
     sent = 3 / 4 * 2048 * 256 * 2
-    assert forward.communication_seconds == backward.communication_seconds == pytest.approx(2 * sent / 50e9, rel=1e-3)
+    assert (
+        forward.communication_seconds
+        == backward.communication_seconds
+        == pytest.approx(2 * sent / 50e9, rel=1e-3)
+    )
     once, _ = layer_passes(spec, GRID, LAYER, deepep=True)
     assert once.communication_seconds < forward.communication_seconds
     assert once.compute_seconds == pytest.approx(products + traffic + copies / 2)
@@ -210,9 +239,13 @@ def test_reductions_take_what_a_hierarchical_ring_takes() -> None:
     nodes."""
     size = 1e8
     inside, between = 2 * 3 / 4 * size / 50e9, 2 * 1 / 2 * size / 4 / 5e9
-    assert reduce_seconds(SPEC, GRID, size, 1, 8) == pytest.approx(max(inside, between) + 5e-6, rel=1e-3)
+    assert reduce_seconds(SPEC, GRID, size, 1, 8) == pytest.approx(
+        max(inside, between) + 5e-6, rel=1e-3
+    )
     assert reduce_seconds(SPEC, GRID, size, 1, 4) == pytest.approx(inside + 2e-6, rel=1e-3)
-    assert reduce_seconds(SPEC, GRID, size, 4, 2) == pytest.approx(2 * 1 / 2 * size / 5e9 + 5e-6, rel=1e-3)
+    assert reduce_seconds(SPEC, GRID, size, 4, 2) == pytest.approx(
+        2 * 1 / 2 * size / 5e9 + 5e-6, rel=1e-3
+    )
     assert reduce_seconds(SPEC, GRID, size, 1, 1) == 0.0
 
 
@@ -220,9 +253,13 @@ def test_a_switch_that_adds_up_sends_every_value_once_and_every_sum_once() -> No
     """Four ranks of a node at 50 GB/s take 1.25 of the bytes and two latencies rather than a ring's 1.5. A pair saves
     nothing, and groups that leave the node have no switch in common."""
     size, adding = 1e8, replace(SPEC, links=tuple(replace(link, adds=True) for link in SPEC.links))
-    assert all_reduce_seconds(adding, GRID, size, 4) == pytest.approx(1.25 * size / 50e9 + 2 * 2e-6, rel=1e-6)
+    assert all_reduce_seconds(adding, GRID, size, 4) == pytest.approx(
+        1.25 * size / 50e9 + 2 * 2e-6, rel=1e-6
+    )
     for ranks in (1, 2, 8):
-        assert all_reduce_seconds(adding, GRID, size, ranks) == reduce_seconds(SPEC, GRID, size, 1, ranks)
+        assert all_reduce_seconds(adding, GRID, size, ranks) == reduce_seconds(
+            SPEC, GRID, size, 1, ranks
+        )
     assert all_reduce_seconds(adding, GRID, 8.0, 4) == reduce_seconds(SPEC, GRID, 8.0, 1, 4)
     assert all_reduce_seconds(SPEC, GRID, size, 4) == reduce_seconds(SPEC, GRID, size, 1, 4)
 

@@ -31,12 +31,15 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        read = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}.values()
+        read = {
+            id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+        }.values()
         written = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
         storages = {each.untyped_storage().data_ptr() for each in read}
         name = func.__name__
         if name.startswith("empty") or (
-            "_unsafe" not in name and any(each.untyped_storage().data_ptr() in storages for each in written)
+            "_unsafe" not in name
+            and any(each.untyped_storage().data_ptr() in storages for each in written)
         ):
             return result
         for each in (*read, *written):
@@ -122,7 +125,9 @@ backward."""
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_those_that_the_operations_read_and_write(name: str) -> None:
     function, values, *fused = CASES[name]
-    bytes_per_value = [total / (ROWS * WIDTH) - less for total, less in zip(counted(function, *values), fused)]
+    bytes_per_value = [
+        total / (ROWS * WIDTH) - less for total, less in zip(counted(function, *values), fused)
+    ]
     # Sums over rows, and factors of a row, are not counted.
     assert list(STEPWISE[name]) == pytest.approx(bytes_per_value, rel=0.03, abs=0.5)
 
@@ -140,7 +145,9 @@ MODEL = StepModel(
 
 def small(*names: str, **fields: Any) -> float:
     """Return the seconds of small kernels in a micro-batch of three layers."""
-    cost_model = StepCostModel(replace(MODEL, stepwise=names, **fields), Grid(world=4, ep=4), Simulator(SPEC))
+    cost_model = StepCostModel(
+        replace(MODEL, stepwise=names, **fields), Grid(world=4, ep=4), Simulator(SPEC)
+    )
     return cost_model.around["small kernels"]
 
 
@@ -179,7 +186,10 @@ def test_scores_are_slower_for_narrow_heads_and_older_kernels() -> None:
     [
         ({"heads": (128, 64), "best": (1, 1)}, "give widths above 0 in ascending order"),
         ({"heads": ()}, "give widths above 0 in ascending order"),
-        ({"best": (0.5, 0.6)}, "scores.best=[0.5, 0.6]: give a share above 0 for each of heads=[128.0]"),
+        (
+            {"best": (0.5, 0.6)},
+            "scores.best=[0.5, 0.6]: give a share above 0 for each of heads=[128.0]",
+        ),
         ({"flex": (0.0,)}, "scores.flex=[0.0]: give a share above 0"),
         ({"best": ()}, "scores.best=[]: give a share above 0"),
     ],
@@ -189,4 +199,6 @@ def test_invalid_shares_are_refused_in_one_line(fields: dict[str, Any], words: s
 
 
 def test_an_unknown_step_is_refused_in_one_line() -> None:
-    assert "model.stepwise='dropout': choose of norms, rotation" in refused(replace, MODEL, stepwise=("dropout",))
+    assert "model.stepwise='dropout': choose of norms, rotation" in refused(
+        replace, MODEL, stepwise=("dropout",)
+    )

@@ -17,7 +17,9 @@ PLANS = (Plan(), Plan(schedule="s2"), Plan(chunks=2), Plan(codec="int8"))
 SETTINGS = TableSettings(rows_per_bucket=100, hysteresis=0.05)
 
 
-def table(predicted: Sequence[float], settings: TableSettings = SETTINGS, **options: object) -> PlanTable:
+def table(
+    predicted: Sequence[float], settings: TableSettings = SETTINGS, **options: object
+) -> PlanTable:
     return PlanTable(PLANS[: len(predicted)], lambda _: predicted, settings, load=50.0, **options)  # type: ignore[arg-type]
 
 
@@ -38,7 +40,9 @@ def by_load(load: float) -> tuple[float, float]:
 def test_it_starts_with_the_plan_that_is_predicted_best_and_times_those_that_are_near() -> None:
     made = table([3.0, 2.0, 2.5])
     ran = drive(made, [3.0, 2.0, 2.5], 60)
-    assert ran[:6] == [1, 1, 1, 2, 2, 2], "a warm-up step and two timed ones each, the best prediction first"
+    assert ran[:6] == [1, 1, 1, 2, 2, 2], (
+        "a warm-up step and two timed ones each, the best prediction first"
+    )
     assert 0 not in ran, "it would be slower even if it were a quarter faster than predicted"
     assert set(ran[20:]) == {1}
 
@@ -52,7 +56,9 @@ def test_a_wrong_prediction_is_found_out_and_corrected() -> None:
 
 
 def test_what_a_plan_was_seen_to_take_counts_at_other_loads() -> None:
-    made = PlanTable(PLANS[:2], lambda load: (1.0 + load / 1000, 1.1 + load / 1000), SETTINGS, load=50.0)
+    made = PlanTable(
+        PLANS[:2], lambda load: (1.0 + load / 1000, 1.1 + load / 1000), SETTINGS, load=50.0
+    )
     assert set(drive(made, [1.0, 0.5], 50)) == {0, 1}
     before = made.explored
     assert drive(made, [1.0, 0.5], 5, load=850.0) == [1] * 5, "no trial at a load that is new"
@@ -85,7 +91,9 @@ def test_after_a_change_plans_race_that_were_predicted_to_be_slow() -> None:
 
 def test_hysteresis_keeps_a_plan_that_is_nearly_as_good() -> None:
     for other, expected in ((1.97, 0), (1.85, 1)):
-        made = PlanTable(PLANS[:2], lambda load: (1.0, 1.2) if load < 100 else (2.0, other), SETTINGS, load=50.0)  # noqa: B023
+        made = PlanTable(
+            PLANS[:2], lambda load: (1.0, 1.2) if load < 100 else (2.0, other), SETTINGS, load=50.0
+        )  # noqa: B023
         assert set(drive(made, [1.0, 1.2], 30)[20:]) == {0}
         assert drive(made, [2.0, other], 6, load=350.0)[-1] == expected, other
 
@@ -108,7 +116,9 @@ def test_a_step_counts_at_the_load_that_it_had() -> None:
 def test_loads_that_may_be_either_are_planned_for_together() -> None:
     """Loads of 200 and of 800 take turns; the plan is the one that is good over both, not the best at one of them."""
     found = {250: (3.0, 1.0), 850: (3.0, 3.6)}
-    made = PlanTable(PLANS[:2], lambda load: found[250 if load < 500 else 850], SETTINGS, load=250.0)
+    made = PlanTable(
+        PLANS[:2], lambda load: found[250 if load < 500 else 850], SETTINGS, load=250.0
+    )
     ran = []
     for step in range(120):
         ran.append(made.choose())
@@ -164,7 +174,9 @@ def test_a_lossy_plan_is_never_run_untested() -> None:
     made = table(predicted, TableSettings(rows_per_bucket=100, optimism=0.9))
     assert 3 not in drive(made, seconds, 500)
     tested = table(predicted, SETTINGS, tested={("int8", "none")})
-    assert set(drive(tested, seconds, 50)) == {3}, "the others would be slower even if a quarter faster"
+    assert set(drive(tested, seconds, 50)) == {3}, (
+        "the others would be slower even if a quarter faster"
+    )
     other = table(predicted, SETTINGS, tested={("int8", "int8")})
     assert 3 not in drive(other, seconds, 100)
     with pytest.raises(InputError, match="no plan that may be run: name a lossless one"):
@@ -190,12 +202,19 @@ def test_it_goes_on_where_it_was_saved() -> None:
     again = table([1.0, 1.1, 0.9])
     again.restore(json.loads(json.dumps(made.state())))
     assert again.entries == made.entries
-    assert (again.steps, again.explored, again.switches, again.races) == (200, made.explored, made.switches, 1)
+    assert (again.steps, again.explored, again.switches, again.races) == (
+        200,
+        made.explored,
+        made.switches,
+        1,
+    )
     assert again.estimates() == made.estimates()
     assert again.choose() == made.running
 
 
-@pytest.mark.parametrize("change", [{"version": 9}, {"rows_per_bucket": 1}, {"plans": "s1"}, {"plans": None}])
+@pytest.mark.parametrize(
+    "change", [{"version": 9}, {"rows_per_bucket": 1}, {"plans": "s1"}, {"plans": None}]
+)
 def test_a_table_of_another_kind_is_refused(change: dict) -> None:
     made = table([1.0])
     assert "start anew" in refused(lambda: made.restore({**made.state(), **change}))

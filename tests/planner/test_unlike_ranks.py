@@ -59,7 +59,10 @@ def test_speeds_are_read_checked_and_cut_with_the_cluster(tmp_path) -> None:
     per_node = replace(spec, speeds=(1.0, 1.0, 1.0, 0.8))
     assert per_node.of_devices(8).speeds == per_node.speeds
     for wrong, words in (
-        ({"speeds": (1.0, 2.0)}, "cluster.speeds has 2 values: give one for each of a node's 4 devices, or of all 8"),
+        (
+            {"speeds": (1.0, 2.0)},
+            "cluster.speeds has 2 values: give one for each of a node's 4 devices, or of all 8",
+        ),
         ({"speeds": (1.0, 1.0, 1.0, 0.0)}, "cluster.speeds=0.0: must be a finite number above 0"),
     ):
         with pytest.raises(InputError, match=words):

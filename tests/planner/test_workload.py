@@ -57,7 +57,9 @@ def test_skew_is_as_asked() -> None:
     assert imbalance(uniform_counts(2, big)) == pytest.approx(1.0)
     assert imbalance(zipf_counts(2, big, exponent=0.0, seed=3)) == pytest.approx(1.0)
     harmonic = sum(1 / i for i in range(1, 17))
-    assert imbalance(zipf_counts(2, big, exponent=1.0, seed=3)) == pytest.approx(16 / harmonic, rel=1e-3)
+    assert imbalance(zipf_counts(2, big, exponent=1.0, seed=3)) == pytest.approx(
+        16 / harmonic, rel=1e-3
+    )
     samples = dirichlet_counts(4000, big, concentration=0.3, seed=0)
     assert imbalance(samples) < 1.15, "all together even"
     assert imbalance(samples[:1]) > 3, "each one skewed"

@@ -39,17 +39,26 @@ def even_sizes(
     """
     tp_rank = np.array([grid.coordinate(rank, "tp") for rank in range(grid.world)])
     if redundant:
-        copies_per_expert, own_tokens = np.full(grid.world, tokens * top_k // num_experts), np.full(grid.world, tokens)
+        copies_per_expert, own_tokens = (
+            np.full(grid.world, tokens * top_k // num_experts),
+            np.full(grid.world, tokens),
+        )
     else:
         copies_of_group = tokens * top_k // num_experts
-        copies_per_expert = copies_of_group * (tp_rank + 1) // grid.tp - copies_of_group * tp_rank // grid.tp
+        copies_per_expert = (
+            copies_of_group * (tp_rank + 1) // grid.tp - copies_of_group * tp_rank // grid.tp
+        )
         own_tokens = tokens * (tp_rank + 1) // grid.tp - tokens * tp_rank // grid.tp
     copies = np.repeat(copies_per_expert[:, None], num_experts, axis=1)
     shapes = LayoutIndex(grid, num_experts, num_chunks, replicates=replicates)
-    return CallSizes(grid, copies, own_tokens, num_chunks, node_tokens=node_tokens, units=units, shapes=shapes)
+    return CallSizes(
+        grid, copies, own_tokens, num_chunks, node_tokens=node_tokens, units=units, shapes=shapes
+    )
 
 
-def even_node_tokens(grid: Grid, *, tokens: int, num_experts: int, top_k: int, num_chunks: int = 1) -> np.ndarray:
+def even_node_tokens(
+    grid: Grid, *, tokens: int, num_experts: int, top_k: int, num_chunks: int = 1
+) -> np.ndarray:
     """Return the expected node_tokens and rank_tokens under uniform routing, int64, as `CallSizes` takes them.
 
     A token with k of E experts has one among E / n of them with probability 1 - C(E - E / n, k) / C(E, k). Two of its
@@ -69,7 +78,13 @@ def even_node_tokens(grid: Grid, *, tokens: int, num_experts: int, top_k: int, n
     for places in grid.cast_levels:
         elsewhere = num_experts - num_experts // places
         share = 1 - math.comb(elsewhere, top_k) / math.comb(num_experts, top_k)
-        pairs = math.comb(num_experts // places, 2) / math.comb(num_experts, 2) if top_k == 2 else 0.0
-        all_chunks = min(tokens * (share + pairs * apart), tokens * share * num_chunks, tokens * top_k / places)
-        parts.append(np.full((grid.world, places, num_chunks), round(all_chunks / num_chunks / grid.tp)))
+        pairs = (
+            math.comb(num_experts // places, 2) / math.comb(num_experts, 2) if top_k == 2 else 0.0
+        )
+        all_chunks = min(
+            tokens * (share + pairs * apart), tokens * share * num_chunks, tokens * top_k / places
+        )
+        parts.append(
+            np.full((grid.world, places, num_chunks), round(all_chunks / num_chunks / grid.tp))
+        )
     return np.concatenate(parts, axis=1)

@@ -57,8 +57,12 @@ def best_of_all_merges(seconds: dict[str, float], num_chunks: int) -> float:
                         word = PASSES[progress[chunk]]
                         lane = int(word in MOVED)
                         times = list(state)
-                        times[lane] = times[2 + chunk] = max(state[lane], state[2 + chunk]) + seconds[f"{word}.{chunk}"]
-                        after = tuple(steps + (number == chunk) for number, steps in enumerate(progress))
+                        times[lane] = times[2 + chunk] = (
+                            max(state[lane], state[2 + chunk]) + seconds[f"{word}.{chunk}"]
+                        )
+                        after = tuple(
+                            steps + (number == chunk) for number, steps in enumerate(progress)
+                        )
                         reached.setdefault(after, set()).add(tuple(times))
         layers = {progress: _pareto(states) for progress, states in reached.items()}
     (states,) = layers.values()
@@ -84,5 +88,13 @@ def random_program(rng: random.Random, num_tasks: int, lanes: tuple[Lane, ...]) 
         group = ("ep",) if op is Op.MOVE else ()
         name = f"t{number}"
         slots.append(Slot(name=name, kind=Kind.ROWS, layout=Layout(chunk=rng.randrange(2))))
-        tasks.append(Task(name=name, op=op, reads=reads, writes=(name,), stage=stage, lane=lane, group=group))
-    return Program(name="random", slots=tuple(slots), tasks=tuple(tasks), inputs=("x",), outputs=(tasks[-1].name,))
+        tasks.append(
+            Task(name=name, op=op, reads=reads, writes=(name,), stage=stage, lane=lane, group=group)
+        )
+    return Program(
+        name="random",
+        slots=tuple(slots),
+        tasks=tuple(tasks),
+        inputs=("x",),
+        outputs=(tasks[-1].name,),
+    )

@@ -18,7 +18,15 @@ from moesaic.planner.hops import check_regular
 from moesaic.planner.symmetry import UnlikeError
 from moesaic.program.all_to_all import ALL_TO_ALLS
 from moesaic.program.all_to_all.algorithms import Hier2D, Linear
-from moesaic.program.all_to_all.all_to_all import PACKED, AbstractAllToAll, Hop, Leg, NodeMap, check_link, check_paths
+from moesaic.program.all_to_all.all_to_all import (
+    PACKED,
+    AbstractAllToAll,
+    Hop,
+    Leg,
+    NodeMap,
+    check_link,
+    check_paths,
+)
 from moesaic.program.grid import Axis, Grid
 from moesaic.program.task import Lane
 
@@ -74,14 +82,26 @@ INTER, INTRA = Hop(Lane.INTER), Hop(Lane.INTRA)
             lambda a, b: [(3, a, b)],
             "the leg 0 to 1 in hop 3 needs a hop after -1, of hops 0 to 0: change its hop",
         ),
-        ((INTER,), lambda a, b: [(0, a, b + 100)], "the leg 0 to 101 in hop 0 does not start at 0, or not end at"),
-        ((INTER,), lambda a, b: [(0, a, 0)], "the path from rank 0 to 1 ends at rank 0: add the legs"),
+        (
+            (INTER,),
+            lambda a, b: [(0, a, b + 100)],
+            "the leg 0 to 101 in hop 0 does not start at 0, or not end at",
+        ),
+        (
+            (INTER,),
+            lambda a, b: [(0, a, 0)],
+            "the path from rank 0 to 1 ends at rank 0: add the legs",
+        ),
         (
             (INTER, INTER),
             lambda a, b: [(0, a, 0), (1, 0, b)],
             "passes on a packet of hop 0: add 0 to the reads of hop 1",
         ),
-        ((INTRA,), lambda a, b: [(0, a, b)], r"from rank 0 to 2: .* leaves a node: put the hop on Lane\.INTER"),
+        (
+            (INTRA,),
+            lambda a, b: [(0, a, b)],
+            r"from rank 0 to 2: .* leaves a node: put the hop on Lane\.INTER",
+        ),
     ],
 )
 def test_what_is_wrong_with_hops_or_paths_is_one_line(hops: Any, path: Any, words: str) -> None:
@@ -109,7 +129,9 @@ def legs(name: str, places: NodeMap) -> Iterator[tuple[int, int, tuple[Leg, ...]
 
 def messages(name: str, places: NodeMap) -> Counter[tuple[int, int, int]]:
     """Return the packets in each message, by (hop, sender, receiver)."""
-    return Counter((leg.hop, leg.source, leg.target) for _, _, path in legs(name, places) for leg in path)
+    return Counter(
+        (leg.hop, leg.source, leg.target) for _, _, path in legs(name, places) for leg in path
+    )
 
 
 def per_rank(name: str, places: NodeMap, hop: int) -> list[int]:
@@ -142,7 +164,9 @@ def test_what_is_found_regular_does_the_same_for_all_nodes(name: str, nodes: int
             return permuted[hop] if link.hops_by_node and hop < nodes else hop
 
         for source, target, path in legs(name, places):
-            expected = tuple(Leg(numbered(leg.hop), moved(leg.source), moved(leg.target)) for leg in path)
+            expected = tuple(
+                Leg(numbered(leg.hop), moved(leg.source), moved(leg.target)) for leg in path
+            )
             assert link.path(places, moved(source), moved(target)) == expected
     assert grid.world == nodes * g
 
@@ -150,7 +174,12 @@ def test_what_is_found_regular_does_the_same_for_all_nodes(name: str, nodes: int
 def swaps(count: int, run: int, times: int) -> Iterator[list[int]]:
     """Return permutations that swap the first two of `count` runs of nodes, and that shift all of them, in `times` copies."""
     for order in ([1, 0, *range(2, count)] if count > 1 else [0], [*range(1, count), 0]):
-        yield [(copy * count + index) * run + place for copy in range(times) for index in order for place in range(run)]
+        yield [
+            (copy * count + index) * run + place
+            for copy in range(times)
+            for index in order
+            for place in range(run)
+        ]
 
 
 @pytest.mark.parametrize(("nodes", "g"), EVEN)
@@ -170,15 +199,21 @@ def test_the_lane_between_nodes_carries_what_crosses(name: str, nodes: int, g: i
 
 @pytest.mark.parametrize(("nodes", "g"), EVEN)
 @pytest.mark.parametrize("name", ALL_TO_ALLS)
-def test_every_packet_goes_step_by_step_from_its_source_to_its_target(name: str, nodes: int, g: int) -> None:
+def test_every_packet_goes_step_by_step_from_its_source_to_its_target(
+    name: str, nodes: int, g: int
+) -> None:
     check_paths(ALL_TO_ALLS[name], flat(nodes, g)[1], name)
 
 
 @pytest.mark.parametrize("path", [None, ((0, 0, 1),), [Leg(0, 0, 1)]])
-def test_a_path_that_is_no_tuple_of_legs_is_refused(path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_is_no_tuple_of_legs_is_refused(
+    path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = Linear()
     monkeypatch.setattr(link, "path", lambda node_map, source, target: path)
-    with pytest.raises(InputError, match=r"from rank 0 to 1 is .*: return a tuple of Leg\(hop, source, target\)"):
+    with pytest.raises(
+        InputError, match=r"from rank 0 to 1 is .*: return a tuple of Leg\(hop, source, target\)"
+    ):
         check_paths(link, flat(2, 2)[1], "")
 
 
@@ -197,7 +232,9 @@ def test_packets_stay_in_their_group(name: str, grid: Grid, axes: tuple[Axis, ..
 
 @pytest.mark.parametrize(("grid", "axes"), UNEVEN, ids=str)
 @pytest.mark.parametrize("name", ANY_NODES)
-def test_those_that_need_no_even_nodes_run_on_uneven_ones(name: str, grid: Grid, axes: tuple[Axis, ...]) -> None:
+def test_those_that_need_no_even_nodes_run_on_uneven_ones(
+    name: str, grid: Grid, axes: tuple[Axis, ...]
+) -> None:
     check_link(ALL_TO_ALLS[name], name, grid, axes)
     for places in all_groups(grid, axes):
         check_paths(ALL_TO_ALLS[name], places, name)
@@ -206,7 +243,9 @@ def test_those_that_need_no_even_nodes_run_on_uneven_ones(name: str, grid: Grid,
 @pytest.mark.parametrize(("grid", "axes"), UNEVEN, ids=str)
 @pytest.mark.parametrize("name", [name for name in ALL_TO_ALLS if name not in ANY_NODES])
 def test_the_others_refuse_uneven_nodes(name: str, grid: Grid, axes: tuple[Axis, ...]) -> None:
-    with pytest.raises(InputError, match=f"plan.all_to_all={name} needs equally many ranks of every group"):
+    with pytest.raises(
+        InputError, match=f"plan.all_to_all={name} needs equally many ranks of every group"
+    ):
         check_link(ALL_TO_ALLS[name], name, grid, axes)
 
 
@@ -224,8 +263,13 @@ def test_pipelined_sends_the_same_messages_on_two_lanes(nodes: int, g: int) -> N
         hop.lane: per_rank("pipelined", places, number)
         for number, hop in enumerate(ALL_TO_ALLS["pipelined"].hops(places))
     }
-    assert by_lane == {Lane.INTRA: [g - 1] * (nodes * g), Lane.INTER: [(nodes - 1) * g] * (nodes * g)}
-    assert all(hop.reads == (PACKED,) for hop in ALL_TO_ALLS["pipelined"].hops(places)), "neither waits for the other"
+    assert by_lane == {
+        Lane.INTRA: [g - 1] * (nodes * g),
+        Lane.INTER: [(nodes - 1) * g] * (nodes * g),
+    }
+    assert all(hop.reads == (PACKED,) for hop in ALL_TO_ALLS["pipelined"].hops(places)), (
+        "neither waits for the other"
+    )
 
 
 @pytest.mark.parametrize(("nodes", "g"), EVEN)
@@ -235,8 +279,12 @@ def test_2dh_sends_g_times_fewer_and_larger_messages_between_nodes(nodes: int, g
     assert per_rank("hier2d", places, 0) == [g - 1] * (nodes * g)
     assert per_rank("hier2d", places, 1) == [nodes - 1] * (nodes * g)
     sizes = messages("hier2d", places)
-    assert {count for (hop, *_), count in sizes.items() if hop == 0} == ({nodes} if g > 1 else set())
-    assert {count for (hop, *_), count in sizes.items() if hop == 1} == ({g} if nodes > 1 else set())
+    assert {count for (hop, *_), count in sizes.items() if hop == 0} == (
+        {nodes} if g > 1 else set()
+    )
+    assert {count for (hop, *_), count in sizes.items() if hop == 1} == (
+        {g} if nodes > 1 else set()
+    )
     for hop, source, target in sizes:
         if hop == 1:
             assert places.local(source) == places.local(target)
@@ -250,7 +298,9 @@ def test_naive_aggregation_sends_a_message_inside_the_node_per_node(nodes: int, 
     assert per_rank("naive", places, nodes) == [nodes - 1] * (nodes * g)
     sizes = messages("naive", places)
     assert {count for (hop, *_), count in sizes.items() if hop < nodes} == ({1} if g > 1 else set())
-    assert {count for (hop, *_), count in sizes.items() if hop == nodes} == ({g} if nodes > 1 else set())
+    assert {count for (hop, *_), count in sizes.items() if hop == nodes} == (
+        {g} if nodes > 1 else set()
+    )
 
 
 @pytest.mark.parametrize(("nodes", "g"), [(nodes, g) for nodes, g in EVEN if nodes > 1])
@@ -261,7 +311,9 @@ def test_1dh_crosses_nodes_through_one_rank_each(nodes: int, g: int) -> None:
     crossing = {key: count for key, count in messages("hier1d", places).items() if key[0] == 1}
     assert len(crossing) == nodes * (nodes - 1)
     assert set(crossing.values()) == {g * g}
-    assert {rank for _, source, target in crossing for rank in (source, target)} == {node[0] for node in places.nodes}
+    assert {rank for _, source, target in crossing for rank in (source, target)} == {
+        node[0] for node in places.nodes
+    }
     for node in places.nodes:
         for member in node[1:]:
             assert (
@@ -271,7 +323,9 @@ def test_1dh_crosses_nodes_through_one_rank_each(nodes: int, g: int) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "g"), EVEN)
-def test_3dh_goes_inside_nodes_then_inside_groups_of_nodes_then_between_them(nodes: int, g: int) -> None:
+def test_3dh_goes_inside_nodes_then_inside_groups_of_nodes_then_between_them(
+    nodes: int, g: int
+) -> None:
     _, places = flat(nodes, g)
     size = nodes_per_group(nodes)
     assert [per_rank("hier3d", places, hop) for hop in range(3)] == [
@@ -280,11 +334,14 @@ def test_3dh_goes_inside_nodes_then_inside_groups_of_nodes_then_between_them(nod
         [nodes // size - 1] * (nodes * g),
     ]
     between = {count for (hop, *_), count in messages("hier3d", places).items() if hop == 2}
-    assert between == ({g * size} if nodes > size else set()), "the largest messages go between groups"
+    assert between == ({g * size} if nodes > size else set()), (
+        "the largest messages go between groups"
+    )
 
 
 @pytest.mark.parametrize(
-    ("nodes", "expected"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 2), (8, 2), (9, 3), (12, 3), (16, 4)]
+    ("nodes", "expected"),
+    [(1, 1), (2, 1), (3, 1), (4, 2), (6, 2), (8, 2), (9, 3), (12, 3), (16, 4)],
 )
 def test_groups_of_nodes_are_near_the_square_root(nodes: int, expected: int) -> None:
     assert nodes_per_group(nodes) == expected
@@ -295,7 +352,12 @@ def test_places_are_counted_within_the_group() -> None:
     places = NodeMap(grid, grid.group(1, ("ep",)))
     assert places.ranks == (1, 3, 5, 7)
     assert places.nodes == [[1, 3], [5, 7]]
-    assert [(places.node(rank), places.local(rank)) for rank in places.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(places.node(rank), places.local(rank)) for rank in places.ranks] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
     assert places.rank(1, 0) == 5
 
 
@@ -308,7 +370,9 @@ def test_places_are_counted_within_the_group() -> None:
     ],
     ids=str,
 )
-def test_all_paths_of_2dh_at_once_are_those_of_each_packet(grid: Grid, group: tuple[Axis, ...]) -> None:
+def test_all_paths_of_2dh_at_once_are_those_of_each_packet(
+    grid: Grid, group: tuple[Axis, ...]
+) -> None:
     for ranks in grid.kinds_of_groups(group):
         places = NodeMap(grid, ranks)
         at_once, each = Hier2D().paths(places), AbstractAllToAll.paths(Hier2D(), places)

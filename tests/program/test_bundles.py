@@ -24,11 +24,17 @@ def compiled() -> list[Compiled]:
     programs = []
     choices = itertools.product(
         tuple(SCHEDULES),
-        (("linear", 1, "none", "fifo"), ("hier2d", 2, "bf16", "optsche"), ("multicast", 2, "none", "optsche")),
+        (
+            ("linear", 1, "none", "fifo"),
+            ("hier2d", 2, "bf16", "optsche"),
+            ("multicast", 2, "none", "optsche"),
+        ),
     )
     for (schedule, (all_to_all, chunks, codec, order)), grid in itertools.product(choices, GRIDS):
         try:
-            plan = Plan(schedule=schedule, all_to_all=all_to_all, chunks=chunks, codec=codec, order=order)
+            plan = Plan(
+                schedule=schedule, all_to_all=all_to_all, chunks=chunks, codec=codec, order=order
+            )
             programs.append(compile_plan(plan, grid))
         except InputError:
             continue
@@ -73,9 +79,13 @@ def test_only_weights_and_indices_change_their_place() -> None:
         loose = replace(program, tasks=early)
         tight = side_by_side(loose)
         small = {
-            task.name for task in early if task.op is Op.MOVE and kind_of(program, task) in (Kind.LANE, Kind.INDEX)
+            task.name
+            for task in early
+            if task.op is Op.MOVE and kind_of(program, task) in (Kind.LANE, Kind.INDEX)
         }
-        assert [task for task in tight.tasks if task.name not in small] == [t for t in early if t.name not in small]
+        assert [task for task in tight.tasks if task.name not in small] == [
+            t for t in early if t.name not in small
+        ]
         assert sorted(task.name for task in tight.tasks) == sorted(task.name for task in early)
         validate(tight)
         changed += tight.tasks != early
@@ -104,4 +114,6 @@ def test_routing_weights_leave_with_their_rows(all_to_all, forward, backward):
     work = compile_plan(Plan(all_to_all=all_to_all), GRIDS[0])  # type: ignore[arg-type]
     for program, expected in ((work.forward, forward), (work.backward, backward)):
         joint = [bundle for bundle in bundles(program) if len(bundle) > 1]
-        assert [[program.tasks[place].writes[0] for place in bundle] for bundle in joint] == expected
+        assert [
+            [program.tasks[place].writes[0] for place in bundle] for bundle in joint
+        ] == expected

@@ -44,7 +44,12 @@ def draw_grid(rng: random.Random) -> Grid:
     ep, etp = rng.choice([(p, s) for p in sizes for s in sizes if world % (p * s) == 0])
     node = rng.choice([None, *sizes])
     return Grid(
-        world=world, tp=rng.choice(sizes), ep=ep, etp=etp, innermost=rng.choice(["etp", "ep"]), ranks_per_node=node
+        world=world,
+        tp=rng.choice(sizes),
+        ep=ep,
+        etp=etp,
+        innermost=rng.choice(["etp", "ep"]),
+        ranks_per_node=node,
     )
 
 
@@ -75,6 +80,8 @@ def test_any_legal_mix_validates_prints_and_parses_back(batch: int) -> None:
 
 def test_a_state_that_no_collective_reaches_is_refused() -> None:
     program = SCHEDULES["s2"]()
-    slots = tuple(replace(s, state=(("etp", State.PARTIAL),)) if s.name == "h" else s for s in program.slots)
+    slots = tuple(
+        replace(s, state=(("etp", State.PARTIAL),)) if s.name == "h" else s for s in program.slots
+    )
     with pytest.raises(ProgramError, match="task h: no collective takes etp from S to P"):
         validate(replace(program, slots=slots))

@@ -57,7 +57,9 @@ def test_what_moves_is_the_same_but_for_codecs() -> None:
         plain, pieces = run(program, 100).link_seconds, run(in_pieces(program), 100).link_seconds
         assert pieces == pytest.approx(plain)
     forward = multicast()[0]
-    plain, coded = (run(in_pieces(forward, codec), 100).link_seconds["port out 0"] for codec in ("", "fp8"))
+    plain, coded = (
+        run(in_pieces(forward, codec), 100).link_seconds["port out 0"] for codec in ("", "fp8")
+    )
     # Dispatched rows in a byte and a scale's share for two, sums in two.
     assert 0.74 < coded / plain < 0.78
 

@@ -31,7 +31,9 @@ def places(grid: Grid) -> list[dict[Axis, int]]:
     outer: tuple[Axis, ...] = ("ep", "etp") if grid.innermost == "etp" else ("etp", "ep")
     split = [("etp_outer", "etp_inner") if axis == "etp" else (axis,) for axis in outer]
     for view in (DENSE, ("edp", *outer), ("edp", *(axis for axes in split for axis in axes))):
-        for rank, values in enumerate(itertools.product(*(range(grid.size(axis)) for axis in view))):
+        for rank, values in enumerate(
+            itertools.product(*(range(grid.size(axis)) for axis in view))
+        ):
             table[rank] |= dict(zip(view, values))
     replica = grid.ep * grid.etp
     for start in range(0, grid.world, replica):
@@ -43,11 +45,17 @@ def places(grid: Grid) -> list[dict[Axis, int]]:
     return table
 
 
-def by_definition(table: list[dict[Axis, int]], rank: int, axes: tuple[Axis, ...]) -> tuple[int, ...]:
+def by_definition(
+    table: list[dict[Axis, int]], rank: int, axes: tuple[Axis, ...]
+) -> tuple[int, ...]:
     """Return groups by comparing every rank with every other."""
     view = next(each for each in VIEWS if set(axes) <= set(each))
     others = [axis for axis in view if axis not in axes]
-    return tuple(each for each, place in enumerate(table) if all(place[axis] == table[rank][axis] for axis in others))
+    return tuple(
+        each
+        for each, place in enumerate(table)
+        if all(place[axis] == table[rank][axis] for axis in others)
+    )
 
 
 WANTED: list[tuple[Axis, ...]] = [
@@ -81,11 +89,17 @@ def test_what_groups_have_in_common_is_told_without_looking_at_all(grid: Grid) -
         for axes in (("tp",), ("etp",), ("ep",), ("ep", "etp"))
     }
     assert grid.shares_tp_and_etp == (of["tp",] == of["etp",])
-    assert grid.has_shards_inside_nodes == all(len({*map(grid.node_of, group)}) == 1 for group in of["etp",])
+    assert grid.has_shards_inside_nodes == all(
+        len({*map(grid.node_of, group)}) == 1 for group in of["etp",]
+    )
     for axes, groups in of.items():
         kinds = grid.kinds_of_groups(axes)
         assert kinds == list(dict.fromkeys(kinds))
-        moved = {tuple(rank + step for rank in group) for group in kinds for step in range(0, grid.world, grid.period)}
+        moved = {
+            tuple(rank + step for rank in group)
+            for group in kinds
+            for step in range(0, grid.world, grid.period)
+        }
         assert moved == set(groups), "the others are these, whole periods on"
     for parts in (n for n in range(1, grid.ep + 1) if grid.ep % n == 0):
         part = [place["ep"] // (grid.ep // parts) for place in table]
@@ -101,10 +115,14 @@ def test_what_groups_have_in_common_is_told_without_looking_at_all(grid: Grid) -
     Plan(schedule="s2", chunks=4, all_to_all="hier2d"), Plan(schedule="s2", chunks=4, all_to_all="multicast"),
     Plan(all_to_all="hier3d", peer_groups=2),
 ], ids=lambda plan: plan.all_to_all)  # fmt: skip
-def test_a_compile_looks_at_one_period_of_the_mesh(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compile_looks_at_one_period_of_the_mesh(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
     group = Grid.group
-    monkeypatch.setattr(Grid, "group", lambda self, rank, axes: asked.append(rank) or group(self, rank, axes))
+    monkeypatch.setattr(
+        Grid, "group", lambda self, rank, axes: asked.append(rank) or group(self, rank, axes)
+    )
     results = []
     for world in (256, 4096, 131_072):
         asked.clear()

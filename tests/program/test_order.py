@@ -22,11 +22,18 @@ from moesaic.program.validate import validate
 from program.schemoe import best_of_all_merges, durations_of, schemoe
 
 GRID = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=2)
-FORWARD = {f"{name}-{chunks}": split_capacity(make(), chunks) for name, make in SCHEDULES.items() for chunks in (2, 3)}
+FORWARD = {
+    f"{name}-{chunks}": split_capacity(make(), chunks)
+    for name, make in SCHEDULES.items()
+    for chunks in (2, 3)
+}
 FORWARD["s1-peers"] = split_peers(SCHEDULES["s1"](), 2, GRID)
 FORWARD["s2-chunks-peers"] = split_peers(split_capacity(SCHEDULES["s2"](), 2), 2, GRID)
 LOGICAL = FORWARD | {f"{name}-backward": transpose(program) for name, program in FORWARD.items()}
-CODED = {f"{name}-int8": compress(LOGICAL[name], "int8", GRID) for name in ("s1-2", "s1-2-backward", "s2-3", "ted-2")}
+CODED = {
+    f"{name}-int8": compress(LOGICAL[name], "int8", GRID)
+    for name in ("s1-2", "s1-2-backward", "s2-3", "ted-2")
+}
 HOPS = {
     f"s3-2-{link}{way}": route_all_to_all(LOGICAL[f"s3-2{way}"], link, GRID)
     for link in ("hier1d", "hier2d", "pipelined")
@@ -44,7 +51,9 @@ def test_every_order_is_a_legal_permutation_of_every_program(order: str) -> None
     for program in PROGRAMS.values():
         ordered = ORDERS[order](program)
         validate(ordered)
-        assert sorted(ordered.tasks, key=lambda task: task.name) == sorted(program.tasks, key=lambda task: task.name)
+        assert sorted(ordered.tasks, key=lambda task: task.name) == sorted(
+            program.tasks, key=lambda task: task.name
+        )
         assert (ordered.name, ordered.slots, ordered.inputs, ordered.outputs) == (
             program.name, program.slots, program.inputs, program.outputs,
         )  # fmt: skip
@@ -56,7 +65,9 @@ def test_optsche_is_the_order_of_the_paper() -> None:
         "C1.0 C1.1 C1.2 D1.0 E.0 C2.0 D1.1 E.1 C2.1 D1.2 E.2 C2.2 D2.0 D2.1 D2.2"
     )
     assert " ".join(name for name in names if name[0] == "A") == "A1.0 A1.1 A1.2 A2.0 A2.1 A2.2"
-    assert all(names.index(f"A{i}.{c}") == names.index(f"C{i}.{c}") + 1 for i in (1, 2) for c in range(3))
+    assert all(
+        names.index(f"A{i}.{c}") == names.index(f"C{i}.{c}") + 1 for i in (1, 2) for c in range(3)
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,8 +94,16 @@ def test_optsche_gathers_one_chunk_ahead_inside_a_node() -> None:
 
 
 def test_optsche_starts_a_hop_of_all_chunks_before_the_next_hop_of_one() -> None:
-    hops = [task for task in optsche(HOPS["s3-2-hier1d"]).tasks if task.link and task.lane is not Lane.COMPUTE]
-    dispatches = [task.name for task in hops if task.stage is Stage.DISPATCH and task.name.startswith("arrived")]
+    hops = [
+        task
+        for task in optsche(HOPS["s3-2-hier1d"]).tasks
+        if task.link and task.lane is not Lane.COMPUTE
+    ]
+    dispatches = [
+        task.name
+        for task in hops
+        if task.stage is Stage.DISPATCH and task.name.startswith("arrived")
+    ]
     assert dispatches[:4] == ["arrived.0@0", "arrived.1@0", "arrived.0@1", "arrived.1@1"]
 
 
@@ -92,7 +111,10 @@ def test_early_issues_hops_as_the_movements_they_are() -> None:
     program = schemoe(2)
     tasks = [task for task in program.tasks if not task.name.startswith("C1")]
     tasks = [replace(task, op=Op.HOP) if task.op is Op.MOVE else task for task in tasks]
-    tasks = [replace(task, reads=(f"x.{task.name[-1]}",)) if task.name.startswith("A1") else task for task in tasks]
+    tasks = [
+        replace(task, reads=(f"x.{task.name[-1]}",)) if task.name.startswith("A1") else task
+        for task in tasks
+    ]
     names = [task.name for task in early(replace(program, tasks=tuple(tasks))).tasks]
     assert names[:3] == ["A1.0", "A1.1", "D1.0"]
     assert names.index("A2.0") == names.index("C2.0") + 1

@@ -25,7 +25,10 @@ GRID = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
 
 def moved(program: Program) -> dict[str, str]:
     """Return "collective over axes" for each movement."""
-    return {task.name: f"{collective(program, task.name)} {'+'.join(task.group)}" for task in program.moves()}
+    return {
+        task.name: f"{collective(program, task.name)} {'+'.join(task.group)}"
+        for task in program.moves()
+    }
 
 
 def names(program: Program) -> list[str]:
@@ -73,7 +76,9 @@ def test_peer_groups_take_dispatch_expert_and_combine_step_by_step() -> None:
     program = split_peers(SCHEDULES["s1"](), 4, GRID)
     in_steps = [name for name in names(program) if "~" in name]
     assert in_steps == [f"{name}~{step}" for step in range(4) for name in ("h", "g", "out", "z")]
-    assert {program.slot(f"h~{step}").layout.step for step in range(4)} == {(step, 4) for step in range(4)}
+    assert {program.slot(f"h~{step}").layout.step for step in range(4)} == {
+        (step, 4) for step in range(4)
+    }
 
 
 @pytest.mark.parametrize("order", ["early", "optsche"])
@@ -84,16 +89,18 @@ def test_the_results_of_a_step_leave_right_after_its_experts(order: str, groups:
     task_names = names(compiled.forward)
     for step in range(groups):
         assert task_names[task_names.index(f"out~{step}") + 1] == f"z~{step}"
-    assert max(task_names.index(f"h~{step}") for step in range(groups)) < task_names.index("out~0"), (
-        "S's are issued first"
-    )
+    assert max(task_names.index(f"h~{step}") for step in range(groups)) < task_names.index(
+        "out~0"
+    ), "S's are issued first"
 
 
 def test_overlapped_gather_goes_by_ranks_of_ep_and_sums_inside_each_phase() -> None:
     program = overlap_gather(SCHEDULES["s2"](), GRID)
     validate(program)
     phases = [name for name in names(program) if name.startswith("z")]
-    assert phases == [f"{name}~{phase}" for phase in range(GRID.ep) for name in ("z", "z_full")], "ep phases, not world"
+    assert phases == [f"{name}~{phase}" for phase in range(GRID.ep) for name in ("z", "z_full")], (
+        "ep phases, not world"
+    )
     for phase in range(GRID.ep):
         assert moved(program)[f"z~{phase}"] == "collect ep+etp"
         assert moved(program)[f"z_full~{phase}"] == "gather tp"
@@ -102,7 +109,9 @@ def test_overlapped_gather_goes_by_ranks_of_ep_and_sums_inside_each_phase() -> N
 
 def test_the_backward_gather_of_s2_overlaps_too() -> None:
     program = overlap_gather(transpose(SCHEDULES["s2"]()), GRID, required=False)
-    assert [name for name in names(program) if name.startswith("mine'~")] == [f"mine'~{j}" for j in range(GRID.ep)]
+    assert [name for name in names(program) if name.startswith("mine'~")] == [
+        f"mine'~{j}" for j in range(GRID.ep)
+    ]
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 1, "ep": 4}, {"tp": 2, "ep": 1}])
@@ -111,8 +120,12 @@ def test_nothing_overlaps_where_one_of_the_two_moves_nothing(mesh: dict) -> None
     assert overlap_gather(program, Grid(world=4, **mesh)) is program
 
 
-@pytest.mark.parametrize(("schedule", "slot", "axis"), [("baseline", "summed", "etp"), ("ted", "summed", "etp")])
-def test_an_all_reduce_becomes_reduce_scatter_and_gather(schedule: str, slot: str, axis: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "slot", "axis"), [("baseline", "summed", "etp"), ("ted", "summed", "etp")]
+)
+def test_an_all_reduce_becomes_reduce_scatter_and_gather(
+    schedule: str, slot: str, axis: str
+) -> None:
     program = halve_reduce(SCHEDULES[schedule]())
     validate(program)
     assert moved(program)[f"{slot}/sums"] == f"reduce_scatter {axis}"
@@ -123,7 +136,9 @@ def test_an_all_reduce_becomes_reduce_scatter_and_gather(schedule: str, slot: st
 def test_halving_leaves_what_does_not_sum_and_the_weights() -> None:
     for schedule in ("s1", "s2", "s3"):
         assert halve_reduce(SCHEDULES[schedule](True)) == SCHEDULES[schedule](True)
-        assert halve_reduce(transpose(SCHEDULES[schedule](True))) == transpose(SCHEDULES[schedule](True))
+        assert halve_reduce(transpose(SCHEDULES[schedule](True))) == transpose(
+            SCHEDULES[schedule](True)
+        )
 
 
 @pytest.mark.parametrize("schedule", ["s1", "s2"])
@@ -131,16 +146,36 @@ def test_multicast_crosses_nodes_once_per_token_and_sums_before_it_goes_back(sch
     program = multicast(SCHEDULES[schedule](), GRID)
     forward = moved(program)
     crossing = {name for name, how in forward.items() if how.endswith(" node")}
-    assert crossing == {"node_tokens_here", "rank_token_index_here", "copy_index_here", "gates_here", "z"}
-    assert program.slot("node_tokens_here").layout.flow == program.slot("z").layout.flow == "node_tokens"
-    assert (forward["rank_tokens_in"], forward["z_rank_tokens"]) == ("deliver local", "collect local")
-    assert program.slot("rank_tokens_in").layout.flow == program.slot("z_rank_tokens").layout.flow == "rank_tokens"
+    assert crossing == {
+        "node_tokens_here",
+        "rank_token_index_here",
+        "copy_index_here",
+        "gates_here",
+        "z",
+    }
+    assert (
+        program.slot("node_tokens_here").layout.flow
+        == program.slot("z").layout.flow
+        == "node_tokens"
+    )
+    assert (forward["rank_tokens_in"], forward["z_rank_tokens"]) == (
+        "deliver local",
+        "collect local",
+    )
+    assert (
+        program.slot("rank_tokens_in").layout.flow
+        == program.slot("z_rank_tokens").layout.flow
+        == "rank_tokens"
+    )
     assert not {"h", "out"} & set(forward), "copies are made, and summed, where they are computed"
     backward = moved(transpose(program))
-    assert backward["z'"] == backward["node_tokens_here'"] == "exchange node", "backward crosses once per token too"
-    assert (backward["z_rank_tokens'"], backward["rank_tokens_in'"]) == ("deliver local", "collect local"), (
-        "and goes to a rank once"
+    assert backward["z'"] == backward["node_tokens_here'"] == "exchange node", (
+        "backward crosses once per token too"
     )
+    assert (backward["z_rank_tokens'"], backward["rank_tokens_in'"]) == (
+        "deliver local",
+        "collect local",
+    ), "and goes to a rank once"
     assert not {"copy_index_here'", "copy_index_in'", "rank_token_index_here'"} & set(backward), (
         "indices have no cotangent"
     )
@@ -163,14 +198,21 @@ BY_MATE = {
         (Grid(world=4, ep=4, ranks_per_node=1), DIRECT),
         (Grid(world=8, ep=4, etp=2, ranks_per_node=2), BY_MATE),
     ],
-    ids=["one node", "a node for each copy of the experts", "a rank a node", "an expert's shards on every node"],
+    ids=[
+        "one node",
+        "a node for each copy of the experts",
+        "a rank a node",
+        "an expert's shards on every node",
+    ],
 )
 def test_multicast_has_one_level_where_node_tokens_and_rank_tokens_are_the_same(grid, movements):
     program = multicast(SCHEDULES["s1"](), grid)
     validate(program)
     assert not [slot.name for slot in program.slots if slot.layout.flow == "node_tokens"]
     assert "node_token_index" not in program.inputs
-    rank_tokens = [t.name for t in program.moves() if program.slot(t.writes[0]).layout.flow == "rank_tokens"]
+    rank_tokens = [
+        t.name for t in program.moves() if program.slot(t.writes[0]).layout.flow == "rank_tokens"
+    ]
     assert {name: how for name, how in moved(program).items() if name in rank_tokens} == movements
 
 

@@ -26,12 +26,16 @@ def named(program: Program) -> str:
 
 
 @pytest.mark.parametrize("program", ALL, ids=named)
-def test_programs_validate_before_and_after_ordering_and_round_trip_as_text(program: Program) -> None:
+def test_programs_validate_before_and_after_ordering_and_round_trip_as_text(
+    program: Program,
+) -> None:
     assert from_text(to_text(program)) == program
     validate(program)
     ordered = early(program)
     validate(ordered)
-    assert sorted(task.name for task in ordered.tasks) == sorted(task.name for task in program.tasks)
+    assert sorted(task.name for task in ordered.tasks) == sorted(
+        task.name for task in program.tasks
+    )
 
 
 BACKWARD = {
@@ -46,7 +50,9 @@ BACKWARD = {
 @pytest.mark.parametrize("schedule", BACKWARD)
 def test_backward_collectives_follow_from_the_states(schedule: str) -> None:
     backward = transpose(SCHEDULES[schedule]())
-    assert " ".join(collective(backward, task.name) for task in backward.moves()) == BACKWARD[schedule]
+    assert (
+        " ".join(collective(backward, task.name) for task in backward.moves()) == BACKWARD[schedule]
+    )
 
 
 def test_early_issues_all_dispatches_before_the_first_expert() -> None:
@@ -58,7 +64,8 @@ def test_early_issues_all_dispatches_before_the_first_expert() -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "chunks", "words"), [(PROGRAMS[0], 0, "plan.chunks=0"), (PROGRAMS[1], 2, "chunked already")]
+    ("program", "chunks", "words"),
+    [(PROGRAMS[0], 0, "plan.chunks=0"), (PROGRAMS[1], 2, "chunked already")],
 )
 def test_impossible_chunks_are_refused(program: Program, chunks: int, words: str) -> None:
     with pytest.raises(InputError, match=words):
@@ -74,7 +81,9 @@ def _twice(program: Program) -> Program:
 
 
 def _whole_output(program: Program) -> Program:
-    return replace(program, slots=tuple(replace(s, state=()) if s.name == "out" else s for s in program.slots))
+    return replace(
+        program, slots=tuple(replace(s, state=()) if s.name == "out" else s for s in program.slots)
+    )
 
 
 def _unknown_output(program: Program) -> Program:
@@ -101,7 +110,9 @@ def _with(program: Program, slot: str, **changes: object) -> Program:
 
 
 def _moves(program: Program, task: str, **changes: object) -> Program:
-    return replace(program, tasks=tuple(replace(t, **changes) if t.name == task else t for t in program.tasks))
+    return replace(
+        program, tasks=tuple(replace(t, **changes) if t.name == task else t for t in program.tasks)
+    )
 
 
 IDENTICAL = (("tp", State.IDENTICAL),)
@@ -112,11 +123,23 @@ IDENTICAL = (("tp", State.IDENTICAL),)
     [
         (lambda p: None, "a schedule returned None: return build.build"),
         (lambda p: _moves(p, "z", group="ep"), "task z moves over 'ep': give a tuple of axes"),
-        (lambda p: _with(p, "mine", layout=Layout(whole_tp=True)), r"mine both have Layout\(whole_tp=True\)"),
-        (lambda p: _with(p, "mine", state=IDENTICAL), r"mine goes from Layout\(whole_tp=True\) to Layout\(\) without"),
+        (
+            lambda p: _with(p, "mine", layout=Layout(whole_tp=True)),
+            r"mine both have Layout\(whole_tp=True\)",
+        ),
+        (
+            lambda p: _with(p, "mine", state=IDENTICAL),
+            r"mine goes from Layout\(whole_tp=True\) to Layout\(\) without",
+        ),
         (lambda p: _moves(p, "out", reads=("h", "gates_mine", "w")), "nothing reads g: read it"),
-        (lambda p: _with(p, "y", state=()), "x has .* and tp IDENTICAL, but y has .* and sharded: let it be like x"),
-        (lambda p: _with(p, "y", layout=Layout(flow="tokens")), r"but y has Layout\(flow='tokens'\) and tp IDENTICAL"),
+        (
+            lambda p: _with(p, "y", state=()),
+            "x has .* and tp IDENTICAL, but y has .* and sharded: let it be like x",
+        ),
+        (
+            lambda p: _with(p, "y", layout=Layout(flow="tokens")),
+            r"but y has Layout\(flow='tokens'\) and tp IDENTICAL",
+        ),
     ],
 )
 def test_a_schedule_whose_states_and_layouts_disagree_is_refused(plant, words):
@@ -126,8 +149,12 @@ def test_a_schedule_whose_states_and_layouts_disagree_is_refused(plant, words):
 
 def test_a_cycle_is_named_task_by_task() -> None:
     program = SCHEDULES["s2"]()
-    tasks = tuple(replace(t, reads=("z", *t.reads[1:])) if t.name == "h" else t for t in program.tasks)
-    with pytest.raises(ProgramError, match=r"tasks wait for each other: \w+ -> \w+ -> \w+ -> \w+: let one"):
+    tasks = tuple(
+        replace(t, reads=("z", *t.reads[1:])) if t.name == "h" else t for t in program.tasks
+    )
+    with pytest.raises(
+        ProgramError, match=r"tasks wait for each other: \w+ -> \w+ -> \w+ -> \w+: let one"
+    ):
         validate(replace(program, tasks=tasks))
 
 

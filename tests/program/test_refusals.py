@@ -21,17 +21,45 @@ GRID = Grid(world=8, tp=2, ep=4, etp=2, ranks_per_node=4)
 
 UNEVEN = {"world": 12, "tp": 1, "ep": 6, "etp": 1, "ranks_per_node": 4}
 REFUSED = [
-    ({"schedule": "s2", "all_to_all": "multicast", "peer_groups": 2}, {}, ["split_peers", "multicast"]),
-    ({"schedule": "s2", "all_to_all": "multicast", "gather_weights": 0}, {}, ["gather_weights=0", "multicast"]),
+    (
+        {"schedule": "s2", "all_to_all": "multicast", "peer_groups": 2},
+        {},
+        ["split_peers", "multicast"],
+    ),
+    (
+        {"schedule": "s2", "all_to_all": "multicast", "gather_weights": 0},
+        {},
+        ["gather_weights=0", "multicast"],
+    ),
     ({"schedule": "s3", "all_to_all": "multicast"}, {}, ["multicast", "s3"]),
-    ({"schedule": "s2", "all_to_all": "multicast"}, {"innermost": "ep"}, ["multicast", "mesh.etp=2", "nodes of 4"]),
+    (
+        {"schedule": "s2", "all_to_all": "multicast"},
+        {"innermost": "ep"},
+        ["multicast", "mesh.etp=2", "nodes of 4"],
+    ),
     ({"schedule": "s2", "all_to_all": "multicast"}, UNEVEN, ["multicast", "nodes of 4 ranks"]),
     ({"schedule": "ted", "gather_weights": 1}, {}, ["gather_weights", "ted"]),
-    ({"schedule": "s2", "gather_weights": 3}, {}, ["plan.gather_weights=3", "mesh.etp=2", "[1, 2]"]),
+    (
+        {"schedule": "s2", "gather_weights": 3},
+        {},
+        ["plan.gather_weights=3", "mesh.etp=2", "[1, 2]"],
+    ),
     ({"schedule": "s1", "overlap_gather": True}, {}, ["overlap_gather", "s1"]),
-    ({"schedule": "s2", "overlap_gather": True, "peer_groups": 2}, {}, ["overlap_gather", "split_peers"]),
-    ({"schedule": "s2", "overlap_gather": True, "gather_weights": 0}, {}, ["overlap_gather", "gather_weights=0"]),
-    ({"schedule": "s2", "overlap_gather": True, "all_to_all": "multicast"}, {}, ["overlap_gather", "multicast"]),
+    (
+        {"schedule": "s2", "overlap_gather": True, "peer_groups": 2},
+        {},
+        ["overlap_gather", "split_peers"],
+    ),
+    (
+        {"schedule": "s2", "overlap_gather": True, "gather_weights": 0},
+        {},
+        ["overlap_gather", "gather_weights=0"],
+    ),
+    (
+        {"schedule": "s2", "overlap_gather": True, "all_to_all": "multicast"},
+        {},
+        ["overlap_gather", "multicast"],
+    ),
     ({"schedule": "s2", "peer_groups": 3}, {}, ["plan.peer_groups=3", "mesh.ep=4"]),
     ({"schedule": "ted"}, {"tp": 1}, ["plan.schedule=ted", "mesh.tp", "mesh.etp"]),
     ({"schedule": "ted"}, {"tp": 4}, ["plan.schedule=ted", "4 and 2"]),
@@ -43,8 +71,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "mesh", "words"), REFUSED, ids=lambda value: "-".join(map(str, value)))
-def test_what_clashes_is_refused_in_one_line_that_names_both(plan: dict, mesh: dict, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("plan", "mesh", "words"), REFUSED, ids=lambda value: "-".join(map(str, value))
+)
+def test_what_clashes_is_refused_in_one_line_that_names_both(
+    plan: dict, mesh: dict, words: list[str]
+) -> None:
     grid = replace(GRID, **mesh)
     line = refused(lambda: compile_plan(Plan(**plan), grid))
     assert "\n" not in line
@@ -55,7 +87,9 @@ def test_what_clashes_is_refused_in_one_line_that_names_both(plan: dict, mesh: d
 def test_naive_aggregation_is_refused_where_groups_lie_on_different_numbers_of_nodes() -> None:
     """Pairs of neighbours on nodes of three ranks: (0, 1) share a node, (2, 3) do not, so their hops would differ."""
     grid = Grid(world=12, ep=2, ranks_per_node=3)
-    with pytest.raises(InputError, match=r"all_to_all=naive needs every group over ep\+etp on equally many nodes"):
+    with pytest.raises(
+        InputError, match=r"all_to_all=naive needs every group over ep\+etp on equally many nodes"
+    ):
         compile_plan(Plan(all_to_all="naive"), grid)
     compile_plan(Plan(all_to_all="hier2d"), grid)
 

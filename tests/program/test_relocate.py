@@ -69,7 +69,10 @@ def test_places_travel_when_results_do_and_no_earlier(plan: Plan) -> None:
     first_expert = next(number for number, task in enumerate(tasks) if task.op is Op.EXPERT)
     slots = {slot.name: slot for slot in relocate(compile_plan(plan, GRID).forward).slots}
     needs = [
-        number for number, task in enumerate(tasks) for name in task.writes if isinstance(slots[name].layout, Placed)
+        number
+        for number, task in enumerate(tasks)
+        for name in task.writes
+        if isinstance(slots[name].layout, Placed)
     ]
     assert first_expert < names.index(INDEX) == min(needs)
 
@@ -88,9 +91,13 @@ def test_results_go_from_the_experts_to_the_new_homes() -> None:
                     table[(source, home)] = table.get((source, home), 0) + rows
     assert messages(program, "z", sizes) == expected
     assert messages(program, INDEX, sizes) == places
-    assert messages(transpose(program), "z'", sizes) == {(b, a): rows for (a, b), rows in expected.items()}
+    assert messages(transpose(program), "z'", sizes) == {
+        (b, a): rows for (a, b), rows in expected.items()
+    }
     plain = sizes_of(GRID, copies, Homes.start(4, 2))
-    assert messages(program, "h", sizes) == messages(program, "h", plain), "dispatch does not ask where samples go"
+    assert messages(program, "h", sizes) == messages(program, "h", plain), (
+        "dispatch does not ask where samples go"
+    )
 
 
 def test_chunks_are_samples() -> None:
@@ -98,7 +105,9 @@ def test_chunks_are_samples() -> None:
     chunks = [shapes.pieces(Layout(chunk=chunk), 0).chunk for chunk in (0, 1)]
     assert [sorted(set(chunk.tolist())) for chunk in chunks] == [[0], [1, 2]]
     sizes = sizes_of(GRID, random_copies(GRID, 3, 4), Homes.start(4, 3), chunks=2)
-    assert sum(sizes.num_rows(Layout(chunk=chunk), 0) for chunk in (0, 1)) == sizes.num_rows(Layout(), 0)
+    assert sum(sizes.num_rows(Layout(chunk=chunk), 0) for chunk in (0, 1)) == sizes.num_rows(
+        Layout(), 0
+    )
 
 
 def test_where_samples_go_is_not_asked_before_results_travel() -> None:
@@ -117,9 +126,17 @@ def test_where_samples_go_is_not_asked_before_results_travel() -> None:
 @pytest.mark.parametrize(
     ("plan", "grid", "words"),
     [
-        (Plan(all_to_all="multicast"), GRID, r"clashes with plan\.all_to_all=multicast.*choose another"),
+        (
+            Plan(all_to_all="multicast"),
+            GRID,
+            r"clashes with plan\.all_to_all=multicast.*choose another",
+        ),
         (Plan(replication="shadow"), GRID, r"clashes with replication.*leave replication none"),
-        (Plan(gather_weights=1), Grid(world=4, ep=2, etp=2), r"clashes with plan\.gather_weights.*leave it unset"),
+        (
+            Plan(gather_weights=1),
+            Grid(world=4, ep=2, etp=2),
+            r"clashes with plan\.gather_weights.*leave it unset",
+        ),
         (Plan(schedule="s2"), GRID, r"needs plan\.schedule=s1.*got s2'?: choose s1"),
         (Plan(schedule="s3"), GRID, r"needs plan\.schedule=s1.*choose s1"),
         (Plan(schedule="baseline"), GRID, r"needs plan\.schedule=s1.*choose s1"),
@@ -134,4 +151,6 @@ def test_programs_that_deliver_otherwise_are_refused(plan: Plan, grid: Grid, wor
 
 
 def test_the_pass_is_applied_once() -> None:
-    assert "relocates already" in refused(lambda: relocate(relocate(compile_plan(Plan(), GRID).logical)))
+    assert "relocates already" in refused(
+        lambda: relocate(relocate(compile_plan(Plan(), GRID).logical))
+    )

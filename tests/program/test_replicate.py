@@ -41,7 +41,13 @@ def messages(
 
 
 def test_a_shadowed_expert_takes_no_copies_home_and_sends_its_weights_once_to_each_helper():
-    sizes = CallSizes(GRID, COPIES, TOKENS, replicated=replicated((1, 0, 1, 6), (2, 0, 2, 7), (3, 0, 3, 5)), units=16)
+    sizes = CallSizes(
+        GRID,
+        COPIES,
+        TOKENS,
+        replicated=replicated((1, 0, 1, 6), (2, 0, 2, 7), (3, 0, 3, 5)),
+        units=16,
+    )
     assert messages("h.0", sizes) == {(0, 1): 1, (1, 2): 1, (2, 3): 1}
     assert messages("h.replicated", sizes) == {}
     assert messages("w_here", sizes) == {(0, 1): 16, (0, 2): 16, (0, 3): 16}
@@ -49,7 +55,9 @@ def test_a_shadowed_expert_takes_no_copies_home_and_sends_its_weights_once_to_ea
 
 
 def test_copies_spill_from_any_origin_and_weights_go_only_where_copies_went():
-    sizes = CallSizes(GRID, COPIES, TOKENS, replicated=replicated((0, 0, 3, 2), (2, 0, 3, 7)), units=16)
+    sizes = CallSizes(
+        GRID, COPIES, TOKENS, replicated=replicated((0, 0, 3, 2), (2, 0, 3, 7)), units=16
+    )
     assert messages("h.replicated", sizes) == {(0, 3): 2, (2, 3): 7}
     assert messages("z.replicated", sizes) == {(3, 0): 2, (3, 2): 7}
     assert messages("w_here", sizes) == {(0, 3): 16}
@@ -77,14 +85,18 @@ def test_gradients_of_replicated_weights_start_home_before_the_experts_that_stay
 NODES = Grid(world=8, ep=8, ranks_per_node=4)
 
 
-def on_nodes(*entries: tuple[int, int, int, int], grid: Grid = NODES, num_experts: int = 8) -> CallSizes:
+def on_nodes(
+    *entries: tuple[int, int, int, int], grid: Grid = NODES, num_experts: int = 8
+) -> CallSizes:
     """Return the sizes of a call with 9 copies per rank and expert, of which (origin, expert, helper, copies) are
     replicated."""
     copies = np.full((grid.world, num_experts), 9)
     return CallSizes(grid, copies, copies.sum(1), replicated=replicated(*entries), units=16)
 
 
-def relayed(task_name: str, sizes: CallSizes, *, backward: bool = False) -> dict[tuple[int, int], int]:
+def relayed(
+    task_name: str, sizes: CallSizes, *, backward: bool = False
+) -> dict[tuple[int, int], int]:
     return messages(task_name, sizes, backward=backward, grid=sizes.grid)
 
 
@@ -94,10 +106,26 @@ def test_weights_enter_a_node_once_and_are_passed_on_inside() -> None:
     sizes = on_nodes(*[(helper, 1, helper, 5) for helper in (3, 4, 6, 7)])
     assert relayed("w_near", sizes) == {(1, 5): 16}
     assert relayed("w_here", sizes) == {(1, 3): 16, (5, 4): 16, (5, 6): 16, (5, 7): 16}
-    assert relayed("w_here'", sizes, backward=True) == {(3, 1): 16, (4, 5): 16, (6, 5): 16, (7, 5): 16}
-    assert relayed("w_near'", sizes, backward=True) == {(5, 1): 16}, "one sum of gradients crosses nodes, not three"
+    assert relayed("w_here'", sizes, backward=True) == {
+        (3, 1): 16,
+        (4, 5): 16,
+        (6, 5): 16,
+        (7, 5): 16,
+    }
+    assert relayed("w_near'", sizes, backward=True) == {(5, 1): 16}, (
+        "one sum of gradients crosses nodes, not three"
+    )
     near = replicate(SCHEDULES["s1"](), 1, NODES).slot("w_near").layout
-    assert [sizes.held(near, rank).tolist() for rank in range(8)] == [[], [1], [], [], [], [1], [], []]
+    assert [sizes.held(near, rank).tolist() for rank in range(8)] == [
+        [],
+        [1],
+        [],
+        [],
+        [],
+        [1],
+        [],
+        [],
+    ]
 
 
 def test_weights_go_straight_where_nodes_hold_one_place_or_unequal_parts() -> None:
@@ -116,7 +144,9 @@ def test_weights_go_straight_where_nodes_hold_one_place_or_unequal_parts() -> No
 
 @pytest.mark.parametrize("order", ["optsche", "early", "fifo"])
 @pytest.mark.parametrize("grid", [NODES, Grid(world=4, ep=4)], ids=["relayed", "straight"])
-def test_replicated_weights_delay_no_tokens_and_are_there_before_their_experts(grid: Grid, order: str) -> None:
+def test_replicated_weights_delay_no_tokens_and_are_there_before_their_experts(
+    grid: Grid, order: str
+) -> None:
     """Weights are sent after the tokens that stay and while their experts run. The second hop of weights is issued last."""
     plan = Plan(replication="spill", chunks=2, order=order)  # type: ignore[arg-type]
     names = [task.name for task in compile_plan(plan, grid).forward.tasks]
@@ -134,7 +164,9 @@ def test_more_than_there_is_cannot_be_replicated():
 
 
 def test_multicast_and_other_ways_to_move_weights_clash():
-    with pytest.raises(InputError, match=r"replication clashes with plan\.all_to_all=multicast.*choose another"):
+    with pytest.raises(
+        InputError, match=r"replication clashes with plan\.all_to_all=multicast.*choose another"
+    ):
         replicate(multicast(SCHEDULES["s1"](), GRID), 1)
     grid = Grid(world=4, ep=2, etp=2)
     with pytest.raises(InputError, match=r"replication clashes with plan\.gather_weights.*unset"):

@@ -46,7 +46,9 @@ def sizes_of(draw: st.DrawFn, grid: Grid, num_chunks: int, node_tokens: bool = F
     table = None
     if node_tokens:
         table = rng.integers(0, 5, (grid.world, sum(grid.cast_levels), num_chunks))
-    return CallSizes(grid, copies, tokens, num_chunks, node_tokens=table, units=draw(st.integers(1, 4)))
+    return CallSizes(
+        grid, copies, tokens, num_chunks, node_tokens=table, units=draw(st.integers(1, 4))
+    )
 
 
 def pieces(shapes: LayoutIndex, layout: Layout, rank: int) -> list[Piece]:
@@ -60,13 +62,19 @@ def test_pieces_are_what_the_layout_says(grid: Grid) -> None:
     groups."""
     shapes = LayoutIndex(grid, 2 * grid.ep, 3)
     for rank, spread, whole, experts, chunk in itertools.product(
-        range(grid.world), [(), ("ep",), ("etp",), ("ep", "etp")], (False, True), ("all", "rank"), (None, 1)
+        range(grid.world),
+        [(), ("ep",), ("etp",), ("ep", "etp")],
+        (False, True),
+        ("all", "rank"),
+        (None, 1),
     ):
         layout = Layout(spread=spread, whole_tp=whole, experts=experts, chunk=chunk)  # type: ignore[arg-type]
         origins = set(grid.group(rank, spread))
         if whole:
             origins = {
-                mate for peer in origins for mate in range(peer // grid.tp * grid.tp, (peer // grid.tp + 1) * grid.tp)
+                mate
+                for peer in origins
+                for mate in range(peer // grid.tp * grid.tp, (peer // grid.tp + 1) * grid.tp)
             }
         home = grid.group(rank, ("ep",)).index(rank)
         experts_held = range(2 * grid.ep) if experts == "all" else range(2 * home, 2 * home + 2)
@@ -84,12 +92,18 @@ def test_chunks_partition_every_run_into_near_equal_contiguous_parts(grid, data,
     whole = Layout(spread=("ep", "etp"), experts="rank")
     for rank in range(grid.world):
         total = sizes.num_rows(whole, rank)
-        parts = [Layout(spread=("ep", "etp"), experts="rank", chunk=chunk) for chunk in range(num_chunks)]
+        parts = [
+            Layout(spread=("ep", "etp"), experts="rank", chunk=chunk) for chunk in range(num_chunks)
+        ]
         rows = np.concatenate([sizes.part_rows(part, whole, rank).rows for part in parts])
         assert sorted(rows.tolist()) == list(range(total))
-        assert [sizes.part_rows(part, whole, rank).total for part in parts] == [sizes.num_rows(p, rank) for p in parts]
+        assert [sizes.part_rows(part, whole, rank).total for part in parts] == [
+            sizes.num_rows(p, rank) for p in parts
+        ]
         for part in parts:
-            assert np.all(np.diff(sizes.part_rows(part, whole, rank).rows) > 0), "a part keeps the order"
+            assert np.all(np.diff(sizes.part_rows(part, whole, rank).rows) > 0), (
+                "a part keeps the order"
+            )
         runs = np.array([np.diff(sizes.offsets(part, rank)) for part in parts])
         if runs.size:
             assert (runs.max(0) - runs.min(0) <= 1).all()
@@ -140,13 +154,23 @@ def test_both_ends_of_every_movement_agree(seed: int, data: st.DataObject) -> No
             outgoing, incoming = sizes.outgoing(move, rank), sizes.incoming(move, rank)
             assert set(outgoing.peers) | set(incoming.peers) <= set(grid.group(rank, move.group))
             assert len(outgoing.runs.rows) == sum(outgoing.counts)
-            assert len(outgoing.runs.rows) == 0 or outgoing.runs.rows.max() < sizes.num_rows(move.source, rank)
+            assert len(outgoing.runs.rows) == 0 or outgoing.runs.rows.max() < sizes.num_rows(
+                move.source, rank
+            )
             for peer, count in zip(outgoing.peers, outgoing.counts):
                 theirs = sizes.incoming(move, peer)
-                assert dict(zip(theirs.peers, theirs.counts)).get(rank, 0) == count == sizes.num_moved(move, rank, peer)
-                assert sent_pieces(sizes, move, rank, peer) == received_pieces(sizes, move, rank, peer)
+                assert (
+                    dict(zip(theirs.peers, theirs.counts)).get(rank, 0)
+                    == count
+                    == sizes.num_moved(move, rank, peer)
+                )
+                assert sent_pieces(sizes, move, rank, peer) == received_pieces(
+                    sizes, move, rank, peer
+                )
             placed = Counter(incoming.runs.rows.tolist())
-            assert sorted(placed) == list(range(sizes.num_rows(move.target, rank))), "every row of the target is filled"
+            assert sorted(placed) == list(range(sizes.num_rows(move.target, rank))), (
+                "every row of the target is filled"
+            )
             if not move.reduce:
                 assert set(placed.values()) <= {1}
             else:
@@ -170,7 +194,9 @@ def received_pieces(sizes: CallSizes, move: Move, rank: int, peer: int) -> list[
 def holders_of_rows(sizes: CallSizes, move: Move, rank: int) -> Counter[int]:
     """Return how many ranks of the group hold each row of a target."""
     holders = Counter(
-        piece for member in sizes.grid.group(rank, move.group) for piece in pieces(sizes.shapes, move.source, member)
+        piece
+        for member in sizes.grid.group(rank, move.group)
+        for piece in pieces(sizes.shapes, move.source, member)
     )
     lengths = np.diff(sizes.offsets(move.target, rank))
     times = [holders[piece] for piece in pieces(sizes.shapes, move.target, rank)]
@@ -186,9 +212,9 @@ def test_a_gather_prefers_ones_own_rows_then_the_lowest_rank_that_has_them() -> 
     for rank in range(4):
         assert sizes.incoming(same, rank).peers == (rank,)
     down = Move(Layout(whole_tp=True), Layout(), ("tp",), False)
-    assert [sizes.incoming(down, rank).peers for rank in range(4)] == [(rank,) for rank in range(4)], (
-        "a slice: no bytes"
-    )
+    assert [sizes.incoming(down, rank).peers for rank in range(4)] == [
+        (rank,) for rank in range(4)
+    ], "a slice: no bytes"
 
 
 @pytest.mark.parametrize(
@@ -199,11 +225,18 @@ def test_a_gather_prefers_ones_own_rows_then_the_lowest_rank_that_has_them() -> 
         ((4,), (4,), "counts"),
     ],
 )
-def test_counts_that_do_not_fit_the_mesh_are_refused(copies: tuple, tokens: tuple, words: str) -> None:
+def test_counts_that_do_not_fit_the_mesh_are_refused(
+    copies: tuple, tokens: tuple, words: str
+) -> None:
     with pytest.raises(InputError, match=words):
-        CallSizes(Grid(world=4, ep=2), np.zeros(copies, dtype=np.int64), np.zeros(tokens, dtype=np.int64))
+        CallSizes(
+            Grid(world=4, ep=2), np.zeros(copies, dtype=np.int64), np.zeros(tokens, dtype=np.int64)
+        )
 
 
 def test_experts_that_do_not_split_are_refused() -> None:
-    with pytest.raises(InputError, match=r"num_experts=5 does not split over mesh\.ep=2: choose ep as a divisor of it"):
+    with pytest.raises(
+        InputError,
+        match=r"num_experts=5 does not split over mesh\.ep=2: choose ep as a divisor of it",
+    ):
         LayoutIndex(Grid(world=4, ep=2), 5)

@@ -41,9 +41,20 @@ def replicated(copies: np.ndarray, grid: Grid) -> np.ndarray:
 
 def held_and_moved(program: Program) -> tuple[set[Layout], set[Move]]:
     slots = {slot.name: slot for slot in program.slots}
-    ends = [(slots[task.reads[0]], slots[task.writes[0]], task) for task in program.tasks if task.op is Op.MOVE]
-    ends += [(slots[task.of[0]], slots[task.of[1]], task) for task in program.tasks if task.of is not None]
-    moves = {Move(source.layout, target.layout, task.group, reduces(source, target)) for source, target, task in ends}
+    ends = [
+        (slots[task.reads[0]], slots[task.writes[0]], task)
+        for task in program.tasks
+        if task.op is Op.MOVE
+    ]
+    ends += [
+        (slots[task.of[0]], slots[task.of[1]], task)
+        for task in program.tasks
+        if task.of is not None
+    ]
+    moves = {
+        Move(source.layout, target.layout, task.group, reduces(source, target))
+        for source, target, task in ends
+    }
     known = {slot.layout for slot in program.slots if slot.kind.value != "packets"}
     return known, moves
 
@@ -53,20 +64,32 @@ def agree(sizes: CallSizes, program: Program) -> int:
     world, exchanged = range(sizes.grid.world), 0
     layouts, moves = held_and_moved(program)
     for layout in layouts:
-        assert sizes.rows_of_ranks(layout).tolist() == [sizes.num_rows(layout, rank) for rank in world]
+        assert sizes.rows_of_ranks(layout).tolist() == [
+            sizes.num_rows(layout, rank) for rank in world
+        ]
         if layout.flow == "copies" and layout.experts == "rank":
             of_ranks = sizes.rows_per_expert_of_ranks(layout)
             for rank in world:
-                own, experts = sizes.rows_per_expert(layout, rank), sizes.shapes.experts(layout, rank)
+                own, experts = (
+                    sizes.rows_per_expert(layout, rank),
+                    sizes.shapes.experts(layout, rank),
+                )
                 listed = dict(zip(sizes.held(layout, rank).tolist(), own.tolist()))
-                assert of_ranks[rank, : len(experts)].tolist() == [listed.get(each, 0) for each in experts.tolist()]
+                assert of_ranks[rank, : len(experts)].tolist() == [
+                    listed.get(each, 0) for each in experts.tolist()
+                ]
     for move in moves:
         moved = sizes.moved(move)
-        pairs = {(s, t): n for s, t, n in zip(moved.source.tolist(), moved.target.tolist(), moved.rows.tolist())}
+        pairs = {
+            (s, t): n
+            for s, t, n in zip(moved.source.tolist(), moved.target.tolist(), moved.rows.tolist())
+        }
         listed = {
             (rank, peer): count
             for rank in world
-            for peer, count in zip(sizes.outgoing(move, rank).peers, sizes.outgoing(move, rank).counts)
+            for peer, count in zip(
+                sizes.outgoing(move, rank).peers, sizes.outgoing(move, rank).counts
+            )
             if count and peer != rank
         }
         assert pairs == listed, move
@@ -75,7 +98,9 @@ def agree(sizes: CallSizes, program: Program) -> int:
 
 
 @pytest.mark.parametrize(
-    ("plan", "grid"), [(plan, GRIDS[number % len(GRIDS)]) for number, plan in enumerate(PLANS)], ids=str
+    ("plan", "grid"),
+    [(plan, GRIDS[number % len(GRIDS)]) for number, plan in enumerate(PLANS)],
+    ids=str,
 )
 def test_all_ranks_together_are_what_each_rank_lists(plan: Plan, grid: Grid) -> None:
     compiled = compile_plan(plan, grid)
@@ -84,7 +109,9 @@ def test_all_ranks_together_are_what_each_rank_lists(plan: Plan, grid: Grid) -> 
     assert isinstance(shapes, LayoutIndex)
     for program in (compiled.forward, compiled.backward):
         if compiled.replicates:
-            table = Replications.of(replicated(copies_by_rank(program, compiled.grid, counts), compiled.grid))
+            table = Replications.of(
+                replicated(copies_by_rank(program, compiled.grid, counts), compiled.grid)
+            )
         sizes = sizes_of(program, LAYER, compiled.grid, counts, replicated=table, shapes=shapes)
         exchanged += agree(sizes, program)
     assert exchanged > 0

@@ -44,7 +44,9 @@ def test_an_order_without_waiting_movements_runs_alike_on_both(host_runs_compute
     }  # fmt: skip
     assert laid_out.makespan == 18
     assert laid_out.busy == {Lane.COMPUTE: 14 / 18, Lane.INTER: 12 / 18}
-    hidden = 1 + 3 + 2 + 1  # A1.0 behind C1.1; A1.1 behind D1.0 and E.0; A2.0 behind D1.1 and E.1; A2.1 behind D2.0
+    hidden = (
+        1 + 3 + 2 + 1
+    )  # A1.0 behind C1.1; A1.1 behind D1.0 and E.0; A2.0 behind D1.1 and E.1; A2.1 behind D2.0
     assert laid_out.communication == 12
     assert laid_out.overlap == pytest.approx((hidden + 1) / 12)
 
@@ -55,7 +57,10 @@ def test_a_computation_that_waits_holds_up_what_follows_only_where_the_thread_co
     assert streams["C1.1"] == (9, 10)
     assert streams["A1.1"] == (10, 14)
     deferred_wgrad = "C1.0 C1.1 A1.0 D1.0 E.0 A1.1 C2.0 A2.0 D1.1 E.1 C2.1 A2.1 D2.0 D2.1"
-    assert times(lay_out(listed(schemoe(2), deferred_wgrad), TWO))["A1.1"] == (5, 9)  # right behind A1.0
+    assert times(lay_out(listed(schemoe(2), deferred_wgrad), TWO))["A1.1"] == (
+        5,
+        9,
+    )  # right behind A1.0
     thread = times(lay_out(listed(schemoe(2), deferred_wgrad), TWO, host_runs_compute=True))
     assert thread["E.0"] == (7, 10)
     assert thread["A1.1"] == (10, 14)  # issued when E.0, which stands before it, has ended
@@ -65,7 +70,11 @@ def test_a_computation_that_waits_holds_up_what_follows_only_where_the_thread_co
 def test_a_movement_that_reads_a_movement_makes_the_thread_wait(lanes: tuple[Lane, Lane]) -> None:
     program = schemoe(1)
     first, second, other = program.tasks[:3]
-    tasks = (replace(first, lane=lanes[0]), replace(second, lane=lanes[1]), replace(other, reads=("x.0",)))
+    tasks = (
+        replace(first, lane=lanes[0]),
+        replace(second, lane=lanes[1]),
+        replace(other, reads=("x.0",)),
+    )
     program = replace(program, tasks=tasks, outputs=())
     seconds = {"C1.0": 3.0, "A1.0": 1.0, "D1.0": 1.0}
     assert times(lay_out(program, seconds)) == {"C1.0": (0, 3), "A1.0": (3, 4), "D1.0": (0, 1)}
@@ -98,8 +107,14 @@ def test_random_timelines_respect_lanes_and_dependencies(host_runs_compute: bool
         laid_out = lay_out(program, seconds, host_runs_compute=host_runs_compute)
         spans_by_task = times(laid_out)
         for task in program.tasks:
-            assert spans_by_task[task.name][1] - spans_by_task[task.name][0] == pytest.approx(seconds[task.name])
-            assert all(spans_by_task[name][1] <= spans_by_task[task.name][0] for name in task.reads if name != "x")
+            assert spans_by_task[task.name][1] - spans_by_task[task.name][0] == pytest.approx(
+                seconds[task.name]
+            )
+            assert all(
+                spans_by_task[name][1] <= spans_by_task[task.name][0]
+                for name in task.reads
+                if name != "x"
+            )
         for lane in LANES:
             spans = laid_out.on(lane)
             assert all(one.end <= two.start for one, two in pairwise(spans))
@@ -120,7 +135,11 @@ def test_spans_know_their_chunk() -> None:
 def test_nothing_to_move_is_all_hidden_and_nothing_to_do_takes_no_time() -> None:
     program = schemoe(1)
     laid_out = lay_out(program, {task.name: 0.0 for task in program.tasks})
-    assert (laid_out.makespan, laid_out.overlap, laid_out.busy) == (0.0, 1.0, {Lane.COMPUTE: 0.0, Lane.INTER: 0.0})
+    assert (laid_out.makespan, laid_out.overlap, laid_out.busy) == (
+        0.0,
+        1.0,
+        {Lane.COMPUTE: 0.0, Lane.INTER: 0.0},
+    )
 
 
 def test_trace_has_a_row_per_lane_and_microseconds() -> None:
@@ -131,7 +150,12 @@ def test_trace_has_a_row_per_lane_and_microseconds() -> None:
     spans = {event["name"]: event for event in trace["traceEvents"] if event["ph"] == "X"}
     assert len(spans) == 14
     moved = spans["A1.1"]
-    assert (moved["ts"], moved["dur"], rows[moved["tid"]], moved["cat"]) == (5e6, 4e6, "inter", "dispatch")
+    assert (moved["ts"], moved["dur"], rows[moved["tid"]], moved["cat"]) == (
+        5e6,
+        4e6,
+        "inter",
+        "dispatch",
+    )
     assert moved["args"] == {"stage": "dispatch", "chunk": 1}
 
 

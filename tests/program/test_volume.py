@@ -29,10 +29,16 @@ MESHES = [(1, 1, 4), (1, 4, 1), (2, 2, 2), (4, 2, 4), (2, 4, 1)]
 def rows_per_rank(schedule: str, grid: Grid) -> dict[str, tuple[float, float]]:
     """Return the rows (inside nodes, across nodes) per rank of each movement of rows or tokens."""
     program = SCHEDULES[schedule]()
-    sizes = even_sizes(grid, redundant=program.is_redundant, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K)
+    sizes = even_sizes(
+        grid, redundant=program.is_redundant, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K
+    )
     moved = traffic(program, sizes, lambda rank: grid.coordinate(rank, "ep"))
     world = grid.world
-    return {t.task: (t.inside_rows / world, t.across_rows / world) for t in moved if t.kind in (Kind.ROWS, Kind.TOKENS)}
+    return {
+        t.task: (t.inside_rows / world, t.across_rows / world)
+        for t in moved
+        if t.kind in (Kind.ROWS, Kind.TOKENS)
+    }
 
 
 @pytest.mark.parametrize(("m", "p", "s"), MESHES)
@@ -43,8 +49,12 @@ def test_each_schedule_moves_the_rows_of_its_closed_form(m: int, p: int, s: int)
     inside, across = (s - 1) * COPIES / m / p, COPIES / m * (p - 1) / p
     for schedule in ("s1", "s2"):
         assert rows[schedule]["h"] == rows[schedule]["z"] == pytest.approx((inside, s * across))
-    assert sum(rows["s1"]["y"]) == pytest.approx((m - 1) * TOKENS / m), "the last gather is of tokens"
-    assert sum(rows["s2"]["z_full"]) == pytest.approx((m - 1) * COPIES / m), "the last gather is of copies"
+    assert sum(rows["s1"]["y"]) == pytest.approx((m - 1) * TOKENS / m), (
+        "the last gather is of tokens"
+    )
+    assert sum(rows["s2"]["z_full"]) == pytest.approx((m - 1) * COPIES / m), (
+        "the last gather is of copies"
+    )
     assert rows["s3"]["arrived"] == rows["s3"]["z"] == pytest.approx((0, across))
     assert rows["s3"]["h"] == rows["s3"]["reduced"] == pytest.approx(((s - 1) * COPIES / m, 0))
     assert sum(rows["baseline"]["x_wide"]) == pytest.approx((s - 1) * TOKENS)
@@ -64,7 +74,9 @@ def bound_sizes(plan: Plan, grid: Grid, units: int = 0) -> tuple[Compiled, CallS
     compiled = compile_plan(plan, grid)
     node_tokens = None
     if compiled.is_multicast:
-        node_tokens = even_node_tokens(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, num_chunks=plan.chunks)
+        node_tokens = even_node_tokens(
+            grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K, num_chunks=plan.chunks
+        )
     sizes = even_sizes(
         compiled.grid,
         redundant=compiled.is_redundant,
@@ -85,14 +97,20 @@ def crossing(compiled: Compiled, sizes: CallSizes, backward: bool = False) -> di
 
 @pytest.mark.parametrize(("p", "s"), [(2, 4), (4, 2)])
 @pytest.mark.parametrize("schedule", ["s1", "s2", "s3", "baseline"])
-def test_weights_move_by_tutels_closed_form_whatever_the_schedule(schedule: str, p: int, s: int) -> None:
+def test_weights_move_by_tutels_closed_form_whatever_the_schedule(
+    schedule: str, p: int, s: int
+) -> None:
     """(q - 1) P / W per rank for r = s / q, P (W - 1) / W for r = 0, with P all parameters of W = p s ranks. The same
     backward."""
     grid, hidden = Grid(world=p * s, ep=p, etp=s), 8
     parameters = EXPERTS * hidden
     for r in [0, *(r for r in range(1, s + 1) if s % r == 0)]:
-        compiled, sizes = bound_sizes(Plan(schedule=schedule, gather_weights=r), grid, units=hidden // s)  # type: ignore[arg-type]
-        expected = parameters * (p * s - 1) / (p * s) if r == 0 else (s // r - 1) * parameters / (p * s)
+        compiled, sizes = bound_sizes(
+            Plan(schedule=schedule, gather_weights=r), grid, units=hidden // s
+        )  # type: ignore[arg-type]
+        expected = (
+            parameters * (p * s - 1) / (p * s) if r == 0 else (s // r - 1) * parameters / (p * s)
+        )
         for backward, name in ((False, "w_full"), (True, "w_full"), (True, "w_full'")):
             moved_rows = crossing(compiled, sizes, backward).get(name)
             rows = 0 if moved_rows is None else moved_rows.inside_rows + moved_rows.across_rows
@@ -129,9 +147,15 @@ def test_an_all_reduce_in_halves_takes_two_n_minus_one_over_n(schedule: str) -> 
     for p, s in ((2, 2), (2, 4), (1, 4)):
         grid = Grid(world=p * s, tp=s, ep=p, etp=s)
         rows = rows_per_rank(schedule, grid)
-        assert sum(rows["summed"]) == pytest.approx((s - 1) * COPIES * (s if schedule == "baseline" else 1))
+        assert sum(rows["summed"]) == pytest.approx(
+            (s - 1) * COPIES * (s if schedule == "baseline" else 1)
+        )
         compiled, sizes = bound_sizes(Plan(schedule=schedule), grid)  # type: ignore[arg-type]
-        halves = [t.inside_rows + t.across_rows for name, t in crossing(compiled, sizes).items() if "summed" in name]
+        halves = [
+            t.inside_rows + t.across_rows
+            for name, t in crossing(compiled, sizes).items()
+            if "summed" in name
+        ]
         n = COPIES * (s if schedule == "baseline" else 1)
         assert sum(halves) / grid.world == pytest.approx(2 * (s - 1) / s * n)
 
@@ -145,14 +169,23 @@ def test_multicast_crosses_once_per_token_and_node(schedule: str, p: int, s: int
     nodes, node_tokens, rank_tokens = p * s // g, int(table[0, 0, 0]), int(table[0, -1, 0])
     assert table.shape == (grid.world, p if nodes == p else nodes + p, 1)
     elsewhere = EXPERTS - EXPERTS // nodes
-    assert node_tokens == round(TOKENS * (1 - elsewhere * (elsewhere - 1) / (EXPERTS * (EXPERTS - 1))))
+    assert node_tokens == round(
+        TOKENS * (1 - elsewhere * (elsewhere - 1) / (EXPERTS * (EXPERTS - 1)))
+    )
     arrived = "rank_tokens_here" if nodes == p else "node_tokens_here"
     for backward, dispatch, combine in ((False, arrived, "z"), (True, "z'", f"{arrived}'")):
         rows = crossing(compiled, sizes, backward)
         for name in (dispatch, combine):
-            assert (rows[name].inside_rows, rows[name].across_rows) == (0, grid.world * node_tokens * (nodes - 1))
-        once_per_rank = grid.world * rank_tokens * (p * s - nodes)  # without the copies that stay on the mate itself
-        inside = [t for name, t in rows.items() if name.startswith(("rank_tokens_in", "z_rank_tokens"))]
+            assert (rows[name].inside_rows, rows[name].across_rows) == (
+                0,
+                grid.world * node_tokens * (nodes - 1),
+            )
+        once_per_rank = (
+            grid.world * rank_tokens * (p * s - nodes)
+        )  # without the copies that stay on the mate itself
+        inside = [
+            t for name, t in rows.items() if name.startswith(("rank_tokens_in", "z_rank_tokens"))
+        ]
         assert [(t.inside_rows, t.across_rows) for t in inside] == [(once_per_rank, 0)] * 2
 
 
@@ -160,7 +193,9 @@ def test_multicast_crosses_once_per_token_and_node(schedule: str, p: int, s: int
 def test_multicast_sends_a_token_once_to_a_rank_where_nodes_make_no_difference(nodes: int) -> None:
     grid = Grid(world=4, ep=4, ranks_per_node=4 // nodes)
     compiled, sizes = bound_sizes(Plan(all_to_all="multicast"), grid)
-    rank_tokens = int(even_node_tokens(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K)[0, 0, 0])
+    rank_tokens = int(
+        even_node_tokens(grid, tokens=TOKENS, num_experts=EXPERTS, top_k=TOP_K)[0, 0, 0]
+    )
     assert rank_tokens < COPIES // 4
     for backward, names in ((False, ("rank_tokens_in", "z")), (True, ("z'", "rank_tokens_in'"))):
         rows = crossing(compiled, sizes, backward)
@@ -182,7 +217,9 @@ def carried(link: str, nodes: int, g: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("nodes", "g"), SHAPES)
 @pytest.mark.parametrize("link", ALL_TO_ALLS)
-def test_every_row_is_counted_on_every_leg_of_its_path_and_nowhere_else(link: str, nodes: int, g: int) -> None:
+def test_every_row_is_counted_on_every_leg_of_its_path_and_nowhere_else(
+    link: str, nodes: int, g: int
+) -> None:
     grid = Grid(world=nodes * g, ep=nodes * g, ranks_per_node=g)
     places = NodeMap(grid, tuple(range(grid.world)))
     expected = [0, 0]
@@ -195,7 +232,13 @@ def test_every_row_is_counted_on_every_leg_of_its_path_and_nowhere_else(link: st
 
 def test_bytes_of_each_kind() -> None:
     """Rows have dim elements, routing weights and indices 4 bytes, hidden units their columns, a bias dim elements."""
-    row = {"task": "t", "collective": "exchange", "codec": "", "inside_messages": 1, "across_messages": 1}
+    row = {
+        "task": "t",
+        "collective": "exchange",
+        "codec": "",
+        "inside_messages": 1,
+        "across_messages": 1,
+    }
     counts = {"inside_rows": 3, "across_rows": 5}
     expected = {
         (Kind.ROWS, "copies"): 32,
@@ -227,4 +270,6 @@ def test_sizes_of_an_even_layer_are_those_by_hand(schedule: str) -> None:
             sizes = sizes_of(program, layer, grid)
             for slot in program.slots:
                 for rank in range(grid.world):
-                    assert sizes.num_rows(slot.layout, rank) == by_hand.num_rows(slot.layout, rank), slot.name
+                    assert sizes.num_rows(slot.layout, rank) == by_hand.num_rows(
+                        slot.layout, rank
+                    ), slot.name

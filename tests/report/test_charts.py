@@ -40,7 +40,9 @@ def test_a_single_evaluation_is_a_marker(runs: list[RunSummary]) -> None:
 
 
 def test_losses_of_other_tokens_are_named_as_such(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "bpe", [train_line(1, 5.0, 1.0, []), eval_line(1, 5.0, per_byte=1.5)])
+    run = write_run(
+        tmp_path / "bpe", [train_line(1, 5.0, 1.0, []), eval_line(1, 5.0, per_byte=1.5)]
+    )
     chart = page.loss_over_steps(read_runs([run])).figure
     assert chart.layout.yaxis.title.text == "loss (nats/token)"
     assert list(chart.data[1].y) == [5.0]
@@ -49,7 +51,9 @@ def test_losses_of_other_tokens_are_named_as_such(tmp_path: Path) -> None:
 
 def test_the_loss_axis_starts_below_the_first_steep_drop(tmp_path: Path) -> None:
     lines = [train_line(1, 9.0, 1.0, []), *[eval_line(step, 3.0 - step / 10) for step in (2, 4, 6)]]
-    low, high = page.loss_over_steps(read_runs([write_run(tmp_path / "a", lines)])).figure.layout.yaxis.range
+    low, high = page.loss_over_steps(
+        read_runs([write_run(tmp_path / "a", lines)])
+    ).figure.layout.yaxis.range
     assert low < 2.4
     assert 2.8 < high < 9.0
 
@@ -80,7 +84,9 @@ def test_charts_over_steps_have_a_line_per_run_and_titles(runs: list[RunSummary]
         assert chart.layout.showlegend is True
         assert [trace.line.dash for trace in chart.data] == [None, "dash"]
     for place, name in enumerate(("tokens_per_second", "mfu")):
-        assert [trace.y[0] for trace in drawn[place].figure.data] == [run.over_steps(name).values[0] for run in runs]
+        assert [trace.y[0] for trace in drawn[place].figure.data] == [
+            run.over_steps(name).values[0] for run in runs
+        ]
 
 
 def test_layers_have_a_line_each_and_the_mean(runs: list[RunSummary]) -> None:

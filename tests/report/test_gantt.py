@@ -71,10 +71,16 @@ def test_every_task_of_a_real_program_has_its_bar() -> None:
     assert set(drawn) == {task.name for task in program.tasks}
     for span in timeline.spans:
         lane, start, length, _ = drawn[span.task]
-        assert (lane, start * 1e-6, length * 1e-6) == (span.lane.value, pytest.approx(span.start), pytest.approx(2e-6))
+        assert (lane, start * 1e-6, length * 1e-6) == (
+            span.lane.value,
+            pytest.approx(span.start),
+            pytest.approx(2e-6),
+        )
 
 
-@pytest.mark.parametrize(("seconds", "unit"), [(2.0, "s"), (1.0, "s"), (0.5, "ms"), (2e-4, "µs"), (0.0, "µs")])
+@pytest.mark.parametrize(
+    ("seconds", "unit"), [(2.0, "s"), (1.0, "s"), (0.5, "ms"), (2e-4, "µs"), (0.0, "µs")]
+)
 def test_units_fit_the_length(seconds: float, unit: str) -> None:
     assert unit_of(seconds)[0] == unit
 
@@ -91,7 +97,10 @@ def page_of(tmp_path: Path) -> Path:
     forward = split_capacity(SCHEDULES["s2"](), 2)
     timelines = {
         title: lay_out(program, {task.name: 0.5 for task in program.tasks})
-        for title, program in (("forward", optsche(forward)), ("backward <b>", optsche(transpose(forward))))
+        for title, program in (
+            ("forward", optsche(forward)),
+            ("backward <b>", optsche(transpose(forward))),
+        )
     }
     return write_gantt(timelines, tmp_path / "new" / "gantt.html")
 
@@ -105,7 +114,10 @@ def test_the_page_holds_both_charts_below_each_other_on_one_axis(tmp_path: Path)
     assert list(charts) == ["chart-1", "chart-2"]
     ranges = [chart["layout"]["xaxis"]["range"] for chart in charts.values()]
     assert ranges[0] == ranges[1]
-    ends = [max(b + x for t in chart["data"] for b, x in zip(t["base"], t["x"])) for chart in charts.values()]
+    ends = [
+        max(b + x for t in chart["data"] for b, x in zip(t["base"], t["x"]))
+        for chart in charts.values()
+    ]
     assert max(ends) == ranges[0][1]
     assert not re.search(r"https?://|\ssrc=|\shref=|url\(", text)
 
@@ -122,5 +134,7 @@ def test_a_browser_draws_it_without_complaint(tmp_path: Path) -> None:
 def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert "is a folder: name a file" in refused(write_gantt, {"forward": TIMELINE}, tmp_path)
     (tmp_path / "file").write_text("")
-    assert "cannot be written" in refused(write_gantt, {"forward": TIMELINE}, tmp_path / "file" / "gantt.html")
+    assert "cannot be written" in refused(
+        write_gantt, {"forward": TIMELINE}, tmp_path / "file" / "gantt.html"
+    )
     assert "no timeline to draw" in refused(write_gantt, {}, tmp_path / "gantt.html")

@@ -20,7 +20,9 @@ from moesaic.report.summary import read_runs
 
 NUM_RUN_CHARTS = 6
 NUM_LAYER_CHARTS = 5
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 needs_browser = pytest.mark.skipif(
     BROWSER is None, reason="no chromium, chromium-browser or google-chrome is installed"
 )
@@ -63,7 +65,9 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
 
 def test_titles_cards_and_settings_are_shown(tmp_path: Path) -> None:
     folders = [sparse_run(tmp_path / "moe"), dense_run(tmp_path / "dense")]
-    text = without_plotly(write_report(folders, tmp_path / "new" / "both.html").read_text(encoding="utf-8"))
+    text = without_plotly(
+        write_report(folders, tmp_path / "new" / "both.html").read_text(encoding="utf-8")
+    )
     assert "<span>2.750</span>" in text
     assert "<h2>Experts of" in text
     assert "Fields that differ (4)" in text
@@ -97,7 +101,10 @@ def test_a_dense_run_has_no_empty_charts(tmp_path: Path) -> None:
 
 def test_a_run_without_evaluation_has_no_validation_chart(tmp_path: Path) -> None:
     drawn = Drawn()
-    text = report_text(read_runs([write_run(tmp_path / "a", [train_line(5, 4.0, 9.0, [layer([1, 1], 0.0)])])]), drawn)
+    text = report_text(
+        read_runs([write_run(tmp_path / "a", [train_line(5, 4.0, 9.0, [layer([1, 1], 0.0)])])]),
+        drawn,
+    )
     assert "Validation loss over training time" not in text
     assert len(drawn.figures) == NUM_RUN_CHARTS - 1 + NUM_LAYER_CHARTS + 1
 
@@ -111,7 +118,9 @@ def test_a_run_with_only_an_evaluation_has_a_page(tmp_path: Path) -> None:
 
 def test_two_sparse_runs_of_one_name_are_compared_and_told_apart(tmp_path: Path) -> None:
     drawn = Drawn()
-    text = report_text(read_runs([sparse_run(tmp_path / "a" / "moe"), sparse_run(tmp_path / "b" / "moe")]), drawn)
+    text = report_text(
+        read_runs([sparse_run(tmp_path / "a" / "moe"), sparse_run(tmp_path / "b" / "moe")]), drawn
+    )
     assert "Balance compared" in text
     assert "a/moe" in text
     assert "b/moe" in text
@@ -140,7 +149,10 @@ def test_a_browser_draws_every_chart_without_a_complaint(tmp_path: Path) -> None
     assert complaints(log) == []
     assert len(drawn.figures) == NUM_RUN_CHARTS + 1 + NUM_LAYER_CHARTS + 2
     for name in drawn.figures:
-        assert re.search(rf'id="{name}"[^>]*class="[^"]*js-plotly-plot|class="[^"]*js-plotly-plot[^>]*id="{name}"', dom)
+        assert re.search(
+            rf'id="{name}"[^>]*class="[^"]*js-plotly-plot|class="[^"]*js-plotly-plot[^>]*id="{name}"',
+            dom,
+        )
     shown = dom[dom.index("<main>") :]
     assert shown.count('class="main-svg"') >= len(drawn.figures)
     traces = [trace.type for chart in drawn.figures.values() for trace in chart.data]
@@ -154,7 +166,10 @@ def test_the_browser_check_sees_a_broken_page(tmp_path: Path) -> None:
     text = report_text(read_runs([dense_run(tmp_path / "dense")]), Drawn())
     path = tmp_path / "broken.html"
     path.write_text(
-        text.replace("</main>", "</main><script>nowhere.draw()</script><script src='https://x.invalid/y.js'></script>")
+        text.replace(
+            "</main>",
+            "</main><script>nowhere.draw()</script><script src='https://x.invalid/y.js'></script>",
+        )
     )
     _, log = open_in_browser(path, tmp_path / "profile")
     assert any("nowhere is not defined" in line for line in complaints(log))

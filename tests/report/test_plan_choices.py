@@ -27,7 +27,10 @@ LINES = [
 
 def test_the_section_says_what_was_decided(tmp_path: Path) -> None:
     section = plans_section(summarise(write_run(tmp_path / "run", LINES), "run"))
-    assert section.text == "2 changes of plan, 12 % of the steps on trial; at the end s1, <linear> runs."
+    assert (
+        section.text
+        == "2 changes of plan, 12 % of the steps on trial; at the end s1, <linear> runs."
+    )
     table = section.table
     assert table.rows[-1] == ("22", "trial over", "4", "s1, <linear>")
     assert [row[0] for row in table.rows] == ["0", "4", "22"], "in order, from all lines"

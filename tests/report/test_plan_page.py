@@ -29,7 +29,10 @@ JOB = Job()
 
 def test_bars_add_up_part_by_part() -> None:
     chart = stacked({"one": {"a": 1.0, "b": 2.0}, "two": {"b": 0.5}}, "s", limit=4.0)
-    assert {trace.name: tuple(trace.x) for trace in chart.data} == {"a": (1.0, 0.0), "b": (2.0, 0.5)}
+    assert {trace.name: tuple(trace.x) for trace in chart.data} == {
+        "a": (1.0, 0.0),
+        "b": (2.0, 0.5),
+    }
     assert all(tuple(trace.y) == ("one", "two") for trace in chart.data)
     assert [shape.x0 for shape in chart.layout.shapes] == [4.0]
     assert chart.layout.barmode == "stack"
@@ -43,7 +46,9 @@ def test_the_roofline_is_never_passed_and_holds_the_plans_experts() -> None:
     assert tuple(bound.x) == tuple(reached.x)
     assert all(y <= 1.000001 * most for y, most in zip(reached.y, bound.y))
     assert max(reached.y) == pytest.approx(H100.device.flops("bf16", grouped=True) / 1e12)
-    (plan_trace,) = (trace for name, trace in lines.items() if name.startswith("experts of the best plan"))
+    (plan_trace,) = (
+        trace for name, trace in lines.items() if name.startswith("experts of the best plan")
+    )
     rows = best.grid.dp * layer.tokens * layer.top_k / layer.num_experts / best.grid.edp
     assert tuple(plan_trace.x) == (rows,)
     before = max(x for x in reached.x if x <= rows)
@@ -88,7 +93,9 @@ def test_the_bars_of_a_step_are_its_parts_and_end_with_it(again: bool) -> None:
     assert drawn.layout.xaxis.range[1] == pytest.approx(1.05 * others.x[0] / 2, rel=1e-3)
 
 
-def test_the_page_opens_with_a_sentence_tiles_and_the_ranking_and_folds_the_sources(tmp_path: Path) -> None:
+def test_the_page_opens_with_a_sentence_tiles_and_the_ranking_and_folds_the_sources(
+    tmp_path: Path,
+) -> None:
     result = search(JOB, H100, Settings(pins=Pins(tp=1, ep=8, etp=1), keep=2))
     best, compiled = result.best, compile_plan(result.best.plan, result.best.grid)
     simulator, layer = Simulator(H100), JOB.step_model(H100, result.best.grid.dp).layer
@@ -98,7 +105,13 @@ def test_the_page_opens_with_a_sentence_tiles_and_the_ranking_and_folds_the_sour
     }
     speed = Speed(tokens_per_second=1000.0, interval=(800.0, 1250.0), utilization=0.25)
     answer = PlanAnswer(
-        job=JOB, result=result, cluster=H100, speed=speed, price=3.6, lines=["<i>said</i>"], timelines=timelines
+        job=JOB,
+        result=result,
+        cluster=H100,
+        speed=speed,
+        price=3.6,
+        lines=["<i>said</i>"],
+        timelines=timelines,
     )
     shown = {card.title: (*card.values, card.note) for card in tiles(answer)}
     unit, length = unit_of(best.seconds)
@@ -108,7 +121,9 @@ def test_the_page_opens_with_a_sentence_tiles_and_the_ranking_and_folds_the_sour
     assert shown["Cost"][0] == "1,000,000"
     assert shown["Bottleneck"][0] == best.estimate.bottleneck
     assert shown["Memory of a rank"] == (f"{best.memory.total / 2**30:.1f} GiB", "of 80 GiB")
-    text = without_plotly(write_plan_page("a <b> plan", answer, tmp_path / "plan.html").read_text(encoding="utf-8"))
+    text = without_plotly(
+        write_plan_page("a <b> plan", answer, tmp_path / "plan.html").read_text(encoding="utf-8")
+    )
     places = [
         text.index(part)
         for part in ("a &lt;b&gt; plan</h1>", "<p class='lead'>The fastest of ", "<h3>Step time</h3>", "<th>plan 2</th>",

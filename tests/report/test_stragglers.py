@@ -21,7 +21,11 @@ WORLD = 4
 
 def times(**changes: object) -> list[dict]:
     """Return metrics of four equal ranks that wait a little for each other, with the given changes."""
-    table = {"seconds": [1.0] * WORLD, "compute": [0.5] * WORLD, "waited": (0.02 * (1 - np.eye(WORLD))).tolist()}
+    table = {
+        "seconds": [1.0] * WORLD,
+        "compute": [0.5] * WORLD,
+        "waited": (0.02 * (1 - np.eye(WORLD))).tolist(),
+    }
     return [{"ranks": {**table, **changes}}] * 3
 
 
@@ -41,7 +45,9 @@ def test_even_ranks_hold_nobody_up():
 def test_a_rank_that_works_longer_is_slow_and_those_that_wait_for_it_are_not():
     late = [(rank, 2, 0.4) for rank in (0, 1, 3)]
     (phrase,) = stragglers(times(compute=[0.5, 0.5, 0.9, 0.5], waited=waiting(*late)))
-    assert phrase.startswith("rank 2 is slow: its programs work 1.8 times as long as those of other ranks")
+    assert phrase.startswith(
+        "rank 2 is slow: its programs work 1.8 times as long as those of other ranks"
+    )
 
 
 def test_a_rank_for_which_all_wait_though_it_works_no_longer_comes_late():
@@ -51,12 +57,21 @@ def test_a_rank_for_which_all_wait_though_it_works_no_longer_comes_late():
 
 def test_a_rank_that_one_other_waits_for_stands_behind_a_slow_link():
     (phrase,) = stragglers(times(waited=waiting((3, 0, 0.4), (0, 3, 0.3))))
-    assert phrase == "the link from rank 0 to rank 3 is slow: rank 3 waits for its messages for 40% of the steps"
+    assert (
+        phrase
+        == "the link from rank 0 to rank 3 is slow: rank 3 waits for its messages for 40% of the steps"
+    )
 
 
 @pytest.mark.parametrize(
     "ranks",
-    [None, 3, {}, {"seconds": [1], "compute": [1, 2], "waited": []}, {"seconds": "x", "compute": [], "waited": [[]]}],
+    [
+        None,
+        3,
+        {},
+        {"seconds": [1], "compute": [1, 2], "waited": []},
+        {"seconds": "x", "compute": [], "waited": [[]]},
+    ],
 )
 def test_times_that_are_none_are_passed_over(ranks):
     assert stragglers([{"ranks": ranks}, {}]) == []
@@ -75,11 +90,15 @@ def slow_on_rank_1() -> None:
 
 
 def test_a_slow_rank_of_a_run_is_named_in_its_report(tmp_path):
-    (outcomes,) = train_on(2, [tiny(tmp_path, steps=2, batch_size=4, mesh={"ep": 2})], slow_on_rank_1)
+    (outcomes,) = train_on(
+        2, [tiny(tmp_path, steps=2, batch_size=4, mesh={"ep": 2})], slow_on_rank_1
+    )
     assert [each.refusal for each in outcomes] == ["", ""]
     ranks = lines(tmp_path / "run", "train")[-1]["ranks"]
     assert ranks["compute"][1] > ranks["compute"][0]
     assert ranks["waited"][0][1] > ranks["waited"][1][0]
     assert ranks["waited"][0][0] == ranks["waited"][1][1] == 0
     (phrase,) = summarise(tmp_path / "run", "run").stragglers
-    assert phrase.startswith("rank 1 is slow: its programs work 3.0 times as long as those of other ranks")
+    assert phrase.startswith(
+        "rank 1 is slow: its programs work 3.0 times as long as those of other ranks"
+    )

@@ -49,9 +49,10 @@ def test_series_follow_the_lines_of_their_kind(tmp_path: Path) -> None:
 def test_a_dense_run_has_no_expert_numbers(tmp_path: Path) -> None:
     numbers = summarise(dense_run(tmp_path / "dense"), "dense").headline()
     assert numbers["max_violation_per_layer"] == []
-    assert [numbers[key] for key in ("max_violation_mean", "dead_experts", "dropped_copies", "dropped_share")] == [
-        None
-    ] * 4
+    assert [
+        numbers[key]
+        for key in ("max_violation_mean", "dead_experts", "dropped_copies", "dropped_share")
+    ] == [None] * 4
 
 
 def test_a_run_without_evaluation_has_no_validation_loss(tmp_path: Path) -> None:
@@ -83,12 +84,19 @@ def test_an_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
 
 
 def test_mean_over_layers_keeps_the_steps_all_layers_have() -> None:
-    assert mean_over_layers([Series((1, 2), (1.0, 3.0)), Series((2, 3), (5.0, 7.0))]) == Series((2,), (4.0,))
+    assert mean_over_layers([Series((1, 2), (1.0, 3.0)), Series((2, 3), (5.0, 7.0))]) == Series(
+        (2,), (4.0,)
+    )
     assert mean_over_layers([]) == Series()
 
 
 def test_a_config_without_shapes_gives_no_token_count(tmp_path: Path) -> None:
-    assert summarise(write_run(tmp_path / "a", [eval_line(5, 1.0)], model={}), "a").headline()["tokens"] is None
+    assert (
+        summarise(write_run(tmp_path / "a", [eval_line(5, 1.0)], model={}), "a").headline()[
+            "tokens"
+        ]
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,9 +116,13 @@ def test_names_tell_runs_apart(paths: list[str], names: list[str]) -> None:
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     good = sparse_run(tmp_path / "good")
-    with pytest.raises(InputError, match=r"missing: no such folder: name the folder that moesaic train wrote"):
+    with pytest.raises(
+        InputError, match=r"missing: no such folder: name the folder that moesaic train wrote"
+    ):
         read_runs([tmp_path / "missing"])
-    assert "good: given twice: name each run once" in refused(read_runs, [good, tmp_path / "x" / ".." / "good"])
+    assert "good: given twice: name each run once" in refused(
+        read_runs, [good, tmp_path / "x" / ".." / "good"]
+    )
     (good / "metrics.jsonl").write_text("")
     assert "holds no line yet" in refused(read_runs, [good])
     (good / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n{"loss": 3}\n')
@@ -126,6 +138,9 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_layers_that_appear_with_fewer_entries_are_kept(tmp_path: Path) -> None:
-    lines = [train_line(1, 1.0, 1.0, [layer([1, 1], 0.0)]), train_line(2, 1.0, 1.0, [layer([1, 1], 0.0)] * 2)]
+    lines = [
+        train_line(1, 1.0, 1.0, [layer([1, 1], 0.0)]),
+        train_line(2, 1.0, 1.0, [layer([1, 1], 0.0)] * 2),
+    ]
     run = summarise(write_run(tmp_path / "a", lines), "a")
     assert [len(one.loads) for one in run.layers] == [2, 1]

@@ -16,7 +16,10 @@ from moesaic_lab.traces.synthetic import SyntheticRouting, make_segment
 
 def made(name: str = "a trace", **changes: object) -> Trace:
     return Trace.of(
-        make_segment(SyntheticRouting(**{"steps": 5, "num_layers": 2, "skew": 1.0, "drift": 0.5, **changes})), name
+        make_segment(
+            SyntheticRouting(**{"steps": 5, "num_layers": 2, "skew": 1.0, "drift": 0.5, **changes})
+        ),
+        name,
     )
 
 
@@ -26,7 +29,9 @@ def test_the_charts_show_the_figures():
     lines = {trace_.name: trace_.y for trace_ in violations(trace.steps, loads).data}
     assert list(lines) == ["layer 0", "layer 1", "mean"]
     assert list(lines["layer 1"]) == pytest.approx(loads[1].max_violation, rel=1e-5)
-    assert lines["mean"][2] == pytest.approx(np.mean([load.max_violation[2] for load in loads]), rel=1e-5)
+    assert lines["mean"][2] == pytest.approx(
+        np.mean([load.max_violation[2] for load in loads]), rel=1e-5
+    )
     (heat,) = expert_loads(trace.steps, loads[0].shares.tolist()).data
     assert np.array(heat.z) == pytest.approx(loads[0].shares.T * 16, abs=1e-3)
     assert list(heat.x) == [0, 1, 2, 3, 4]
@@ -34,11 +39,21 @@ def test_the_charts_show_the_figures():
 
 def test_the_page_holds_everything_and_escapes_names(tmp_path):
     trace = made("<script>alert(1)</script>")
-    text = write_trace_page(trace, layer_loads(trace), tmp_path / "new" / "page.html").read_text(encoding="utf-8")
+    text = write_trace_page(trace, layer_loads(trace), tmp_path / "new" / "page.html").read_text(
+        encoding="utf-8"
+    )
     assert "<script>alert" not in text
-    for part in ("MaxVio", "Load of the experts, layer 0", "Load of the experts, layer 1", "default-src 'none'"):
+    for part in (
+        "MaxVio",
+        "Load of the experts, layer 0",
+        "Load of the experts, layer 1",
+        "default-src 'none'",
+    ):
         assert part in text
-    assert "counts of 2 MoE layers with 16 experts, 2 per token; steps 0 to 4 of 16 sequences of 256 tokens" in text
+    assert (
+        "counts of 2 MoE layers with 16 experts, 2 per token; steps 0 to 4 of 16 sequences of 256 tokens"
+        in text
+    )
 
 
 def test_deep_models_show_layers_evenly_spread():

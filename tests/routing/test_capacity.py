@@ -22,7 +22,9 @@ def rows(capacity: Capacity, requested: list[int], num_valid: int, top_k: int) -
 def choice_of(experts: list[list[int]]) -> Choice:
     """Return the choice for each token's list of experts, best first; lists may differ in length."""
     flat = [(t, e, s) for t, row in enumerate(experts) for s, e in enumerate(row)]
-    token, expert, slot = (torch.tensor([entry[i] for entry in flat], dtype=torch.int64) for i in range(3))
+    token, expert, slot = (
+        torch.tensor([entry[i] for entry in flat], dtype=torch.int64) for i in range(3)
+    )
     return Choice(token, expert, slot)
 
 
@@ -32,7 +34,12 @@ def test_dropless_has_no_limit() -> None:
 
 def test_only_what_drops_has_an_order() -> None:
     assert not hasattr(Dropless(), "order")
-    by_score = [Dropless(), Capacity.fixed(1.0), Capacity.fixed(1.0, order="score"), Capacity.fitted(order="score")]
+    by_score = [
+        Dropless(),
+        Capacity.fixed(1.0),
+        Capacity.fixed(1.0, order="score"),
+        Capacity.fitted(order="score"),
+    ]
     assert [capacity.admits_by_score for capacity in by_score] == [False, False, True, True]
 
 
@@ -60,11 +67,15 @@ def test_no_valid_token_gives_no_row() -> None:
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("make", [Capacity.fixed, lambda factor: Capacity.fitted(at_most=factor)])
 def test_a_factor_that_is_no_positive_number_is_refused(make, factor: float) -> None:
-    with pytest.raises(InputError, match=r"a capacity factor must be .*above 0, got .*write Dropless\(\)"):
+    with pytest.raises(
+        InputError, match=r"a capacity factor must be .*above 0, got .*write Dropless\(\)"
+    ):
         make(factor)
 
 
-@pytest.mark.parametrize("make", [lambda: Capacity.fixed(1.0, order="best"), lambda: Capacity.fitted(order="best")])
+@pytest.mark.parametrize(
+    "make", [lambda: Capacity.fixed(1.0, order="best"), lambda: Capacity.fitted(order="best")]
+)
 def test_an_unknown_order_is_refused(make) -> None:
     assert 'order=\'best\' is unknown: write order="position" or order="score"' in refused(make)
 
@@ -72,7 +83,12 @@ def test_an_unknown_order_is_refused(make) -> None:
 def test_first_choices_come_before_second_choices() -> None:
     choice = choice_of([[0, 1], [1, 0], [1, 0]])
     # expert 0: token 0 first, then tokens 1 and 2 second; expert 1: tokens 1 and 2 first, then token 0 second
-    assert admit(choice, None, torch.tensor(2), None, 2).nonzero().flatten().tolist() == [0, 2, 3, 4]
+    assert admit(choice, None, torch.tensor(2), None, 2).nonzero().flatten().tolist() == [
+        0,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_copies_held_back_take_no_room() -> None:
@@ -87,24 +103,33 @@ def test_copies_held_back_take_no_room() -> None:
 def test_admission_equals_the_loop(data: st.DataObject) -> None:
     num_experts = data.draw(st.integers(1, 4))
     top_k = data.draw(st.integers(1, num_experts))
-    experts = data.draw(st.lists(st.permutations(range(num_experts)).map(lambda p: p[:top_k]), max_size=8))
+    experts = data.draw(
+        st.lists(st.permutations(range(num_experts)).map(lambda p: p[:top_k]), max_size=8)
+    )
     limit = data.draw(st.integers(0, 5))
     order = data.draw(st.sampled_from(["position", "score"]))
     choice = choice_of(experts)
     weights = torch.tensor(data.draw(st.lists(st.sampled_from([0.1, 0.2, 0.7]), min_size=len(choice.token),
                                               max_size=len(choice.token))), dtype=torch.float32)  # fmt: skip
     alive = torch.tensor(
-        data.draw(st.lists(st.booleans(), min_size=len(weights), max_size=len(weights))), dtype=torch.bool
+        data.draw(st.lists(st.booleans(), min_size=len(weights), max_size=len(weights))),
+        dtype=torch.bool,
     )
     # The best weight of a token is that of its alive copies; the reference does not see the other copies.
     best = torch.zeros(len(experts)).scatter_reduce(0, choice.token, weights * alive, "amax")
     copies = [
         Copy(t, e, s, w)
-        for t, e, s, w, a in zip(choice.token.tolist(), choice.expert.tolist(), choice.slot.tolist(), weights, alive)
+        for t, e, s, w, a in zip(
+            choice.token.tolist(), choice.expert.tolist(), choice.slot.tolist(), weights, alive
+        )
         if a
     ]
-    expected = sorted((c.token, c.slot, c.expert) for c in reference_admission(copies, limit, order))
-    sent = admit(choice, alive, torch.tensor(limit), best if order == "score" else None, num_experts)
+    expected = sorted(
+        (c.token, c.slot, c.expert) for c in reference_admission(copies, limit, order)
+    )
+    sent = admit(
+        choice, alive, torch.tensor(limit), best if order == "score" else None, num_experts
+    )
     indices = sent.nonzero().flatten()
     actual = [(int(choice.token[i]), int(choice.slot[i]), int(choice.expert[i])) for i in indices]
     assert actual == expected
@@ -113,9 +138,9 @@ def test_admission_equals_the_loop(data: st.DataObject) -> None:
 def layer_with_one_full_expert(**options: object) -> tuple[MoE, torch.Tensor]:
     """Return a layer and four tokens that all choose expert 0."""
     layer = MoE(4, 4, 2, 1, router=Scripted, losses=(), **options)
-    return layer, torch.tensor([[2.0, 0.0, 1.0, 1.0]]).repeat(4, 1) + torch.tensor([0.0, 0.3, 0.1, 0.2]).view(4, 1) * (
-        torch.tensor([1.0, 0.0, 0.0, 0.0])
-    )
+    return layer, torch.tensor([[2.0, 0.0, 1.0, 1.0]]).repeat(4, 1) + torch.tensor(
+        [0.0, 0.3, 0.1, 0.2]
+    ).view(4, 1) * (torch.tensor([1.0, 0.0, 0.0, 0.0]))
 
 
 def test_dropped_tokens_contribute_zero_and_are_counted() -> None:

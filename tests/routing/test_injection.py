@@ -192,17 +192,23 @@ def test_a_scale_that_was_set_is_taken_exactly() -> None:
 
 # Compiled
 
-in_one_graph = pytest.mark.skipif(not injection.TAKES_OBJECTS, reason="this torch injects losses between two graphs")
+in_one_graph = pytest.mark.skipif(
+    not injection.TAKES_OBJECTS, reason="this torch injects losses between two graphs"
+)
 
 
 @pytest.fixture
 def compiled() -> Callable[[MoE], Callable[[Tensor], Tensor]]:
     torch._dynamo.reset()
-    return lambda layer: torch.compile(layer, fullgraph=injection.TAKES_OBJECTS, backend="aot_eager")
+    return lambda layer: torch.compile(
+        layer, fullgraph=injection.TAKES_OBJECTS, backend="aot_eager"
+    )
 
 
 @in_one_graph
-def test_compiled_micro_batches_weigh_one(compiled: Callable[[MoE], Callable[[Tensor], Tensor]]) -> None:
+def test_compiled_micro_batches_weigh_one(
+    compiled: Callable[[MoE], Callable[[Tensor], Tensor]],
+) -> None:
     layer = layer_of()
     call = compiled(layer)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
@@ -214,7 +220,9 @@ def test_compiled_micro_batches_weigh_one(compiled: Callable[[MoE], Callable[[Te
         optimizer.step()
         optimizer.zero_grad()
     (call(tokens()) * 0).sum().backward()
-    assert "the last call of a MoE was compiled, and its graph injects the losses" in refused(collect_losses, layer)
+    assert "the last call of a MoE was compiled, and its graph injects the losses" in refused(
+        collect_losses, layer
+    )
     gradient = once(layer)
     layer.zero_grad()
     y = call(tokens())
@@ -225,7 +233,9 @@ def test_compiled_micro_batches_weigh_one(compiled: Callable[[MoE], Callable[[Te
 
 
 @in_one_graph
-def test_layers_share_their_compiled_code(compiled: Callable[[MoE], Callable[[Tensor], Tensor]]) -> None:
+def test_layers_share_their_compiled_code(
+    compiled: Callable[[MoE], Callable[[Tensor], Tensor]],
+) -> None:
     torch._dynamo.utils.counters.clear()  # of what was compiled before
     layers = [layer_of() for _ in range(4)]
     for layer in layers:
@@ -236,7 +246,9 @@ def test_layers_share_their_compiled_code(compiled: Callable[[MoE], Callable[[Te
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
 
 
-def test_a_torch_whose_graphs_take_no_objects_injects_between_two_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_whose_graphs_take_no_objects_injects_between_two_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(injection, "TAKES_OBJECTS", False)
     layer = layer_of()
@@ -259,7 +271,9 @@ def in_half(layer: MoE) -> Tensor:
 
 
 @pytest.mark.parametrize("how", ["autocast", "compiled", "half"])
-def test_float16_refuses_to_guess_the_scale(how: str, compiled: Callable[[MoE], Callable[[Tensor], Tensor]]) -> None:
+def test_float16_refuses_to_guess_the_scale(
+    how: str, compiled: Callable[[MoE], Callable[[Tensor], Tensor]]
+) -> None:
     layer = make_layer(losses=LOSSES)
     call = compiled(layer) if how == "compiled" else layer
     if how == "half":

@@ -25,7 +25,10 @@ ALL_LOSSES = [
 
 
 def values(layer: MoE, x: torch.Tensor, **options: object) -> dict[str, float]:
-    return {name: float(value) for name, value in layer(x, return_routing=True, **options)[1].losses.items()}
+    return {
+        name: float(value)
+        for name, value in layer(x, return_routing=True, **options)[1].losses.items()
+    }
 
 
 def scripted(*losses: AbstractLoss, top_k: int = 1, **options: object) -> MoE:
@@ -60,7 +63,9 @@ def test_the_sequence_level_weighs_sequences_by_their_length() -> None:
     x = torch.tensor([[[30.0, -30.0]] * 4, [[30.0, -30.0], [-30.0, 30.0]] * 2])
     mask = torch.tensor([[True] * 4, [True, True, False, False]])
     layer = scripted(LoadBalance(1.0, level="sequence"))
-    assert values(layer, x, mask=mask)["load_balance_sequence"] == pytest.approx((4 * 2 + 2 * 1) / 6)
+    assert values(layer, x, mask=mask)["load_balance_sequence"] == pytest.approx(
+        (4 * 2 + 2 * 1) / 6
+    )
 
 
 def test_the_global_batch_level_counts_since_the_last_step() -> None:
@@ -74,7 +79,9 @@ def test_the_global_batch_level_counts_since_the_last_step() -> None:
 
 def test_importance_is_the_squared_coefficient_of_variation() -> None:
     x = torch.tensor([[30.0, -30.0], [30.0, -30.0], [30.0, -30.0], [-30.0, 30.0]])
-    assert values(scripted(Importance(1.0)), x)["importance"] == pytest.approx(1 / 4)  # loads 3 and 1, mean 2, var 1
+    assert values(scripted(Importance(1.0)), x)["importance"] == pytest.approx(
+        1 / 4
+    )  # loads 3 and 1, mean 2, var 1
 
 
 def test_z_loss_is_the_mean_squared_logsumexp() -> None:
@@ -90,8 +97,12 @@ def test_losses_are_counted_before_capacity() -> None:
     assert values(layer, x) == values(layer, x, capacity=Capacity.fixed(0.25))
 
 
-@pytest.mark.parametrize("loss", [LoadBalance(0.1), Importance(0.1), ZLoss(0.1)], ids=lambda loss: loss.name)
-def test_the_shape_of_the_batch_does_not_change_the_loss_or_its_gradient(loss: AbstractLoss) -> None:
+@pytest.mark.parametrize(
+    "loss", [LoadBalance(0.1), Importance(0.1), ZLoss(0.1)], ids=lambda loss: loss.name
+)
+def test_the_shape_of_the_batch_does_not_change_the_loss_or_its_gradient(
+    loss: AbstractLoss,
+) -> None:
     layer = make_layer(losses=(loss,)).double()
     x = torch.randn(3, 4, 8, dtype=torch.float64)
     zero = torch.zeros_like(x)
@@ -187,24 +198,38 @@ def test_padding_of_any_value_leaves_losses_finite() -> None:
 @pytest.mark.parametrize("make", [LoadBalance, Importance, ZLoss])
 @pytest.mark.parametrize("coefficient", [-0.1, float("nan"), float("inf")])
 def test_a_coefficient_that_is_no_number_of_0_or_more_is_refused(make, coefficient: float) -> None:
-    message = f"{make.__name__}: the coefficient must be a finite number of 0 or more, got {coefficient}"
+    message = (
+        f"{make.__name__}: the coefficient must be a finite number of 0 or more, got {coefficient}"
+    )
     with pytest.raises(InputError, match=message):
         make(coefficient)
 
 
-def statistics(with_importance: bool = True, dtype: torch.dtype = torch.float32, **changes: object) -> RouterStatistics:
+def statistics(
+    with_importance: bool = True, dtype: torch.dtype = torch.float32, **changes: object
+) -> RouterStatistics:
     logits = torch.zeros(3, 2, dtype=dtype)
     choice = token_choice(torch.tensor([[0, 1], [1, 0], [0, 1]]))
     arguments = {"alive_N": torch.tensor([True] * 5 + [False]), "valid_T": None, "num_sequences": 1}
-    arguments |= {"earlier_counts_E": None, "with_importance": with_importance, "with_logsumexp": False, **changes}
+    arguments |= {
+        "earlier_counts_E": None,
+        "with_importance": with_importance,
+        "with_logsumexp": False,
+        **changes,
+    }
     weight = torch.arange(1.0, 7.0, dtype=dtype, requires_grad=True)
-    return RouterStatistics.of(Scores(logits, logits.softmax(-1), logits, logits), choice, weight, **arguments)
+    return RouterStatistics.of(
+        Scores(logits, logits.softmax(-1), logits, logits), choice, weight, **arguments
+    )
 
 
 def test_counts_are_exact_beyond_the_integers_of_float32() -> None:
     sums = statistics(earlier_counts_E=torch.tensor([2**24 + 3, 2**24 + 2]))
     assert sums.counts_GE.tolist() == [[3.0, 2.0]]
-    assert sums.step_counts_E.tolist() == [2**24 + 6, 2**24 + 4]  # in float32 the first would become 2**24 + 8
+    assert sums.step_counts_E.tolist() == [
+        2**24 + 6,
+        2**24 + 4,
+    ]  # in float32 the first would become 2**24 + 8
 
 
 def test_importance_sums_the_living_weights_when_a_loss_asks() -> None:
@@ -216,7 +241,9 @@ def test_importance_sums_the_living_weights_when_a_loss_asks() -> None:
 
 
 def test_the_logsumexp_is_summed_when_a_loss_asks() -> None:
-    assert float(statistics(with_logsumexp=True).logsumexp_squared) == pytest.approx(3 * math.log(2) ** 2)
+    assert float(statistics(with_logsumexp=True).logsumexp_squared) == pytest.approx(
+        3 * math.log(2) ** 2
+    )
     assert float(statistics().logsumexp_squared) == 0
     assert [loss.name for loss in ALL_LOSSES if loss.needs_logsumexp] == ["z_loss"]
 
@@ -226,7 +253,9 @@ def test_only_the_global_batch_reads_the_counts_of_the_step() -> None:
 
 
 def test_an_unknown_level_is_refused() -> None:
-    with pytest.raises(InputError, match="level='batch' is unknown: write micro_batch, sequence or global_batch"):
+    with pytest.raises(
+        InputError, match="level='batch' is unknown: write micro_batch, sequence or global_batch"
+    ):
         LoadBalance(0.1, level="batch")
 
 

@@ -16,13 +16,26 @@ from moesaic.comm.transport import AbstractTransport
 from moesaic.kernels.top_k import top_k_indices, top_k_indices_reference
 from moesaic.program.grid import Grid
 from moesaic.routing.router import AbstractRouter
-from moesaic.routing.routers import ON_MESH, ROUTERS, GroupLimited, GShardTop2, SigmoidTopK, SoftmaxTopK, TopologyRouter
+from moesaic.routing.routers import (
+    ON_MESH,
+    ROUTERS,
+    GroupLimited,
+    GShardTop2,
+    SigmoidTopK,
+    SoftmaxTopK,
+    TopologyRouter,
+)
 from moesaic.routing.routers.topology import node_level
 from moesaic.routing.routing import Scores
 
 DIM, EXPERTS, TOKENS, ODD = 8, 4, 12, 5
 NODES = Grid(world=4, ep=4, ranks_per_node=2)
-ODD_TOKENS = {"NaN": math.nan, "NaN with the sign bit": -math.nan, "infinity": math.inf, "minus infinity": -math.inf}
+ODD_TOKENS = {
+    "NaN": math.nan,
+    "NaN with the sign bit": -math.nan,
+    "infinity": math.inf,
+    "minus infinity": -math.inf,
+}
 READS_NO_LOGITS = ("hash",)
 """Routers whose weights do not depend on the activations of the token."""
 LOOKS_AT_OTHERS = ("base", "expert_choice", "topology")
@@ -39,7 +52,9 @@ def build(name: str) -> AbstractRouter:
 def layer_of(name: str, capacity: Capacity | None = None) -> MoE:
     torch.manual_seed(0)
     router = build(name)
-    return MoE(DIM, 8, EXPERTS, TOP_K.get(name, 2), router=lambda *_: router, losses=(), capacity=capacity)
+    return MoE(
+        DIM, 8, EXPERTS, TOP_K.get(name, 2), router=lambda *_: router, losses=(), capacity=capacity
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -60,7 +75,9 @@ OF_FIVE: dict[str, Callable[[], AbstractRouter]] = {
 
 
 @pytest.mark.parametrize(("name", "train", "row"), pairwise(OF_FIVE, (True, False), ODD_LOGITS))
-def test_a_token_goes_to_different_experts_whatever_its_logits(name: str, train: bool, row: str) -> None:
+def test_a_token_goes_to_different_experts_whatever_its_logits(
+    name: str, train: bool, row: str
+) -> None:
     router = OF_FIVE[name]()
     logits = torch.tensor([ODD_LOGITS[row]])
     scores = Scores(logits, logits.softmax(1), logits.sigmoid(), logits)
@@ -70,7 +87,9 @@ def test_a_token_goes_to_different_experts_whatever_its_logits(name: str, train:
     assert 0 <= min(expert) <= max(expert) < 5
 
 
-@pytest.mark.parametrize(("name", "train", "odd"), pairwise((*ROUTERS, *ON_MESH), (True, False), ODD_TOKENS))
+@pytest.mark.parametrize(
+    ("name", "train", "odd"), pairwise((*ROUTERS, *ON_MESH), (True, False), ODD_TOKENS)
+)
 def test_an_odd_token_spoils_its_own_result_alone(name: str, train: bool, odd: str) -> None:
     layer = layer_of(name).train(train)
     x = torch.randn(TOKENS, DIM)
@@ -102,7 +121,9 @@ def test_nothing_is_counted_where_all_is_finite_or_padding(name: str) -> None:
     assert y.isfinite().all()
 
 
-@pytest.mark.parametrize("capacity", [Capacity.fixed(0.5), Capacity.fixed(0.5, order="score"), Capacity.fitted()])
+@pytest.mark.parametrize(
+    "capacity", [Capacity.fixed(0.5), Capacity.fixed(0.5, order="score"), Capacity.fitted()]
+)
 def test_copies_are_counted_before_the_capacity_drops_them(capacity: Capacity) -> None:
     x = torch.randn(TOKENS, DIM)
     x[ODD] = math.nan

@@ -25,7 +25,16 @@ from moesaic.routing.peers import Peers
 from moesaic.routing.route import Routed, TokenInfo, route
 
 DIM, EXPERTS = 8, 4
-ONE_TOKEN_AT_A_TIME = ["softmax", "sigmoid", "switch", "group_limited", "cosine", "hash", "noisy", "gshard"]
+ONE_TOKEN_AT_A_TIME = [
+    "softmax",
+    "sigmoid",
+    "switch",
+    "group_limited",
+    "cosine",
+    "hash",
+    "noisy",
+    "gshard",
+]
 LOSSES = (LoadBalance(0.7), Importance(0.3), ZLoss(0.2))
 CAPACITIES: dict[str, AbstractCapacity] = {
     "dropless": Dropless(),
@@ -65,7 +74,9 @@ class Tokens:
 def draw(name: str, lengths: Sequence[int], *, padded: bool, seed: int) -> Tokens:
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
-    x = torch.randn(total, DIM, generator=generator, dtype=torch.float64) + torch.linspace(-1, 2, DIM)
+    x = torch.randn(total, DIM, generator=generator, dtype=torch.float64) + torch.linspace(
+        -1, 2, DIM
+    )
     valid = torch.rand(total, generator=generator) < 0.7 if padded else None
     ids = torch.randint(0, 50, (total,), generator=generator)
     torch.manual_seed(seed)
@@ -92,7 +103,15 @@ def run(
         noise=None if tokens.noise is None else tokens.noise[part],
         **options,  # type: ignore[arg-type]
     )
-    routed = route(router, x, top_k=TOP_K.get(name, 2), capacity=capacity, losses=losses, batch=batch, peers=peers)
+    routed = route(
+        router,
+        x,
+        top_k=TOP_K.get(name, 2),
+        capacity=capacity,
+        losses=losses,
+        batch=batch,
+        peers=peers,
+    )
     parameters = list(router.parameters())
     if routed.loss is None or not routed.loss.requires_grad:
         return routed, torch.zeros_like(x), [torch.zeros_like(p) for p in parameters]
@@ -102,7 +121,9 @@ def run(
 
 def rows(routed: Routed, first: int = 0) -> list[tuple[int, int, float]]:
     routing = routed.routing
-    return sorted(zip((routing.token + first).tolist(), routing.expert.tolist(), routing.weight.tolist()))
+    return sorted(
+        zip((routing.token + first).tolist(), routing.expert.tolist(), routing.weight.tolist())
+    )
 
 
 def lengths_of(seed: int) -> list[int]:
@@ -125,7 +146,9 @@ def test_losses_that_are_linear_in_sums_are_those_of_one_process(name: str, seed
     assert whole.loss is not None
 
     def rank(transport: AbstractTransport) -> tuple[Routed, Tensor, list[Tensor]]:
-        return run(name, tokens, tokens.part(transport.rank), Dropless(), losses, CountingPeers(transport))
+        return run(
+            name, tokens, tokens.part(transport.rank), Dropless(), losses, CountingPeers(transport)
+        )
 
     found = run_ranks(len(lengths), rank, seed=seed)
     for routed, _, _ in found:
@@ -140,19 +163,30 @@ def test_losses_that_are_linear_in_sums_are_those_of_one_process(name: str, seed
 
 
 @pytest.mark.parametrize(
-    ("name", "capacity", "seed"), pairwise(ONE_TOKEN_AT_A_TIME, CAPACITIES, range(3), empty=has_one_rank)
+    ("name", "capacity", "seed"),
+    pairwise(ONE_TOKEN_AT_A_TIME, CAPACITIES, range(3), empty=has_one_rank),
 )
-def test_ranks_send_what_one_process_with_all_tokens_sends(name: str, capacity: str, seed: int) -> None:
+def test_ranks_send_what_one_process_with_all_tokens_sends(
+    name: str, capacity: str, seed: int
+) -> None:
     lengths = lengths_of(seed)
     world = len(lengths)
     tokens = draw(name, lengths, padded=seed == 1, seed=seed)
     whole, dx, dw = run(name, tokens, slice(0, sum(lengths)), CAPACITIES[capacity])
 
     def rank(transport: AbstractTransport) -> tuple[Routed, Tensor, list[Tensor]]:
-        return run(name, tokens, tokens.part(transport.rank), CAPACITIES[capacity], peers=CountingPeers(transport))
+        return run(
+            name,
+            tokens,
+            tokens.part(transport.rank),
+            CAPACITIES[capacity],
+            peers=CountingPeers(transport),
+        )
 
     found = run_ranks(world, rank, seed=seed)
-    together = [row for r, (routed, *_) in enumerate(found) for row in rows(routed, tokens.part(r).start)]
+    together = [
+        row for r, (routed, *_) in enumerate(found) for row in rows(routed, tokens.part(r).start)
+    ]
     assert sorted(together) == rows(whole)
     for r, (routed, *_) in enumerate(found):
         routing, record = routed.routing, routed.record
@@ -163,7 +197,9 @@ def test_ranks_send_what_one_process_with_all_tokens_sends(name: str, capacity: 
         if routing.capacity is not None:
             assert int(routing.capacity) == int(whole.routing.capacity)  # type: ignore[arg-type]
         own = torch.bincount(routing.expert, minlength=EXPERTS).tolist()
-        assert record.by_rank[r].tolist() == own, "what the others were told is what this rank sends"
+        assert record.by_rank[r].tolist() == own, (
+            "what the others were told is what this rank sends"
+        )
         for loss, value in routing.losses.items():
             torch.testing.assert_close(value, whole.routing.losses[loss])
     torch.testing.assert_close(torch.cat([grad for _, grad, _ in found]), dx)
@@ -181,7 +217,9 @@ def test_a_limit_per_rank_drops_as_each_rank_alone_would(name: str, order: str) 
     alone = [run(name, tokens, tokens.part(r), capacity, losses=())[0] for r in range(3)]
 
     def rank(transport: AbstractTransport) -> Routed:
-        return run(name, tokens, tokens.part(transport.rank), capacity, peers=CountingPeers(transport))[0]
+        return run(
+            name, tokens, tokens.part(transport.rank), capacity, peers=CountingPeers(transport)
+        )[0]
 
     found = run_ranks(3, rank)
     for r, routed in enumerate(found):
@@ -189,7 +227,9 @@ def test_a_limit_per_rank_drops_as_each_rank_alone_would(name: str, order: str) 
         assert routed.record.by_rank.tolist() == [each.routing.counts.tolist() for each in alone]
         assert routed.routing.counts.tolist() == sum(each.routing.counts for each in alone).tolist()
         for loss, value in whole.routing.losses.items():
-            torch.testing.assert_close(routed.routing.losses[loss], value)  # losses span all ranks nevertheless
+            torch.testing.assert_close(
+                routed.routing.losses[loss], value
+            )  # losses span all ranks nevertheless
     assert sum(len(rows(each)) for each in alone) < len(rows(whole)), "something was dropped"
 
 
@@ -199,7 +239,15 @@ def test_order_by_score_is_each_ranks_own_under_either_scope() -> None:
     def both(transport: AbstractTransport) -> list[list[tuple[int, int, float]]]:
         made = [Capacity.fixed(0.5, order="score", scope=scope) for scope in ("mesh", "rank")]  # type: ignore[arg-type]
         return [
-            rows(run("softmax", tokens, tokens.part(transport.rank), c, peers=CountingPeers(transport))[0])
+            rows(
+                run(
+                    "softmax",
+                    tokens,
+                    tokens.part(transport.rank),
+                    c,
+                    peers=CountingPeers(transport),
+                )[0]
+            )
             for c in made
         ]
 
@@ -209,9 +257,12 @@ def test_order_by_score_is_each_ranks_own_under_either_scope() -> None:
 
 @pytest.mark.parametrize("level", ["micro_batch", "sequence", "global_batch"])
 @pytest.mark.parametrize(
-    ("sequences", "length", "slices", "groups"), [(2, 5, 2, 1), (3, 3, 4, 1), (2, 4, 2, 2), (1, 7, 3, 1)]
+    ("sequences", "length", "slices", "groups"),
+    [(2, 5, 2, 1), (3, 3, 4, 1), (2, 4, 2, 2), (1, 7, 3, 1)],
 )
-def test_slices_that_cut_sequences_give_the_losses_of_whole_ones(sequences, length, slices, groups, level):
+def test_slices_that_cut_sequences_give_the_losses_of_whole_ones(
+    sequences, length, slices, groups, level
+):
     """In schedule S1 each rank of a tensor group routes a contiguous share of the group's tokens, which may cut sequences."""
     per_group = sequences * length
     starts = [g * per_group + per_group * i // slices for g in range(groups) for i in range(slices)]
@@ -264,7 +315,8 @@ def test_ranks_exchange_once_a_call_and_not_at_all_in_a_replay() -> None:
         once = peers.exchanges
         again = route(router, x, replay=first.record, **options)  # type: ignore[arg-type]
         same = rows(first) == rows(again) and all(
-            torch.equal(value, again.routing.losses[name]) for name, value in first.routing.losses.items()
+            torch.equal(value, again.routing.losses[name])
+            for name, value in first.routing.losses.items()
         )
         return once, peers.exchanges, same
 

@@ -42,11 +42,20 @@ def test_a_replay_repeats_the_call_bit_for_bit(name: str, capacity) -> None:
 def test_a_replay_reads_the_counts_of_the_first_pass() -> None:
     router, x = make_router("softmax"), torch.randn(6, 8)
     losses, earlier = (LoadBalance(1.0, level="global_batch"),), torch.tensor([5, 0, 0, 0])
-    first = route(router, x, top_k=2, capacity=Dropless(), losses=losses, batch=TokenInfo(earlier_counts=earlier))
+    first = route(
+        router,
+        x,
+        top_k=2,
+        capacity=Dropless(),
+        losses=losses,
+        batch=TokenInfo(earlier_counts=earlier),
+    )
     value = first.loss.clone()
     earlier += 100
     batch = TokenInfo(earlier_counts=earlier)
-    again = route(router, x, top_k=2, capacity=Dropless(), losses=losses, batch=batch, replay=first.record)
+    again = route(
+        router, x, top_k=2, capacity=Dropless(), losses=losses, batch=batch, replay=first.record
+    )
     assert torch.equal(again.loss, value)
 
 
@@ -54,7 +63,9 @@ def test_rows_per_token_is_known_only_when_every_copy_is_sent() -> None:
     x = torch.randn(6, 8)
     assert routed("softmax", x).routing.rows_per_token == 2
     assert routed("softmax", x, capacity=Capacity.fixed(9.0)).routing.rows_per_token is None
-    assert routed("softmax", x, valid_T=torch.ones(6, dtype=torch.bool)).routing.rows_per_token is None
+    assert (
+        routed("softmax", x, valid_T=torch.ones(6, dtype=torch.bool)).routing.rows_per_token is None
+    )
     assert routed("expert_choice", x).routing.rows_per_token is None
 
 
@@ -73,9 +84,17 @@ def test_counts_are_rows_and_requested_are_copies() -> None:
     x = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [3.0, 1.0, 2.0], [1.0, 2.0, 3.0]])
     valid = torch.tensor([True, True, True, False])
     batch = TokenInfo(valid_T=valid)
-    result = route(Scripted(3, 3), x, top_k=2, capacity=Capacity.fixed(0.9), batch=batch).routing  # ceil(1.8) = 2
+    result = route(
+        Scripted(3, 3), x, top_k=2, capacity=Capacity.fixed(0.9), batch=batch
+    ).routing  # ceil(1.8) = 2
     assert result.requested.tolist() == [3, 2, 1]
     assert result.counts.tolist() == [2, 2, 1]
     assert int(result.dropped) == 1
     assert int(result.num_valid) == 3
-    assert list(zip(result.token.tolist(), result.expert.tolist())) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 2)]
+    assert list(zip(result.token.tolist(), result.expert.tolist())) == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (2, 2),
+    ]

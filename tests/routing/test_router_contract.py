@@ -25,7 +25,8 @@ def ask(
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens", "train"), pairwise(NAMES, (0, 1, 7), (True, False), empty=lambda _, tokens, __: tokens == 0)
+    ("name", "tokens", "train"),
+    pairwise(NAMES, (0, 1, 7), (True, False), empty=lambda _, tokens, __: tokens == 0),
 )
 def test_scores_choice_and_weights_have_their_shapes(name: str, tokens: int, train: bool) -> None:
     router, top_k = make_router(name).train(train), TOP_K.get(name, 2)
@@ -92,14 +93,22 @@ SATURATING = ("sigmoid", "group_limited", "expert_choice")
     pairwise(NAMES, (torch.float32, torch.bfloat16, torch.float16), (1.0, 100.0, 300.0, 1e4)),
     ids=str,
 )
-def test_choices_differ_from_float64_among_equal_scores_only(name: str, low: torch.dtype, scale: float) -> None:
-    router, top_k, tokens = ROUTERS[name](8, 8).to(low).eval(), TOP_K.get(name, 2), torch.randn(64, 8).to(low)
+def test_choices_differ_from_float64_among_equal_scores_only(
+    name: str, low: torch.dtype, scale: float
+) -> None:
+    router, top_k, tokens = (
+        ROUTERS[name](8, 8).to(low).eval(),
+        TOP_K.get(name, 2),
+        torch.randn(64, 8).to(low),
+    )
     with torch.no_grad():
         for parameter in router.parameters():
             parameter.mul_(scale)
     exact_scores, exact_choice, _ = ask(copy.deepcopy(router).double(), tokens.double(), top_k)
     _, choice, _ = ask(router, tokens.float(), top_k)
-    pairs = [sorted(zip(each.token.tolist(), each.expert.tolist())) for each in (choice, exact_choice)]
+    pairs = [
+        sorted(zip(each.token.tolist(), each.expert.tolist())) for each in (choice, exact_choice)
+    ]
     assert name in SATURATING or pairs[0] == pairs[1]
     by = 1 if name == "expert_choice" else 0  # each expert chooses tokens
     size = max(1.0, float(exact_scores.rank_by.detach().abs().max()))
@@ -112,7 +121,9 @@ def test_choices_differ_from_float64_among_equal_scores_only(name: str, low: tor
 
 @pytest.mark.parametrize(
     ("name", "train", "capacity"),
-    pairwise(NAMES, (True, False), (None, Capacity.fixed(0.75), Capacity.fixed(0.75, order="score"))),
+    pairwise(
+        NAMES, (True, False), (None, Capacity.fixed(0.75), Capacity.fixed(0.75, order="score"))
+    ),
     ids=str,
 )
 def test_the_layer_equals_the_reference(name: str, train: bool, capacity: Capacity | None) -> None:
@@ -122,7 +133,9 @@ def test_the_layer_equals_the_reference(name: str, train: bool, capacity: Capaci
 
 
 # Other routers draw other random numbers for other numbers of tokens, so only these can be compared in training.
-@pytest.mark.parametrize(("name", "train"), [(n, False) for n in NAMES] + [(n, True) for n in DETERMINISTIC])
+@pytest.mark.parametrize(
+    ("name", "train"), [(n, False) for n in NAMES] + [(n, True) for n in DETERMINISTIC]
+)
 def test_padding_changes_nothing_for_the_other_tokens(name: str, train: bool) -> None:
     layer = make_layer(name).double().train(train)
     x = torch.randn(3, 6, 8, dtype=torch.float64)
@@ -169,7 +182,9 @@ def test_one_seed_gives_one_result(name: str) -> None:
     assert torch.equal(first.y, second.y)
     assert torch.equal(first.dx, second.dx)
     for key in first.grads:
-        assert first.grads[key] is second.grads[key] is None or torch.equal(first.grads[key], second.grads[key])
+        assert first.grads[key] is second.grads[key] is None or torch.equal(
+            first.grads[key], second.grads[key]
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -183,7 +198,9 @@ def test_the_router_learns_from_the_main_loss(name: str) -> None:
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_router_that_looks_at_each_token_alone_chooses_the_same_for_it_alone(name: str, train: bool) -> None:
+def test_a_router_that_looks_at_each_token_alone_chooses_the_same_for_it_alone(
+    name: str, train: bool
+) -> None:
     router, top_k = make_router(name).train(train), TOP_K.get(name, 2)
     if router.looks_across_tokens or router.draw(1, torch.device("cpu")) is not None:
         pytest.skip("its choice depends on other tokens, or on chance")
@@ -195,7 +212,9 @@ def test_a_router_that_looks_at_each_token_alone_chooses_the_same_for_it_alone(n
         scores = router.scores(x[token : token + 1], None, ids[token : token + 1])
         alone = router.choose(scores, top_k, None, None)
         assert alone.expert.tolist() == together.expert[together.token == token].tolist()
-        torch.testing.assert_close(router.weigh(scores, alone, top_k), weights[together.token == token])
+        torch.testing.assert_close(
+            router.weigh(scores, alone, top_k), weights[together.token == token]
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -206,5 +225,9 @@ def test_finish_step_starts_the_counts_anew(name: str) -> None:
     assert torch.equal(layer.step_counts, routing.requested)
     finish_step(layer)
     assert not layer.step_counts.any()
-    changed = {key for key, value in layer.router.state_dict().items() if not torch.equal(value, before[key])}
+    changed = {
+        key
+        for key, value in layer.router.state_dict().items()
+        if not torch.equal(value, before[key])
+    }
     assert all(key.endswith("bias") for key in changed)

@@ -59,14 +59,18 @@ def test_sigmoid_bias_moves_the_choice_but_not_the_weights() -> None:
     assert choice.expert.view(5, 2)[:, 0].tolist() == [3] * 5
     gates = (x @ router.weight.T).sigmoid()
     chosen = gates.gather(1, choice.expert.view(5, 2))
-    torch.testing.assert_close(router.weigh(scores, choice, 2).view(5, 2), chosen / chosen.sum(1, keepdim=True))
+    torch.testing.assert_close(
+        router.weigh(scores, choice, 2).view(5, 2), chosen / chosen.sum(1, keepdim=True)
+    )
 
 
 def test_sigmoid_scale_and_normalize_do_what_they_say() -> None:
     x = torch.randn(5, 8)
     scaled, plain = SigmoidTopK(8, 4, scale=2.5), SigmoidTopK(8, 4, normalize=False)
     scores, choice = ask(scaled, x, 2)
-    torch.testing.assert_close(scaled.weigh(scores, choice, 2).view(5, 2).sum(1), torch.full((5,), 2.5))
+    torch.testing.assert_close(
+        scaled.weigh(scores, choice, 2).view(5, 2).sum(1), torch.full((5,), 2.5)
+    )
     scores, choice = ask(plain, x, 2)
     assert torch.equal(plain.weigh(scores, choice, 2), scores.gates[choice.token, choice.expert])
 
@@ -108,12 +112,16 @@ def test_cosine_temperature_stops_at_its_floor() -> None:
 
 def test_cosine_ignores_the_length_of_a_token() -> None:
     router, x = CosineTopK(8, 4), torch.randn(6, 8)
-    torch.testing.assert_close(router.scores(x, None, None).probs, router.scores(7 * x, None, None).probs)
+    torch.testing.assert_close(
+        router.scores(x, None, None).probs, router.scores(7 * x, None, None).probs
+    )
 
 
 @pytest.mark.parametrize("rank_by", ["best", "best_two"])
 def test_group_limited_never_leaves_its_groups(rank_by: str) -> None:
-    router = GroupLimited(make_router("sigmoid", num_experts=12), num_groups=4, top_groups=2, rank_groups_by=rank_by)
+    router = GroupLimited(
+        make_router("sigmoid", num_experts=12), num_groups=4, top_groups=2, rank_groups_by=rank_by
+    )
     _, choice = ask(router, torch.randn(200, 8), 6)
     groups = choice.expert.view(200, 6) // 3
     assert all(len(set(row)) == 2 for row in groups.tolist())
@@ -121,7 +129,9 @@ def test_group_limited_never_leaves_its_groups(rank_by: str) -> None:
 
 
 @pytest.mark.parametrize(("rank_by", "group"), [("best", 0), ("best_two", 1)])
-def test_groups_rank_by_their_best_or_by_the_sum_of_their_two_best(rank_by: str, group: int) -> None:
+def test_groups_rank_by_their_best_or_by_the_sum_of_their_two_best(
+    rank_by: str, group: int
+) -> None:
     logits = torch.tensor([[9.0, 0.0, 0.0, 6.0, 5.0, -9.0]])
     router = GroupLimited(SoftmaxTopK(6, 6), num_groups=2, top_groups=1, rank_groups_by=rank_by)
     choice = router.choose(of_logits(logits), 2, None, None)
@@ -138,7 +148,9 @@ def test_group_limited_weighs_and_updates_as_the_router_inside() -> None:
 
 @pytest.mark.parametrize("name", ["expert_choice", "base", "hash", "group_limited"])
 def test_group_limited_refuses_routers_that_do_not_pick_by_rank(name: str) -> None:
-    with pytest.raises(InputError, match=r"GroupLimited cannot wrap .*: give it a router that ranks by scores"):
+    with pytest.raises(
+        InputError, match=r"GroupLimited cannot wrap .*: give it a router that ranks by scores"
+    ):
         GroupLimited(make_router(name), num_groups=2, top_groups=1)
 
 
@@ -180,7 +192,9 @@ def test_copies_that_gshard_holds_back_are_in_no_count() -> None:
     assert int(routing.dropped) == 0
 
 
-@pytest.mark.parametrize(("rows", "experts"), [(0, 3), (1, 3), (4, 2), (5, 2), (6, 3), (5, 1), (2, 4)])
+@pytest.mark.parametrize(
+    ("rows", "experts"), [(0, 3), (1, 3), (4, 2), (5, 2), (6, 3), (5, 1), (2, 4)]
+)
 def test_the_balanced_assignment_equals_brute_force(rows: int, experts: int) -> None:
     scores = np.random.default_rng(0).normal(size=(rows, experts))
     seats = -(-rows // experts)
@@ -209,12 +223,16 @@ def test_base_balances_the_tokens_that_are_not_padding() -> None:
 
 
 def test_base_takes_one_expert_in_every_call() -> None:
-    with pytest.raises(InputError, match="the BASE router assigns one expert per token, got top_k=2: set top_k=1"):
+    with pytest.raises(
+        InputError, match="the BASE router assigns one expert per token, got top_k=2: set top_k=1"
+    ):
         make_layer("base")(torch.randn(4, 8), top_k=2)
     assert "got top_k=2: set top_k=1" in refused(MoE, 8, 8, 4, 1, router="base", eval_top_k=2)
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "each"), [(8, 2, 4), (7, 2, 4), (5, 1, 2), (3, 4, 3), (0, 2, 0)])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "each"), [(8, 2, 4), (7, 2, 4), (5, 1, 2), (3, 4, 3), (0, 2, 0)]
+)
 def test_expert_choice_takes_exactly_its_share(tokens: int, top_k: int, each: int) -> None:
     layer = make_layer("expert_choice", top_k=top_k)
     routing = layer(torch.randn(tokens, 8), return_routing=True)[1]
@@ -248,20 +266,50 @@ def test_hash_tables_differ_by_seed_only() -> None:
 
 
 BAD = [
-    (lambda: SoftmaxTopK(0, 4), "a router needs dim and num_experts of at least 1, got dim=0, num_experts=4"),
-    (lambda: SoftmaxTopK(8, 4).check(1), 'top_k=1 with normalize="after" gives every token weight 1'),
+    (
+        lambda: SoftmaxTopK(0, 4),
+        "a router needs dim and num_experts of at least 1, got dim=0, num_experts=4",
+    ),
+    (
+        lambda: SoftmaxTopK(8, 4).check(1),
+        'top_k=1 with normalize="after" gives every token weight 1',
+    ),
     (lambda: SoftmaxTopK(8, 4, scale="2"), "scale='2': must be a finite number"),
-    (lambda: SoftmaxTopK(8, 4, normalize="sum"), "normalize='sum' is unknown: write normalize=\"before\""),
+    (
+        lambda: SoftmaxTopK(8, 4, normalize="sum"),
+        "normalize='sum' is unknown: write normalize=\"before\"",
+    ),
     (lambda: SigmoidTopK(8, 4).check(1), "top_k=1 with normalize=True .* normalize=False"),
-    (lambda: NoisyTopK(8, 4).check(1), 'top_k=1 with normalize="after" .* write normalize="before"'),
-    (lambda: CosineTopK(8, 4, floor=0.0), "needs 0 < floor <= temperature, got floor=0.0, temperature=0.07"),
-    (lambda: GShardTop2(8, 4).check(1), "the GShard router chooses two experts per token, got top_k=1: set top_k=2"),
+    (
+        lambda: NoisyTopK(8, 4).check(1),
+        'top_k=1 with normalize="after" .* write normalize="before"',
+    ),
+    (
+        lambda: CosineTopK(8, 4, floor=0.0),
+        "needs 0 < floor <= temperature, got floor=0.0, temperature=0.07",
+    ),
+    (
+        lambda: GShardTop2(8, 4).check(1),
+        "the GShard router chooses two experts per token, got top_k=1: set top_k=2",
+    ),
     (lambda: GShardTop2(8, 4, second="best"), "second='best' is unknown: write second=\"sampled\""),
-    (lambda: GShardTop2(8, 1).check(2), "top_k=2 does not fit num_experts=1: choose 1 <= top_k <= 1"),
+    (
+        lambda: GShardTop2(8, 1).check(2),
+        "top_k=2 does not fit num_experts=1: choose 1 <= top_k <= 1",
+    ),
     (lambda: Hash(8, 4, buckets=0), "a hash router needs at least one bucket, got buckets=0"),
-    (lambda: group_limited_sigmoid(8, 6), "num_groups=4 does not divide num_experts=6: choose a divisor of it"),
-    (lambda: group_limited_sigmoid(8, 8, top_groups=5), "top_groups=5 does not fit num_groups=4: choose 1 to 4"),
-    (lambda: group_limited_sigmoid(8, 8, top_groups=1).check(3), "top_k=3 exceeds the 2 experts in 1 of 4 groups"),
+    (
+        lambda: group_limited_sigmoid(8, 6),
+        "num_groups=4 does not divide num_experts=6: choose a divisor of it",
+    ),
+    (
+        lambda: group_limited_sigmoid(8, 8, top_groups=5),
+        "top_groups=5 does not fit num_groups=4: choose 1 to 4",
+    ),
+    (
+        lambda: group_limited_sigmoid(8, 8, top_groups=1).check(3),
+        "top_k=3 exceeds the 2 experts in 1 of 4 groups",
+    ),
     (
         lambda: GroupLimited(SoftmaxTopK(8, 4), num_groups=2, top_groups=1, rank_groups_by="sum"),
         "rank_groups_by='sum' is unknown",

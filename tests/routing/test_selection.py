@@ -26,9 +26,12 @@ def test_neighbouring_floats_are_told_apart_beside_many_columns() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "columns", "top_k"), [(0, 4, 2), (3, 1, 1), (5, 7, 7), (4, 0, 0), (1, 300, 8), (6, 40, 20)]
+    ("rows", "columns", "top_k"),
+    [(0, 4, 2), (3, 1, 1), (5, 7, 7), (4, 0, 0), (1, 300, 8), (6, 40, 20)],
 )
-def test_odd_shapes_equal_the_stable_sort(dtype: torch.dtype, rows: int, columns: int, top_k: int) -> None:
+def test_odd_shapes_equal_the_stable_sort(
+    dtype: torch.dtype, rows: int, columns: int, top_k: int
+) -> None:
     scores = torch.randint(-3, 3, (rows, columns)).to(dtype)
     indices = top_k_indices(scores, top_k)
     assert indices.shape == (rows, top_k)
@@ -40,7 +43,9 @@ def test_a_transposed_input_equals_its_copy() -> None:
     assert torch.equal(top_k_indices(scores, 3), top_k_indices(scores.contiguous(), 3))
 
 
-floats = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3.4e38, -3.4e38, INF, -INF, 0.1, 0.5])
+floats = st.sampled_from(
+    [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 3.4e38, -3.4e38, INF, -INF, 0.1, 0.5]
+)
 
 
 @given(values=st.lists(floats, min_size=1, max_size=9), data=st.data())
@@ -74,11 +79,18 @@ def test_the_router_matrix_starts_within_its_bound() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [1, 2, FEWEST_COLUMNS - 1, FEWEST_COLUMNS])
 @pytest.mark.parametrize("rows", [0, 1, 37])
-def test_the_softmax_of_narrow_rows_and_its_gradient(rows: int, columns: int, dtype: torch.dtype) -> None:
-    logits, upstream = torch.randn(rows, columns, dtype=dtype).mul_(5).requires_grad_(), torch.randn(rows, columns)
+def test_the_softmax_of_narrow_rows_and_its_gradient(
+    rows: int, columns: int, dtype: torch.dtype
+) -> None:
+    logits, upstream = (
+        torch.randn(rows, columns, dtype=dtype).mul_(5).requires_grad_(),
+        torch.randn(rows, columns),
+    )
     probs, expected = softmax_rows(logits), logits.double().softmax(1)
     torch.testing.assert_close(probs, expected.to(dtype))
-    found, exact = (torch.autograd.grad(each, logits, upstream.to(each.dtype))[0] for each in (probs, expected))
+    found, exact = (
+        torch.autograd.grad(each, logits, upstream.to(each.dtype))[0] for each in (probs, expected)
+    )
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-6)
 
 

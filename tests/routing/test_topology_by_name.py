@@ -63,13 +63,18 @@ def test_it_has_a_name_apart_from_those_that_no_mesh_changes() -> None:
     assert "topology" not in ROUTERS
     assert isinstance(make().router, TopologyRouter)
     assert list(ON_MESH) == ["topology"]
-    with pytest.raises(InputError, match=r"router='nearest' is unknown: choose one of softmax, .*, topology, or pass"):
+    with pytest.raises(
+        InputError,
+        match=r"router='nearest' is unknown: choose one of softmax, .*, topology, or pass",
+    ):
         make("nearest")
 
 
 def test_one_process_routes_as_the_inner_router() -> None:
     gate, plain = make().train(), make("softmax").train()
-    plain.load_state_dict({name.replace("inner.", ""): value for name, value in gate.state_dict().items()})
+    plain.load_state_dict(
+        {name.replace("inner.", ""): value for name, value in gate.state_dict().items()}
+    )
     x = tokens_of(0)
     assert torch.equal(gate(x), plain(x))
     gate.router.check(EXPERTS)
@@ -81,7 +86,9 @@ def test_on_a_mesh_it_is_the_gate_that_was_given_all_of_it() -> None:
     levels = (LinkLevel(name="node", group=(0, 0, 1, 1), share=NODE_SHARE),)
     for rank, experts in enumerate(named):
         assert leaving(experts, rank) == int(NODE_SHARE * 2 * TOKENS)
-        gate = TopologyRouter(SoftmaxTopK(DIM, EXPERTS), grid=GRID, levels=levels, origin=rank).train()
+        gate = TopologyRouter(
+            SoftmaxTopK(DIM, EXPERTS), grid=GRID, levels=levels, origin=rank
+        ).train()
         gate.inner.weight = make().router.inner.weight  # type: ignore[union-attr]
         scores = gate.scores(tokens_of(rank), None, None)
         assert torch.equal(gate.choose(scores, 2, None, None).expert.view(TOKENS, 2), experts)
@@ -108,16 +115,24 @@ def test_a_factory_takes_share_router_and_cluster() -> None:
 
 
 def test_what_does_not_fit_is_said_when_the_mesh_is_known() -> None:
-    with pytest.raises(InputError, match="top_k=9 exceeds the 8 experts inside a group of the topology gate"):
+    with pytest.raises(
+        InputError, match="top_k=9 exceeds the 8 experts inside a group of the topology gate"
+    ):
         on_mesh(make(top_k=9), GRID)
-    assert "share=2: choose 0 to 1" in refused(lambda: topology_gate(DIM, EXPERTS, share=2).place(GRID, 0))
-    assert "ep=4 does not divide num_experts=6" in refused(lambda: topology_gate(DIM, 6).place(GRID, 0))
+    assert "share=2: choose 0 to 1" in refused(
+        lambda: topology_gate(DIM, EXPERTS, share=2).place(GRID, 0)
+    )
+    assert "ep=4 does not divide num_experts=6" in refused(
+        lambda: topology_gate(DIM, 6).place(GRID, 0)
+    )
 
 
 def test_a_gate_that_was_given_a_mesh_keeps_it() -> None:
     """The gate is in one process that stands for a cluster, and its layer is put on a mesh of one rank."""
     levels = node_level(GRID, 0.5)
-    layer = make(lambda dim, count: TopologyRouter(SoftmaxTopK(dim, count), grid=GRID, levels=levels))
+    layer = make(
+        lambda dim, count: TopologyRouter(SoftmaxTopK(dim, count), grid=GRID, levels=levels)
+    )
     run_ranks(1, lambda transport: layer.parallelize(Mesh(Grid(world=1), transport), Plan()))
     assert layer.router.levels == levels
     assert layer.router.inside.shape == (1, 4, EXPERTS)

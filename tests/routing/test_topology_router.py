@@ -22,7 +22,14 @@ from moesaic.planner.rates import levels_of
 from moesaic.program.grid import Grid, LinkLevel
 from moesaic.program.plan import Plan
 from moesaic.routing.router import AbstractRouter
-from moesaic.routing.routers import ROUTERS, BalancedAssignment, NoisyTopK, SigmoidTopK, SoftmaxTopK, TopologyRouter
+from moesaic.routing.routers import (
+    ROUTERS,
+    BalancedAssignment,
+    NoisyTopK,
+    SigmoidTopK,
+    SoftmaxTopK,
+    TopologyRouter,
+)
 from moesaic.routing.routers.topology import experts_inside
 from moesaic.routing.routing import Scores
 
@@ -36,17 +43,25 @@ INNER: dict[str, Callable[[int, int], AbstractRouter]] = {
 }
 
 
-def levels(*shares: float, grid: Grid = GRID, sizes: tuple[int, ...] = (4, 2)) -> tuple[LinkLevel, ...]:
+def levels(
+    *shares: float, grid: Grid = GRID, sizes: tuple[int, ...] = (4, 2)
+) -> tuple[LinkLevel, ...]:
     """Return levels of consecutive ranks, of four (a leaf switch) and of two (a node)."""
     return tuple(
-        LinkLevel(name=f"of {size}", group=tuple(rank // size for rank in range(grid.world)), share=share)
+        LinkLevel(
+            name=f"of {size}", group=tuple(rank // size for rank in range(grid.world)), share=share
+        )
         for size, share in zip(sizes, shares)
     )
 
 
-def make(name: str = "softmax", *shares: float, origin: int | None = None, seed: int = 0) -> TopologyRouter:
+def make(
+    name: str = "softmax", *shares: float, origin: int | None = None, seed: int = 0
+) -> TopologyRouter:
     torch.manual_seed(seed)
-    return TopologyRouter(INNER[name](DIM, EXPERTS), grid=GRID, levels=levels(*shares), origin=origin)
+    return TopologyRouter(
+        INNER[name](DIM, EXPERTS), grid=GRID, levels=levels(*shares), origin=origin
+    )
 
 
 def oracle(gate: TopologyRouter, scores: Scores, top_k: int, valid: list[bool]) -> list[set[int]]:
@@ -96,14 +111,18 @@ def test_it_chooses_as_the_definition_says(name, top_k, tokens, shares, origin, 
     scores = gate.scores(x, noise, None)
     if ties:
         scores = scores._replace(
-            rank_by=(scores.rank_by * 2).round(), gates=(scores.gates.detach() * 8).round(), probs=scores.probs
+            rank_by=(scores.rank_by * 2).round(),
+            gates=(scores.gates.detach() * 8).round(),
+            probs=scores.probs,
         )
     valid = torch.rand(tokens) < 0.7 if padded else None
     choice = gate.choose(scores, top_k, valid, noise)
     found = [set(row) for row in choice.expert.view(tokens, top_k).tolist()]
     told = [True] * tokens if valid is None else valid.tolist()
     expected = oracle(gate, scores, top_k, told)
-    assert [found[t] for t in range(tokens) if told[t]] == [expected[t] for t in range(tokens) if told[t]]
+    assert [found[t] for t in range(tokens) if told[t]] == [
+        expected[t] for t in range(tokens) if told[t]
+    ]
     assert all(len(row) == top_k for row in found)
 
 
@@ -132,11 +151,16 @@ def test_a_layer_on_a_mesh_computes_what_one_process_does(ep):
     alone, whole = build(None), x.clone().requires_grad_()
     y, routing = alone(whole, return_routing=True)
     (y.sin().sum() / 4).backward()  # ranks average over data-parallel groups
-    plain = SoftmaxTopK.choose(alone.router.inner, alone.router.scores(x, None, None), 2, None, None)
+    plain = SoftmaxTopK.choose(
+        alone.router.inner, alone.router.scores(x, None, None), 2, None, None
+    )
     assert (plain.expert != routing.expert).any()
 
     def rank(transport: AbstractTransport) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        layer, own = build(transport.rank), x[transport.rank * 6 : transport.rank * 6 + 6].clone().requires_grad_()
+        layer, own = (
+            build(transport.rank),
+            x[transport.rank * 6 : transport.rank * 6 + 6].clone().requires_grad_(),
+        )
         layer.parallelize(Mesh(grid, transport), Plan())
         out, found = layer(own, return_routing=True)
         out.sin().sum().backward()
@@ -146,14 +170,20 @@ def test_a_layer_on_a_mesh_computes_what_one_process_does(ep):
     torch.testing.assert_close(torch.cat([each[0] for each in found]), y.detach())
     assert whole.grad is not None
     torch.testing.assert_close(torch.cat([each[1] for each in found]) / 4, whole.grad)
-    torch.testing.assert_close(torch.stack([each[2] for each in found]).mean(0), alone.router.inner.weight.grad)
+    torch.testing.assert_close(
+        torch.stack([each[2] for each in found]).mean(0), alone.router.inner.weight.grad
+    )
     assert all((each[3] == routing.requested).all() for each in found)
 
 
 def test_experts_are_inside_where_their_ranks_are():
     node = levels(0.5, sizes=(2,))
     table = experts_inside(GRID, node, 16)[0]
-    assert [row.nonzero()[0].tolist() for row in table[:3]] == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [row.nonzero()[0].tolist() for row in table[:3]] == [
+        [0, 1, 2, 3],
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
     # With several replicas of the experts, each group uses its own replica.
     replicas = Grid(world=8, ep=4, ranks_per_node=2)
     assert experts_inside(replicas, levels(0.5, grid=replicas, sizes=(2,)), 4)[0][7].tolist() == [
@@ -168,14 +198,20 @@ def test_experts_are_inside_where_their_ranks_are():
     tensor = Grid(world=8, ep=8, tp=4, ranks_per_node=2)
     assert experts_inside(tensor, levels(0.5, grid=tensor, sizes=(2,)), 8).shape == (1, 2, 8)
     assert not experts_inside(tensor, levels(0.5, grid=tensor, sizes=(2,)), 8).any()
-    assert experts_inside(tensor, levels(0.5, grid=tensor, sizes=(4,)), 8)[0, 1].nonzero()[0].tolist() == [4, 5, 6, 7]
+    assert experts_inside(tensor, levels(0.5, grid=tensor, sizes=(4,)), 8)[0, 1].nonzero()[
+        0
+    ].tolist() == [4, 5, 6, 7]
 
 
 def test_limits_follow_from_the_clusters_links():
     """FasterMoE's cluster johnny has NICs of 50, links between sockets of 180, PCIe of 88 Gb/s (from its artifact)."""
     johnny = read_cluster("fastermoe-johnny")
     node, socket = levels_of(johnny, Grid(world=16, ep=16, ranks_per_node=8))
-    assert (node.name, node.share, node.group) == ("nic", pytest.approx(50 / (8 * 88)), (0,) * 8 + (1,) * 8)
+    assert (node.name, node.share, node.group) == (
+        "nic",
+        pytest.approx(50 / (8 * 88)),
+        (0,) * 8 + (1,) * 8,
+    )
     assert (socket.name, socket.share) == ("qpi", pytest.approx(180 / (4 * 88)))
     assert socket.group == tuple(rank // 4 for rank in range(16))
     (only,) = levels_of(johnny, Grid(world=8, ep=8, ranks_per_node=8))
@@ -183,7 +219,8 @@ def test_limits_follow_from_the_clusters_links():
     h100 = read_cluster("dgx-h100", nodes=2)
     (port,) = levels_of(h100, Grid(world=16, ep=16, ranks_per_node=8))
     own, outside = (
-        next(link.slowest(h100.nodes) for link in h100.links if link.carries == kind) for kind in ("inside", "outside")
+        next(link.slowest(h100.nodes) for link in h100.links if link.carries == kind)
+        for kind in ("inside", "outside")
     )
     assert port.share == pytest.approx(outside / own)
     assert port.group == (0,) * 8 + (1,) * 8
@@ -228,17 +265,23 @@ def test_it_learns_adapts_and_starts_as_its_inner_router():
             "top_k=5 exceeds the 4 experts inside a group of the topology gate",
         ),
         (
-            lambda: TopologyRouter(SoftmaxTopK(DIM, 16), grid=GRID, levels=levels(0.5, 0.5, sizes=(2, 4))),
+            lambda: TopologyRouter(
+                SoftmaxTopK(DIM, 16), grid=GRID, levels=levels(0.5, 0.5, sizes=(2, 4))
+            ),
             "level of 4 has groups across those of the level before: nest them",
         ),
         (
             lambda: TopologyRouter(
-                SoftmaxTopK(DIM, 16), grid=GRID, levels=[LinkLevel(name="node", group=(0, 0, 1), share=0.5)]
+                SoftmaxTopK(DIM, 16),
+                grid=GRID,
+                levels=[LinkLevel(name="node", group=(0, 0, 1), share=0.5)],
             ),
             "topology level node: gives the group of 3 ranks: give one for each of 8",
         ),
         (
-            lambda: levels_of(read_cluster("fastermoe-johnny"), Grid(world=8, ep=8, ranks_per_node=4)),
+            lambda: levels_of(
+                read_cluster("fastermoe-johnny"), Grid(world=8, ep=8, ranks_per_node=4)
+            ),
             "on nodes of 4 ranks does not give the rate of a rank's own link",
         ),
     ],

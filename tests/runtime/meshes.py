@@ -35,7 +35,9 @@ KINDS = {
 }
 
 
-def make_layer(kind: str = "swiglu", seed: int = 0, num_experts: int = EXPERTS, **options: object) -> MoE:
+def make_layer(
+    kind: str = "swiglu", seed: int = 0, num_experts: int = EXPERTS, **options: object
+) -> MoE:
     torch.manual_seed(seed)
     options = {"losses": (), **options}
     return MoE(DIM, HIDDEN, num_experts, 2, experts=KINDS[kind], **options).double()  # type: ignore[arg-type]
@@ -68,11 +70,15 @@ def part_of(layer: MoE, whole: Tensor, name: str, grid: Grid, rank: int) -> Tens
     return part if dim is None else part.chunk(grid.etp, dim)[grid.coordinate(rank, "etp")]
 
 
-def every_rank(grid: Grid, function: Callable[[AbstractTransport, Tensor], object], seed: int = 0) -> list[object]:
+def every_rank(
+    grid: Grid, function: Callable[[AbstractTransport, Tensor], object], seed: int = 0
+) -> list[object]:
     """Run a function on all ranks, with the rank's transport and the tokens of its tensor-parallel group."""
     return run_ranks(
         grid.world,
-        lambda transport: function(transport, tokens_of(grid.coordinate(transport.rank, "dp")).requires_grad_()),
+        lambda transport: function(
+            transport, tokens_of(grid.coordinate(transport.rank, "dp")).requires_grad_()
+        ),
         seed=seed,
     )
 

@@ -55,9 +55,15 @@ class Buffer:
         num_gpu_timeout_secs=100, explicitly_destroy=False,
     ) -> None:  # fmt: skip
         self.transport, self.peers = group, tuple(range(group.world))
-        self.num_max_tokens_per_rank, self.hidden, self.num_topk = num_max_tokens_per_rank, hidden, num_topk
+        self.num_max_tokens_per_rank, self.hidden, self.num_topk = (
+            num_max_tokens_per_rank,
+            hidden,
+            num_topk,
+        )
         sizes = torch.tensor([num_max_tokens_per_rank, hidden, num_topk])
-        assert all(torch.equal(other, sizes) for other in all_gather(self.transport, self.peers, sizes)), "ranks differ"
+        assert all(
+            torch.equal(other, sizes) for other in all_gather(self.transport, self.peers, sizes)
+        ), "ranks differ"
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
         assert num_experts % self.transport.world == 0
@@ -76,7 +82,10 @@ class Buffer:
             assert topk_idx is None
             assert topk_weights is None
             assert handle.buffer is self, "a handle is of the buffer that made it"
-            num_experts, num_max_tokens_per_rank = handle.num_experts, handle.num_max_tokens_per_rank
+            num_experts, num_max_tokens_per_rank = (
+                handle.num_experts,
+                handle.num_max_tokens_per_rank,
+            )
         assert x.dtype == torch.bfloat16
         assert x.is_contiguous()
         assert x.shape[1] == self.hidden
@@ -88,7 +97,9 @@ class Buffer:
         assert topk_idx.dtype == torch.int64
         assert topk_weights.dtype == torch.float32
         each = num_experts // self.transport.world
-        expert = torch.cat(all_gather(self.transport, self.peers, topk_idx)) - self.transport.rank * each
+        expert = (
+            torch.cat(all_gather(self.transport, self.peers, topk_idx)) - self.transport.rank * each
+        )
         weight = torch.cat(all_gather(self.transport, self.peers, topk_weights))
         here = (expert >= 0) & (expert < each)
         rows = here.any(1).nonzero().squeeze(1)
@@ -126,14 +137,18 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Buffer]:
         found.append(Buffer(*arguments, **options))
         return found[-1]
 
-    monkeypatch.setitem(__import__("sys").modules, "deep_ep", SimpleNamespace(ElasticBuffer=open_one))
+    monkeypatch.setitem(
+        __import__("sys").modules, "deep_ep", SimpleNamespace(ElasticBuffer=open_one)
+    )
     monkeypatch.setattr(deepep, "missing", lambda: "")
     over_ep = property(lambda mesh: {"ep": SimpleNamespace(get_group=lambda: mesh.transport)})
     monkeypatch.setattr(Mesh, "sparse", over_ep)
     return found
 
 
-def make(mesh: Mesh, plan: Plan, capacity: Capacity | None = None, top_k: int = 2, **options: object) -> MoE:
+def make(
+    mesh: Mesh, plan: Plan, capacity: Capacity | None = None, top_k: int = 2, **options: object
+) -> MoE:
     torch.manual_seed(0)
     layer = MoE(DIM, 8, EXPERTS, top_k, capacity=capacity, **options)
     layer.parallelize(mesh, plan)
@@ -141,7 +156,9 @@ def make(mesh: Mesh, plan: Plan, capacity: Capacity | None = None, top_k: int = 
 
 
 def forward(layer: MoE, rank: int, tokens: int = TOKENS, seed: int = 1) -> tuple[Tensor, Tensor]:
-    x = torch.randn(4, tokens, DIM, generator=torch.Generator().manual_seed(seed))[rank].requires_grad_()
+    x = torch.randn(4, tokens, DIM, generator=torch.Generator().manual_seed(seed))[
+        rank
+    ].requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         return x, layer(x)
 
@@ -154,7 +171,9 @@ def backward(layer: MoE, *calls: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     return *(y.detach() for _, y in calls), *(x.grad for x, _ in calls), *parameters
 
 
-def run(transport: AbstractTransport, plan: Plan, capacity: Capacity | None, **options: object) -> tuple[Tensor, ...]:
+def run(
+    transport: AbstractTransport, plan: Plan, capacity: Capacity | None, **options: object
+) -> tuple[Tensor, ...]:
     layer = make(Mesh(GRID, transport), plan, capacity, **options)
     return backward(layer, forward(layer, transport.rank))
 
@@ -187,7 +206,9 @@ def test_the_layers_of_a_mesh_share_a_buffer(opened: list[Buffer]) -> None:
             make(mesh, plan, Capacity.fixed(1.0)),
             make(mesh, plan, top_k=3),
         ]:
-            backward(layer, forward(layer, transport.rank), forward(layer, transport.rank, TOKENS - 2))
+            backward(
+                layer, forward(layer, transport.rank), forward(layer, transport.rank, TOKENS - 2)
+            )
 
     run_ranks(4, work)
     assert sorted(buffer.num_topk for buffer in opened) == [2] * 4 + [3] * 4
@@ -198,11 +219,14 @@ def test_a_larger_call_leaves_earlier_ones_their_buffer(opened: list[Buffer]) ->
 
     def work(plan: Plan, transport: AbstractTransport) -> tuple[Tensor, ...]:
         layer = make(Mesh(GRID, transport), plan)
-        calls = [forward(layer, transport.rank, tokens, seed) for seed, tokens in enumerate((3, 5, 5, 4))]
+        calls = [
+            forward(layer, transport.rank, tokens, seed) for seed, tokens in enumerate((3, 5, 5, 4))
+        ]
         return backward(layer, *calls)
 
     plain, found = (
-        run_ranks(4, lambda transport, plan=plan: work(plan, transport)) for plan in (Plan(), Plan(all_to_all="deepep"))
+        run_ranks(4, lambda transport, plan=plan: work(plan, transport))
+        for plan in (Plan(), Plan(all_to_all="deepep"))
     )
     agree(found, plain, 11)
     assert sorted(buffer.num_max_tokens_per_rank for buffer in opened) == [3] * 4 + [5] * 4
@@ -223,7 +247,8 @@ def test_what_it_cannot_do_is_refused(options: dict[str, str], words: str) -> No
 
 def test_without_the_package_every_rank_says_so() -> None:
     with pytest.raises(
-        InputError, match=r"plan.all_to_all=deepep: the package deep_ep is not installed: choose multicast"
+        InputError,
+        match=r"plan.all_to_all=deepep: the package deep_ep is not installed: choose multicast",
     ):
         run_ranks(4, lambda transport: run(transport, Plan(all_to_all="deepep"), None))
 
@@ -231,9 +256,17 @@ def test_without_the_package_every_rank_says_so() -> None:
 @pytest.mark.parametrize(
     ("plan", "grid", "words"),
     [
-        (Plan(all_to_all="deepep", chunks=2), GRID, "plan.chunks=2 clashes with plan.all_to_all=deepep"),
+        (
+            Plan(all_to_all="deepep", chunks=2),
+            GRID,
+            "plan.chunks=2 clashes with plan.all_to_all=deepep",
+        ),
         (Plan(all_to_all="deepep", codec="int8"), GRID, "plan.codec=int8 clashes"),
-        (Plan(all_to_all="deepep"), Grid(world=4, ep=2, etp=2), "needs mesh.tp=1 and mesh.etp=1, got 1 and 2"),
+        (
+            Plan(all_to_all="deepep"),
+            Grid(world=4, ep=2, etp=2),
+            "needs mesh.tp=1 and mesh.etp=1, got 1 and 2",
+        ),
     ],
 )
 def test_clashes_are_named(plan: Plan, grid: Grid, words: str) -> None:

@@ -68,7 +68,9 @@ def draw(rng: random.Random) -> tuple[Compiled, str]:
             continue
 
 
-def run(work: Compiled, kind: str, seed: int = 0) -> tuple[list[Recorder], CallSizes, dict[tuple[int, int], int]]:
+def run(
+    work: Compiled, kind: str, seed: int = 0
+) -> tuple[list[Recorder], CallSizes, dict[tuple[int, int], int]]:
     """Run forward and backward; return what each rank sent, the call's sizes, and the bytes counted by the mailbox."""
     whole = make_layer(kind, losses=(LoadBalance(0.1),))
     found: list[Any] = []
@@ -79,7 +81,9 @@ def run(work: Compiled, kind: str, seed: int = 0) -> tuple[list[Recorder], CallS
         tables_of = layer.on_mesh._tables
         layer.on_mesh._tables = lambda *a: found.append(tables_of(*a)) or found[-1]  # type: ignore[method-assign, func-returns-value]
         x = tokens_of(
-            work.grid.coordinate(transport.rank, "dp"), count=5 + work.grid.coordinate(transport.rank, "dp"), seed=seed
+            work.grid.coordinate(transport.rank, "dp"),
+            count=5 + work.grid.coordinate(transport.rank, "dp"),
+            seed=seed,
         )
         layer(x.requires_grad_()).sin().sum().backward()
         found.append(transport.mailbox.bytes_sent)  # type: ignore[attr-defined]
@@ -89,14 +93,20 @@ def run(work: Compiled, kind: str, seed: int = 0) -> tuple[list[Recorder], CallS
     return recorders, next(each[0] for each in found if isinstance(each, tuple)), found[-1]
 
 
-def sent_by_task(work: Compiled, recorders: list[Recorder], node_of: Any) -> Counter[tuple[str, str, bool]]:
+def sent_by_task(
+    work: Compiled, recorders: list[Recorder], node_of: Any
+) -> Counter[tuple[str, str, bool]]:
     """Return the bytes of all ranks by (direction, task, whether they cross nodes)."""
-    tasks = [("forward", t.name) for t in work.forward.tasks] + [("backward", t.name) for t in work.backward.tasks]
+    tasks = [("forward", t.name) for t in work.forward.tasks] + [
+        ("backward", t.name) for t in work.backward.tasks
+    ]
     found: Counter[tuple[str, str, bool]] = Counter()
     for recorder in recorders:
         (of_program,) = [each for each in recorder.ranges if each.length == len(tasks)]
         for sent in of_program.messages:
-            found[(*tasks[sent.tag], node_of(sent.source) != node_of(sent.target))] += sent.num_bytes
+            found[(*tasks[sent.tag], node_of(sent.source) != node_of(sent.target))] += (
+                sent.num_bytes
+            )
     return found
 
 
@@ -108,7 +118,11 @@ def test_what_crosses_is_what_the_programs_volume_says(seed: int) -> None:
     expected: Counter[tuple[str, str, bool]] = Counter()
     for direction, program in (("forward", work.forward), ("backward", work.backward)):
         tasks = program.tasks
-        first = {tasks[place].name: tasks[bundle[0]].name for bundle in bundles(program) for place in bundle}
+        first = {
+            tasks[place].name: tasks[bundle[0]].name
+            for bundle in bundles(program)
+            for place in bundle
+        }
         for moved in traffic(program, sizes, work.grid.node_of):
             inside, across = moved.num_bytes(DIM, 8, lane_bytes=8, unit_columns=COLUMNS[kind])
             expected[direction, first[moved.task], False] += inside
@@ -131,7 +145,8 @@ def test_the_recorder_misses_nothing(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "all_to_all"), [("int8", "linear"), ("bf16", "hier2d"), ("fp8", "pipelined"), ("int8", "multicast")]
+    ("codec", "all_to_all"),
+    [("int8", "linear"), ("bf16", "hier2d"), ("fp8", "pipelined"), ("int8", "multicast")],
 )
 def test_coded_messages_are_as_long_as_their_codec_says(codec: str, all_to_all: str) -> None:
     """Codecs encode packets one by one; later hops inside a node forward the encoded bytes."""
@@ -150,7 +165,9 @@ def test_coded_messages_are_as_long_as_their_codec_says(codec: str, all_to_all: 
         once = sum(coded_bytes(codec, rows, DIM, 8) for _, _, rows in direct)
         if len({hop.link for hop in hops}) == 1 and hops[0].link == "hier2d":
             twice = sum(
-                coded_bytes(codec, rows, DIM, 8) for a, b, rows in direct if a // 2 != b // 2 and a % 2 != b % 2
+                coded_bytes(codec, rows, DIM, 8)
+                for a, b, rows in direct
+                if a // 2 != b // 2 and a % 2 != b % 2
             )
             once += twice
         assert total == once

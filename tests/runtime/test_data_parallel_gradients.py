@@ -56,11 +56,22 @@ def test_dense_is_averaged_over_dp_and_experts_are_summed_over_their_copies_and_
         assert module.experts.w13.grad is not None
         torch.testing.assert_close(module.shared.w13.grad[0, 0, 0, 0], module.dense.grad[0])
         assert torch.equal(module.unused.grad, torch.zeros(3))  # type: ignore[arg-type]
-        return module.dense.grad, module.experts.w13.grad, module.experts.w2.grad, module.frozen.grad  # type: ignore[return-value]
+        return (
+            module.dense.grad,
+            module.experts.w13.grad,
+            module.experts.w2.grad,
+            module.frozen.grad,
+        )  # type: ignore[return-value]
 
     for at, (dense, w1, w2, frozen) in enumerate(run_ranks(grid.world, rank)):
         over_dp = sum(2.0**peer for peer in range(at % grid.tp, grid.world, grid.tp)) / grid.dp
-        copies = sum(2.0**peer for peer in range(at % (grid.ep * grid.etp), grid.world, grid.ep * grid.etp)) / grid.dp
+        copies = (
+            sum(
+                2.0**peer
+                for peer in range(at % (grid.ep * grid.etp), grid.world, grid.ep * grid.etp)
+            )
+            / grid.dp
+        )
         assert torch.equal(dense, torch.full_like(dense, over_dp))
         assert torch.equal(w1, torch.full_like(w1, copies))
         assert torch.equal(w2, torch.full_like(w2, copies))
@@ -80,5 +91,7 @@ def test_ranks_need_not_agree_on_which_gradients_exist() -> None:
 
 
 def test_gradients_without_a_mesh_are_refused() -> None:
-    with pytest.raises(InputError, match="mesh=None is no Mesh: give the mesh of the module's layers"):
+    with pytest.raises(
+        InputError, match="mesh=None is no Mesh: give the mesh of the module's layers"
+    ):
         average_gradients(nn.Linear(1, 1), None)  # type: ignore[arg-type]

@@ -41,7 +41,9 @@ def tokens(step: int, micro: int, world: int) -> Tensor:
     return x + 2 * torch.eye(world, DIM, dtype=torch.float64).unsqueeze(1)
 
 
-def train(layer: MoE, model: nn.Module, optimizer: torch.optim.Optimizer, parts: slice, world: int) -> list[Tensor]:
+def train(
+    layer: MoE, model: nn.Module, optimizer: torch.optim.Optimizer, parts: slice, world: int
+) -> list[Tensor]:
     """Return bias and parameters after some steps of two micro-batches, without `no_sync`."""
     for step in range(STEPS):
         for micro in range(MICRO):
@@ -50,7 +52,9 @@ def train(layer: MoE, model: nn.Module, optimizer: torch.optim.Optimizer, parts:
             (y.sin().mean() / MICRO).backward()
         optimizer.step()
         optimizer.zero_grad()
-    buffers = [buffer.clone() for name, buffer in layer.router.named_buffers() if name.endswith("bias")]
+    buffers = [
+        buffer.clone() for name, buffer in layer.router.named_buffers() if name.endswith("bias")
+    ]
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in layer.parameters()]
     return [*buffers, *(p.detach().clone() for p in whole)]
 
@@ -74,7 +78,10 @@ def by_fsdp(layer: MoE) -> nn.Module:
 
 def by_hybrid_fsdp(layer: MoE) -> nn.Module:
     fully_shard(
-        layer, mesh=init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("copies", "shards"))
+        layer,
+        mesh=init_device_mesh(
+            "cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("copies", "shards")
+        ),
     )
     return layer
 
@@ -86,7 +93,9 @@ def with_data_parallelism(router: str, wrap: Callable[[MoE], nn.Module], says: s
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     if says == "group":
         balance_on_step(optimizer, layer, dist.group.WORLD)
-    elif says == "forward":  # the layer itself, of which only DDP's forward pass knows that it is wrapped
+    elif (
+        says == "forward"
+    ):  # the layer itself, of which only DDP's forward pass knows that it is wrapped
         balance_on_step(optimizer, layer)
     else:
         balance_on_step(optimizer, model)
@@ -156,7 +165,9 @@ def two_ranks() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.random)])
 def test_data_parallel_ranks_adapt_as_one_process(world, two_ranks):
-    for of_rank in on_ranks(world, every_way) if world > 2 else [found["ways"] for found in two_ranks]:
+    for of_rank in (
+        on_ranks(world, every_way) if world > 2 else [found["ways"] for found in two_ranks]
+    ):
         for (router, way), of_way in zip(RUNS, of_rank, strict=True):
             expected = alone(router, world)
             assert expected[0].unique().numel() > 1, "the bias moved"
@@ -205,7 +216,9 @@ def test_where_nobody_can_tell_the_layer_refuses(two_ranks):
 
 def test_routers_with_a_bias_adapt():
     routers = {name: make(DIM, 8) for name, make in ROUTERS.items()}
-    assert [n for n, router in routers.items() if any("bias" in b for b, _ in router.named_buffers())] == ADAPTING
+    assert [
+        n for n, router in routers.items() if any("bias" in b for b, _ in router.named_buffers())
+    ] == ADAPTING
     assert {"sigmoid", "group_limited"} <= set(ADAPTING)
 
 

@@ -54,7 +54,9 @@ def events_of_backward(plan: Plan, grid: Grid, monkeypatch: pytest.MonkeyPatch) 
 
     def rank(transport: AbstractTransport) -> list[str]:
         events = of_thread[get_ident()]
-        out = on_mesh(make_layer(), grid, Diary(transport, events), plan)(tokens_of(transport.rank).requires_grad_())
+        out = on_mesh(make_layer(), grid, Diary(transport, events), plan)(
+            tokens_of(transport.rank).requires_grad_()
+        )
         events.clear()
         out.sin().sum().backward()
         return events

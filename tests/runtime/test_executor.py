@@ -48,7 +48,9 @@ def test_a_script_is_made_once_and_has_the_programs_bundles() -> None:
 
 def test_programs_of_one_name_and_length_have_scripts_of_their_own() -> None:
     program = program_of()
-    renamed = replace(program, tasks=tuple(replace(task, name=f"{task.name}2") for task in program.tasks))
+    renamed = replace(
+        program, tasks=tuple(replace(task, name=f"{task.name}2") for task in program.tasks)
+    )
     assert hash(renamed) == hash(program)
     assert script_of(renamed, None) is not script_of(program, None)
     assert script_of(renamed, None).steps[0].tasks[0].name == f"{program.tasks[0].name}2"
@@ -66,7 +68,12 @@ def test_every_slot_is_freed_once_after_its_last_reading() -> None:
     assert set(names) == {s.name for s in program.slots} - kept | {"out*"}
     assert freed(script_of(program, None)) == []
     for step in script_of(program, frozenset({"y"})).steps:
-        later = [name for s in script_of(program, None).steps if s.number > step.number for name in s.reads]
+        later = [
+            name
+            for s in script_of(program, None).steps
+            if s.number > step.number
+            for name in s.reads
+        ]
         assert not set(step.unread).intersection(later)
 
 
@@ -80,7 +87,9 @@ def test_a_layer_call_sends_its_counts_then_two_messages_to_each_peer() -> None:
         here.load_state_dict(layer.state_dict())
         here.parallelize(Mesh(FOUR, recorder), Plan())
         with torch.no_grad():
-            here(tokens_of(transport.rank, 40))  # ranks agree on the length of the message of counts
+            here(
+                tokens_of(transport.rank, 40)
+            )  # ranks agree on the length of the message of counts
             recorder.ranges.clear()
             here(tokens_of(transport.rank, 40))
         return [len(held.messages) for held in recorder.ranges]
@@ -117,11 +126,17 @@ def test_rows_that_stay_on_a_rank_are_not_copied() -> None:
     work = compile_plan(Plan(), ONE)
     sizes = CallSizes(ONE, np.array([[2, 1]]), np.array([3]), 1, units=experts.num_units(sharded))
     call = LayerRun(
-        work, NoTransport(), Call(rank=0, sizes=sizes, experts=experts), {"index": torch.tensor([[1], [0], [1]])}
+        work,
+        NoTransport(),
+        Call(rank=0, sizes=sizes, experts=experts),
+        {"index": torch.tensor([[1], [0], [1]])},
     )
     x, gates = torch.randn(3, DIM, dtype=torch.float64), torch.rand(3, 1, dtype=torch.float64)
     with torch.no_grad():
-        found = drive(interpret(work.forward, inputs_of(call, x, gates, sharded, common), call.call), call.transport)
+        found = drive(
+            interpret(work.forward, inputs_of(call, x, gates, sharded, common), call.call),
+            call.transport,
+        )
     moves = [task for task in work.forward.tasks if task.op is Op.MOVE]
     assert len(moves) >= 3
     assert all(found[task.writes[0]] is found[task.reads[0]] for task in moves)
@@ -135,7 +150,9 @@ def test_the_number_of_saved_tensors_does_not_depend_on_the_data() -> None:
         counts, layer = [], on_mesh(whole, grid, transport, Plan(chunks=2))
         for count in (0, 1, 7):
             saved: list[Tensor] = []
-            with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t, to=saved: to.append(t) or t, lambda t: t
+            ):  # type: ignore[func-returns-value]
                 layer(tokens_of(transport.rank, count).requires_grad_()).sum()
             counts.append(len(saved))
         return counts
@@ -170,7 +187,13 @@ def draw(rng: random.Random) -> tuple[Plan, Grid]:
         world = rng.choice([2, 4, 8])
         sizes = [size for size in (1, 2, 4) if world % size == 0]
         ep, etp = rng.choice([(p, s) for p in sizes for s in sizes if world % (p * s) == 0])
-        grid = Grid(world=world, tp=rng.choice(sizes), ep=ep, etp=etp, ranks_per_node=rng.choice([1, 2, world]))
+        grid = Grid(
+            world=world,
+            tp=rng.choice(sizes),
+            ep=ep,
+            etp=etp,
+            ranks_per_node=rng.choice([1, 2, world]),
+        )
         plan = Plan(
             schedule=rng.choice([*SCHEDULES]),
             gather_weights=rng.choice([None, None, 0, 1, 2]),
@@ -215,7 +238,12 @@ def test_the_same_call_gives_the_same_bits_whoever_runs_first() -> None:
 
     def rank(transport: AbstractTransport, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.detach().float().requires_grad_()
-        layer = on_mesh(whole, grid, transport, Plan(schedule="s2", all_to_all="hier2d", chunks=2, overlap_gather=True))
+        layer = on_mesh(
+            whole,
+            grid,
+            transport,
+            Plan(schedule="s2", all_to_all="hier2d", chunks=2, overlap_gather=True),
+        )
         y = layer(x)
         y.sin().sum().backward()
         assert x.grad is not None

@@ -40,12 +40,17 @@ def alone(layer: MoE, group: int, times: int = 1) -> tuple[Tensor, Tensor]:
     return y.detach(), x.grad
 
 
-@pytest.mark.parametrize(("plan", "backward_first"), [("s1", "both"), ("r=0", "first"), ("multicast", "second")])
+@pytest.mark.parametrize(
+    ("plan", "backward_first"), [("s1", "both"), ("r=0", "first"), ("multicast", "second")]
+)
 def test_two_layers_in_flight_do_not_meet(plan: str, backward_first: str) -> None:
     one, two = make_layer(seed=1), make_layer("biases", seed=2)
 
     def rank(transport: AbstractTransport, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        first, second = on_mesh(one, GRID, transport, PLANS[plan]), on_mesh(two, GRID, transport, PLANS["s3"])
+        first, second = (
+            on_mesh(one, GRID, transport, PLANS[plan]),
+            on_mesh(two, GRID, transport, PLANS["s3"]),
+        )
         a, b = first(x), second(x)
         losses = [a.sin().sum(), b.sin().sum()]
         if backward_first == "both":
@@ -66,7 +71,9 @@ def test_layers_stack_and_nest() -> None:
     """An MoE layer on the mesh with MoE layers as user-defined experts, after another layer."""
 
     def nested(dim: int, hidden: int, count: int) -> ModuleExperts:
-        return ModuleExperts(lambda: nn.Sequential(own_expert(), MoE(DIM, 4, 2, 2, losses=())), dim, count)
+        return ModuleExperts(
+            lambda: nn.Sequential(own_expert(), MoE(DIM, 4, 2, 2, losses=())), dim, count
+        )
 
     grid = Grid(world=4, ep=4, tp=2)
     torch.manual_seed(0)
@@ -88,7 +95,9 @@ def test_layers_stack_and_nest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "grid"), [("s1", GRID), ("s2", Grid(world=2, tp=2)), ("s3", Grid(world=2, ep=2))], ids=str
+    ("plan", "grid"),
+    [("s1", GRID), ("s2", Grid(world=2, tp=2)), ("s3", Grid(world=2, ep=2))],
+    ids=str,
 )
 def test_backward_runs_again_on_a_retained_graph(plan: str, grid: Grid) -> None:
     """Another backward pass is correct even if a rank starts it while a peer is still receiving from the previous one."""
@@ -127,7 +136,9 @@ def test_recomputation_exchanges_no_counts(plan: str) -> None:
         program = max(plain)
         assert plain[program] == 1
         assert recomputed[program] == 2
-        assert {k: n for k, n in plain.items() if k != program} == {k: n for k, n in recomputed.items() if k != program}
+        assert {k: n for k, n in plain.items() if k != program} == {
+            k: n for k, n in recomputed.items() if k != program
+        }
         assert torch.equal(dx, dx_again)
 
 

@@ -15,7 +15,14 @@ from moesaic.kernels import pick
 from stand_in import DEVICE, StandIn, pretending
 
 CASES = {case.name: case for case in cases()}
-FIRST = ("linear.dropless", "s2.padded", "multicast.capacity", "optsche.padded", "spill.capacity", "int8.dropless")
+FIRST = (
+    "linear.dropless",
+    "s2.padded",
+    "multicast.capacity",
+    "optsche.padded",
+    "spill.capacity",
+    "int8.dropless",
+)
 """What `make test` runs of them: each way to move rows, each capacity."""
 TOLERANCE = 0.05
 """Of bfloat16 results, which are added in another order than on a CPU, and coded ones among them."""
@@ -24,7 +31,9 @@ TOLERANCE = 0.05
 def check(case: WaitCase) -> None:
     found = count_waits(case)
     if found is None:
-        assert case.capacity == "padded", "plans clash with sizes that are known beforehand, and with nothing else"
+        assert case.capacity == "padded", (
+            "plans clash with sizes that are known beforehand, and with nothing else"
+        )
         return
     assert (found.forward, found.backward) <= case.most, found.lines
     assert found.backward <= case.most[1], found.lines
@@ -95,7 +104,9 @@ def test_the_stand_in_sees_no_wait_where_there_is_none(function) -> None:
     [([0, 2, 0], torch.float32, 1), ([0, 2, 1], torch.float32, 0), ([0, 2, 0], torch.int64, 0)],
     ids=["floats to one place", "floats to a place each", "integers"],
 )
-def test_the_stand_in_sees_sums_in_any_order(places: list[int], dtype: torch.dtype, count: int) -> None:
+def test_the_stand_in_sees_sums_in_any_order(
+    places: list[int], dtype: torch.dtype, count: int
+) -> None:
     with pretending(), StandIn() as stand_in:
         x, index = torch.ones(3, 2, dtype=dtype, device=DEVICE), torch.tensor(places, device=DEVICE)
         torch.zeros_like(x).index_add_(0, index, x)
@@ -104,13 +115,24 @@ def test_the_stand_in_sees_sums_in_any_order(places: list[int], dtype: torch.dty
 
 
 def test_only_files_of_the_packages_are_named_wherever_the_environment_lies() -> None:
-    torchs = from_file("/clones/moesaic/.venv/lib/python3.11/site-packages/torch/_ops.py", "lambda x: x.sum().item()")
+    torchs = from_file(
+        "/clones/moesaic/.venv/lib/python3.11/site-packages/torch/_ops.py",
+        "lambda x: x.sum().item()",
+    )
     assert seen(torchs) == ["a number brought to the host: nowhere in Moesaic"]
     called = from_file(pick.__file__, "lambda function, x: function(x)")
-    assert seen(partial(called, torchs)) == [f"a number brought to the host: {Path(pick.__file__).name}:1 <lambda>"]
-    assert seen(partial(from_file(loopback.__file__, "lambda function, x: function(x)"), torchs)) == []
+    assert seen(partial(called, torchs)) == [
+        f"a number brought to the host: {Path(pick.__file__).name}:1 <lambda>"
+    ]
+    assert (
+        seen(partial(from_file(loopback.__file__, "lambda function, x: function(x)"), torchs)) == []
+    )
 
 
 def test_the_stand_in_refuses_tensors_of_two_devices() -> None:
-    with pretending(), StandIn(), pytest.raises(AssertionError, match="tensors of cuda:0 and of the CPU"):
+    with (
+        pretending(),
+        StandIn(),
+        pytest.raises(AssertionError, match="tensors of cuda:0 and of the CPU"),
+    ):
         torch.ones(2, device=DEVICE) + torch.ones(2)

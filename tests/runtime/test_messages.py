@@ -14,7 +14,11 @@ from moesaic.runtime.tasks import Indices, rows
 KINDS = {
     "rows and weights": [(1, torch.float32), (6, torch.float32)],
     "16-bit rows and float32 weights": [(1, torch.float32), (5, torch.bfloat16)],
-    "indices, weights, rows of an odd width": [(1, torch.int64), (1, torch.float32), (3, torch.float32)],
+    "indices, weights, rows of an odd width": [
+        (1, torch.int64),
+        (1, torch.float32),
+        (3, torch.float32),
+    ],
     "float64": [(1, torch.float64), (4, torch.float64)],
     "as wide as each other": [(2, torch.float32), (2, torch.float32)],
     "rows of bytes": [(3, torch.uint8), (1, torch.int64)],
@@ -52,7 +56,9 @@ def read(
     for peer, buffer in buffers.items():
         assert buffer.is_contiguous()
         buffer.copy_(messages[peer])
-    return [rows(bundle.read(memory, n, value.dtype, in_place=in_place)) for n, value in enumerate(like)]
+    return [
+        rows(bundle.read(memory, n, value.dtype, in_place=in_place)) for n, value in enumerate(like)
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,7 +82,9 @@ def test_movements_of_a_bundle_may_have_other_peers_and_counts() -> None:
     splits = [lot([0, 1], [1, 3]), lot([0, 1], [1, 3]), lot([1, 2], [0, 3])]
     messages = written(splits, values)
     assert sorted(messages) == [0, 1, 2]
-    assert [len(messages[peer]) for peer in (0, 1, 2)] == [3, 9, 9], "in numbers of 4 bytes: nothing but rows is sent"
+    assert [len(messages[peer]) for peer in (0, 1, 2)] == [3, 9, 9], (
+        "in numbers of 4 bytes: nothing but rows is sent"
+    )
     for value, back in zip(values, read(splits, values, messages)):
         assert torch.equal(back, value)
 

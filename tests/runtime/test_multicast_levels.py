@@ -50,8 +50,12 @@ def case_of(seed: int, grid: Grid) -> Case:
         memory_budget=rng.choice([None, None, 3]),
     )
     longest = max(1, *(length for of_groups in drawn.lengths for length in of_groups))
-    router = "softmax" if looks_across_tokens(drawn.router) or drawn.router == "hash" else drawn.router
-    num_experts = grid.ep * rng.choice([each for each in (1, 2, 3) if fitting_top_k(router, grid.ep * each)])
+    router = (
+        "softmax" if looks_across_tokens(drawn.router) or drawn.router == "hash" else drawn.router
+    )
+    num_experts = grid.ep * rng.choice(
+        [each for each in (1, 2, 3) if fitting_top_k(router, grid.ep * each)]
+    )
     return replace(
         drawn,
         grid=grid,
@@ -60,8 +64,12 @@ def case_of(seed: int, grid: Grid) -> Case:
         top_k=draw_top_k(rng, router, num_experts),
         router=router,
         experts="swiglu" if drawn.experts == "modules" else drawn.experts,
-        capacity=Dropless() if isinstance(drawn.capacity, Capacity) and drawn.capacity.is_padded else drawn.capacity,
-        lengths=tuple(tuple(rng.randint(0, longest) for _ in range(grid.dp)) for _ in drawn.lengths),
+        capacity=Dropless()
+        if isinstance(drawn.capacity, Capacity) and drawn.capacity.is_padded
+        else drawn.capacity,
+        lengths=tuple(
+            tuple(rng.randint(0, longest) for _ in range(grid.dp)) for _ in drawn.lengths
+        ),
         precision="float64",
         placement="none",
     )

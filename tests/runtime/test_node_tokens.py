@@ -27,9 +27,13 @@ def test_a_token_node_tokens_a_node_once_and_stops_once_at_each_rank_there() -> 
     grid = Grid(world=4, ep=4, ranks_per_node=2)
     expert, token = torch.tensor([0, 1, 1, 2, 3, 4, 5]), torch.tensor([5, 5, 7, 5, 5, 7, 7])
     found = find_node_tokens(token, expert, 8, 8, 1, grid)
-    assert found.counts.tolist() == [[2], [1], [2], [1], [1], [0]], "5 and 7 on the first node, 7 on the second"
+    assert found.counts.tolist() == [[2], [1], [2], [1], [1], [0]], (
+        "5 and 7 on the first node, 7 on the second"
+    )
     assert found.node_token_index.flatten().tolist() == [5, 7, 7]
-    assert found.rank_token_index.flatten().tolist() == [0, 1, 0, 0], "5 and 7 at rank 0, 5 at rank 1, 7 at rank 2"
+    assert found.rank_token_index.flatten().tolist() == [0, 1, 0, 0], (
+        "5 and 7 at rank 0, 5 at rank 1, 7 at rank 2"
+    )
     assert found.copy_index.flatten().tolist() == [0, 0, 1, 0, 0, 0, 0]
 
 

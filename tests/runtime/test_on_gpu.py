@@ -32,7 +32,14 @@ HAS_GPU = torch.cuda.is_available()
 DTYPES = {torch.float32: 1e-2, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 """Largest allowed relative error by dtype; float32 leaves room for TF32, which the CPU does not have."""
 ROUTERS = ("softmax", "sigmoid", "switch", "expert_choice")
-PLANS = ("linear.dropless", "linear.padded", "hier2d.dropless", "multicast.dropless", "s2.dropless", "int8.dropless")
+PLANS = (
+    "linear.dropless",
+    "linear.padded",
+    "hier2d.dropless",
+    "multicast.dropless",
+    "s2.dropless",
+    "int8.dropless",
+)
 SIZES, TOKENS = (64, 96, 8, 2), 200
 """(dim, hidden, experts, top_k) and the number of tokens."""
 on_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
@@ -52,7 +59,11 @@ def step(layer: MoE, x: Tensor) -> list[Any]:
     x = x.detach().requires_grad_()
     y = layer(x)
     (y * y).sum().backward()
-    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters() if parameter.grad is not None)]
+    return [
+        y.detach(),
+        x.grad,
+        *(parameter.grad for parameter in layer.parameters() if parameter.grad is not None),
+    ]
 
 
 @contextmanager
@@ -76,8 +87,12 @@ MORE = [pair for pair in itertools.product(DTYPES, ROUTERS) if pair not in QUICK
 
 
 @capacities
-@pytest.mark.parametrize(("dtype", "router"), [*QUICK, *(pytest.param(*pair, marks=on_gpu) for pair in MORE)], ids=str)
-def test_results_are_those_of_float32_on_the_cpu(dtype: torch.dtype, router: str, capacity: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "router"), [*QUICK, *(pytest.param(*pair, marks=on_gpu) for pair in MORE)], ids=str
+)
+def test_results_are_those_of_float32_on_the_cpu(
+    dtype: torch.dtype, router: str, capacity: str
+) -> None:
     layer, x = layer_of(dtype, capacity, router)
     expected = step(copy.deepcopy(layer).float(), x.float())
     with device() as (where, move, _):
@@ -131,7 +146,12 @@ def check_graph(layer: MoE, x: Tensor, transport: AbstractTransport | None = Non
 
 @pytest.mark.parametrize("capacity", EVERY_CAPACITY)
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, *(pytest.param(dtype, marks=on_gpu) for dtype in (torch.float32, torch.float16))], ids=str
+    "dtype",
+    [
+        torch.bfloat16,
+        *(pytest.param(dtype, marks=on_gpu) for dtype in (torch.float32, torch.float16)),
+    ],
+    ids=str,
 )
 def test_a_graph_can_hold_a_step(dtype: torch.dtype, capacity: str) -> None:
     check_graph(*layer_of(dtype, capacity))
@@ -152,7 +172,9 @@ def test_a_captured_layer_equals_the_layer(router: str, capacity: str) -> None:
                 other.grad = None
                 y = run(other)
                 (y * y).sum().backward()
-            results.append([y.detach().clone(), other.grad, *(each.grad for each in layer.parameters())])
+            results.append(
+                [y.detach().clone(), other.grad, *(each.grad for each in layer.parameters())]
+            )
         assert largest_error(*results) == 0
 
 
@@ -160,7 +182,10 @@ def test_a_captured_layer_equals_the_layer(router: str, capacity: str) -> None:
 def test_a_layer_that_waits_is_not_captured() -> None:
     layer = MoE(*SIZES, losses=()).cuda().double()
     with pytest.raises(InputError, match="the host waits for the GPU in"):
-        capture(layer, torch.randn(TOKENS, SIZES[0], device="cuda", dtype=torch.float64, requires_grad=True))
+        capture(
+            layer,
+            torch.randn(TOKENS, SIZES[0], device="cuda", dtype=torch.float64, requires_grad=True),
+        )
 
 
 def test_a_graph_can_hold_a_plan_of_a_padded_capacity() -> None:
@@ -175,7 +200,9 @@ def test_a_graph_can_hold_a_plan_of_a_padded_capacity() -> None:
 
 
 @on_gpu
-@pytest.mark.parametrize("case", [case for case in cases() if case.name in PLANS], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in cases() if case.name in PLANS], ids=lambda case: case.name
+)
 def test_ranks_that_share_a_gpu_equal_those_on_the_cpu(case: WaitCase) -> None:
     whole = MoE(*SIZES, capacity=CAPACITIES[case.capacity], losses=()).bfloat16()
     tokens = [torch.randn(32, SIZES[0]).bfloat16() for _ in range(case.grid.world)]
@@ -187,5 +214,7 @@ def test_ranks_that_share_a_gpu_equal_those_on_the_cpu(case: WaitCase) -> None:
         x = tokens[case.grid.coordinate(transport.rank, "dp")].to(where)
         return [tensor.cpu() for tensor in step(layer.to(where), x)[:2]]
 
-    there, here = (run_ranks(case.grid.world, partial(rank, where=where)) for where in ("cuda", "cpu"))
+    there, here = (
+        run_ranks(case.grid.world, partial(rank, where=where)) for where in ("cuda", "cpu")
+    )
     assert max(map(largest_error, there, here)) < DTYPES[torch.bfloat16]

@@ -60,7 +60,9 @@ def test_a_loop_without_average_gradients_stops_at_the_second_call() -> None:
 PLANS = [Plan(schedule="s2"), Plan(chunks=2, all_to_all="multicast")]
 
 
-def refused(grid: Grid, change: Callable[[MoE, int], None], plan: Plan = PLANS[0], **options: object) -> list[str]:
+def refused(
+    grid: Grid, change: Callable[[MoE, int], None], plan: Plan = PLANS[0], **options: object
+) -> list[str]:
     """Call a layer on all ranks of a mesh, change it on each, call it again and return what that says, by rank."""
     said = [""] * grid.world
 
@@ -92,22 +94,29 @@ def test_one_bit_is_found_under_every_kind_of_plan(plan: Plan) -> None:
     lines = refused(Grid(world=4, ep=4, ranks_per_node=2), by_one_bit, plan)
     assert len(set(lines)) == 1
     assert re.match(
-        r"router\.weight differs: .* on ranks 0-1 and 3, .* on rank 2: call moesaic\.average_grad", lines[0]
+        r"router\.weight differs: .* on ranks 0-1 and 3, .* on rank 2: call moesaic\.average_grad",
+        lines[0],
     )
 
 
-@pytest.mark.parametrize("capacity", [1.25, Capacity.fixed(1.25, scope="rank", padded=True)], ids=["fixed", "padded"])
+@pytest.mark.parametrize(
+    "capacity", [1.25, Capacity.fixed(1.25, scope="rank", padded=True)], ids=["fixed", "padded"]
+)
 def test_it_is_found_under_capacities(capacity: object) -> None:
     assert set(map(bool, refused(Grid(world=4, ep=2), by_one_bit, capacity=capacity))) == {True}
 
 
-def test_gpus_that_wait_for_no_counts_compare_in_some_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_wait_for_no_counts_compare_in_some_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(expert_parallel, "CHECKED_CALLS", 3)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def rank(transport: AbstractTransport) -> tuple[list[int], str]:
         torch.manual_seed(0)
-        layer = MoE(16, 8, 8, 2, capacity=Capacity.fixed(1.25, scope="rank", padded=True), losses=())
+        layer = MoE(
+            16, 8, 8, 2, capacity=Capacity.fixed(1.25, scope="rank", padded=True), losses=()
+        )
         layer.parallelize(Mesh(Grid(world=2, ep=2), transport))
         waits = []
         with torch.no_grad(), StandIn() as stand_in:
@@ -140,11 +149,15 @@ def test_gpus_that_wait_for_no_counts_compare_in_some_calls(monkeypatch: pytest.
         ({"router": "cosine"}, "log_temperature"),
     ],
 )
-def test_every_parameter_of_a_router_is_compared_and_named(options: dict[str, object], name: str) -> None:
+def test_every_parameter_of_a_router_is_compared_and_named(
+    options: dict[str, object], name: str
+) -> None:
     def change(layer: MoE, rank: int) -> None:
         layer.router.get_parameter(name).flatten()[0].add_(rank)
 
-    assert all(f"router.{name} differs" in line for line in refused(Grid(world=2, ep=2), change, **options))
+    assert all(
+        f"router.{name} differs" in line for line in refused(Grid(world=2, ep=2), change, **options)
+    )
 
 
 def test_copies_in_a_tensor_parallel_group_may_differ_by_rounding() -> None:
@@ -156,7 +169,8 @@ def test_copies_in_a_tensor_parallel_group_may_differ_by_rounding() -> None:
     for plan in (Plan(), Plan(schedule="s1")):
         assert refused(Grid(world=4, tp=2, ep=2), by_group, plan) == [""] * 4
         assert all(
-            "router.weight differs" in line for line in refused(Grid(world=4, tp=2, ep=2), by_one_bit, plan)[::2]
+            "router.weight differs" in line
+            for line in refused(Grid(world=4, tp=2, ep=2), by_one_bit, plan)[::2]
         )
 
 
@@ -167,7 +181,9 @@ DTYPES = [torch.float64, torch.bfloat16, torch.uint8]
 def test_the_hash_tells_values_signs_places_and_parameters_apart(dtype: torch.dtype) -> None:
     start = torch.arange(1, 13).view(3, 4).to(dtype)
     variants = [start, start.flip(0), start.flip(1), start.t().contiguous(), start * 2]
-    if dtype.is_floating_point:  # opposite signs at two places, as after the first step of a matrix that starts at zero
+    if (
+        dtype.is_floating_point
+    ):  # opposite signs at two places, as after the first step of a matrix that starts at zero
         signs = torch.ones(3, 4, dtype=dtype)
         signs[0, 1] = signs[2, 3] = -1
         variants += [start * signs, start * signs.flip(0), -start]

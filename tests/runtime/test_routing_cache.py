@@ -73,7 +73,11 @@ def test_checkpointing_changes_neither_output_nor_gradient_nor_counts(name: str)
 def test_noise_is_not_drawn_anew_without_preserved_random_state() -> None:
     block, x = Block(noisy()), torch.randn(32, 8)
     y = torch_checkpoint(
-        block, x, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: replay_contexts(block)
+        block,
+        x,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=lambda: replay_contexts(block),
     )
     state = torch.get_rng_state()
     y.sum().backward()
@@ -134,7 +138,10 @@ def test_two_graphs_alive_at_once_keep_their_tapes_apart() -> None:
 
 
 def test_accumulated_backward_passes_equal_those_without_checkpointing() -> None:
-    block, batches = Block(noisy(losses=(LoadBalance(0.5, level="global_batch"),))), torch.randn(3, 8, 8)
+    block, batches = (
+        Block(noisy(losses=(LoadBalance(0.5, level="global_batch"),))),
+        torch.randn(3, 8, 8),
+    )
     results = []
     for call in (block, lambda x: checkpoint(block, x)):
         block.zero_grad()
@@ -160,7 +167,11 @@ def test_a_checkpoint_inside_a_checkpoint_replays_too(backward_calls: int) -> No
     block.seen.clear()
     torch.manual_seed(2)
     y = torch_checkpoint(
-        outer, x, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: replay_contexts(outer)
+        outer,
+        x,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=lambda: replay_contexts(outer),
     )
     for _ in range(backward_calls):
         block.zero_grad()
@@ -184,7 +195,9 @@ def test_no_tape_stays_behind() -> None:
 
 def test_checkpoint_passes_keyword_arguments_and_several_results() -> None:
     layer, x = noisy(), torch.randn(4, 8)
-    y, routing = checkpoint(layer, x, return_routing=True, mask=torch.tensor([True, True, True, False]))
+    y, routing = checkpoint(
+        layer, x, return_routing=True, mask=torch.tensor([True, True, True, False])
+    )
     assert y.shape == x.shape
     assert int(routing.num_valid) == 3
 
@@ -200,6 +213,12 @@ def test_what_draws_behind_a_noisy_router_draws_the_same_again() -> None:
         block.zero_grad()
         torch.manual_seed(1)
         run(x).square().sum().backward()
-        gradients.append([parameter.grad.clone() for parameter in block.parameters() if parameter.grad is not None])
+        gradients.append(
+            [
+                parameter.grad.clone()
+                for parameter in block.parameters()
+                if parameter.grad is not None
+            ]
+        )
     assert len(gradients[0]) == len(gradients[1]) > 3
     assert all(torch.equal(a, b) for a, b in zip(*gradients))

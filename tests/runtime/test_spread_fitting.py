@@ -37,7 +37,10 @@ def refusals(world: int, function: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("plans", "words"),
     [
-        ([{"schedule": "s2"}, {"schedule": "s3"}], "plan.schedule differs: s2 on ranks 0 and 2, s3 on ranks 1 and 3"),
+        (
+            [{"schedule": "s2"}, {"schedule": "s3"}],
+            "plan.schedule differs: s2 on ranks 0 and 2, s3 on ranks 1 and 3",
+        ),
         ([{"chunks": 2}] * 3 + [{"chunks": 3}], "plan.chunks differs: 2 on ranks 0-2, 3 on rank 3"),
         ([{"codec": "int8"}, {}, {}, {}], "plan.codec differs: int8 on rank 0, none on ranks 1-3"),
     ],
@@ -45,16 +48,24 @@ def refusals(world: int, function: Any) -> list[str]:
 def test_ranks_with_different_plans_all_say_so(plans: list[dict], words: str) -> None:
     """The ranks of a tensor-parallel group do not exchange counts, so this check cannot wait for the first call."""
     lines = refusals(
-        4, lambda transport: on_mesh(make_layer(), GRID, transport, Plan(**plans[transport.rank % len(plans)]))
+        4,
+        lambda transport: on_mesh(
+            make_layer(), GRID, transport, Plan(**plans[transport.rank % len(plans)])
+        ),
     )
     assert set(lines) == {f"{words}: start every rank with the same settings"}
 
 
 def test_ranks_with_different_meshes_all_say_so() -> None:
     lines = refusals(
-        4, lambda transport: on_mesh(make_layer(), Grid(world=4, ep=4 if transport.rank else 2), transport, Plan())
+        4,
+        lambda transport: on_mesh(
+            make_layer(), Grid(world=4, ep=4 if transport.rank else 2), transport, Plan()
+        ),
     )
-    assert set(lines) == {"mesh.ep differs: 2 on rank 0, 4 on ranks 1-3: start every rank with the same settings"}
+    assert set(lines) == {
+        "mesh.ep differs: 2 on rank 0, 4 on ranks 1-3: start every rank with the same settings"
+    }
 
 
 def test_ranks_with_programs_compiled_otherwise_all_say_so() -> None:
@@ -73,14 +84,21 @@ def test_a_codec_that_one_rank_lacks_is_refused_on_all(monkeypatch: pytest.Monke
             raise InputError("codec zfp needs the package zfpy")
 
     monkeypatch.setattr(spread, "codec_named", codec_named)
-    lines = refusals(2, lambda transport: on_mesh(make_layer(), Grid(world=2, ep=2), transport, Plan(codec="zfp")))
+    lines = refusals(
+        2,
+        lambda transport: on_mesh(make_layer(), Grid(world=2, ep=2), transport, Plan(codec="zfp")),
+    )
     words = "whether codec zfp is installed differs: True on rank 0, False on rank 1: start every rank with the same settings"
     assert lines == [words] * 2
 
 
 def test_a_plan_that_fits_no_mesh_is_refused_on_all_ranks_alike() -> None:
-    lines = refusals(4, lambda transport: on_mesh(make_layer(), GRID, transport, Plan(gather_weights=3)))
-    assert set(lines) == {"plan.gather_weights=3 does not divide mesh.etp=2: choose 0 or one of [1, 2]"}
+    lines = refusals(
+        4, lambda transport: on_mesh(make_layer(), GRID, transport, Plan(gather_weights=3))
+    )
+    assert set(lines) == {
+        "plan.gather_weights=3 does not divide mesh.etp=2: choose 0 or one of [1, 2]"
+    }
 
 
 def test_a_layer_goes_on_a_mesh_once() -> None:
@@ -92,15 +110,26 @@ def test_a_layer_goes_on_a_mesh_once() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_plan_compiled_for_other_experts_is_refused(bias: bool) -> None:
     experts = PlainExperts(DIM, 4, 2, bias=not bias)
-    with pytest.raises(InputError, match=f"the plan was compiled with bias={bias}.*: compile it with bias={not bias}"):
+    with pytest.raises(
+        InputError,
+        match=f"the plan was compiled with bias={bias}.*: compile it with bias={not bias}",
+    ):
         ExpertParallel(
-            Grid(world=1), NoTransport(), compile_plan(Plan(), Grid(world=1), bias=bias), experts, False, PlainCalls
+            Grid(world=1),
+            NoTransport(),
+            compile_plan(Plan(), Grid(world=1), bias=bias),
+            experts,
+            False,
+            PlainCalls,
         )
 
 
 def test_a_plan_compiled_for_another_mesh_is_refused() -> None:
     lines = refusals(
-        4, lambda transport: on_mesh(make_layer(), Grid(world=4, ep=2), transport, compile_plan(Plan(), GRID))
+        4,
+        lambda transport: on_mesh(
+            make_layer(), Grid(world=4, ep=2), transport, compile_plan(Plan(), GRID)
+        ),
     )
     assert len(set(lines)) == 1
     assert "compile it for the layer's mesh" in lines[0]

@@ -52,7 +52,9 @@ def test_parts_laid_together_are_the_whole(kind: str, grid: Grid) -> None:
                 row.sort(key=lambda r: grid.coordinate(r, "etp"))
                 held = [parts[r].get_parameter(name) for r in row]
                 if dim is None:
-                    assert all(torch.equal(part, held[0]) for part in held), "shards hold it in common"
+                    assert all(torch.equal(part, held[0]) for part in held), (
+                        "shards hold it in common"
+                    )
                 by_ep.append(held[0] if dim is None else torch.cat(held, dim))
             assert torch.equal(torch.cat(by_ep), parameter)
 
@@ -75,7 +77,11 @@ def test_modules_keep_the_experts_of_their_rank_under_their_own_names() -> None:
     whole = ModuleExperts(lambda: nn.Linear(DIM, DIM), DIM, 6)
     parts = shards(whole, Grid(world=6, ep=3))
     for rank, part in enumerate(parts):
-        names = [f"experts.{e}.{kind}" for e in range(rank % 3 * 2, rank % 3 * 2 + 2) for kind in ("weight", "bias")]
+        names = [
+            f"experts.{e}.{kind}"
+            for e in range(rank % 3 * 2, rank % 3 * 2 + 2)
+            for kind in ("weight", "bias")
+        ]
         assert [name for name, _ in part.named_parameters()] == names
         for name, parameter in part.named_parameters():
             assert torch.equal(parameter, whole.get_parameter(name))
@@ -110,7 +116,9 @@ def test_what_does_not_split_is_refused_and_left_whole(make: object, mesh: dict,
     assert all(torch.equal(value, before[name]) for name, value in experts.state_dict().items())
 
 
-@pytest.mark.parametrize("make", [*MAKERS.values(), lambda: ModuleExperts(lambda: nn.Linear(DIM, DIM), DIM, EXPERTS)])
+@pytest.mark.parametrize(
+    "make", [*MAKERS.values(), lambda: ModuleExperts(lambda: nn.Linear(DIM, DIM), DIM, EXPERTS)]
+)
 def test_parameters_carry_the_marks_that_other_trainers_look_for(make) -> None:
     """DeepSpeed and Megatron-Core leave parameters with `allreduce=False` out of the average over all data-parallel ranks."""
     for part in shards(make(), Grid(world=4, ep=2)):

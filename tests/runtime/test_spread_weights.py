@@ -20,7 +20,9 @@ from worlds import on_ranks, refusal
 
 def layer(seed: int = 0, **options: object) -> MoE:
     torch.manual_seed(seed)
-    return MoE(**{"dim": 4, "hidden": 8, "num_experts": 4, "top_k": 2, "router": "sigmoid", **options}).double()
+    return MoE(
+        **{"dim": 4, "hidden": 8, "num_experts": 4, "top_k": 2, "router": "sigmoid", **options}
+    ).double()
 
 
 def spoiled(name: str) -> MoE:
@@ -92,7 +94,9 @@ def refusals(transport: str = "gloo") -> dict[str, str]:
     found = {}
     for kind, table in (("weights", WEIGHTS), ("settings", SETTINGS)):
         for name, (make, _) in table.items():
-            found[f"{kind}, {name}"] = refusal(make(odd).parallelize, Mesh.create(ep=2, transport=transport), Plan())
+            found[f"{kind}, {name}"] = refusal(
+                make(odd).parallelize, Mesh.create(ep=2, transport=transport), Plan()
+            )
     for name, (call, _) in CALLS.items():
         moe = layer()
         moe.parallelize(Mesh.create(ep=2, transport=transport), Plan())
@@ -139,7 +143,8 @@ def check_differences(name: str, results: list[dict[str, str]]) -> None:
         assert "\n" not in of_rank[name]
         if name.startswith("weights"):
             assert re.search(
-                rf"differs: float(32|64) \(.* [0-9a-f]{{16}} on {most}, .* [0-9a-f]{{16}} on {odd}", of_rank[name]
+                rf"differs: float(32|64) \(.* [0-9a-f]{{16}} on {most}, .* [0-9a-f]{{16}} on {odd}",
+                of_rank[name],
             )
             assert "parallelize(..., broadcast=True)" in of_rank[name]
     assert len({of_rank[name] for of_rank in results}) == 1
@@ -147,7 +152,9 @@ def check_differences(name: str, results: list[dict[str, str]]) -> None:
 
 def test_sharding_before_parallelizing_is_refused(results):
     for of_rank in results:
-        assert of_rank["order"].endswith("is sharded already: call parallelize first, then fully_shard")
+        assert of_rank["order"].endswith(
+            "is sharded already: call parallelize first, then fully_shard"
+        )
 
 
 def broadcast_weights() -> list[torch.Tensor]:
@@ -183,7 +190,13 @@ def test_meta_weights_are_not_compared(ranks):
 
 @pytest.mark.parametrize(
     ("count", "dtype"),
-    [(0, torch.float32), (1, torch.bool), (3, torch.bfloat16), (8, torch.int64), (65536 * 2 + 5, torch.float64)],
+    [
+        (0, torch.float32),
+        (1, torch.bool),
+        (3, torch.bfloat16),
+        (8, torch.int64),
+        (65536 * 2 + 5, torch.float64),
+    ],
 )
 def test_any_word_changes_the_hash(count, dtype):
     tensor = torch.randint(0, 2, (count,)).to(dtype)
@@ -197,7 +210,15 @@ def test_any_word_changes_the_hash(count, dtype):
 
 def test_the_order_of_words_changes_the_hash():
     words = torch.arange(65536 * 3, dtype=torch.int64).view(3, -1)
-    assert len({fingerprint(words[list(order)]) for order in ((0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1))}) == 4
+    assert (
+        len(
+            {
+                fingerprint(words[list(order)])
+                for order in ((0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1))
+            }
+        )
+        == 4
+    )
     swapped = words.clone().view(-1)
     swapped[1], swapped[65536] = words.view(-1)[65536], words.view(-1)[1]
     assert fingerprint(swapped) != fingerprint(words)

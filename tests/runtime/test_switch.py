@@ -80,12 +80,16 @@ def test_a_layer_that_switches_equals_one_that_does_not(grid, plans, capacity):
 
     def rank(transport: AbstractTransport) -> list[tuple[Tensor, Tensor]]:
         switched = steps(whole, grid, transport, plans, True, capacity)
-        return list(zip(switched, steps(whole, grid, transport, plans, False, capacity), strict=True))
+        return list(
+            zip(switched, steps(whole, grid, transport, plans, False, capacity), strict=True)
+        )
 
     for pairs in run_ranks(grid.world, rank):
         assert len(pairs) == len(plans) * 5
         for number, (switched, plain) in enumerate(pairs):
-            torch.testing.assert_close(switched, plain, rtol=1e-9, atol=1e-10, msg=lambda m, n=number: f"{n}: {m}")
+            torch.testing.assert_close(
+                switched, plain, rtol=1e-9, atol=1e-10, msg=lambda m, n=number: f"{n}: {m}"
+            )
 
 
 def test_a_backward_pass_keeps_the_plan_of_its_forward_pass() -> None:
@@ -117,10 +121,25 @@ def test_a_switch_sends_nothing_and_keeps_weights_and_caches() -> None:
         seen = []
         for plan in [*SHARDS, *SHARDS]:
             layer.use_plan(plan)
-            seen.append((id(on.compiled), id(on.compiled.shapes(on.num_experts)), on.compiled.plan.gather_weights))
-        sent = sum(len(each.messages) for each in recorder.ranges[before:]) + len(recorder.ranges) - before
+            seen.append(
+                (
+                    id(on.compiled),
+                    id(on.compiled.shapes(on.num_experts)),
+                    on.compiled.plan.gather_weights,
+                )
+            )
+        sent = (
+            sum(len(each.messages) for each in recorder.ranges[before:])
+            + len(recorder.ranges)
+            - before
+        )
         same = [one == two for one, two in zip(seen[:4], seen[4:])]
-        return sent, places == [p.data_ptr() for p in layer.parameters()], same, len({number for number, *_ in seen})
+        return (
+            sent,
+            places == [p.data_ptr() for p in layer.parameters()],
+            same,
+            len({number for number, *_ in seen}),
+        )
 
     assert run_ranks(4, rank) == [(0, True, [True] * 4, 4)] * 4
 
@@ -146,7 +165,12 @@ def test_only_the_first_call_after_a_switch_tells_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("plans", "grid", "wrong", "capacity"),
     [
-        ([Plan(), Plan(schedule="s2"), Plan(), Plan()], GRID, [1], Dropless()),  # who routes with whom differs
+        (
+            [Plan(), Plan(schedule="s2"), Plan(), Plan()],
+            GRID,
+            [1],
+            Dropless(),
+        ),  # who routes with whom differs
         # inside tensor groups, which exchange no counts
         ([Plan(schedule="s2"), Plan(schedule="s3")] * 2, GRID, [1, 3], Dropless()),
         ([Plan(chunks=2)] * 3 + [Plan()], FLAT, [3], PADDED),
@@ -164,7 +188,9 @@ def test_ranks_that_switch_to_different_plans_all_say_so(plans, grid, wrong, cap
 
     said = run_ranks(grid.world, rank)
     assert said == [said[0]] * grid.world
-    advice = "than rank 0: give every rank the same plan, and its replication policy the same settings"
+    advice = (
+        "than rank 0: give every rank the same plan, and its replication policy the same settings"
+    )
     calls = ", or call the layer with another call.dtype, call.top_k, call.capacity, call.losses,"
     lines = [f"ranks {wrong} run another plan or mesh{more} {advice}" for more in ("", calls)]
     # Under a padded capacity, a rank that changed nothing may not check again; then the ranks compare no more.
@@ -179,7 +205,8 @@ def test_a_switch_before_a_recomputation_is_refused() -> None:
         y = checkpoint(layer, tokens_of(transport.rank).requires_grad_())
         layer.use_plan(Plan(chunks=2))
         with pytest.raises(
-            InputError, match=r"between a forward pass and its recomputation: call MoE\.use_plan between"
+            InputError,
+            match=r"between a forward pass and its recomputation: call MoE\.use_plan between",
         ):
             y.sum().backward()
         layer.use_plan(Plan())
@@ -189,11 +216,20 @@ def test_a_switch_before_a_recomputation_is_refused() -> None:
 
 
 REFUSED = [
-    (Plan(gather_weights=3), "plan.gather_weights=3 does not divide mesh.etp=4: choose 0 or one of"),
+    (
+        Plan(gather_weights=3),
+        "plan.gather_weights=3 does not divide mesh.etp=4: choose 0 or one of",
+    ),
     (Plan(schedule="ted"), "plan.schedule=ted needs mesh.tp and mesh.etp over the same ranks"),
-    (Plan(all_to_all="deepep"), "plan.all_to_all=deepep needs process groups, which only MoE.parallelize makes: "),
+    (
+        Plan(all_to_all="deepep"),
+        "plan.all_to_all=deepep needs process groups, which only MoE.parallelize makes: ",
+    ),
     (compile_plan(Plan(), Grid(world=4)), "the plan was compiled for "),
-    (compile_plan(Plan(), GRID, bias=True), "the plan was compiled with bias=True, which does not fit GatedExperts"),
+    (
+        compile_plan(Plan(), GRID, bias=True),
+        "the plan was compiled with bias=True, which does not fit GatedExperts",
+    ),
 ]
 """Plans that do not fit a layer on GRID, each with the start of the message."""
 
@@ -217,6 +253,7 @@ def test_plans_that_do_not_fit_are_refused_and_the_layer_goes_on() -> None:
 
 def test_a_layer_on_no_mesh_has_no_plan() -> None:
     with pytest.raises(
-        InputError, match=r"MoE\.use_plan: the layer is on no mesh: call parallelize\(mesh, plan\) first"
+        InputError,
+        match=r"MoE\.use_plan: the layer is on no mesh: call parallelize\(mesh, plan\) first",
     ):
         MoE(DIM, HIDDEN, 4).use_plan(Plan())

@@ -12,7 +12,17 @@ from moesaic.program.build import SCHEDULES
 from moesaic.program.grid import Grid
 from moesaic.program.sizes import CallSizes, Runs
 from moesaic.program.task import Program
-from moesaic.runtime.tasks import Call, Environment, Indexed, IndexedRows, Indices, compute, placed, stable_order, take
+from moesaic.runtime.tasks import (
+    Call,
+    Environment,
+    Indexed,
+    IndexedRows,
+    Indices,
+    compute,
+    placed,
+    stable_order,
+    take,
+)
 
 DIM = 4
 ONE = Grid(world=1)
@@ -23,10 +33,14 @@ def runs_of(rows: list[int]) -> Runs:
 
 
 def bases_of(rows: list[int]) -> Runs:
-    return Runs(np.array(rows, dtype=np.int64), np.ones(len(rows), dtype=np.int64), is_constant=True)
+    return Runs(
+        np.array(rows, dtype=np.int64), np.ones(len(rows), dtype=np.int64), is_constant=True
+    )
 
 
-def call_of(counts: list[int], tokens: int, chunks: int = 1, grid: Grid = ONE, **options: bool) -> Call:
+def call_of(
+    counts: list[int], tokens: int, chunks: int = 1, grid: Grid = ONE, **options: bool
+) -> Call:
     copies = np.array([counts] * grid.world)
     sizes = CallSizes(grid, copies, np.array([tokens] * grid.world), chunks)
     return Call(rank=0, sizes=sizes, experts=GatedExperts(DIM, 6, len(counts)).double(), **options)
@@ -36,7 +50,10 @@ def run(program: Program, name: str, environment: Environment, call: Call) -> En
     task = next(task for task in program.tasks if task.name == name)
     written = compute(task, {slot.name: slot for slot in program.slots}, environment, call)
     call.finish(task.writes)
-    return {slot: value.in_order() if isinstance(value, IndexedRows) else value for slot, value in written.items()}
+    return {
+        slot: value.in_order() if isinstance(value, IndexedRows) else value
+        for slot, value in written.items()
+    }
 
 
 def column(values: list[int]) -> Tensor:
@@ -74,9 +91,13 @@ def test_placed_puts_rows_in_their_places_or_sums_them() -> None:
     rows = torch.tensor([[1.0], [2.0], [4.0]])
     apart = placed([rows[:1], rows[1:]], runs_of([2, 0, 1]), 3, False, Indices())
     assert apart.in_order().flatten().tolist() == [2.0, 4.0, 1.0]
-    assert take(apart, runs_of([2, 0, 1]), Indices()) is apart.source, "rows that leave as they came are not moved"
+    assert take(apart, runs_of([2, 0, 1]), Indices()) is apart.source, (
+        "rows that leave as they came are not moved"
+    )
     assert take(apart, runs_of([1, 0]), Indices()).flatten().tolist() == [4.0, 2.0]
-    assert placed([rows[:1], rows[1:]], runs_of([1, 1, 0]), 3, True, Indices()).flatten().tolist() == [4.0, 3.0, 0.0]
+    assert placed(
+        [rows[:1], rows[1:]], runs_of([1, 1, 0]), 3, True, Indices()
+    ).flatten().tolist() == [4.0, 3.0, 0.0]
     assert take(rows, runs_of([2, 2, 0]), Indices()).flatten().tolist() == [4.0, 4.0, 1.0]
 
 
@@ -99,6 +120,8 @@ def test_each_tokens_rows_are_summed_and_tokens_without_rows_are_zero(dtype: tor
 
 def test_rows_are_added_in_their_order() -> None:
     """The float32 sum of 1, 1e8 and -1e8 depends on the order."""
-    at = Indexed(torch.zeros(3, 1, dtype=torch.int64), bases_of([0] * 3), 1, Indices(), has_empty=False)
+    at = Indexed(
+        torch.zeros(3, 1, dtype=torch.int64), bases_of([0] * 3), 1, Indices(), has_empty=False
+    )
     assert float(at.sum(torch.tensor([[1.0], [1e8], [-1e8]]))) == 0.0
     assert float(at.sum(torch.tensor([[1e8], [-1e8], [1.0]]))) == 1.0

@@ -14,7 +14,12 @@ from moesaic.runtime.telemetry import LoadMeter, LoadStatistics
 
 def test_balance_has_no_violation_and_full_entropy() -> None:
     load = LoadStatistics.of([5, 5, 5, 5])
-    assert (load.max_violation, load.variation, load.dead_experts, load.needed_capacity_factor) == (0, 0, 0, 1)
+    assert (load.max_violation, load.variation, load.dead_experts, load.needed_capacity_factor) == (
+        0,
+        0,
+        0,
+        1,
+    )
     assert load.entropy == pytest.approx(1.0)
 
 
@@ -38,7 +43,12 @@ def test_an_uneven_load_by_hand() -> None:
 
 def test_no_copies_and_one_expert_are_defined() -> None:
     empty = LoadStatistics.of([0, 0])
-    assert (empty.max_violation, empty.entropy, empty.dead_experts, empty.needed_capacity_factor) == (0, 0, 2, 0)
+    assert (
+        empty.max_violation,
+        empty.entropy,
+        empty.dead_experts,
+        empty.needed_capacity_factor,
+    ) == (0, 0, 2, 0)
     assert LoadStatistics.of([7]).entropy == 1
     assert empty.as_dict()["tokens_per_expert"] == [0, 0]
 
@@ -53,7 +63,9 @@ def test_the_needed_factor_is_the_smallest_that_drops_nothing() -> None:
 
 def test_the_meter_sums_micro_batches_per_layer_and_starts_anew() -> None:
     layers = [make_layer(capacity=Capacity.fixed(0.5)), make_layer()]
-    batches = [[layer(torch.randn(8, 8), return_routing=True)[1] for layer in layers] for _ in range(3)]
+    batches = [
+        [layer(torch.randn(8, 8), return_routing=True)[1] for layer in layers] for _ in range(3)
+    ]
     meter = LoadMeter()
     for routings in batches:
         meter.add(routings)

@@ -46,12 +46,18 @@ def dot_errors(compiled: Compiled, calls: list[Call], seed: int) -> dict[str, fl
         )  # each helper gets other weights, so there is no single value for the inner product
         if source.kind is Kind.INDEX or replicates:
             continue
-        forward, backward = (route_all_to_all(p, compiled.plan.link, compiled.grid) for p in (alone, transpose(alone)))
+        forward, backward = (
+            route_all_to_all(p, compiled.plan.link, compiled.grid)
+            for p in (alone, transpose(alone))
+        )
         x = [_values(source, call, seed + 2 * number) for call in calls]
         y = [_values(_dual(target), call, seed + 2 * number + 1) for call in calls]
         inputs = [{source.name: _as_value(source, value)} for value in x]
         ax = _run(forward, target.name, inputs, calls)
-        both = [values | {cotangent(target.name): _as_value(target, value)} for values, value in zip(inputs, y)]
+        both = [
+            values | {cotangent(target.name): _as_value(target, value)}
+            for values, value in zip(inputs, y)
+        ]
         ay = _run(backward, cotangent(source.name), both, calls)
         left, right = _pairing(target, ax, y, compiled.grid), _pairing(source, x, ay, compiled.grid)
         errors[task.name] = abs(left - right) / max(abs(left), abs(right), 1.0)
@@ -61,7 +67,9 @@ def dot_errors(compiled: Compiled, calls: list[Call], seed: int) -> dict[str, fl
 def one_task(program: Program, task: Task) -> Program:
     """Return a program that consists of one task."""
     slots = tuple(slot for slot in program.slots if slot.name in (*task.reads, *task.writes))
-    return Program(name=task.name, slots=slots, tasks=(task,), inputs=task.reads, outputs=task.writes)
+    return Program(
+        name=task.name, slots=slots, tasks=(task,), inputs=task.reads, outputs=task.writes
+    )
 
 
 class _RowsAsWeights:
@@ -74,11 +82,15 @@ class _RowsAsWeights:
         return (rows,)
 
 
-def _run(program: Program, output: str, inputs: list[dict[str, Value]], calls: list[Call]) -> list[Tensor]:
+def _run(
+    program: Program, output: str, inputs: list[dict[str, Value]], calls: list[Call]
+) -> list[Tensor]:
     """Run a program of one movement on all ranks."""
 
     def rank(transport: AbstractTransport) -> Tensor:
-        call = replace(calls[transport.rank], experts=cast(AbstractExperts, _RowsAsWeights()), first_tag=0)
+        call = replace(
+            calls[transport.rank], experts=cast(AbstractExperts, _RowsAsWeights()), first_tag=0
+        )
         out = drive(interpret(program, inputs[transport.rank], call), transport)[output]
         return out if isinstance(out, Tensor) else out[0]
 
@@ -109,13 +121,22 @@ def _closure(slot: Slot, grid: Grid, rank: int) -> set[int]:
     """Return the ranks that hold the same values of a slot as `rank`."""
     ranks, new = {rank}, {rank}
     while new:
-        new = {peer for member in new for axis in same_axes(slot) for peer in grid.group(member, (axis,))} - ranks
+        new = {
+            peer
+            for member in new
+            for axis in same_axes(slot)
+            for peer in grid.group(member, (axis,))
+        } - ranks
         ranks |= new
     return ranks
 
 
 def _dual(slot: Slot) -> Slot:
-    return replace(slot, name=cotangent(slot.name), state=tuple((axis, state.dual) for axis, state in slot.state))
+    return replace(
+        slot,
+        name=cotangent(slot.name),
+        state=tuple((axis, state.dual) for axis, state in slot.state),
+    )
 
 
 def restores(program: Program, task: Task) -> bool:
@@ -127,11 +148,18 @@ def restores(program: Program, task: Task) -> bool:
 
 def _types(program: Program, task: Task) -> tuple[object, ...]:
     slots = [program.slot(name) for name in (*task.reads, *task.writes)]
-    kinds = [(slot.kind, slot.layout, sorted(slot.state)) for slot in slots if slot.kind is not Kind.INDEX]
+    kinds = [
+        (slot.kind, slot.layout, sorted(slot.state))
+        for slot in slots
+        if slot.kind is not Kind.INDEX
+    ]
     return task.op, task.group, task.power, task.dual_power, kinds
 
 
 def is_reversible(program: Program, task: Task) -> bool:
     """Whether a task's transpose can be transposed, which experts, fetched weights and indices cannot."""
     kinds = {program.slot(name).kind for name in task.writes}
-    return task.op not in (Op.EXPERT, Op.EXPERT_GRAD, Op.ADD) and not kinds & {Kind.WEIGHT, Kind.INDEX}
+    return task.op not in (Op.EXPERT, Op.EXPERT_GRAD, Op.ADD) and not kinds & {
+        Kind.WEIGHT,
+        Kind.INDEX,
+    }

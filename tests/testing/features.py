@@ -10,7 +10,15 @@ def features(case: Case) -> list[str]:
     plan = case.plan
     present = [
         f"{name}={getattr(case, name)}"
-        for name in ("router", "experts", "precision", "apply_weight", "sequences", "placement", "experts_move")
+        for name in (
+            "router",
+            "experts",
+            "precision",
+            "apply_weight",
+            "sequences",
+            "placement",
+            "experts_move",
+        )
     ]
     names = (
         "schedule",
@@ -23,7 +31,9 @@ def features(case: Case) -> list[str]:
         "gather_weights",
     )
     present += [f"{name}={getattr(plan, name)}" for name in names]
-    present += [f"{axis}={getattr(case.grid, axis)}" for axis in ("world", "tp", "ep", "etp", "innermost")]
+    present += [
+        f"{axis}={getattr(case.grid, axis)}" for axis in ("world", "tp", "ep", "etp", "innermost")
+    ]
     present += [f"loss={loss.name}" for loss in case.losses]
     at_random = plan.replication in ("shadow", "arbiter") and not case.by_policy
     present.append(f"replication={plan.replication}{' at random' * at_random}")
@@ -40,7 +50,9 @@ def features(case: Case) -> list[str]:
         "uneven groups": any(len(set(of_groups)) > 1 for of_groups in case.lengths),
         "coded, exact": case.is_exact and not plan.is_lossless,
         "several nodes": case.grid.node_of(case.grid.world - 1) > 0,
-        "capacity": case.capacity.admits_by_score or case.capacity.spans_mesh or hasattr(case.capacity, "factor"),
+        "capacity": case.capacity.admits_by_score
+        or case.capacity.spans_mesh
+        or hasattr(case.capacity, "factor"),
         "capacity per rank": hasattr(case.capacity, "factor") and not case.capacity.spans_mesh,
         "padded capacity": case.capacity.is_padded,
         "admission by score": case.capacity.admits_by_score,

@@ -38,7 +38,9 @@ class Gathering(AbstractRoutedExperts):
     def __init__(self, spec: LayerSpec) -> None:
         self.group, own = spec.group, spec.weights.owned(spec.group)
         self.first = self.group.rank() * own.num_experts
-        self.w1, self.w3, self.w2 = (each.clone().requires_grad_() for each in (own.w1, own.w3, own.w2))
+        self.w1, self.w3, self.w2 = (
+            each.clone().requires_grad_() for each in (own.w1, own.w3, own.w2)
+        )
 
     def run(self, x: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
         if self.bug == "fails":
@@ -64,7 +66,10 @@ class Gathering(AbstractRoutedExperts):
     def gradients(self) -> MoEWeights:
         scale = 1 / self.group.size() if self.bug == "experts averaged" else 1.0
         return MoEWeights(
-            *(torch.zeros_like(w) if w.grad is None else w.grad * scale for w in (self.w1, self.w3, self.w2))
+            *(
+                torch.zeros_like(w) if w.grad is None else w.grad * scale
+                for w in (self.w1, self.w3, self.w2)
+            )
         )
 
 
@@ -96,5 +101,7 @@ def findings(bugs: list[str]) -> dict[str, list[Certified]]:
 
 def findings_of_one_that_fails() -> list[Certified]:
     """Return the findings if one rank raises while the other waits for it, until a short timeout."""
-    brief = dist.new_group(timeout=datetime.timedelta(seconds=10))  # longer than one rank ever lags behind the other
+    brief = dist.new_group(
+        timeout=datetime.timedelta(seconds=10)
+    )  # longer than one rank ever lags behind the other
     return certify(type("Buggy", (Gathering,), {"bug": "fails on rank 1"}), brief)

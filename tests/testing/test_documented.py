@@ -15,7 +15,9 @@ drawn = pytest.mark.parametrize("seeds", seed_ranges(160, quick=40))
 
 
 @drawn
-def test_the_schedule_of_the_docs_in_random_cases(monkeypatch: pytest.MonkeyPatch, seeds: range) -> None:
+def test_the_schedule_of_the_docs_in_random_cases(
+    monkeypatch: pytest.MonkeyPatch, seeds: range
+) -> None:
     """The schedule routes slices, as S1 does, but has a name that appears nowhere else."""
     monkeypatch.setitem(SCHEDULES, "s4", block("A schedule")["s4"])
     cases = [case for case in map(draw_case, seeds) if case.plan.schedule == "s4"]
@@ -25,11 +27,17 @@ def test_the_schedule_of_the_docs_in_random_cases(monkeypatch: pytest.MonkeyPatc
         assert failures(case, run_case(case)) == {}, case
 
 
-@pytest.mark.parametrize("part", [slice(4), pytest.param(slice(4, None), marks=pytest.mark.random)], ids=str)
-def test_the_all_to_all_of_the_docs_in_random_cases(monkeypatch: pytest.MonkeyPatch, part: slice) -> None:
+@pytest.mark.parametrize(
+    "part", [slice(4), pytest.param(slice(4, None), marks=pytest.mark.random)], ids=str
+)
+def test_the_all_to_all_of_the_docs_in_random_cases(
+    monkeypatch: pytest.MonkeyPatch, part: slice
+) -> None:
     monkeypatch.setitem(ALL_TO_ALLS, "ring", block("An all-to-all")["NodeRing"]())
     cases = [case for case in map(draw_case, range(160)) if case.plan.all_to_all == "ring"]
     cases.sort(key=lambda case: case.grid.world <= (case.grid.ranks_per_node or case.grid.world))
-    assert cases[3].grid.world > (cases[3].grid.ranks_per_node or cases[3].grid.world), "the first are of several nodes"
+    assert cases[3].grid.world > (cases[3].grid.ranks_per_node or cases[3].grid.world), (
+        "the first are of several nodes"
+    )
     for case in cases[part]:
         assert failures(case, run_case(case)) == {}, case

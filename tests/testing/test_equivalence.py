@@ -47,7 +47,11 @@ REQUIRED = [
 def replicating() -> list[Case]:
     """Return the first 24 cases that replicate experts on at most four ranks."""
     drawn = (draw_case(seed, world=world) for seed in itertools.count() for world in (2, 4))
-    return list(itertools.islice((case for case in drawn if case.plan.replication != "none" and case.grid.ep > 1), 24))
+    return list(
+        itertools.islice(
+            (case for case in drawn if case.plan.replication != "none" and case.grid.ep > 1), 24
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +80,17 @@ def test_cases_with_every_feature_pass(evidence):
     assert [str(failure) for failure in evidence.failures] == []
     found = Counter(feature for checked in evidence.loopback for feature in features(checked.case))
     assert {name: found[name] for name in REQUIRED if found[name] < LEAST} == {}
-    quantities = {"output", "input gradient", "router gradient", "expert gradient", "shared gradient", "auxiliary loss"}
-    assert quantities | {"counts", "router state", "evaluation", "tensor group agrees"} == set(evidence.worst)
+    quantities = {
+        "output",
+        "input gradient",
+        "router gradient",
+        "expert gradient",
+        "shared gradient",
+        "auxiliary loss",
+    }
+    assert quantities | {"counts", "router state", "evaluation", "tensor group agrees"} == set(
+        evidence.worst
+    )
     assert max(evidence.worst.values()) < 1e-12
 
 
@@ -138,7 +151,8 @@ def test_a_ratio_explains_every_value():
 
 
 @pytest.mark.parametrize(
-    ("replication", "least"), [("published", 1), ("shadow", 1), ("arbiter", 1), ("spill", 2), ("eplb", 2)]
+    ("replication", "least"),
+    [("published", 1), ("shadow", 1), ("arbiter", 1), ("spill", 2), ("eplb", 2)],
 )
 def test_policies_replicate_where_they_decide(replication, least, replicating, monkeypatch):
     """Cases whose policy leaves all copies at home would test nothing."""

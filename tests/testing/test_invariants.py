@@ -53,7 +53,9 @@ def test_the_dot_test_notices_a_sum_that_is_none(monkeypatch):
     case = CASES["chunks"]
     calls = calls_of(case)
     original = tasks.placed
-    monkeypatch.setattr(messages, "placed", lambda *call: original(*call) * 2 if call[3] else original(*call))
+    monkeypatch.setattr(
+        messages, "placed", lambda *call: original(*call) * 2 if call[3] else original(*call)
+    )
     errors = dot_errors(compile_case(case), calls, 0)
     assert max(errors.values()) > 0.1
 
@@ -63,7 +65,9 @@ def test_replicas_that_differ_are_named():
     with observed() as runs:
         run_case(dataclasses.replace(case, plan=Plan(schedule="s2")))
     assert disagreements(runs) == []
-    spoiled = next(run for run in runs if run.call.rank == 1 and "h" in run.values and run.program.name == "s2")
+    spoiled = next(
+        run for run in runs if run.call.rank == 1 and "h" in run.values and run.program.name == "s2"
+    )
     spoiled.values["h"] = torch.full_like(spoiled.values["h"], 7.0)
     assert any(": h differs between ranks" in line for line in disagreements(runs))
 

@@ -15,7 +15,9 @@ CASES = {2: 8, 4: 6, 8: 4}
 def check(world: int) -> None:
     cases = [draw_case(seed, world=world) for seed in range(CASES[world])]
     found = run_on_gloo([ProcessCase(case) for case in cases])
-    assert [(ran.case.seed, failures(ran.case, ran.errors)) for ran in found] == [(case.seed, {}) for case in cases]
+    assert [(ran.case.seed, failures(ran.case, ran.errors)) for ran in found] == [
+        (case.seed, {}) for case in cases
+    ]
     assert any("gradient norm" in ran.errors for ran in found)
 
 

@@ -21,7 +21,9 @@ def pytest_on(*paths: Path) -> subprocess.CompletedProcess:
     found = any(entry.value == "moesaic.testing.plugin" for entry in entry_points(group="pytest11"))
     plugin = [] if found else ["-p", "moesaic.testing.plugin"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *plugin, *map(str, paths)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_the_example_finds_its_bug_and_a_failing_layer_fails_and_says_why(tmp_path):
@@ -32,14 +34,23 @@ def test_the_example_finds_its_bug_and_a_failing_layer_fails_and_says_why(tmp_pa
     mine.write_text(text)
     done = pytest_on(example, mine)
     assert done.returncode == 1
-    assert "3 failed, 35 passed" in done.stdout, "each mesh with experts on several ranks, in the copy alone"
+    assert "3 failed, 35 passed" in done.stdout, (
+        "each mesh with experts on several ranks, in the copy alone"
+    )
     assert "gradient of weight on tp=1 ep=2 etp=1 of 2 ranks, rank 0" in done.stdout
     assert "it is 2 times what it should be" in done.stdout
 
 
 def test_small_meshes():
     assert [mesh.world for mesh in small_meshes(1)] == [1]
-    assert {(m.world, m.ep) for m in small_meshes(4, ("ep",))} == {(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)}
+    assert {(m.world, m.ep) for m in small_meshes(4, ("ep",))} == {
+        (1, 1),
+        (2, 1),
+        (2, 2),
+        (4, 1),
+        (4, 2),
+        (4, 4),
+    }
     assert all(m.world % (m.ep * m.etp) == 0 and m.world % m.tp == 0 for m in small_meshes(8))
     assert max(m.world for m in small_meshes(8)) == 8
 
@@ -74,13 +85,18 @@ def test_outputs_are_compared(world):
 
 
 @pytest.mark.parametrize(
-    ("factor", "named"), [(lambda grid: grid.dp, "2"), (lambda grid: 1 / grid.tp, "0.5"), (lambda grid: 0.0, "0")]
+    ("factor", "named"),
+    [(lambda grid: grid.dp, "2"), (lambda grid: 1 / grid.tp, "0.5"), (lambda grid: 0.0, "0")],
 )
 def test_a_wrong_ratio_is_named(factor, named):
     def finish(layer, rank):
-        layer.weight.grad = rank.all_reduce(layer.weight.grad, "dp") / rank.grid.dp * factor(rank.grid)
+        layer.weight.grad = (
+            rank.all_reduce(layer.weight.grad, "dp") / rank.grid.dp * factor(rank.grid)
+        )
 
-    with pytest.raises(AssertionError, match=rf"gradient of weight .* it is {named} times what it should be"):
+    with pytest.raises(
+        AssertionError, match=rf"gradient of weight .* it is {named} times what it should be"
+    ):
         assert_equivalent(
             lambda rank: Scaled(1.0),
             Scaled(1.0),

@@ -31,11 +31,17 @@ from moesaic.traces.trace import (
 SHAPE = TraceShape(num_layers=2, num_experts=5, top_k=2, sequences=4, seq_len=3, accumulation=2)
 
 
-def tokens(steps: list[int], shape: TraceShape = SHAPE, seed: int = 0, groups: int = 2) -> TraceSegment:
+def tokens(
+    steps: list[int], shape: TraceShape = SHAPE, seed: int = 0, groups: int = 2
+) -> TraceSegment:
     """Return random choices, distinct within a token; some second choices are marked as not sent."""
     random = np.random.default_rng(seed)
-    rows = random.random((len(steps), *shape.table("tokens")[:-1], shape.num_experts)).argsort(-1)[..., : shape.top_k]
-    rows[..., -1] = np.where(random.random(rows.shape[:-1]) < 0.2, -1 - rows[..., -1], rows[..., -1])
+    rows = random.random((len(steps), *shape.table("tokens")[:-1], shape.num_experts)).argsort(-1)[
+        ..., : shape.top_k
+    ]
+    rows[..., -1] = np.where(
+        random.random(rows.shape[:-1]) < 0.2, -1 - rows[..., -1], rows[..., -1]
+    )
     return TraceSegment(shape, "tokens", np.array(steps), rows, groups, {"router": "gshard"})
 
 
@@ -51,7 +57,9 @@ def counted(segment: TraceSegment) -> np.ndarray:
 
 @pytest.mark.parametrize("experts", [5, 128, 129, 300])
 def test_a_trace_comes_back_as_it_was_written(tmp_path, experts):
-    shape = TraceShape(num_layers=2, num_experts=experts, top_k=2, sequences=4, seq_len=3, accumulation=2)
+    shape = TraceShape(
+        num_layers=2, num_experts=experts, top_k=2, sequences=4, seq_len=3, accumulation=2
+    )
     segment = tokens([3, 4, 7], shape)
     segment.table[0, 0, 0, 0] = [experts - 1, -experts]
     write_segment(segment, tmp_path / "a.npz")
@@ -61,11 +69,15 @@ def test_a_trace_comes_back_as_it_was_written(tmp_path, experts):
     for place, step in enumerate(trace.steps):
         for micro in range(2):
             for layer in range(2):
-                assert (trace.experts(layer, step, micro) == segment.table[place, micro, layer]).all()
+                assert (
+                    trace.experts(layer, step, micro) == segment.table[place, micro, layer]
+                ).all()
                 assert (trace.samples(layer, step, micro) == expected[place, micro, layer]).all()
                 by_group = expected[place, micro, layer].reshape(2, 2, experts).sum(1)
                 assert (trace.counts(layer, step, micro) == by_group).all()
-                assert (trace.counts(layer, step, micro, groups=4) == expected[place, micro, layer]).all()
+                assert (
+                    trace.counts(layer, step, micro, groups=4) == expected[place, micro, layer]
+                ).all()
     assert (trace.loads() == expected.sum((1, 3))).all()
     assert dict(read_header(tmp_path / "a.npz").source) == {"router": "gshard"}
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
@@ -73,12 +85,15 @@ def test_a_trace_comes_back_as_it_was_written(tmp_path, experts):
 
 def test_counts_come_back(tmp_path):
     segment = tokens([0, 1])
-    write_segment(TraceSegment(SHAPE, "counts", segment.steps, counted(segment), 4), tmp_path / "a.npz")
+    write_segment(
+        TraceSegment(SHAPE, "counts", segment.steps, counted(segment), 4), tmp_path / "a.npz"
+    )
     trace = Trace.open(tmp_path / "a.npz")
     assert (trace.samples(1, 1, 0) == counted(segment)[1, 0, 1]).all()
     assert trace.counts(0, 0).shape == (4, 5)
     with pytest.raises(
-        InputError, match="holds counts only, not the tokens' experts: record it with --record-routing tokens"
+        InputError,
+        match="holds counts only, not the tokens' experts: record it with --record-routing tokens",
     ):
         trace.experts(0, 0)
 
@@ -93,7 +108,9 @@ def test_counts_come_back(tmp_path):
     ],
 )
 def test_sizes_are_what_the_pages_say(tmp_path, holds, seq_len, experts, expected):
-    shape = TraceShape(num_layers=2, num_experts=experts, top_k=2, sequences=4, seq_len=seq_len, accumulation=3)
+    shape = TraceShape(
+        num_layers=2, num_experts=experts, top_k=2, sequences=4, seq_len=seq_len, accumulation=3
+    )
     assert shape.bytes_per_step(holds) == expected
     random = np.random.default_rng(0)
     table = random.integers(0, experts, (5, *shape.table(holds)))
@@ -127,7 +144,11 @@ def test_a_segment_is_cut_before_a_step():
     "damage",
     [
         lambda data: data[: len(data) * 2 // 3],
-        lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 0x55]) + data[len(data) // 2 + 1 :],
+        lambda data: (
+            data[: len(data) // 2]
+            + bytes([data[len(data) // 2] ^ 0x55])
+            + data[len(data) // 2 + 1 :]
+        ),
         lambda data: b"",
     ],
     ids=["cut short", "flipped", "empty"],
@@ -141,7 +162,14 @@ def test_damaged_files_are_refused(tmp_path, damage):
         Trace.open(tmp_path).loads()
 
 
-HEADER = {"format": "moesaic routing trace", "version": 1, "shape": {}, "holds": "counts", "groups": 1, "source": {}}
+HEADER = {
+    "format": "moesaic routing trace",
+    "version": 1,
+    "shape": {},
+    "holds": "counts",
+    "groups": 1,
+    "source": {},
+}
 
 
 def write_header(path: Path, **changes: object) -> None:
@@ -164,8 +192,14 @@ OTHERS = {
         lambda path: np.savez(path, weights=np.zeros(3)),
         "is not a routing trace: make one with moesaic train",
     ),
-    "plain.npz": (lambda path: np.save(path.open("wb"), np.zeros(3)), "is not a routing trace: make one with moesaic"),
-    "newer.npz": (lambda path: write_header(path, version=2), "has version 2, this Moesaic reads up to 1: upgrade it"),
+    "plain.npz": (
+        lambda path: np.save(path.open("wb"), np.zeros(3)),
+        "is not a routing trace: make one with moesaic",
+    ),
+    "newer.npz": (
+        lambda path: write_header(path, version=2),
+        "has version 2, this Moesaic reads up to 1: upgrade it",
+    ),
     "torn.npz": (write_header, "its header is damaged"),
     "mixed": (
         lambda path: write_parts(path, tokens([0]), tokens([1], replace(SHAPE, num_experts=6))),
@@ -179,8 +213,14 @@ OTHERS = {
         lambda path: write_segment(tokens([1, 0]), path),
         "its header is damaged (holds tokens, steps not ascending): record it again",
     ),
-    "large.npz": (write_large, "its table holds other values than whole numbers from -5 to 4: record it again"),
-    "nothing": (Path.mkdir, "holds no steps-*.npz: name a trace, or the folder of a run that recorded one"),
+    "large.npz": (
+        write_large,
+        "its table holds other values than whole numbers from -5 to 4: record it again",
+    ),
+    "nothing": (
+        Path.mkdir,
+        "holds no steps-*.npz: name a trace, or the folder of a run that recorded one",
+    ),
     "absent.npz": (lambda path: None, "no such file: name a trace"),
 }
 """Files and folders that are not a trace of one run: how to write each, and the message."""
@@ -201,7 +241,10 @@ def test_wrong_questions_are_refused():
         (lambda: trace.samples(2, 3), "has no layer 2: choose 0 to 1"),
         (lambda: trace.samples(0, 3, 2), "has no micro-batch 2: choose 0 to 1"),
         (lambda: trace.samples(0, 5), "has no step 5, only 3 to 4"),
-        (lambda: trace.counts(0, 3, groups=3), "4 sequences do not split into 3 groups: choose a divisor"),
+        (
+            lambda: trace.counts(0, 3, groups=3),
+            "4 sequences do not split into 3 groups: choose a divisor",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             ask()
@@ -209,7 +252,9 @@ def test_wrong_questions_are_refused():
 
 def test_an_unwritable_place_is_refused_and_leaves_nothing(tmp_path):
     (tmp_path / "file").write_text("x")
-    assert "cannot be written" in refused(lambda: write_segment(tokens([0]), tmp_path / "file" / "a.npz"))
+    assert "cannot be written" in refused(
+        lambda: write_segment(tokens([0]), tmp_path / "file" / "a.npz")
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -221,7 +266,9 @@ def test_steps_and_differences_in_words():
 
 
 def test_max_violation_is_the_definition():
-    assert max_violation(np.array([[4, 4, 4, 4], [16, 0, 0, 0], [6, 2, 4, 4], [0, 0, 0, 0]])).tolist() == [0, 3, 0.5, 0]
+    assert max_violation(
+        np.array([[4, 4, 4, 4], [16, 0, 0, 0], [6, 2, 4, 4], [0, 0, 0, 0]])
+    ).tolist() == [0, 3, 0.5, 0]
 
 
 def test_drift_is_the_share_of_copies_that_change():
@@ -236,8 +283,12 @@ def test_locality_compares_pairs_of_copies(top_k):
     token, expert = np.repeat(np.arange(15), top_k), experts.reshape(-1)
     other = token[:, None] != token
     alike = token[:, None] // 5 == token // 5
-    within, between = ((expert[:, None] == expert)[other & where].mean() for where in (alike, ~alike))
-    assert locality(samples_of(experts, shape), top_k) == pytest.approx((within - between) / (1 / top_k - between))
+    within, between = (
+        (expert[:, None] == expert)[other & where].mean() for where in (alike, ~alike)
+    )
+    assert locality(samples_of(experts, shape), top_k) == pytest.approx(
+        (within - between) / (1 / top_k - between)
+    )
 
 
 def test_locality_goes_from_none_to_all():
@@ -258,18 +309,26 @@ def test_a_layers_figures_are_over_all_micro_batches():
         assert row.busiest == tuple(loads[:, layer].argmax(1))
         assert row.drift == pytest.approx(drift(loads[:, layer]))
         assert row.shares == pytest.approx(loads[:, layer] / loads[:, layer].sum(1, keepdims=True))
-        each = [locality(counted(segment)[step, micro, layer], 2) for step in range(3) for micro in range(2)]
+        each = [
+            locality(counted(segment)[step, micro, layer], 2)
+            for step in range(3)
+            for micro in range(2)
+        ]
         assert row.locality == pytest.approx(np.mean(each))
         assert row.dead_experts == 0
 
 
 def test_arrays_are_not_inflated_beyond_what_their_bytes_can_hold(tmp_path):
     """100 kB of zeros would become 96 MB: the header is read first."""
-    with zipfile.ZipFile(tmp_path / "bomb.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+    with zipfile.ZipFile(
+        tmp_path / "bomb.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1
+    ) as archive:
         with archive.open("header.npy", "w") as file:
             np.lib.format.write_array(file, np.array(json.dumps(HEADER)))
         with archive.open("steps.npy", "w") as file:
-            np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (12 << 20,)})
+            np.lib.format.write_array_header_1_0(
+                file, {"descr": "<i8", "fortran_order": False, "shape": (12 << 20,)}
+            )
             for _ in range(12):
                 file.write(bytes(8 << 20))
     tracemalloc.start()
@@ -279,15 +338,23 @@ def test_arrays_are_not_inflated_beyond_what_their_bytes_can_hold(tmp_path):
     assert peak < 4 << 20
 
 
-def test_an_array_that_says_more_than_its_file_holds_is_refused_before_memory_is_asked_for(tmp_path):
+def test_an_array_that_says_more_than_its_file_holds_is_refused_before_memory_is_asked_for(
+    tmp_path,
+):
     with (tmp_path / "counts.npy").open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (1 << 40,)})
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": "<i8", "fortran_order": False, "shape": (1 << 40,)}
+        )
     with pytest.raises(ValueError, match="its header says 8,796,093,022,208 bytes"):
         read_array(tmp_path / "counts.npy")
 
 
 def test_arrays_are_read_as_numpy_reads_them(tmp_path):
-    for array in (np.arange(6).reshape(2, 3), np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.array(3)):
+    for array in (
+        np.arange(6).reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.array(3),
+    ):
         np.save(tmp_path / "a.npy", array)
         read = read_array(tmp_path / "a.npy")
         assert (read.dtype, read.shape) == (array.dtype, array.shape)

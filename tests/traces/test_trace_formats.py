@@ -27,15 +27,26 @@ def opened(name: str, path: Path, **options: object) -> Trace:
 
 def test_megatron_ranks_micro_batches_and_pipeline_stages(tmp_path):
     def line(step, layer, rank, experts, **more):
-        record = {"step": step, "stage": "pre_dispatch", "block": "decoder", "layer": layer, "rank": rank}
-        return json.dumps({**record, "num_tokens": len(experts), "topk": 2, "top_indices": experts, **more})
+        record = {
+            "step": step,
+            "stage": "pre_dispatch",
+            "block": "decoder",
+            "layer": layer,
+            "rank": rank,
+        }
+        return json.dumps(
+            {**record, "num_tokens": len(experts), "topk": 2, "top_indices": experts, **more}
+        )
 
     one, other = [[0, 1], [2, 3]], [[3, 0], [1, 2]]
     lines = {  # ranks 0 and 1 are one pipeline stage, ranks 2 and 3 the other; two micro-batches
         0: [line(4, 2, 0, one), line(4, 2, 0, other)],
         1: [line(4, 2, 1, other), line(4, 2, 1, one)],
         2: [line(4, 1, 2, one, block="mtp", mtp_idx=0), line(4, 1, 2, one, block="mtp", mtp_idx=0)],
-        3: [line(4, 1, 3, other, block="mtp", mtp_idx=0), line(4, 1, 3, other, block="mtp", mtp_idx=0)],
+        3: [
+            line(4, 1, 3, other, block="mtp", mtp_idx=0),
+            line(4, 1, 3, other, block="mtp", mtp_idx=0),
+        ],
     }
     for rank, text in lines.items():
         (tmp_path / f"router_trace_rank{rank}.jsonl").write_text("\n".join(text) + "\n")
@@ -52,27 +63,52 @@ def test_megatron_ranks_micro_batches_and_pipeline_stages(tmp_path):
 def test_requests_of_vllm_and_sglang(tmp_path):
     experts, data = np.array(EXPERTS, dtype=np.int16), io.BytesIO()
     np.save(data, experts[1:])
-    npy, nested, encoded, flat, bare = (tmp_path / name for name in ("a.npy", "b.json", "c.json", "d.json", "e.json"))
+    npy, nested, encoded, flat, bare = (
+        tmp_path / name for name in ("a.npy", "b.json", "c.json", "d.json", "e.json")
+    )
     np.save(npy, experts)
-    nested.write_text(json.dumps({"prompt_routed_experts": EXPERTS[:1], "choices": [{"routed_experts": EXPERTS[1:]}]}))
+    nested.write_text(
+        json.dumps(
+            {"prompt_routed_experts": EXPERTS[:1], "choices": [{"routed_experts": EXPERTS[1:]}]}
+        )
+    )
     text = base64.b64encode(data.getvalue()).decode()
-    encoded.write_text(json.dumps({"prompt_routed_experts": EXPERTS[:1], "choices": [{"routed_experts": text}]}))
+    encoded.write_text(
+        json.dumps({"prompt_routed_experts": EXPERTS[:1], "choices": [{"routed_experts": text}]})
+    )
     raw = base64.b64encode(experts.astype("<i4").tobytes()).decode()
-    flat.write_text(json.dumps([{"meta_info": {"routed_experts": raw, "prompt_tokens": 3, "completion_tokens": 1}}]))
+    flat.write_text(
+        json.dumps(
+            [{"meta_info": {"routed_experts": raw, "prompt_tokens": 3, "completion_tokens": 1}}]
+        )
+    )
     bare.write_text(json.dumps({"choices": [{"sgl_ext": {"routed_experts": raw}}]}))
     actual = [
         opened("vllm", npy), opened("vllm", nested), opened("vllm", encoded), opened("sglang", flat, top_k=2)
     ]  # fmt: skip
     for trace in actual:
-        assert trace.shape == TraceShape(num_layers=2, num_experts=4, top_k=2, sequences=1, seq_len=3)
-        assert [trace.experts(layer, 0).tolist() for layer in (0, 1)] == np.swapaxes(EXPERTS, 0, 1).tolist()
+        assert trace.shape == TraceShape(
+            num_layers=2, num_experts=4, top_k=2, sequences=1, seq_len=3
+        )
+        assert [trace.experts(layer, 0).tolist() for layer in (0, 1)] == np.swapaxes(
+            EXPERTS, 0, 1
+        ).tolist()
     assert "SGLang responses lack the shape" in refused(opened, "sglang", bare, top_k=2)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_written_is_read_again(tmp_path, name):
     made = make_trace(
-        SyntheticRouting(steps=2, num_layers=2, num_experts=8, sequences=4, seq_len=16, groups=2, skew=0.7, tokens=True)
+        SyntheticRouting(
+            steps=2,
+            num_layers=2,
+            num_experts=8,
+            sequences=4,
+            seq_len=16,
+            groups=2,
+            skew=0.7,
+            tokens=True,
+        )
     )
     FORMATS[name].write(made, tmp_path / "out")
     read = opened(name, tmp_path / "out", top_k=2, num_experts=8)
@@ -109,7 +145,11 @@ RECORD = {"step": 0, "layer": 1, "rank": 0, "num_tokens": 1, "topk": 1, "top_ind
     ("name", "text", "says"),
     [
         ("megatron", "", "has no records"),
-        ("megatron", json.dumps({**RECORD, "num_tokens": float("inf")}), "is not a record of Megatron's router trace"),
+        (
+            "megatron",
+            json.dumps({**RECORD, "num_tokens": float("inf")}),
+            "is not a record of Megatron's router trace",
+        ),
         ("megatron", json.dumps({**RECORD, "step": 10**30}), "is damaged, or not from"),
         ("megatron", "[" * 100_000, "is not a record of Megatron's router trace"),
         ("vllm", '""', "holds no routed experts"),
@@ -118,7 +158,11 @@ RECORD = {"step": 0, "layer": 1, "rank": 0, "num_tokens": 1, "topk": 1, "top_ind
         ("vllm", "[" * 100_000, "holds no routed experts"),
         ("megatron", "{}\n", "is not a record of Megatron's router trace"),
         ("vllm", "{}", "holds no routed experts"),
-        ("vllm", f'{{"routed_experts": [[[{2**40}]]]}}', "1,099,511,627,777 experts in a layer are not possible"),
+        (
+            "vllm",
+            f'{{"routed_experts": [[[{2**40}]]]}}',
+            "1,099,511,627,777 experts in a layer are not possible",
+        ),
     ],
 )
 def test_damaged_files_are_refused_in_one_line(tmp_path, name, text, says):

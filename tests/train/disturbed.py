@@ -74,7 +74,11 @@ def free_port() -> int:
 
 
 def command(
-    config: TrainConfig, folder: Path, *flags: str, script: Path | None = None, elastic: tuple[str, ...] = ()
+    config: TrainConfig,
+    folder: Path,
+    *flags: str,
+    script: Path | None = None,
+    elastic: tuple[str, ...] = (),
 ) -> list[str]:
     """Return the words behind `python` that start two ranks by torchrun, with flags of ours and of its own."""
     file = write_config(config, folder / "given.json")
@@ -84,7 +88,9 @@ def command(
     return [*words, "train", "--config", str(file), *flags]
 
 
-def start(config: TrainConfig, folder: Path, *flags: str, script: Path | None = None, elastic: tuple = ()) -> Forked:
+def start(
+    config: TrainConfig, folder: Path, *flags: str, script: Path | None = None, elastic: tuple = ()
+) -> Forked:
     """Start `command`."""
     return Forked(command(config, folder, *flags, script=script, elastic=elastic), {})
 

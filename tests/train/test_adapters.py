@@ -41,7 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def adapting(folder: Path, out: str, **changes: Any) -> TrainConfig:
     adapters = {"base": str(folder / "base"), "rank": 4}
-    return tiny(folder, **{**WIDE, "steps": 4, "adapters": adapters, **changes}, out=str(folder / out))
+    return tiny(
+        folder, **{**WIDE, "steps": 4, "adapters": adapters, **changes}, out=str(folder / out)
+    )
 
 
 class Adapted(nn.Module):
@@ -58,14 +60,21 @@ class Adapted(nn.Module):
 def test_gradients_are_those_of_a_dense_float64_model(folder):
     run = open_run(adapting(folder, "gradients"), pytest.fail)
     dense = load_trained(folder / "base", "cpu").model.double().train()
-    of_others = {name: tensor for name, tensor in run.model.state_dict().items() if ".experts." not in name}
+    of_others = {
+        name: tensor for name, tensor in run.model.state_dict().items() if ".experts." not in name
+    }
     assert difference(of_others, {name: dense.state_dict()[name] for name in of_others}) < 1e-6
     dense.load_state_dict(of_others, strict=False)
     for number, (ours, theirs) in enumerate(zip(moe_layers(run.model), moe_layers(dense))):
         experts = ours.experts
         assert isinstance(experts, FourBitExperts)
         merged = experts.merged()  # the adapters add nothing yet
-        assert 0.05 < difference({"w2": merged.w2}, {"w2": theirs.experts.w2}) / theirs.experts.w2.abs().max() < 0.3
+        assert (
+            0.05
+            < difference({"w2": merged.w2}, {"w2": theirs.experts.w2})
+            / theirs.experts.w2.abs().max()
+            < 0.3
+        )
         for name, side in (("w13", "gate_up"), ("w2", "down")):
             torch.manual_seed(number)
             nn.init.normal_(experts.get_parameter(f"{side}_lora_B"), std=0.2)
@@ -81,7 +90,9 @@ def test_gradients_are_those_of_a_dense_float64_model(folder):
         for name, side in (("w13", "gate_up"), ("w2", "down")):
             (wanted,) = theirs.experts.parametrizations[name]
             for letter, factor in (("A", wanted.inner), ("B", wanted.outer)):
-                torch.testing.assert_close(ours.experts.get_parameter(f"{side}_lora_{letter}").grad, factor.grad)
+                torch.testing.assert_close(
+                    ours.experts.get_parameter(f"{side}_lora_{letter}").grad, factor.grad
+                )
     trained = [name for name, each in run.model.named_parameters() if each.grad is not None]
     assert len(trained) == 8
     assert all("_lora_" in name for name in trained)
@@ -112,7 +123,9 @@ def test_experts_without_a_gate_are_adapted_too(folder):
     plain = {"model": {**WIDE["model"], "moe": {"hidden": 128, "experts": "gelu"}}}
     run_quietly(tiny(folder, **{**WIDE, **plain}, steps=1, out=str(folder / "plain base")))
     plain["adapters"] = {"base": str(folder / "plain base"), "rank": 4}
-    alone, spread = (adapting(folder, f"plain {mesh}", mesh=mesh, **plain) for mesh in ({}, {"etp": 2}))
+    alone, spread = (
+        adapting(folder, f"plain {mesh}", mesh=mesh, **plain) for mesh in ({}, {"etp": 2})
+    )
     run_quietly(alone)
     (outcomes,) = train_on(2, [spread])
     assert [outcome.refusal for outcome in outcomes] == ["", ""]
@@ -120,7 +133,10 @@ def test_experts_without_a_gate_are_adapted_too(folder):
 
 
 def test_checkpoints_hold_adapters_alone_and_go_on_exactly(folder):
-    straight, parts = adapting(folder, "straight"), adapting(folder, "parts", steps=2, save={"every": 2})
+    straight, parts = (
+        adapting(folder, "straight"),
+        adapting(folder, "parts", steps=2, save={"every": 2}),
+    )
     run_quietly(straight)
     run_quietly(parts)
     run_quietly(adapting(folder, "parts", existing="resume"))
@@ -138,8 +154,13 @@ def test_checkpoints_hold_adapters_alone_and_go_on_exactly(folder):
     assert last["loss"] < first["loss"]
     base = load_trained(folder / "base", "cpu").model
     adapters = sum(parameter.numel() for parameter in parameters(folder / "straight").values())
-    assert load_trained(folder / "straight", "cpu").model.num_parameters() == base.num_parameters() + adapters
-    with pytest.raises(InputError, match=r"adapters\.base is empty, but .* holds adapters .*: name that run"):
+    assert (
+        load_trained(folder / "straight", "cpu").model.num_parameters()
+        == base.num_parameters() + adapters
+    )
+    with pytest.raises(
+        InputError, match=r"adapters\.base is empty, but .* holds adapters .*: name that run"
+    ):
         run_quietly(adapting(folder, "straight", adapters={}, existing="resume"))
 
 
@@ -149,7 +170,9 @@ def test_the_hub_gets_the_model_with_its_adapters_merged(folder, tmp_path):
     export_run(folder / "hub", tmp_path / "hub")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
     tokens = torch.arange(16).unsqueeze(0)
-    adapted, base = (load_trained(folder / name, "cpu").model(tokens).logits for name in ("hub", "base"))
+    adapted, base = (
+        load_trained(folder / name, "cpu").model(tokens).logits for name in ("hub", "base")
+    )
     logits = merged(input_ids=tokens).logits
     torch.testing.assert_close(logits, adapted.float(), rtol=1e-4, atol=1e-4)
     assert float((logits - base).abs().max()) > 0.01
@@ -159,7 +182,9 @@ def test_adapters_are_read_over_the_model_that_they_were_trained_over_alone(fold
     base = tiny(folder, **WIDE, steps=1, out=str(folder / "moving"))
     run_quietly(base)
     adapters = {"base": str(folder / "moving"), "rank": 4}
-    with pytest.raises(InputError, match=r"adapters\.base=.*: lies in out=.*, which this run writes"):
+    with pytest.raises(
+        InputError, match=r"adapters\.base=.*: lies in out=.*, which this run writes"
+    ):
         run_quietly(adapting(folder, "moving", adapters=adapters, existing="replace"))
     assert load_trained(folder / "moving", "cpu").config == replace(base, existing="resume")
     run_quietly(adapting(folder, "over it", adapters=adapters, steps=1))
@@ -169,7 +194,8 @@ def test_adapters_are_read_over_the_model_that_they_were_trained_over_alone(fold
         lambda: run_quietly(adapting(folder, "over it", adapters=adapters, existing="resume")),
     ):
         with pytest.raises(
-            InputError, match=r"step 2 there is not the model over which the adapters in .* were trained"
+            InputError,
+            match=r"step 2 there is not the model over which the adapters in .* were trained",
         ):
             read()
 
@@ -178,9 +204,18 @@ def test_what_cannot_be_adapted_is_refused_in_one_line(folder):
     run_quietly(adapting(folder, "adapted", steps=1))
     of_adapters = {"adapters": {"base": str(folder / "adapted")}}
     for changes, line in (
-        (of_adapters, "adapters.base: .* holds adapters, not a whole model: name the run that it adapts"),
-        ({"adapters": {"base": str(folder / "none")}}, "no checkpoint there: train first, or name another run folder"),
-        ({"model": {**WIDE["model"], "dim": 128}}, r"is of another architecture, model.dim \(128 and 64\)"),
+        (
+            of_adapters,
+            "adapters.base: .* holds adapters, not a whole model: name the run that it adapts",
+        ),
+        (
+            {"adapters": {"base": str(folder / "none")}},
+            "no checkpoint there: train first, or name another run folder",
+        ),
+        (
+            {"model": {**WIDE["model"], "dim": 128}},
+            r"is of another architecture, model.dim \(128 and 64\)",
+        ),
         ({"model": {**WIDE["model"], "dim": 32}}, "dim=32 and hidden=128 must be multiples of 64"),
         ({"model": {"ffn": "dense", "dense_hidden": 24}}, "a dense model has no experts to adapt"),
     ):
@@ -194,4 +229,6 @@ def test_what_cannot_be_adapted_is_refused_in_one_line(folder):
         adapting(folder, "refused", mesh={"ep": 2}, balance={"experts": "balanced"})
     (outcomes,) = train_on(2, [adapting(folder, "refused")])
     for outcome in outcomes:
-        assert re.search("adapters.base: the mesh keeps 2 copies of each expert: choose mesh.ep", outcome.refusal)
+        assert re.search(
+            "adapters.base: the mesh keeps 2 copies of each expert: choose mesh.ep", outcome.refusal
+        )

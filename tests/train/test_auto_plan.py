@@ -57,7 +57,13 @@ def runs_of(folder: Path) -> dict[str, TrainConfig]:
 
     def run(out: str, cluster: str = cluster(folder), **changes: object) -> TrainConfig:
         auto = {"plan": "auto", "cluster": cluster}
-        common = {**BASE, "mesh": MESH, "plan": {"schedule": "s2"}, "planner": auto, "out": str(folder / out)}
+        common = {
+            **BASE,
+            "mesh": MESH,
+            "plan": {"schedule": "s2"},
+            "planner": auto,
+            "out": str(folder / out),
+        }
         return tiny(folder, **common | changes)
 
     parts = run("parts", existing="resume")
@@ -96,18 +102,26 @@ def more(world: tuple[Path, dict[str, list[Outcome]]]) -> tuple[Path, dict[str, 
 
 def kept_table(run: Path, number: int) -> dict:
     """Return the plan table that a checkpoint of a run holds."""
-    found: dict = json.loads((list_checkpoints(run / "checkpoints")[number] / PLAN_TABLE).read_text())
+    found: dict = json.loads(
+        (list_checkpoints(run / "checkpoints")[number] / PLAN_TABLE).read_text()
+    )
     return found
 
 
 def decisions(run: Path) -> list[list]:
     """Return all that was decided in a run."""
-    return [each for line in lines(run, "train") for each in line.get("plan", {"decisions": ()})["decisions"]]
+    return [
+        each
+        for line in lines(run, "train")
+        for each in line.get("plan", {"decisions": ()})["decisions"]
+    ]
 
 
 def test_a_run_that_switches_is_the_run_that_does_not(world) -> None:
     folder, outcomes = world
-    assert [outcome.refusal for name in ("plain", "switched") for outcome in outcomes[name]] == [""] * 4
+    assert [outcome.refusal for name in ("plain", "switched") for outcome in outcomes[name]] == [
+        ""
+    ] * 4
     made = decisions(folder / "switched")
     assert len({plan for _, _, _, plan in made}) >= 2, "several plans ran"
     assert made[0][1] == "start"
@@ -124,7 +138,9 @@ def test_a_run_that_knows_nothing_times_plans_and_is_the_run_that_does_not(more)
     assert {why for _, why, _, _ in made} == {"start", "trial"}
     assert made[0][3] == "s2, linear", "the configured plan is the first"
     assert_same_run(folder / "plain", folder / "timed")
-    assert "planner: plans are found and timed during the first 60 steps" in outcomes["timed"][0].said
+    assert (
+        "planner: plans are found and timed during the first 60 steps" in outcomes["timed"][0].said
+    )
     assert kept_table(folder / "timed", -1)["counts"][0] == 14, "from the third step on"
 
 
@@ -146,10 +162,17 @@ def test_the_first_rank_names_the_candidates(world) -> None:
 
 def test_a_run_taken_up_again_knows_what_it_knew(world) -> None:
     folder, outcomes = world
-    assert [outcome.refusal for name in ("part 1", "part 2") for outcome in outcomes[name]] == [""] * 4
+    assert [outcome.refusal for name in ("part 1", "part 2") for outcome in outcomes[name]] == [
+        ""
+    ] * 4
     saved = kept_table(folder / "parts", -1)
     assert saved["counts"][0] == 16
-    measured = [seconds for entries in saved["measured"].values() for of_plan in entries for seconds in of_plan]
+    measured = [
+        seconds
+        for entries in saved["measured"].values()
+        for of_plan in entries
+        for seconds in of_plan
+    ]
     again = [why for step, why, _, _ in decisions(folder / "parts") if step >= 8]
     # The race was cut short, so it begins anew. The step after a change of plan and the last one before saving are left out.
     assert len(measured) == 16 - 8 - len(again) - 1
@@ -161,7 +184,10 @@ def test_a_run_taken_up_again_knows_what_it_knew(world) -> None:
 def test_a_table_with_other_buckets_starts_anew_with_a_line(more) -> None:
     first, other = more[1]["other"]
     assert (first.refusal, other.refusal) == ("", "")
-    assert "plan auto: the checkpoint's plan table is unusable (has version 2 and buckets of 16.0 rows" in first.said
+    assert (
+        "plan auto: the checkpoint's plan table is unusable (has version 2 and buckets of 16.0 rows"
+        in first.said
+    )
     assert "plans are timed anew" in first.said
 
 
@@ -179,7 +205,10 @@ def test_no_codec_runs_that_the_user_did_not_name(more) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("no nodes of two", "has nodes of 1 devices, this run 2 ranks on a node: choose a cluster of such nodes"),
+        (
+            "no nodes of two",
+            "has nodes of 1 devices, this run 2 ranks on a node: choose a cluster of such nodes",
+        ),
         ("capacity", r"clashes with a capacity per rank \(model.moe.capacity=padded\)"),
         ("dense", "has no MoE layers to plan: leave it off"),
         ("unknown", "cluster '25gb' is unknown: did you mean 25gbe"),
@@ -222,11 +251,19 @@ def test_a_plan_file_gives_mesh_and_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mesh": {"ep": 2}}, "mesh.ep=2 and .*plan.toml with 4 contradict each other: leave one out"),
-        ({"plan": {"chunks": 4}}, "plan or balance and planner.plan=.*plan.toml contradict each other: leave one out"),
+        (
+            {"mesh": {"ep": 2}},
+            "mesh.ep=2 and .*plan.toml with 4 contradict each other: leave one out",
+        ),
+        (
+            {"plan": {"chunks": 4}},
+            "plan or balance and planner.plan=.*plan.toml contradict each other: leave one out",
+        ),
     ],
 )
-def test_a_plan_file_and_flags_must_not_contradict(changes: dict, words: str, tmp_path: Path) -> None:
+def test_a_plan_file_and_flags_must_not_contradict(
+    changes: dict, words: str, tmp_path: Path
+) -> None:
     (tmp_path / "plan.toml").write_text(PLANNED)
     with pytest.raises(InputError, match=words):
         with_planned(tiny(tmp_path, planner={"plan": str(tmp_path / "plan.toml")}, **changes))

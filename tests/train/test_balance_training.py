@@ -40,12 +40,21 @@ RUNS: dict[str, dict[str, dict]] = {
     "two-stage": {"mesh": NODES, "balance": {"samples": "two_stage"}},
     "two copies of the experts": {"mesh": NODES | {"ep": 2}, "balance": {"samples": "two_stage"}},
     "shards": {"mesh": NODES | {"ep": 2, "etp": 2}, "balance": {"samples": "two_stage"}},
-    "tensor groups": {"mesh": NODES | {"tp": 2}, "balance": {"samples": "two_stage"}, "record_routing": "counts"},
+    "tensor groups": {
+        "mesh": NODES | {"tp": 2},
+        "balance": {"samples": "two_stage"},
+        "record_routing": "counts",
+    },
     "experts": {"mesh": NODES, "balance": {"experts": "smartmoe", "experts_every": 1}},
     "all": {
         "mesh": NODES,
         "model": {"num_heads": 4, "checkpoint_activations": True},
-        "balance": {"replication": "arbiter", "samples": "weighed", "experts": "smartmoe", "experts_every": 1},
+        "balance": {
+            "replication": "arbiter",
+            "samples": "weighed",
+            "experts": "smartmoe",
+            "experts_every": 1,
+        },
     },
     "weighed": {"mesh": NODES, "plan": {"chunks": 2}, "balance": {"samples": "weighed"}},
     "both": {"mesh": NODES, "balance": {"replication": "arbiter", "samples": "two_stage"}},
@@ -64,7 +73,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
     (folder / "slow.toml").write_text(SLOW)
     run_quietly(tiny(folder, **BASE, out=str(folder / "one")))  # type: ignore[arg-type]
     runs = {name: configured(folder, name) for name in RUNS}
-    runs["again"] = replace(runs["two-stage"], out=str(folder / "again"), replay_routing=str(folder / "two-stage"))
+    runs["again"] = replace(
+        runs["two-stage"], out=str(folder / "again"), replay_routing=str(folder / "two-stage")
+    )
     return folder, dict(zip(runs, train_on(4, list(runs.values()), views_are_errors)))
 
 
@@ -75,7 +86,9 @@ def views_are_errors() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*RUNS, "again"])
-def test_training_and_its_trace_are_what_they_are_without(world: tuple[Path, dict], name: str) -> None:
+def test_training_and_its_trace_are_what_they_are_without(
+    world: tuple[Path, dict], name: str
+) -> None:
     folder, outcomes = world
     assert [outcome.refusal for outcome in outcomes[name]] == [""] * 4
     assert_same_run(folder / "one", folder / name)
@@ -86,13 +99,18 @@ def test_training_and_its_trace_are_what_they_are_without(world: tuple[Path, dic
 
 
 @pytest.mark.slow
-def test_a_replay_on_the_same_mesh_moves_the_same_samples_bit_by_bit(world: tuple[Path, dict]) -> None:
+def test_a_replay_on_the_same_mesh_moves_the_same_samples_bit_by_bit(
+    world: tuple[Path, dict],
+) -> None:
     """The next layer's routing is predicted by its router, as in the recorded run, though the trace would tell it."""
     folder, _ = world
     assert losses(folder / "two-stage") == losses(folder / "again")
     assert difference(parameters(folder / "two-stage"), parameters(folder / "again")) == 0.0
     first, again = (
-        [(layer["samples_moved"], layer["sample_bytes_across"]) for layer in of_layers(folder / name)]
+        [
+            (layer["samples_moved"], layer["sample_bytes_across"])
+            for layer in of_layers(folder / name)
+        ]
         for name in ("two-stage", "again")
     )
     assert first == again
@@ -116,7 +134,9 @@ def test_the_metrics_tell_what_was_decided(world: tuple[Path, dict[str, list[Out
     assert any(max(layer["rows"]) < max(layer["rows_alone"]) for layer in layers)
     assert any(layer["weight_bytes"] > 0 for layer in layers)
     assert any(layer["copies_replicated"] > 0 for layer in layers)
-    assert all(0 < line["balance"]["decision_share"] < 1 for line in lines(folder / "arbiter", "train"))
+    assert all(
+        0 < line["balance"]["decision_share"] < 1 for line in lines(folder / "arbiter", "train")
+    )
 
 
 @pytest.mark.slow
@@ -138,22 +158,32 @@ def test_the_metrics_tell_where_samples_went(world: tuple[Path, dict[str, list[O
             {"mesh": {"tp": 2, "sequence_parallel": True}},
             r"balance\.samples=two_stage clashes with mesh\.sequence_parallel, which gives each rank a part",
         ),
-        ({"model": {"ffn": "dense"}}, r"clashes with model\.ffn=\"dense\", which has no MoE layers"),
+        (
+            {"model": {"ffn": "dense"}},
+            r"clashes with model\.ffn=\"dense\", which has no MoE layers",
+        ),
         (
             {"planner": {"plan": "auto", "cluster": "bed-2x2"}},
             r"clashes with planner\.plan=auto, whose plans are predicted",
         ),
     ],
 )
-def test_what_cannot_go_with_placement_is_refused_at_once(tmp_path: Path, options: dict, line: str) -> None:
+def test_what_cannot_go_with_placement_is_refused_at_once(
+    tmp_path: Path, options: dict, line: str
+) -> None:
     with pytest.raises(InputError, match=line):
-        tiny(tmp_path, **{**options, "balance": {"samples": "two_stage", **options.get("balance", {})}})
+        tiny(
+            tmp_path,
+            **{**options, "balance": {"samples": "two_stage", **options.get("balance", {})}},
+        )
 
 
 def test_bad_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"balance\.experts_every=0: must be at least 1"):
         tiny(tmp_path, balance={"experts": "balanced", "experts_every": 0})
-    with pytest.raises(InputError, match=r"balance\.samples=two_stage: one process has nowhere to move samples"):
+    with pytest.raises(
+        InputError, match=r"balance\.samples=two_stage: one process has nowhere to move samples"
+    ):
         run_quietly(tiny(tmp_path, balance={"samples": "two_stage"}))
     assert not (tmp_path / "run").exists()
 
@@ -161,5 +191,11 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
 def test_the_configuration_is_kept_with_the_run(tmp_path: Path) -> None:
     run_quietly(tiny(tmp_path, balance={"memory_budget": 10**9}, out=str(tmp_path / "kept")))
     saved = json.loads((tmp_path / "kept" / "config.json").read_text())
-    usual = {"replication": "none", "memory_budget": None, "samples": "none", "experts": "none", "experts_every": 50}
+    usual = {
+        "replication": "none",
+        "memory_budget": None,
+        "samples": "none",
+        "experts": "none",
+        "experts_every": 50,
+    }
     assert saved["balance"] == usual | {"memory_budget": 10**9}

@@ -12,7 +12,13 @@ from moesaic.errors import InputError
 from moesaic.train.data import Batches, as_batch, even_windows, share
 
 
-@given(st.integers(2, 6), st.integers(1, 5), st.integers(1, 60), st.integers(0, 3), st.integers(0, 2**63 - 1))
+@given(
+    st.integers(2, 6),
+    st.integers(1, 5),
+    st.integers(1, 60),
+    st.integers(0, 3),
+    st.integers(0, 2**63 - 1),
+)
 def test_every_epoch_holds_every_window_once(seq_len, batch_size, extra, epoch, seed):
     tokens = np.arange(seq_len + extra, dtype=np.uint16)
     windows = (len(tokens) - 1) // seq_len
@@ -25,7 +31,9 @@ def test_every_epoch_holds_every_window_once(seq_len, batch_size, extra, epoch, 
         assert x.dtype == y.dtype == torch.int64
         assert torch.equal(y, x + 1)
         starts |= {index * batch_size + row: int(x[row, 0]) for row in range(batch_size)}
-    assert sorted(starts[place] for place in range(first, last)) == [w * seq_len for w in range(windows)]
+    assert sorted(starts[place] for place in range(first, last)) == [
+        w * seq_len for w in range(windows)
+    ]
 
 
 def test_a_batch_is_a_function_of_seed_and_index():
@@ -50,9 +58,15 @@ def test_batches_leave_the_global_generators_alone():
 
 def test_too_short_data_is_an_error():
     Batches(np.zeros(9, dtype=np.uint8), 8, 1, 0)
-    with pytest.raises(InputError, match=r"training data: 8 tokens are fewer than model.seq_len \+ 1 = 9: give more"):
+    with pytest.raises(
+        InputError,
+        match=r"training data: 8 tokens are fewer than model.seq_len \+ 1 = 9: give more",
+    ):
         Batches(np.zeros(8, dtype=np.uint8), 8, 1, 0)
-    with pytest.raises(InputError, match=r"validation data: 8 tokens are fewer than model.seq_len \+ 1 = 9: give more"):
+    with pytest.raises(
+        InputError,
+        match=r"validation data: 8 tokens are fewer than model.seq_len \+ 1 = 9: give more",
+    ):
         even_windows(np.zeros(8, dtype=np.uint8), 8, 1)
 
 
@@ -75,14 +89,17 @@ def test_targets_are_the_next_tokens():
 def test_the_parts_of_a_batch_make_up_the_batch(parts, each, index, seed):
     tokens = np.arange(100, dtype=np.uint8)
     whole = Batches(tokens, 4, parts * each, seed).get(index)
-    split = [Batches(tokens, 4, parts * each, seed, (part, parts)).get(index) for part in range(parts)]
+    split = [
+        Batches(tokens, 4, parts * each, seed, (part, parts)).get(index) for part in range(parts)
+    ]
     for place in (0, 1):
         assert torch.equal(torch.cat([part[place] for part in split]), whole[place])
 
 
 def test_a_batch_that_does_not_split_is_refused():
     with pytest.raises(
-        InputError, match=r"batch_size=5 does not split over 2 data parallel groups: choose a multiple of 2"
+        InputError,
+        match=r"batch_size=5 does not split over 2 data parallel groups: choose a multiple of 2",
     ):
         Batches(np.arange(100, dtype=np.uint8), 4, 5, 0, (0, 2))
 

@@ -23,9 +23,16 @@ from train.worlds import Outcome, assert_same_run, train_on
 GPT2 = {"norm": "layer", "positions": "learned", "bias": True}
 BLOCKS: dict[str, dict[str, Any]] = {
     "gpt2": {"block": GPT2, "ffn": "dense", "dense_hidden": 32},
-    "modern": {"block": {"kv_heads": 2, "head_dim": 6, "qk_norm": True, "tied": False}, "conv_width": 1},
+    "modern": {
+        "block": {"kv_heads": 2, "head_dim": 6, "qk_norm": True, "tied": False},
+        "conv_width": 1,
+    },
     "bert": {"block": GPT2 | {"kind": "encoder", "norm": "post_layer"}, "moe_every": 2},
-    "pairs": {"block": GPT2 | {"kind": "encoder_decoder", "tied": False}, "num_layers": 4, "moe_every": 2},
+    "pairs": {
+        "block": GPT2 | {"kind": "encoder_decoder", "tied": False},
+        "num_layers": 4,
+        "moe_every": 2,
+    },
 }
 MESHES: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2, "ep": 2},
@@ -40,7 +47,9 @@ OTHERS = [cell for cell in itertools.product(BLOCKS, MESHES) if cell not in QUIC
 def write_pairs(path: Path) -> Path:
     draw = random.Random(0)
     words = ["".join(draw.choices("abcd", k=draw.randint(1, 5))) for _ in range(400)]
-    path.write_text("".join(json.dumps({"source": word, "target": word[::-1]}) + "\n" for word in words))
+    path.write_text(
+        "".join(json.dumps({"source": word, "target": word[::-1]}) + "\n" for word in words)
+    )
     return path
 
 
@@ -55,7 +64,9 @@ def config_of(folder: Path, block: str, mesh: str = "") -> TrainConfig:
     )  # fmt: skip
 
 
-def trained(folder: Path, cells: list[tuple[str, str]]) -> tuple[Path, dict[tuple[str, str], list[Outcome]]]:
+def trained(
+    folder: Path, cells: list[tuple[str, str]]
+) -> tuple[Path, dict[tuple[str, str], list[Outcome]]]:
     """Train on one process and on four; return the folder and the outcomes by block and mesh."""
     for block in {block for block, _ in cells}:
         run_quietly(config_of(folder, block))
@@ -103,4 +114,6 @@ def test_a_rule_of_algorithm_1_chooses_the_schedule_that_runs(tmp_path):
     layer = job_of(asdict(config), "run").step_model(simulator.cluster, 2).layer
     chosen = choose(simulator, layer, Grid(world=4, **mesh))
     assert saved["plan"]["schedule"] == chosen.schedule
-    assert [line["loss"] for line in lines(tmp_path / "parm", "train")] == pytest.approx(expected, rel=1e-5)
+    assert [line["loss"] for line in lines(tmp_path / "parm", "train")] == pytest.approx(
+        expected, rel=1e-5
+    )

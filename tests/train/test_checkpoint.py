@@ -43,7 +43,11 @@ from moesaic.train.run_folder import LOCK
 from runs import assert_same, run_quietly, seal, snapshot, tiny
 
 SHAPE = ModelConfig(
-    dim=16, num_layers=1, num_heads=2, seq_len=8, moe=MoEConfig(num_experts=4, hidden=8, router="sigmoid")
+    dim=16,
+    num_layers=1,
+    num_heads=2,
+    seq_len=8,
+    moe=MoEConfig(num_experts=4, hidden=8, router="sigmoid"),
 )
 VOCABULARY = 32
 TENSORS = "shards/__0_0.distcp"
@@ -72,7 +76,14 @@ def matrix(seed: int = 0) -> Trained:
     return model, optimizer
 
 
-def save(folder: Path, step: int, keep_last: int = 9, *, of: Trained | None = None, background: bool = False) -> None:
+def save(
+    folder: Path,
+    step: int,
+    keep_last: int = 9,
+    *,
+    of: Trained | None = None,
+    background: bool = False,
+) -> None:
     model, optimizer = of or matrix()
     saving = save_checkpoint(
         folder, step=step, model=model, model_config=SHAPE, vocab_size=VOCABULARY, optimizer=optimizer,
@@ -118,7 +129,12 @@ def names(folder: Path) -> list[str]:
 def test_a_checkpoint_comes_back_with_its_optimizer_under_the_names_of_the_parameters(written, one):
     _, model, optimizer = written
     loaded = load_checkpoint(one, pytest.fail)
-    assert (loaded.step, loaded.vocab_size, loaded.model_config, loaded.extra) == (1, VOCABULARY, SHAPE, {"seen": 1})
+    assert (loaded.step, loaded.vocab_size, loaded.model_config, loaded.extra) == (
+        1,
+        VOCABULARY,
+        SHAPE,
+        {"seen": 1},
+    )
     assert_same(loaded.model, model.state_dict())
     tensors = optimizer_tensors(model, optimizer)
     assert_same(loaded.optimizer, tensors)
@@ -159,7 +175,9 @@ def killing() -> Callable[[int | None], Iterator[list[str]]]:
     def hook(event: str, arguments: tuple) -> None:
         if state["on"] and event in watched:
             state["seen"].append(f"{event} {arguments[0]}")
-            if state["last"][0] and len(state["seen"]) >= state["last"][0]:  # nothing happens after a kill
+            if (
+                state["last"][0] and len(state["seen"]) >= state["last"][0]
+            ):  # nothing happens after a kill
                 raise Killed
 
     sys.addaudithook(hook)
@@ -169,7 +187,10 @@ def killing() -> Callable[[int | None], Iterator[list[str]]]:
         state["seen"], state["last"], state["on"] = [], [number], [True]
         try:
             yield state["seen"]
-        except (Killed, InputError):  # torch.distributed.checkpoint wraps even what no handler catches
+        except (
+            Killed,
+            InputError,
+        ):  # torch.distributed.checkpoint wraps even what no handler catches
             if number is None:
                 raise
         finally:
@@ -179,9 +200,12 @@ def killing() -> Callable[[int | None], Iterator[list[str]]]:
 
 
 @pytest.mark.parametrize(
-    ("keep_last", "again", "background"), thinned(itertools.product((1, 2), (True, False), (False, True)), every=7)
+    ("keep_last", "again", "background"),
+    thinned(itertools.product((1, 2), (True, False), (False, True)), every=7),
 )
-def test_a_kill_at_any_instant_of_a_save_leaves_a_whole_checkpoint(tmp_path, killing, keep_last, again, background):
+def test_a_kill_at_any_instant_of_a_save_leaves_a_whole_checkpoint(
+    tmp_path, killing, keep_last, again, background
+):
     known = [matrix(seed) for seed in range(3)]
     step = 4 if again else 5
 
@@ -201,8 +225,13 @@ def test_a_kill_at_any_instant_of_a_save_leaves_a_whole_checkpoint(tmp_path, kil
             put(folder, step, 1)
         loaded = load_checkpoint(folder, pytest.fail)
         assert loaded.step in (4, step)
-        assert any(torch.equal(loaded.model["weight"], known[seed][0].weight) for seed in (0, 1)), event
-        for last in (False, True):  # the run goes on, saves its step, is killed again at the same place, and recovers
+        assert any(torch.equal(loaded.model["weight"], known[seed][0].weight) for seed in (0, 1)), (
+            event
+        )
+        for last in (
+            False,
+            True,
+        ):  # the run goes on, saves its step, is killed again at the same place, and recovers
             with killing(None if last else number):
                 put(folder, 5, 2)
             assert load_checkpoint(folder, pytest.fail).step in (4, 5)
@@ -212,7 +241,9 @@ def test_a_kill_at_any_instant_of_a_save_leaves_a_whole_checkpoint(tmp_path, kil
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_what_does_not_read_back_as_it_was_written_is_no_checkpoint(tmp_path, monkeypatch, background):
+def test_what_does_not_read_back_as_it_was_written_is_no_checkpoint(
+    tmp_path, monkeypatch, background
+):
     save(tmp_path, 1)
     plain = distributed_checkpoint.read_into
 
@@ -222,7 +253,10 @@ def test_what_does_not_read_back_as_it_was_written_is_no_checkpoint(tmp_path, mo
         return read
 
     monkeypatch.setattr(distributed_checkpoint, "read_into", spoiled)
-    with pytest.raises(InputError, match="does not read back from the disk as it was written: check the folder; earl"):
+    with pytest.raises(
+        InputError,
+        match="does not read back from the disk as it was written: check the folder; earl",
+    ):
         save(tmp_path, 2, background=background)
     assert names(tmp_path) == ["step-00000001"]
 
@@ -238,7 +272,9 @@ def test_a_damaged_checkpoint_that_was_to_be_replaced_does_not_cost_the_one_befo
     assert names(one) == ["step-00000001"]
 
 
-def test_what_lies_beside_and_in_a_checkpoint_is_left_there_and_leftovers_of_a_killed_process_are_cleaned(two):
+def test_what_lies_beside_and_in_a_checkpoint_is_left_there_and_leftovers_of_a_killed_process_are_cleaned(
+    two,
+):
     (two / "step-00000001" / "notes.txt").write_text("mine")
     (two / "step-by-step").mkdir()
     (two / "step-by-step" / "model.distcp").write_text("mine")
@@ -277,8 +313,14 @@ def drop_sum(folder: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped byte": (lambda at: flip(at / TENSORS), f"{TENSORS} does not match its checksum"),
-    "flipped list": (lambda at: flip(at / "shards" / ".metadata"), "shards/.metadata does not match"),
-    "truncated": (lambda at: os.truncate(at / TENSORS, 100), f"{TENSORS} does not match its checksum"),
+    "flipped list": (
+        lambda at: flip(at / "shards" / ".metadata"),
+        "shards/.metadata does not match",
+    ),
+    "truncated": (
+        lambda at: os.truncate(at / TENSORS, 100),
+        f"{TENSORS} does not match its checksum",
+    ),
     "missing tensors": (lambda at: (at / TENSORS).unlink(), "__0_0.distcp is missing"),
     "missing state": (lambda at: (at / "state.json").unlink(), "state.json is missing"),
     "flipped state": (lambda at: flip(at / "state.json"), "state.json does not match its checksum"),
@@ -288,7 +330,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: rewrite(at, lambda state: state.update(vocab_size=[])),
         "vocabulary of []",
     ),
-    "state of another step": (lambda at: rewrite(at, lambda state: state.update(step=9)), "is of step 9"),
+    "state of another step": (
+        lambda at: rewrite(at, lambda state: state.update(step=9)),
+        "is of step 9",
+    ),
     "missing checksums": (lambda at: (at / SUMS).unlink(), "SHA256SUMS is missing"),
     "empty checksums": (lambda at: (at / SUMS).write_text(""), "state.json has no checksum"),
     "no checksum of one": (drop_sum, f"{TENSORS} has no checksum"),
@@ -304,27 +349,48 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_so(written, two, damage):
     assert loaded.step == 1
     assert_same(loaded.model, written[1].state_dict())
     (line,) = said
-    assert [part for part in ("step-00000002", reason, "taking step-00000001 instead") if part not in line] == []
+    assert [
+        part
+        for part in ("step-00000002", reason, "taking step-00000001 instead")
+        if part not in line
+    ] == []
 
 
 def test_all_damaged_or_none_there_is_one_error_that_says_what_to_do(two):
     for step in (1, 2):
         flip(two / f"step-{step:08d}" / TENSORS)
-    for part in (str(two), "every checkpoint", "step-00000001", "step-00000002", "--existing replace"):
+    for part in (
+        str(two),
+        "every checkpoint",
+        "step-00000001",
+        "step-00000002",
+        "--existing replace",
+    ):
         assert part in refused(load_checkpoint, two, pytest.fail)
     assert "no checkpoint there" in refused(load_checkpoint, two / "nowhere", pytest.fail)
 
 
 def test_another_format_is_refused_even_where_an_older_checkpoint_is_whole(two):
     rewrite(two / "step-00000002", lambda state: state.update(format=FORMAT + 1))
-    with pytest.raises(InputError, match=f"has format {FORMAT + 1}, this Moesaic reads {FORMAT}: use the version"):
+    with pytest.raises(
+        InputError, match=f"has format {FORMAT + 1}, this Moesaic reads {FORMAT}: use the version"
+    ):
         load_checkpoint(two, pytest.fail)
 
 
 def test_another_architecture_is_named_with_both_values(two):
-    other = replace(SHAPE, dim=32, checkpoint_activations=True, moe=replace(SHAPE.moe, num_experts=8))
-    caught = refused(lambda: load_into(load_checkpoint(two, pytest.fail), GPT(other, 64), None, other, 64))
-    for part in ("step 2", "model.dim (32 and 16)", "model.moe.num_experts (8 and 4)", "vocabulary (64 and 32)"):
+    other = replace(
+        SHAPE, dim=32, checkpoint_activations=True, moe=replace(SHAPE.moe, num_experts=8)
+    )
+    caught = refused(
+        lambda: load_into(load_checkpoint(two, pytest.fail), GPT(other, 64), None, other, 64)
+    )
+    for part in (
+        "step 2",
+        "model.dim (32 and 16)",
+        "model.moe.num_experts (8 and 4)",
+        "vocabulary (64 and 32)",
+    ):
         assert part in caught
     assert "checkpoint_activations" not in caught
     assert "num_layers" not in caught
@@ -359,8 +425,16 @@ OTHER_SHAPES = {
     "moe_every": (SHAPE, {"moe_every": 2}, {}),
     "moe.router": (SHAPE, {}, {"router": "gshard"}),
     "moe.experts": (SHAPE, {}, {"experts": "gelu"}),
-    "moe.router_options.num_groups": (GROUPED, {}, {"router": "group_limited", "router_options": {"num_groups": 2}}),
-    "moe.router_options.top_groups": (GROUPED, {}, {"router": "group_limited", "router_options": {"top_groups": 1}}),
+    "moe.router_options.num_groups": (
+        GROUPED,
+        {},
+        {"router": "group_limited", "router_options": {"num_groups": 2}},
+    ),
+    "moe.router_options.top_groups": (
+        GROUPED,
+        {},
+        {"router": "group_limited", "router_options": {"top_groups": 1}},
+    ),
     "dense_hidden": (DENSE, {"ffn": "dense", "dense_hidden": 48}, {}),
     "block.kv_heads": (SHAPE, {"block": BlockConfig(kv_heads=1)}, {}),
     "block.qk_norm": (SHAPE, {"block": BlockConfig(qk_norm=True)}, {}),
@@ -372,11 +446,17 @@ def test_every_field_of_the_architecture_counts(field):
     shape, outer, inner = OTHER_SHAPES[field]
     other = replace(shape, **outer, moe=replace(shape.moe, **inner))
     here, there = architecture(shape), architecture(other)
-    assert [name for name in here if name in there and here[name] != there[name]] == [f"model.{field}"]
+    assert [name for name in here if name in there and here[name] != there[name]] == [
+        f"model.{field}"
+    ]
 
 
 def test_a_dense_model_is_compared_by_its_width():
-    same = replace(DENSE, dense_hidden=DENSE.active_hidden, moe=replace(DENSE.moe, num_experts=2, router="softmax"))
+    same = replace(
+        DENSE,
+        dense_hidden=DENSE.active_hidden,
+        moe=replace(DENSE.moe, num_experts=2, router="softmax"),
+    )
     assert architecture(same) == architecture(DENSE)
 
 
@@ -388,7 +468,11 @@ def break_tensors(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("more", r".*model\.more.*use the version"), ("moments", r".*norm\.weight\.exp_avg"), ("damaged tensors", "")],
+    [
+        ("more", r".*model\.more.*use the version"),
+        ("moments", r".*norm\.weight\.exp_avg"),
+        ("damaged tensors", ""),
+    ],
 )
 def test_what_does_not_fit_the_model_is_refused_in_one_line(one, name, reason):
     model, optimizer = gpt()
@@ -424,7 +508,9 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: done.append(opened.get(descriptor, "")))
     save(tmp_path / "checkpoints", 1)
     named = done.index("rename to step-00000001")
-    assert {".metadata", "__0_0.distcp", "state.json", SUMS, "shards", ".writing-00000001"} <= {*done[:named]}
+    assert {".metadata", "__0_0.distcp", "state.json", SUMS, "shards", ".writing-00000001"} <= {
+        *done[:named]
+    }
     assert done[named + 1 :] == ["checkpoints"]
 
 
@@ -443,11 +529,14 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_metrics(tmp_path, monkeypatc
 
     monkeypatch.setattr(checkpoint_module, "write_shards", fill)
     with pytest.raises(
-        InputError, match=r"step-00000002 could not be written, the disk is full.*checkpoints are intact"
+        InputError,
+        match=r"step-00000002 could not be written, the disk is full.*checkpoints are intact",
     ):
         run_quietly(config)
     after = snapshot(tmp_path / "run")
-    assert after == {name: data for name, data in before.items() if ".writing-" not in name and name != LOCK}
+    assert after == {
+        name: data for name, data in before.items() if ".writing-" not in name and name != LOCK
+    }
     assert names(tmp_path / "run" / "checkpoints") == ["step-00000001"]
     assert after["metrics.jsonl"].count(b"\n") == 2
     monkeypatch.setattr(checkpoint_module, "write_shards", plain)
@@ -456,7 +545,8 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_metrics(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("code", "reason"), [(errno.ENOSPC, "the disk is full: free space"), (errno.EFBIG, "File too large: check the")]
+    ("code", "reason"),
+    [(errno.ENOSPC, "the disk is full: free space"), (errno.EFBIG, "File too large: check the")],
 )
 def test_what_a_rank_could_not_write_is_told_with_its_number_and_cause(tmp_path, code, reason):
     failed = CheckpointException("write", {3: _wrap_exception(OSError(code, os.strerror(code)))})

@@ -77,7 +77,11 @@ def test_tokens_per_step():
 @pytest.mark.parametrize("kind", [TrainConfig, DataConfig, OptimizerConfig, ModelConfig, MoEConfig])
 def test_every_field_has_a_docstring(kind):
     sources = [inspect.getsource(each) for each in kind.__mro__ if is_dataclass(each)]
-    documented = {name for text in sources for name in re.findall(r'^    (\w+): .*\n    """', text, re.MULTILINE)}
+    documented = {
+        name
+        for text in sources
+        for name in re.findall(r'^    (\w+): .*\n    """', text, re.MULTILINE)
+    }
     assert documented >= {field.name for field in fields(kind)}
 
 
@@ -90,7 +94,12 @@ def test_options_inside_a_text_are_refused() -> None:
 def test_fields_of_the_model_decide_its_layers() -> None:
     table = {"moe_every": 2, "dense_hidden": 96, "num_layers": 8, "block": {"kv_heads": 2}}
     model = override(ModelConfig(), table, source="here")
-    assert (model.moe_every, model.active_hidden, model.is_sparse(7), model.is_sparse(6)) == (2, 96, True, False)
+    assert (model.moe_every, model.active_hidden, model.is_sparse(7), model.is_sparse(6)) == (
+        2,
+        96,
+        True,
+        False,
+    )
     assert (model.kv_heads, model.head_dim) == (2, 32)
     assert MeshConfig(pp=2, parts_per_stage=2).least_ranks == 2
 

@@ -43,7 +43,14 @@ def test_the_standard_library_without_tests_and_packages_is_the_default_corpus()
     assert root / "argparse.py" in files
     assert files == sorted(files)
     parts = {part for path in files for part in path.relative_to(root).parts}
-    assert not parts & {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    assert not parts & {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "__pycache__",
+    }
     assert {path.suffix for path in files} == {".py"}
     assert len(files) > 300
     corpus = load_corpus(DataConfig())
@@ -84,7 +91,9 @@ def test_many_files_are_split_by_file_and_few_by_position(tmp_path):
         (tmp_path / f"{index:03}.txt").write_text(f"<{index:03}>")
     corpus = load_corpus(data(tmp_path, val_share=0.3))
     train, val = bytes(corpus.train), bytes(corpus.val)
-    assert sorted((train + b"\0" + val).split(b"\0")) == [b"<%03d>" % i for i in range(FEW_FILES + 20)]
+    assert sorted((train + b"\0" + val).split(b"\0")) == [
+        b"<%03d>" % i for i in range(FEW_FILES + 20)
+    ]
     assert val.count(b"<") > 2
     few = load_corpus(data(*[tmp_path / f"{i:03}.txt" for i in range(4)], val_share=0.25))
     assert bytes(few.train) == b"<000>\0<001>\0<002>"
@@ -132,7 +141,9 @@ def test_a_file_a_folder_and_a_glob_find_the_same(tmp_path):
     (tmp_path / ".hidden").write_text("not this")
     below = tmp_path / ".cache" / "corpus"
     below.mkdir(parents=True)
-    assert find_files((str(below.parent), str(write_text(below / "a.txt"))), "data.path") == [below / "a.txt"]
+    assert find_files((str(below.parent), str(write_text(below / "a.txt"))), "data.path") == [
+        below / "a.txt"
+    ]
     expected = sorted(tmp_path / name for name in names)
     assert find_files(tuple(str(tmp_path / name) for name in names), "data.path") == expected
     assert find_files((str(tmp_path),), "data.path") == expected
@@ -142,9 +153,14 @@ def test_a_file_a_folder_and_a_glob_find_the_same(tmp_path):
 
 def test_nothing_there_and_empty_files_are_errors(tmp_path):
     for pattern in ("absent.txt", "*.txt"):
-        with pytest.raises(InputError, match=r"data.path: nothing at .*: give a text file, a folder, a glob or a .bin"):
+        with pytest.raises(
+            InputError,
+            match=r"data.path: nothing at .*: give a text file, a folder, a glob or a .bin",
+        ):
             find_files((str(tmp_path / pattern),), "data.path")
-    assert "data.val: no text or .bin files in" in refused(lambda: find_files((str(tmp_path),), "data.val"))
+    assert "data.val: no text or .bin files in" in refused(
+        lambda: find_files((str(tmp_path),), "data.val")
+    )
     for name, given in (("a.txt", tmp_path / "a.txt"), ("b.txt", tmp_path)):
         (tmp_path / name).touch()
         with pytest.raises(InputError, match=r"a.txt .*is empty: give files with text"):
@@ -152,11 +168,16 @@ def test_nothing_there_and_empty_files_are_errors(tmp_path):
 
 
 def test_kinds_do_not_mix(tmp_path):
-    text, tokens = write_text(tmp_path / "a.txt"), tokens_file(tmp_path / "b.bin", [1] * 50, "uint16")
+    text, tokens = (
+        write_text(tmp_path / "a.txt"),
+        tokens_file(tmp_path / "b.bin", [1] * 50, "uint16"),
+    )
     with pytest.raises(InputError, match=r"data.path: .bin files and text files are mixed"):
         load_corpus(data(text, tokens))
     for path, val_path in ((text, tokens), (tokens, text)):
-        with pytest.raises(InputError, match=r"data.path and data.val: .bin files and text files are mixed"):
+        with pytest.raises(
+            InputError, match=r"data.path and data.val: .bin files and text files are mixed"
+        ):
             load_corpus(data(path, val=(str(val_path),)))
 
 
@@ -166,7 +187,10 @@ def test_text_as_bytes_leaves_the_rest_of_a_larger_vocabulary_unused(tmp_path):
         corpus = load_corpus(data(path, vocab_size=vocab_size))
         assert corpus.vocab_size == vocab_size
         assert corpus.train.max() < 256
-    with pytest.raises(InputError, match=r"data\.vocab_size=255: text has 256 tokens as bytes: set it to that or more"):
+    with pytest.raises(
+        InputError,
+        match=r"data\.vocab_size=255: text has 256 tokens as bytes: set it to that or more",
+    ):
         load_corpus(data(path, vocab_size=255))
 
 
@@ -188,13 +212,16 @@ def test_ids_of_a_large_file_are_checked_in_blocks(tmp_path, monkeypatch, place)
 
 
 @pytest.mark.parametrize(
-    ("length", "expected"), [(0, []), (1, [0]), (10, [0, 4, 8]), (12, [0, 4, 8]), (13, [0, 4, 9]), (100, [0, 48, 96])]
+    ("length", "expected"),
+    [(0, []), (1, [0]), (10, [0, 4, 8]), (12, [0, 4, 8]), (13, [0, 4, 9]), (100, [0, 48, 96])],
 )
 def test_blocks_cover_all_or_are_spread(length, expected):
     assert spread_blocks(length, 4, 3) == expected
 
 
-def test_the_fingerprint_of_tokens_sees_changes_and_lengths_and_of_many_tokens_some_blocks(monkeypatch):
+def test_the_fingerprint_of_tokens_sees_changes_and_lengths_and_of_many_tokens_some_blocks(
+    monkeypatch,
+):
     monkeypatch.setattr(data_module, "FINGERPRINT_BLOCKS", 3)
     monkeypatch.setattr(data_module, "FINGERPRINT_BLOCK_BYTES", 8)
     for dtype, size, seen in (
@@ -206,12 +233,16 @@ def test_the_fingerprint_of_tokens_sees_changes_and_lengths_and_of_many_tokens_s
         assert fingerprint(tokens.copy()) == expected
         assert fingerprint(tokens[:-1]) != expected
         assert {
-            n for n in range(size) if fingerprint(np.where(tokens == n, 0xFF, tokens).astype(dtype)) != expected
+            n
+            for n in range(size)
+            if fingerprint(np.where(tokens == n, 0xFF, tokens).astype(dtype)) != expected
         } == seen
     assert fingerprint(np.empty(0, np.uint8)) != fingerprint(np.zeros(1, np.uint8))
 
 
-@pytest.mark.parametrize(("dtype", "largest"), [("uint8", 255), ("uint16", 65_535), ("uint32", 200_000)])
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [("uint8", 255), ("uint16", 65_535), ("uint32", 200_000)]
+)
 def test_bin_files_are_little_endian_integers(tmp_path, dtype, largest):
     ids = [*range(99), largest]
     path = tokens_file(tmp_path / "a.bin", ids, dtype)
@@ -223,12 +254,20 @@ def test_bin_files_are_little_endian_integers(tmp_path, dtype, largest):
     assert isinstance(corpus.train, np.memmap)
     assert corpus.vocab_size == largest + 1
     assert corpus.val_bytes == 10
-    for part in (str(path), f"holds token {largest}", f"data.vocab_size is {largest}", f"set it above {largest}"):
+    for part in (
+        str(path),
+        f"holds token {largest}",
+        f"data.vocab_size is {largest}",
+        f"set it above {largest}",
+    ):
         assert part in refused(lambda: load_corpus(data(path, vocab_size=largest)))
 
 
 def test_several_bin_files_stand_in_a_row(tmp_path):
-    paths = [tokens_file(tmp_path / f"{i}.bin", list(range(10 * i, 10 * i + 10)), "uint16") for i in range(3)]
+    paths = [
+        tokens_file(tmp_path / f"{i}.bin", list(range(10 * i, 10 * i + 10)), "uint16")
+        for i in range(3)
+    ]
     corpus = load_corpus(data(*paths, val_share=0.5))
     assert [*corpus.train.tolist(), *corpus.val.tolist()] == list(range(30))
     corpus = load_corpus(data(*paths[:2], val=(str(paths[2]),)))
@@ -240,7 +279,9 @@ def test_several_bin_files_stand_in_a_row(tmp_path):
 def test_a_bin_file_of_odd_size_is_an_error(tmp_path, size):
     path = tmp_path / "a.bin"
     path.write_bytes(b"\0" * size)
-    with pytest.raises(InputError, match=f"has {size} bytes, not a whole number of uint16: check data.vocab_size"):
+    with pytest.raises(
+        InputError, match=f"has {size} bytes, not a whole number of uint16: check data.vocab_size"
+    ):
         load_corpus(data(path))
 
 
@@ -254,7 +295,9 @@ def test_a_tokenizer_is_applied_and_bytes_are_counted(tmp_path):
     assert corpus.tokenizer.decode(corpus.val).encode() == text[cut:]
     assert corpus.vocab_size == corpus.tokenizer.vocab_size
     assert corpus.val_bytes == len(text) - cut > len(corpus.val)
-    again = load_corpus(data(path, tokenizer=str(tmp_path / "gone.json")), tmp_path / "tokenizer.json")
+    again = load_corpus(
+        data(path, tokenizer=str(tmp_path / "gone.json")), tmp_path / "tokenizer.json"
+    )
     assert again.train.tolist() == corpus.train.tolist()
 
 
@@ -265,6 +308,8 @@ def test_documents_are_separated(tmp_path):
     corpus = load_corpus(data(tmp_path / "a.txt", val=val))
     assert bytes(corpus.val) == b"one two one two\0three"
     assert corpus.val_bytes == 21
-    corpus = load_corpus(data(tmp_path / "a.txt", val=val, tokenizer=write_tokenizer(tmp_path / "tokenizer.json")))
+    corpus = load_corpus(
+        data(tmp_path / "a.txt", val=val, tokenizer=write_tokenizer(tmp_path / "tokenizer.json"))
+    )
     assert corpus.val.tolist().count(0) == 1
     assert corpus.val_bytes == 21

@@ -42,19 +42,34 @@ def test_json_lines_give_their_texts(tmp_path, content):
 def test_another_field_may_hold_the_text(tmp_path):
     path = text(tmp_path / "a.jsonl", LINES.replace('"text"', '"content"'))
     assert read_documents(path, "content") == TEXTS
-    with pytest.raises(InputError, match=r"line 1 is no JSON object with a text under 'text'.*data\.text_field"):
+    with pytest.raises(
+        InputError, match=r"line 1 is no JSON object with a text under 'text'.*data\.text_field"
+    ):
         read_documents(path, "text")
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "plain words", "[1]", '{"id": 1}', '{"text": null}', '{"text": {"words": 1}}', "[" * 100_000]
+    "line",
+    [
+        "{",
+        "plain words",
+        "[1]",
+        '{"id": 1}',
+        '{"text": null}',
+        '{"text": {"words": 1}}',
+        "[" * 100_000,
+    ],
 )
 def test_a_line_that_is_no_row_is_named(tmp_path, line):
     path = text(tmp_path / "a.jsonl", LINES + line)
-    assert "line 5 is no JSON object with a text under 'text'" in refused(read_documents, path, "text")
+    assert "line 5 is no JSON object with a text under 'text'" in refused(
+        read_documents, path, "text"
+    )
 
 
-@pytest.mark.parametrize("content", ["words and more words", LINES, "gar\xe7on ".encode("latin-1") * 10, "日本語" * 9])
+@pytest.mark.parametrize(
+    "content", ["words and more words", LINES, "gar\xe7on ".encode("latin-1") * 10, "日本語" * 9]
+)
 def test_text_stays_as_it_is(tmp_path, content):
     for name in ("a.txt", "a.py", "a"):
         path = text(tmp_path / name, content)
@@ -76,9 +91,15 @@ def test_documents_of_rows_are_separated_like_files(tmp_path):
 
 def test_a_saved_dataset_is_its_table_and_splits_are_not_mixed(tmp_path):
     datasets = pytest.importorskip("datasets")
-    parts = {split: datasets.Dataset.from_dict({"text": ["one", split], "id": [1, 2]}) for split in ("test", "train")}
+    parts = {
+        split: datasets.Dataset.from_dict({"text": ["one", split], "id": [1, 2]})
+        for split in ("test", "train")
+    }
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path))
-    with pytest.raises(InputError, match=r"holds a dataset of several splits \(test, train\): name one, as .*train$"):
+    with pytest.raises(
+        InputError,
+        match=r"holds a dataset of several splits \(test, train\): name one, as .*train$",
+    ):
         find_files((str(tmp_path),), "data.path")
     folder = tmp_path / "train"
     assert find_files((str(folder),), "data.path") == [folder]
@@ -98,16 +119,29 @@ def test_tables_are_read_by_their_column(tmp_path):
         path = tmp_path / name
         assert read_documents(path, "text") == [b"one", b"two"]
         for field in ("content", "id"):
-            assert re.search(f"holds no table with a column of text '{field}'", refused(read_documents, path, field))
+            assert re.search(
+                f"holds no table with a column of text '{field}'",
+                refused(read_documents, path, field),
+            )
         path.write_bytes(path.read_bytes()[:30])
-        assert "holds no table with a column of text 'text'" in refused(read_documents, path, "text")
+        assert "holds no table with a column of text 'text'" in refused(
+            read_documents, path, "text"
+        )
 
 
 def test_json_is_a_list_or_lines(tmp_path):
-    for content, texts in ((LINES, TEXTS), ('\ufeff[{"text": "a"}, {"text": null}, {"text": "b"}]', [b"a", b"b"])):
+    for content, texts in (
+        (LINES, TEXTS),
+        ('\ufeff[{"text": "a"}, {"text": null}, {"text": "b"}]', [b"a", b"b"]),
+    ):
         assert read_documents(text(tmp_path / "a.json", content), "text") == texts
-    for content, row in (('[{"text": "c"}, NaN]', 2), ('[{"text": "c"}, {"t', 1)):  # pyarrow crashes on the first
-        assert f"row {row} is no JSON object" in refused(read_documents, text(tmp_path / "a.json", content), "text")
+    for content, row in (
+        ('[{"text": "c"}, NaN]', 2),
+        ('[{"text": "c"}, {"t', 1),
+    ):  # pyarrow crashes on the first
+        assert f"row {row} is no JSON object" in refused(
+            read_documents, text(tmp_path / "a.json", content), "text"
+        )
 
 
 def test_without_the_library_tables_are_refused_in_one_line(tmp_path, monkeypatch):

@@ -49,7 +49,12 @@ def met(store: dist.Store, world: int) -> list[int]:
 
 def test_every_attempt_has_a_store_of_its_own_whatever_earlier_ones_left():
     store = dist.HashStore()
-    assert [met(store, world) for world in (3, 2, 4, 4)] == [[1, 2, 3], [1, 2], [1, 2, 3, 4], [1, 2, 3, 4]]
+    assert [met(store, world) for world in (3, 2, 4, 4)] == [
+        [1, 2, 3],
+        [1, 2],
+        [1, 2, 3, 4],
+        [1, 2, 3, 4],
+    ]
     store.set("moesaic/comes/1", "of a rank that was killed before it was answered")
     assert met(store, 2) == [1, 2]
 
@@ -68,14 +73,18 @@ def left(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
 @pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.random)])
 def test_a_search_finds_mesh_and_plan_for_the_ranks_that_are_left(tmp_path, monkeypatch, world):
     left(monkeypatch, world)
-    config = tiny(tmp_path, batch_size=12, planner={"plan": "search"}, model={"moe": {"num_experts": 12}})
+    config = tiny(
+        tmp_path, batch_size=12, planner={"plan": "search"}, model={"moe": {"num_experts": 12}}
+    )
     said: list[str] = []
     found = with_planned(config, said.append)
     grid = found.mesh
     assert world % grid.least_ranks == 0
     assert grid.least_ranks > 1 or found.layer_plan is not None
     assert found.planner.plan == ""
-    assert said[0].startswith(f"planner: {world} ranks take tp {grid.tp}, ep {grid.ep}, etp {grid.etp}")
+    assert said[0].startswith(
+        f"planner: {world} ranks take tp {grid.tp}, ep {grid.ep}, etp {grid.etp}"
+    )
     assert with_planned(found) == found
 
 
@@ -84,7 +93,9 @@ def test_under_auto_a_mesh_that_fits_stays_and_another_is_searched(tmp_path, mon
     left(monkeypatch, 4)
     assert with_planned(config) == config
     layout = SimpleNamespace(grid=Grid(world=2, ep=2), plan=Plan(chunks=2), seconds=0.5)
-    monkeypatch.setattr(auto_plan, "find_layout", lambda table, world, *_, **__: layout if world == 2 else None)
+    monkeypatch.setattr(
+        auto_plan, "find_layout", lambda table, world, *_, **__: layout if world == 2 else None
+    )
     left(monkeypatch, 2)
     found = with_planned(config)
     assert (found.mesh.ep, found.layer_plan, found.planner.plan) == (2, Plan(chunks=2), "auto")
@@ -95,22 +106,31 @@ def test_under_auto_a_mesh_that_fits_stays_and_another_is_searched(tmp_path, mon
 
 def test_a_search_that_cannot_be_made_says_why(tmp_path, monkeypatch):
     left(monkeypatch, 3)
-    with pytest.raises(InputError, match=r"the search space holds no layout of 3 ranks: .* does not divide"):
+    with pytest.raises(
+        InputError, match=r"the search space holds no layout of 3 ranks: .* does not divide"
+    ):
         with_planned(tiny(tmp_path, batch_size=4, planner={"plan": "search"}))
-    with pytest.raises(InputError, match=r"planner.plan=search finds mesh.tp, mesh.ep, mesh.etp and plan"):
+    with pytest.raises(
+        InputError, match=r"planner.plan=search finds mesh.tp, mesh.ep, mesh.etp and plan"
+    ):
         with_planned(tiny(tmp_path, batch_size=4, mesh={"ep": 4}, planner={"plan": "search"}))
 
 
 def children(parent: int) -> list[int]:
     """Return the processes that a process started."""
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True, check=False
+    )
     return [int(word) for word in found.stdout.split()]
 
 
 def is_gone(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
+    except (
+        FileNotFoundError,
+        ProcessLookupError,
+    ):  # the latter where it ends between opening and reading
         return True
 
 
@@ -133,23 +153,46 @@ def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path):
 def node(folder: Path, port: int, script: Path, nodes: str = "1:2") -> Forked:
     """Start a node of two ranks among so many."""
     words = ["-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "2"]
-    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--max-restarts", "3"]
-    words += ["--rdzv-conf", "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=30", "--rdzv-id", "any"]
+    words += [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--max-restarts",
+        "3",
+    ]
+    words += [
+        "--rdzv-conf",
+        "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=30",
+        "--rdzv-id",
+        "any",
+    ]
     words += [str(script), "train", "--config", str(folder / "given.json")]
     return Forked(words, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "worlds"), [("lost", [4, 2]), ("joins", [2, 4]), ("lost, and another joins", [4, 2, 4])]
+    ("change", "worlds"),
+    [("lost", [4, 2]), ("joins", [2, 4]), ("lost, and another joins", [4, 2, 4])],
 )
-def test_a_run_whose_nodes_change_goes_on_with_the_mesh_and_the_losses_of_those_there_are(tmp_path, change, worlds):
-    config = tiny(tmp_path, steps=30, batch_size=4, save={"every": 5, "keep": 99}, existing="resume")
+def test_a_run_whose_nodes_change_goes_on_with_the_mesh_and_the_losses_of_those_there_are(
+    tmp_path, change, worlds
+):
+    config = tiny(
+        tmp_path, steps=30, batch_size=4, save={"every": 5, "keep": 99}, existing="resume"
+    )
     config = replace(config, planner=replace(config.planner, plan="search"))
     write_config(config, tmp_path / "given.json")
     # Steps of a run whose ranks will change again last long enough for that.
-    slowly = f"time.sleep(0.2 if given[0].ranks.world == {worlds[-1]} or given[0].state.step < 7 else 4)"
-    script, run, port = disturbing(tmp_path, "loop.Trainer._step", slowly), tmp_path / "run", free_port()
+    slowly = (
+        f"time.sleep(0.2 if given[0].ranks.world == {worlds[-1]} or given[0].state.step < 7 else 4)"
+    )
+    script, run, port = (
+        disturbing(tmp_path, "loop.Trainer._step", slowly),
+        tmp_path / "run",
+        free_port(),
+    )
     nodes = [node(tmp_path, port, script)]
     time.sleep(1)  # the first keeps the store
     if change != "joins":

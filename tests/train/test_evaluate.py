@@ -20,9 +20,13 @@ from runs import lines, parameters, run_quietly, tiny, write_tokenizer
 def test_the_loss_per_byte_counts_the_bytes_behind_tokens_text_or_not(tmp_path):
     config = tiny(tmp_path, steps=1, data={"tokenizer": write_tokenizer(tmp_path / "given.json")})
     (tmp_path / "val.txt").write_bytes(b"caf\xe9 abc abc abc def\xff\xfe" * 40)
-    result, _ = run_quietly(replace(config, data=replace(config.data, val=(str(tmp_path / "val.txt"),))))
+    result, _ = run_quietly(
+        replace(config, data=replace(config.data, val=(str(tmp_path / "val.txt"),)))
+    )
     (line,) = lines(tmp_path / "run", "eval")
-    tokens = HubTokenizer.load(tmp_path / "run" / "tokenizer.json").encode((tmp_path / "val.txt").read_bytes())
+    tokens = HubTokenizer.load(tmp_path / "run" / "tokenizer.json").encode(
+        (tmp_path / "val.txt").read_bytes()
+    )
     assert len(tokens) not in (0, 22 * 40)
     assert result.val_nats_per_byte == line["val_nats_per_byte"]
     assert result.val_nats_per_byte == pytest.approx(line["val_loss"] * len(tokens) / (22 * 40))
@@ -48,7 +52,9 @@ def test_evaluating_leaves_mode_and_gradients_alone_and_does_not_depend_on_the_b
     losses = []
     for training, size in ((True, 1), (False, 3), (True, 99)):
         state.model.train(training)
-        found = evaluate(state.model, state.corpus, state.eval_windows, batch_size=size, dtype=torch.float32)
+        found = evaluate(
+            state.model, state.corpus, state.eval_windows, batch_size=size, dtype=torch.float32
+        )
         assert state.model.training is training
         assert found.per_token == found.per_byte == pytest.approx(math.log(256), abs=0.5)
         losses.append(found.per_token)
@@ -70,7 +76,10 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch
     kept = tmp_path / "run" / "checkpoints" / "step-00000002"
     with pytest.raises(TrainingError) as caught:
         run_quietly(config)
-    for part in ("the validation loss of step 3 is not finite (nan)", f"the checkpoint {kept} is intact"):
+    for part in (
+        "the validation loss of step 3 is not finite (nan)",
+        f"the checkpoint {kept} is intact",
+    ):
         assert part in str(caught.value)
     assert lines(tmp_path / "run", "eval") == []
     assert list_checkpoints(tmp_path / "run" / "checkpoints") == [kept]

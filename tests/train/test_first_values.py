@@ -33,7 +33,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe": {**MOE, "router": "sigmoid"},
         "block": {"tied": False, "norm": "layer", "positions": "learned", "bias": True},
     },
-    "translation": {"num_layers": 2, "block": {"kind": "encoder_decoder", "norm": "post_layer"}, "moe": {"hidden": 16}},
+    "translation": {
+        "num_layers": 2,
+        "block": {"kind": "encoder_decoder", "norm": "post_layer"},
+        "moe": {"hidden": 16},
+    },
 }
 """Name to model. 20 does not split evenly over four ranks along every dimension."""
 MESHES: dict[str, dict[str, Any]] = {
@@ -59,11 +63,16 @@ def configured(folder: Path, model: str, mesh: str | None) -> TrainConfig:
 def pairs_in(folder: Path) -> Path:
     path = folder / "pairs.jsonl"
     if not path.exists():
-        path.write_text("\n".join(f'{{"source": "a{n}", "target": "b{n}"}}' for n in range(400)), encoding="utf-8")
+        path.write_text(
+            "\n".join(f'{{"source": "a{n}", "target": "b{n}"}}' for n in range(400)),
+            encoding="utf-8",
+        )
     return path
 
 
-CASES = [("tied", mesh) for mesh in ("dp 4", "ep 2", "ep 2, etp 2", "tp 2, ep 2", "pp 2", "pp 2, ep 2")]
+CASES = [
+    ("tied", mesh) for mesh in ("dp 4", "ep 2", "ep 2, etp 2", "tp 2, ep 2", "pp 2", "pp 2, ep 2")
+]
 CASES += [("untied", mesh) for mesh in ("dp 4", "ep 4", "tp 2", "pp 2, tp 2")]
 CASES += [("translation", "tp 2, ep 2")]
 
@@ -72,8 +81,13 @@ def first_values(config: TrainConfig) -> dict[str, Tensor]:
     """Return the whole tensors of a new run, of those that this rank has a part of."""
     run = open_run(config, pytest.fail, task=task_of(config))
     run.claim.release()
-    state = run.model.state_dict() | {name: value for name, value in run.model.named_buffers() if "frequencies" in name}
-    return {name: (each.full_tensor() if isinstance(each, DTensor) else each).clone() for name, each in state.items()}
+    state = run.model.state_dict() | {
+        name: value for name, value in run.model.named_buffers() if "frequencies" in name
+    }
+    return {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).clone()
+        for name, each in state.items()
+    }
 
 
 def all_first_values(configs: list[TrainConfig]) -> list[dict[str, Tensor]]:
@@ -95,7 +109,8 @@ def test_a_run_starts_equal_on_every_mesh(tmp_path):
 
 def test_a_value_does_not_depend_on_the_rest_of_the_model(tmp_path):
     few, many = (
-        first_values(tiny(tmp_path, out=str(tmp_path / str(n)), model={"moe": {"num_experts": n}})) for n in (4, 8)
+        first_values(tiny(tmp_path, out=str(tmp_path / str(n)), model={"moe": {"num_experts": n}}))
+        for n in (4, 8)
     )
     for name, value in few.items():
         if ".experts." in name:
@@ -144,7 +159,9 @@ def counted_all(configs: list[TrainConfig]) -> list[int]:
 def shrunk(config: ModelConfig) -> ModelConfig:
     """Return a model of the same kind with small sizes."""
     kv_heads, head_dim = config.block.kv_heads and 2, config.block.head_dim and 8
-    moe = replace(config.moe, num_experts=8, top_k=min(config.moe.top_k, 2), hidden=16, router="switch")
+    moe = replace(
+        config.moe, num_experts=8, top_k=min(config.moe.top_k, 2), hidden=16, router="switch"
+    )
     layers = 4 if config.num_layers > 1 else 1
     block = replace(config.block, kv_heads=kv_heads, head_dim=head_dim)
     return replace(config, dim=32, num_heads=4, num_layers=layers, seq_len=16, moe=moe, block=block)
@@ -156,19 +173,27 @@ def filled(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def dirty(*arguments: Any, **options: Any) -> Tensor:
         tensor = original(*arguments, **options).detach()
-        return tensor if tensor.is_meta else tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
+        return (
+            tensor
+            if tensor.is_meta
+            else tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
+        )
 
     monkeypatch.setattr(torch, "empty_like", dirty)
 
 
 KINDS = {
-    repr(model): (name, model) for name, make in (PRESETS | PAPER_PRESETS).items() for model in [shrunk(make().model)]
+    repr(model): (name, model)
+    for name, make in (PRESETS | PAPER_PRESETS).items()
+    for model in [shrunk(make().model)]
 }
 KINDS = dict(KINDS.values())  # of presets that shrink to the same model, one
 DEMO = shrunk(PRESETS["demo"]().model)
 MODEL_OF = {"decoder": GPT, "encoder": Encoder, "encoder_decoder": EncoderDecoder}
 KINDS |= {
-    f"router {name}": replace(DEMO, moe=replace(DEMO.moe, router=name, top_k=1 if name == "base" else 2))
+    f"router {name}": replace(
+        DEMO, moe=replace(DEMO.moe, router=name, top_k=1 if name == "base" else 2)
+    )
     for name in ROUTERS
 }
 
@@ -193,7 +218,9 @@ def test_a_trained_model_is_read_without_drawing(tmp_path, monkeypatch):
     whole = load_trained(tmp_path / "run", "cpu").model
     monkeypatch.setattr(draw, "_draw_part", lambda *_: pytest.fail("drawn"))
     for name in ("normal_", "uniform_"):
-        monkeypatch.setattr(Tensor, name, lambda x, *_, **__: x if x.is_meta else pytest.fail("drawn"))
+        monkeypatch.setattr(
+            Tensor, name, lambda x, *_, **__: x if x.is_meta else pytest.fail("drawn")
+        )
     filled(monkeypatch)
     read = load_trained(tmp_path / "run", "cpu").model
     for one, other in (
@@ -204,13 +231,18 @@ def test_a_trained_model_is_read_without_drawing(tmp_path, monkeypatch):
         assert all(torch.equal(one[name], other[name]) for name in one)
     resumed = open_run(tiny(tmp_path, existing="resume", **settings), pytest.fail)
     resumed.claim.release()
-    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in resumed.model.state_dict().items())
+    assert all(
+        torch.equal(value, whole.state_dict()[name])
+        for name, value in resumed.model.state_dict().items()
+    )
 
 
 def test_a_run_says_what_it_does_before_it_takes_long(tmp_path, monkeypatch):
     said: list[str] = []
     config = tiny(tmp_path)
-    task = replace(DECODER, load_corpus=lambda *_: (said.append("data"), DECODER.load_corpus(*_))[1])
+    task = replace(
+        DECODER, load_corpus=lambda *_: (said.append("data"), DECODER.load_corpus(*_))[1]
+    )
     monkeypatch.setattr("moesaic.train.state.reset_weights", lambda *_: said.append("weights"))
     run = open_run(config, pytest.fail, said.append, task)
     run.claim.release()
@@ -225,7 +257,9 @@ def test_a_model_is_drawn_once(monkeypatch):
     for name in ("normal_", "uniform_"):
         original = getattr(Tensor, name)
 
-        def counting(tensor: Tensor, *arguments: Any, original: Any = original, **options: Any) -> Tensor:
+        def counting(
+            tensor: Tensor, *arguments: Any, original: Any = original, **options: Any
+        ) -> Tensor:
             if not tensor.is_meta:
                 drawn[tensor.data_ptr()] = drawn.get(tensor.data_ptr(), 0) + 1
             return original(tensor, *arguments, **options)

@@ -32,7 +32,13 @@ def test_without_torchrun_one_process_is_all():
 
 
 def test_flags_choose_mesh_and_plan(tmp_path):
-    flags = ["--mesh.ep=2", "--plan.schedule=s2", "--plan.chunks=4", "--plan.all-to-all=hier2d", "--plan.codec=int8"]
+    flags = [
+        "--mesh.ep=2",
+        "--plan.schedule=s2",
+        "--plan.chunks=4",
+        "--plan.all-to-all=hier2d",
+        "--plan.codec=int8",
+    ]
     words = command(tiny(tmp_path, batch_size=4, steps=2), tmp_path, *flags)
     process = Forked(words, {})
     out, err = finished(process)
@@ -48,8 +54,14 @@ def test_flags_choose_mesh_and_plan(tmp_path):
     ("flags", "line"),
     [
         (["--mesh.ep", "3"], "moesaic train: mesh.ep=3 does not divide model.moe.num_experts=4"),
-        (["--mesh.etp", "4"], "moesaic train: mesh.ep=1 times mesh.etp=4 does not divide the 2 ranks"),
-        (["--mesh.etpp", "3"], "moesaic train: unknown argument --mesh.etpp, did you mean --mesh.etp?"),
+        (
+            ["--mesh.etp", "4"],
+            "moesaic train: mesh.ep=1 times mesh.etp=4 does not divide the 2 ranks",
+        ),
+        (
+            ["--mesh.etpp", "3"],
+            "moesaic train: unknown argument --mesh.etpp, did you mean --mesh.etp?",
+        ),
     ],
 )
 def test_bad_input_is_one_line_for_all_ranks(tmp_path, flags, line):
@@ -65,14 +77,19 @@ def test_bad_input_is_one_line_for_all_ranks(tmp_path, flags, line):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP], ids=lambda kind: kind.name)
 def test_a_signal_to_the_launcher_saves_on_all_ranks(tmp_path, kind):
-    config = tiny(tmp_path, steps=1_000_000, batch_size=4, mesh={"tp": 2, "ep": 2}, plan={"schedule": "s1"})
+    config = tiny(
+        tmp_path, steps=1_000_000, batch_size=4, mesh={"tp": 2, "ep": 2}, plan={"schedule": "s1"}
+    )
     run = tmp_path / "run"
     process = start(config, tmp_path)
     wait_for(lambda: has_lines(run, 3), process)
     process.send_signal(kind)
     out, _ = finished(process)
     step = losses(run)[-1][0]
-    assert f"stopped by {kind.name} after step {step}, saved; go on with torchrun --nproc-per-node 2 -m moesaic" in out
+    assert (
+        f"stopped by {kind.name} after step {step}, saved; go on with torchrun --nproc-per-node 2 -m moesaic"
+        in out
+    )
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == [f"step-{step:08d}"]
 
 
@@ -87,14 +104,20 @@ def test_a_signal_to_the_launcher_saves_on_all_ranks(tmp_path, kind):
 def test_a_rank_that_dies_says_why_and_the_others_leave(tmp_path, error, said):
     before = f"if rank == 1 and given[0].state.step == 2: raise {error}"
     script = disturbing(tmp_path, "loop.Trainer._step", before)
-    process = start(tiny(tmp_path, steps=1_000_000, batch_size=4, mesh={"ep": 2}), tmp_path, script=script)
+    process = start(
+        tiny(tmp_path, steps=1_000_000, batch_size=4, mesh={"ep": 2}), tmp_path, script=script
+    )
     _, err = finished(process)
     assert process.returncode != 0
     before, _, summary = err.partition("FAILED\n")
     assert before.count(said) == 1
-    assert before.count("Traceback") <= (1 if "bug" in said else 0) + 1  # torchrun's own is the other
+    assert (
+        before.count("Traceback") <= (1 if "bug" in said else 0) + 1
+    )  # torchrun's own is the other
     assert "onnection" not in err
-    assert said.removeprefix("moesaic train: ") in summary  # in the error that is written down for torchrun
+    assert (
+        said.removeprefix("moesaic train: ") in summary
+    )  # in the error that is written down for torchrun
     assert re.search(r"error_file: /\S+error.json", summary)
 
 
@@ -122,7 +145,9 @@ DIES = "if (attempt, rank, given[0].state.step) in [(0, 1, 3), (1, 0, 5)]: kill(
 
 @pytest.mark.random
 @pytest.mark.parametrize("rendezvous", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
-def test_a_run_that_is_killed_twice_is_started_anew_and_ends_as_if_undisturbed(tmp_path, rendezvous, undisturbed):
+def test_a_run_that_is_killed_twice_is_started_anew_and_ends_as_if_undisturbed(
+    tmp_path, rendezvous, undisturbed
+):
     script = disturbing(tmp_path, "loop.Trainer._step", DIES)
     elastic = ("--standalone",) if rendezvous == "c10d" else ("--master-port", str(free_port()))
     config = tiny(tmp_path, **SEVEN, save={"every": 1})
@@ -137,7 +162,9 @@ KILLS = ((0, 4), (1, 2), (1, 5))
 """Ranks that die in the thread that writes a checkpoint, and the steps of the checkpoints."""
 
 
-@pytest.mark.parametrize("kills", [KILLS[:1], pytest.param(KILLS[1:], marks=pytest.mark.random)], ids=len)
+@pytest.mark.parametrize(
+    "kills", [KILLS[:1], pytest.param(KILLS[1:], marks=pytest.mark.random)], ids=len
+)
 def test_kills_in_the_threads_that_write_checkpoints_cost_nothing_but_the_steps_since_the_last(
     tmp_path, undisturbed, kills
 ):
@@ -148,7 +175,9 @@ def test_kills_in_the_threads_that_write_checkpoints_cost_nothing_but_the_steps_
     )
     script = disturbing(tmp_path, "distributed_checkpoint.checksum", before)
     config = tiny(tmp_path, **SEVEN, save={"every": 1, "keep": 1, "background": True})
-    process = start(config, tmp_path, script=script, elastic=("--standalone", "--max-restarts", "3"))
+    process = start(
+        config, tmp_path, script=script, elastic=("--standalone", "--max-restarts", "3")
+    )
     out, err = finished(process)
     assert process.returncode == 0, err
     assert out.count("killed") == len(kills)
@@ -160,7 +189,9 @@ def test_kills_in_the_threads_that_write_checkpoints_cost_nothing_but_the_steps_
 def test_a_refusal_after_a_restart_is_still_said(tmp_path):
     script = disturbing(tmp_path, "loop.Trainer._step", DIES)
     config = tiny(tmp_path, **SEVEN | {"existing": "refuse", "save": {"every": 1}})
-    process = start(config, tmp_path, script=script, elastic=("--standalone", "--max-restarts", "1"))
+    process = start(
+        config, tmp_path, script=script, elastic=("--standalone", "--max-restarts", "1")
+    )
     _, err = finished(process)
     assert process.returncode != 0
     assert [line for line in ours(err) if "holds a run already" in line], err
@@ -170,18 +201,39 @@ def bare(folder: Path, config: TrainConfig, script: Path | None = None, **said: 
     """Start one rank without torchrun, with the variables of some launcher."""
     file = write_config(config, folder / "given.json")
     program = ["-m", "moesaic"] if script is None else [str(script)]
-    return Forked([*program, "train", "--config", str(file), "--start-patience", f"{config.start_patience:g}"], said)
+    return Forked(
+        [
+            *program,
+            "train",
+            "--config",
+            str(file),
+            "--start-patience",
+            f"{config.start_patience:g}",
+        ],
+        said,
+    )
 
 
 def among(rank: int, port: int, world: int = 2) -> dict[str, str]:
     """Return what a launcher of some ranks sets for one."""
-    numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_PORT": port,
+    }
     return {"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()}
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_any_launcher_that_sets_rank_and_world_size_will_do_and_where_the_store_dies_one_line_says_so(tmp_path, dies):
-    config, port = tiny(tmp_path, steps=1_000_000 if dies else 2, batch_size=4, mesh={"ep": 2}), free_port()
+def test_any_launcher_that_sets_rank_and_world_size_will_do_and_where_the_store_dies_one_line_says_so(
+    tmp_path, dies
+):
+    config, port = (
+        tiny(tmp_path, steps=1_000_000 if dies else 2, batch_size=4, mesh={"ep": 2}),
+        free_port(),
+    )
     ranks = [bare(tmp_path, config, **among(rank, port)) for rank in range(2)]
     if dies:
         wait_for(lambda: has_lines(tmp_path / "run", 2), ranks[0])
@@ -214,8 +266,18 @@ STRIKES = [
     ("kill", 0, "before it listens", UNHEARD_0),
     ("kill", 0, "after it was met", LOST_0),
     ("kill", 1, "before it listens", "rank 1 did not come"),
-    ("kill", 1, "after it was met", "rank 1 died (by SIGKILL )?.*, while the ranks met: start the run again"),
-    ("kill", 1, "in the reading", "rank 1 died (by SIGKILL )?.*, in the start; start the run again"),
+    (
+        "kill",
+        1,
+        "after it was met",
+        "rank 1 died (by SIGKILL )?.*, while the ranks met: start the run again",
+    ),
+    (
+        "kill",
+        1,
+        "in the reading",
+        "rank 1 died (by SIGKILL )?.*, in the start; start the run again",
+    ),
     ("kill", 0, "in the reading", LOST_0),
     ("stop", 0, "before it listens", UNHEARD_0),
     ("stop", 0, "after it was met", LOST_0),
@@ -231,7 +293,9 @@ STRIKES = [
     ("strike", "rank", "when", "line"),
     [*STRIKES[:5], *(pytest.param(*case, marks=pytest.mark.random) for case in STRIKES[5:])],
 )
-def test_a_rank_that_dies_or_stops_in_the_start_is_named_without_torchruns_store(tmp_path, strike, rank, when, line):
+def test_a_rank_that_dies_or_stops_in_the_start_is_named_without_torchruns_store(
+    tmp_path, strike, rank, when, line
+):
     where, is_before = PLACES[when]
     strikes = f"if rank == {rank}: {strike}()"
     script = disturbing(tmp_path, where, *((strikes,) if is_before else ("pass", strikes)))
@@ -239,7 +303,9 @@ def test_a_rank_that_dies_or_stops_in_the_start_is_named_without_torchruns_store
     ranks = [bare(tmp_path, config, script, **among(number, port, 3)) for number in range(3)]
     others = [number for number in range(3) if number != rank]
     try:
-        said = [line for number in others for line in ours(ranks[number].communicate(timeout=300)[1])]
+        said = [
+            line for number in others for line in ours(ranks[number].communicate(timeout=300)[1])
+        ]
         assert [ranks[number].returncode for number in others] == [1, 1]
     finally:
         ranks[rank].kill()
@@ -255,9 +321,19 @@ def test_frames_of_torch_are_not_printed_where_rank_0_dies(tmp_path):
         "store.wait(['moesaic/comes/1'])\nos._exit(1)\n"
     )
     rank_0 = Forked([str(script)], {})
-    words = ["-m", "moesaic", "train", "--config", str(write_config(tiny(tmp_path), tmp_path / "given.json"))]
+    words = [
+        "-m",
+        "moesaic",
+        "train",
+        "--config",
+        str(write_config(tiny(tmp_path), tmp_path / "given.json")),
+    ]
     rank_1 = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=os.environ | among(1, port), check=False
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        env=os.environ | among(1, port),
+        check=False,
     )
     finished(rank_0)
     assert rank_1.returncode == 1
@@ -268,14 +344,20 @@ def test_frames_of_torch_are_not_printed_where_rank_0_dies(tmp_path):
 @pytest.mark.parametrize(
     ("said", "fragments"),
     [
-        ({"RANK": "1", "WORLD_SIZE": "2"}, ["RANK=1, WORLD_SIZE=2 but not MASTER_ADDR and MASTER_PORT", "torchrun"]),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2"},
+            ["RANK=1, WORLD_SIZE=2 but not MASTER_ADDR and MASTER_PORT", "torchrun"],
+        ),
         ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2 but not RANK"]),
         (among(0, 1) | {"RANK": "x"}, ["RANK=x: must be a whole number"]),
         (
             {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"},
             ["mpirun started 4 processes", "RANK=$OMPI_COMM_WORLD_RANK", "MASTER_ADDR"],
         ),
-        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}, ["srun started 4", "WORLD_SIZE=$SLURM_STEP_NUM"]),
+        (
+            {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"},
+            ["srun started 4", "WORLD_SIZE=$SLURM_STEP_NUM"],
+        ),
     ],
 )
 def test_a_launcher_that_does_not_say_enough_is_told_what_is_missing(monkeypatch, said, fragments):
@@ -310,7 +392,9 @@ def test_who_does_not_come_is_named_where_the_store_lives(rank):
         meet(store, rank, 2, 0.5)
 
 
-@pytest.mark.parametrize("said", [{"RANK": "0", "WORLD_SIZE": "1"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}])
+@pytest.mark.parametrize(
+    "said", [{"RANK": "0", "WORLD_SIZE": "1"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}]
+)
 def test_one_process_that_a_launcher_started_is_alone(monkeypatch, said):
     for name, value in said.items():
         monkeypatch.setenv(name, value)

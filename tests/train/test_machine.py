@@ -40,9 +40,13 @@ def test_other_devices_are_refused(monkeypatch, name, message):
     assert message in refused(pick_device, name)
 
 
-def test_precision_is_the_named_one_or_what_pays_on_a_cpu_and_what_the_driver_says_on_a_gpu(monkeypatch):
+def test_precision_is_the_named_one_or_what_pays_on_a_cpu_and_what_the_driver_says_on_a_gpu(
+    monkeypatch,
+):
     rates: dict[torch.dtype, float] = {}
-    monkeypatch.setattr(machine, "matmul_flops_per_second", lambda device, dtype, shape: rates[dtype])
+    monkeypatch.setattr(
+        machine, "matmul_flops_per_second", lambda device, dtype, shape: rates[dtype]
+    )
     for name in ("float32", "bfloat16"):
         assert pick_precision(name, CPU, SHAPE) == getattr(torch, name), "without measuring"
     for gain, expected in ((BFLOAT16_PAYS_FROM, torch.bfloat16), (1.4, torch.float32)):
@@ -63,4 +67,7 @@ def test_measuring_counts_operations_and_leaves_the_generator_alone(monkeypatch)
 
 
 def test_precision_is_measured_with_the_rows_of_an_expert_or_a_dense_layer():
-    assert [each.matmul_shape for each in (demo(), demo_dense())] == [(8 * 256 * 2 // 64, 128, 64), (8 * 256, 128, 128)]
+    assert [each.matmul_shape for each in (demo(), demo_dense())] == [
+        (8 * 256 * 2 // 64, 128, 64),
+        (8 * 256, 128, 128),
+    ]

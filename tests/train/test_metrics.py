@@ -23,14 +23,18 @@ def write(folder: Path, *steps: int, start_step: int = 0) -> None:
     metrics.close()
 
 
-def test_lines_come_back_in_order_while_they_are_written_too_and_of_a_resumed_run_each_step_once(tmp_path):
+def test_lines_come_back_in_order_while_they_are_written_too_and_of_a_resumed_run_each_step_once(
+    tmp_path,
+):
     metrics = Metrics(tmp_path, start_step=0)
     metrics.write("eval", 1, {"val_loss": 2.0})
     assert read_metrics(tmp_path) == [{"kind": "eval", "step": 1, "val_loss": 2.0}]
     metrics.close()
     write(tmp_path, 1, 2, 3)  # a new run starts empty
     write(tmp_path, 3, 4, start_step=2)
-    assert read_metrics(tmp_path) == [{"kind": "train", "step": step, "loss": step / 4} for step in (1, 2, 3, 4)]
+    assert read_metrics(tmp_path) == [
+        {"kind": "train", "step": step, "loss": step / 4} for step in (1, 2, 3, 4)
+    ]
 
 
 def test_a_last_line_cut_short_is_left_out(tmp_path):
@@ -54,7 +58,9 @@ def test_a_full_disk_on_resuming_leaves_the_file_as_it_was(tmp_path, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fill)
-    with pytest.raises(InputError, match=r"metrics.jsonl could not be written, the disk is full: free space"):
+    with pytest.raises(
+        InputError, match=r"metrics.jsonl could not be written, the disk is full: free space"
+    ):
         Metrics(tmp_path, start_step=2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -96,17 +102,31 @@ def test_a_line_is_not_written_twice(tmp_path):
     for kind, step in (("eval", 2), ("train", 3), ("eval", 3)):
         again.write(kind, step, {})
     again.close()
-    assert [(line["kind"], line["step"]) for line in read_metrics(tmp_path)] == [("eval", 2), ("train", 3), ("eval", 3)]
+    assert [(line["kind"], line["step"]) for line in read_metrics(tmp_path)] == [
+        ("eval", 2),
+        ("train", 3),
+        ("eval", 3),
+    ]
 
 
 @pytest.mark.parametrize(
-    "line", [b'{"kind": "tr', b"{}", b"[1]", b"null", b'{"kind": "train", "step": "1"}', b"\xff\xfe", b"[" * 100_000]
+    "line",
+    [
+        b'{"kind": "tr',
+        b"{}",
+        b"[1]",
+        b"null",
+        b'{"kind": "train", "step": "1"}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
 )
 def test_a_line_that_is_none_of_ours_is_named(tmp_path, line):
     good = b'{"kind": "train", "step": 1}\n'
     (tmp_path / "metrics.jsonl").write_bytes(good + line + b"\n" + good)
     with pytest.raises(
-        InputError, match=r"metrics.jsonl: line 2 is (damaged .*|not one of a run's metrics): remove it"
+        InputError,
+        match=r"metrics.jsonl: line 2 is (damaged .*|not one of a run's metrics): remove it",
     ) as caught:
         read_metrics(tmp_path)
     assert "\n" not in str(caught.value)

@@ -106,7 +106,9 @@ def test_a_step_whose_numbers_are_wrong_is_left_out_and_says_where_it_began(tmp_
         assert line["origin"].startswith(origin)
         assert origin in screen
         assert_same(states[step - 2], states[step - 1])
-        assert not torch.equal(states[step - 1]["embedding.weight"], states[step]["embedding.weight"])
+        assert not torch.equal(
+            states[step - 1]["embedding.weight"], states[step]["embedding.weight"]
+        )
     assert load_checkpoint(tmp_path / "run" / "checkpoints", pytest.fail).extra["skipped"] == 3
     assert lines(tmp_path / "run", "train")[-1]["skipped"] == 3
 
@@ -146,9 +148,16 @@ def test_on_two_ranks_all_leave_the_step_out_and_name_the_one_that_spoilt_it(tmp
     (outcomes,) = train_on(2, [config], _spoil_on_two)
     assert [each.refusal for each in outcomes] == ["", ""]
     origins = [line["origin"] for line in lines(tmp_path / "run", "skipped")]
-    assert origins[0].startswith("what blocks.1.ffn returns is the first that is not finite, on rank 1")
-    assert origins[1] == "the gradient that reaches blocks.1.ffn is the first that is not finite, on rank 1"
-    assert origins[2].startswith("weights of blocks.1.ffn.experts.w13, expert 3 are not finite on rank 1")
+    assert origins[0].startswith(
+        "what blocks.1.ffn returns is the first that is not finite, on rank 1"
+    )
+    assert (
+        origins[1]
+        == "the gradient that reaches blocks.1.ffn is the first that is not finite, on rank 1"
+    )
+    assert origins[2].startswith(
+        "weights of blocks.1.ffn.experts.w13, expert 3 are not finite on rank 1"
+    )
     assert [step for step, _ in losses(tmp_path / "run")] == [1, 5]
     assert all(value.isfinite().all() for value in parameters(tmp_path / "run").values())
 
@@ -233,9 +242,12 @@ def leaping(monkeypatch: pytest.MonkeyPatch, *, with_samples: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_spike", "with_samples", "returns"), [("warn", True, 0), ("rollback", True, 1), ("rollback", False, 3)]
+    ("on_spike", "with_samples", "returns"),
+    [("warn", True, 0), ("rollback", True, 1), ("rollback", False, 3)],
 )
-def test_a_leap_is_said_or_rolled_back_three_times_at_most(tmp_path, monkeypatch, on_spike, with_samples, returns):
+def test_a_leap_is_said_or_rolled_back_three_times_at_most(
+    tmp_path, monkeypatch, on_spike, with_samples, returns
+):
     leaping(monkeypatch, with_samples=with_samples)
     config = tiny(tmp_path, steps=8, save={"every": 4}, optimizer={"lr": 1e-3}, on_spike=on_spike)
     result, screen = run_quietly(config)
@@ -245,7 +257,10 @@ def test_a_leap_is_said_or_rolled_back_three_times_at_most(tmp_path, monkeypatch
     assert ("and the run goes on" in screen) == (returns != 1)
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 9))
     # Step 5 is the first after the checkpoint of step 4, and takes the samples after those of the leap.
-    assert load_checkpoint(tmp_path / "run" / "checkpoints", pytest.fail).extra["left_out"] == 3 * returns
+    assert (
+        load_checkpoint(tmp_path / "run" / "checkpoints", pytest.fail).extra["left_out"]
+        == 3 * returns
+    )
     if returns == 1:
         assert max(loss for _, loss in losses(tmp_path / "run")) < 6
 
@@ -255,8 +270,12 @@ def test_a_router_that_collapses_is_named():
     loads = [LoadStatistics.of(counts) for counts in (even, worst)]
     (found,) = collapsed_routers(loads, ["first", "second"], 2).items()
     assert found[0] == "second"
-    assert found[1].startswith("the router of second has collapsed: 2 of its 8 experts get 100% of the tokens; raise")
-    assert not collapsed_routers([LoadStatistics.of([40, 4, 0, 0, 0, 0, 0, 0])], ["too few to tell"], 2)
+    assert found[1].startswith(
+        "the router of second has collapsed: 2 of its 8 experts get 100% of the tokens; raise"
+    )
+    assert not collapsed_routers(
+        [LoadStatistics.of([40, 4, 0, 0, 0, 0, 0, 0])], ["too few to tell"], 2
+    )
     assert not collapsed_routers([LoadStatistics.of([600, 0])], ["top 1 of 2"], 1)
 
 

@@ -12,17 +12,34 @@ from moesaic.train.config import TrainConfig
 from runs import run_quietly, tiny
 from train.worlds import Outcome, assert_same_run, train_on
 
-BASE = {"batch_size": 4, "precision": "float64", "evaluate": {"every": 100, "sequences": 5}, "model": {"num_heads": 4}}
+BASE = {
+    "batch_size": 4,
+    "precision": "float64",
+    "evaluate": {"every": 100, "sequences": 5},
+    "model": {"num_heads": 4},
+}
 PLANS = {
     "dp 2, tp 2, edp 2": ({"tp": 2, "ep": 2}, {"schedule": "s2"}),
-    "dp 2, tp 2, ep 2, etp 2": ({"tp": 2, "ep": 2, "etp": 2}, {"schedule": "s1", "all_to_all": "hier2d"}),
-    "two nodes": ({"ep": 2, "etp": 2, "ranks_per_node": 2}, {"chunks": 3, "all_to_all": "pipelined"}),
-    "tp 4": ({"tp": 4, "ep": 2, "etp": 2, "innermost": "ep"}, {"schedule": "s3", "order": "optsche"}),
+    "dp 2, tp 2, ep 2, etp 2": (
+        {"tp": 2, "ep": 2, "etp": 2},
+        {"schedule": "s1", "all_to_all": "hier2d"},
+    ),
+    "two nodes": (
+        {"ep": 2, "etp": 2, "ranks_per_node": 2},
+        {"chunks": 3, "all_to_all": "pipelined"},
+    ),
+    "tp 4": (
+        {"tp": 4, "ep": 2, "etp": 2, "innermost": "ep"},
+        {"schedule": "s3", "order": "optsche"},
+    ),
     "etp 4": ({"etp": 4}, {"gather_weights": 2}),
     "positions": ({"tp": 2, "ep": 2, "sequence_parallel": True}, {"schedule": "s2", "chunks": 2}),
     "ted": ({"tp": 2, "ep": 2, "etp": 2}, {"schedule": "ted"}),
     "baseline": ({"tp": 2, "ep": 2, "etp": 2}, {"schedule": "baseline"}),
-    "overlap": ({"tp": 2, "ep": 2, "etp": 2}, {"schedule": "s2", "overlap_gather": True, "order": "early"}),
+    "overlap": (
+        {"tp": 2, "ep": 2, "etp": 2},
+        {"schedule": "s2", "overlap_gather": True, "order": "early"},
+    ),
     "multicast": ({"ep": 4, "ranks_per_node": 2}, {"all_to_all": "multicast", "chunks": 2}),
     "a part of a batch for nobody": ({"ep": 4}, {"peer_groups": 2}),
 }
@@ -31,7 +48,13 @@ PLANS = {
 
 def meshed(folder: Path, name: str) -> TrainConfig:
     mesh, plan = PLANS[name]
-    return tiny(folder, **BASE, mesh=mesh, plan=plan, out=str(folder / name.replace(" ", "-").replace(",", "")))
+    return tiny(
+        folder,
+        **BASE,
+        mesh=mesh,
+        plan=plan,
+        out=str(folder / name.replace(" ", "-").replace(",", "")),
+    )
 
 
 def trained(folder: Path, names: list[str], *more: TrainConfig) -> dict[str, list[Outcome]]:
@@ -68,9 +91,13 @@ def test_every_plan_trains_as_one_process(world, name):
 def test_a_world_may_shrink(world):
     folder, outcomes = world
     assert [outcome.refusal for outcome in outcomes["shrunk"]] == [""] * 4
-    again = tiny(folder, **BASE, out=str(folder / "shrunk"), existing="resume", steps=3, mesh={"ep": 2})
+    again = tiny(
+        folder, **BASE, out=str(folder / "shrunk"), existing="resume", steps=3, mesh={"ep": 2}
+    )
     for outcome in train_on(2, [again])[0]:
         assert outcome.refusal == ""
     for steps in (2, 3):
-        run_quietly(tiny(folder, **BASE, out=str(folder / "expected"), existing="resume", steps=steps))
+        run_quietly(
+            tiny(folder, **BASE, out=str(folder / "expected"), existing="resume", steps=steps)
+        )
     assert_same_run(folder / "expected", folder / "shrunk")

@@ -15,7 +15,12 @@ from moesaic.train.distributed_checkpoint import read_whole
 from runs import lines, run_quietly, tiny
 from train.worlds import Outcome, assert_same_run, difference, train_on
 
-BASE = {"batch_size": 4, "precision": "float64", "evaluate": {"every": 2, "sequences": 5}, "steps": 2}
+BASE = {
+    "batch_size": 4,
+    "precision": "float64",
+    "evaluate": {"every": 2, "sequences": 5},
+    "steps": 2,
+}
 CONSTANT = {"final_share": 1.0, "warmup_steps": 0}
 """A learning rate that does not depend on the number of steps, so that a run in parts equals the run in one."""
 MODELS = {
@@ -65,7 +70,9 @@ def meshed(folder: Path, name: str) -> TrainConfig:
     (mesh, plan), model = SAME[name], name.partition(",")[0]
     # Written while training goes on, to the same effect.
     save = {"every": 1, "keep": 9, "background": True} if name == "plain, tp and ep" else {}
-    return tiny(folder, **BASE, **MODELS[model], mesh=mesh, plan=plan, save=save, out=str(folder / name))
+    return tiny(
+        folder, **BASE, **MODELS[model], mesh=mesh, plan=plan, save=save, out=str(folder / name)
+    )
 
 
 def refusals(folder: Path) -> dict[str, TrainConfig | list[TrainConfig]]:
@@ -77,11 +84,16 @@ def refusals(folder: Path) -> dict[str, TrainConfig | list[TrainConfig]]:
 
     return {
         r"InputError: seed differs: 0 on rank 0, 1 on rank 1": [base, replace(base, seed=1)],
-        r"InputError: plan.chunks differs: 1 on rank 0, 2 on rank 1": [base, changed(plan={"chunks": 2})],
+        r"InputError: plan.chunks differs: 1 on rank 0, 2 on rank 1": [
+            base,
+            changed(plan={"chunks": 2}),
+        ],
         r"InputError: batch_size=3 does not split over 2 data parallel groups: choose a multiple of 2": changed(
             batch_size=3
         ),
-        r"InputError: mesh.ep=4 times mesh.etp=1 does not divide the 2 ranks": changed(mesh={"ep": 4}),
+        r"InputError: mesh.ep=4 times mesh.etp=1 does not divide the 2 ranks": changed(
+            mesh={"ep": 4}
+        ),
         r"InputError: .*one plain holds a run already": changed(out=str(folder / "one plain")),
         r"InputError: .*overlap_gather": changed(
             mesh={"tp": 2, "ep": 2}, plan={"schedule": "s1", "overlap_gather": True}
@@ -92,7 +104,9 @@ def refusals(folder: Path) -> dict[str, TrainConfig | list[TrainConfig]]:
         r"InputError: out=.*blocked: holds checkpoints, which does not look like a run": replace(
             base, out=str(folder / "blocked"), save=SaveConfig(every=1)
         ),
-        r"TrainingError: .* of step 2 is not finite": changed(optimizer={"lr": 1e300, "warmup_steps": 0}),
+        r"TrainingError: .* of step 2 is not finite": changed(
+            optimizer={"lr": 1e300, "warmup_steps": 0}
+        ),
     }
 
 
@@ -111,7 +125,9 @@ def noisy(folder: Path, mesh: str) -> list[TrainConfig]:
     return [whole, replace(parts, steps=1), parts]
 
 
-def trained(folder: Path, cases: list[str], more: dict[str, object]) -> tuple[Path, dict[str, list[Outcome]]]:
+def trained(
+    folder: Path, cases: list[str], more: dict[str, object]
+) -> tuple[Path, dict[str, list[Outcome]]]:
     """Train the models of cases on one process, then the cases and more on two; return the outcomes by name."""
     for model in {name.partition(",")[0] for name in cases}:
         run_quietly(alone(folder, model))
@@ -123,9 +139,14 @@ def trained(folder: Path, cases: list[str], more: dict[str, object]) -> tuple[Pa
 def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
     folder = tmp_path_factory.mktemp("two")
     run_quietly(chain(folder, 1))
-    runs: dict[str, object] = {"chain 2": chain(folder, 2, tp=2, ep=2), "chain 3": chain(folder, 3, etp=2)}
+    runs: dict[str, object] = {
+        "chain 2": chain(folder, 2, tp=2, ep=2),
+        "chain 3": chain(folder, 3, etp=2),
+    }
     for mesh in ("tp", "dp"):
-        runs |= {f"noisy {mesh} {place}": config for place, config in enumerate(noisy(folder, mesh))}
+        runs |= {
+            f"noisy {mesh} {place}": config for place, config in enumerate(noisy(folder, mesh))
+        }
     (folder / "blocked").mkdir()
     (folder / "blocked" / "checkpoints").write_text("a file")
     return trained(folder, QUICK, runs | refusals(folder))
@@ -136,7 +157,9 @@ def others(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
     return trained(tmp_path_factory.mktemp("more"), list(MORE), {})
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.random) for name in MORE)])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.random) for name in MORE)]
+)
 def test_two_ranks_train_as_one_process(request, name):
     folder, outcomes = request.getfixturevalue("others" if name in MORE else "world")
     assert [outcome.refusal for outcome in outcomes[name]] == ["", ""]
@@ -152,13 +175,22 @@ def test_only_the_first_rank_speaks(world):
 
 def test_a_run_goes_on_over_other_meshes_and_one_process(world):
     folder, outcomes = world
-    assert [outcome.refusal for name in ("chain 2", "chain 3") for outcome in outcomes[name]] == [""] * 4
+    assert [outcome.refusal for name in ("chain 2", "chain 3") for outcome in outcomes[name]] == [
+        ""
+    ] * 4
     checkpoint = folder / "chain" / "checkpoints" / "step-00000003"
-    assert sorted(path.name for path in checkpoint.iterdir()) == ["SHA256SUMS", "config.json", "shards", "state.json"]
+    assert sorted(path.name for path in checkpoint.iterdir()) == [
+        "SHA256SUMS",
+        "config.json",
+        "shards",
+        "state.json",
+    ]
     run_quietly(chain(folder, 4))
     run_quietly(replace(chain(folder, 4), out=str(folder / "again")))
     assert_same_run(folder / "again", folder / "chain", kinds=("train",))
-    third, last = (read_whole(path, "model.") for path in (checkpoint, checkpoint.with_name("step-00000004")))
+    third, last = (
+        read_whole(path, "model.") for path in (checkpoint, checkpoint.with_name("step-00000004"))
+    )
     assert difference(third, last) > 1e-3, "a step moves the parameters"
 
 
@@ -190,7 +222,10 @@ def test_routing_noise_goes_on_where_it_stopped(world, mesh):
     assert [outcomes[f"noisy {mesh} {place}"][0].refusal for place in range(3)] == [""] * 3
     assert_same_run(folder / f"whole-{mesh}", folder / f"parts-{mesh}", kinds=("train",))
     if mesh == "dp":  # each group draws its own: other routing than that of one process
-        assert lines(folder / "whole-dp", "train")[0]["layers"] != lines(folder / "whole-tp", "train")[0]["layers"]
+        assert (
+            lines(folder / "whole-dp", "train")[0]["layers"]
+            != lines(folder / "whole-tp", "train")[0]["layers"]
+        )
 
 
 @pytest.mark.parametrize("place", range(9))

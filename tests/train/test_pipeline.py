@@ -12,7 +12,13 @@ from moesaic.train.config import TrainConfig
 from runs import run_quietly, tiny
 from train.worlds import Outcome, assert_same_run, train_on
 
-MOE = {"num_experts": 4, "top_k": 2, "hidden": 16, "load_balance_level": "global_batch", "z_loss": 0.01}
+MOE = {
+    "num_experts": 4,
+    "top_k": 2,
+    "hidden": 16,
+    "load_balance_level": "global_batch",
+    "z_loss": 0.01,
+}
 BASE = {
     "batch_size": 4, "accumulation": 4, "precision": "float64", "evaluate": {"every": 100, "sequences": 5},
     "optimizer": {"final_share": 1.0, "warmup_steps": 0},
@@ -36,10 +42,14 @@ REFUSED = {
 """A part of the error message to settings that only the ranks can refuse."""
 
 
-def configured(folder: Path, out: str, *, layers: int = 5, steps: int = 3, **changes: object) -> TrainConfig:
+def configured(
+    folder: Path, out: str, *, layers: int = 5, steps: int = 3, **changes: object
+) -> TrainConfig:
     """Return a run in which every second layer is dense, so that parts differ in size and some have no experts."""
     model = {"num_layers": layers, "moe_every": 2, "moe": MOE}
-    return tiny(folder, **BASE | {"model": model, "steps": steps, "out": str(folder / out)} | changes)
+    return tiny(
+        folder, **BASE | {"model": model, "steps": steps, "out": str(folder / out)} | changes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +75,9 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
     return folder, outcomes
 
 
-@pytest.mark.parametrize("name", ["tp", *(pytest.param(name, marks=pytest.mark.random) for name in MORE)])
+@pytest.mark.parametrize(
+    "name", ["tp", *(pytest.param(name, marks=pytest.mark.random) for name in MORE)]
+)
 def test_stages_train_as_one_process(request, name):
     folder, outcomes = request.getfixturevalue("more" if name in MORE else "world")
     assert [outcome.refusal for outcome in outcomes[name]] == [""] * 4
@@ -74,7 +86,9 @@ def test_stages_train_as_one_process(request, name):
 
 def test_a_run_goes_on_in_other_stages_and_without(world):
     folder, outcomes = world
-    assert [outcome.refusal for name in ("1f1b-2", "interleaved-2") for outcome in outcomes[name]] == [""] * 8
+    assert [
+        outcome.refusal for name in ("1f1b-2", "interleaved-2") for outcome in outcomes[name]
+    ] == [""] * 8
     assert_same_run(folder / "one", folder / "moved", kinds=("train",))
 
 

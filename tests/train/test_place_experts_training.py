@@ -25,7 +25,13 @@ from train import worlds
 from train.worlds import Outcome, assert_same_run
 from worlds import start
 
-BASE = {"batch_size": 4, "precision": "float64", "evaluate": {"every": 2, "sequences": 5}, "log_every": 1, "steps": 4}
+BASE = {
+    "batch_size": 4,
+    "precision": "float64",
+    "evaluate": {"every": 2, "sequences": 5},
+    "log_every": 1,
+    "steps": 4,
+}
 MOE = {"num_experts": 8, "router": "sigmoid", "router_options": {"bias_rate": 0.01}, "z_loss": 0.01}
 MODEL = {"num_heads": 4, "moe": MOE}
 CASES = {
@@ -60,13 +66,17 @@ def train_on(world: int, runs: list[TrainConfig]) -> list[list[Outcome]]:
     per_rank = [[run] * world for run in runs]
     with tempfile.TemporaryDirectory() as folder:
         start(world, _process, world, per_rank, folder)
-        found = [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+        found = [
+            pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)
+        ]
     return [list(outcomes) for outcomes in zip(*found)]
 
 
 def _process(rank: int, world: int, runs: list[list[TrainConfig]], folder: str) -> None:
     balance.EXPERT_PLACERS = {**balance.EXPERT_PLACERS, "smartmoe": lambda _: Random()}
-    slow = ReplicationCosts(machine=Machine(tflops=1e-9))  # so slow that any better balance pays for its move
+    slow = ReplicationCosts(
+        machine=Machine(tflops=1e-9)
+    )  # so slow that any better balance pays for its move
     balance.costs_in = lambda config, grid: slow
     worlds._process(rank, world, runs, folder, lambda: None)
 
@@ -77,7 +87,9 @@ def one_and_four(folder: Path, name: str) -> tuple[TrainConfig, TrainConfig]:
     more = {**BASE, **more, "model": {**MODEL, **more.get("model", {})}}
     slug = name.replace(" ", "-").replace(",", "")
     plain = tiny(folder, **more, out=str(folder / f"one-{slug}"))
-    meshed = tiny(folder, **more, mesh=mesh, plan=plan, balance=placing, out=str(folder / f"four-{slug}"))
+    meshed = tiny(
+        folder, **more, mesh=mesh, plan=plan, balance=placing, out=str(folder / f"four-{slug}")
+    )
     return plain, meshed
 
 
@@ -89,12 +101,20 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
     run_quietly(plain)
     runs = {QUICK: whole}
     constant = replace(whole.optimizer, final_share=1.0, warmup_steps=0)
-    parts = replace(whole, out=str(folder / "parts"), existing="resume", save=SaveConfig(every=2), optimizer=constant)
+    parts = replace(
+        whole,
+        out=str(folder / "parts"),
+        existing="resume",
+        save=SaveConfig(every=2),
+        optimizer=constant,
+    )
     runs |= {"first half": replace(parts, steps=2), "second half": parts}
     runs["without"] = replace(parts, out=str(folder / "without"), balance=BalanceConfig())
     outcomes = train_on(4, list(runs.values()))
     for out in ("parts", "without"):
-        away = tiny(folder, **BASE | {"steps": 5}, model=MODEL, out=str(folder / out), existing="resume")
+        away = tiny(
+            folder, **BASE | {"steps": 5}, model=MODEL, out=str(folder / out), existing="resume"
+        )
         run_quietly(replace(away, optimizer=constant))
     return folder, dict(zip(runs, outcomes))
 
@@ -110,21 +130,29 @@ def others(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == QUICK else pytest.mark.random) for name in CASES]
+    "name",
+    [pytest.param(name, marks=() if name == QUICK else pytest.mark.random) for name in CASES],
 )
 def test_training_with_moving_experts_is_training_on_one_process(request, name):
     folder, outcomes = request.getfixturevalue("world" if name == QUICK else "others")
     assert [outcome.refusal for outcome in outcomes[name]] == [""] * 4
     plain, meshed = one_and_four(folder, name)
     assert_same_run(Path(plain.out), Path(meshed.out))
-    told = [line["place_experts"] for line in lines(Path(meshed.out), "train") if "place_experts" in line]
+    told = [
+        line["place_experts"]
+        for line in lines(Path(meshed.out), "train")
+        if "place_experts" in line
+    ]
     assert len(told) == 4 // meshed.balance.experts_every
     assert sum(each["experts"] for each in told) > 0
     assert sum(each["bytes"] for each in told) > 0
     for each in told:
         assert len(each["busiest_before"]) == 2
         if name.startswith("solved"):
-            assert all(after <= before for before, after in zip(each["busiest_before"], each["busiest_after"]))
+            assert all(
+                after <= before
+                for before, after in zip(each["busiest_before"], each["busiest_after"])
+            )
             assert 0 <= each["inter_node_bytes"] <= each["bytes"]
     if name.startswith("solved"):
         assert told[0]["busiest_after"] < told[0]["busiest_before"]
@@ -133,8 +161,14 @@ def test_training_with_moving_experts_is_training_on_one_process(request, name):
 def test_a_run_goes_on_from_a_checkpoint_in_the_middle_and_on_one_process(world):
     """Half on four ranks, half on four again, the last step on one process, with every checkpoint loaded in between."""
     folder, outcomes = world
-    assert [o.refusal for half in ("first half", "second half", "without") for o in outcomes[half]] == [""] * 12
-    moved = [line for line in lines(folder / "parts", "train") if line.get("place_experts", {}).get("experts")]
+    assert [
+        o.refusal for half in ("first half", "second half", "without") for o in outcomes[half]
+    ] == [""] * 12
+    moved = [
+        line
+        for line in lines(folder / "parts", "train")
+        if line.get("place_experts", {}).get("experts")
+    ]
     assert len(moved) == 4
     assert_same_run(
         folder / "parts", folder / "without", kinds=("train",)
@@ -144,8 +178,14 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_middle_and_on_one_process(world)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, r"balance\.experts=balanced with mesh\.ep=1, where every rank has all experts: choose"),
-        ({"mesh": {"ep": 2}, "model": {"ffn": "dense"}}, r'model\.ffn="dense" has no experts to move: leave it none'),
+        (
+            {},
+            r"balance\.experts=balanced with mesh\.ep=1, where every rank has all experts: choose",
+        ),
+        (
+            {"mesh": {"ep": 2}, "model": {"ffn": "dense"}},
+            r'model\.ffn="dense" has no experts to move: leave it none',
+        ),
     ],
 )
 def test_configurations_that_cannot_place_experts_are_refused(tmp_path, changes, words):
@@ -153,7 +193,9 @@ def test_configurations_that_cannot_place_experts_are_refused(tmp_path, changes,
 
 
 def test_one_process_is_told_what_to_start(tmp_path):
-    with pytest.raises(InputError, match=r"mesh asks for 2 ranks, this is one process: start with torchrun"):
+    with pytest.raises(
+        InputError, match=r"mesh asks for 2 ranks, this is one process: start with torchrun"
+    ):
         run_quietly(tiny(tmp_path, mesh={"ep": 2}, balance={"experts": "smartmoe"}))
     assert not (tmp_path / "run").exists()
 
@@ -165,6 +207,7 @@ def test_rates_are_those_of_the_cluster_that_the_run_names(tmp_path):
     named = balance.costs_in(replace(config, planner=PlannerConfig(cluster="bed-2x2")), grid)
     assert named.machine.inter_gbps < 0.5 < named.machine.intra_gbps
     with pytest.raises(
-        InputError, match=r"planner\.cluster=dgx-h100 has nodes of 8 devices, this run 2 ranks on a node"
+        InputError,
+        match=r"planner\.cluster=dgx-h100 has nodes of 8 devices, this run 2 ranks on a node",
     ):
         balance.costs_in(replace(config, planner=PlannerConfig(cluster="dgx-h100")), grid)

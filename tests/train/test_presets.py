@@ -28,14 +28,18 @@ ALL = PRESETS | PAPER_PRESETS
 
 def built(config: ModelConfig, vocab_size: int) -> GPT:
     with torch.device("meta"):
-        return {"decoder": GPT, "encoder": Encoder, "encoder_decoder": EncoderDecoder}[config.block.kind](
-            config, vocab_size
-        )
+        return {"decoder": GPT, "encoder": Encoder, "encoder_decoder": EncoderDecoder}[
+            config.block.kind
+        ](config, vocab_size)
 
 
 def count(model: nn.Module, *parts: str) -> int:
     """Return the number of parameters with names that contain one of `parts`; of all parameters without `parts`."""
-    return sum(p.numel() for name, p in model.named_parameters() if not parts or any(part in name for part in parts))
+    return sum(
+        p.numel()
+        for name, p in model.named_parameters()
+        if not parts or any(part in name for part in parts)
+    )
 
 
 def outside(model: nn.Module) -> int:
@@ -135,7 +139,10 @@ def test_models_of_papers_have_their_experts_and_capacities(start, experts, fact
 )  # fmt: skip
 def test_models_of_the_hub_have_the_published_parameters(name, total, active):
     model = of_preset(name)
-    assert (f"{count(model) / 1e9:.1f}", f"{model.num_active_parameters() / 1e9:.1f}") == (total, active)
+    assert (f"{count(model) / 1e9:.1f}", f"{model.num_active_parameters() / 1e9:.1f}") == (
+        total,
+        active,
+    )
 
 
 def test_the_modern_block_has_the_parameters_of_transformers():
@@ -155,10 +162,14 @@ def test_the_modern_block_has_the_parameters_of_transformers():
 def test_deepseek_v3_is_planned_with_the_parameters_of_transformers():
     """Norms and the router's bias are not compared: planning leaves them out."""
     sizes = {
-        name: value for name, value in CONFIGS["deepseek-v3"].items() if name not in ("model_type", "moe_layer_freq")
+        name: value
+        for name, value in CONFIGS["deepseek-v3"].items()
+        if name not in ("model_type", "moe_layer_freq")
     }
     with torch.device("meta"):
-        theirs = transformers.AutoModelForCausalLM.from_config(transformers.DeepseekV3Config(**sizes))
+        theirs = transformers.AutoModelForCausalLM.from_config(
+            transformers.DeepseekV3Config(**sizes)
+        )
     planned, _ = read_job("deepseek-v3").parameters(read_cluster("dgx-h100"))
     assert planned == count(theirs) - count(theirs, "norm", "e_score_correction_bias")
     assert f"{planned / 1e9:.0f}" == "671"
@@ -167,7 +178,11 @@ def test_deepseek_v3_is_planned_with_the_parameters_of_transformers():
 def test_the_demo_compares_equal_active_parameters_tokens_and_steps():
     sparse, dense = demo(), demo_dense()
     one, two = built(sparse.model, 256), built(dense.model, 256)
-    assert one.num_active_parameters() - count(one, ".router.") == two.num_parameters() == two.num_active_parameters()
+    assert (
+        one.num_active_parameters() - count(one, ".router.")
+        == two.num_parameters()
+        == two.num_active_parameters()
+    )
     assert one.num_parameters() > 2 * two.num_parameters()
     assert replace(dense, out=sparse.out, model=sparse.model) == sparse
 
@@ -180,9 +195,16 @@ def test_gpt_small_has_the_size_it_says():
 @pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "seq2seq-tiny"])
 def test_the_tiny_ones_train(tmp_path, name):
     config = replace(
-        paper_preset(name), out=str(tmp_path / "run"), steps=2, threads=1, tensorboard=False, precision="float32"
+        paper_preset(name),
+        out=str(tmp_path / "run"),
+        steps=2,
+        threads=1,
+        tensorboard=False,
+        precision="float32",
     )
     config = replace(config, device="cpu", evaluate=EvaluateConfig(sequences=8))
     if name != "seq2seq-tiny":  # whose data are Django's
-        config = replace(config, data=replace(config.data, path=(str(write_text(tmp_path / "a.txt")),)))
+        config = replace(
+            config, data=replace(config.data, path=(str(write_text(tmp_path / "a.txt")),))
+        )
     assert run_quietly(config)[0].step == 2

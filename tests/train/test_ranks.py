@@ -31,11 +31,15 @@ def test_errors_pass_through_a_stretch_taken_together():
             raise kind("as it was")
 
 
-@pytest.mark.parametrize(("mesh", "needed"), [({"tp": 2}, 2), ({"ep": 2, "etp": 3}, 6), ({"tp": 4, "ep": 6}, 12)])
+@pytest.mark.parametrize(
+    ("mesh", "needed"), [({"tp": 2}, 2), ({"ep": 2, "etp": 3}, 6), ({"tp": 4, "ep": 6}, 12)]
+)
 def test_a_mesh_of_several_ranks_needs_torchrun(mesh, needed):
     model = {"num_heads": 4, "dim": 32, "moe": {"num_experts": 12, "hidden": 12}}
     config = override(TrainConfig(), {"mesh": mesh, "model": model}, source="test")
-    assert f"start with torchrun --nproc-per-node {needed} -m moesaic train" in refused(Ranks.of, config, "cpu")
+    assert f"start with torchrun --nproc-per-node {needed} -m moesaic train" in refused(
+        Ranks.of, config, "cpu"
+    )
 
 
 BAD_MESHES = {

@@ -29,11 +29,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed": {"model": {"checkpoint_activations": True, "moe": {"router": "noisy"}}},
     "sigmoid": {
         "model": {
-            "moe": {"router": "sigmoid", "router_options": {"bias_rate": 0.01}, "load_balance_level": "global_batch"}
+            "moe": {
+                "router": "sigmoid",
+                "router_options": {"bias_rate": 0.01},
+                "load_balance_level": "global_batch",
+            }
         }
     },
     "gshard": {"model": {"moe": {"router": "gshard"}}},
-    "dropped": {"model": {"moe": {"capacity": "fixed", "capacity_factor": 0.6, "capacity_order": "score"}}},
+    "dropped": {
+        "model": {"moe": {"capacity": "fixed", "capacity_factor": 0.6, "capacity_order": "score"}}
+    },
     "every second": {"model": {"num_layers": 3, "moe_every": 2}},
 }
 
@@ -58,7 +64,9 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_trace_holds_what_the_routers_asked_for_and_its_replay_is_the_run_bit_by_bit(tmp_path, monkeypatch, variant):
+def test_a_trace_holds_what_the_routers_asked_for_and_its_replay_is_the_run_bit_by_bit(
+    tmp_path, monkeypatch, variant
+):
     seen = spied(monkeypatch)
     config = tiny(tmp_path, **VARIANTS[variant], record_routing="tokens")
     run_quietly(config)
@@ -91,7 +99,9 @@ def test_a_trace_holds_what_the_routers_asked_for_and_its_replay_is_the_run_bit_
 
 
 def test_counts_are_those_of_the_tokens_and_a_trace_says_how_large_it_is(tmp_path):
-    by_count = tiny(tmp_path, record_routing="counts", accumulation=2, model={"moe": {"router": "gshard"}})
+    by_count = tiny(
+        tmp_path, record_routing="counts", accumulation=2, model={"moe": {"router": "gshard"}}
+    )
     by_token = replace(by_count, out=str(tmp_path / "tokens"), record_routing="tokens")
     run_quietly(by_count)
     run_quietly(by_token)
@@ -101,7 +111,10 @@ def test_counts_are_those_of_the_tokens_and_a_trace_says_how_large_it_is(tmp_pat
         assert (one.samples(layer, step, micro) == other.samples(layer, step, micro)).all()
         assert (samples_of(experts, other.shape) == one.samples(layer, step, micro)).all()
         assert (experts[:, 0] != experts[:, 1]).all()
-    for config, table, size in ((by_count, "samples", 2 * 2 * 2 * 4), (by_token, "experts", 2 * 2 * 32 * 2)):
+    for config, table, size in (
+        (by_count, "samples", 2 * 2 * 2 * 4),
+        (by_token, "experts", 2 * 2 * 32 * 2),
+    ):
         assert shape_of(config).bytes_per_step(config.record_routing) == size
         with np.load(Path(config.out) / "routing" / segment_name(0)) as file:
             assert file[table].nbytes == 4 * size
@@ -120,13 +133,17 @@ def test_a_replay_obeys_the_trace_and_not_its_router(tmp_path):
     config = tiny(tmp_path, record_routing="tokens")
     run_quietly(config)
     free = replace(config, out=str(tmp_path / "free"), seed=1)
-    told = replace(free, out=str(tmp_path / "told"), record_routing="tokens", replay_routing=config.out)
+    told = replace(
+        free, out=str(tmp_path / "told"), record_routing="tokens", replay_routing=config.out
+    )
     run_quietly(free)
     run_quietly(told)
     original, other, obeyed = (traced(each) for each in (config, free, told))
     assert any((original.experts(0, step) != other.experts(0, step)).any() for step in range(4))
     assert all(
-        (original.experts(layer, step) == obeyed.experts(layer, step)).all() for layer in (0, 1) for step in range(4)
+        (original.experts(layer, step) == obeyed.experts(layer, step)).all()
+        for layer in (0, 1)
+        for step in range(4)
     )
     assert losses(tmp_path / "free") != losses(tmp_path / "told")
 
@@ -169,7 +186,10 @@ def test_a_killed_run_loses_the_last_segment_at_most(tmp_path, monkeypatch):
     left = traced(config)
     assert left.steps == [0, 1, 2, 3]
     assert (left.loads() == traced(whole).loads()[:4]).all()
-    assert sorted(path.name for path in (tmp_path / "run" / "routing").iterdir()) == [segment_name(0), segment_name(2)]
+    assert sorted(path.name for path in (tmp_path / "run" / "routing").iterdir()) == [
+        segment_name(0),
+        segment_name(2),
+    ]
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path, monkeypatch):
@@ -196,7 +216,13 @@ def test_steps_that_are_taken_anew_leave_the_trace(tmp_path):
 
 def test_a_new_run_in_an_old_folder_starts_a_new_trace(tmp_path):
     run_quietly(tiny(tmp_path, record_routing="counts", steps=2))
-    config = tiny(tmp_path, record_routing="counts", steps=1, existing="replace", model={"moe": {"num_experts": 8}})
+    config = tiny(
+        tmp_path,
+        record_routing="counts",
+        steps=1,
+        existing="replace",
+        model={"moe": {"num_experts": 8}},
+    )
     run_quietly(config)
     assert (traced(config).steps, traced(config).shape.num_experts) == ([0], 8)
     run_quietly(tiny(tmp_path, steps=1, existing="replace"))
@@ -208,7 +234,9 @@ def recorded(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     run_quietly(tiny(folder, record_routing="tokens"))
     out = str(folder / "counts")
-    run_quietly(tiny(folder, record_routing="counts", out=out, model={"moe": {"router": "expert_choice"}}))
+    run_quietly(
+        tiny(folder, record_routing="counts", out=out, model={"moe": {"router": "expert_choice"}})
+    )
     return folder
 
 
@@ -237,7 +265,10 @@ def test_refusals_are_one_line_and_leave_nothing(recorded, line):
     before = snapshot(recorded)
     assert refused(
         lambda: run_quietly(
-            tiny(recorded, **{n: places.get(v, v) if isinstance(v, str) else v for n, v in changes.items()})
+            tiny(
+                recorded,
+                **{n: places.get(v, v) if isinstance(v, str) else v for n, v in changes.items()},
+            )
         )
     ).startswith(line.replace("RUN", places["RUN"]).replace("COUNTS", places["COUNTS"]))
     assert snapshot(recorded) == before
@@ -245,7 +276,9 @@ def test_refusals_are_one_line_and_leave_nothing(recorded, line):
 
 def test_a_resumed_run_keeps_to_the_kind_of_its_trace(tmp_path):
     run_quietly(tiny(tmp_path, record_routing="counts"))
-    with pytest.raises(InputError, match=r"routing holds a trace with holds=counts \(not tokens\): move it away"):
+    with pytest.raises(
+        InputError, match=r"routing holds a trace with holds=counts \(not tokens\): move it away"
+    ):
         run_quietly(tiny(tmp_path, record_routing="tokens", existing="resume", steps=6))
 
 

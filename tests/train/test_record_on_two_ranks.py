@@ -24,8 +24,16 @@ MESHES: dict[str, dict[str, Any]] = {
     "tp, s2": {"mesh": {"tp": 2, "ep": 2}, "plan": {"schedule": "s2"}},
     "tp, s1": {"mesh": {"tp": 2, "etp": 2}, "plan": {"schedule": "s1"}},
 }
-RECORDED = [("ep", "counts"), ("ep", "tokens"), ("tp, s2", "counts"), ("tp, s1", "counts"), ("tp, s1", "tokens")]
-NOISY = {"model": {"moe": {"router": "gshard", "load_balance_level": "global_batch"}, "seq_len": 15}}
+RECORDED = [
+    ("ep", "counts"),
+    ("ep", "tokens"),
+    ("tp, s2", "counts"),
+    ("tp, s1", "counts"),
+    ("tp, s1", "tokens"),
+]
+NOISY = {
+    "model": {"moe": {"router": "gshard", "load_balance_level": "global_batch"}, "seq_len": 15}
+}
 """A router with other random second choices on another mesh, so that only a replay agrees; and sequences that two ranks
 cannot split evenly."""
 
@@ -38,7 +46,10 @@ def run(folder: Path, out: str, holds: str = "tokens", **changes: Any) -> TrainC
 def world(tmp_path_factory) -> tuple[Path, dict[str, list[Outcome]]]:
     """Train on one process, then on two; return the folder and the outcomes by the name of the run's folder."""
     folder = tmp_path_factory.mktemp("record")
-    for config in (*(run(folder, holds, holds) for holds in ("counts", "tokens")), run(folder, "noisy", **NOISY)):
+    for config in (
+        *(run(folder, holds, holds) for holds in ("counts", "tokens")),
+        run(folder, "noisy", **NOISY),
+    ):
         run_quietly(config)
     told, counted = ({"replay_routing": str(folder / name)} for name in ("noisy", "counts"))
     (folder / "blocked").mkdir()
@@ -80,7 +91,9 @@ def test_a_replay_on_two_ranks_is_the_run_of_one(world, name):
     one, two, free = (losses(folder / out) for out in ("noisy", f"{name} told", "free"))
     assert two == [(step, pytest.approx(loss, abs=1e-9)) for step, loss in one]
     assert difference(parameters(folder / "noisy"), parameters(folder / f"{name} told")) < 1e-9
-    assert max(abs(a - b) for (_, a), (_, b) in zip(one, free)) > 1e-6, "without the trace the mesh draws other noise"
+    assert max(abs(a - b) for (_, a), (_, b) in zip(one, free)) > 1e-6, (
+        "without the trace the mesh draws other noise"
+    )
 
 
 def test_a_replay_on_the_same_mesh_is_bit_identical(world):
@@ -96,7 +109,8 @@ def test_recorded_runs_agree_over_meshes(world):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("refused", "holds counts only"), ("blocked", "which does not look like a run")]
+    ("name", "words"),
+    [("refused", "holds counts only"), ("blocked", "which does not look like a run")],
 )
 def test_refusals_reach_both_ranks(world, name, words):
     said = [outcome.refusal for outcome in world[1][name]]

@@ -56,7 +56,9 @@ def config_of(folder: Path, router: str, world: int) -> TrainConfig:
 
 def alone(folder: Path, router: str, world: int) -> TrainConfig:
     config = config_of(folder, router, world)
-    return replace(config, batch_size=SEQUENCES // world, accumulation=world, out=f"{config.out}-alone")
+    return replace(
+        config, batch_size=SEQUENCES // world, accumulation=world, out=f"{config.out}-alone"
+    )
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])

@@ -46,13 +46,24 @@ def foreign(folder: Path) -> None:
 
 
 NOT_OURS = {
-    "files of another project": (foreign, "holds checkpoints, metrics.jsonl, routing, tensorboard and 1 more"),
+    "files of another project": (
+        foreign,
+        "holds checkpoints, metrics.jsonl, routing, tensorboard and 1 more",
+    ),
     "another program's config.json": (
-        lambda folder: (folder / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model": {}}'),
+        lambda folder: (folder / "config.json").write_text(
+            '{"architectures": ["GPT2LMHeadModel"], "model": {}}'
+        ),
         "holds config.json, which does not look like a run (its config.json is damaged)",
     ),
-    "an empty config.json": (lambda folder: (folder / "config.json").touch(), "its config.json is damaged"),
-    "a config.json that is a list": (lambda folder: (folder / "config.json").write_text("[1]"), "is damaged"),
+    "an empty config.json": (
+        lambda folder: (folder / "config.json").touch(),
+        "its config.json is damaged",
+    ),
+    "a config.json that is a list": (
+        lambda folder: (folder / "config.json").write_text("[1]"),
+        "is damaged",
+    ),
     "a note": (lambda folder: (folder / "notes.txt").write_text("mine"), "holds notes.txt"),
     "a hidden file": (lambda folder: (folder / ".git").write_text("mine"), "holds .git"),
 }
@@ -83,7 +94,8 @@ def without_copies(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("existing", "has_copies"), [("refuse", True), ("replace", True), *((each, False) for each in ALL)]
+    ("existing", "has_copies"),
+    [("refuse", True), ("replace", True), *((each, False) for each in ALL)],
 )
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_run_whose_configuration_is_lost_is_refused_and_kept(ran, existing, has_copies, harm):
@@ -92,7 +104,9 @@ def test_a_run_whose_configuration_is_lost_is_refused_and_kept(ran, existing, ha
     harm(ran / "run" / "config.json")
     before = snapshot(ran)
     lost = r"holds checkpoints \(the newest step-00000002\), but its config.json is"
-    advice = "--existing resume takes the copy in step-00000002" if has_copies else "put that file back"
+    advice = (
+        "--existing resume takes the copy in step-00000002" if has_copies else "put that file back"
+    )
     with pytest.raises(InputError, match=f"{lost}.*{advice}"):
         open_run(tiny(ran, existing=existing), pytest.fail)
     assert snapshot(ran) == before
@@ -121,7 +135,9 @@ def test_a_lost_configuration_is_taken_from_the_newest_whole_checkpoint(ran, cap
 def test_settings_changed_in_a_configuration_by_damage_are_said(ran):
     own = ran / "run" / "config.json"
     own.write_text(own.read_text().replace('"lr": 0.01', '"lr": 0.03'))
-    config = override(TrainConfig(), json.loads(own.read_text()) | {"out": str(ran / "run")}, source="kept")
+    config = override(
+        TrainConfig(), json.loads(own.read_text()) | {"out": str(ran / "run")}, source="kept"
+    )
     said: list[str] = []
     open_run(config, said.append).claim.release()
     assert "resumed with other settings, optimizer.lr (0.03 and 0.01) (now and before)" in said[0]
@@ -131,7 +147,10 @@ DAMAGES = {
     "a line": (lambda data: data.replace(b'"kind"', b"kind", 1), "line 1 is damaged"),
     "the end": (lambda data: data[: len(data) // 2], ""),
     "all": (lambda data: b"", ""),
-    "nothing, and more steps": (lambda data: data + data.splitlines(keepends=True)[0].replace(b"1", b"9"), ""),
+    "nothing, and more steps": (
+        lambda data: data + data.splitlines(keepends=True)[0].replace(b"1", b"9"),
+        "",
+    ),
 }
 
 
@@ -165,7 +184,9 @@ def reaped() -> int:
     ],
     ids=["killed", "alive", "of another host"],
 )
-def test_where_there_are_no_locks_the_owner_decides_whether_one_is_stale(tmp_path, monkeypatch, host, process, refusal):
+def test_where_there_are_no_locks_the_owner_decides_whether_one_is_stale(
+    tmp_path, monkeypatch, host, process, refusal
+):
     monkeypatch.setattr(run_folder, "fcntl", None)
     owner = {"process": process(), "host": host, "started": "2026-01-01 00:00:00 UTC"}
     (tmp_path / ".lock").write_text(json.dumps(owner))
@@ -185,7 +206,16 @@ def test_where_there_are_no_locks_the_owner_decides_whether_one_is_stale(tmp_pat
 
 def test_replacing_deletes_what_the_run_wrote_and_nothing_else(tmp_path):
     data = {"tokenizer": write_tokenizer(tmp_path / "given.json")}
-    run_quietly(tiny(tmp_path, steps=2, save={"every": 1}, tensorboard=True, record_routing="counts", data=data))
+    run_quietly(
+        tiny(
+            tmp_path,
+            steps=2,
+            save={"every": 1},
+            tensorboard=True,
+            record_routing="counts",
+            data=data,
+        )
+    )
     run = tmp_path / "run"
     written = snapshot(run)
     mine = [
@@ -207,7 +237,11 @@ def test_what_a_killed_start_leaves_is_no_obstacle(tmp_path):
     (tmp_path / "run" / ".lock").write_text("process 1 on elsewhere")
     (tmp_path / "run" / ".writing-0a1b2c3d-config.json").write_text("{")
     assert run_quietly(tiny(tmp_path, steps=1))[0].step == 1
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "config.json", "metrics.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "metrics.jsonl",
+    ]
 
 
 @pytest.mark.parametrize("dies_at", ["write", "fsync", "replace"])
@@ -283,7 +317,9 @@ def replaced(folder: Path) -> None:
     (folder / "metrics.jsonl").write_text("another's")
 
 
-@pytest.mark.parametrize("log_every", [1, 100], ids=["before a line of metrics", "before a checkpoint"])
+@pytest.mark.parametrize(
+    "log_every", [1, 100], ids=["before a line of metrics", "before a checkpoint"]
+)
 @pytest.mark.parametrize("act", [shutil.rmtree, replaced], ids=["removed", "replaced"])
 def test_a_run_whose_folder_goes_ends_with_an_error(ran, monkeypatch, act, log_every):
     after_step(monkeypatch, 3, act)

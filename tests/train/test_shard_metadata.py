@@ -68,15 +68,22 @@ def test_the_list_is_torchs(tmp_path):
         other = expected.state_dict_metadata[name]
         assert (entry.size, entry.chunks) == (other.size, other.chunks)
         assert entry.properties.dtype == other.properties.dtype
-    assert_same(read_whole(tmp_path, "model."), {k[6:]: v for k, v in TENSORS.items() if k.startswith("model.")})
+    assert_same(
+        read_whole(tmp_path, "model."),
+        {k[6:]: v for k, v in TENSORS.items() if k.startswith("model.")},
+    )
 
 
 def test_a_list_that_holds_the_plan_of_its_saving_is_read(tmp_path):
     path = write_shards(tmp_path, TENSORS)
     metadata = torchs(path)
     size = torch.Size([1])
-    data = TensorWriteData(ChunkStorageMetadata(torch.Size([0]), size), TensorProperties(torch.float32), size)
-    metadata.all_local_plans = [SavePlan([WriteItem(MetadataIndex("x"), WriteItemType.TENSOR, tensor_data=data)])]
+    data = TensorWriteData(
+        ChunkStorageMetadata(torch.Size([0]), size), TensorProperties(torch.float32), size
+    )
+    metadata.all_local_plans = [
+        SavePlan([WriteItem(MetadataIndex("x"), WriteItemType.TENSOR, tensor_data=data)])
+    ]
     path.write_bytes(pickle.dumps(metadata))  # as Megatron-Core does
     assert ShardReader(path.parent).read_metadata().storage_data == metadata.storage_data
     assert read_whole(tmp_path, "model.").keys() == {"matrix", "empty", "half", "count"}
@@ -129,12 +136,16 @@ def replaced(metadata: Metadata, **changes: object) -> None:
 
 
 FAULTS = {  # torch would unpickle a part of a file for the first
-    "it holds BytesStorageMetadata instead of TensorStorageMetadata": lambda it: it.state_dict_metadata.update(
-        {"model.matrix": BytesStorageMetadata()}
+    "it holds BytesStorageMetadata instead of TensorStorageMetadata": lambda it: (
+        it.state_dict_metadata.update({"model.matrix": BytesStorageMetadata()})
     ),
-    "it names ../../secret, which is not a file in its folder": lambda it: replaced(it, relative_path="../../secret"),
+    "it names ../../secret, which is not a file in its folder": lambda it: replaced(
+        it, relative_path="../../secret"
+    ),
     "is transformed": lambda it: replaced(it, transform_descriptors=["zstd"]),
-    "it holds str instead of a size": lambda it: setattr(it.state_dict_metadata["model.matrix"], "size", "large"),
+    "it holds str instead of a size": lambda it: setattr(
+        it.state_dict_metadata["model.matrix"], "size", "large"
+    ),
     "it holds str instead of int": lambda it: replaced(it, offset="0"),
     "it names builtins.print": lambda it: setattr(it, "planner_data", print),
     "'state_dict_metadata'": lambda it: delattr(it, "state_dict_metadata"),
@@ -150,7 +161,9 @@ def test_a_list_that_is_not_ours_is_refused_in_one_line(tmp_path, reason):
     assert caught.startswith("here: is not the metadata of a sharded")
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80\x04", b"abc", pickle.dumps(None), pickle.dumps({}), pickle.dumps([1])])
+@pytest.mark.parametrize(
+    "data", [b"", b"\x80\x04", b"abc", pickle.dumps(None), pickle.dumps({}), pickle.dumps([1])]
+)
 def test_what_is_no_list_is_refused(data):
     assert "is not the metadata of a sharded" in refused(read_list, data, "here")
 

@@ -35,13 +35,20 @@ def _not_under_nohup() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP], ids=lambda kind: kind.name)
-def test_a_signal_before_the_first_step_says_one_line_and_ends_the_process_by_itself(kind: signal.Signals) -> None:
-    process = subprocess.Popen([sys.executable, "-c", SAYS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def test_a_signal_before_the_first_step_says_one_line_and_ends_the_process_by_itself(
+    kind: signal.Signals,
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAYS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(kind)
     _, said = process.communicate(timeout=60)
     assert process.returncode == -kind
-    assert said == f"moesaic train: ended by {kind.name} while no step ran: checkpoints that were saved stay\n"
+    assert (
+        said
+        == f"moesaic train: ended by {kind.name} while no step ran: checkpoints that were saved stay\n"
+    )
 
 
 def test_nohup_is_respected() -> None:
@@ -103,7 +110,9 @@ def test_a_rank_that_is_stopped_is_named_instead_of_a_link(monkeypatch: pytest.M
             pytest.raises(Exception, match=rf"^rank 1 is stopped \(process {stopped.pid}: SIGSTOP"),
             naming_dead_ranks(Roll(store, 0, 2), "while the ranks met: start the run again"),
         ):
-            raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 30000ms for recv")
+            raise RuntimeError(
+                "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 30000ms for recv"
+            )
         signal.signal(signal.SIGTERM, before)
     finally:
         stopped.kill()

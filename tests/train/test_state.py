@@ -19,7 +19,16 @@ from moesaic.models.gpt import GPT
 from moesaic.train.config import OptimizerConfig, TrainConfig
 from moesaic.train.optimizer import make_optimizer
 from moesaic.train.state import open_run, seed_everything
-from runs import assert_same, parameters, run_quietly, seal, snapshot, tiny, write_text, write_tokenizer
+from runs import (
+    assert_same,
+    parameters,
+    run_quietly,
+    seal,
+    snapshot,
+    tiny,
+    write_text,
+    write_tokenizer,
+)
 
 NEWEST = Path("run", "checkpoints", "step-00000002")
 """The newest checkpoint of the run of the fixture `ran`."""
@@ -28,13 +37,21 @@ NEWEST = Path("run", "checkpoints", "step-00000002")
 @pytest.mark.parametrize("router", ["softmax", "noisy", "sigmoid", "cosine", "group_limited"])
 def test_weight_decay_is_on_matrices_but_routers_and_constants_are_the_configurations(router):
     shape = ModelConfig(
-        moe_every=2, dim=16, num_layers=2, num_heads=2, moe=MoEConfig(num_experts=4, hidden=8, router=router)
+        moe_every=2,
+        dim=16,
+        num_layers=2,
+        num_heads=2,
+        moe=MoEConfig(num_experts=4, hidden=8, router=router),
     )
     model = GPT(shape, 32)
     config = OptimizerConfig(weight_decay=0.25, lr=0.5, betas=(0.7, 0.8))
     optimizer = make_optimizer(model, config, torch.device("cpu"))
-    assert {(group["lr"], group["betas"]) for group in optimizer.param_groups} == {(0.5, (0.7, 0.8))}
-    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert {(group["lr"], group["betas"]) for group in optimizer.param_groups} == {
+        (0.5, (0.7, 0.8))
+    }
+    decay = {
+        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
     assert len(decay) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
         spared = ".router." in name or "norm" in name or name.endswith("bias")
@@ -45,11 +62,17 @@ def test_weight_decay_is_on_matrices_but_routers_and_constants_are_the_configura
 
 def test_experts_and_routers_have_learning_rates_of_their_own(tmp_path):
     rates = {"expert_lr_scale": 0.0, "router_lr_scale": 0.5}
-    config = tiny(tmp_path, steps=1, optimizer={"lr": 1e-2, "warmup_steps": 1, "weight_decay": 0.1, **rates})
+    config = tiny(
+        tmp_path, steps=1, optimizer={"lr": 1e-2, "warmup_steps": 1, "weight_decay": 0.1, **rates}
+    )
     before = open_run(replace(config, out=str(tmp_path / "drawn")), pytest.fail).model.state_dict()
     run_quietly(config)
     run = open_run(replace(config, existing="resume"), pytest.fail)
-    moved = {name for name, value in run.model.state_dict().items() if not torch.equal(value, before[name])}
+    moved = {
+        name
+        for name, value in run.model.state_dict().items()
+        if not torch.equal(value, before[name])
+    }
     experts = {name for name in before if ".ffn.experts." in name}
     assert experts
     assert moved == set(before) - experts
@@ -58,7 +81,9 @@ def test_experts_and_routers_have_learning_rates_of_their_own(tmp_path):
 
 def test_a_seed_decides_the_initial_parameters(tmp_path):
     states = [
-        open_run(tiny(tmp_path, out=str(tmp_path / name), seed=seed), pytest.fail).model.state_dict()
+        open_run(
+            tiny(tmp_path, out=str(tmp_path / name), seed=seed), pytest.fail
+        ).model.state_dict()
         for name, seed in (("a", 1), ("b", 1), ("c", 2))
     ]
     assert_same(states[0], states[1])
@@ -71,7 +96,10 @@ REFUSED = {
     "short validation data": ({"data": {"val_share": 0.001}}, "fewer than model.seq_len"),
     "missing data": ({"data": {"path": ["absent.txt"]}}, "nothing at absent.txt"),
     "device": ({"device": "gpu"}, "device='gpu' is unknown"),
-    "groups": ({"model": {"moe": {"router": "group_limited", "router_options": {"num_groups": 3}}}}, "num_groups"),
+    "groups": (
+        {"model": {"moe": {"router": "group_limited", "router_options": {"num_groups": 3}}}},
+        "num_groups",
+    ),
     "tokenizer": ({"data": {"tokenizer": "absent.json"}}, "absent.json: the tokenizer is missing"),
 }
 RESUMED = {
@@ -84,12 +112,16 @@ RESUMED = {
         "precision=bfloat16: the run is in float32: pass --precision float32 or auto, or another --out",
     ),
     "text": ({}, "^the training tokens are not those of the checkpoint of step 2: .*--out$"),
-    "share": ({"data": {"val_share": 0.1}}, "^the training tokens are not those of the checkpoint of step 2: .*--out$"),
+    "share": (
+        {"data": {"val_share": 0.1}},
+        "^the training tokens are not those of the checkpoint of step 2: .*--out$",
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("what", "existing"), [*itertools.product(REFUSED, ("replace", "resume")), *((what, "resume") for what in RESUMED)]
+    ("what", "existing"),
+    [*itertools.product(REFUSED, ("replace", "resume")), *((what, "resume") for what in RESUMED)],
 )
 def test_nothing_is_touched_before_everything_has_proven_good(ran, what, existing):
     changes, words = (REFUSED | RESUMED)[what]
@@ -99,7 +131,9 @@ def test_nothing_is_touched_before_everything_has_proven_good(ran, what, existin
     with pytest.raises(InputError, match=words) as caught:
         open_run(tiny(ran, existing=existing, **changes), pytest.fail)
     assert "\n" not in str(caught.value)
-    with pytest.raises(InputError, match=r"holds a run already: pass --existing resume, --existing replace"):
+    with pytest.raises(
+        InputError, match=r"holds a run already: pass --existing resume, --existing replace"
+    ):
         open_run(tiny(ran), pytest.fail)
     assert snapshot(ran) == before
 
@@ -115,7 +149,9 @@ def test_a_refused_run_leaves_no_folder(tmp_path, what):
     [
         MemoryError("no more"),
         torch.OutOfMemoryError("CUDA out of memory."),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory:\nyou tried to allocate 2199023255552 bytes."),
+        RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory:\nyou tried to allocate 2199023255552 bytes."
+        ),
     ],
 )
 def test_a_model_that_no_memory_holds_is_refused_in_one_line(tmp_path, monkeypatch, error):
@@ -131,8 +167,12 @@ def test_a_model_that_no_memory_holds_is_refused_in_one_line(tmp_path, monkeypat
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_bytes(path.read_bytes().replace(b"a", b"b"))])
-def test_resuming_uses_the_tokenizer_of_the_run_or_the_checkpoints_where_that_was_damaged(tmp_path, harm):
+@pytest.mark.parametrize(
+    "harm", [Path.unlink, lambda path: path.write_bytes(path.read_bytes().replace(b"a", b"b"))]
+)
+def test_resuming_uses_the_tokenizer_of_the_run_or_the_checkpoints_where_that_was_damaged(
+    tmp_path, harm
+):
     config = tiny(tmp_path, steps=1, data={"tokenizer": write_tokenizer(tmp_path / "given.json")})
     run_quietly(config)
     Path(config.data.tokenizer).unlink()
@@ -143,7 +183,11 @@ def test_resuming_uses_the_tokenizer_of_the_run_or_the_checkpoints_where_that_wa
     harm(own)
     _, said = run_quietly(replace(config, steps=3, existing="resume"))
     assert f"{own}: was lost or damaged, and is taken from step-00000002" in said
-    assert own.read_bytes() == before == (tmp_path / "run" / "checkpoints" / "step-00000003" / own.name).read_bytes()
+    assert (
+        own.read_bytes()
+        == before
+        == (tmp_path / "run" / "checkpoints" / "step-00000003" / own.name).read_bytes()
+    )
 
 
 def test_resuming_where_nothing_is_starts_a_run(tmp_path):
@@ -164,8 +208,14 @@ def test_the_kept_configuration_takes_the_run_up_again_with_its_precision_and_se
     assert_same(parameters(tmp_path / "run"), before)
     state = open_run(replace(kept, precision="auto"), pytest.fail)
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
-    assert state.seconds == json.loads((checkpoint / "state.json").read_text())["extra"]["seconds"] > 0
-    assert (str(state.dtype), state.config.precision, state.step) == (f"torch.{kept.precision}", kept.precision, 1)
+    assert (
+        state.seconds == json.loads((checkpoint / "state.json").read_text())["extra"]["seconds"] > 0
+    )
+    assert (str(state.dtype), state.config.precision, state.step) == (
+        f"torch.{kept.precision}",
+        kept.precision,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,7 +231,9 @@ def test_a_description_that_no_run_left_is_refused_in_one_line(ran, change):
     state["extra"] |= change
     path.write_text(json.dumps(state))
     seal(path.parent)
-    with pytest.raises(InputError, match=r"state.json does not hold what a run left there .*: delete this") as caught:
+    with pytest.raises(
+        InputError, match=r"state.json does not hold what a run left there .*: delete this"
+    ) as caught:
         open_run(tiny(ran, existing="resume"), pytest.fail)
     assert "\n" not in str(caught.value)
 
@@ -197,10 +249,17 @@ def test_other_settings_are_said_in_one_line(ran):
     }
     open_run(tiny(ran, existing="resume", **changes), said.append).claim.release()
     (line,) = said
-    for part in ("seed (3 and 0)", "batch_size (1 and 2)", "accumulation (2 and 1)", "optimizer.lr (0.5 and 0.01)"):
+    for part in (
+        "seed (3 and 0)",
+        "batch_size (1 and 2)",
+        "accumulation (2 and 1)",
+        "optimizer.lr (0.5 and 0.01)",
+    ):
         assert part in line
     assert "model.moe.z_loss (0.1 and 0.0)" in line
-    open_run(tiny(ran, existing="resume", steps=9, evaluate={"every": 1, "sequences": 4}), pytest.fail)
+    open_run(
+        tiny(ran, existing="resume", steps=9, evaluate={"every": 1, "sequences": 4}), pytest.fail
+    )
 
 
 def test_settings_that_cannot_be_read_any_more_are_said_so(ran):

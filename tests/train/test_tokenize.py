@@ -17,7 +17,9 @@ from moesaic.train.tokenizer import HubTokenizer
 from runs import run_quietly, tiny, write_text, write_tokenizer
 
 
-def test_what_is_packed_trains_as_the_text_does_and_its_text_is_known(tmp_path: Path, capsys) -> None:
+def test_what_is_packed_trains_as_the_text_does_and_its_text_is_known(
+    tmp_path: Path, capsys
+) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(3):
@@ -35,9 +37,14 @@ def test_what_is_packed_trains_as_the_text_does_and_its_text_is_known(tmp_path: 
     assert f"--data.vocab-size {vocab_size} --data.tokenizer {beside}" in said
     data = {"path": (str(out),), "vocab_size": vocab_size, "tokenizer": str(beside)}
     packed = load_corpus(DataConfig(**data))
-    documents = [document for path in sorted(texts.iterdir()) for document in read_documents(path, "text")]
+    documents = [
+        document for path in sorted(texts.iterdir()) for document in read_documents(path, "text")
+    ]
     whole = np.concatenate([packed.train, packed.val])
-    expected = [np.append(packed.tokenizer.encode(document), packed.tokenizer.separator) for document in documents]
+    expected = [
+        np.append(packed.tokenizer.encode(document), packed.tokenizer.separator)
+        for document in documents
+    ]
     assert whole.tolist() == np.concatenate(expected).tolist()
     run_quietly(tiny(tmp_path, steps=1, data=data))
     assert main(["sample", str(tmp_path / "run"), "--prompt", "one", "--tokens", "3"]) == 0
@@ -52,7 +59,9 @@ def test_what_is_packed_trains_as_the_text_does_and_its_text_is_known(tmp_path: 
         (["a.txt"], [], "no text in it"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, capsys, monkeypatch, sources, flags, words) -> None:
+def test_what_cannot_be_is_refused(
+    tmp_path: Path, capsys, monkeypatch, sources, flags, words
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.txt").touch()
     assert main(["tokenize", *sources, "--out", "a.bin", *flags]) == 2

@@ -66,7 +66,9 @@ def test_somebody_elses_tokenizer_is_taken_as_it_is(tmp_path: Path):
     """WordPiece, whose vocabulary has no single bytes and which wraps a text in special tokens."""
     theirs = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
     theirs.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words = tokenizers.trainers.WordPieceTrainer(vocab_size=80, special_tokens=["[UNK]", "[CLS]", "[SEP]"])
+    words = tokenizers.trainers.WordPieceTrainer(
+        vocab_size=80, special_tokens=["[UNK]", "[CLS]", "[SEP]"]
+    )
     theirs.train_from_iterator([TEXT], words)
     theirs.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]

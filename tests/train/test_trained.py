@@ -67,7 +67,9 @@ def test_a_run_on_the_hub_gives_the_same_logits(block, changes, name, tmp_path):
     assert type(theirs).__name__ == name
     tokens = torch.randint(0, 256, (2, 16))
     with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens).logits, run.model(tokens).logits, rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(
+            theirs(tokens).logits, run.model(tokens).logits, rtol=2e-4, atol=2e-4
+        )
 
 
 @pytest.mark.parametrize(
@@ -89,9 +91,7 @@ def test_what_the_hub_has_no_model_for_is_one_line(changes: dict[str, Any], word
 def test_one_command_makes_a_model_of_the_hub_of_a_run(tmp_path, capsys, monkeypatch):
     text, run, out = tmp_path / "text.txt", tmp_path / "run", tmp_path / "hub"
     text.write_text("one and two and three. " * 400)
-    flags = (
-        f"--preset gpt-tiny --out {run} --steps 2 --data.path {text} --model.conv-width 1 --device cpu --no-tensorboard"
-    )
+    flags = f"--preset gpt-tiny --out {run} --steps 2 --data.path {text} --model.conv-width 1 --device cpu --no-tensorboard"
     assert main(["train", *flags.split()]) == 0
     assert main(["convert", str(run), str(out), "--to", "hf"]) == 0
     said = capsys.readouterr().out
@@ -108,13 +108,19 @@ def test_one_command_makes_a_model_of_the_hub_of_a_run(tmp_path, capsys, monkeyp
     assert "is not empty" in refused(export_run, run, out)
     right = runs.hub_values
     monkeypatch.setattr(
-        runs, "hub_values", lambda model: right(model) | {"model.norm.weight": 2 * model.norm.weight.detach()}
+        runs,
+        "hub_values",
+        lambda model: right(model) | {"model.norm.weight": 2 * model.norm.weight.detach()},
     )
-    assert "the hub's model has no place for norm.weight" in refused(export_run, run, tmp_path / "lost")
+    assert "the hub's model has no place for norm.weight" in refused(
+        export_run, run, tmp_path / "lost"
+    )
     monkeypatch.setattr(runs, "hub_values", right)
     monkeypatch.setattr(runs, "EPS", 0.1)
     assert main(["convert", str(run), str(tmp_path / "other"), "--to", "hf"]) == 2
-    assert re.search(r"other: its logits differ from those of the source by .*\n$", capsys.readouterr().err)
+    assert re.search(
+        r"other: its logits differ from those of the source by .*\n$", capsys.readouterr().err
+    )
     assert not (tmp_path / "lost").exists()
     assert not (tmp_path / "other").exists()
 
@@ -123,12 +129,15 @@ def wrapping() -> tokenizers.Tokenizer:
     """Return a BPE that puts special tokens around a text."""
     tokenizer = train_tokenizer(TEXT, 320)
     around = [("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))]
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<|endoftext|> $A", special_tokens=around)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        "<|endoftext|> $A", special_tokens=around
+    )
     return tokenizer
 
 
-TEXT = "naïve 狐\0 🦊 \u0300\ufffd\u00a0Ā\r\n\t  don't </s><|endoftext|> the quick brown fox" + "".join(
-    chr(number) for number in range(0x3000)
+TEXT = (
+    "naïve 狐\0 🦊 \u0300\ufffd\u00a0Ā\r\n\t  don't </s><|endoftext|> the quick brown fox"
+    + "".join(chr(number) for number in range(0x3000))
 )
 
 
@@ -137,7 +146,9 @@ TEXT = "naïve 狐\0 🦊 \u0300\ufffd\u00a0Ā\r\n\t  don't </s><|endoftext|> th
     "tokenizer", [ByteTokenizer(), HubTokenizer(train_tokenizer(TEXT, 320)), HubTokenizer(wrapping())],
     ids=["bytes", "bpe", "wrapping"],
 )  # fmt: skip
-def test_transformers_encodes_and_decodes_like_the_tokenizer_of_the_run(family, tokenizer, tmp_path):
+def test_transformers_encodes_and_decodes_like_the_tokenizer_of_the_run(
+    family, tokenizer, tmp_path
+):
     transformers.AutoConfig.for_model(family).save_pretrained(tmp_path)
     write_tokenizer(tokenizer, tmp_path)
     for again in (None, tmp_path / "again"):

@@ -28,7 +28,9 @@ from train.disturbed import disturbing, failed, finished, ours, start
 def say(folder, what, where="loop.Trainer._accumulate", **changes):
     """Return what two ranks say of which the second is disturbed in its third step, and the run's folder."""
     run = folder / "run"
-    script = disturbing(folder, where, f"if rank == 1 and steps_logged({str(run / 'metrics.jsonl')!r}) == 2: {what}")
+    script = disturbing(
+        folder, where, f"if rank == 1 and steps_logged({str(run / 'metrics.jsonl')!r}) == 2: {what}"
+    )
     config = tiny(
         folder,
         steps=1_000_000,
@@ -42,21 +44,33 @@ def say(folder, what, where="loop.Trainer._accumulate", **changes):
     return failed(start(config, folder, script=script)), run
 
 
-@pytest.mark.parametrize("direction", ["forward", pytest.param("backward", marks=pytest.mark.random)])
+@pytest.mark.parametrize(
+    "direction", ["forward", pytest.param("backward", marks=pytest.mark.random)]
+)
 def test_a_rank_that_is_stopped_is_named_by_the_one_that_waits_for_it(tmp_path, capsys, direction):
     plan, place = (
-        ({"chunks": 2}, "executor.RunProgram.forward") if direction == "forward" else ({}, "executor.run_backward")
+        ({"chunks": 2}, "executor.RunProgram.forward")
+        if direction == "forward"
+        else ({}, "executor.run_backward")
     )
     err, run = say(tmp_path, "stop()", place, plan=plan)
     (said,) = ours(err)
-    assert said.startswith("moesaic train: step 3 has stood still for 8 s: rank 1 is stopped (process ")
-    layer, task = ("blocks.0.ffn", r"\S+, chunk 0") if direction == "forward" else ("blocks.1.ffn", r"\S+")
+    assert said.startswith(
+        "moesaic train: step 3 has stood still for 8 s: rank 1 is stopped (process "
+    )
+    layer, task = (
+        ("blocks.0.ffn", r"\S+, chunk 0") if direction == "forward" else ("blocks.1.ffn", r"\S+")
+    )
     assert re.search(
-        rf"rank 0 is in {direction} of layer {layer}, task \d+ \({task}\) of its program, waiting for", said
+        rf"rank 0 is in {direction} of layer {layer}, task \d+ \({task}\) of its program, waiting for",
+        said,
     )
     assert "bytes of rank 1" in said
     kept = list_checkpoints(run / "checkpoints")[-1]
-    assert f"the checkpoint {kept} is intact: go on with torchrun --nproc-per-node 2 -m moesaic train" in said
+    assert (
+        f"the checkpoint {kept} is intact: go on with torchrun --nproc-per-node 2 -m moesaic train"
+        in said
+    )
     assert err.partition("FAILED")[0].count("Traceback") <= 1  # torchrun's own
     assert main(["why-hung", str(run)]) == 0
     told = capsys.readouterr().out
@@ -75,15 +89,17 @@ def test_a_rank_that_is_stopped_is_named_by_the_one_that_waits_for_it(tmp_path, 
     ],
 )
 def test_a_rank_that_stops_or_dies_before_its_first_step_is_named(tmp_path, strike, where, late):
-    script = disturbing(tmp_path, f"loop.{where}", f"{strike}() if rank == 1 else time.sleep({late})")
+    script = disturbing(
+        tmp_path, f"loop.{where}", f"{strike}() if rank == 1 else time.sleep({late})"
+    )
     patience = 10 if strike == "stop" else 120
     config = tiny(tmp_path, batch_size=4, start_patience=patience, patience=600, mesh={"ep": 2})
     (said,) = ours(failed(start(config, tmp_path, script=script)))
     if strike == "stop":
-        assert said.startswith("moesaic train: the start has stood still for 10 s: rank 1 is stopped (process ")
-        at = (
-            r"; rank 0 is at comm/process_groups\.py:\d+ in wait, waiting for \d+ bytes of rank 1; start the run again$"
+        assert said.startswith(
+            "moesaic train: the start has stood still for 10 s: rank 1 is stopped (process "
         )
+        at = r"; rank 0 is at comm/process_groups\.py:\d+ in wait, waiting for \d+ bytes of rank 1; start the run again$"
         assert re.search(at, said)
     else:
         died = r"moesaic train: rank 1 died( by SIGKILL)? \(process \d+\), in the start; start the run again"
@@ -103,14 +119,19 @@ def test_a_rank_that_is_busy_elsewhere_is_named_with_its_place(tmp_path):
     for rank in (0, 1):  # PyTorch's flight recorder
         assert "gloo:all_reduce" in {
             each["profiling_name"]
-            for each in json.loads((run / FLIGHT.format(library="gloo", rank=rank)).read_text())["entries"]
+            for each in json.loads((run / FLIGHT.format(library="gloo", rank=rank)).read_text())[
+                "entries"
+            ]
         }
 
 
 def test_a_rank_that_died_is_named_with_its_signal_and_what_to_type(tmp_path):
     err, run = say(tmp_path, "kill()")
     (said,) = ours(err)
-    assert re.match(r"moesaic train: rank 1 died( by SIGKILL)? \(process \d+\), in step 3; the checkpoint ", said)
+    assert re.match(
+        r"moesaic train: rank 1 died( by SIGKILL)? \(process \d+\), in step 3; the checkpoint ",
+        said,
+    )
     assert f"--config {run / 'config.json'} --existing resume" in said
     assert err.partition("FAILED")[0].count("Traceback") <= 1  # torchrun's own
     assert not (run / HANG).exists()
@@ -120,10 +141,14 @@ def test_connections_that_break_between_ranks_that_live_are_one_line(tmp_path):
     err, run = say(tmp_path, "break_connections()")
     (said,) = ours(err)
     assert re.match(
-        r"moesaic train: rank [01] lost a connection to other ranks, whose processes are alive \(.*gloo", said
+        r"moesaic train: rank [01] lost a connection to other ranks, whose processes are alive \(.*gloo",
+        said,
     )
     kept = list_checkpoints(run / "checkpoints")[-1]
-    assert f", in step 3; the checkpoint {kept} is intact: go on with torchrun --nproc-per-node 2" in said
+    assert (
+        f", in step 3; the checkpoint {kept} is intact: go on with torchrun --nproc-per-node 2"
+        in said
+    )
     assert said.endswith("look at the links between their nodes")
     assert err.partition("FAILED")[0].count("Traceback") <= 1  # torchrun's own
 
@@ -134,7 +159,11 @@ def test_of_ranks_on_other_nodes_only_those_that_count_no_more_are_gone(monkeypa
     store.set("roll/process/1", "process 1 on elsewhere")
     Roll(store, 1, 2).beat(3)
     monkeypatch.setattr(time, "sleep", lambda _: Roll(store, 1, 2).beat(4) if counts_on else None)
-    gone = {} if counts_on else {1: "does not answer (process 1 on elsewhere): it died, or its node is cut off"}
+    gone = (
+        {}
+        if counts_on
+        else {1: "does not answer (process 1 on elsewhere): it died, or its node is cut off"}
+    )
     assert Roll(store, 0, 2).dead() == gone
 
 
@@ -144,7 +173,10 @@ def test_who_says_why_it_ends_is_not_ended_by_its_launcher_before(monkeypatch):
     store = dist.HashStore()
     Roll(store, 1, 2).sign()
     try:
-        with pytest.raises(RuntimeError, match="connection reset"), naming_dead_ranks(Roll(store, 0, 2), "in step 3"):
+        with (
+            pytest.raises(RuntimeError, match="connection reset"),
+            naming_dead_ranks(Roll(store, 0, 2), "in step 3"),
+        ):
             raise RuntimeError("connection reset")
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
@@ -152,7 +184,9 @@ def test_who_says_why_it_ends_is_not_ended_by_its_launcher_before(monkeypatch):
 
 
 @pytest.mark.parametrize("dead", [{}, {1: "died by SIGKILL (process 7)"}])
-def test_the_launchers_sigterm_names_the_dead_and_has_its_usual_effect_without_any(monkeypatch, dead):
+def test_the_launchers_sigterm_names_the_dead_and_has_its_usual_effect_without_any(
+    monkeypatch, dead
+):
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(Roll, "dead", lambda self: dead)
     monkeypatch.setattr(os, "kill", lambda *sending: sent.append(sending))
@@ -160,12 +194,17 @@ def test_the_launchers_sigterm_names_the_dead_and_has_its_usual_effect_without_a
     try:
         handler = signal.getsignal(signal.SIGTERM)
         if dead:
-            with pytest.raises(TrainingError, match=r"^rank 1 died by SIGKILL \(process 7\), in step 3$"):
+            with pytest.raises(
+                TrainingError, match=r"^rank 1 died by SIGKILL \(process 7\), in step 3$"
+            ):
                 handler(signal.SIGTERM, None)
             assert (sent, signal.getsignal(signal.SIGTERM)) == ([], signal.SIG_IGN)
         else:
             handler(signal.SIGTERM, None)
-            assert (sent, signal.getsignal(signal.SIGTERM)) == ([(os.getpid(), signal.SIGTERM)], signal.SIG_DFL)
+            assert (sent, signal.getsignal(signal.SIGTERM)) == (
+                [(os.getpid(), signal.SIGTERM)],
+                signal.SIG_DFL,
+            )
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)
@@ -215,7 +254,9 @@ def test_a_run_whose_steps_go_on_is_not_given_up_wherever_it_is_found(monkeypatc
 
 
 @pytest.mark.parametrize(("is_long", "moves"), [(True, True), (True, False), (False, True)])
-def test_a_rank_that_reads_and_writes_is_waited_for_where_that_may_take_long(monkeypatch, is_long, moves):
+def test_a_rank_that_reads_and_writes_is_waited_for_where_that_may_take_long(
+    monkeypatch, is_long, moves
+):
     numbers = iter(range(100))
     monkeypatch.setattr(of_watch, "_moved_bytes", lambda: next(numbers) if moves else 0)
     assert is_given_up(monkeypatch, [1.0] * 60, is_long=is_long) == (not (is_long and moves))
@@ -234,7 +275,15 @@ WRITES = """
 @pytest.mark.random
 def test_a_rank_that_writes_for_longer_than_its_patience_is_waited_for(tmp_path):
     script = disturbing(tmp_path, "loop.save_checkpoint", WRITES)
-    config = tiny(tmp_path, steps=3, batch_size=4, save={"every": 2}, start_patience=300, patience=5, mesh={"ep": 2})
+    config = tiny(
+        tmp_path,
+        steps=3,
+        batch_size=4,
+        save={"every": 2},
+        start_patience=300,
+        patience=5,
+        mesh={"ep": 2},
+    )
     process = start(config, tmp_path, script=script)
     _, err = finished(process)
     assert process.returncode == 0, err
@@ -255,14 +304,19 @@ def test_who_stands_elsewhere_comes_before_those_who_wait():
 
 
 def test_ranks_that_all_wait_for_each_other_are_told_with_their_links():
-    found = [Position(0, "process 1 on a", "in x", {"1": 1000}), Position(1, "process 2 on b", "in x", {"0": 2000})]
+    found = [
+        Position(0, "process 1 on a", "in x", {"1": 1000}),
+        Position(1, "process 2 on b", "in x", {"0": 2000}),
+    ]
     assert describe_hang("step 3", 600, found, {}) == (
         "step 3 has stood still for 600 s: ranks 0, 1 are in x, waiting for 2,000 bytes of rank 0, 1,000 bytes of rank 1: "
         "all are there, so look at the links between their nodes"
     )
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"line": 1, "ranks": [{"a": 1}]}', "\udcff", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"line": 1, "ranks": [{"a": 1}]}', "\udcff", "[" * 100_000]
+)
 def test_a_damaged_record_is_refused_in_one_line(tmp_path, text):
     RunFolder(tmp_path).write(HANG, text.encode("utf-8", "surrogateescape"))
     assert "cannot be read" in refused(read_hang, tmp_path)
@@ -275,7 +329,13 @@ def test_a_run_that_never_hung_says_so(tmp_path, capsys):
 
 
 def test_what_was_written_down_is_told_without_escape_sequences(tmp_path, capsys):
-    where = {"rank": 0, "process": "1 on \x1b]52;c;x\x07", "at": "\x1b[2J", "waits_for": {}, "stack": ["\x1b[31m"]}
+    where = {
+        "rank": 0,
+        "process": "1 on \x1b]52;c;x\x07",
+        "at": "\x1b[2J",
+        "waits_for": {},
+        "stack": ["\x1b[31m"],
+    }
     table = {"line": "it hung\x1b[2J", "ranks": [where]}
     RunFolder(tmp_path).write(HANG, json.dumps(table))
     assert main(["why-hung", str(tmp_path)]) == 0

@@ -42,7 +42,9 @@ class Outcome:
 
 
 def train_on(
-    world: int, runs: list[TrainConfig] | list[list[TrainConfig]], prepare: Callable[[], object] = dict
+    world: int,
+    runs: list[TrainConfig] | list[list[TrainConfig]],
+    prepare: Callable[[], object] = dict,
 ) -> list[list[Outcome]]:
     """Train runs one after another on `world` processes.
 
@@ -57,7 +59,9 @@ def train_on(
     per_rank = [[run] * world if isinstance(run, TrainConfig) else run for run in runs]
     with tempfile.TemporaryDirectory() as folder:
         start(world, _process, world, per_rank, folder, prepare)
-        found = [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+        found = [
+            pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)
+        ]
     return [list(outcomes) for outcomes in zip(*found)]
 
 
@@ -82,11 +86,15 @@ def assert_same_run(one: Path, other: Path, kinds: tuple[str, ...] = ("train", "
             assert (name in a) == (name in b)
             assert a.get(name, 0) == pytest.approx(b.get(name, 0), abs=1e-9)
     assert difference(parameters(one), parameters(other)) < 1e-9
-    states = [load_checkpoint(folder / "checkpoints", pytest.fail).optimizer for folder in (one, other)]
+    states = [
+        load_checkpoint(folder / "checkpoints", pytest.fail).optimizer for folder in (one, other)
+    ]
     assert difference(*states) < 1e-9
 
 
-def _process(rank: int, world: int, runs: list[list[TrainConfig]], folder: str, prepare: Callable[[], object]) -> None:
+def _process(
+    rank: int, world: int, runs: list[list[TrainConfig]], folder: str, prepare: Callable[[], object]
+) -> None:
     torch.set_num_threads(1)
     prepare()
     # Move samples for any gain in every pass: toy samples gain too little, and the policy would pause between moves.
@@ -98,7 +106,9 @@ def _process(rank: int, world: int, runs: list[list[TrainConfig]], folder: str, 
     for run in runs:
         screen = io.StringIO()
         try:
-            result = train(run[rank], console=Console(file=screen, width=200), task=task_of(run[rank]))
+            result = train(
+                run[rank], console=Console(file=screen, width=200), task=task_of(run[rank])
+            )
             outcomes.append(Outcome("", screen.getvalue(), result.val_nats_per_byte))
         except (InputError, TrainingError) as error:
             outcomes.append(Outcome(f"{type(error).__name__}: {error}", screen.getvalue(), None))

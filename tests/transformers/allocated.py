@@ -18,7 +18,9 @@ class Allocated(TorchDispatchMode):
         self.now, self.most = 0, 0
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
@@ -32,7 +34,9 @@ class Allocated(TorchDispatchMode):
             weakref.finalize(storage, self._set, key, None)
         self._set(key, weakref.ref(storage))
         if self.now > self.most:
-            for each, (reference, _) in list(self._known.items()):  # FSDP2 frees storages by resizing them
+            for each, (reference, _) in list(
+                self._known.items()
+            ):  # FSDP2 frees storages by resizing them
                 self._set(each, reference)
             self.most = max(self.most, self.now)
 

@@ -41,7 +41,11 @@ def find_plan(folder: str) -> dict[str, Any]:
     as_launched()
     logging.getLogger("moesaic").setLevel(logging.ERROR)
     model = load(RankCase(folder, ep=dist.get_world_size()))
-    chosen = {module._moesaic.run.on_mesh.auto for module in model.modules() if hasattr(module, "_moesaic")}
+    chosen = {
+        module._moesaic.run.on_mesh.auto
+        for module in model.modules()
+        if hasattr(module, "_moesaic")
+    }
     (begin,) = chosen  # all layers have one
     auto = begin.__self__
     now = [0.0]
@@ -58,7 +62,11 @@ def find_plan(folder: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         now[0] += 1.0 if auto.table is None else 2.0 - 0.1 * auto.table.running
-    plans = {module._moesaic.run.on_mesh.compiled.plan for module in model.modules() if hasattr(module, "_moesaic")}
+    plans = {
+        module._moesaic.run.on_mesh.compiled.plan
+        for module in model.modules()
+        if hasattr(module, "_moesaic")
+    }
     return {"plans": plans, "candidates": auto.table.plans, "said": auto.said}
 
 
@@ -77,8 +85,19 @@ class Sequences(torch.utils.data.Dataset):
 
 def arguments(folder: str, **options: Any) -> dict[str, Any]:
     """Return the arguments of a trainer that runs a few steps on the CPU, without shuffling, and writes nothing."""
-    fixed = {"output_dir": folder, "max_steps": 3, "learning_rate": 0.01, "use_cpu": True, "report_to": "none"}
-    quiet = {"save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "train_sampling_strategy": "sequential"}
+    fixed = {
+        "output_dir": folder,
+        "max_steps": 3,
+        "learning_rate": 0.01,
+        "use_cpu": True,
+        "report_to": "none",
+    }
+    quiet = {
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",
+    }
     return {**fixed, **quiet, **options}
 
 
@@ -110,7 +129,9 @@ def train(folder: str, out: str) -> list[float]:
 
     as_launched()
     model = load(RankCase(folder, ep=dist.get_world_size()))
-    options = TrainingArguments(**arguments(out, per_device_train_batch_size=4 // dist.get_world_size()))
+    options = TrainingArguments(
+        **arguments(out, per_device_train_batch_size=4 // dist.get_world_size())
+    )
     return losses(Trainer(model=model, args=options, train_dataset=Sequences()))
 
 
@@ -130,7 +151,12 @@ def clipped(folder: str, out: str) -> dict[str, Any]:
     for limit in (1e9, 0.1):
         options = arguments(out, per_device_train_batch_size=2, max_steps=1, max_grad_norm=limit)
         model = load(RankCase(folder, ep=dist.get_world_size()))
-        trainer = Trainer(model=model, args=TrainingArguments(**options), train_dataset=Sequences(), callbacks=[Keep()])
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(**options),
+            train_dataset=Sequences(),
+            callbacks=[Keep()],
+        )
         trainer.train()
         norms += [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     return {"norms": norms, "whole": found[0], "clipped": found[1]}
@@ -176,7 +202,12 @@ def resumed(folder: str, runs: list[tuple[str, str | None, dict[str, Any]]]) -> 
     for out, checkpoint, options in runs:
         case = RankCase(folder, ep=min(world, 2))
         model = load(case) if world > 1 else load_whole(folder)
-        given = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4 // world}
+        given = {
+            "max_steps": 5,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "per_device_train_batch_size": 4 // world,
+        }
         trainer = ResumableTrainer(
             model=model,
             args=TrainingArguments(**arguments(out, **given, **options)),
@@ -194,4 +225,6 @@ def load_whole(folder: str) -> Any:
     """Return a folder's model in one process."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="moesaic").train()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="moesaic"
+    ).train()

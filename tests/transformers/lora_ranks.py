@@ -36,7 +36,9 @@ FAMILIES: dict[str, Any] = {
         Qwen3MoeConfig(**SIZES, intermediate_size=64, moe_intermediate_size=64, num_experts=4)
     ),
     "gpt_oss": lambda: GptOssForCausalLM(
-        GptOssConfig(**SIZES, intermediate_size=128, num_local_experts=4, layer_types=["full_attention"] * 2)
+        GptOssConfig(
+            **SIZES, intermediate_size=128, num_local_experts=4, layer_types=["full_attention"] * 2
+        )
     ),
 }
 
@@ -65,14 +67,24 @@ def by_nf4(weight: Tensor, *, is_transposed: bool) -> Tensor:
     return numbers.mT if is_transposed else numbers
 
 
-def load(folder: str, *, four_bit: bool, ep: int = 1, experts: str = "moesaic", double: bool = False) -> Any:
+def load(
+    folder: str, *, four_bit: bool, ep: int = 1, experts: str = "moesaic", double: bool = False
+) -> Any:
     """Return a model on this rank, by `load_model` if it is quantized."""
-    options: dict[str, Any] = {"quantization_config": FourBitExpertsConfig(double=double)} if four_bit else {}
+    options: dict[str, Any] = (
+        {"quantization_config": FourBitExpertsConfig(double=double)} if four_bit else {}
+    )
     if ep > 1:
         options["distributed_config"] = moesaic.transformers.distributed_config(ep)
     is_quantized = "quantization_config" in json.loads(Path(folder, "config.json").read_text())
     kind = load_model if is_quantized else AutoModelForCausalLM.from_pretrained
-    return kind(folder, dtype=torch.float32, attn_implementation="eager", experts_implementation=experts, **options)
+    return kind(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation=experts,
+        **options,
+    )
 
 
 def with_adapters(model: nn.Module, attention: bool = True) -> Any:
@@ -116,7 +128,12 @@ def trainer_losses(folder: str, out: str, four_bit: bool, ep: int) -> list[float
     if ep > 1:
         as_launched()
     options = TrainingArguments(
-        **arguments(out, per_device_train_batch_size=4 // ep, gradient_accumulation_steps=2, max_grad_norm=0.05)
+        **arguments(
+            out,
+            per_device_train_batch_size=4 // ep,
+            gradient_accumulation_steps=2,
+            max_grad_norm=0.05,
+        )
     )
     model = with_adapters(load(folder, four_bit=four_bit, ep=ep))
     trainer = Trainer(model=model, args=options, train_dataset=Sequences())
@@ -135,7 +152,9 @@ def trainer_losses(folder: str, out: str, four_bit: bool, ep: int) -> list[float
 def merged_logits(folder: str) -> Tensor:
     """Return the logits of a model on ranks after its adapters were merged into each rank's experts."""
     as_launched()
-    model = with_adapters(load(folder, four_bit=False, ep=dist.get_world_size()), attention=False).eval()
+    model = with_adapters(
+        load(folder, four_bit=False, ep=dist.get_world_size()), attention=False
+    ).eval()
     moesaic.transformers.adopt_adapters(model)
     with torch.no_grad():
         logits: Tensor = model.merge_and_unload()(input_ids=batch(2)).logits

@@ -50,11 +50,24 @@ def linear(name: str, weight: Tensor, *, nested: bool) -> Stored | None:
     if weight.dim() != 2 or "_proj" not in name:
         return None
     codes, scales = nf4.quantize(weight.reshape(-1, 64))
-    sizes: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
-    found = {name: codes.view(-1, 1), f"{name}.absmax": scales.flatten(), f"{name}.quant_map": torch.tensor(nf4.VALUES)}
+    sizes: dict[str, Any] = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": "bfloat16",
+        "shape": list(weight.shape),
+    }
+    found = {
+        name: codes.view(-1, 1),
+        f"{name}.absmax": scales.flatten(),
+        f"{name}.quant_map": torch.tensor(nf4.VALUES),
+    }
     if nested:
         short, groups = nf4.compress(scales)
-        sizes |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": groups[0].item()}
+        sizes |= {
+            "nested_blocksize": 256,
+            "nested_dtype": "float32",
+            "nested_offset": groups[0].item(),
+        }
         found |= {f"{name}.absmax": short.flatten(), f"{name}.nested_absmax": groups[1:].clone()}
         found[f"{name}.nested_quant_map"] = nf4.scale_values(torch.device("cpu")).clone()
         scales = nf4.expand(short.unsqueeze(0), groups.unsqueeze(0))[0]
@@ -69,7 +82,9 @@ def stacked(name: str, weight: Tensor) -> Stored | None:
         return None
     codes, scales = nf4.quantize(weight)
     absmax = name.removesuffix("_proj") + "_absmax"
-    return {name: codes.flatten(1), absmax: scales.flatten(1)}, nf4.dequantize(codes, scales, torch.float32)
+    return {name: codes.flatten(1), absmax: scales.flatten(1)}, nf4.dequantize(
+        codes, scales, torch.float32
+    )
 
 
 KINDS: dict[str, tuple[str, Callable[[str, Tensor], Stored | None], dict[str, Any]]] = {
@@ -98,8 +113,12 @@ def write(folder: Path, kind: str, model: Any, files: int = 2) -> dict[str, Tens
         for name, weight in model.named_parameters():
             if "experts" in name:
                 weight.normal_(std=0.1)
-                weight[:, :3] *= 1e-3  # if bitsandbytes quantizes scales, some of these blocks get scales below zero
-                weight[:, 3] *= torch.linspace(1, 4, len(weight)).view(-1, *[1] * (weight.dim() - 2))
+                weight[:, :3] *= (
+                    1e-3  # if bitsandbytes quantizes scales, some of these blocks get scales below zero
+                )
+                weight[:, 3] *= torch.linspace(1, 4, len(weight)).view(
+                    -1, *[1] * (weight.dim() - 2)
+                )
     tensors = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
     named = tensors if kind == "experts4bit" else revert_weight_conversion(model, tensors)
     stored, plain = {}, {}
@@ -117,7 +136,9 @@ def write_all(folder: Path) -> None:
         plain = write(folder, kind, model)
         save(model, folder / f"{kind}-plain", plain, 1)
         rounded = {
-            name: by_nf4(weight, is_transposed=family == "gpt_oss") if WEIGHT.search(name) else weight
+            name: by_nf4(weight, is_transposed=family == "gpt_oss")
+            if WEIGHT.search(name)
+            else weight
             for name, weight in plain.items()
         }
         save(model, folder / f"{kind}-rounded", rounded, 1)
@@ -132,5 +153,10 @@ def save(model: Any, folder: Path, tensors: dict[str, Tensor], files: int, **ent
     for number in range(files):
         own = names[number * len(names) // files : (number + 1) * len(names) // files]
         file_of |= dict.fromkeys(own, f"model-{number}.safetensors")
-        save_file({name: tensors[name].contiguous() for name in own}, folder / f"model-{number}.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+        save_file(
+            {name: tensors[name].contiguous() for name in own},
+            folder / f"model-{number}.safetensors",
+        )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": file_of})
+    )

@@ -27,8 +27,20 @@ from moesaic.transformers.experts import Gate, gate_of, refusal
 from moesaic_lab.families import Family, build, families, text
 from moesaic_lab.hf import family_errors, outcome, tolerance_of
 
-MOST_USED = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe", "granitemoe")
-EVERY = [pytest.param(f, id=f.name, marks=() if f.name in MOST_USED else pytest.mark.slow) for f in families()]
+MOST_USED = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "olmoe",
+    "glm4_moe",
+    "granitemoe",
+)
+EVERY = [
+    pytest.param(f, id=f.name, marks=() if f.name in MOST_USED else pytest.mark.slow)
+    for f in families()
+]
 
 
 def compare(model: nn.Module) -> None:
@@ -39,17 +51,25 @@ def compare(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("family", EVERY)
-def test_logits_and_all_gradients_equal_the_familys_own_loop(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_and_all_gradients_equal_the_familys_own_loop(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
     try:
         model = build(family)
     except LookupError as reason:
         pytest.skip(f"no tiny model: {reason}")
     seen: list[Any] = []
     run = moesaic.transformers.experts.run_tokens
-    monkeypatch.setattr(moesaic.transformers.experts, "run_tokens", lambda *given: seen.append(given[0]) or run(*given))
+    monkeypatch.setattr(
+        moesaic.transformers.experts,
+        "run_tokens",
+        lambda *given: seen.append(given[0]) or run(*given),
+    )
     compare(model)
     assert {type(module).__name__ for module in seen} <= set(family.experts)
-    assert {described(gate_of(module), module.has_gate) for module in seen} == {documented()[family.name]}
+    assert {described(gate_of(module), module.has_gate) for module in seen} == {
+        documented()[family.name]
+    }
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "transformers.md"
@@ -57,7 +77,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "transformers.md"
 
 def documented() -> dict[str, str]:
     """Return the gate of each family, as listed on the documentation page."""
-    rows = re.findall(r"^\| ([^|`]+) \| (`[^|]+`) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| ([^|`]+) \| (`[^|]+`) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     return {name: words for words, names in rows for name in re.findall(r"`(\w+)`", names)}
 
 
@@ -67,7 +89,11 @@ def described(gate: Gate | None, has_gate: bool) -> str:
         return "its own"
     if gate.clamp is not None:
         return "clamped SwiGLU"
-    words = {("silu", True): "SwiGLU", ("gelu_tanh", True): "GeGLU, by tanh", ("relu2", False): "relu squared"}
+    words = {
+        ("silu", True): "SwiGLU",
+        ("gelu_tanh", True): "GeGLU, by tanh",
+        ("relu2", False): "relu squared",
+    }
     return words[gate.activation, has_gate]
 
 
@@ -104,7 +130,13 @@ def experts_of(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("hidden_act", "activation"),
-    [("silu", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("relu", "relu"), ("relu2", "relu2")],
+    [
+        ("silu", "silu"),
+        ("gelu", "gelu"),
+        ("gelu_pytorch_tanh", "gelu_tanh"),
+        ("relu", "relu"),
+        ("relu2", "relu2"),
+    ],
 )
 def test_activations_are_recognised_by_what_they_compute(hidden_act: str, activation: str) -> None:
     model = tiny(hidden_act=hidden_act)
@@ -122,7 +154,9 @@ def test_a_gate_that_moesaic_does_not_have_runs_between_its_products(hidden_act:
 def test_a_gate_whose_numbers_stand_elsewhere_is_not_taken_for_another() -> None:
     model = tiny()
     experts = experts_of(model)
-    experts._apply_gate = lambda pre: torch.nn.functional.silu(pre.chunk(2, -1)[0].clamp(max=5.0)) * pre.chunk(2, -1)[1]
+    experts._apply_gate = lambda pre: (
+        torch.nn.functional.silu(pre.chunk(2, -1)[0].clamp(max=5.0)) * pre.chunk(2, -1)[1]
+    )
     assert gate_of(experts) is None
 
 
@@ -132,7 +166,9 @@ def test_experts_that_cannot_be_taken_are_named_and_run_as_before() -> None:
     for module in model.modules():
         if type(module).__name__ == "MixtralExperts":
             del module.has_post_expert_norm
-    with pytest.warns(UserWarning, match="MixtralExperts has no has_post_expert_norm.*transformers' own loop"):
+    with pytest.warns(
+        UserWarning, match="MixtralExperts has no has_post_expert_norm.*transformers' own loop"
+    ):
         actual, _ = outcome(model, "moesaic")
     assert torch.equal(actual, expected)
 
@@ -157,7 +193,10 @@ def test_a_copy_of_a_model_has_its_own_weights() -> None:
 def test_routes_to_experts_elsewhere_count_nothing() -> None:
     experts = experts_of(tiny())
     x = torch.randn(5, 16, dtype=torch.float64)
-    index, weight = torch.tensor([[0, 1], [4, 2], [3, 4], [4, 4], [1, 0]]), torch.rand(5, 2, dtype=torch.float64)
+    index, weight = (
+        torch.tensor([[0, 1], [4, 2], [3, 4], [4, 4], [1, 0]]),
+        torch.rand(5, 2, dtype=torch.float64),
+    )
     run = moesaic.transformers.experts_forward
     experts._is_expert_parallel = True
     found = run(experts, x, index, weight)
@@ -171,7 +210,9 @@ def test_the_gate_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(num_hidden_layers=1)
     asked: list[int] = []
     ask = experts_module._recognised
-    monkeypatch.setattr(experts_module, "_recognised", lambda module: asked.append(1) or ask(module))
+    monkeypatch.setattr(
+        experts_module, "_recognised", lambda module: asked.append(1) or ask(module)
+    )
     outcome(model, "moesaic")
     outcome(model, "moesaic")
     assert len(asked) == 1
@@ -195,8 +236,12 @@ def test_a_model_that_was_called_once_compiles_in_one_graph() -> None:
     torch.testing.assert_close(compiled(input_ids=text(model), use_cache=False).logits, expected)
 
 
-@pytest.mark.parametrize("seam", ["transformers.distributed.expert_parallel", "transformers.integrations.moe"])
-def test_a_transformers_without_a_seam_is_refused_in_one_line(seam: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "seam", ["transformers.distributed.expert_parallel", "transformers.integrations.moe"]
+)
+def test_a_transformers_without_a_seam_is_refused_in_one_line(
+    seam: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, seam, None)
     with pytest.raises(
         InputError, match=r'needs transformers 5\.23 or later .*, pip install "\.\[transformers\]"$'

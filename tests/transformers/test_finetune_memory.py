@@ -62,14 +62,18 @@ def peaks(folder: str, world: int) -> dict[str, int]:
                 Path(folder) / name,
                 dtype=torch.bfloat16,
                 experts_implementation="moesaic",
-                quantization_config=moesaic.transformers.FourBitExpertsConfig(double=METHODS[name] == "qlora-double"),
+                quantization_config=moesaic.transformers.FourBitExpertsConfig(
+                    double=METHODS[name] == "qlora-double"
+                ),
                 **spread,
             )
             model: Any = peft.get_peft_model(base, adapters)
             moesaic.transformers.adopt_adapters(model)
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
-            optimizer = torch.optim.AdamW([each for each in model.train().parameters() if each.requires_grad])
+            optimizer = torch.optim.AdamW(
+                [each for each in model.train().parameters() if each.requires_grad]
+            )
             torch.manual_seed(2)
             ids = torch.randint(64, (TOKENS // LENGTH, LENGTH))
             for number in range(3):
@@ -92,9 +96,17 @@ def test_predicted_memory_is_within_five_percent_of_the_peak(tmp_path: Path) -> 
     for world in (1, 2):
         of_ranks = [peaks(str(tmp_path), 1)] if world == 1 else on_ranks(2, peaks, str(tmp_path), 2)
         for name in VOCABULARIES:
-            shape = read_shape(json.loads((tmp_path / name / "config.json").read_text()), name, seq_len=LENGTH)
+            shape = read_shape(
+                json.loads((tmp_path / name / "config.json").read_text()), name, seq_len=LENGTH
+            )
             predicted = predict_finetune(
-                shape, ranks=world, memory_bytes=None, tokens=TOKENS, length=LENGTH, method=METHODS[name], rank=RANK
+                shape,
+                ranks=world,
+                memory_bytes=None,
+                tokens=TOKENS,
+                length=LENGTH,
+                method=METHODS[name],
+                rank=RANK,
             )
             assert name in predicted.parts
             # Ranks get unequal numbers of rows; the prediction is of even routing.

@@ -60,7 +60,9 @@ def parts(folder: str, names: list[str], ep: int) -> list[dict[str, torch.Tensor
 def test_quantized_checkpoints_become_the_nf4_of_the_numbers_they_mean(stored, world):
     wanted = parts(str(stored), [f"{kind}-plain" for kind in KINDS], 1)
     ranks = (
-        [parts(str(stored), list(KINDS), 1)] if world == 1 else on_ranks(world, parts, str(stored), list(KINDS), world)
+        [parts(str(stored), list(KINDS), 1)]
+        if world == 1
+        else on_ranks(world, parts, str(stored), list(KINDS), world)
     )
     for number, kind in enumerate(KINDS):
         for name, tensor in wanted[number].items():
@@ -71,12 +73,18 @@ def test_quantized_checkpoints_become_the_nf4_of_the_numbers_they_mean(stored, w
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4-double", "experts4bit"])
 def test_experts_that_are_in_nf4_keep_their_bits(stored, kind):
-    tensors = {key: each for path in (stored / kind).glob("*.safetensors") for key, each in load_file(path).items()}
+    tensors = {
+        key: each
+        for path in (stored / kind).glob("*.safetensors")
+        for key, each in load_file(path).items()
+    }
     (found,) = parts(str(stored), [kind], 1)
     prefix, lowest = "model.layers.1.mlp.experts", 0.0
     for expert in range(4):
         if kind == "experts4bit":
-            codes, scales = (tensors[f"{prefix}.gate_up_{ending}"][expert] for ending in ("proj", "absmax"))
+            codes, scales = (
+                tensors[f"{prefix}.gate_up_{ending}"][expert] for ending in ("proj", "absmax")
+            )
         else:
             names = [f"{prefix}.{expert}.{name}_proj.weight" for name in ("gate", "up")]
             codes = torch.cat([tensors[name] for name in names])
@@ -100,14 +108,19 @@ def scales_of(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 def test_quantized_models_train_adapters_like_the_dense_float64_model(stored):
     wanted = {}
     for kind in KINDS:
-        dense = with_adapters(load(str(stored / f"{kind}-rounded"), four_bit=False, experts="eager")).double()
+        dense = with_adapters(
+            load(str(stored / f"{kind}-rounded"), four_bit=False, experts="eager")
+        ).double()
         wanted[kind] = stepped(dense, batch(4))
     cases = [(kind, True, True) for kind in KINDS]
     results = on_ranks(2, on_rank, str(stored), cases)
     for number, (kind, (loss, adapters)) in enumerate(wanted.items()):
         alone = stepped(with_adapters(load(str(stored / kind), four_bit=True)), batch(4))
         mean = sum(each[number][0] for each in results) / 2
-        for found_loss, found in ((alone[0], alone[1]), *((mean, each[number][1]) for each in results)):
+        for found_loss, found in (
+            (alone[0], alone[1]),
+            *((mean, each[number][1]) for each in results),
+        ):
             assert found_loss == pytest.approx(loss, abs=1e-6), kind
             for name, tensor in adapters.items():
                 torch.testing.assert_close(found[name].double(), tensor, rtol=1e-4, atol=1e-6)
@@ -119,7 +132,9 @@ LARGE = {
         Qwen3MoeConfig(**MANY, intermediate_size=64, moe_intermediate_size=64, num_experts=64)
     ),
     "gpt_oss": lambda: GptOssForCausalLM(
-        GptOssConfig(**MANY, intermediate_size=64, num_local_experts=64, layer_types=["full_attention"] * 6)
+        GptOssConfig(
+            **MANY, intermediate_size=64, num_local_experts=64, layer_types=["full_attention"] * 6
+        )
     ),
 }
 
@@ -140,7 +155,9 @@ def test_a_quantized_checkpoint_needs_an_expert_besides_what_stays(tmp_path, kin
 def test_nf4_whose_tensors_do_not_belong_together_is_refused(stored, tmp_path):
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     whole = {
-        key: each for path in (stored / "nf4-double").glob("*.safetensors") for key, each in load_file(path).items()
+        key: each
+        for path in (stored / "nf4-double").glob("*.safetensors")
+        for key, each in load_file(path).items()
     }
     state = f"{name}.quant_state.bitsandbytes__nf4"
     text = bytes(whole[state].tolist())
@@ -152,20 +169,30 @@ def test_nf4_whose_tensors_do_not_belong_together_is_refused(stored, tmp_path):
         {state: torch.tensor(list(text.replace(b"64", b"32", 1)), dtype=torch.uint8)},
         {state: torch.tensor(list(text[:-1]), dtype=torch.uint8)},
         {state: torch.tensor(list(text.replace(b"256", b"0")), dtype=torch.uint8)},
-        {state: torch.tensor(list(text.replace(b"nested_offset", b"nested_offzet")), dtype=torch.uint8)},
+        {
+            state: torch.tensor(
+                list(text.replace(b"nested_offset", b"nested_offzet")), dtype=torch.uint8
+            )
+        },
         {state: torch.tensor(list(text.replace(b'"nf4"', b'"fp4"')), dtype=torch.uint8)},
     ):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         tensors = {key: each for key, each in (whole | changes).items() if each is not None}
-        quantized_models.save(FAMILIES["qwen3"](), folder, tensors, 1, quantization_config=KINDS["nf4"][2])
-        with pytest.raises(InputError, match=f"{name} is not in NF4 with blocks of 64, as bitsandbytes saves it"):
+        quantized_models.save(
+            FAMILIES["qwen3"](), folder, tensors, 1, quantization_config=KINDS["nf4"][2]
+        )
+        with pytest.raises(
+            InputError, match=f"{name} is not in NF4 with blocks of 64, as bitsandbytes saves it"
+        ):
             load(str(folder), four_bit=True)
 
 
 def test_a_checkpoint_of_the_hub_is_fetched_and_read_as_its_options_say(stored, monkeypatch):
     fetched = []
     monkeypatch.setattr(
-        load_module, "snapshot_download", lambda *names, **how: fetched.append((names, how)) or str(stored / "fp8")
+        load_module,
+        "snapshot_download",
+        lambda *names, **how: fetched.append((names, how)) or str(stored / "fp8"),
     )
     model = load_model("org/name", revision="v2", token="t", torch_dtype=torch.float32)
     assert {each.dtype for each in model.parameters()} == {torch.float32}
@@ -211,7 +238,9 @@ def adapted(folder: str, ep: int, low: bool = True) -> tuple[int, int, float]:
     """Return the most bytes that adapters took as they were made, those that stay on this rank, and a sum over them."""
     as_launched()
     config = peft.LoraConfig(
-        r=8, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        r=8,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     )
     with Allocated() as allocated:
         model = load(folder, four_bit=True, ep=ep)
@@ -219,8 +248,12 @@ def adapted(folder: str, ep: int, low: bool = True) -> tuple[int, int, float]:
         before = allocated.most = allocated.now
         whole = peft.get_peft_model(model, config, low_cpu_mem_usage=low)
         adopt_adapters(whole)
-    parts = [getattr(each, "_local_tensor", each) for each in whole.parameters() if each.requires_grad]
-    of_experts = [part.detach().double().abs().sum().item() for part in parts if part.numel() > 8 * 64]
+    parts = [
+        getattr(each, "_local_tensor", each) for each in whole.parameters() if each.requires_grad
+    ]
+    of_experts = [
+        part.detach().double().abs().sum().item() for part in parts if part.numel() > 8 * 64
+    ]
     return allocated.most - before, sum(part.nbytes for part in parts), sum(of_experts)
 
 
@@ -228,7 +261,9 @@ def test_a_rank_never_has_the_adapters_of_all_experts(tmp_path):
     write(tmp_path)
     ((alone, whole, norm),) = on_ranks(1, adapted, str(tmp_path), 1)
     assert alone < 1.05 * whole
-    assert norm == on_ranks(1, adapted, str(tmp_path), 1, False)[0][2], "PEFT draws the same numbers"
+    assert norm == on_ranks(1, adapted, str(tmp_path), 1, False)[0][2], (
+        "PEFT draws the same numbers"
+    )
     ranks = on_ranks(2, adapted, str(tmp_path), 2)
     of_a_weight = 16 * 8 * (2 * 256 + 64) * 4
     for most, stays, _ in ranks:
@@ -239,5 +274,7 @@ def test_a_rank_never_has_the_adapters_of_all_experts(tmp_path):
 
 def test_what_cannot_be_in_nf4_is_refused(tmp_path):
     write(tmp_path, moe_intermediate_size=96, num_experts=4)
-    with pytest.raises(InputError, match="down_proj of Qwen3MoeExperts reads 96 inputs, no multiple of 64"):
+    with pytest.raises(
+        InputError, match="down_proj of Qwen3MoeExperts reads 96 inputs, no multiple of 64"
+    ):
         load(str(tmp_path), four_bit=True)

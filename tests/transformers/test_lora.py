@@ -12,7 +12,16 @@ pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 pytest.importorskip("peft", reason="pip install peft")
 
 from ep_ranks import supervised
-from lora_ranks import FAMILIES, load, merged_logits, on_rank, stepped, trainer_losses, with_adapters, write_models
+from lora_ranks import (
+    FAMILIES,
+    load,
+    merged_logits,
+    on_rank,
+    stepped,
+    trainer_losses,
+    with_adapters,
+    write_models,
+)
 from safetensors.torch import load_file
 
 import moesaic.transformers
@@ -37,7 +46,9 @@ def expected(folder: Path) -> dict[str, Any]:
     """Loss, and adapters after a step, of each model's own loop with PEFT's own adapters."""
     models = [name for family in FAMILIES for name in (family, f"{family}-rounded")]
     return {
-        name: stepped(with_adapters(load(str(folder / name), four_bit=False, experts="eager")), batch(4))
+        name: stepped(
+            with_adapters(load(str(folder / name), four_bit=False, experts="eager")), batch(4)
+        )
         for name in models
     }
 
@@ -73,7 +84,9 @@ def test_experts_whose_scales_have_eight_bits_train_like_the_numbers_they_stand_
             for path, module in Targets.experts(dense).items():
                 for name in Targets.weights(module):
                     numbers = dequantized(model.get_submodule(path), name)
-                    distance = (numbers - getattr(module, name)).norm() / getattr(module, name).norm()
+                    distance = (numbers - getattr(module, name)).norm() / getattr(
+                        module, name
+                    ).norm()
                     assert 0.05 < distance < 0.15
                     getattr(module, name).copy_(numbers)
         wanted[family] = stepped(with_adapters(dense).double(), batch(4))
@@ -81,14 +94,20 @@ def test_experts_whose_scales_have_eight_bits_train_like_the_numbers_they_stand_
             results = [[stepped(with_adapters(model), batch(4))]]
             same(results, 0, wanted[family])
     if world > 1:
-        results = on_ranks(world, on_rank, str(folder), [(family, True, True) for family in FAMILIES], True)
+        results = on_ranks(
+            world, on_rank, str(folder), [(family, True, True) for family in FAMILIES], True
+        )
         for number, family in enumerate(FAMILIES):
             same(results, number, wanted[family])
 
 
-def same(results: list[list[Any]], number: int, wanted: tuple[float, dict[str, torch.Tensor]]) -> None:
+def same(
+    results: list[list[Any]], number: int, wanted: tuple[float, dict[str, torch.Tensor]]
+) -> None:
     """Assert that the ranks' mean loss, and their adapters after a step, are as wanted."""
-    assert sum(each[number][0] for each in results) / len(results) == pytest.approx(wanted[0], abs=1e-6)
+    assert sum(each[number][0] for each in results) / len(results) == pytest.approx(
+        wanted[0], abs=1e-6
+    )
     for each in results:
         for name, tensor in wanted[1].items():
             torch.testing.assert_close(each[number][1][name].double(), tensor, rtol=1e-4, atol=1e-6)
@@ -99,7 +118,9 @@ def test_scales_in_eight_bits_take_a_quarter(folder):
     for double in (False, True):
         model = load(str(folder / "qwen3"), four_bit=True, double=double)
         experts = Targets.experts(model).values()
-        sizes.append(sum(parameter.nbytes for module in experts for parameter in module.parameters()))
+        sizes.append(
+            sum(parameter.nbytes for module in experts for parameter in module.parameters())
+        )
     weights = 2 * 4 * 3 * 64 * 64
     groups = 2 * 4 * (2 + 2) * 4  # a mean, and a number for each 256 of 128 and of 64 scales
     assert sizes == [weights // 2 + weights // 64 * 4, weights // 2 + weights // 64 + groups]
@@ -125,20 +146,26 @@ def test_the_trainer_trains_and_saves_adapters_on_two_ranks_like_one(folder, tmp
     one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=2e-4)  # Adam divides by small gradients
+        torch.testing.assert_close(
+            two[name], tensor, rtol=1e-3, atol=2e-4
+        )  # Adam divides by small gradients
     base = load(str(folder / "qwen3-rounded"), four_bit=False, experts="eager")
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "two").eval()
     ids = batch(2)
     before = adapted(input_ids=ids).logits
     merged = adapted.merge_and_unload()(input_ids=ids).logits
     torch.testing.assert_close(merged, before, rtol=1e-4, atol=1e-5)
-    four_bit = peft.PeftModel.from_pretrained(load(str(folder / "qwen3"), four_bit=True), tmp_path / "two").eval()
+    four_bit = peft.PeftModel.from_pretrained(
+        load(str(folder / "qwen3"), four_bit=True), tmp_path / "two"
+    ).eval()
     torch.testing.assert_close(four_bit(input_ids=ids).logits, before, rtol=1e-4, atol=1e-5)
 
 
 def test_merging_experts_on_ranks_equals_merging_in_one_process(folder):
     """PEFT itself cannot merge adapters of attention into weights that FSDP2 shards."""
-    alone = with_adapters(load(str(folder / "gpt_oss"), four_bit=False, experts="eager"), attention=False).eval()
+    alone = with_adapters(
+        load(str(folder / "gpt_oss"), four_bit=False, experts="eager"), attention=False
+    ).eval()
     wanted = alone(input_ids=batch(2)).logits
     for found in on_ranks(2, merged_logits, str(folder / "gpt_oss")):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
@@ -147,7 +174,9 @@ def test_merging_experts_on_ranks_equals_merging_in_one_process(folder):
 def test_nf4_refuses_to_merge_and_says_what_to_do(folder):
     model = with_adapters(load(str(folder / "qwen3"), four_bit=True))
     model(input_ids=batch(1))
-    with pytest.raises(InputError, match="experts in NF4 would round the adapters away: save the adapters"):
+    with pytest.raises(
+        InputError, match="experts in NF4 would round the adapters away: save the adapters"
+    ):
         model.merge_and_unload()
 
 
@@ -163,6 +192,9 @@ def test_disabled_adapters_leave_the_experts_as_they_were(folder):
 
 def test_supervised_fine_tuning_runs_over_experts_in_nf4(folder, tmp_path):
     cases = (("qwen3", True, "moesaic"), ("qwen3-rounded", False, "eager"))
-    models = (with_adapters(load(str(folder / name), four_bit=nf4, experts=how)) for name, nf4, how in cases)
+    models = (
+        with_adapters(load(str(folder / name), four_bit=nf4, experts=how))
+        for name, nf4, how in cases
+    )
     found = supervised(models, str(tmp_path))
     assert found[0] == pytest.approx(found[1], abs=1e-5)

@@ -28,7 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("mixtral")
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "num_local_experts": 4}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "num_local_experts": 4,
+    }
     MixtralForCausalLM(MixtralConfig(**sizes, **heads)).save_pretrained(path)
     return str(path)
 
@@ -46,7 +51,9 @@ def test_runs_go_on_from_one_process_to_two_ranks_and_back(folder: str, tmp_path
     close(found[0], whole)
     close(found[1], whole)
     close(found[2][:1], found[2][1:])  # the model that is left is the one with the best loss
-    for losses in resumed(folder, [(str(tmp_path / f"back-{step}"), after(tmp_path, step), {}) for step in (2, 4)]):
+    for losses in resumed(
+        folder, [(str(tmp_path / f"back-{step}"), after(tmp_path, step), {}) for step in (2, 4)]
+    ):
         close(losses, whole)
 
 
@@ -64,10 +71,18 @@ def test_runs_go_on_from_four_ranks_to_fewer(folder: str, tmp_path: Path) -> Non
     close(resumed(folder, [(str(tmp_path / "one"), checkpoint, {})])[0], whole)
 
 
-def test_a_checkpoint_of_another_trainer_is_refused_in_one_line(folder: str, tmp_path: Path) -> None:
-    options = arguments(str(tmp_path), save_strategy="steps", save_steps=2, per_device_train_batch_size=4)
-    Trainer(model=load_whole(folder), args=TrainingArguments(**options), train_dataset=Sequences()).train()
-    trainer = ResumableTrainer(model=load_whole(folder), args=TrainingArguments(**options), train_dataset=Sequences())
+def test_a_checkpoint_of_another_trainer_is_refused_in_one_line(
+    folder: str, tmp_path: Path
+) -> None:
+    options = arguments(
+        str(tmp_path), save_strategy="steps", save_steps=2, per_device_train_batch_size=4
+    )
+    Trainer(
+        model=load_whole(folder), args=TrainingArguments(**options), train_dataset=Sequences()
+    ).train()
+    trainer = ResumableTrainer(
+        model=load_whole(folder), args=TrainingArguments(**options), train_dataset=Sequences()
+    )
     with pytest.raises(InputError, match="checkpoint-2: has no optimizer/"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 

@@ -12,7 +12,13 @@ import torch
 pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
 from ep_ranks import Sequences, arguments, clipped, lora, losses, supervised, train
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import moesaic.transformers
 from moesaic_lab.hf import batch
@@ -35,12 +41,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def model_of(folder: str, implementation: str) -> Any:
     assert moesaic.transformers.experts_forward
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation=implementation)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation=implementation
+    )
 
 
 def losses_of_trainer(folder: str, implementation: str, out: Path) -> list[float]:
     given = TrainingArguments(**arguments(str(out), per_device_train_batch_size=4))
-    return losses(Trainer(model=model_of(folder, implementation), args=given, train_dataset=Sequences()))
+    return losses(
+        Trainer(model=model_of(folder, implementation), args=given, train_dataset=Sequences())
+    )
 
 
 def test_the_trainer_learns_as_over_the_familys_own_loop(folder: str, tmp_path: Path) -> None:
@@ -59,16 +69,22 @@ def test_the_trainer_learns_alike_on_two_ranks(folder: str, tmp_path: Path) -> N
 def test_the_trainer_clips_experts_on_two_ranks_like_all_else(folder: str, tmp_path: Path) -> None:
     model = model_of(folder, "eager")
     model(input_ids=batch(8)[:4], labels=batch(8)[:4]).loss.backward()
-    norm = math.sqrt(sum(float(p.grad.pow(2).sum()) for p in model.parameters() if p.grad is not None))
+    norm = math.sqrt(
+        sum(float(p.grad.pow(2).sum()) for p in model.parameters() if p.grad is not None)
+    )
     for found in on_ranks(2, clipped, folder, str(tmp_path)):
         assert found["norms"] == pytest.approx([norm, norm], rel=1e-4)
         assert any("experts" in name for name in found["whole"])
         assert 0.1 / norm < 0.9
         for name, gradient in found["whole"].items():
-            torch.testing.assert_close(found["clipped"][name], gradient * (0.1 / norm), rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(
+                found["clipped"][name], gradient * (0.1 / norm), rtol=1e-4, atol=1e-7
+            )
 
 
-def test_lora_of_attention_beside_experts_on_two_ranks_needs_its_gradients_averaged(folder: str) -> None:
+def test_lora_of_attention_beside_experts_on_two_ranks_needs_its_gradients_averaged(
+    folder: str,
+) -> None:
     peft = pytest.importorskip("peft", reason="pip install peft")
     torch.manual_seed(1)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -89,8 +105,14 @@ def test_lora_has_the_familys_own_gradients(folder: str, experts_too: bool) -> N
     found = {}
     for name in ("moesaic", "eager"):
         torch.manual_seed(1)
-        on_experts = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]} if experts_too else {}
-        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **on_experts)
+        on_experts = (
+            {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+            if experts_too
+            else {}
+        )
+        config = peft.LoraConfig(
+            r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **on_experts
+        )
         model = peft.get_peft_model(model_of(folder, name), config)
         model(input_ids=batch(2), labels=batch(2)).loss.backward()
         found[name] = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
@@ -101,7 +123,9 @@ def test_lora_has_the_familys_own_gradients(folder: str, experts_too: bool) -> N
 
 
 def test_supervised_fine_tuning_runs_over_the_backend(folder: str, tmp_path: Path) -> None:
-    ours, eager = supervised((model_of(folder, name) for name in ("moesaic", "eager")), str(tmp_path))
+    ours, eager = supervised(
+        (model_of(folder, name) for name in ("moesaic", "eager")), str(tmp_path)
+    )
     assert len(eager) == 3
     assert all(map(math.isfinite, eager))
     torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)

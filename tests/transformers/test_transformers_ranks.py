@@ -48,7 +48,10 @@ def test_the_plan_is_found_while_training(folder: Path) -> None:
 def test_ranks_say_in_one_line_what_does_not_fit(folder: Path) -> None:
     for said in on_ranks(2, lines, str(folder / "mixtral")):
         different, instead, without, taken = said
-        assert "plan.chunks differs: 2 on rank 1, 1 on rank 0" in different or "plan.chunks differs" in different
+        assert (
+            "plan.chunks differs: 2 on rank 1, 1 on rank 0" in different
+            or "plan.chunks differs" in different
+        )
         assert "MixtralExperts has its own gate" in instead
         assert "all_to_all" in instead
         assert 'load it with ep_implementation="moesaic"' in without
@@ -61,13 +64,21 @@ def test_ranks_that_tp_leaves_have_batches_of_their_own(monkeypatch: pytest.Monk
     assert distributed_config(ep_size=4).fsdp_size == 8
     assert distributed_config(ep_size=4, tp_size=2).fsdp_size == 4
     assert distributed_config(ep_size=4, fsdp_size=4).fsdp_size == 4
-    assert distributed_config(ep_size=4, ep_implementation="of-a-plan").ep_implementation == "of-a-plan"
+    assert (
+        distributed_config(ep_size=4, ep_implementation="of-a-plan").ep_implementation
+        == "of-a-plan"
+    )
     with pytest.raises(
-        InputError, match=r"^ep_size=3 does not divide .* 8 of them: start torchrun --nproc-per-node 3, or"
+        InputError,
+        match=r"^ep_size=3 does not divide .* 8 of them: start torchrun --nproc-per-node 3, or",
     ):
         distributed_config(ep_size=3)
 
 
 def test_the_extra_brings_what_transformers_asks_for_on_several_ranks():
-    named = [line for line in metadata.requires("moesaic") or () if "extra == 'transformers'" in line.replace('"', "'")]
+    named = [
+        line
+        for line in metadata.requires("moesaic") or ()
+        if "extra == 'transformers'" in line.replace('"', "'")
+    ]
     assert any(line.startswith("accelerate") for line in named), named

@@ -19,7 +19,17 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moesaic_lab.families import shrunk
 
-FAMILIES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Qwen3Next", "Olmoe", "DeepseekV3", "Glm4Moe", "GptOss", "GraniteMoe")
+FAMILIES = (
+    "Mixtral",
+    "Qwen2Moe",
+    "Qwen3Moe",
+    "Qwen3Next",
+    "Olmoe",
+    "DeepseekV3",
+    "Glm4Moe",
+    "GptOss",
+    "GraniteMoe",
+)
 WITHOUT = {("Qwen3Next", "torchtitan")}
 """(family, format) for families that a format cannot store."""
 
@@ -37,7 +47,10 @@ def build(family: str, **changes: Any) -> Any:
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             # Megatron stores this norm's weight minus one, which is exact between 1/2 and 2.
-            tensor.copy_(torch.randn(tensor.shape) * 0.1 + (1 if name.endswith("linear_attn.norm.weight") else 0))
+            tensor.copy_(
+                torch.randn(tensor.shape) * 0.1
+                + (1 if name.endswith("linear_attn.norm.weight") else 0)
+            )
     return model
 
 
@@ -81,4 +94,6 @@ def assert_bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> No
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (actual[name].shape, actual[name].dtype) == (tensor.shape, tensor.dtype), name
-        assert torch.equal(actual[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+        assert torch.equal(
+            actual[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+        ), name

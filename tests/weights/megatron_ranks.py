@@ -41,8 +41,12 @@ def read_and_write(config: Any, source: str, target: str, ids: Tensor) -> Tensor
     with ExitStack() as lacking, torch.no_grad():
         lacking.enter_context(patch("torch.cuda.current_device", lambda: "cpu"))
         lacking.enter_context(patch("torch.cuda.synchronize", lambda *_: None))
-        lacking.enter_context(patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", lambda *_, **__: random))
-        lacking.enter_context(patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, create=True))
+        lacking.enter_context(
+            patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", lambda *_, **__: random)
+        )
+        lacking.enter_context(
+            patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, create=True)
+        )
         dist_checkpointing.save(_sharded(model), target)
         logits: Tensor = model.eval()(ids, torch.arange(tokens).unsqueeze(0), mask)
     return logits
@@ -61,7 +65,9 @@ def _model(config: Any) -> Any:
         gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, qk_layernorm=True, normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
     )  # fmt: skip
-    layers = get_gpt_layer_local_spec(num_experts=config.num_experts, qk_layernorm=True, normalization="RMSNorm")
+    layers = get_gpt_layer_local_spec(
+        num_experts=config.num_experts, qk_layernorm=True, normalization="RMSNorm"
+    )
     return GPTModel(
         described, layers, vocab_size=config.vocab_size, max_sequence_length=64, position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
@@ -70,7 +76,11 @@ def _model(config: Any) -> Any:
 
 def _sharded(model: Any) -> dict[str, Any]:
     """Return the sharded state that Megatron loads and saves, without TransformerEngine's extra states."""
-    found = {name: entry for name, entry in model.sharded_state_dict().items() if "_extra_state" not in name}
+    found = {
+        name: entry
+        for name, entry in model.sharded_state_dict().items()
+        if "_extra_state" not in name
+    }
     for entry in found.values():
         if entry.key == "decoder.layers.mlp.linear_fc1.layer_norm_weight":
             entry.key = "decoder.layers.pre_mlp_layernorm.weight"

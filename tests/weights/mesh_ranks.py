@@ -26,7 +26,11 @@ def differing(case: RankCase, converted: str) -> tuple[int, list[str]]:
     for tensor in tensors.values():
         tensor.zero_()
     state_dict_loader.load(tensors, storage_reader=ShardReader(Path(converted) / SHARDS))
-    wrong = [name for name, tensor in model.state_dict().items() if not torch.equal(local(tensor), expected[name])]
+    wrong = [
+        name
+        for name, tensor in model.state_dict().items()
+        if not torch.equal(local(tensor), expected[name])
+    ]
     return sum(isinstance(tensor, DTensor) for tensor in tensors.values()), wrong
 
 

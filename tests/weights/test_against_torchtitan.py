@@ -19,7 +19,10 @@ from checkpoints import assert_bitwise, build, tensors_of
 
 import moesaic
 
-ADAPTERS = {"Qwen3Moe": ("qwen3", "Qwen3StateDictAdapter"), "DeepseekV3": ("deepseek_v3", "DeepSeekV3StateDictAdapter")}
+ADAPTERS = {
+    "Qwen3Moe": ("qwen3", "Qwen3StateDictAdapter"),
+    "DeepseekV3": ("deepseek_v3", "DeepSeekV3StateDictAdapter"),
+}
 """Families for which torchtitan has models. Its adapter of gpt-oss (0.3.0) expects other names than its model has."""
 
 
@@ -33,7 +36,13 @@ def test_torchtitans_adapter_gives_back_the_hubs_tensors(family: str, tmp_path: 
     experts = SimpleNamespace(
         num_experts=getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", 0)
     )
-    layer = SimpleNamespace(moe=experts, attention=SimpleNamespace(q_lora_rank=getattr(config, "q_lora_rank", None)))
-    described = SimpleNamespace(layers=[layer] * config.num_hidden_layers, enable_weight_tying=False)
-    adapter = getattr(import_module(f"torchtitan.models.{package}.state_dict_adapter"), name)(described, None)
+    layer = SimpleNamespace(
+        moe=experts, attention=SimpleNamespace(q_lora_rank=getattr(config, "q_lora_rank", None))
+    )
+    described = SimpleNamespace(
+        layers=[layer] * config.num_hidden_layers, enable_weight_tying=False
+    )
+    adapter = getattr(import_module(f"torchtitan.models.{package}.state_dict_adapter"), name)(
+        described, None
+    )
     assert_bitwise(adapter.to_hf(tensors_of(tmp_path / "titan")), tensors_of(tmp_path / "hub"))

@@ -52,7 +52,9 @@ def refusal(*arguments: Any, **options: Any) -> str:
     return refused(moesaic.convert, *arguments, **{"logits": False, **options})
 
 
-def test_the_receipt_says_what_was_done_with_the_same_hashes_in_every_format(hub: Path, tmp_path: Path) -> None:
+def test_the_receipt_says_what_was_done_with_the_same_hashes_in_every_format(
+    hub: Path, tmp_path: Path
+) -> None:
     (hub / "tokenizer.json").write_text("{}")
     receipt = moesaic.convert(hub, tmp_path / "hf", to="hf")
     tensors = tensors_of(tmp_path / "hf")
@@ -64,7 +66,9 @@ def test_the_receipt_says_what_was_done_with_the_same_hashes_in_every_format(hub
     assert len(experts) == len(set(experts)) == 4
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
     for to in ("moesaic", "torchtitan", "megatron"):
-        assert moesaic.convert(hub, tmp_path / to, to=to, logits=False)["sha256"] == receipt["sha256"]
+        assert (
+            moesaic.convert(hub, tmp_path / to, to=to, logits=False)["sha256"] == receipt["sha256"]
+        )
 
 
 def test_the_card_is_the_hubs_and_keeps_the_license(tmp_path: Path) -> None:
@@ -87,18 +91,25 @@ def test_the_card_is_the_hubs_and_keeps_the_license(tmp_path: Path) -> None:
     assert "from a checkpoint in the format hf |" in written.text
     assert "source's words" not in written.text
     assert "not converted" not in written.text
-    some = card("mixtral", receipt | {"left_behind": ["step of a", "step of b"], "upcycled": {"num_experts": 8}})
+    some = card(
+        "mixtral",
+        receipt | {"left_behind": ["step of a", "step of b"], "upcycled": {"num_experts": 8}},
+    )
     assert "| not converted | step of a" in some
     assert "| made sparse | num_experts 8 |" in some
 
 
 @pytest.mark.parametrize("to", ["hf", "moesaic"])
-def test_verify_finds_a_flipped_bit_and_names_the_expert(hub: Path, tmp_path: Path, to: str, capsys: Any) -> None:
+def test_verify_finds_a_flipped_bit_and_names_the_expert(
+    hub: Path, tmp_path: Path, to: str, capsys: Any
+) -> None:
     out = tmp_path / "out"
     moesaic.convert(hub, out, to=to, logits=False)
     assert main(["convert", "verify", str(out)]) == 0
     assert "8 experts are what the receipt says" in capsys.readouterr().out
-    needle = load_file(hub / "model-00001-of-00003.safetensors")["model.layers.0.block_sparse_moe.experts.2.w1.weight"]
+    needle = load_file(hub / "model-00001-of-00003.safetensors")[
+        "model.layers.0.block_sparse_moe.experts.2.w1.weight"
+    ]
     needle = needle.view(torch.int16).numpy().tobytes()
     (path,) = [path for path in out.rglob("*") if path.is_file() and needle in path.read_bytes()]
     data = bytearray(path.read_bytes())
@@ -110,7 +121,9 @@ def test_verify_finds_a_flipped_bit_and_names_the_expert(hub: Path, tmp_path: Pa
     assert err == f"moesaic convert: {out}: {line}\n"
 
 
-def test_a_receipt_of_fewer_experts_is_not_that_of_the_output_and_none_is_refused(hub: Path, tmp_path: Path) -> None:
+def test_a_receipt_of_fewer_experts_is_not_that_of_the_output_and_none_is_refused(
+    hub: Path, tmp_path: Path
+) -> None:
     assert "receipt.json is missing: no conversion finished here" in refused(verify, hub)
     receipt = moesaic.convert(hub, tmp_path / "out", to="hf", logits=False)
     receipt["sha256"]["weights"]["model.layers.0.mlp.experts"].pop()
@@ -144,10 +157,14 @@ def test_shards_that_are_missing_cut_off_or_mixed_up(hub: Path, tmp_path: Path) 
     second.write_bytes((hub / "model-00003-of-00003.safetensors").read_bytes())
     assert "two checkpoints are mixed" in refusal(hub, tmp_path / "o", to="moesaic")
     second.unlink()
-    assert f"{second} is missing: the index lists 3 files, fetch this one" in refusal(hub, tmp_path / "o", to="moesaic")
+    assert f"{second} is missing: the index lists 3 files, fetch this one" in refusal(
+        hub, tmp_path / "o", to="moesaic"
+    )
     second.write_bytes(whole)
     (hub / "model.safetensors.index.json").unlink()
-    assert "index.json is missing, and there are 3 safetensors files" in refusal(hub, tmp_path / "o", to="moesaic")
+    assert "index.json is missing, and there are 3 safetensors files" in refusal(
+        hub, tmp_path / "o", to="moesaic"
+    )
     assert not (tmp_path / "o").exists()
 
 
@@ -155,7 +172,10 @@ def changed(folder: Path, **changes: Tensor | None) -> Path:
     """Save a Mixtral in one file, with tensors removed, added or replaced."""
     save("Mixtral", folder)
     tensors: dict[str, Any] = load_file(folder / "model.safetensors") | changes
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        folder / "model.safetensors",
+    )
     return folder
 
 
@@ -166,7 +186,9 @@ def test_keys_that_are_missing_or_unknown_are_named(tmp_path: Path) -> None:
         source, tmp_path / "o", to="moesaic"
     )
     source = changed(tmp_path / "b", extra=torch.zeros(1))
-    assert "1 tensors are unknown to the model: extra" in refusal(source, tmp_path / "o", to="moesaic")
+    assert "1 tensors are unknown to the model: extra" in refusal(
+        source, tmp_path / "o", to="moesaic"
+    )
     source = changed(tmp_path / "c", **{"model.norm.weight": torch.zeros(7)})
     assert "model.norm.weight is [7], and the configuration makes it [32]" in refusal(
         source, tmp_path / "o", to="moesaic"
@@ -176,20 +198,28 @@ def test_keys_that_are_missing_or_unknown_are_named(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for_must_make_sense(hub: Path, tmp_path: Path) -> None:
-    assert "choose one of hf, moesaic, torchtitan, megatron" in refusal(hub, tmp_path / "o", to="gguf")
+    assert "choose one of hf, moesaic, torchtitan, megatron" in refusal(
+        hub, tmp_path / "o", to="gguf"
+    )
     assert "is not empty" in refusal(hub, hub, to="moesaic")
     assert "exists and is not a folder" in refusal(hub, hub / "config.json", to="moesaic")
-    assert "config.json: exists and is not a folder" in refusal(hub, hub / "config.json" / "below", to="moesaic")
+    assert "config.json: exists and is not a folder" in refusal(
+        hub, hub / "config.json" / "below", to="moesaic"
+    )
     assert "no folder there" in refusal(tmp_path / "none", tmp_path / "o", to="moesaic")
     (tmp_path / "empty").mkdir()
-    assert "no checkpoint of hf, moesaic" in refusal(tmp_path / "empty", tmp_path / "o", to="moesaic")
+    assert "no checkpoint of hf, moesaic" in refusal(
+        tmp_path / "empty", tmp_path / "o", to="moesaic"
+    )
     config = (hub / "config.json").read_text()
     (hub / "config.json").unlink()
     assert "no configuration there: name the model's transformers config.json" in refusal(
         hub, tmp_path / "o", to="moesaic"
     )
     (tmp_path / "config.json").write_text(config)
-    moesaic.convert(hub, tmp_path / "o", to="moesaic", config=tmp_path / "config.json", logits=False)
+    moesaic.convert(
+        hub, tmp_path / "o", to="moesaic", config=tmp_path / "config.json", logits=False
+    )
     (hub / "config.json").write_text(json.dumps(json.loads(config) | {"model_type": "of_tomorrow"}))
     assert re.search(
         r"not a configuration that transformers .* knows \(.*of_tomorrow.*\): update transformers, or name .* --config$",
@@ -205,7 +235,21 @@ def test_the_command_line(hub: Path, tmp_path: Path, capsys: Any) -> None:
     out = capsys.readouterr().out
     assert out.startswith("mixtral: hf to moesaic, 21 tensors, ")
     assert "largest difference of logits: 0\n" in out
-    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "hf", "--logits", "no", "--json"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                str(tmp_path / "a"),
+                str(tmp_path / "b"),
+                "--to",
+                "hf",
+                "--logits",
+                "no",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["target"] == {"format": "hf"}
     assert main(["convert", "verify", str(tmp_path / "b"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["experts"] == 8
@@ -225,7 +269,9 @@ def trained(folder: Path) -> tuple[Any, torch.optim.Optimizer]:
         optimizer.zero_grad()
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
-        tensors |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+        tensors |= {
+            f"optimizer.{name}.{key}": value for key, value in optimizer.state[parameter].items()
+        }
     save_shards(folder / SHARDS, tensors)
     model.config.save_pretrained(folder)
     return model, optimizer
@@ -239,7 +285,11 @@ def test_an_optimizers_moments_go_along_and_come_back(tmp_path: Path) -> None:
     name = "optimizer.state.layers.1.moe.routed_experts.inner_experts.w3_EFD"
     assert torch.equal(tensors[f"{name}.exp_avg_sq"], state["exp_avg_sq"][:, 24:])
     assert float(tensors[f"{name}.step"]) == 2
-    assert receipt["moments"]["exp_avg"]["placed"] == receipt["moments"]["exp_avg"]["in the source"] > 20
+    assert (
+        receipt["moments"]["exp_avg"]["placed"]
+        == receipt["moments"]["exp_avg"]["in the source"]
+        > 20
+    )
     moesaic.convert(tmp_path / "b", tmp_path / "c", to="moesaic", logits=False)
     assert_bitwise(tensors_of(tmp_path / "c"), tensors_of(tmp_path / "a"))
     assert verify(tmp_path / "c")["states"] == ["weights", "exp_avg", "exp_avg_sq", "step"]
@@ -255,14 +305,25 @@ def test_moments_in_megatron_and_what_has_no_place_there(tmp_path: Path) -> None
     model, optimizer = trained(tmp_path / "a")
     receipt = moesaic.convert(tmp_path / "a", tmp_path / "b", to="megatron", logits=False)
     assert sum(name.startswith("step of ") for name in receipt["left_behind"]) == 12
-    down = tensors_of(tmp_path / "b")["optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc2.weight"]
-    assert torch.equal(down[1], optimizer.state[model.model.layers[1].mlp.experts.down_proj]["exp_avg"])
+    down = tensors_of(tmp_path / "b")[
+        "optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc2.weight"
+    ]
+    assert torch.equal(
+        down[1], optimizer.state[model.model.layers[1].mlp.experts.down_proj]["exp_avg"]
+    )
     moesaic.convert(tmp_path / "b", tmp_path / "c", to="moesaic", logits=False)
-    kept = {name: tensor for name, tensor in tensors_of(tmp_path / "a").items() if not name.endswith(".step")}
+    kept = {
+        name: tensor
+        for name, tensor in tensors_of(tmp_path / "a").items()
+        if not name.endswith(".step")
+    }
     assert_bitwise(tensors_of(tmp_path / "c"), kept)
     receipt = moesaic.convert(tmp_path / "b", tmp_path / "d", to="hf", logits=False)
     assert receipt["moments"]["exp_avg"]["placed"] == 0
-    assert any(name.startswith("exp_avg of model.layers.0.mlp.experts.0") for name in receipt["left_behind"])
+    assert any(
+        name.startswith("exp_avg of model.layers.0.mlp.experts.0")
+        for name in receipt["left_behind"]
+    )
 
 
 def test_counters_that_differ_cannot_become_one(tmp_path: Path) -> None:
@@ -312,7 +373,9 @@ class Payload:
         return os.system, ("touch planted",)
 
 
-def test_nothing_that_a_sharded_checkpoint_names_is_run(hub: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_nothing_that_a_sharded_checkpoint_names_is_run(
+    hub: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     moesaic.convert(hub, tmp_path / "a", to="torchtitan", logits=False)
     listed = tmp_path / "a" / ".metadata"
@@ -323,14 +386,18 @@ def test_nothing_that_a_sharded_checkpoint_names_is_run(hub: Path, tmp_path: Pat
     assert not Path("planted").exists()
 
 
-def test_files_of_a_sharded_checkpoint_that_are_damaged_cut_off_or_missing(hub: Path, tmp_path: Path) -> None:
+def test_files_of_a_sharded_checkpoint_that_are_damaged_cut_off_or_missing(
+    hub: Path, tmp_path: Path
+) -> None:
     moesaic.convert(hub, tmp_path / "a", to="moesaic", logits=False)
     (path,) = (tmp_path / "a" / SHARDS).glob("*.distcp")
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b"PK", b"KP").replace(b"_rebuild", b"_rabuild"))
     assert f"{path}: byte 0: is damaged" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
     path.write_bytes(whole[:-1000])
-    assert "it is cut off or of another checkpoint" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
+    assert "it is cut off or of another checkpoint" in refusal(
+        tmp_path / "a", tmp_path / "o", to="hf"
+    )
     path.unlink()
     assert f"{path} is missing" in refusal(tmp_path / "a", tmp_path / "o", to="hf")
 
@@ -353,13 +420,16 @@ def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
     moesaic.convert(tmp_path / "a", tmp_path / "b", to="hf")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype="auto")
     assert_bitwise(
-        again.state_dict(), AutoModelForCausalLM.from_pretrained(tmp_path / "hub", dtype="auto").state_dict()
+        again.state_dict(),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "hub", dtype="auto").state_dict(),
     )
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "convert.md"
-    block, _ = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    block, _ = re.findall(
+        r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     monkeypatch.chdir(tmp_path)
     exec(block, {})
     assert capsys.readouterr().out == "0.0\n"
@@ -376,7 +446,9 @@ def test_what_a_link_shows_outside_a_checkpoint_is_not_copied(hub: Path, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_links_within_a_checkpoint_and_a_hubs_cache_are_copied_as_files(hub: Path, tmp_path: Path) -> None:
+def test_links_within_a_checkpoint_and_a_hubs_cache_are_copied_as_files(
+    hub: Path, tmp_path: Path
+) -> None:
     cache = tmp_path / "models--me--mixtral"
     (cache / "blobs").mkdir(parents=True)
     (cache / "snapshots").mkdir()
@@ -403,14 +475,20 @@ def test_what_is_not_a_file_is_refused_at_once(kind: str, tmp_path: Path) -> Non
             (hub / name).symlink_to("/dev/zero")
         message = refusal(hub, tmp_path / "out", to="hf")
         is_outside = kind == "a device" and name == "tokenizer.json"
-        assert ("is a link to a file outside" if is_outside else f"it is {kind}, not a file") in message
+        assert (
+            "is a link to a file outside" if is_outside else f"it is {kind}, not a file"
+        ) in message
         assert not (tmp_path / "out").exists()
 
 
-def test_a_configuration_chooses_no_code(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_chooses_no_code(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """transformers fetches the kernels of a repository that is named as an implementation."""
     asked: list[str] = []
-    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=lambda name, **_: asked.append(name)))
+    monkeypatch.setitem(
+        sys.modules, "kernels", SimpleNamespace(get_kernel=lambda name, **_: asked.append(name))
+    )
     keys = ("attn_implementation", "_attn_implementation", "experts_implementation")
     edit_json(hub / "config.json", **dict.fromkeys(keys, "somebody/kernel@rev"))
     moesaic.convert(hub, tmp_path / "out", to="hf")
@@ -439,7 +517,9 @@ def test_a_link_to_nothing_is_no_output(hub: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_all_files_of_an_output_have_the_mode_that_the_umask_gives(hub: Path, tmp_path: Path) -> None:
+def test_all_files_of_an_output_have_the_mode_that_the_umask_gives(
+    hub: Path, tmp_path: Path
+) -> None:
     before = os.umask(0o027)
     try:
         moesaic.convert(hub, tmp_path / "out", to="hf", logits=False)

@@ -30,12 +30,18 @@ def save_mixtral(folder: Path, hidden: int, intermediate: int) -> None:
         num_key_value_heads=2, head_dim=8, num_local_experts=8, num_experts_per_tok=2,
     )  # fmt: skip
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+        folder
+    )
 
 
 def resident(which: str) -> int:
     """Return a figure of this process's memory in bytes: "VmRSS" now, "VmHWM" at the peak."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{which}:")]
+    (line,) = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{which}:")
+    ]
     return int(line.split()[1]) * 1024
 
 
@@ -47,13 +53,17 @@ def convert_all(folder: Path) -> int:
         base = resident("VmRSS")
         (folder / name).rename(folder / f"{name}-{first}")
         for source, to in pairwise((first, *others, first)):
-            moesaic.convert(folder / f"{name}-{source}", folder / f"{name}-{to}", to=to, logits=False)
+            moesaic.convert(
+                folder / f"{name}-{source}", folder / f"{name}-{to}", to=to, logits=False
+            )
             shutil.rmtree(folder / f"{name}-{source}")
     return resident("VmHWM") - base
 
 
 @pytest.mark.random
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory of a process is read on Linux only")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="memory of a process is read on Linux only"
+)
 def test_memory_stays_below_the_largest_tensor(tmp_path: Path) -> None:
     """The largest tensor has nine times a buffer's bytes: a program that held a tensor whole, and a copy, would be over."""
     hidden, intermediate = 512, 1152
@@ -61,7 +71,9 @@ def test_memory_stays_below_the_largest_tensor(tmp_path: Path) -> None:
     assert largest > 8 * BUFFER
     save_mixtral(tmp_path / "tiny", 32, 24)
     save_mixtral(tmp_path / "large", hidden, intermediate)
-    done = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) <= largest
 
 

@@ -17,7 +17,15 @@ pytest.importorskip("transformers", reason='pip install ".[transformers]"')
 
 from moesaic.weights import layout as layouts
 from moesaic.weights.files import read_dcp
-from moesaic.weights.layout import GatheredTensor, Layout, StoredBlock, _intersect, full_region, identity, pieces
+from moesaic.weights.layout import (
+    GatheredTensor,
+    Layout,
+    StoredBlock,
+    _intersect,
+    full_region,
+    identity,
+    pieces,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -29,7 +37,9 @@ class Held:
         self.array, self.dtype, self.shape = array, torch.int32, array.shape
 
     def read(self, at: layouts.Region) -> np.ndarray:
-        index = tuple(dim if isinstance(dim, int) else slice(dim.start, dim.stop, dim.step) for dim in at)
+        index = tuple(
+            dim if isinstance(dim, int) else slice(dim.start, dim.stop, dim.step) for dim in at
+        )
         return self.array[index].copy()
 
 
@@ -52,19 +62,29 @@ def partitions(draw: st.DrawFn, shape: tuple[int, int, int]) -> list[StoredBlock
             place = place[::-1] if turned else place
             lead = () if single else (expert,)
             stored = f"{name} of {expert}" if single else name
-            blocks.append(StoredBlock(stored, (*lead, *place), "tensor", (expert, part, range(columns)), turned))
+            blocks.append(
+                StoredBlock(
+                    stored, (*lead, *place), "tensor", (expert, part, range(columns)), turned
+                )
+            )
     return blocks
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_two_ways_to_keep_a_tensor_convert_into_each_other(data: st.DataObject) -> None:
-    shape = (data.draw(st.integers(1, 3)), 2 * data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4)))
+    shape = (
+        data.draw(st.integers(1, 3)),
+        2 * data.draw(st.integers(1, 3)),
+        data.draw(st.integers(1, 4)),
+    )
     shapes = {"tensor": shape}
     whole = {"tensor": Held(np.arange(np.prod(shape), dtype=np.int32).reshape(shape))}
     one, other = (Layout(data.draw(partitions(shape)), shapes, "it") for _ in range(2))
     first = {
-        name: Held(GatheredTensor(name, one, identity(shapes), whole).read(full_region(one.shapes[name])))
+        name: Held(
+            GatheredTensor(name, one, identity(shapes), whole).read(full_region(one.shapes[name]))
+        )
         for name in one.shapes
     }
     found = {name: GatheredTensor(name, other, one, first) for name in other.shapes}
@@ -77,7 +97,13 @@ def test_any_two_ways_to_keep_a_tensor_convert_into_each_other(data: st.DataObje
     np.testing.assert_array_equal(back, whole["tensor"].array)
 
 
-@given(st.integers(0, 9), st.integers(0, 9), st.sampled_from([1, 2, 3]), st.integers(0, 9), st.integers(0, 9))
+@given(
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.sampled_from([1, 2, 3]),
+    st.integers(0, 9),
+    st.integers(0, 9),
+)
 def test_what_two_rows_share(start: int, length: int, step: int, other: int, size: int) -> None:
     a, b = range(start, start + length * step, step), range(other, other + size)
     for shared in (_intersect(a, b), _intersect(b, a)):
@@ -90,7 +116,9 @@ def test_pieces_follow_each_other_and_fit_the_buffer(monkeypatch: pytest.MonkeyP
         array = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
         held = [Held(array).read(region) for region in pieces(shape, 4)]
         np.testing.assert_array_equal(
-            np.concatenate([array[:0].reshape(-1) if shape else [], *(piece.reshape(-1) for piece in held)]),
+            np.concatenate(
+                [array[:0].reshape(-1) if shape else [], *(piece.reshape(-1) for piece in held)]
+            ),
             array.reshape(-1),
         )
         assert all(piece.nbytes <= 40 for piece in held)
@@ -99,19 +127,32 @@ def test_pieces_follow_each_other_and_fit_the_buffer(monkeypatch: pytest.MonkeyP
 def test_a_format_without_a_place_or_with_two_is_refused() -> None:
     shapes = {"a": (2, 3), "b": (4,)}
     half = StoredBlock("x", full_region((1, 3)), "a", (range(1), range(3)))
-    assert "it has no place for a, b: convert this model to another format" in refused(Layout, [half], shapes, "it")
+    assert "it has no place for a, b: convert this model to another format" in refused(
+        Layout, [half], shapes, "it"
+    )
     with pytest.raises(AssertionError):
-        Layout([half, StoredBlock("x", full_region((1, 3)), "a", (range(1, 2), range(3)))], {"a": (2, 3)}, "it")
+        Layout(
+            [half, StoredBlock("x", full_region((1, 3)), "a", (range(1, 2), range(3)))],
+            {"a": (2, 3)},
+            "it",
+        )
 
 
 def test_parts_that_torch_saved_in_another_order_are_read(tmp_path: Path) -> None:
     tensor = torch.arange(24.0).view(4, 6)
-    tensors = {"turned": tensor.T, "cut": tensor[1:3, 2:5], "scalar": torch.tensor(3.0), "empty": tensor[:0]}
+    tensors = {
+        "turned": tensor.T,
+        "cut": tensor[1:3, 2:5],
+        "scalar": torch.tensor(3.0),
+        "empty": tensor[:0],
+    }
     state_dict_saver.save(tensors, checkpoint_id=tmp_path, no_dist=True)
     found, others = read_dcp(tmp_path)
     assert others == []
     for name, expected in tensors.items():
-        values = torch.from_numpy(found[name].read(full_region(found[name].shape))).view(torch.float32)
+        values = torch.from_numpy(found[name].read(full_region(found[name].shape))).view(
+            torch.float32
+        )
         assert torch.equal(values, expected)
     part = found["turned"].read((range(1, 6, 2), 3))
     assert torch.equal(torch.from_numpy(part).view(torch.float32), tensor.T[1:6:2, 3])

@@ -36,7 +36,12 @@ from moesaic_lab.families import families, models_of, shrunk
 FILE = "model.safetensors"
 BY_COST = [
     pytest.param(
-        name, marks=() if name == "GptOss" else pytest.mark.random if name == "Qwen3Next" else pytest.mark.slow
+        name,
+        marks=()
+        if name == "GptOss"
+        else pytest.mark.random
+        if name == "Qwen3Next"
+        else pytest.mark.slow,
     )
     for name in FAMILIES
 ]
@@ -44,17 +49,23 @@ BY_COST = [
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def outputs(checkpoint: Checkpoint, layouts: dict[str, Layout]) -> dict[tuple[str, str], np.ndarray]:
+def outputs(
+    checkpoint: Checkpoint, layouts: dict[str, Layout]
+) -> dict[tuple[str, str], np.ndarray]:
     """Return what each format would store of a checkpoint, by format and name."""
     return {
-        (format, name): FORMATS[format].converted(name, tensor, to_model=False).read(full_region(tensor.shape))
+        (format, name): FORMATS[format]
+        .converted(name, tensor, to_model=False)
+        .read(full_region(tensor.shape))
         for format, layout in layouts.items()
         for name, tensor in checkpoint.into(layout).items()
     }
 
 
 @pytest.mark.parametrize("family", BY_COST)
-def test_one_changed_element_of_any_tensor_changes_one_element_of_every_output(family: str, tmp_path: Path) -> None:
+def test_one_changed_element_of_any_tensor_changes_one_element_of_every_output(
+    family: str, tmp_path: Path
+) -> None:
     build(family, num_hidden_layers=1 if family == "GptOss" else 2).save_pretrained(tmp_path)
     model = Architecture(read_config(tmp_path, None))
     checkpoint = open_checkpoint(tmp_path, "hf", model)
@@ -81,7 +92,12 @@ def test_one_changed_element_of_any_tensor_changes_one_element_of_every_output(f
 def test_a_tensor_that_lacks_or_is_too_much_is_refused(family: str, tmp_path: Path) -> None:
     build(family).save_pretrained(tmp_path)
     tensors, model = load_file(tmp_path / FILE), Architecture(read_config(tmp_path, None))
-    kinds = {name.rpartition(".")[2] for name in tensors} | {"bias", "weight_scale", "weight_scale_inv", "input_scale"}
+    kinds = {name.rpartition(".")[2] for name in tensors} | {
+        "bias",
+        "weight_scale",
+        "weight_scale_inv",
+        "input_scale",
+    }
 
     def opened(table: dict[str, Any]) -> Checkpoint:
         save_file(table, tmp_path / FILE, {"format": "pt"})
@@ -96,7 +112,13 @@ def test_a_tensor_that_lacks_or_is_too_much_is_refused(family: str, tmp_path: Pa
     expert = [name for name in tensors if ".experts.3." in name]
     if expert:
         with pytest.raises(InputError, match=f"{len(expert)} tensors are unknown to the model: "):
-            opened(tensors | {name.replace(".experts.3.", ".experts.4."): tensors[name].clone() for name in expert})
+            opened(
+                tensors
+                | {
+                    name.replace(".experts.3.", ".experts.4."): tensors[name].clone()
+                    for name in expert
+                }
+            )
 
 
 @pytest.mark.parametrize("family", BY_COST)
@@ -104,7 +126,9 @@ def test_every_dtype_stays_and_mixed_ones_are_refused(family: str, tmp_path: Pat
     build(family).save_pretrained(tmp_path / "in")
     tensors = load_file(tmp_path / "in" / FILE)
     single = [
-        name for name in tensors if "norm" in name or name.endswith(("gate.weight", "sinks", "embed_tokens.weight"))
+        name
+        for name in tensors
+        if "norm" in name or name.endswith(("gate.weight", "sinks", "embed_tokens.weight"))
     ]
     wide = tensors | {name: tensors[name].float() for name in single}
     save_file(wide, tmp_path / "in" / FILE, {"format": "pt"})
@@ -116,7 +140,9 @@ def test_every_dtype_stays_and_mixed_ones_are_refused(family: str, tmp_path: Pat
 
 @pytest.mark.random
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
-def test_any_family_of_transformers_converts_or_is_refused_in_one_line(family: Any, tmp_path: Path) -> None:
+def test_any_family_of_transformers_converts_or_is_refused_in_one_line(
+    family: Any, tmp_path: Path
+) -> None:
     config_classes = dict.fromkeys(cls.config_class for cls in models_of(family))
     for number, kind in enumerate(config_classes):
         try:
@@ -141,14 +167,18 @@ def test_any_family_of_transformers_converts_or_is_refused_in_one_line(family: A
         assert_bitwise(tensors_of(source / "b"), load_file(source / FILE))
 
 
-def test_what_transformers_loads_in_another_way_is_an_error_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+def test_what_transformers_loads_in_another_way_is_an_error_and_leaves_nothing(
+    tmp_path, monkeypatch, capsys
+):
     save("Qwen3Moe", tmp_path / "hub")
     right = hubs._unstacked
 
     def swapped(tensor: str, shape: tuple[int, ...], names: list[str]) -> Any:
         """Take up projections for gate projections; down projections stay."""
         half = len(names) // 2
-        return right(tensor, shape, names if shape[0] == len(names) else names[half:] + names[:half])
+        return right(
+            tensor, shape, names if shape[0] == len(names) else names[half:] + names[:half]
+        )
 
     monkeypatch.setattr(hubs, "_unstacked", swapped)
     for to in ("moesaic", "hf"):
@@ -166,13 +196,18 @@ def test_an_upcycled_model_that_computes_another_function_is_an_error(tmp_path, 
     out.mkdir()
     monkeypatch.setattr(upcycling, "_scaled", lambda tensor, factor: tensor)
     with pytest.raises(
-        InputError, match=r"out: its logits differ from those of the source by [\d.]+, of [\d.]+ at most"
+        InputError,
+        match=r"out: its logits differ from those of the source by [\d.]+, of [\d.]+ at most",
     ):
-        moesaic.convert(source, out, to="hf", upcycle=Upcycling(num_experts=4, top_k=2, granularity=2))
+        moesaic.convert(
+            source, out, to="hf", upcycle=Upcycling(num_experts=4, top_k=2, granularity=2)
+        )
     assert list(out.iterdir()) == []
 
 
-def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_writing_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(folder: Path, tensors: Any) -> None:
         (folder / "half").mkdir()
         (folder / "half" / FILE).write_bytes(b"x")
@@ -185,12 +220,16 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "out").exists()
 
 
-def test_of_two_conversions_into_one_folder_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_conversions_into_one_folder_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save("Mixtral", tmp_path / "hub")
     right, refused = FORMATS["hf"].write, []
 
     def write(folder: Path, tensors: Any) -> None:
-        with pytest.raises(InputError, match=r"is not empty|another process writes there") as caught:
+        with pytest.raises(
+            InputError, match=r"is not empty|another process writes there"
+        ) as caught:
             moesaic.convert(tmp_path / "hub", folder, to="hf", logits=False)
         refused.append(caught)
         right(folder, tensors)
@@ -219,27 +258,50 @@ def test_weights_that_are_not_numbers_are_converted_and_said(tmp_path: Path, cap
     model.save_pretrained(tmp_path / "hub")
     assert main(["convert", str(tmp_path / "hub"), str(tmp_path / "out"), "--to", "hf"]) == 0
     assert (
-        "1024 logits are not finite, neither before nor after: look for them in the source\n" in capsys.readouterr().out
+        "1024 logits are not finite, neither before nor after: look for them in the source\n"
+        in capsys.readouterr().out
     )
     receipt = json.loads((tmp_path / "out" / "receipt.json").read_text())
-    assert receipt["logits"] == {"tokens": 16, "largest_difference": 0.0, "largest": 0.0, "not_finite": 1024}
+    assert receipt["logits"] == {
+        "tokens": 16,
+        "largest_difference": 0.0,
+        "largest": 0.0,
+        "not_finite": 1024,
+    }
     assert_bitwise(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "hub"))
 
 
-def test_the_files_beside_the_weights_go_along_but_an_adapter_is_not_left_out_unseen(tmp_path: Path) -> None:
+def test_the_files_beside_the_weights_go_along_but_an_adapter_is_not_left_out_unseen(
+    tmp_path: Path,
+) -> None:
     hub = save("Mixtral", tmp_path / "hub")
-    names = {"tokenizer_config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "vocab.txt"}
+    names = {
+        "tokenizer_config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "vocab.txt",
+    }
     for name in names | {"quantize_config.json", "receipt.json"}:
         (hub / name).write_text("{}")
     moesaic.convert(hub, tmp_path / "out", to="moesaic", logits=False)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"config.json", "receipt.json", "shards"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names | {
+        "config.json",
+        "receipt.json",
+        "shards",
+    }
     (hub / "adapter_config.json").write_text("{}")
-    with pytest.raises(InputError, match="an adapter lies beside the weights: merge it with PEFT's merge_and_unload"):
+    with pytest.raises(
+        InputError,
+        match="an adapter lies beside the weights: merge it with PEFT's merge_and_unload",
+    ):
         moesaic.convert(hub, tmp_path / "more", to="moesaic")
 
 
 @pytest.mark.parametrize("kind", ["twice", "overlap"])
-def test_a_header_with_two_tensors_in_one_place_or_of_one_name_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_header_with_two_tensors_in_one_place_or_of_one_name_is_refused(
+    kind: str, tmp_path: Path
+) -> None:
     save("Mixtral", tmp_path / "hub")
     path = tmp_path / "hub" / FILE
     data = path.read_bytes()
@@ -256,10 +318,14 @@ def test_a_header_with_two_tensors_in_one_place_or_of_one_name_is_refused(kind: 
         moesaic.convert(tmp_path / "hub", tmp_path / "out", to="hf", logits=False)
 
 
-def test_models_with_other_parts_than_the_language_model_are_refused_in_one_line(tmp_path: Path, capsys: Any) -> None:
+def test_models_with_other_parts_than_the_language_model_are_refused_in_one_line(
+    tmp_path: Path, capsys: Any
+) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / FILE)
     for kind in ("qwen3_vl_moe", "glm4v_moe", "qwen3_5_moe", "gemma4_vision"):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": ["X"]}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": kind, "architectures": ["X"]})
+        )
         assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--to", "moesaic"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"moesaic convert: {kind}")
@@ -280,7 +346,9 @@ def test_a_configuration_that_cannot_be_is_refused_in_one_line(tmp_path: Path, c
     for changes in IMPOSSIBLE:
         path.write_text(json.dumps(table | changes))
         capsys.readouterr()
-        assert main(["convert", str(tmp_path / "hub"), str(tmp_path / "out"), "--to", "moesaic"]) == 2, changes
+        assert (
+            main(["convert", str(tmp_path / "hub"), str(tmp_path / "out"), "--to", "moesaic"]) == 2
+        ), changes
         (line,) = capsys.readouterr().err.splitlines()
         assert "Traceback" not in line
         assert not (tmp_path / "out").exists()

@@ -24,7 +24,9 @@ FILE = "model.safetensors"
 FP8 = torch.float8_e4m3fn
 
 
-def quantize(folder: Path, family: str, method: dict[str, object], change) -> dict[str, torch.Tensor]:
+def quantize(
+    folder: Path, family: str, method: dict[str, object], change
+) -> dict[str, torch.Tensor]:
     """Save a tiny model in which `change` replaces tensors by quantized ones, and return the values that these represent."""
     sizes = {"hidden_size": 64, "intermediate_size": 32} if family == "GptOss" else {}
     build(family, **sizes).save_pretrained(folder)
@@ -45,7 +47,10 @@ def to_fp8(name: str, tensor: torch.Tensor):
     if ".experts." not in name:
         return None
     rows, columns = tensor.shape
-    values, scales = tensor.float().mul(50).to(torch.float8_e4m3fn), torch.rand(-(-rows // 16), -(-columns // 10)) / 50
+    values, scales = (
+        tensor.float().mul(50).to(torch.float8_e4m3fn),
+        torch.rand(-(-rows // 16), -(-columns // 10)) / 50,
+    )
     spread = scales.repeat_interleave(16, 0)[:rows].repeat_interleave(10, 1)[:, :columns]
     return {name: values, f"{name}_scale_inv": scales}, (values.float() * spread).bfloat16()
 
@@ -56,7 +61,9 @@ def to_mxfp4(name: str, tensor: torch.Tensor):
     experts, columns, rows = tensor.shape
     blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
     scales = torch.randint(100, 140, (experts, rows, columns // 32), dtype=torch.uint8)
-    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, convert_moe_packed_tensors(blocks, scales)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, convert_moe_packed_tensors(
+        blocks, scales
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,9 +91,15 @@ def test_fp8_without_its_scales_is_refused(tmp_path):
         made = to_fp8(name, tensor)
         return made and ({name: made[0][name]}, made[1])
 
-    quantize(tmp_path / "hub", "DeepseekV3", {"quant_method": "fp8", "weight_block_size": [16, 10]}, without)
+    quantize(
+        tmp_path / "hub",
+        "DeepseekV3",
+        {"quant_method": "fp8", "weight_block_size": [16, 10]},
+        without,
+    )
     with pytest.raises(
-        InputError, match=r"is fp8 without scales of .*: correct quantization_config\.weight_block_size"
+        InputError,
+        match=r"is fp8 without scales of .*: correct quantization_config\.weight_block_size",
     ):
         moesaic.convert(tmp_path / "hub", tmp_path / "out", to="hf")
     assert not (tmp_path / "out").exists()
@@ -105,7 +118,9 @@ def fp8(scale_dtype, element, rows, columns):
         for i in range(grid[0]):
             for j in range(grid[1]):
                 block = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
-                expected[block] = (values[block].double() * scales[i, j].double()).float().bfloat16()
+                expected[block] = (
+                    (values[block].double() * scales[i, j].double()).float().bfloat16()
+                )
         return {name: values, f"{name}_scale_inv": scales}, expected
 
     return change
@@ -118,7 +133,9 @@ def fp8(scale_dtype, element, rows, columns):
         (torch.float8_e8m0fnu, torch.float8_e5m2, (128, 128)), (torch.float8_e8m0fnu, FP8, (8, 8)),
     ],
 )  # fmt: skip
-def test_scales_of_any_dtype_give_products_that_are_rounded_once(tmp_path, monkeypatch, dtype, element, blocks):
+def test_scales_of_any_dtype_give_products_that_are_rounded_once(
+    tmp_path, monkeypatch, dtype, element, blocks
+):
     monkeypatch.setattr(layout, "BUFFER", 1000)
     torch.manual_seed(0)
     method = {"quant_method": "fp8", "weight_block_size": list(blocks)}
@@ -131,16 +148,25 @@ def test_scales_of_any_dtype_give_products_that_are_rounded_once(tmp_path, monke
     assert not by_transformers or receipt["logits"]["largest_difference"] == 0
 
 
-@pytest.mark.parametrize(("family", "change"), [("DeepseekV3", fp8(torch.bfloat16, FP8, 8, 8)), ("GptOss", to_mxfp4)])
-def test_values_other_than_those_of_transformers_are_an_error(tmp_path, monkeypatch, family, change):
+@pytest.mark.parametrize(
+    ("family", "change"), [("DeepseekV3", fp8(torch.bfloat16, FP8, 8, 8)), ("GptOss", to_mxfp4)]
+)
+def test_values_other_than_those_of_transformers_are_an_error(
+    tmp_path, monkeypatch, family, change
+):
     method = (
-        {"quant_method": "fp8", "weight_block_size": [8, 8]} if family == "DeepseekV3" else {"quant_method": "mxfp4"}
+        {"quant_method": "fp8", "weight_block_size": [8, 8]}
+        if family == "DeepseekV3"
+        else {"quant_method": "mxfp4"}
     )
     right = quantized._from_fp8
     quantize(tmp_path / "hub", family, method, change)
     monkeypatch.setattr(quantized, "FP4", quantized.FP4 * 2)
     monkeypatch.setattr(quantized, "_from_fp8", lambda *given: right(*given) * 2)
-    with pytest.raises(InputError, match=r"transformers loads model\.layers\.\d\.mlp\.experts\..* with other values"):
+    with pytest.raises(
+        InputError,
+        match=r"transformers loads model\.layers\.\d\.mlp\.experts\..* with other values",
+    ):
         moesaic.convert(tmp_path / "hub", tmp_path / "out", to="hf")
     assert not (tmp_path / "out").exists()
 
@@ -151,8 +177,15 @@ def test_scales_that_belong_to_nothing_quantized_are_not_dropped(tmp_path):
             return None
         return {name: tensor, f"{name}_scale_inv": torch.ones(1, 1)}, tensor
 
-    quantize(tmp_path / "hub", "DeepseekV3", {"quant_method": "fp8", "weight_block_size": [128, 128]}, beside)
-    with pytest.raises(InputError, match=r"12 tensors are unknown to the model: .*down_proj\.weight_scale_inv"):
+    quantize(
+        tmp_path / "hub",
+        "DeepseekV3",
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        beside,
+    )
+    with pytest.raises(
+        InputError, match=r"12 tensors are unknown to the model: .*down_proj\.weight_scale_inv"
+    ):
         moesaic.convert(tmp_path / "hub", tmp_path / "out", to="hf")
 
 
@@ -170,9 +203,7 @@ def test_other_quantizations_get_advice_that_works(tmp_path):
     path = save("Mixtral", tmp_path / "hub") / "config.json"
     for method in ("gptq", "awq", "bitsandbytes", "modelopt", "compressed-tensors", None):
         edit_json(path, quantization_config={"quant_method": method, "bits": 4})
-        line = (
-            f"the weights are quantized ({method}), and only fp8 and mxfp4 are read: convert the checkpoint that they"
-        )
+        line = f"the weights are quantized ({method}), and only fp8 and mxfp4 are read: convert the checkpoint that they"
         assert (
             refused(moesaic.convert, tmp_path / "hub", tmp_path / "out", to="hf")
             == f"{path}: {line} were quantized from"
@@ -187,9 +218,16 @@ def test_an_empty_quantization_is_none(tmp_path):
 
 
 def test_a_size_of_blocks_that_cannot_be_is_refused(tmp_path):
-    quantize(tmp_path / "hub", "DeepseekV3", {"quant_method": "fp8", "weight_block_size": [16, 10]}, to_fp8)
+    quantize(
+        tmp_path / "hub",
+        "DeepseekV3",
+        {"quant_method": "fp8", "weight_block_size": [16, 10]},
+        to_fp8,
+    )
     for size in ([16], [16, 0], "16", {"rows": 16}):
         method = {"quant_method": "fp8", "weight_block_size": size}
         edit_json(tmp_path / "hub" / "config.json", quantization_config=method)
-        with pytest.raises(InputError, match=r"quantization_config.weight_block_size is not two numbers above 0"):
+        with pytest.raises(
+            InputError, match=r"quantization_config.weight_block_size is not two numbers above 0"
+        ):
             moesaic.convert(tmp_path / "hub", tmp_path / "out", to="hf")

@@ -33,7 +33,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def edit(folder: Path, **changes: torch.Tensor | None) -> Path:
     """Replace, add or (None) remove tensors of a checkpoint of one file."""
     tensors: dict[str, Any] = load_file(folder / FILE) | changes
-    save_file({n: t.clone() for n, t in tensors.items() if t is not None}, folder / FILE, {"format": "pt"})
+    save_file(
+        {n: t.clone() for n, t in tensors.items() if t is not None}, folder / FILE, {"format": "pt"}
+    )
     return folder
 
 
@@ -61,7 +63,9 @@ def tied(folder: Path, untied: Path, name: str) -> Path:
 def test_a_trained_head_stays(source: str, to: str, untied: Path, tmp_path: Path) -> None:
     receipt = moesaic.convert(tied(tmp_path / "in", untied, source), tmp_path / "out", to=to)
     assert_bitwise(tensors_of(tmp_path / "out"), tensors_of(untied / to))
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    )
     assert receipt["left_behind"] == []
     assert receipt["logits"]["largest_difference"] == 0
     assert verify(tmp_path / "out")["states"] == ["weights"]
@@ -95,7 +99,9 @@ def test_an_equal_copy_is_left_out_by_name(source: str, untied: Path, tmp_path: 
     assert verify(tmp_path / "out")["states"] == ["weights"]
 
 
-def test_a_head_without_the_embedding_stands_for_both_as_in_transformers(untied: Path, tmp_path: Path) -> None:
+def test_a_head_without_the_embedding_stands_for_both_as_in_transformers(
+    untied: Path, tmp_path: Path
+) -> None:
     source = tied(tmp_path / "in", untied, "hf")
     head = load_file(source / FILE)[HEAD]
     receipt = moesaic.convert(edit(source, **{EMBEDDING: None}), tmp_path / "out", to="hf")
@@ -104,8 +110,13 @@ def test_a_head_without_the_embedding_stands_for_both_as_in_transformers(untied:
 
 
 def test_a_head_of_another_shape_is_refused(untied: Path, tmp_path: Path) -> None:
-    source = edit(tied(tmp_path / "in", untied, "hf"), **{HEAD: torch.zeros(70, 32, dtype=torch.bfloat16)})
-    with pytest.raises(InputError, match=r"lm_head\.weight is \[70, 32\], and the configuration makes it \[64, 32\]"):
+    source = edit(
+        tied(tmp_path / "in", untied, "hf"), **{HEAD: torch.zeros(70, 32, dtype=torch.bfloat16)}
+    )
+    with pytest.raises(
+        InputError,
+        match=r"lm_head\.weight is \[70, 32\], and the configuration makes it \[64, 32\]",
+    ):
         moesaic.convert(source, tmp_path / "out", to="hf", logits=False)
     assert not (tmp_path / "out").exists()
 
@@ -113,12 +124,16 @@ def test_a_head_of_another_shape_is_refused(untied: Path, tmp_path: Path) -> Non
 def test_an_upcycled_model_keeps_the_trained_head(tmp_path: Path) -> None:
     source = dense(tmp_path, "qwen3", tie_word_embeddings=True)
     head = load_file(source / FILE)[EMBEDDING] + 1
-    receipt = moesaic.convert(edit(source, **{HEAD: head}), tmp_path / "out", to="hf", upcycle=Upcycling(num_experts=4))
+    receipt = moesaic.convert(
+        edit(source, **{HEAD: head}), tmp_path / "out", to="hf", upcycle=Upcycling(num_experts=4)
+    )
     assert torch.equal(load_file(tmp_path / "out" / FILE)[HEAD], head)
     assert receipt["logits"]["largest_difference"] < 1e-5 * receipt["logits"]["largest"]
 
 
-def test_verify_refuses_an_output_that_lost_its_head(untied: Path, tmp_path: Path, capsys: Any) -> None:
+def test_verify_refuses_an_output_that_lost_its_head(
+    untied: Path, tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / "out"
     source = tied(tmp_path / "in", untied, "hf")
     moesaic.convert(edit(source, **{HEAD: None}), out, to="hf", logits=False)
@@ -127,7 +142,11 @@ def test_verify_refuses_an_output_that_lost_its_head(untied: Path, tmp_path: Pat
     assert main(["convert", "verify", str(out)]) == 2
     line = f"{out}: the conversion left lm_head.weight behind, a weight of the model: convert again"
     assert capsys.readouterr().err == f"moesaic convert: {line}\n"
-    edit_json(out / RECEIPT, left_behind=[], logits={"tokens": 16, "largest_difference": 1.6, "largest": 8.0})
+    edit_json(
+        out / RECEIPT,
+        left_behind=[],
+        logits={"tokens": 16, "largest_difference": 1.6, "largest": 8.0},
+    )
     assert "its logits differ from those of the source by 1.6, of 8 at most" in refused(verify, out)
 
 
@@ -135,4 +154,6 @@ def test_verify_finds_a_head_that_was_added(untied: Path, tmp_path: Path) -> Non
     source = edit(tied(tmp_path / "in", untied, "hf"), **{HEAD: None})
     moesaic.convert(source, tmp_path / "out", to="hf", logits=False)
     edit(tmp_path / "out", **{HEAD: load_file(tmp_path / "out" / FILE)[EMBEDDING] + 1})
-    assert "lm_head.weight (weights) is not what the receipt says" in refused(verify, tmp_path / "out")
+    assert "lm_head.weight (weights) is not what the receipt says" in refused(
+        verify, tmp_path / "out"
+    )

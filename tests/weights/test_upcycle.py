@@ -47,10 +47,21 @@ def logits(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "experts", "top_k", "granularity"),
-    [("llama", 4, 2, 1), ("mistral", 4, 1, 1), ("qwen3", 8, 4, 2), ("llama", 8, 4, 4), ("qwen3", 16, 8, 4)],
+    [
+        ("llama", 4, 2, 1),
+        ("mistral", 4, 1, 1),
+        ("qwen3", 8, 4, 2),
+        ("llama", 8, 4, 4),
+        ("qwen3", 16, 8, 4),
+    ],
 )
-def test_the_sparse_model_computes_what_the_dense_one_did(kind, experts, top_k, granularity, tmp_path):
-    source, how = dense(tmp_path, kind), Upcycling(num_experts=experts, top_k=top_k, granularity=granularity)
+def test_the_sparse_model_computes_what_the_dense_one_did(
+    kind, experts, top_k, granularity, tmp_path
+):
+    source, how = (
+        dense(tmp_path, kind),
+        Upcycling(num_experts=experts, top_k=top_k, granularity=granularity),
+    )
     receipt = moesaic.convert(source, tmp_path / "out", to="hf", upcycle=how)
     expected, actual = logits(source), logits(tmp_path / "out")
     assert float(expected.abs().max()) > 1
@@ -66,13 +77,20 @@ def test_the_sparse_model_computes_what_the_dense_one_did(kind, experts, top_k, 
 
 def test_shards_are_those_of_the_dense_layer_and_groups_share_a_router_row(tmp_path: Path) -> None:
     source = dense(tmp_path, "mistral")
-    moesaic.convert(source, tmp_path / "out", to="moesaic", upcycle=Upcycling(num_experts=8, top_k=4, granularity=4))
+    moesaic.convert(
+        source,
+        tmp_path / "out",
+        to="moesaic",
+        upcycle=Upcycling(num_experts=8, top_k=4, granularity=4),
+    )
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
     mlp = "model.layers.1.mlp."
     up, down = after[f"model.{mlp}experts.gate_up_proj"], after[f"model.{mlp}experts.down_proj"]
     for expert in range(8):
         here = slice(12 * (expert % 4), 12 * (expert % 4) + 12)
-        gate_and_up = torch.cat([before[f"{mlp}{name}_proj.weight"][here] for name in ("gate", "up")])
+        gate_and_up = torch.cat(
+            [before[f"{mlp}{name}_proj.weight"][here] for name in ("gate", "up")]
+        )
         assert torch.equal(up[expert], gate_and_up)
         assert torch.equal(down[expert], 4 * before[f"{mlp}down_proj.weight"][:, here])
     router = after[f"model.{mlp}gate.weight"]
@@ -85,7 +103,9 @@ def test_shards_are_those_of_the_dense_layer_and_groups_share_a_router_row(tmp_p
 
 def test_whole_layers_without_normalised_weights_would_not_be_the_same(tmp_path: Path) -> None:
     """The function is preserved only because the chosen experts' weights sum to 1: otherwise, logits would differ."""
-    moesaic.convert(dense(tmp_path, "qwen3"), tmp_path / "out", to="hf", upcycle=Upcycling(num_experts=4))
+    moesaic.convert(
+        dense(tmp_path, "qwen3"), tmp_path / "out", to="hf", upcycle=Upcycling(num_experts=4)
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
     model.set_experts_implementation("eager")
     for layer in model.model.layers:
@@ -112,10 +132,17 @@ def test_what_cannot_be_upcycled_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=message):
             Upcycling(**settings)
     source = dense(tmp_path, "llama", attention_bias=True)
-    with pytest.raises(InputError, match="llama with biases in attention or mlp cannot be upcycled"):
+    with pytest.raises(
+        InputError, match="llama with biases in attention or mlp cannot be upcycled"
+    ):
         moesaic.convert(source, tmp_path / "out", to="hf", upcycle=Upcycling())
     source = dense(tmp_path, "mistral", intermediate_size=44)
     with pytest.raises(InputError, match="granularity=8: must divide intermediate_size=44"):
-        moesaic.convert(source, tmp_path / "out", to="hf", upcycle=Upcycling(granularity=8, top_k=8))
-    with pytest.raises(InputError, match="gpt2 cannot be upcycled: take a dense model of type llama, mistral, qwen3"):
+        moesaic.convert(
+            source, tmp_path / "out", to="hf", upcycle=Upcycling(granularity=8, top_k=8)
+        )
+    with pytest.raises(
+        InputError,
+        match="gpt2 cannot be upcycled: take a dense model of type llama, mistral, qwen3",
+    ):
         moesaic.convert(dense(tmp_path, "gpt2"), tmp_path / "out", to="hf", upcycle=Upcycling())

@@ -44,7 +44,14 @@ from moesaic_lab.balance.memory import BudgetHeld, budgets_held
 from moesaic_lab.balance.methods import PLAIN, SMART
 from moesaic_lab.balance.shares import MADE_UP, SLOW, SYNTHETIC, Share, shares_of_forced
 from moesaic_lab.balance.simulated import TimedDecision, decisions
-from moesaic_lab.benchmark import Benchmark, EmulatedOptions, Told, notes_of, require_cluster, words_of
+from moesaic_lab.benchmark import (
+    Benchmark,
+    EmulatedOptions,
+    Told,
+    notes_of,
+    require_cluster,
+    words_of,
+)
 from moesaic_lab.measure import Ratio
 from moesaic_lab.pictures import Panel, PlottedSeries
 
@@ -85,10 +92,21 @@ def cases(options: BalanceOptions) -> BalanceBenchConfig:
 def measure(options: BalanceOptions, config: BalanceBenchConfig, told: Told) -> BalanceMeasured:
     """Measure the cases bed by bed, then simulate."""
     path = Path(options.json) if options.keep and options.json else None
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path is not None and path.exists() else []
-    shares, decided, under_budget = rebuild(rows, Share), rebuild(rows, TimedDecision), rebuild(rows, BudgetHeld)
+    rows = (
+        json.loads(path.read_text(encoding="utf-8"))["rows"]
+        if path is not None and path.exists()
+        else []
+    )
+    shares, decided, under_budget = (
+        rebuild(rows, Share),
+        rebuild(rows, TimedDecision),
+        rebuild(rows, BudgetHeld),
+    )
     order = [case.label for case in config.every]
-    cells = sorted([*kept_cells(rows, config), *run(config, told)], key=lambda cell: order.index(cell.job.case.label))
+    cells = sorted(
+        [*kept_cells(rows, config), *run(config, told)],
+        key=lambda cell: order.index(cell.job.case.label),
+    )
     if config.has(SHARES):
         assert config.shares is not None
         shares = shares_of_forced(config.shares, config.folder, config.seed, told, shares)
@@ -106,13 +124,19 @@ def kept_cells(rows: list[dict[str, Any]], config: BalanceBenchConfig) -> list[B
         if row["part"] == BED:
             by_case.setdefault(row["case"], []).append(row)
     repeated = {case.label for case in config.selected}
-    return [cell_of(by_case[case.label], case) for case in config.every if case.label in by_case.keys() - repeated]
+    return [
+        cell_of(by_case[case.label], case)
+        for case in config.every
+        if case.label in by_case.keys() - repeated
+    ]
 
 
 def rebuild(rows: list[dict[str, Any]], kind: type[T]) -> list[T]:
     """Rebuild the objects of class `kind` from the rows of a result file."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    return [kind(**{name: row[name] for name in names}) for row in rows if row["part"] == PARTS[kind]]
+    return [
+        kind(**{name: row[name] for name in names}) for row in rows if row["part"] == PARTS[kind]
+    ]
 
 
 def panels(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[Panel]:
@@ -122,21 +146,35 @@ def panels(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[P
     cases share one, and two more compare the beds.
     """
     charts = []
-    drawn = [share for share in shares if share.ratio == SharesOfForced.ratio and share.load != SLOW]
-    for cluster, ranks, load in dict.fromkeys((share.cluster, share.ranks, share.load) for share in drawn):
-        points = [share for share in drawn if (share.cluster, share.ranks, share.load) == (cluster, ranks, load)]
+    drawn = [
+        share for share in shares if share.ratio == SharesOfForced.ratio and share.load != SLOW
+    ]
+    for cluster, ranks, load in dict.fromkeys(
+        (share.cluster, share.ranks, share.load) for share in drawn
+    ):
+        points = [
+            share
+            for share in drawn
+            if (share.cluster, share.ranks, share.load) == (cluster, ranks, load)
+        ]
         charts.append(_shares_panel(points, load))
     skewed = [cell for cell in cells if cell.job.case.max_vio is not None]
     by_bed: dict[BalancePlace, list[BalanceCell]] = {}
     for cell in skewed:
         by_bed.setdefault(cell.job.case.place, []).append(cell)
     for place, of_bed in by_bed.items():
-        charts += [_speedup_panel(f"{place.name}, speed-up", of_bed), _memory_panel(f"{place.name}, memory", of_bed)]
+        charts += [
+            _speedup_panel(f"{place.name}, speed-up", of_bed),
+            _memory_panel(f"{place.name}, memory", of_bed),
+        ]
     recorded = [cell for cell in cells if cell.job.case.max_vio is None]
     if recorded:
         charts.append(_recorded_panel("recorded routing", recorded))
     if skewed:
-        charts += [_replicated_panel(by_bed[max(by_bed, key=lambda place: place.bed.world)]), _gain_panel(by_bed)]
+        charts += [
+            _replicated_panel(by_bed[max(by_bed, key=lambda place: place.bed.world)]),
+            _gain_panel(by_bed),
+        ]
     return charts
 
 
@@ -144,7 +182,9 @@ def _shares_panel(shares: Sequence[Share], load: str) -> Panel:
     """Return a panel of the share of forced balance over MaxVio under one kind of load, with a point for each call."""
     series = []
     for name in dict.fromkeys(share.method for share in shares):
-        points = sorted((share for share in shares if share.method == name), key=lambda share: share.max_vio)
+        points = sorted(
+            (share for share in shares if share.method == name), key=lambda share: share.max_vio
+        )
         x, y = tuple(share.max_vio for share in points), tuple(share.of_forced for share in points)
         series.append(PlottedSeries(name=name, x=x, y=y))
     return Panel(
@@ -156,7 +196,8 @@ def _shares_panel(shares: Sequence[Share], load: str) -> Panel:
 def _speedup_panel(title: str, cells: Sequence[BalanceCell]) -> Panel:
     """Return a panel of the speed-up of every method over MaxVio."""
     series = tuple(
-        _ratio_series(name, _loads(cells), [cell.ratio(PLAIN, name) for cell in cells]) for name in cells[0].timings
+        _ratio_series(name, _loads(cells), [cell.ratio(PLAIN, name) for cell in cells])
+        for name in cells[0].timings
     )
     return Panel(title=title, x_title="MaxVio of ranks", y_title=SPEEDUP, series=series)
 
@@ -164,7 +205,9 @@ def _speedup_panel(title: str, cells: Sequence[BalanceCell]) -> Panel:
 def _memory_panel(title: str, cells: Sequence[BalanceCell]) -> Panel:
     """Return a panel of the peak memory of every method over MaxVio."""
     series = tuple(
-        PlottedSeries(name=name, x=_loads(cells), y=tuple(cell.peak_bytes[name] / 2**20 for cell in cells))
+        PlottedSeries(
+            name=name, x=_loads(cells), y=tuple(cell.peak_bytes[name] / 2**20 for cell in cells)
+        )
         for name in cells[0].timings
     )
     return Panel(title=title, x_title="MaxVio of ranks", y_title="peak, MiB", series=series)
@@ -172,8 +215,13 @@ def _memory_panel(title: str, cells: Sequence[BalanceCell]) -> Panel:
 
 def _recorded_panel(title: str, cells: Sequence[BalanceCell]) -> Panel:
     at = tuple(map(float, range(len(cells))))
-    series = tuple(_ratio_series(name, at, [cell.ratio(PLAIN, name) for cell in cells]) for name in cells[0].timings)
-    categories = tuple(f"{cell.job.case.label}, MaxVio {statistics.mean(cell.max_vio):.2f}" for cell in cells)
+    series = tuple(
+        _ratio_series(name, at, [cell.ratio(PLAIN, name) for cell in cells])
+        for name in cells[0].timings
+    )
+    categories = tuple(
+        f"{cell.job.case.label}, MaxVio {statistics.mean(cell.max_vio):.2f}" for cell in cells
+    )
     return Panel(title=title, x_title="", y_title=SPEEDUP, series=series, categories=categories)
 
 
@@ -188,7 +236,12 @@ def _replicated_panel(cells: Sequence[BalanceCell]) -> Panel:
         for name in cells[0].decided
     )  # fmt: skip
     title = f"{place.name}, replicated experts per call"
-    return Panel(title=title, x_title="MaxVio of ranks", y_title=f"of {place.num_experts} experts", series=series)
+    return Panel(
+        title=title,
+        x_title="MaxVio of ranks",
+        y_title=f"of {place.num_experts} experts",
+        series=series,
+    )
 
 
 def _gain_panel(by_bed: dict[BalancePlace, list[BalanceCell]]) -> Panel:
@@ -196,12 +249,23 @@ def _gain_panel(by_bed: dict[BalancePlace, list[BalanceCell]]) -> Panel:
     plain layer."""
     series = []
     for place, cells in by_bed.items():
-        points = sorted(((_most_gain(cell), cell.ratio(PLAIN, SMART)) for cell in cells), key=lambda pair: pair[0])
+        points = sorted(
+            ((_most_gain(cell), cell.ratio(PLAIN, SMART)) for cell in cells),
+            key=lambda pair: pair[0],
+        )
         series.append(
-            _ratio_series(f"{SMART}, {place.name}", tuple(x for x, _ in points), [ratio for _, ratio in points])
+            _ratio_series(
+                f"{SMART}, {place.name}",
+                tuple(x for x, _ in points),
+                [ratio for _, ratio in points],
+            )
         )
     ends = [x for line in series for x in line.x]
-    series.append(PlottedSeries(name="all that overlap could gain", x=(min(ends), max(ends)), y=(min(ends), max(ends))))
+    series.append(
+        PlottedSeries(
+            name="all that overlap could gain", x=(min(ends), max(ends)), y=(min(ends), max(ends))
+        )
+    )
     return Panel(
         title="gain of the smart schedule", x_title="(comm + comp) / max(comm, comp) of plain ep",
         y_title="plain ep / smart schedule, virtual compute", series=tuple(series),

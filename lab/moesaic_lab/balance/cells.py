@@ -16,7 +16,13 @@ from moesaic.program.expert_sizes import ExpertSizes
 from moesaic.program.plan import Plan
 from moesaic.runtime.counted import CountedCall
 from moesaic_lab.balance import ranks as on_ranks
-from moesaic_lab.balance.config import ELEMENT_BYTES, MATRICES, BalanceBenchConfig, BalancePlace, SkewedCase
+from moesaic_lab.balance.config import (
+    ELEMENT_BYTES,
+    MATRICES,
+    BalanceBenchConfig,
+    BalancePlace,
+    SkewedCase,
+)
 from moesaic_lab.balance.loads import max_vio
 from moesaic_lab.balance.memory import BudgetHeld
 from moesaic_lab.balance.methods import PLAIN, methods
@@ -31,7 +37,9 @@ from moesaic_lab.tables import QUARTILES, table
 from moesaic_testbed.bed import Bed
 from moesaic_testbed.cluster import Cluster
 
-NOTHING_DECIDED = Decided(seconds=(0.0,), options=(), replicated_experts=(0.0,), replicated_copies=(0.0,))
+NOTHING_DECIDED = Decided(
+    seconds=(0.0,), options=(), replicated_experts=(0.0,), replicated_copies=(0.0,)
+)
 """Decisions of a method that replicates nothing."""
 BUDGET = 1.5
 """Memory budget of the method that has one, as a multiple of the peak of plain expert parallelism under even loads."""
@@ -80,7 +88,10 @@ def run(config: BalanceBenchConfig, told: Told) -> list[BalanceCell]:
 def budget_of(place: BalancePlace) -> int:
     """Return the memory budget, in bytes, of the method that has one."""
     world, rows = place.bed.world, place.tokens_per_rank * place.top_k
-    copies, compiled = np.full((world, place.num_experts), rows // place.num_experts), compile_plan(Plan(), place.grid)
+    copies, compiled = (
+        np.full((world, place.num_experts), rows // place.num_experts),
+        compile_plan(Plan(), place.grid),
+    )
     experts = ExpertSizes.stacked(place.dim, place.hidden, MATRICES, ELEMENT_BYTES)
     call = CountedCall(copies, np.full(world, place.tokens_per_rank), place.hidden, lambda: experts)
     return int(BUDGET * MemoryBudget(compiled, place.num_experts).peak(compiled, None, call).max())
@@ -89,22 +100,32 @@ def budget_of(place: BalancePlace) -> int:
 def measure(ranks: Cluster, jobs: Sequence[BalanceJob]) -> list[BalanceCell]:
     """Measure the cases of one mesh on a running cluster."""
     per_rank = ranks.run(on_ranks.measure, jobs)
-    return [summed_up(job, [results[number] for results in per_rank]) for number, job in enumerate(jobs)]
+    return [
+        summed_up(job, [results[number] for results in per_rank]) for number, job in enumerate(jobs)
+    ]
 
 
 def summed_up(job: BalanceJob, results: Sequence[BalanceFound]) -> BalanceCell:
     """Return the cell that combines the results of all ranks for one case."""
     place, routes = job.case.place, job.case.routes
-    loads = [routes.counts(call, place.bed.world, place.num_experts) for call in range(len(routes.experts))]
+    loads = [
+        routes.counts(call, place.bed.world, place.num_experts)
+        for call in range(len(routes.experts))
+    ]
     return BalanceCell(
         job=job,
         max_vio=tuple(max_vio(counts, place.bed.world) for counts in loads),
         **joined(results, place.bed),
-        peak_bytes={name: max(result.peak_bytes[name] for result in results) for name in job.methods},
+        peak_bytes={
+            name: max(result.peak_bytes[name] for result in results) for name in job.methods
+        },
         error={name: max(result.error[name] for result in results) for name in job.methods},
         charged={name: max(result.charged[name] for result in results) for name in job.methods},
         decided={
-            name: max((result.decided[name] for result in results), key=lambda decided: sum(decided.seconds))
+            name: max(
+                (result.decided[name] for result in results),
+                key=lambda decided: sum(decided.seconds),
+            )
             for name in results[0].decided
         },
     )
@@ -120,7 +141,9 @@ def all_rows(
     under_budget: Sequence[BudgetHeld] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return all measured and simulated results as rows of plain data."""
-    simulated = [{"part": PARTS[Share], **asdict(each), "of_forced": each.of_forced} for each in shares]
+    simulated = [
+        {"part": PARTS[Share], **asdict(each), "of_forced": each.of_forced} for each in shares
+    ]
     alone = [{"part": PARTS[TimedDecision], **asdict(each)} for each in decided]
     counted = [{"part": PARTS[BudgetHeld], **asdict(each)} for each in under_budget]
     return [*(row for cell in cells for row in rows_of(cell)), *simulated, *alone, *counted]
@@ -137,7 +160,10 @@ def rows_of(cell: BalanceCell) -> list[dict[str, Any]]:
         "tokens_per_rank": place.tokens_per_rank, "dim": place.dim, "hidden": place.hidden,
         "experts_per_rank": place.experts_per_rank, "top_k": place.top_k, "compute": "virtual compute",
     }  # fmt: skip
-    return [{**shape, "method": name, "is_best": name == best, **_figures(cell, name)} for name in cell.timings]
+    return [
+        {**shape, "method": name, "is_best": name == best, **_figures(cell, name)}
+        for name in cell.timings
+    ]
 
 
 def _figures(cell: BalanceCell, name: str) -> dict[str, Any]:
@@ -157,7 +183,10 @@ def _figures(cell: BalanceCell, name: str) -> dict[str, Any]:
 def cell_of(rows: Sequence[dict[str, Any]], case: SkewedCase) -> BalanceCell:
     """Rebuild a cell from its rows, as `rows_of` wrote them."""
     by_method = {row["method"]: row for row in rows}
-    every = methods(case.place.grid, next((row["promised_bytes"] for row in rows if row["promised_bytes"]), None))
+    every = methods(
+        case.place.grid,
+        next((row["promised_bytes"] for row in rows if row["promised_bytes"]), None),
+    )
 
     def of(key: str) -> dict[str, Any]:
         return {name: row[key] for name, row in by_method.items()}
@@ -181,11 +210,31 @@ def cell_of(rows: Sequence[dict[str, Any]], case: SkewedCase) -> BalanceCell:
 
 
 COLUMNS = (
-    *("case", "max_vio", "method", "is_best", *QUARTILES, "plain_over_this", ("communication_seconds", "links ms")),
+    *(
+        "case",
+        "max_vio",
+        "method",
+        "is_best",
+        *QUARTILES,
+        "plain_over_this",
+        ("communication_seconds", "links ms"),
+    ),
     *("computing_seconds", "across_bytes", "peak_bytes", "replicated_experts", "decision_seconds"),
 )
 """Columns of the terminal's table."""
-SHARE_COLUMNS = ("cluster", "ranks", "load", "ratio", "method", "max_vio", "median", "low", "high", "of_own", "calls")
+SHARE_COLUMNS = (
+    "cluster",
+    "ranks",
+    "load",
+    "ratio",
+    "method",
+    "max_vio",
+    "median",
+    "low",
+    "high",
+    "of_own",
+    "calls",
+)
 
 
 def share_rows(shares: Sequence[Share]) -> list[dict[str, Any]]:
@@ -193,8 +242,14 @@ def share_rows(shares: Sequence[Share]) -> list[dict[str, Any]]:
     ratio and method."""
     groups: dict[tuple[Any, ...], list[Share]] = {}
     for each in shares:
-        load = each.load if each.load == RECORDED else f"{each.load}, MaxVio {round(2 * each.max_vio) / 2:g}"
-        groups.setdefault((each.cluster, each.ranks, load, each.ratio, each.method), []).append(each)
+        load = (
+            each.load
+            if each.load == RECORDED
+            else f"{each.load}, MaxVio {round(2 * each.max_vio) / 2:g}"
+        )
+        groups.setdefault((each.cluster, each.ranks, load, each.ratio, each.method), []).append(
+            each
+        )
     names = ("cluster", "ranks", "load", "ratio", "method")
     return [
         {
@@ -213,7 +268,9 @@ def tables(cells: Sequence[BalanceCell], shares: Sequence[Share] = ()) -> list[T
     result = []
     for place in dict.fromkeys(cell.job.case.place for cell in cells):
         rows = [row for cell in cells if cell.job.case.place == place for row in rows_of(cell)]
-        result.append(table(f"{described(rows[0])}, virtual compute", rows, COLUMNS, group_by=("case",)))
+        result.append(
+            table(f"{described(rows[0])}, virtual compute", rows, COLUMNS, group_by=("case",))
+        )
     if shares:
         title, groups = "Simulated: share of forced balance", ("cluster", "ranks", "load", "ratio")
         result.append(table(title, share_rows(shares), SHARE_COLUMNS, group_by=groups))

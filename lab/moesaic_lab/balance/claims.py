@@ -26,7 +26,9 @@ def claims(
     """Return all claims, including those that this run did not measure."""
 
     def speedups(what: str, selects: Callable[[SkewedCase], bool]) -> list[float]:
-        return some([cell.ratio(PLAIN, OURS).median for cell in cells if selects(cell.job.case)], what)
+        return some(
+            [cell.ratio(PLAIN, OURS).median for cell in cells if selects(cell.job.case)], what
+        )
 
     def slow(case: SkewedCase) -> bool:
         return case.place.slow_rank < 1
@@ -66,14 +68,19 @@ def claims(
 def speedup(cells: Sequence[BalanceCell], max_vio: float) -> float:
     """Return the plain layer's time over ours at a MaxVio, on the bed with most ranks: the median if it is above
     `NEAR`, else the lower end of the 95 % interval."""
-    ratio = max(_at_max_vio(cells, max_vio), key=lambda cell: cell.job.case.place.bed.world).ratio(PLAIN, OURS)
+    ratio = max(_at_max_vio(cells, max_vio), key=lambda cell: cell.job.case.place.bed.world).ratio(
+        PLAIN, OURS
+    )
     return ratio.median if ratio.median > NEAR else ratio.low
 
 
 def over_best_single(cells: Sequence[BalanceCell]) -> float:
     """Return our time over that of the fastest single technique, at the upper 95 % bound, for the worst case. Cases in
     which the two are equivalent (`is_equivalent`) count as 1."""
-    ratios = [1.0 if is_equivalent(cell) else against_best(cell).high for cell in some(list(cells), "with all methods")]
+    ratios = [
+        1.0 if is_equivalent(cell) else against_best(cell).high
+        for cell in some(list(cells), "with all methods")
+    ]
     return max(ratios)
 
 
@@ -110,7 +117,8 @@ def share_of_forced(cells: Sequence[BalanceCell], method: str) -> float:
     """Return the plain layer's time under even loads over a method's time under recorded loads of ranks, on the bed
     with most ranks. The method's time is the median over the layers."""
     real = some(
-        [cell for cell in cells if isinstance(cell.job.case.place, RecordedLoads)], "of recorded loads of ranks"
+        [cell for cell in cells if isinstance(cell.job.case.place, RecordedLoads)],
+        "of recorded loads of ranks",
     )
     world = max(cell.job.case.place.bed.world for cell in real)
     even = [cell for cell in _at_max_vio(cells, 0.0) if cell.job.case.place.bed.world == world]
@@ -122,7 +130,11 @@ def share_of_forced(cells: Sequence[BalanceCell], method: str) -> float:
 def simulated_share(shares: Sequence[Share], method: str) -> float:
     """Return a method's share of forced balance under recorded loads, as the median over the calls, for the worst
     cluster of 64 ranks."""
-    chosen = [share for share in shares if share.ranks == 64 and share.load == RECORDED and share.method == method]
+    chosen = [
+        share
+        for share in shares
+        if share.ranks == 64 and share.load == RECORDED and share.method == method
+    ]
     by_cluster: dict[str, list[float]] = {}
     for share in some(chosen, "of 64 simulated ranks"):
         by_cluster.setdefault(share.cluster, []).append(share.of_forced)
@@ -132,13 +144,21 @@ def simulated_share(shares: Sequence[Share], method: str) -> float:
 def share_of_best_option(shares: Sequence[Share]) -> float:
     """Return our throughput over that of the best option chosen with known counts, for the worst load (median over its
     calls)."""
-    best = {(_call_of(share), BEST[share.method]): share.whole_seconds for share in shares if share.method in BEST}
+    best = {
+        (_call_of(share), BEST[share.method]): share.whole_seconds
+        for share in shares
+        if share.method in BEST
+    }
     ratios: dict[tuple[str, int, str, float, str], list[float]] = {}
     for share in shares:
         if (_call_of(share), share.method) in best:
             key = (share.cluster, share.ranks, share.load, share.ratio, share.method)
-            ratios.setdefault(key, []).append(best[_call_of(share), share.method] / share.whole_seconds)
-    return min(statistics.median(values) for values in some(list(ratios.values()), "of best options"))
+            ratios.setdefault(key, []).append(
+                best[_call_of(share), share.method] / share.whole_seconds
+            )
+    return min(
+        statistics.median(values) for values in some(list(ratios.values()), "of best options")
+    )
 
 
 def shares_over_best(shares: Sequence[Share]) -> float:
@@ -153,14 +173,18 @@ def shares_over_best(shares: Sequence[Share]) -> float:
             by_call.setdefault(_call_of(share), {})[share.method] = share.seconds
     whole = [seconds for seconds in by_call.values() if OURS in seconds and len(seconds) > 1]
     return max(
-        seconds[OURS] / min(s for name, s in seconds.items() if name != OURS) for seconds in some(whole, "simulated")
+        seconds[OURS] / min(s for name, s in seconds.items() if name != OURS)
+        for seconds in some(whole, "simulated")
     )
 
 
 def decision_us(decided: Sequence[TimedDecision]) -> float:
     """Return the time by which a decision delays a rank, in microseconds: the median over the calls that replicate."""
     return 1e6 * statistics.median(
-        some([decision.seconds for decision in decided if decision.replicates], "of decisions by themselves")
+        some(
+            [decision.seconds for decision in decided if decision.replicates],
+            "of decisions by themselves",
+        )
     )
 
 
@@ -180,18 +204,31 @@ def over_laer(shares: Sequence[Share]) -> list[Claim]:
 
 def overhead(cells: Sequence[BalanceCell]) -> float:
     """Return how much slower ours is than the plain layer under even loads, at the upper 95 % bound, for the worst bed."""
-    return max(enough(cell.ratio(OURS, PLAIN), cell.job.case.label).high for cell in _at_max_vio(cells, 0.0)) - 1
+    return (
+        max(
+            enough(cell.ratio(OURS, PLAIN), cell.job.case.label).high
+            for cell in _at_max_vio(cells, 0.0)
+        )
+        - 1
+    )
 
 
 def budget_speedup(cells: Sequence[BalanceCell]) -> float:
     """Return the plain layer's time over ours with a memory budget at MaxVio 4, for the worst bed."""
-    speedups = [cell.ratio(PLAIN, BOUNDED).median for cell in _at_max_vio(cells, 4.0) if BOUNDED in cell.timings]
+    speedups = [
+        cell.ratio(PLAIN, BOUNDED).median
+        for cell in _at_max_vio(cells, 4.0)
+        if BOUNDED in cell.timings
+    ]
     return min(some(speedups, "with MaxVio 4 and a memory budget"))
 
 
 def memory_worst(under_budget: Sequence[BudgetHeld], cells: Sequence[BalanceCell]) -> float:
     """Return the most bytes that a rank held under a memory budget over that budget, for the worst load, plan and bed."""
-    counted = [run.peak_bytes / run.promised_bytes for run in some(list(under_budget), "of memory under budgets")]
+    counted = [
+        run.peak_bytes / run.promised_bytes
+        for run in some(list(under_budget), "of memory under budgets")
+    ]
     for cell in cells:
         budgets = {name: method.plan.memory_budget for name, method in cell.job.methods.items()}
         counted += [cell.peak_bytes[name] / budget for name, budget in budgets.items() if budget]
@@ -201,30 +238,53 @@ def memory_worst(under_budget: Sequence[BudgetHeld], cells: Sequence[BalanceCell
 def memory_unbounded(under_budget: Sequence[BudgetHeld]) -> float:
     """Return the bytes that a rank held without a budget over the smallest budget for the same load, for the worst
     load."""
-    return max(run.unbounded_bytes / run.promised_bytes for run in some(list(under_budget), "of memory under budgets"))
+    return max(
+        run.unbounded_bytes / run.promised_bytes
+        for run in some(list(under_budget), "of memory under budgets")
+    )
 
 
 def decision_share(cells: Sequence[BalanceCell]) -> float:
     """Return the share of our step time that a rank spends on decisions, for the worst case (median over the calls)."""
     deciding = [cell for cell in cells if OURS in cell.decided and OURS in cell.timings]
-    shares = [statistics.median(cell.decided[OURS].seconds) / cell.timings[OURS].median for cell in deciding]
+    shares = [
+        statistics.median(cell.decided[OURS].seconds) / cell.timings[OURS].median
+        for cell in deciding
+    ]
     return max(some(shares, "with all methods"))
 
 
 def simulated_slow(shares: Sequence[Share]) -> float:
     """Return the simulated time of the plain layer over ours with one slow rank, for the worst cluster."""
     chosen = [share for share in some(list(shares), "simulated") if share.load == SLOW]
-    plain = {(share.cluster, share.ranks, share.step): share.seconds for share in chosen if share.method == PLAIN}
+    plain = {
+        (share.cluster, share.ranks, share.step): share.seconds
+        for share in chosen
+        if share.method == PLAIN
+    }
     ours = [share for share in chosen if share.method == OURS]
     speedups = [plain[share.cluster, share.ranks, share.step] / share.seconds for share in ours]
     return min(some(speedups, "with a slow rank simulated"))
 
 
 def _call_of(share: Share) -> tuple[str, int, str, int, int, float, float]:
-    return share.cluster, share.ranks, share.load, share.layer, share.step, share.ratio, share.max_vio
+    return (
+        share.cluster,
+        share.ranks,
+        share.load,
+        share.layer,
+        share.step,
+        share.ratio,
+        share.max_vio,
+    )
 
 
 def _at_max_vio(cells: Sequence[BalanceCell], max_vio: float) -> list[BalanceCell]:
     places = [cell.job.case.place for cell in cells]
-    undisturbed = [cell for cell, place in zip(cells, places) if place.slow_rank == 1 and not place.slow_link]
-    return some([cell for cell in undisturbed if cell.job.case.max_vio == max_vio], f"with MaxVio {max_vio:g}")
+    undisturbed = [
+        cell for cell, place in zip(cells, places) if place.slow_rank == 1 and not place.slow_link
+    ]
+    return some(
+        [cell for cell in undisturbed if cell.job.case.max_vio == max_vio],
+        f"with MaxVio {max_vio:g}",
+    )

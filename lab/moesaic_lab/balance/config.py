@@ -30,7 +30,9 @@ PARTS_PER_MESSAGE = 4.0
 direction."""
 ELEMENT_BYTES, MATRICES = 4, 2
 """Bytes of an element of rows and weights on the bed (float32), and number of matrices of an expert."""
-NO_ROUTES = Routes(experts=np.zeros((0, 0, 0, 0), dtype=np.int64), history=np.zeros(0, dtype=np.int64))
+NO_ROUTES = Routes(
+    experts=np.zeros((0, 0, 0, 0), dtype=np.int64), history=np.zeros(0, dtype=np.int64)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,9 @@ class BalancePlace(Place):
     @property
     def bed(self) -> Bed:
         """The emulated cluster."""
-        inter = (*(self.inter,) * (self.nodes - 1), self.slow_link) if self.slow_link else self.inter
+        inter = (
+            (*(self.inter,) * (self.nodes - 1), self.slow_link) if self.slow_link else self.inter
+        )
         return replace(super().bed, inter=inter)
 
     def cases(self) -> list[SkewedCase]:
@@ -157,12 +161,17 @@ class Skewed(BalancePlace):
 
     def cases(self) -> list[SkewedCase]:
         """Return a case for each MaxVio."""
-        return [SkewedCase(place=self, label=f"{self.name}-{load:g}", max_vio=load) for load in self.max_vio]
+        return [
+            SkewedCase(place=self, label=f"{self.name}-{load:g}", max_vio=load)
+            for load in self.max_vio
+        ]
 
     def routes(self, case: SkewedCase, seed: int, folder: Path) -> Routes:
         """Return synthetic routing."""
         skew = self.skew(case.max_vio, seed)
-        return made_up(replace(skew, calls=self.calls, persistence=self.persistence, locality=self.locality))
+        return made_up(
+            replace(skew, calls=self.calls, persistence=self.persistence, locality=self.locality)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,12 +217,18 @@ class RecordedLoads(BalancePlace):
 
     def cases(self) -> list[SkewedCase]:
         """Return a case for each layer."""
-        return [SkewedCase(place=self, label=f"{self.name}-{at}", max_vio=None, layer=at) for at in self.layers]
+        return [
+            SkewedCase(place=self, label=f"{self.name}-{at}", max_vio=None, layer=at)
+            for at in self.layers
+        ]
 
     def routes(self, case: SkewedCase, seed: int, folder: Path) -> Routes:
         """Return routing with the recorded loads of the ranks."""
         trace, steps = Trace.open(folder / self.trace), (self.history_step, *self.steps)
-        shares = [recorded_shares(trace, case.layer, step, self.world, self.experts_per_rank) for step in steps]
+        shares = [
+            recorded_shares(trace, case.layer, step, self.world, self.experts_per_rank)
+            for step in steps
+        ]
         return by_shares(np.stack(shares), self.skew(None, seed))
 
 
@@ -304,7 +319,11 @@ class BalanceBenchConfig(BedConfig[BalancePlace]):
     @property
     def selected(self) -> list[SkewedCase]:
         """The cases on beds that `only` selects."""
-        return [case for case in self.every if not self.only or {case.place.name, case.label} & set(self.only)]
+        return [
+            case
+            for case in self.every
+            if not self.only or {case.place.name, case.label} & set(self.only)
+        ]
 
     def cases(self) -> list[SkewedCase]:
         """Return the selected cases, with their routing.
@@ -312,9 +331,14 @@ class BalanceBenchConfig(BedConfig[BalancePlace]):
         Raises:
             InputError: if no routing has the requested load.
         """
-        return [replace(case, routes=case.place.routes(case, self.seed, self.folder)) for case in self.selected]
+        return [
+            replace(case, routes=case.place.routes(case, self.seed, self.folder))
+            for case in self.selected
+        ]
 
-    def narrowed(self, *, only: tuple[str, ...] = (), repeats: int | None = None) -> BalanceBenchConfig:
+    def narrowed(
+        self, *, only: tuple[str, ...] = (), repeats: int | None = None
+    ) -> BalanceBenchConfig:
         """Return the configuration for the selected cases only.
 
         Args:
@@ -328,7 +352,9 @@ class BalanceBenchConfig(BedConfig[BalancePlace]):
         known += [name for case in self.every for name in (case.place.name, case.label)]
         for word in only:
             if word not in known:
-                raise InputError(f"--only {word}: unknown case{suggestion(word, list(dict.fromkeys(known)))}")
+                raise InputError(
+                    f"--only {word}: unknown case{suggestion(word, list(dict.fromkeys(known)))}"
+                )
         return replace(super().narrowed(repeats=repeats), only=only)
 
     @staticmethod

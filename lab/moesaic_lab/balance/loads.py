@@ -38,7 +38,12 @@ class Routes:
 
     def samples(self, call: int, num_experts: int) -> np.ndarray:
         """Return each sample's number of copies for each expert, (samples, num_experts) int64."""
-        return np.stack([np.bincount(experts.reshape(-1), minlength=num_experts) for experts in self.experts[call]])
+        return np.stack(
+            [
+                np.bincount(experts.reshape(-1), minlength=num_experts)
+                for experts in self.experts[call]
+            ]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +102,18 @@ def _popularities(skew: Skew) -> Iterator[tuple[np.ndarray, np.random.Generator]
     random = np.random.default_rng([skew.seed, round(1000 * skew.max_vio)])
     lasting = random.normal(size=skew.num_experts)
     for _ in range(skew.calls + 1):
-        mixed = np.sqrt(skew.persistence) * lasting + np.sqrt(1 - skew.persistence) * random.normal(size=len(lasting))
-        yield zipf_shares(hot_experts_on_one_rank(np.argsort(np.argsort(-mixed)), skew), skew), random
+        mixed = np.sqrt(skew.persistence) * lasting + np.sqrt(1 - skew.persistence) * random.normal(
+            size=len(lasting)
+        )
+        yield (
+            zipf_shares(hot_experts_on_one_rank(np.argsort(np.argsort(-mixed)), skew), skew),
+            random,
+        )
 
 
-def recorded(trace: Trace, layer: int, steps: tuple[int, ...], history_step: int, samples: int) -> Routes:
+def recorded(
+    trace: Trace, layer: int, steps: tuple[int, ...], history_step: int, samples: int
+) -> Routes:
     """Return the routing of some steps of a trace.
 
     Args:
@@ -117,7 +129,9 @@ def recorded(trace: Trace, layer: int, steps: tuple[int, ...], history_step: int
     return Routes(experts=experts, history=trace.samples(layer, history_step).sum(axis=0))
 
 
-def recorded_shares(trace: Trace, layer: int, step: int, ranks: int, experts_per_rank: int) -> np.ndarray:
+def recorded_shares(
+    trace: Trace, layer: int, step: int, ranks: int, experts_per_rank: int
+) -> np.ndarray:
     """Return each expert's share of the copies, (ranks * each,), from a trace of the copies that each rank computed.
 
     If `ranks` is larger than the recorded number, the recorded loads are repeated; if it is smaller, the first ones are
@@ -203,7 +217,10 @@ def integer_counts(own: np.ndarray, shares: np.ndarray, skew: Skew) -> np.ndarra
     """
     copies = skew.sample_tokens * skew.top_k
     totals = _rounded(shares * copies * skew.samples)
-    table, exact = np.stack([_rounded(row * copies, skew.sample_tokens) for row in own]), own * copies
+    table, exact = (
+        np.stack([_rounded(row * copies, skew.sample_tokens) for row in own]),
+        own * copies,
+    )
     over = table.sum(axis=0) - totals
     while over.any():
         down, up = int(over.argmax()), int(over.argmin())
@@ -225,7 +242,9 @@ def deal(table: np.ndarray, tokens: int, top_k: int) -> np.ndarray:
         tokens: tokens per sample.
         top_k: experts per token.
     """
-    assert (table.sum(axis=1) == tokens * top_k).all(), "a token of a sample was not sent to top_k experts"
+    assert (table.sum(axis=1) == tokens * top_k).all(), (
+        "a token of a sample was not sent to top_k experts"
+    )
     assert table.max() <= tokens, "a sample has more copies for an expert than tokens"
     experts = np.arange(table.shape[1])
     # Copies are sorted by expert and dealt one per token in turn, so two copies of an expert never meet in one token.

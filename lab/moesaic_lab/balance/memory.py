@@ -39,7 +39,9 @@ class Alive(TorchDispatchMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._known: dict[int, StorageWeakRef] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         for value in _tensors((args, kwargs or {})):
             ref = StorageWeakRef(value.untyped_storage())
             if ref.cdata not in self._alive:
@@ -132,7 +134,9 @@ def budgets_held(told: Callable[[str], object]) -> list[BudgetHeld]:
             for replication in REPLICATIONS:
                 for share in SHARES:
                     budget = int(share * even)
-                    peak, use = _peak_bytes(layer, Plan(replication=replication, memory_budget=budget), max_vio)
+                    peak, use = _peak_bytes(
+                        layer, Plan(replication=replication, memory_budget=budget), max_vio
+                    )
                     results.append(
                         BudgetHeld(
                             weights=weights, load=load, replication=replication, over_even=share, promised_bytes=budget,

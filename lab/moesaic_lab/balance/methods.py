@@ -17,12 +17,22 @@ from moesaic_lab.policies.laer import LAERLayout
 from moesaic_lab.policies.least_loaded import LeastLoaded
 from moesaic_lab.policies.lplb import LPLB
 
-PLAIN, OURS, SMART, NETMOE, PLACED = "plain ep", "ours", "smart schedule", "NetMoE", "expert placement"
+PLAIN, OURS, SMART, NETMOE, PLACED = (
+    "plain ep",
+    "ours",
+    "smart schedule",
+    "NetMoE",
+    "expert placement",
+)
 OURS_PLACED = "ours, experts placed"
 BOUNDED, LAER = "ours, memory budget", "LAER re-layout"
 """Names of methods that other modules use."""
 
-BASELINES: dict[str, type[AbstractReplicationPolicy]] = {"least_loaded": LeastLoaded, "lplb": LPLB, "laer": LAERLayout}
+BASELINES: dict[str, type[AbstractReplicationPolicy]] = {
+    "least_loaded": LeastLoaded,
+    "lplb": LPLB,
+    "laer": LAERLayout,
+}
 """Replication policies of the laboratory, by the name in a method's plan."""
 
 
@@ -47,7 +57,11 @@ def methods(grid: Grid, budget: int | None = None) -> dict[str, BalanceMethod]:
         budget: memory budget in bytes per rank for the method that has one; None leaves that method out.
     """
     bounded = (
-        {BOUNDED: BalanceMethod(plan=Plan(replication="arbiter", memory_budget=budget), is_single=False)}
+        {
+            BOUNDED: BalanceMethod(
+                plan=Plan(replication="arbiter", memory_budget=budget), is_single=False
+            )
+        }
         if budget
         else {}
     )
@@ -63,11 +77,15 @@ def methods(grid: Grid, budget: int | None = None) -> dict[str, BalanceMethod]:
         "LPLB": BalanceMethod(plan=Plan(replication="lplb")),
         LAER: BalanceMethod(plan=Plan(replication="laer")),
         SMART: BalanceMethod(plan=Plan(peer_groups=nodes)),
-        "smart + shadow": BalanceMethod(plan=Plan(replication="shadow", peer_groups=nodes), is_single=False),
+        "smart + shadow": BalanceMethod(
+            plan=Plan(replication="shadow", peer_groups=nodes), is_single=False
+        ),
         NETMOE: BalanceMethod(plan=Plan(), moves_samples=True),
         PLACED: BalanceMethod(plan=Plan(), places_experts=True),
         OURS: BalanceMethod(plan=Plan(replication="arbiter"), is_single=False),
-        OURS_PLACED: BalanceMethod(plan=Plan(replication="arbiter"), is_single=False, places_experts=True),
+        OURS_PLACED: BalanceMethod(
+            plan=Plan(replication="arbiter"), is_single=False, places_experts=True
+        ),
         **bounded,
     }
 

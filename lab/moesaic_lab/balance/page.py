@@ -37,7 +37,9 @@ def main() -> int:
     write_page(FIGURES, tables(result), MARKS)
     write_page(GUIDE, headline(result), HEADLINE_MARKS)
     shares = [share for share in rebuild(result["rows"], Share) if share.ranks == DRAWN]
-    write_picture(PICTURE, "Share of forced balance, simulated", panels([], shares), result["notes"])
+    write_picture(
+        PICTURE, "Share of forced balance, simulated", panels([], shares), result["notes"]
+    )
     return 0
 
 
@@ -65,7 +67,11 @@ def tables(result: dict[str, Any]) -> str:
         real = [row for row in of_cluster if row["load"] == RECORDED]
         if len({row["ratio"] for row in real}) > 1:
             parts.append(
-                crossed(f"recorded loads by an expert's weights over a rank's rows, `{cluster}`", real, "ratio")
+                crossed(
+                    f"recorded loads by an expert's weights over a rank's rows, `{cluster}`",
+                    real,
+                    "ratio",
+                )
             )
     lines = [
         ["claim", "value", "target", "holds"],
@@ -78,7 +84,10 @@ def crossed(title: str, rows: Sequence[dict[str, Any]], across: str) -> str:
     """Return a table of medians, with a line for each method and a column for each value of the key `across`."""
     columns = sorted({row[across] for row in rows})
     cells = {(row["method"], row[across]): f"{row['median']:.2f}" for row in rows}
-    names = [column.replace(MADE_UP, SYNTHETIC) if isinstance(column, str) else f"{column:g}" for column in columns]
+    names = [
+        column.replace(MADE_UP, SYNTHETIC) if isinstance(column, str) else f"{column:g}"
+        for column in columns
+    ]
     lines = [[title, *names]]
     for method in dict.fromkeys(row["method"] for row in rows):
         lines.append([method, *(cells.get((method, column), "") for column in columns)])

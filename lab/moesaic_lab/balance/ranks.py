@@ -114,7 +114,12 @@ class Subject:
     """
 
     def __init__(
-        self, job: BalanceJob, name: str, compiled: Compiled, transport: AbstractTransport, experts: ExpertsFactory
+        self,
+        job: BalanceJob,
+        name: str,
+        compiled: Compiled,
+        transport: AbstractTransport,
+        experts: ExpertsFactory,
     ) -> None:
         place, method = job.case.place, job.methods[name]
         grid, routes = place.grid, job.case.routes
@@ -123,7 +128,13 @@ class Subject:
             self.experts_at = placed_by(routes.history, grid)
         torch.manual_seed(job.seed)
         self.layer = MoE(
-            place.dim, place.hidden, place.num_experts, place.top_k, router=ToldRouter, experts=experts, losses=()
+            place.dim,
+            place.hidden,
+            place.num_experts,
+            place.top_k,
+            router=ToldRouter,
+            experts=experts,
+            losses=(),
         )
         for weights in self.layer.experts.parameters():
             weights.data = weights.data[torch.from_numpy(np.argsort(self.experts_at))]
@@ -139,9 +150,13 @@ class Subject:
             calls._chooser = Watched(calls._chooser, self.decided)
         self._option = "" if policy is None or policy.has_choice else method.plan.replication
         self.relocator = (
-            Relocator(mesh, TwoStage(least_gain=0.0, rest=0), ends_home=False) if method.moves_samples else None
+            Relocator(mesh, TwoStage(least_gain=0.0, rest=0), ends_home=False)
+            if method.moves_samples
+            else None
         )
-        mine = routes.experts.reshape(len(routes.experts), grid.world, -1, place.top_k)[:, transport.rank]
+        mine = routes.experts.reshape(len(routes.experts), grid.world, -1, place.top_k)[
+            :, transport.rank
+        ]
         self._routes = [torch.from_numpy(self.experts_at[call]) for call in mine]
         self._samples, self._length = place.samples_per_rank, place.sample_tokens
         generator = torch.Generator().manual_seed(job.seed + 1 + transport.rank)
@@ -157,7 +172,9 @@ class Subject:
         router.tell(self._routes[call])
         if self.relocator is None:
             return self.layer(self.x), None
-        trip = self.relocator.start([Following(router, self.layer.top_k)], self._samples, self._length)
+        trip = self.relocator.start(
+            [Following(router, self.layer.top_k)], self._samples, self._length
+        )
         return MovingMoE(self.layer)(self.x, move=trip.next()), trip
 
     def step(self) -> None:
@@ -179,7 +196,9 @@ class Subject:
         Args:
             calls: number of calls of the case, which repeat in a cycle.
         """
-        experts, copies = zip(*(_num_replicated(decision.replicated) for decision in self.decided[:calls]))
+        experts, copies = zip(
+            *(_num_replicated(decision.replicated) for decision in self.decided[:calls])
+        )
         return Decided(
             seconds=tuple(decision.decision_seconds for decision in self.decided), replicated_experts=experts,
             options=tuple(self._option or decision.option for decision in self.decided[:calls]), replicated_copies=copies,
@@ -203,29 +222,43 @@ def measure(jobs: Sequence[BalanceJob]) -> list[BalanceFound]:
     return [measure_case(job, plans, transport) for job in jobs]
 
 
-def measure_case(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport) -> BalanceFound:
+def measure_case(
+    job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport
+) -> BalanceFound:
     """Measure one case."""
     place = job.case.place
     counted = counts(job, plans, transport)
     speed = place.slow_rank if transport.rank == place.bed.world - 1 else 1.0
-    accelerators = {name: Accelerator(flops_per_second=1e9 * place.gflops * speed) for name in job.methods}
+    accelerators = {
+        name: Accelerator(flops_per_second=1e9 * place.gflops * speed) for name in job.methods
+    }
     subjects = {
-        name: Subject(job, name, plans[name], transport, virtual_experts(accelerators[name])) for name in job.methods
+        name: Subject(job, name, plans[name], transport, virtual_experts(accelerators[name]))
+        for name in job.methods
     }
     calls, barrier = len(job.case.routes.experts), start_together(latest)
     steps = {name: each.step for name, each in subjects.items()}
-    for subject in subjects.values():  # plans are cached by now, but each layer's first calls cost extra
+    for (
+        subject
+    ) in subjects.values():  # plans are cached by now, but each layer's first calls cost extra
         for _ in range(calls):
             subject.step()
         subject.start_over()
     before = {name: each.charged for name, each in accelerators.items()}
     near = partial(near_ours, methods=job.methods, balanced=job.case.max_vio == 0)
     with without_collections():
-        spans, pairs = in_turn_and_near(steps, place.repeats, place.pairs, near, barrier=barrier, warmup=0)
+        spans, pairs = in_turn_and_near(
+            steps, place.repeats, place.pairs, near, barrier=barrier, warmup=0
+        )
     decided = {
-        name: each.decisions(calls) for name, each in subjects.items() if job.methods[name].plan.replication != "none"
+        name: each.decisions(calls)
+        for name, each in subjects.items()
+        if job.methods[name].plan.replication != "none"
     }
-    charged = {name: (each.charged - before[name]) / subjects[name].steps for name, each in accelerators.items()}
+    charged = {
+        name: (each.charged - before[name]) / subjects[name].steps
+        for name, each in accelerators.items()
+    }
     return BalanceFound(spans=spans, pairs=pairs, decided=decided, charged=charged, **counted)
 
 
@@ -243,7 +276,9 @@ def near_ours(
     return [OURS, *near] if near else []
 
 
-def counts(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport) -> dict[str, dict[str, Any]]:
+def counts(
+    job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTransport
+) -> dict[str, dict[str, Any]]:
     """Run the case's first call with real experts under every method; return the counted fields of `BalanceFound`.
 
     Raises:
@@ -268,10 +303,14 @@ def counts(job: BalanceJob, plans: Mapping[str, Compiled], transport: AbstractTr
 
 def by_movement(ranges: Sequence[Range]) -> list[list[Message]]:
     """Return the messages of each movement; those of one number in forward and backward, which swap sides, together."""
-    movements: list[list[Message]] = [[] for _ in range(max((tags.length for tags in ranges), default=0))]
+    movements: list[list[Message]] = [
+        [] for _ in range(max((tags.length for tags in ranges), default=0))
+    ]
     for tags in ranges:
         for message in tags.messages:
-            movements[message.tag].append((message.source, message.target, float(message.num_bytes)))
+            movements[message.tag].append(
+                (message.source, message.target, float(message.num_bytes))
+            )
     return movements
 
 
@@ -286,7 +325,9 @@ def outcome(subject: Subject) -> list[Tensor]:
     for parameter in subject.layer.experts.parameters():
         assert parameter.grad is not None
         local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
-        probe = torch.randn(local[0].numel(), PROBES, generator=torch.Generator().manual_seed(len(along)))
+        probe = torch.randn(
+            local[0].numel(), PROBES, generator=torch.Generator().manual_seed(len(along))
+        )
         along.append(local.flatten(1) @ probe)
     per_rank: list[Tensor | None] = [None] * dist.get_world_size()
     dist.all_gather_object(per_rank, torch.stack(along, dim=1))

@@ -17,7 +17,13 @@ from moesaic.planner.cluster import read_cluster
 from moesaic.program.grid import Grid
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance.config import SharesOfForced
-from moesaic_lab.balance.loads import Skew, identical_counts, made_up_totals, max_vio, recorded_shares
+from moesaic_lab.balance.loads import (
+    Skew,
+    identical_counts,
+    made_up_totals,
+    max_vio,
+    recorded_shares,
+)
 from moesaic_lab.balance.methods import NETMOE, PLAIN, methods
 from moesaic_lab.balance.simulated import BEST, Larger
 from moesaic_lab.benchmark import Told
@@ -102,15 +108,23 @@ def shares_of_forced(
                 for load, which in loads_on(config, ranks)
                 if load == RECORDED or ratio == config.ratio
             ]
-            missing = {case: [name for name in names if (case, name) not in known] for case in cases}
+            missing = {
+                case: [name for name in names if (case, name) not in known] for case in cases
+            }
             if not any(missing.values()):
                 continue
             spec = read_cluster(cluster)
-            larger = Larger(config.layer(ranks), read_cluster(cluster, nodes=ranks // spec.devices_per_node), larger)
+            larger = Larger(
+                config.layer(ranks),
+                read_cluster(cluster, nodes=ranks // spec.devices_per_node),
+                larger,
+            )
             forced: dict[tuple[float, str], float] = {}
             for case, todo in missing.items():
                 if todo:
-                    told(f"{cluster}, {ranks} ranks, weights {case.ratio:g} of the rows, {case.load} {case.which:g}")
+                    told(
+                        f"{cluster}, {ranks} ranks, weights {case.ratio:g} of the rows, {case.load} {case.which:g}"
+                    )
                 if todo and case.load == SLOW:
                     shares += list(_shares_with_slow_rank(config, larger, cluster, todo))
                 elif todo:
@@ -189,7 +203,9 @@ def _shares_with_slow_rank(
     even = [identical_counts(np.full(experts, 1 / experts), ranks, copies)] * 2
     plain = larger.seconds(PLAIN, even, even[0].sum(0), tokens)[-1][0]
     for name in names:
-        runs = [simulated.seconds(name, even, even[0].sum(0), tokens) for simulated in (larger, slowed)]
+        runs = [
+            simulated.seconds(name, even, even[0].sum(0), tokens) for simulated in (larger, slowed)
+        ]
         (own, _, _), (seconds, deciding, replicated) = runs[0][-1], runs[1][-1]
         moving = slowed.moving_seconds(name, even[0].sum(0), config.moved_bytes)
         yield Share(

@@ -13,7 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
-from moesaic.balance.replication.policy import AbstractChooser, AbstractReplicationPolicy, programs_of
+from moesaic.balance.replication.policy import (
+    AbstractChooser,
+    AbstractReplicationPolicy,
+    programs_of,
+)
 from moesaic.balance.replication.tables import spread
 from moesaic.balance.selector.arbiter import Arbiter
 from moesaic.planner.cluster import ClusterSpec, read_cluster
@@ -26,7 +30,14 @@ from moesaic.program.grid import Grid
 from moesaic.program.plan import Plan
 from moesaic.program.replications import NOTHING, Replications
 from moesaic.program.sizes import CallSizes
-from moesaic_lab.balance.methods import OURS, OURS_PLACED, BalanceMethod, methods, placed_by, policy_of
+from moesaic_lab.balance.methods import (
+    OURS,
+    OURS_PLACED,
+    BalanceMethod,
+    methods,
+    placed_by,
+    policy_of,
+)
 
 BEST = {"best option": OURS, "best option, experts placed": OURS_PLACED}
 """Unattainable references for the arbiter: in each call, the option that is fastest in simulation with known counts.
@@ -52,7 +63,9 @@ class Larger:
         self._simulator = Simulator(spec)
         self._costs: dict[int, ReplicationCosts] = {}
         self._plans: dict[str, Compiled] = (
-            like._plans if like is not None and like.grid == self.grid else compiled_once(self.methods, self.grid)
+            like._plans
+            if like is not None and like.grid == self.grid
+            else compiled_once(self.methods, self.grid)
         )
         self._known: dict[tuple[int, int, bytes, bytes], float] = {}
 
@@ -105,10 +118,14 @@ class Larger:
             return 0.0
         per_rank, slot = self.layer.num_experts // self.grid.world, placed_by(history, self.grid)
         source, target = np.arange(len(slot)) // per_rank, slot // per_rank
-        pairs, experts = np.unique(np.stack([source, target])[:, source != target], axis=1, return_counts=True)
+        pairs, experts = np.unique(
+            np.stack([source, target])[:, source != target], axis=1, return_counts=True
+        )
         of_expert = self.layer.matrices * self.layer.dim * self.layer.hidden * moved_bytes
         topology = Topology(self.spec, self.grid.world, self.grid.ranks_per_node)
-        return topology.loads(pairs[0], pairs[1], experts * float(of_expert), np.ones(len(experts))).alone
+        return topology.loads(
+            pairs[0], pairs[1], experts * float(of_expert), np.ones(len(experts))
+        ).alone
 
     def _best(self, load: CallLoad, tokens: int) -> tuple[float, float, int]:
         """Return the time of a call under the arbiter's fastest option in simulation, with the call's own counts."""
@@ -117,24 +134,36 @@ class Larger:
         programs = programs_of(self._plans[OURS], policy)
         weigher = policy.start({name: each.plan for name, each in programs.items()}).weigher
         replicas = weigher.replica_loads(load)
-        options = ((programs[each.program], spread(replicas, each.replicated)) for each in weigher.all(replicas))
-        return min((self._cached_seconds(of, load, t, tokens), 0.0, len(np.unique(t.expert))) for of, t in options)
+        options = (
+            (programs[each.program], spread(replicas, each.replicated))
+            for each in weigher.all(replicas)
+        )
+        return min(
+            (self._cached_seconds(of, load, t, tokens), 0.0, len(np.unique(t.expert)))
+            for of, t in options
+        )
 
-    def _cached_seconds(self, compiled: Compiled, load: CallLoad, replicated: Replications, tokens: int) -> float:
+    def _cached_seconds(
+        self, compiled: Compiled, load: CallLoad, replicated: Replications, tokens: int
+    ) -> float:
         """Return the seconds of forward and backward of a call. Equal programs and counts are simulated once."""
         key = (id(compiled), tokens, load.copies.tobytes(), np.stack(replicated).tobytes())
         if key not in self._known:
             self._known[key] = self._simulate(compiled, load.copies, replicated, tokens)
         return self._known[key]
 
-    def _copies(self, calls: Iterable[np.ndarray], history: np.ndarray, method: BalanceMethod) -> list[np.ndarray]:
+    def _copies(
+        self, calls: Iterable[np.ndarray], history: np.ndarray, method: BalanceMethod
+    ) -> list[np.ndarray]:
         """Return each rank's copies for each slot of an expert, (ranks, num_experts) int64, for each call."""
         if not method.places_experts:
             return list(calls)
         order = np.argsort(placed_by(history, self.grid))
         return [counts[:, order] for counts in calls]
 
-    def _simulate(self, compiled: Compiled, copies: np.ndarray, replicated: Replications, tokens: int) -> float:
+    def _simulate(
+        self, compiled: Compiled, copies: np.ndarray, replicated: Replications, tokens: int
+    ) -> float:
         """Simulate forward and backward of one call; return the seconds."""
         sizes = CallSizes(
             compiled.grid, copies, np.full(self.grid.world, tokens), compiled.plan.chunks, units=self.layer.hidden,
@@ -150,7 +179,9 @@ class Larger:
 
 def compiled_once(methods: Mapping[str, BalanceMethod], grid: Grid) -> dict[str, Compiled]:
     """Return the compiled programs of every method. Policies that replicate by a single table share theirs."""
-    programs: dict[tuple[Plan, bool], Compiled] = {}  # the layouts of a program take a minute at 64 ranks
+    programs: dict[
+        tuple[Plan, bool], Compiled
+    ] = {}  # the layouts of a program take a minute at 64 ranks
     by_method = {}
     for name, method in methods.items():
         plan = method.plan
@@ -202,12 +233,16 @@ class TimedDecision:
     replicates: bool
 
 
-def decisions(ranks: int = 64, experts: int = 256, calls: int = 120, seed: int = 0) -> list[TimedDecision]:
+def decisions(
+    ranks: int = 64, experts: int = 256, calls: int = 120, seed: int = 0
+) -> list[TimedDecision]:
     """Time the arbiter's decisions for consecutive calls on `dgx-h100`."""
     grid = Grid(world=ranks, ep=ranks, ranks_per_node=8)
     spec, plan = read_cluster("dgx-h100", nodes=ranks // 8), Plan(replication="arbiter")
     arbiter = Arbiter(
-        costs=costs_of(spec, grid, Workload(tokens=4096, num_experts=experts, top_k=2, dim=2048, hidden=1024))
+        costs=costs_of(
+            spec, grid, Workload(tokens=4096, num_experts=experts, top_k=2, dim=2048, hidden=1024)
+        )
     )
     arbitration, timed = arbiter.start(arbiter.option_plans(plan, grid)), []
     for number, copies in enumerate(_drifting(ranks, experts, calls, seed), start=1):
@@ -217,7 +252,9 @@ def decisions(ranks: int = 64, experts: int = 256, calls: int = 120, seed: int =
         seconds = time.perf_counter() - started
         if number > BEGIN:
             replicates = decision.replicated is not None
-            timed.append(TimedDecision(ranks=ranks, experts=experts, seconds=seconds, replicates=replicates))
+            timed.append(
+                TimedDecision(ranks=ranks, experts=experts, seconds=seconds, replicates=replicates)
+            )
     return timed
 
 

@@ -24,7 +24,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from moesaic.errors import InputError
-from moesaic_lab.benchmark import Benchmark, BenchmarkOptions, Shown, Told, keeping, kept, notes_of, words_of
+from moesaic_lab.benchmark import (
+    Benchmark,
+    BenchmarkOptions,
+    Shown,
+    Told,
+    keeping,
+    kept,
+    notes_of,
+    words_of,
+)
 from moesaic_lab.chaos.schedule import INTERVAL, KINDS, Fault, draw_faults, kinds_of
 from moesaic_lab.claims import Claim
 from moesaic_testbed import Bed, Launcher, refusal
@@ -73,7 +82,8 @@ def cases(options: ChaosOptions) -> Schedule:
         raise InputError(f"--steps {options.steps}: must be at least {LEAST_STEPS}")
     on_bed = options.bed and refusal() is None
     return Schedule(
-        faults=draw_faults(options.faults, options.seed, kinds_of(words_of(options.kinds), on_bed)), on_bed=on_bed
+        faults=draw_faults(options.faults, options.seed, kinds_of(words_of(options.kinds), on_bed)),
+        on_bed=on_bed,
     )
 
 
@@ -82,7 +92,11 @@ def measure(options: ChaosOptions, schedule: Schedule, told: Told) -> list[dict[
     from moesaic_lab.chaos.stage import Course
 
     rows: list[dict[str, Any]] = []
-    with keeping(options.keep) as folder, _stage(schedule.on_bed) as play, ThreadPoolExecutor(1) as pool:
+    with (
+        keeping(options.keep) as folder,
+        _stage(schedule.on_bed) as play,
+        ThreadPoolExecutor(1) as pool,
+    ):
 
         def played(course: Course) -> list[dict[str, Any]]:
             shutil.rmtree(course.folder, ignore_errors=True)
@@ -94,7 +108,11 @@ def measure(options: ChaosOptions, schedule: Schedule, told: Told) -> list[dict[
             return future.result()
 
         undisturbed = Course(
-            folder=folder / "undisturbed", steps=options.steps, transport=TRANSPORTS[0], faults=(), told=folder / "told"
+            folder=folder / "undisturbed",
+            steps=options.steps,
+            transport=TRANSPORTS[0],
+            faults=(),
+            told=folder / "told",
         )
         reference = kept(folder / "undisturbed.json", lambda: played(undisturbed))[0]["losses"]
         numbers = itertools.count()
@@ -188,7 +206,9 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 def tables(rows: list[dict[str, Any]]) -> list[Any]:
     """Return a table with a line per kind and way of fault, and one with the faults that broke a promise."""
     summed = []
-    for kind, way in sorted({(row["kind"], row["way"]) for row in rows}, key=lambda each: list(KINDS).index(each[0])):
+    for kind, way in sorted(
+        {(row["kind"], row["way"]) for row in rows}, key=lambda each: list(KINDS).index(each[0])
+    ):
         matching = [row for row in rows if (row["kind"], row["way"]) == (kind, way)]
         summed.append(
             {
@@ -201,7 +221,9 @@ def tables(rows: list[dict[str, Any]]) -> list[Any]:
         )
     wrong = [row for row in rows if row["is_wrong"]]
     columns = ("number", "kind", "way", "rank", "transport", "line")
-    return Shown(title="Faults").of(summed) + Shown(title="What was wrong", columns=columns).of(wrong)
+    return Shown(title="Faults").of(summed) + Shown(title="What was wrong", columns=columns).of(
+        wrong
+    )
 
 
 BENCHMARK = Benchmark(

@@ -28,7 +28,12 @@ INSTANTS = {"forward": 6, "backward": 6, "save": 40}
 
 
 def become_rank(
-    words: Sequence[str], environment: Mapping[str, str], fault: Fault | None, strikes_at: int, tells: Path, paced: bool
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    fault: Fault | None,
+    strikes_at: int,
+    tells: Path,
+    paced: bool,
 ) -> NoReturn:
     """Run a command as a rank and end the process; does not return.
 
@@ -73,7 +78,9 @@ def _plant(fault: Fault, strikes_at: int, step: Callable[[], int]) -> None:
     elif fault.kind == "save":
         _in_save(lambda: step() >= strikes_at, lambda: _kill_at_event(instant), die)
     elif fault.kind == "disk":
-        limit = 4_000 + int(fault.chance * 16_000)  # leaves room for the log file with the rank's error message
+        limit = 4_000 + int(
+            fault.chance * 16_000
+        )  # leaves room for the log file with the rank's error message
         _in_save(
             lambda: step() >= strikes_at,
             lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY)),
@@ -132,7 +139,9 @@ def _kill_in_update(is_time: Callable[[], bool], way: str) -> None:
     torch.optim.AdamW.step = step  # type: ignore[method-assign,assignment]
 
 
-def _in_save(is_time: Callable[[], bool], strike: Callable[[], None], afterwards: Callable[[], None]) -> None:
+def _in_save(
+    is_time: Callable[[], bool], strike: Callable[[], None], afterwards: Callable[[], None]
+) -> None:
     save, finish, is_struck = loop.Trainer._save, loop.Trainer._finish_saving, [False]
 
     def saving(self: Any) -> None:
@@ -155,7 +164,15 @@ def _kill_at_event(instant: int) -> None:
     remaining = [instant]
 
     def hook(event: str, arguments: Any) -> None:
-        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"):
+        if event in (
+            "open",
+            "os.mkdir",
+            "os.rename",
+            "os.remove",
+            "os.rmdir",
+            "os.listdir",
+            "os.scandir",
+        ):
             remaining[0] -= 1
             if remaining[0] == 0:
                 die()

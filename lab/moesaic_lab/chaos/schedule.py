@@ -30,22 +30,36 @@ class FaultKind:
 KINDS = {
     "forward": FaultKind(summary="SIGKILL between two messages of a layer's forward pass"),
     "backward": FaultKind(summary="SIGKILL between two messages of a layer's backward pass"),
-    "optimizer": FaultKind(summary="SIGKILL before or after the optimizer's update", ways=("before", "after")),
+    "optimizer": FaultKind(
+        summary="SIGKILL before or after the optimizer's update", ways=("before", "after")
+    ),
     "save": FaultKind(summary="SIGKILL at a file-system event of a save"),
     "startup": FaultKind(
         summary="SIGKILL or SIGSTOP at an instant of the start, where rank 0 keeps the ranks' store too",
         ways=("killed", "killed, no store", "stopped", "stopped, no store"),
     ),
     "hangup": FaultKind(
-        summary="SIGHUP, as from a terminal that closes", ways=("one rank", "all ranks"), is_fatal=False
+        summary="SIGHUP, as from a terminal that closes",
+        ways=("one rank", "all ranks"),
+        is_fatal=False,
     ),
-    "stop": FaultKind(summary="SIGSTOP, with SIGCONT in time or never", ways=("continued", "for good")),
+    "stop": FaultKind(
+        summary="SIGSTOP, with SIGCONT in time or never", ways=("continued", "for good")
+    ),
     "cut": FaultKind(
-        summary="a node's link is cut, for a while or for good", ways=("mended", "for good"), needs_bed=True
+        summary="a node's link is cut, for a while or for good",
+        ways=("mended", "for good"),
+        needs_bed=True,
     ),
-    "slow": FaultKind(summary="a node's link has a hundredth of its rate", is_fatal=False, needs_bed=True),
-    "flap": FaultKind(summary="a node's link goes and comes ten times", is_fatal=False, needs_bed=True),
-    "disk": FaultKind(summary="no space, or no right to a larger file, when a checkpoint is written"),
+    "slow": FaultKind(
+        summary="a node's link has a hundredth of its rate", is_fatal=False, needs_bed=True
+    ),
+    "flap": FaultKind(
+        summary="a node's link goes and comes ten times", is_fatal=False, needs_bed=True
+    ),
+    "disk": FaultKind(
+        summary="no space, or no right to a larger file, when a checkpoint is written"
+    ),
     "damage": FaultKind(
         summary="a file of the newest checkpoint is damaged between two runs",
         ways=("bit", "cut", "zeros", "removed", "longer"),
@@ -59,7 +73,9 @@ KINDS = {
     "restart": FaultKind(
         summary="SIGKILL, then all ranks start anew on the same store, as torchrun --max-restarts does"
     ),
-    "clock": FaultKind(summary="the wall clock jumps by up to nine years at every look", is_fatal=False),
+    "clock": FaultKind(
+        summary="the wall clock jumps by up to nine years at every look", is_fatal=False
+    ),
 }
 """Kinds of faults by name."""
 SURVIVED = ("continued", "mended")
@@ -91,7 +107,9 @@ class Fault:
     @property
     def is_stop(self) -> bool:
         """Whether the rank that is hit is stopped for good."""
-        return self.kind in ("stop", "startup") and self.is_fatal and not self.way.startswith("killed")
+        return (
+            self.kind in ("stop", "startup") and self.is_fatal and not self.way.startswith("killed")
+        )
 
     @property
     def has_store(self) -> bool:
@@ -134,5 +152,7 @@ def kinds_of(asked: Sequence[str], on_bed: bool) -> list[str]:
         if name not in KINDS:
             raise InputError(f"--kinds {name}: unknown{suggestion(name, list(KINDS))}")
         if KINDS[name].needs_bed and not on_bed:
-            raise InputError(f"--kinds {name}: needs an emulated cluster, which this machine cannot make: leave it out")
+            raise InputError(
+                f"--kinds {name}: needs an emulated cluster, which this machine cannot make: leave it out"
+            )
     return list(asked) or [name for name, kind in KINDS.items() if on_bed or not kind.needs_bed]

@@ -157,7 +157,8 @@ def play(wiring: Wiring | None, course: Course) -> list[dict[str, Any]]:
     if not (course.keeps and any(each.is_wrong for each in outcomes)):
         shutil.rmtree(course.folder, ignore_errors=True)
     return [
-        asdict(each) | {"lost": each.lost, "may_be_lost": each.may_be_lost, "is_wrong": each.is_wrong}
+        asdict(each)
+        | {"lost": each.lost, "may_be_lost": each.may_be_lost, "is_wrong": each.is_wrong}
         for each in outcomes
     ]
 
@@ -173,19 +174,27 @@ class FaultedRun:
     def __init__(self, wiring: Wiring | None, course: Course) -> None:
         self.wiring, self.course, self.run = wiring, course, course.folder / "run"
         self._attempts = 0
-        self._pending: list[FaultOutcome] = []  # outcomes of faults after which no attempt has taken a step yet
+        self._pending: list[
+            FaultOutcome
+        ] = []  # outcomes of faults after which no attempt has taken a step yet
         self._first = course.folder / "first"
         text, self._config_path = course.folder / "text.txt", course.folder / "given.json"
         draw = random.Random(0)
-        text.write_text(" ".join("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(2000)))
-        config = override(replace(demo(), out=str(self.run), existing="resume"), SMALL, source="chaos")
+        text.write_text(
+            " ".join("".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(2000))
+        )
+        config = override(
+            replace(demo(), out=str(self.run), existing="resume"), SMALL, source="chaos"
+        )
         save = {"every": INTERVAL, "background": course.in_background}
         changes = {
             "steps": course.steps, "evaluate": {"every": course.steps, "sequences": 4},
             "mesh": {"transport": course.transport}, "save": save,
         }  # fmt: skip
         config = override(config, changes, source="chaos")
-        self._config_path.write_text(as_json(replace(config, data=replace(config.data, path=(str(text),)))))
+        self._config_path.write_text(
+            as_json(replace(config, data=replace(config.data, path=(str(text),))))
+        )
         if wiring is None:
             adopt_orphans()
 
@@ -219,7 +228,10 @@ class FaultedRun:
                     self._complete()
                     attempt = self._start(port, None, 0, restarts=1)
                     self._stop_gracefully(attempt, outcome, fault)
-                    outcome.resumed, outcome.recovered = self._resumed_step(), self._resumed_step() is not None
+                    outcome.resumed, outcome.recovered = (
+                        self._resumed_step(),
+                        self._resumed_step() is not None,
+                    )
             except _HungError:
                 outcome.hung = True
             finally:
@@ -238,12 +250,20 @@ class FaultedRun:
         self._undisturbed(until=None)
         for outcome in pending:
             outcome.same = outcome.same and self._is_same() and self._step() == self.course.steps
-            leftovers = [*(self.run / "checkpoints").glob(".*"), *self.run.glob(".writing-*"), *self.run.glob(".lock")]
+            leftovers = [
+                *(self.run / "checkpoints").glob(".*"),
+                *self.run.glob(".writing-*"),
+                *self.run.glob(".lock"),
+            ]
             outcome.leftovers += len(leftovers)
 
     def _is_same(self) -> bool:
         """Return whether the metrics hold each step so far exactly once, with the loss of the undisturbed run."""
-        lines = [line for line in read_metrics(self.run) if line["kind"] == "train"] if self._step() else []
+        lines = (
+            [line for line in read_metrics(self.run) if line["kind"] == "train"]
+            if self._step()
+            else []
+        )
         losses = [(line["step"], float(line["loss"])) for line in lines]
         return losses == list(enumerate(self.course.reference, 1))[: len(losses)]
 
@@ -301,9 +321,14 @@ class FaultedRun:
             self._send_strangers(fault, attempt)
         if fault.kind in ("forward", "backward", "optimizer", "save", "restart", "disk"):
             of_any = fault.kind == "disk"
-            attempt.wait(lambda: bool(attempt.codes) if of_any else fault.rank in attempt.codes, START_SECONDS)
+            attempt.wait(
+                lambda: bool(attempt.codes) if of_any else fault.rank in attempt.codes,
+                START_SECONDS,
+            )
             return time.monotonic()
-        attempt.wait(lambda: self._resumed_step() is not None and self._step() >= strikes_at, START_SECONDS)
+        attempt.wait(
+            lambda: self._resumed_step() is not None and self._step() >= strikes_at, START_SECONDS
+        )
         at = time.monotonic()
         if fault.kind == "stop":
             attempt.signal(signal.SIGSTOP, fault.rank)
@@ -329,7 +354,9 @@ class FaultedRun:
             self.wiring.switch(fault.node, True)
             time.sleep(LASTS_SECONDS / 20)
 
-    def _await_end(self, fault: Fault, attempt: Attempt, outcome: FaultOutcome, began_at: float) -> None:
+    def _await_end(
+        self, fault: Fault, attempt: Attempt, outcome: FaultOutcome, began_at: float
+    ) -> None:
         """Wait for the end of an attempt; after a fault that is not fatal, ask the attempt to stop."""
         try:
             if fault.is_fatal:
@@ -352,7 +379,8 @@ class FaultedRun:
         goal = self._step() + INTERVAL
         attempt.wait(lambda: self._step() >= goal, START_SECONDS)
         attempt.signal(
-            signal.SIGHUP if fault.kind == "hangup" else signal.SIGTERM, fault.rank if fault.way == "one rank" else None
+            signal.SIGHUP if fault.kind == "hangup" else signal.SIGTERM,
+            fault.rank if fault.way == "one rank" else None,
         )
         attempt.wait(lambda: False, PATIENCE + SLACK)
         outcome.named = outcome.named and set(attempt.codes.values()) == {0}
@@ -362,9 +390,13 @@ class FaultedRun:
         output = attempt.messages()
         outcome.same = self._is_same()
         if fault.is_fatal or fault.kind == "damage":
-            others = "".join(str(rank) for rank in range(WORLD) if rank // RANKS_PER_NODE != fault.node)
+            others = "".join(
+                str(rank) for rank in range(WORLD) if rank // RANKS_PER_NODE != fault.node
+            )
             if fault.kind == "cut":
-                others = "".join(map(str, range(WORLD)))  # each side of the cut link reports ranks of the other
+                others = "".join(
+                    map(str, range(WORLD))
+                )  # each side of the cut link reports ranks of the other
             pattern = SAYS.get(fault.kind, GONE).format(rank=fault.rank, others=others)
             lines = [line for line in output if re.search(pattern, line)]
             outcome.line = lines[0] if lines else " | ".join(output)[-2000:]
@@ -373,23 +405,45 @@ class FaultedRun:
             outcome.line = " | ".join(output)[-2000:]
         outcome.named = outcome.named and not any("Traceback" in line for line in output)
 
-    def _start(self, port: int, fault: Fault | None, strikes_at: int, restarts: int = 0, paced: bool = True) -> Attempt:
+    def _start(
+        self, port: int, fault: Fault | None, strikes_at: int, restarts: int = 0, paced: bool = True
+    ) -> Attempt:
         self._first.unlink(missing_ok=True)
         self._attempts += 1
         logs = self.course.folder / f"attempt-{self._attempts}"
         logs.mkdir()
-        words = ["train", "--config", str(self._config_path), "--start-patience", str(MEETING_SECONDS)]
+        words = [
+            "train",
+            "--config",
+            str(self._config_path),
+            "--start-patience",
+            str(MEETING_SECONDS),
+        ]
         words += [] if paced else ["--save.every", str(self.course.steps)]
         attempt = Attempt(logs)
         for rank in range(WORLD):
-            environment = launcher_variables(Bed(), rank, port) | {"TORCHELASTIC_RESTART_COUNT": str(restarts)}
+            environment = launcher_variables(Bed(), rank, port) | {
+                "TORCHELASTIC_RESTART_COUNT": str(restarts)
+            }
             if self.wiring is None:
-                environment |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+                environment |= {
+                    "MASTER_ADDR": "127.0.0.1",
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "TP_SOCKET_IFNAME": "lo",
+                }
             if fault is not None and not fault.has_store:
-                environment = {name: text for name, text in environment.items() if "ELASTIC" not in name}
-            planted = fault if fault is not None and (fault.rank == rank or fault.kind == "clock") else None
+                environment = {
+                    name: text for name, text in environment.items() if "ELASTIC" not in name
+                }
+            planted = (
+                fault
+                if fault is not None and (fault.rank == rank or fault.kind == "clock")
+                else None
+            )
 
-            def child(rank: int = rank, environment: Any = environment, planted: Fault | None = planted) -> NoReturn:
+            def child(
+                rank: int = rank, environment: Any = environment, planted: Fault | None = planted
+            ) -> NoReturn:
                 self._enter(rank // RANKS_PER_NODE)
                 _redirect_output(logs / f"rank{rank}.txt")
                 become_rank(words, environment, planted, strikes_at, self._first, paced)
@@ -440,7 +494,9 @@ class FaultedRun:
 
         def child() -> None:
             self._enter(fault.node)
-            _connect_strangers(fault, [ranks[rank] for rank in ranks if rank // RANKS_PER_NODE == fault.node])
+            _connect_strangers(
+                fault, [ranks[rank] for rank in ranks if rank // RANKS_PER_NODE == fault.node]
+            )
 
         attempt.strangers.append(_fork(child))
 
@@ -510,9 +566,15 @@ class Attempt:
     def messages(self) -> list[str]:
         """Return the lines that Moesaic printed on the ranks, and the first lines of tracebacks."""
         lines = [
-            line for path in sorted(self._logs.iterdir()) for line in path.read_text(errors="replace").splitlines()
+            line
+            for path in sorted(self._logs.iterdir())
+            for line in path.read_text(errors="replace").splitlines()
         ]
-        return [line for line in lines if line.startswith(("moesaic train:", "Traceback")) or "is damaged" in line]
+        return [
+            line
+            for line in lines
+            if line.startswith(("moesaic train:", "Traceback")) or "is damaged" in line
+        ]
 
     def _reap(self) -> None:
         for rank, pid in self.pids.items():
@@ -528,8 +590,17 @@ def _fork(child: Callable[[], None]) -> int:
         try:
             gc.freeze()  # else the first collection visits all objects of torch and copies their shared pages
             die_with_parent()
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE):
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            for number in (
+                signal.SIGINT,
+                signal.SIGTERM,
+                signal.SIGHUP,
+                signal.SIGCHLD,
+                signal.SIGPIPE,
+            ):
+                signal.signal(
+                    number,
+                    signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
+                )
             child()
         finally:
             os._exit(1)
@@ -547,7 +618,12 @@ def _children() -> list[int]:
     pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            if int(path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
+            if (
+                int(
+                    path.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[1]
+                )
+                == os.getpid()
+            ):
                 pids.append(int(path.parent.name))
     return pids
 

@@ -60,9 +60,15 @@ def run(config: CommConfig, told: Told) -> list[CommCell]:
         return CommCell(sweep=sweep, size_kib=size_kib, **joined(of_ranks, sweep.bed))
 
     def about(job: tuple[Sweep, int]) -> str:
-        return f"{job[0].kind} on {job[0].label}" + (f", {byte_size(1024 * job[1])}" if job[1] else "")
+        return f"{job[0].kind} on {job[0].label}" + (
+            f", {byte_size(1024 * job[1])}" if job[1] else ""
+        )
 
-    jobs = [(sweep, size) for sweep in config.cells for size in ((0,) if sweep.kind == "dispatch" else sweep.sizes_kib)]
+    jobs = [
+        (sweep, size)
+        for sweep in config.cells
+        for size in ((0,) if sweep.kind == "dispatch" else sweep.sizes_kib)
+    ]
     return on_beds(jobs, lambda job: job[0].bed, about, measure, told)
 
 
@@ -70,14 +76,22 @@ def claims(cells: Sequence[CommCell]) -> list[Claim]:
     """Return all claims, including those that this run did not measure."""
 
     def top8() -> CommCell:
-        chosen = [c for c in cells if c.sweep.kind == "dispatch" and c.sweep.shape == "2x2" and c.sweep.top_k == 8]
+        chosen = [
+            c
+            for c in cells
+            if c.sweep.kind == "dispatch" and c.sweep.shape == "2x2" and c.sweep.top_k == 8
+        ]
         return some(chosen, "of a dispatch with top_k 8 on 2x2")[0]
 
     return [
         claimed("comm.receive_first.link_share_2x2_4MiB", lambda: link_share(cells), 0.95, ">="),
         claimed("comm.pipelined.over_longer_lane", lambda: over_longer_lane(cells), 1.05),
         claimed("comm.multicast.top8_bytes_over_linear", lambda: multicast_bytes(top8()), 0.34),
-        claimed("comm.multicast.top8_time_over_linear", lambda: top8().ratio("multicast", "linear").median, 0.34),
+        claimed(
+            "comm.multicast.top8_time_over_linear",
+            lambda: top8().ratio("multicast", "linear").median,
+            0.34,
+        ),
         claimed("comm.multicast.over_bound", lambda: multicast_over_bound(cells), 1.15),
         claimed("comm.hier2d.over_linear_small_messages", lambda: small_messages(cells), 0.7),
     ]
@@ -85,7 +99,9 @@ def claims(cells: Sequence[CommCell]) -> list[Claim]:
 
 def link_share(cells: Sequence[CommCell]) -> float:
     """Return the share of the link limit that the linear all-to-all reaches, as the lower end of the 95 % interval."""
-    chosen = [cell for cell in cells if cell.sweep.kind == "limit" and cell.size_kib == FOUR_MIB_KIB]
+    chosen = [
+        cell for cell in cells if cell.sweep.kind == "limit" and cell.size_kib == FOUR_MIB_KIB
+    ]
     cell = some(chosen, "of 4 MiB to the limit")[0]
     seconds = cell.timings["linear"].seconds
     return enough(paired([cell.bound("linear")] * len(seconds), seconds)).low
@@ -119,7 +135,9 @@ def small_messages(cells: Sequence[CommCell]) -> float:
     ratios = [
         cell.ratio("hier2d", "linear").median
         for cell in cells
-        if cell.sweep.kind == "exchange" and cell.sweep.shape == "4x4" and {"hier2d", "linear"} <= set(cell.timings)
+        if cell.sweep.kind == "exchange"
+        and cell.sweep.shape == "4x4"
+        and {"hier2d", "linear"} <= set(cell.timings)
         if cell.sweep.per_message >= DOMINATES * 1024 * cell.size_kib / cell.sweep.world
     ]
     return statistics.median(some(ratios, "on 4x4 where a cost per message dominates"))
@@ -138,14 +156,24 @@ def rows_of(cell: CommCell) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-COLUMNS = ("size_bytes", "method", *QUARTILES, "bound_seconds", "share_of_bound", "over_first", "across_bytes")
+COLUMNS = (
+    "size_bytes",
+    "method",
+    *QUARTILES,
+    "bound_seconds",
+    "share_of_bound",
+    "over_first",
+    "across_bytes",
+)
 """Columns on the terminal. "over first": over linear, or over the first method if linear was not measured."""
 
 
 def tables(cells: Sequence[CommCell]) -> list[Table]:
     """Return the tables for a terminal, one per kind and bed."""
     all_tables = []
-    for (kind, label), of_bed in itertools.groupby(cells, key=lambda cell: (cell.sweep.kind, cell.sweep.label)):
+    for (kind, label), of_bed in itertools.groupby(
+        cells, key=lambda cell: (cell.sweep.kind, cell.sweep.label)
+    ):
         rows = [row for cell in of_bed for row in rows_of(cell)]
         all_tables.append(table(f"{kind} on {label}", rows, COLUMNS, group_by=("size_bytes",)))
     return all_tables
@@ -154,10 +182,15 @@ def tables(cells: Sequence[CommCell]) -> list[Table]:
 def panels(cells: Sequence[CommCell]) -> list[Panel]:
     """Return a panel per bed of the all-to-alls, and one panel each for lanes and dispatches."""
     all_panels = []
-    by_bed = sorted((c for c in cells if c.sweep.kind == "exchange"), key=lambda c: (c.sweep.label, c.size_kib))
+    by_bed = sorted(
+        (c for c in cells if c.sweep.kind == "exchange"), key=lambda c: (c.sweep.label, c.size_kib)
+    )
     for label, of_bed in itertools.groupby(by_bed, key=lambda cell: cell.sweep.label):
         all_panels.append(_over_sizes(f"all-to-all, {label}", list(of_bed)))
-    for kind, title in (("lanes", "two lanes, alone and at once"), ("dispatch", "dispatch: copies, or once per node")):
+    for kind, title in (
+        ("lanes", "two lanes, alone and at once"),
+        ("dispatch", "dispatch: copies, or once per node"),
+    ):
         if chosen := [cell for cell in cells if cell.sweep.kind == kind]:
             all_panels.append(bars(title, chosen, _label))
     return all_panels
@@ -176,7 +209,11 @@ def _over_sizes(title: str, cells: Sequence[CommCell]) -> Panel:
 def _label(cell: CommCell) -> str:
     """Return the name of a cell's group of bars."""
     sweep = cell.sweep
-    return f"{sweep.shape}, top {sweep.top_k}" if sweep.kind == "dispatch" else byte_size(1024 * cell.size_kib)
+    return (
+        f"{sweep.shape}, top {sweep.top_k}"
+        if sweep.kind == "dispatch"
+        else byte_size(1024 * cell.size_kib)
+    )
 
 
 BENCHMARK = emulated(

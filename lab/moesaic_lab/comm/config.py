@@ -48,24 +48,34 @@ class Sweep(Place):
             raise InputError(f"{head}: chunks={self.chunks}: list numbers from 1 on")
         for method in self.methods:
             if method not in METHODS:
-                raise InputError(f"{head}: unknown method {method}{suggestion(method, list(METHODS))}")
+                raise InputError(
+                    f"{head}: unknown method {method}{suggestion(method, list(METHODS))}"
+                )
         if self.kind != "dispatch" and not self.sizes_kib:
             raise InputError(f"{head}: sizes_kib is empty: list at least one size")
         if self.kind == "dispatch" and self.num_experts % self.world:
-            raise InputError(f"{head}: num_experts={self.num_experts} does not split over {self.world} ranks")
+            raise InputError(
+                f"{head}: num_experts={self.num_experts} does not split over {self.world} ranks"
+            )
         if self.kind == "dispatch" and self.top_k > self.num_experts:
             raise InputError(f"{head}: top_k={self.top_k} of num_experts={self.num_experts}")
 
     @property
     def dispatches(self) -> dict[str, tuple[str, int]]:
         """(all-to-all, chunks) of the methods of a dispatch, by name."""
-        names = {chunks: MULTICAST if chunks == 1 else f"{MULTICAST}/{chunks}" for chunks in self.chunks}
-        return {"linear": ("linear", 1)} | {name: (MULTICAST, chunks) for chunks, name in names.items()}
+        names = {
+            chunks: MULTICAST if chunks == 1 else f"{MULTICAST}/{chunks}" for chunks in self.chunks
+        }
+        return {"linear": ("linear", 1)} | {
+            name: (MULTICAST, chunks) for chunks, name in names.items()
+        }
 
     @property
     def label(self) -> str:
         """Description of the bed, and of a dispatch's experts, for tables and messages."""
-        return self.in_words + (f", top {self.top_k} of {self.num_experts}" if self.kind == "dispatch" else "")
+        return self.in_words + (
+            f", top {self.top_k} of {self.num_experts}" if self.kind == "dispatch" else ""
+        )
 
     def rows_of(self, size_kib: int, dim: int) -> int:
         """Return the number of float32 rows that a rank holds.

@@ -53,7 +53,14 @@ def exchange(grid: Grid, rows: int, algorithm: str, which: str = "all") -> Work:
         which: "all" to move all rows, "inside" for only those that stay in their node, "across" for only those that leave it.
     """
     build = Builder("exchange")
-    build.move(build.input("rows", Kind.ROWS, Layout(), {}), "h", AT_EXPERTS, ("ep", "etp"), {}, Stage.DISPATCH)
+    build.move(
+        build.input("rows", Kind.ROWS, Layout(), {}),
+        "h",
+        AT_EXPERTS,
+        ("ep", "etp"),
+        {},
+        Stage.DISPATCH,
+    )
     program = route_all_to_all(build.build("h"), algorithm, grid)
     validate(program)
     node = np.array([grid.node_of(rank) for rank in range(grid.world)])
@@ -63,7 +70,9 @@ def exchange(grid: Grid, rows: int, algorithm: str, which: str = "all") -> Work:
     return Work(program=program, sizes=CallSizes(grid, copies, copies.sum(axis=1)), copies=copies)
 
 
-def dispatch(grid: Grid, copies: np.ndarray, tokens: int, node_tokens: np.ndarray | None, chunks: int = 1) -> Work:
+def dispatch(
+    grid: Grid, copies: np.ndarray, tokens: int, node_tokens: np.ndarray | None, chunks: int = 1
+) -> Work:
     """Return the dispatch of a layer under S1: the tokens are sent to their experts with their routing weights.
 
     Args:

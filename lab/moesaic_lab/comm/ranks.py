@@ -55,9 +55,15 @@ def measure(sweep: Sweep, size_kib: int, config: CommConfig) -> Timed:
     if sweep.kind == "dispatch":
         methods = dispatches(sweep, config.seed, config.dim)
     else:
-        which = LANES if sweep.kind == "lanes" else {name: "all" for name in sweep.methods if name != TORCH}
+        which = (
+            LANES
+            if sweep.kind == "lanes"
+            else {name: "all" for name in sweep.methods if name != TORCH}
+        )
         methods = {
-            name: exchanged(sweep, size_kib, config.dim, "pipelined" if name in LANES else name, part)
+            name: exchanged(
+                sweep, size_kib, config.dim, "pipelined" if name in LANES else name, part
+            )
             for name, part in which.items()
         }
     if TORCH in sweep.methods and sweep.kind != "lanes":
@@ -68,27 +74,39 @@ def measure(sweep: Sweep, size_kib: int, config: CommConfig) -> Timed:
         _compare(TORCH, straight.expected, {"h": torchs_own(sent_rows)})
         extra[TORCH] = _planned(straight, config.dim)
     transport = open_transport(name="sockets")
-    checked = {name: [_check(name, method, transport, config.dim)] for name, method in methods.items()}
+    checked = {
+        name: [_check(name, method, transport, config.dim)] for name, method in methods.items()
+    }
     timed = {name: _runner(method, transport) for name, method in methods.items()}
-    spans = in_turn({**timed, **others}, sweep.repeats, barrier=start_together(latest), warmup=config.warmup)
+    spans = in_turn(
+        {**timed, **others}, sweep.repeats, barrier=start_together(latest), warmup=config.warmup
+    )
     return Timed(spans=spans, sent=checked | {name: [messages] for name, messages in extra.items()})
 
 
-def exchanged(sweep: Sweep, size_kib: int, dim: int, algorithm: str, which: str = "all") -> CommMethod:
+def exchanged(
+    sweep: Sweep, size_kib: int, dim: int, algorithm: str, which: str = "all"
+) -> CommMethod:
     """Return an even all-to-all with this rank's rows and those that it must receive, numbered over all ranks."""
-    work = exchange(all_ep(sweep.nodes, sweep.ranks_per_node), sweep.rows_of(size_kib, dim), algorithm, which)
+    work = exchange(
+        all_ep(sweep.nodes, sweep.ranks_per_node), sweep.rows_of(size_kib, dim), algorithm, which
+    )
     rows_per_rank = torch.from_numpy(work.copies.sum(axis=1))
     number = list(torch.arange(int(rows_per_rank.sum())).split(rows_per_rank.tolist()))
     rank = dist.get_rank()
     expected = numbered(arriving(work.copies, number, rank), dim)
-    return CommMethod(work=work, values={"rows": numbered(number[rank], dim)}, expected={"h": expected})
+    return CommMethod(
+        work=work, values={"rows": numbered(number[rank], dim)}, expected={"h": expected}
+    )
 
 
 def dispatches(sweep: Sweep, seed: int, dim: int) -> dict[str, CommMethod]:
     """Return the dispatch of a layer by linear and by multicast, with this rank's tokens and the rows that it must receive."""
     grid, rank = all_ep(sweep.nodes, sweep.ranks_per_node), dist.get_rank()
     token, expert = zip(*(route(sweep, seed, origin) for origin in range(grid.world)))
-    copies = torch.stack([torch.bincount(of_rank, minlength=sweep.num_experts) for of_rank in expert]).numpy()
+    copies = torch.stack(
+        [torch.bincount(of_rank, minlength=sweep.num_experts) for of_rank in expert]
+    ).numpy()
     number = [origin * sweep.tokens + of_rank for origin, of_rank in enumerate(token)]
     x = numbered(rank * sweep.tokens + torch.arange(sweep.tokens), dim)
     values: dict[str, Value] = {"x": x, "gates": numbered(number[rank], 1)}
@@ -97,7 +115,9 @@ def dispatches(sweep: Sweep, seed: int, dim: int) -> dict[str, CommMethod]:
         node_tokens, table, indices = None, None, {"index": token[rank].unsqueeze(1)}
         if algorithm == MULTICAST:
             node_tokens = [
-                find_node_tokens(token[origin], expert[origin], sweep.num_experts, sweep.tokens, chunks, grid)
+                find_node_tokens(
+                    token[origin], expert[origin], sweep.num_experts, sweep.tokens, chunks, grid
+                )
                 for origin in range(grid.world)
             ]
             table = torch.stack([of_rank.counts for of_rank in node_tokens]).numpy()
@@ -106,7 +126,10 @@ def dispatches(sweep: Sweep, seed: int, dim: int) -> dict[str, CommMethod]:
         for chunk in range(chunks):
             suffix = f".{chunk}" if chunks > 1 else ""
             arriving_numbers = arriving(copies, number, rank, (chunk, chunks))
-            expected |= {f"h{suffix}": numbered(arriving_numbers, dim), f"g{suffix}": numbered(arriving_numbers, 1)}
+            expected |= {
+                f"h{suffix}": numbered(arriving_numbers, dim),
+                f"g{suffix}": numbered(arriving_numbers, 1),
+            }
         work = dispatch(grid, copies, sweep.tokens, table, chunks)
         methods[name] = CommMethod(work=work, values=values | indices, expected=expected)
     return methods
@@ -115,7 +138,11 @@ def dispatches(sweep: Sweep, seed: int, dim: int) -> dict[str, CommMethod]:
 def route(sweep: Sweep, seed: int, rank: int) -> tuple[Tensor, Tensor]:
     """Return (token, expert) of a rank's copies in expert order. Each token has `top_k` different experts, drawn uniformly."""
     generator = torch.Generator().manual_seed(seed * 1000 + rank)
-    chosen = torch.rand(sweep.tokens, sweep.num_experts, generator=generator).topk(sweep.top_k).indices.flatten()
+    chosen = (
+        torch.rand(sweep.tokens, sweep.num_experts, generator=generator)
+        .topk(sweep.top_k)
+        .indices.flatten()
+    )
     order = chosen.argsort(stable=True)
     return torch.arange(sweep.tokens).repeat_interleave(sweep.top_k)[order], chosen[order]
 
@@ -125,7 +152,9 @@ def numbered(number: Tensor, dim: int) -> Tensor:
     return (number % CYCLE).unsqueeze(1) + torch.arange(dim, dtype=torch.float32) / 32
 
 
-def arriving(copies: np.ndarray, rows: Sequence[Tensor], rank: int, part: tuple[int, int] = (0, 1)) -> Tensor:
+def arriving(
+    copies: np.ndarray, rows: Sequence[Tensor], rank: int, part: tuple[int, int] = (0, 1)
+) -> Tensor:
     """Return the numbers of the rows that a rank must receive, ordered by (expert, source rank).
 
     Args:
@@ -138,7 +167,9 @@ def arriving(copies: np.ndarray, rows: Sequence[Tensor], rank: int, part: tuple[
     starts, pieces = copies.cumsum(axis=1) - copies, []
     for expert in range(rank * experts_per_rank, (rank + 1) * experts_per_rank):
         for numbers, start, count in zip(rows, starts[:, expert], copies[:, expert]):
-            pieces.append(numbers[start + count * chunk // chunks : start + count * (chunk + 1) // chunks])
+            pieces.append(
+                numbers[start + count * chunk // chunks : start + count * (chunk + 1) // chunks]
+            )
     return torch.cat(pieces)
 
 
@@ -151,7 +182,10 @@ def torchs_own(rows: Tensor) -> Tensor:
 
 def _runner(method: CommMethod, transport: AbstractTransport) -> Callable[[], Environment]:
     """Return a function that runs a method once."""
-    work, call = method.work, Call(rank=transport.rank, sizes=method.work.sizes, experts=PlainExperts(1, 1, 1))
+    work, call = (
+        method.work,
+        Call(rank=transport.rank, sizes=method.work.sizes, experts=PlainExperts(1, 1, 1)),
+    )
 
     def run() -> Environment:
         call.first_tag = transport.take_tags(len(work.program.tasks))
@@ -163,7 +197,11 @@ def _runner(method: CommMethod, transport: AbstractTransport) -> Callable[[], En
 def _planned(method: CommMethod, dim: int) -> list[Message]:
     """Return the messages that this rank sends by a method's program."""
     rank = dist.get_rank()
-    return [(source, target, float(size)) for source, target, size in method.work.messages(dim) if source == rank]
+    return [
+        (source, target, float(size))
+        for source, target, size in method.work.messages(dim)
+        if source == rank
+    ]
 
 
 def _check(name: str, method: CommMethod, transport: AbstractTransport, dim: int) -> list[Message]:
@@ -173,7 +211,9 @@ def _check(name: str, method: CommMethod, transport: AbstractTransport, dim: int
     seen = sent(recorder)
     planned = _planned(method, dim)
     if sorted(seen) != sorted(planned):
-        raise RuntimeError(f"{name}: rank {transport.rank} sent {sorted(seen)}, its program sends {sorted(planned)}")
+        raise RuntimeError(
+            f"{name}: rank {transport.rank} sent {sorted(seen)}, its program sends {sorted(planned)}"
+        )
     return seen
 
 

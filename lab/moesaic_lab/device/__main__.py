@@ -34,7 +34,9 @@ def main(arguments: Sequence[str]) -> int:
             return int(run(["--device", "cuda", *arguments]))
         name, *words = arguments
         if name not in PARTS | ROWS or not words:
-            raise InputError(f"{' '.join(arguments)}: write one of {', '.join(PARTS | ROWS)}, and a folder")
+            raise InputError(
+                f"{' '.join(arguments)}: write one of {', '.join(PARTS | ROWS)}, and a folder"
+            )
         dry, (folder, *others) = "--dry" in words, (word for word in words if word != "--dry")
         if dry:
             from moesaic_lab.device.interpreter import mend_the_interpreter
@@ -47,7 +49,9 @@ def main(arguments: Sequence[str]) -> int:
             return int(run(Path(folder), *others, dry=dry))
         results = import_module("moesaic_lab.device.results").StepRows(Path(folder), dry=dry)
         each: list[tuple[str, ...]] = [*zip(others)] or [()]
-        done = [results.attempt(".".join((name, *word)), partial(run, *word, dry=dry)) for word in each]
+        done = [
+            results.attempt(".".join((name, *word)), partial(run, *word, dry=dry)) for word in each
+        ]
         return int(not all(done))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)

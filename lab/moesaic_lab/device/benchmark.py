@@ -15,7 +15,15 @@ from typing import Any, Literal
 from rich.table import Table
 
 from moesaic.errors import InputError
-from moesaic_lab.benchmark import Benchmark, DrawnOptions, KeptOptions, Shown, Told, notes_of, require_positive
+from moesaic_lab.benchmark import (
+    Benchmark,
+    DrawnOptions,
+    KeptOptions,
+    Shown,
+    Told,
+    notes_of,
+    require_positive,
+)
 from moesaic_lab.claims import Claim
 from moesaic_lab.device import memory, on_cpu, operations, steps
 from moesaic_lab.pictures import Panel

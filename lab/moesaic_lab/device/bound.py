@@ -39,9 +39,17 @@ class Bound:
         self.x, self.y, self.dy = rows_by_expert(dim), rows_by_expert(dim), rows_by_expert(dim)
         self.dx = [rows_by_expert(dim) for _ in range(num_ups)]
         self.hidden, self.d_hidden = (scaled(rows, hidden) for _ in range(2))
-        self.h = [self.hidden.split(list(counts)), *(rows_by_expert(hidden) for _ in range(num_ups - 1))]
-        self.dh = [self.d_hidden.split(list(counts)), *(rows_by_expert(hidden) for _ in range(num_ups - 1))]
-        self.ups, self.d_ups = ([scaled(experts, hidden, dim) for _ in range(num_ups)] for _ in range(2))
+        self.h = [
+            self.hidden.split(list(counts)),
+            *(rows_by_expert(hidden) for _ in range(num_ups - 1)),
+        ]
+        self.dh = [
+            self.d_hidden.split(list(counts)),
+            *(rows_by_expert(hidden) for _ in range(num_ups - 1)),
+        ]
+        self.ups, self.d_ups = (
+            [scaled(experts, hidden, dim) for _ in range(num_ups)] for _ in range(2)
+        )
         self.down, self.d_down = (scaled(experts, dim, hidden) for _ in range(2))
         self.experts = [expert for expert, count in enumerate(counts) if count]
 
@@ -61,9 +69,13 @@ class Bound:
             torch.mm(self.dy[e], self.down[e], out=self.dh[0][e])
             torch.mm(self.dy[e].t(), self.h[0][e], out=self.d_down[e])
         if self.silu:
-            torch.ops.aten.silu_backward.grad_input(self.d_hidden, self.hidden, grad_input=self.d_hidden)
+            torch.ops.aten.silu_backward.grad_input(
+                self.d_hidden, self.hidden, grad_input=self.d_hidden
+            )
         else:
-            torch.ops.aten.gelu_backward.grad_input(self.d_hidden, self.hidden, grad_input=self.d_hidden)
+            torch.ops.aten.gelu_backward.grad_input(
+                self.d_hidden, self.hidden, grad_input=self.d_hidden
+            )
         for up, matrices in enumerate(self.ups):
             for e in self.experts:
                 torch.mm(self.dh[up][e], matrices[e], out=self.dx[up][e])

@@ -37,7 +37,9 @@ DEVICES = {
     80: TileDevice(name="Ampere", capability=(8, 0), multiprocessors=108, shared_bytes=166_912),
     89: TileDevice(name="Ada", capability=(8, 9), multiprocessors=128, shared_bytes=101_376),
     90: TileDevice(name="Hopper", capability=(9, 0), multiprocessors=132, shared_bytes=232_448),
-    100: TileDevice(name="Blackwell", capability=(10, 0), multiprocessors=148, shared_bytes=232_448),
+    100: TileDevice(
+        name="Blackwell", capability=(10, 0), multiprocessors=148, shared_bytes=232_448
+    ),
 }
 
 SPILLED_BYTES = 64
@@ -74,7 +76,9 @@ class _Driver:
 
 
 @contextmanager
-def compiling_for(capability: int, cache: Path, private: Path | None = None) -> Iterator[list[CompiledKernel]]:
+def compiling_for(
+    capability: int, cache: Path, private: Path | None = None
+) -> Iterator[list[CompiledKernel]]:
     """Compile kernels for a capability instead of launching them, and yield the list to which each compiled kernel is added.
 
     Args:
@@ -85,7 +89,9 @@ def compiling_for(capability: int, cache: Path, private: Path | None = None) -> 
     kernels: list[CompiledKernel] = []
     run = JITFunction.run
 
-    def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> object:
+    def compile_only(
+        self: JITFunction, *args: object, grid: object, warmup: bool, **options: object
+    ) -> object:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         kernels.append(_describe(kernel, capability, private or cache))
         return kernel
@@ -95,7 +101,9 @@ def compiling_for(capability: int, cache: Path, private: Path | None = None) -> 
         stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
         stack.enter_context(mock.patch.object(driver, "_active", _Driver(capability)))
         for user in (launch, expert_stage):
-            stack.enter_context(mock.patch.object(user, "device_of", return_value=DEVICES[capability]))
+            stack.enter_context(
+                mock.patch.object(user, "device_of", return_value=DEVICES[capability])
+            )
         yield kernels
 
 
@@ -111,7 +119,10 @@ def _describe(kernel: object, capability: int, cache: Path) -> CompiledKernel:
         compiler.get_ptxas(capability).path, "-v", *options, f"--gpu-name={target}", str(source), "-o", "/dev/null",
     ]  # fmt: skip
     log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
+    registers, spilled = (
+        re.search(r"Used (\d+) registers", log),
+        re.search(r"(\d+) bytes spill stores", log),
+    )
     assert registers is not None, log
     return CompiledKernel(
         name=kernel.metadata.name,  # type: ignore[attr-defined]
@@ -137,11 +148,18 @@ def jobs(capability: int, *, dry: bool) -> list[Job]:
     from moesaic_lab.device.steps import PRODUCTS, TUNED
 
     entries: list[Job] = [(layer, WHOLE, None) for layer in ([TINY] if dry else LAYERS)]
-    for layer in (layer for layer in LAYERS if not dry and any(part in layer.name for part in TUNED)):
+    for layer in (
+        layer for layer in LAYERS if not dry and any(part in layer.name for part in TUNED)
+    ):
         copies = layer.tokens * layer.top_k
-        sizes = expert_stage.shapes(copies, layer.num_experts, layer.dim, layer.hidden, 2, gated=True)
+        sizes = expert_stage.shapes(
+            copies, layer.num_experts, layer.dim, layer.hidden, 2, gated=True
+        )
         for product in PRODUCTS:
-            entries += [(layer, product, asdict(tile)) for tile in candidates(sizes[product], DEVICES[capability])]
+            entries += [
+                (layer, product, asdict(tile))
+                for tile in candidates(sizes[product], DEVICES[capability])
+            ]
     return entries
 
 
@@ -175,17 +193,23 @@ def compile_all(folder: Path, *, dry: bool) -> int:
     the exit code: 1 if a kernel did not compile.
     """
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    capability = max((known for known in DEVICES if known <= 10 * major + minor), default=min(DEVICES))
+    capability = max(
+        (known for known in DEVICES if known <= 10 * major + minor), default=min(DEVICES)
+    )
     failures, rows, todo = list[str](), list[Any](), jobs(capability, dry=dry)
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(compile_one, job, capability, triton.knobs.cache.dir): job for job in todo}
+        futures = {
+            pool.submit(compile_one, job, capability, triton.knobs.cache.dir): job for job in todo
+        }
         for future in as_completed(futures):
             layer, product, tile = futures[future]
             try:
                 rows += future.result()
             except Exception as error:  # a tile that the compiler refuses is a result
                 failures.append(f"{layer.name} {product} {tile}: {reason(error)}")
-            slow = [row for row in rows if row["spilled_bytes"] > SPILLED_BYTES or row["is_serialized"]]
+            slow = [
+                row for row in rows if row["spilled_bytes"] > SPILLED_BYTES or row["is_serialized"]
+            ]
             report = {
                 "compiled": len(rows),
                 "of": len(todo),
@@ -193,5 +217,7 @@ def compile_all(folder: Path, *, dry: bool) -> int:
                 "spilled_or_serialized": slow,
                 "rows": rows,
             }
-            (folder / "compiled.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            (folder / "compiled.json").write_text(
+                json.dumps(report, indent=1) + "\n", encoding="utf-8"
+            )
     return int(bool(failures))

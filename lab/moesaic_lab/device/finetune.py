@@ -59,7 +59,9 @@ def options_of(folder: str, **fields: Any) -> FinetuneOptions:
 def losses_of(device: str, folder: str) -> list[float]:
     """Fine-tune a small model on this rank and return the losses of the run."""
     world = _world(device)
-    given = options_of(f"{folder}/of-{world}", dtype="float32", length=32, batch=4, steps=4, learning_rate=1e-2)
+    given = options_of(
+        f"{folder}/of-{world}", dtype="float32", length=32, batch=4, steps=4, learning_rate=1e-2
+    )
     rows = torch.randint(4, 12, (8, 32), generator=torch.Generator().manual_seed(1))
     recipe.train(given, _model(given, SMALL, world, device, shared=False), rows, world, device)
     state = json.loads(Path(given.out, "checkpoint-4", "trainer_state.json").read_text())
@@ -99,7 +101,11 @@ def finetune_row(*, dry: bool) -> dict[str, Any]:
         of_ranks = sharing_gpu(cost_of, folder, sizes, length, dry=dry)
         one = cost_of(device, folder, sizes, length)
     four = {name: max(each[name] for each in of_ranks) for name in one}
-    costs = {f"{of}_{name}": value for of, table in (("one", one), ("four", four)) for name, value in table.items()}
+    costs = {
+        f"{of}_{name}": value
+        for of, table in (("one", one), ("four", four))
+        for name, value in table.items()
+    }
     return {"worst": max(abs(a - b) for a, b in zip(found, expected, strict=True)), **costs}
 
 
@@ -110,7 +116,9 @@ def _world(device: str) -> int:
     return WORLD
 
 
-def _model(given: FinetuneOptions, sizes: dict[str, Any], world: int, device: str, *, shared: bool) -> Any:
+def _model(
+    given: FinetuneOptions, sizes: dict[str, Any], world: int, device: str, *, shared: bool
+) -> Any:
     """Return a model of random weights with adapters, on this rank; shared: all weights of one shape are one tensor."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**sizes, architectures=["Qwen3MoeForCausalLM"])
@@ -121,16 +129,27 @@ def _model(given: FinetuneOptions, sizes: dict[str, Any], world: int, device: st
     for name, each in whole.state_dict().items():
         parts = {name: each.shape}
         if name.endswith("experts.gate_up_proj"):
-            stem, half = name.removesuffix("gate_up_proj"), torch.Size([each.shape[1] // 2, each.shape[2]])
-            parts = {f"{stem}{e}.{m}_proj.weight": half for e in range(len(each)) for m in ("gate", "up")}
+            stem, half = (
+                name.removesuffix("gate_up_proj"),
+                torch.Size([each.shape[1] // 2, each.shape[2]]),
+            )
+            parts = {
+                f"{stem}{e}.{m}_proj.weight": half for e in range(len(each)) for m in ("gate", "up")
+            }
         elif name.endswith("experts.down_proj"):
-            parts = {f"{name.removesuffix('down_proj')}{e}.down_proj.weight": each.shape[1:] for e in range(len(each))}
+            parts = {
+                f"{name.removesuffix('down_proj')}{e}.down_proj.weight": each.shape[1:]
+                for e in range(len(each))
+            }
         for part, shape in parts.items():
             key = shape if shared else part
             if key not in made:
-                made[key] = (torch.ones(shape) if len(shape) == 1 else torch.randn(shape).mul_(0.02)).to(dtype)
+                made[key] = (
+                    torch.ones(shape) if len(shape) == 1 else torch.randn(shape).mul_(0.02)
+                ).to(dtype)
             weights[part] = made[key]
     arguments = recipe.loading(given, world, device)
     return recipe.adapt(
-        Qwen3MoeForCausalLM.from_pretrained(None, config=config, state_dict=weights, **arguments), given
+        Qwen3MoeForCausalLM.from_pretrained(None, config=config, state_dict=weights, **arguments),
+        given,
     )

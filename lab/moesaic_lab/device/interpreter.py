@@ -22,9 +22,17 @@ def mend_the_interpreter() -> None:
     from triton.runtime import interpreter
 
     patch, builder = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder
-    patch_language, numpy_dtype, numpy_dtypes = interpreter._patch_lang, interpreter._get_np_dtype, {}
+    patch_language, numpy_dtype, numpy_dtypes = (
+        interpreter._patch_lang,
+        interpreter._get_np_dtype,
+        {},
+    )
     cast, dot = builder.cast_impl, builder.create_dot
-    handle, bfloat16, float32 = interpreter.TensorHandle, triton.language.bfloat16, triton.language.float32
+    handle, bfloat16, float32 = (
+        interpreter.TensorHandle,
+        triton.language.bfloat16,
+        triton.language.float32,
+    )
 
     def patched(tensor: type, scope: Any) -> None:
         patch(tensor, scope)
@@ -45,7 +53,11 @@ def mend_the_interpreter() -> None:
 
     def patched_once(function: Any) -> Any:
         languages = (triton.language, triton.language.core)
-        used = [each for each in function.__globals__.values() if any(each is language for language in languages)]
+        used = [
+            each
+            for each in function.__globals__.values()
+            if any(each is language for language in languages)
+        ]
         if any(triton.language.core.is_builtin(language.load) for language in used):
             return patch_language(function)
         return interpreter._LangPatchScope()
@@ -57,6 +69,8 @@ def mend_the_interpreter() -> None:
 
     interpreter._patch_lang_tensor = patched
     interpreter._patch_lang, interpreter._get_np_dtype = patched_once, cached_numpy_dtype
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False
+    )
     builder.cast_impl = cast_impl
     builder.create_dot = lambda self, a, b, *others: dot(self, widened(a), widened(b), *others)

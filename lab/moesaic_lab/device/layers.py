@@ -85,11 +85,22 @@ class Inputs:
         expert = torch.zeros(tokens, layer.top_k, dtype=torch.int32)
         x, w13, w2, dy = (
             torch.empty(sizes, dtype=torch.bfloat16, requires_grad=True)
-            for sizes in ((tokens, dim), (experts, 2, hidden, dim), (experts, dim, hidden), (tokens, dim))
+            for sizes in (
+                (tokens, dim),
+                (experts, 2, hidden, dim),
+                (experts, dim, hidden),
+                (tokens, dim),
+            )
         )
         weight = torch.zeros(tokens, layer.top_k, requires_grad=True)
-        biases = (w13.new_empty(experts, 2, hidden), w2.new_empty(experts, dim)) if layer.is_clamped else ()
-        return Inputs(x=x, w13=w13, w2=w2, weight=weight, expert=expert, dy=dy.detach(), biases=biases)
+        biases = (
+            (w13.new_empty(experts, 2, hidden), w2.new_empty(experts, dim))
+            if layer.is_clamped
+            else ()
+        )
+        return Inputs(
+            x=x, w13=w13, w2=w2, weight=weight, expert=expert, dy=dy.detach(), biases=biases
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,18 +188,24 @@ def sonic(inputs: Inputs) -> Implementation:
     _check_plain(inputs, "SonicMoE")
     quack = import_module("quack.gemm_interface")
     for name in ("gemm", "gemm_gated", "gemm_dgated"):
-        setattr(quack, name, partial(getattr(quack, name), tuned=False))  # else it tunes for minutes
+        setattr(
+            quack, name, partial(getattr(quack, name), tuned=False)
+        )  # else it tunes for minutes
     run = import_module("sonicmoe.functional").moe_general_routing_inputs
     swiglu = import_module("sonicmoe.enums").ActivationType.SWIGLU
     num_experts, top_k = len(inputs.w13), inputs.expert.shape[1]
     gate_up = inputs.w13.detach().transpose(1, 2).flatten(1, 2).contiguous().requires_grad_()
-    token = torch.arange(len(inputs.x), dtype=torch.int32, device=inputs.x.device).repeat_interleave(top_k)
+    token = torch.arange(
+        len(inputs.x), dtype=torch.int32, device=inputs.x.device
+    ).repeat_interleave(top_k)
 
     def forward() -> Tensor:
         stream = torch.cuda.current_stream().cuda_stream if inputs.x.is_cuda else 0
         gate_up_rows, down_rows = gate_up.permute(1, 2, 0), inputs.w2.permute(1, 2, 0)
         copies = (inputs.weight.view(-1), token, inputs.expert.view(-1))
-        y: Tensor = run(inputs.x, *copies, gate_up_rows, None, down_rows, None, num_experts, stream, swiglu)[0]
+        y: Tensor = run(
+            inputs.x, *copies, gate_up_rows, None, down_rows, None, num_experts, stream, swiglu
+        )[0]
         return y
 
     return Implementation(forward=forward, leaves=(inputs.x, inputs.weight, gate_up, inputs.w2))
@@ -200,7 +217,9 @@ def layer_of(inputs: Inputs) -> Implementation:
 
     num_experts, _, hidden, dim = inputs.w13.shape
     experts = partial(GatedExperts, clamp=inputs.clamp, bias=True) if inputs.biases else "swiglu"
-    layer = MoE(dim, hidden, num_experts, inputs.expert.shape[1], experts=experts).to(inputs.x.device, inputs.x.dtype)
+    layer = MoE(dim, hidden, num_experts, inputs.expert.shape[1], experts=experts).to(
+        inputs.x.device, inputs.x.dtype
+    )
     with torch.no_grad():
         for name, value in zip(("w13", "w2", "b13", "b2"), (inputs.w13, inputs.w2, *inputs.biases)):
             layer.experts.get_parameter(name).copy_(value)
@@ -217,11 +236,15 @@ def errors(inputs: Inputs, y: Tensor, grads: tuple[Tensor | None, ...]) -> dict[
     """
     actual = dict(zip(("y", *LEAVES), (y, *grads)))
     squares = {name: torch.zeros(2, dtype=torch.float64, device=y.device) for name in actual}
-    exact = {name: torch.zeros_like(each, dtype=torch.float32) for name, each in zip(("y", "x"), (y, y))}
+    exact = {
+        name: torch.zeros_like(each, dtype=torch.float32) for name, each in zip(("y", "x"), (y, y))
+    }
 
     def compare(name: str, right: Tensor, found: Tensor | None) -> None:
         difference = right if found is None else found.float() - right
-        squares[name] += torch.stack([difference.double().square().sum(), right.double().square().sum()])
+        squares[name] += torch.stack(
+            [difference.double().square().sum(), right.double().square().sum()]
+        )
 
     for e in range(len(inputs.w13)):
         token, slot = (inputs.expert == e).nonzero(as_tuple=True)
@@ -249,7 +272,9 @@ def errors(inputs: Inputs, y: Tensor, grads: tuple[Tensor | None, ...]) -> dict[
     }
 
 
-def _rows_of(clamp: Clamp | None, x: Tensor, weight: Tensor, w13: Tensor, w2: Tensor, *biases: Tensor) -> Tensor:
+def _rows_of(
+    clamp: Clamp | None, x: Tensor, weight: Tensor, w13: Tensor, w2: Tensor, *biases: Tensor
+) -> Tensor:
     """Return the weighted results of one expert, (rows, D)."""
     up_bias, down_bias = biases or (torch.zeros(2, 1), 0.0)
     gate, up = (x @ matrix.T + bias.to(x) for matrix, bias in zip(w13, up_bias))

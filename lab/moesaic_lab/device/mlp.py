@@ -57,8 +57,15 @@ def moe_mlp(
     """
     assert activation in ACTIVATIONS, activation
     assert x.dtype == up.dtype == down.dtype, (x.dtype, up.dtype, down.dtype)
-    assert len(weight) == len(copy) == len(row) == len(x) * top_k, (weight.shape, copy.shape, x.shape, top_k)
-    y: Tensor = _Mlp.apply(x, up, down, weight, copy, row, ends, (top_k, activation, clamp), tiles, *biases)
+    assert len(weight) == len(copy) == len(row) == len(x) * top_k, (
+        weight.shape,
+        copy.shape,
+        x.shape,
+        top_k,
+    )
+    y: Tensor = _Mlp.apply(
+        x, up, down, weight, copy, row, ends, (top_k, activation, clamp), tiles, *biases
+    )
     return y
 
 

@@ -41,7 +41,15 @@ TARGETS = {"balanced": 1.10, "zipf": 1.15}
 PEER_TARGET = 0.9
 CASE = ("shape", "dtype", "activation", "routing", "kept_memory")
 """Keys of a row that identify its case."""
-COLUMNS = (*CASE[:4], "method", "median_seconds", "over_lb", "over_lb_with_router", "layer_over", "growth_bytes")
+COLUMNS = (
+    *CASE[:4],
+    "method",
+    "median_seconds",
+    "over_lb",
+    "over_lb_with_router",
+    "layer_over",
+    "growth_bytes",
+)
 Row = Mapping[str, Any]
 WARM_UP = 8
 """Untimed rounds, in which libraries compile code for the first shapes."""
@@ -112,7 +120,9 @@ def measure(case: DeviceCase, repeats: int, with_peers: bool = True) -> DeviceCe
     layer(inputs[0][0])
     counts = tuple(layer.step_counts.tolist())
     modules: dict[str, nn.Module] = {LAYER: layer}
-    peer_modules, absent = _peers(layer, case) if with_peers and case.activation == "swiglu" else ({}, {})
+    peer_modules, absent = (
+        _peers(layer, case) if with_peers and case.activation == "swiglu" else ({}, {})
+    )
     modules |= peer_modules
     methods: dict[str, Callable[[], object]] = {LB: Bound(case, counts), ROUTER: RouterBound(case)}
     growth, call_seconds = {}, {}
@@ -142,13 +152,17 @@ def _timed(
     """Return the seconds of each repeat by method; peers far from the fastest one are dropped after a few repeats."""
 
     def run(names: list[str], rounds: int, warmup: int) -> dict[str, tuple[float, ...]]:
-        return over_ranks([in_turn({n: methods[n] for n in names}, rounds, barrier=lambda: None, warmup=warmup)])
+        return over_ranks(
+            [in_turn({n: methods[n] for n in names}, rounds, barrier=lambda: None, warmup=warmup)]
+        )
 
     names = [name for name in methods if name not in slow]
     gc.collect()
     seconds = run(names, min(FEW, repeats), WARM_UP)
     best = min((median(seconds[name]) for name in peers), default=0.0)
-    names = [name for name in names if name not in peers or median(seconds[name]) <= NEAR_BEST * best]
+    names = [
+        name for name in names if name not in peers or median(seconds[name]) <= NEAR_BEST * best
+    ]
     further = run(names, max(repeats - FEW, 0), 0)
     return {name: (*seconds[name], *further.get(name, ())) for name in seconds} | run(slow, 2, 0)
 
@@ -168,7 +182,9 @@ def _peers(layer: MoE, case: DeviceCase) -> tuple[dict[str, nn.Module], dict[str
 def _too_large(name: str, case: DeviceCase) -> str | None:
     """Return the reason why a peer's memory does not suffice for a case; None if the peer can run it."""
     shape = case.shape
-    copied_bytes = shape.tokens * shape.top_k * 3 * shape.dim * shape.hidden * case.torch_dtype.itemsize
+    copied_bytes = (
+        shape.tokens * shape.top_k * 3 * shape.dim * shape.hidden * case.torch_dtype.itemsize
+    )
     if name.endswith("batched_mm") and copied_bytes > MAX_BATCHED_BYTES:
         return f"it would copy {copied_bytes / 2**30:.0f} GiB of weights, a row's expert's matrices for each row"
     return None
@@ -183,12 +199,21 @@ def chosen(only: str | None) -> list[DeviceCase]:
     alternatives = [set(words.split()) for words in (only or "").split(",")]
     found = [case for case in all_cases() if any(words <= _words(case) for words in alternatives)]
     if not found:
-        raise InputError(f"--only {only!r} leaves no case: give words such as e8, e32, e64, float32, gelu, zipf")
+        raise InputError(
+            f"--only {only!r} leaves no case: give words such as e8, e32, e64, float32, gelu, zipf"
+        )
     return found
 
 
 def measure_all(
-    only: str | None, repeats: int, *, threads: int, peers: bool, keep_freed: bool, keep: str | None, told: Told
+    only: str | None,
+    repeats: int,
+    *,
+    threads: int,
+    peers: bool,
+    keep_freed: bool,
+    keep: str | None,
+    told: Told,
 ) -> list[dict[str, Any]]:
     """Measure the chosen cases and return their rows. An interrupted run with a folder `keep` loses one case."""
     setting = {"threads": threads, "kept_memory": keep_freed and keep_freed_memory()}
@@ -203,7 +228,9 @@ def measure_all(
     return [row for _, rows in each_kept(keep, runs, told) for row in rows]
 
 
-def _measured_rows(case: DeviceCase, repeats: int, peers: bool, setting: dict[str, Any]) -> list[dict[str, Any]]:
+def _measured_rows(
+    case: DeviceCase, repeats: int, peers: bool, setting: dict[str, Any]
+) -> list[dict[str, Any]]:
     return [row | setting for row in measure(case, repeats, peers).rows()]
 
 
@@ -221,7 +248,11 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         ours = [row for row in of_shape if row["method"] == LAYER]
         for dtype in dict.fromkeys(row["dtype"] for row in ours):
             for routed, target in TARGETS.items():
-                ratios = [row["over_lb"] for row in ours if (row["dtype"], row["routing"]) == (dtype, routed)]
+                ratios = [
+                    row["over_lb"]
+                    for row in ours
+                    if (row["dtype"], row["routing"]) == (dtype, routed)
+                ]
                 if ratios:
                     name = f"{head}.{dtype}.{routed}_over_lb"
                     all_claims.append(Claim(name=name, value=max(ratios), target=target))
@@ -243,7 +274,10 @@ def _memory(head: str, rows: Sequence[Row]) -> Claim:
     """Return the claim on our layer's memory growth over the smallest growth of a peer, the worst of all cases."""
     name = f"{head}.memory_over_best_peer"
     ours = {_case(row): row["growth_bytes"] for row in rows if row["method"] == LAYER}
-    ratios = [ours[_case(peers[0])] / min(row["growth_bytes"] for row in peers) for peers in _peer_rows(rows)]
+    ratios = [
+        ours[_case(peers[0])] / min(row["growth_bytes"] for row in peers)
+        for peers in _peer_rows(rows)
+    ]
     reason = "" if ratios else _why_absent(rows)
     return Claim(name=name, value=max(ratios, default=None), target=1.0, reason=reason)
 

@@ -46,11 +46,17 @@ def measure(folder: Path, *names: str, dry: bool) -> int:
         names: names or parts of names of the layers; all without any.
         dry: measure a tiny layer, without a GPU.
     """
-    results, others = StepRows(folder, dry=dry), {"grouped_mm": grouped_mm, "liger": liger, "layer": layer_of}
+    results, others = (
+        StepRows(folder, dry=dry),
+        {"grouped_mm": grouped_mm, "liger": liger, "layer": layer_of},
+    )
     # A processor without bfloat16 instructions takes minutes for what is milliseconds on a GPU.
     dense = partial(dense_tflops, 64 if dry else DENSE_SIZE, torch.bfloat16, results.device)
     done = [results.attempt("dense", lambda: {"tflops": dense()})]
-    done += [results.attempt(layer.name, partial(_row, layer, folder, results, others)) for layer in chosen(names, dry)]
+    done += [
+        results.attempt(layer.name, partial(_row, layer, folder, results, others))
+        for layer in chosen(names, dry)
+    ]
     return int(not all(done))
 
 
@@ -82,13 +88,25 @@ def tune(folder: Path, name: str, product: str, seconds: str, *, dry: bool) -> i
     for layer in chosen((name,), dry):
         inputs = Inputs.random(layer, "cpu" if dry else "cuda", torch.bfloat16)
         path = folder / "tiles.json"
-        search_tiles(layer, inputs, search.load(path, device_of(inputs.x.device)), path, deadline, say, (product,))
+        search_tiles(
+            layer,
+            inputs,
+            search.load(path, device_of(inputs.x.device)),
+            path,
+            deadline,
+            say,
+            (product,),
+        )
     return 0
 
 
 def chosen(names: Sequence[str], dry: bool) -> list[GpuLayer]:
     """Return the layers whose names have one of the parts; all without any. In a dry run the tiny one alone."""
-    return [TINY] if dry else [each for each in LAYERS if not names or any(part in each.name for part in names)]
+    return (
+        [TINY]
+        if dry
+        else [each for each in LAYERS if not names or any(part in each.name for part in names)]
+    )
 
 
 Makers = Mapping[str, Callable[[Inputs], Implementation]]
@@ -103,7 +121,13 @@ def _row(layer: GpuLayer, folder: Path, results: StepRows, others: Makers) -> di
 
     inputs = Inputs.random(layer, results.device, torch.bfloat16)
     tuned = load(folder / "tiles.json", device_of(inputs.x.device))
-    sizes = (layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, inputs.x.itemsize)
+    sizes = (
+        layer.tokens * layer.top_k,
+        layer.num_experts,
+        layer.dim,
+        layer.hidden,
+        inputs.x.itemsize,
+    )
     own = ours(inputs, tuned.tiles(shapes(*sizes, gated=True)))
     if SONIC in others:
         row = _compared(layer, inputs, own, others)
@@ -120,7 +144,9 @@ def _row(layer: GpuLayer, folder: Path, results: StepRows, others: Makers) -> di
     return row | _compared(layer, inputs, own, others) | {"steps": breakdown(layer, inputs, tuned)}
 
 
-def _compared(layer: GpuLayer, inputs: Inputs, own: Implementation, others: Makers) -> dict[str, Any]:
+def _compared(
+    layer: GpuLayer, inputs: Inputs, own: Implementation, others: Makers
+) -> dict[str, Any]:
     """Return times and memory of our kernels and of others that compute the same, or why another could not be run."""
     implementations, row = {"ours": own}, dict[str, Any]()
     exact = own.forward().detach()
@@ -137,28 +163,41 @@ def _compared(layer: GpuLayer, inputs: Inputs, own: Implementation, others: Make
     seconds = _timed(implementations, inputs.dy)
     for name, implementation in implementations.items():
         row[name] = {"over_ours": _ratio(seconds, name)}
-        for direction, flops in (("forward", layer.forward_flops), ("backward", 2 * layer.forward_flops)):
+        for direction, flops in (
+            ("forward", layer.forward_flops),
+            ("backward", 2 * layer.forward_flops),
+        ):
             low, median, high = statistics.quantiles(seconds[f"{name} {direction}"], n=4)
             row[name] |= {
                 f"{direction}_ms": median * 1e3, f"{direction}_tflops": flops / median / 1e12,
                 f"{direction}_ms_spread": [low * 1e3, high * 1e3],
             }  # fmt: skip
-        row[name]["memory_gib"] = vars(memory_of(implementation.forward, inputs.x, implementation.leaves, inputs.dy))
+        row[name]["memory_gib"] = vars(
+            memory_of(implementation.forward, inputs.x, implementation.leaves, inputs.dy)
+        )
     return row
 
 
-def _timed(implementations: Mapping[str, Implementation], dy: torch.Tensor) -> dict[str, list[float]]:
+def _timed(
+    implementations: Mapping[str, Implementation], dy: torch.Tensor
+) -> dict[str, list[float]]:
     """Return the seconds of each implementation's forward and backward pass, timed in turn."""
     methods: dict[str, Callable[[], object]] = {}
     for name, implementation in implementations.items():
         methods[f"{name} forward"] = implementation.forward
         methods[f"{name} backward"] = partial(
-            torch.autograd.grad, implementation.forward(), implementation.leaves, dy, retain_graph=True
+            torch.autograd.grad,
+            implementation.forward(),
+            implementation.leaves,
+            dy,
+            retain_graph=True,
         )
     return in_turn(methods, REPEATS)
 
 
 def _ratio(seconds: Mapping[str, list[float]], name: str) -> float:
     """Return the median over the repeats of an implementation's forward plus backward time divided by ours."""
-    pairs = zip(*(seconds[f"{own} {which}"] for own in (name, "ours") for which in ("forward", "backward")))
+    pairs = zip(
+        *(seconds[f"{own} {which}"] for own in (name, "ours") for which in ("forward", "backward"))
+    )
     return statistics.median((a + b) / (c + d) for a, b, c, d in pairs)

@@ -27,7 +27,16 @@ from moesaic_lab.measure import Timing, in_turn, over_ranks, paired, spread
 from moesaic_lab.pictures import Panel, PlottedSeries
 
 OURS, PLAIN = "ours", "plain"
-COLUMNS = ("dtype", "op", "median_seconds", "over_plain", "of_bound", "error", "growth_bytes", "plain_growth_bytes")
+COLUMNS = (
+    "dtype",
+    "op",
+    "median_seconds",
+    "over_plain",
+    "of_bound",
+    "error",
+    "growth_bytes",
+    "plain_growth_bytes",
+)
 CACHE_BYTES = 2**26
 """Bytes written between two timed calls, to evict their inputs from the cache."""
 
@@ -56,7 +65,10 @@ class Roof:
 
 
 def measure(
-    repeats: int, shape: DeviceShape = SHAPES[0], dtypes: Sequence[str] = tuple(DTYPES), threads: int | None = None
+    repeats: int,
+    shape: DeviceShape = SHAPES[0],
+    dtypes: Sequence[str] = tuple(DTYPES),
+    threads: int | None = None,
 ) -> list[dict[str, Any]]:
     """Measure all operations and return a row per operation and dtype.
 
@@ -80,7 +92,9 @@ def measure(
     return rows
 
 
-def _row(op: KernelOp, roof: Roof, seconds: dict[str, tuple[float, ...]], growth: dict[str, int]) -> dict[str, Any]:
+def _row(
+    op: KernelOp, roof: Roof, seconds: dict[str, tuple[float, ...]], growth: dict[str, int]
+) -> dict[str, Any]:
     timing, bound = Timing.of(seconds[OURS]), roof.bound(op)
     return {
         "op": op.name, **timing.row(), **spread("over_plain", paired(seconds[OURS], seconds[PLAIN])),
@@ -98,7 +112,9 @@ def claims(rows: Sequence[dict[str, Any]]) -> list[Claim]:
         all_claims.append(Claim(name=f"{name}.of_bound", value=row["of_bound"], op=">="))
         if row["op"].startswith("fast"):
             memory = row["growth_bytes"] / row["plain_growth_bytes"]
-            all_claims.append(Claim(name=f"{name}.over_einsum", value=row["over_plain"], target=1.0))
+            all_claims.append(
+                Claim(name=f"{name}.over_einsum", value=row["over_plain"], target=1.0)
+            )
             all_claims.append(Claim(name=f"{name}.memory_over_einsum", value=memory, target=1.0))
     return all_claims
 
@@ -110,9 +126,13 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
         of_dtype = [row for row in rows if row["dtype"] == dtype]
         keys = {"y": "over_plain", "low": "over_plain_low", "high": "over_plain_high"}
         values = {end: tuple(row[key] for row in of_dtype) for end, key in keys.items()}
-        over = PlottedSeries(name="ours over plain", x=tuple(map(float, range(len(of_dtype)))), **values)
+        over = PlottedSeries(
+            name="ours over plain", x=tuple(map(float, range(len(of_dtype)))), **values
+        )
         names, title = tuple(row["op"] for row in of_dtype), f"time over the plain way, {dtype}"
-        all_panels.append(Panel(title=title, x_title="", y_title="ratio", series=(over,), categories=names))
+        all_panels.append(
+            Panel(title=title, x_title="", y_title="ratio", series=(over,), categories=names)
+        )
     return all_panels
 
 

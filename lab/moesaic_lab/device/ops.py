@@ -45,7 +45,9 @@ class KernelOp:
         exact = self.plain(
             *(tensor.double() if tensor.is_floating_point() else tensor for tensor in self.inputs)
         ).double()
-        return float((self.run(*self.inputs).double() - exact).norm() / exact.norm().clamp_min(1e-300))
+        return float(
+            (self.run(*self.inputs).double() - exact).norm() / exact.norm().clamp_min(1e-300)
+        )
 
 
 def ops(shape: DeviceShape, dtype: torch.dtype) -> list[KernelOp]:
@@ -61,7 +63,10 @@ def ops(shape: DeviceShape, dtype: torch.dtype) -> list[KernelOp]:
     counts = torch.bincount(expert, minlength=experts)
     order = sort_by_expert(token, expert, counts, tokens, top_k)
     gates = torch.rand(len(token), generator=generator).to(dtype)
-    operations = [_sort(token, expert, counts, tokens, top_k), *_moves(order, normal(tokens, shape.dim), gates, top_k)]
+    operations = [
+        _sort(token, expert, counts, tokens, top_k),
+        *_moves(order, normal(tokens, shape.dim), gates, top_k),
+    ]
     operations += _pointwise(normal(len(token), shape.hidden), normal(len(token), shape.hidden))
     operations += _coding(chosen, experts, normal(tokens, shape.dim), gates.view(tokens, top_k))
     return [*operations, _experts(shape, order, gates, normal)]
@@ -143,10 +148,15 @@ def _coding(chosen: Tensor, experts: int, x: Tensor, gates: Tensor) -> list[Kern
     ]  # fmt: skip
 
 
-def _experts(shape: DeviceShape, order: Permutation, gates: Tensor, normal: Callable[..., Tensor]) -> KernelOp:
+def _experts(
+    shape: DeviceShape, order: Permutation, gates: Tensor, normal: Callable[..., Tensor]
+) -> KernelOp:
     """Return the expert stage with SwiGLU, forward and backward. Its result is the gradient of the tokens."""
     experts, dim, hidden = shape.experts, shape.dim, shape.hidden
-    up, down = normal(experts, 2, hidden, dim) * dim**-0.5, normal(experts, dim, hidden) * hidden**-0.5
+    up, down = (
+        normal(experts, 2, hidden, dim) * dim**-0.5,
+        normal(experts, dim, hidden) * hidden**-0.5,
+    )
     x, dy = normal(shape.tokens, dim), normal(shape.tokens, dim)
     work = ExpertWork(
         x=x, dispatch=order.dispatch, gates=gates, gates_first=False, ends=order.ends, up=up, up_bias=None, down=down,
@@ -159,7 +169,9 @@ def _experts(shape: DeviceShape, order: Permutation, gates: Tensor, normal: Call
         run=lambda *inputs: _backward(work, inputs, expert_ffn),
         plain=lambda *inputs: _backward(work, inputs, _one_by_one),
         flops=3.0 * 3 * 2 * rows * dim * hidden,
-        num_bytes=float(4 * x.nbytes + 2 * 3 * down.nbytes + 2 * 2 * rows * hidden * x.element_size()),
+        num_bytes=float(
+            4 * x.nbytes + 2 * 3 * down.nbytes + 2 * 2 * rows * hidden * x.element_size()
+        ),
     )
 
 
@@ -185,7 +197,9 @@ def _one_by_one(work: ExpertWork) -> Tensor:
 
 def mask_of(form: Encoding, gates: Tensor) -> Tensor:
     """Return GShard's combine mask, (T, E, C): each copy's weight at its place (Lepikhin et al. 2020, section 2.2)."""
-    flat = gates.new_zeros(len(gates), form.num_experts * form.capacity + 1).scatter(1, form.place, gates)
+    flat = gates.new_zeros(len(gates), form.num_experts * form.capacity + 1).scatter(
+        1, form.place, gates
+    )
     return flat[:, :-1].view(len(gates), form.num_experts, form.capacity)
 
 

@@ -29,7 +29,11 @@ def peers() -> dict[str, Callable[[MoE], nn.Module] | str]:
     makers: dict[str, Callable[[MoE], nn.Module] | str] = {}
     for implementation in HF_IMPLEMENTATIONS:
         name = f"transformers {implementation}"
-        makers[name] = _hf_maker(implementation) if find_spec("transformers") else "transformers is not installed"
+        makers[name] = (
+            _hf_maker(implementation)
+            if find_spec("transformers")
+            else "transformers is not installed"
+        )
     makers["deepspeed"] = _deepspeed if find_spec("deepspeed") else "deepspeed is not installed"
     return makers
 
@@ -50,7 +54,9 @@ class HuggingFaceLayer(nn.Module):
         )  # fmt: skip
         config._experts_implementation = implementation
         self.top_k = layer.top_k
-        self.experts: Any = import_module("transformers.models.mixtral.modeling_mixtral").MixtralExperts(config)
+        self.experts: Any = import_module(
+            "transformers.models.mixtral.modeling_mixtral"
+        ).MixtralExperts(config)
         assert isinstance(layer.router, SoftmaxTopK)
         self.weight = nn.Parameter(layer.router.weight.detach().clone())
         ours = layer.experts

@@ -82,7 +82,9 @@ def plans() -> Iterator[tuple[str, Plan, Grid]]:
 def sharing_gpu(function: Callable[..., Any], *arguments: object, dry: bool) -> list[Any]:
     """Call `function(device, *arguments)` on `WORLD` ranks that share one GPU, and return each rank's result."""
     backend = "gloo" if dry else "cpu:gloo,cuda:nccl"
-    return on_ranks(WORLD, _as_host, function, "cpu" if dry else "cuda", *arguments, backend=backend)
+    return on_ranks(
+        WORLD, _as_host, function, "cpu" if dry else "cuda", *arguments, backend=backend
+    )
 
 
 def _as_host(function: Callable[..., Any], device: str, *arguments: object) -> Any:
@@ -99,7 +101,12 @@ def compare_plans(device: str) -> list[dict[str, Any]]:
         if plan.codec in missing:
             continue
         if grid not in meshes:
-            sizes = {"tp": grid.tp, "ep": grid.ep, "etp": grid.etp, "ranks_per_node": grid.ranks_per_node}
+            sizes = {
+                "tp": grid.tp,
+                "ep": grid.ep,
+                "etp": grid.etp,
+                "ranks_per_node": grid.ranks_per_node,
+            }
             meshes[grid] = Mesh.create(**sizes, device_type=device)  # type: ignore[arg-type]
         mesh = meshes[grid]
         try:
@@ -155,9 +162,14 @@ def losses_of(device: str, runs: dict[str, dict[str, Any]], folder: str) -> dict
         config = override(override(TrainConfig(), RUN, source="RUN"), changes, source=name)
         out = Path(folder) / changes.get("out", name)
         data = replace(config.data, path=(str(Path(__file__).resolve().parents[3] / "README.md"),))
-        train(replace(config, out=str(out), data=data, device=device), console=Console(file=io.StringIO()))
+        train(
+            replace(config, out=str(out), data=data, device=device),
+            console=Console(file=io.StringIO()),
+        )
         losses[name] = [
-            line["loss"] for line in read_metrics(out) if line.get("kind", "train") == "train" and "loss" in line
+            line["loss"]
+            for line in read_metrics(out)
+            if line.get("kind", "train") == "train" and "loss" in line
         ]
     return losses
 
@@ -168,7 +180,11 @@ def training_row(*, dry: bool) -> dict[str, Any]:
         one = losses_of("cpu" if dry else "cuda", {"one process": {}}, folder)
         runs: dict[str, dict[str, Any]] = {name: {"mesh": mesh} for name, mesh in MESHES.items()}
         runs["begun"] = {"mesh": {"ep": 4}, "steps": 2}
-        runs["resumed on another mesh"] = {"mesh": {"tp": 2, "etp": 2}, "out": "begun", "existing": "resume"}
+        runs["resumed on another mesh"] = {
+            "mesh": {"tp": 2, "etp": 2},
+            "out": "begun",
+            "existing": "resume",
+        }
         losses = one | sharing_gpu(losses_of, runs, folder, dry=dry)[0]
     expected = losses["one process"]
     del losses["begun"]
@@ -185,6 +201,7 @@ def sharded_row(*, dry: bool) -> dict[str, Any]:
         results = sharing_gpu(hf.steps, cases, dry=dry)
         errors = hf.ep_errors(WORLD, cases, results)
     rows = [
-        {"model": Path(case.folder).name, "ep": case.ep, "tp": case.tp, "error": e} for case, e in zip(cases, errors)
+        {"model": Path(case.folder).name, "ep": case.ep, "tp": case.tp, "error": e}
+        for case, e in zip(cases, errors)
     ]
     return {"cases": rows, "worst": max(errors)}

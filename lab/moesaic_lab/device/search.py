@@ -134,7 +134,9 @@ def search(
         try:
             seconds = seconds_of(tile)
         except Exception as error:  # whatever the compiler or the driver raises for a bad tile
-            say(f"{bucket(shape)}: {_described(tile)}: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+            say(
+                f"{bucket(shape)}: {_described(tile)}: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+            )
             continue
         say(f"{bucket(shape)}: {_described(tile)}: {seconds * 1e3:.3f} ms")
         if seconds * (WORSE if number else 1.0) < best_seconds:
@@ -149,7 +151,11 @@ def fits(tile: Tile, shape: Shape, device: TileDevice) -> bool:
         return False
     if accumulators > 128 or accumulators < 16:  # registers of a thread: 255 in all
         return False
-    if tile.programs and tile.programs * (shared_bytes(tile, shape) + RESERVED_BYTES) > device.shared_bytes + 2048:
+    if (
+        tile.programs
+        and tile.programs * (shared_bytes(tile, shape) + RESERVED_BYTES)
+        > device.shared_bytes + 2048
+    ):
         return False
     return shared_bytes(tile, shape) <= device.shared_bytes
 
@@ -162,7 +168,9 @@ def candidates(shape: Shape, device: TileDevice) -> Iterator[Tile]:
         yield replace(default, descriptors=0)
     cuts = GATED_CUTS if shape.is_doubled else CUTS
     for rows, columns, warps, stages, programs in cuts:
-        if programs and shape.product == "weight_grad":  # experts differ in rows: equal shares of tiles are unbalanced
+        if (
+            programs and shape.product == "weight_grad"
+        ):  # experts differ in rows: equal shares of tiles are unbalanced
             continue
         tile = Tile(
             rows=rows, columns=columns, depth=deepest(shape), warps=warps, programs=programs,
@@ -188,7 +196,9 @@ def _read(path: Path) -> dict[str, dict]:
     if not is_ours:
         raise InputError(f"{path} is not a file of tuned tiles: delete it, or name another file")
     for key, of_device in content.items():
-        if key.endswith(f"format {FORMAT}") and any(set(tile) != names for tile in of_device.values()):
+        if key.endswith(f"format {FORMAT}") and any(
+            set(tile) != names for tile in of_device.values()
+        ):
             raise InputError(
                 f"{path}: tiles of {key} lack fields or have unknown ones: delete it, or name another file"
             )

@@ -84,18 +84,30 @@ def claims(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]) ->
         layers: the layers to claim something about, measured or not.
         rows: rows of `run.measure` by name: a layer's name, "sonic." and a layer's name, or "dense".
     """
-    return [claim for layer in layers for claim in _layer_claims(layer, rows)] + _largest_claims(layers, rows)
+    return [claim for layer in layers for claim in _layer_claims(layer, rows)] + _largest_claims(
+        layers, rows
+    )
 
 
 def _layer_claims(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
-    row, published = rows.get(layer.name, {"error": "not measured: no time was left"}), LAYERS.get(layer)
+    row, published = (
+        rows.get(layer.name, {"error": "not measured: no time was left"}),
+        LAYERS.get(layer),
+    )
     ours, error, all_claims = row.get("ours"), row.get("error", ""), list[Claim]()
 
     def claim(
-        what: str, value: float | None, target: float | None, op: Literal[">=", "<="], unit: str = "1", reason: str = ""
+        what: str,
+        value: float | None,
+        target: float | None,
+        op: Literal[">=", "<="],
+        unit: str = "1",
+        reason: str = "",
     ) -> None:
         name, reason = f"gpu.{layer.name}.{what}", error or reason if value is None else ""
-        all_claims.append(Claim(name=name, value=value, unit=unit, target=target, op=op, reason=reason))
+        all_claims.append(
+            Claim(name=name, value=value, unit=unit, target=target, op=op, reason=reason)
+        )
 
     for number, direction in enumerate(("forward", "backward")):
         target = None if published is None else float(published.sonic[number])
@@ -117,11 +129,19 @@ def _layer_claims(layer: GpuLayer, rows: Mapping[str, Mapping[str, Any]]) -> lis
     claim("layer_over_kernels", whole, OVER_KERNELS, "<=", reason=row.get("layer_absent", ""))
     published_gib = None if published is None else published.sonic_gib
     gib_kept = None if ours is None else ours["memory_gib"]["kept"]
-    claim("activation_gib", gib_kept, None if published_gib is None else OVER_SONIC_MEMORY * published_gib, "<=", "GiB")
+    claim(
+        "activation_gib",
+        gib_kept,
+        None if published_gib is None else OVER_SONIC_MEMORY * published_gib,
+        "<=",
+        "GiB",
+    )
     return all_claims
 
 
-def _largest_claims(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]) -> list[Claim]:
+def _largest_claims(
+    layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, Any]]
+) -> list[Claim]:
     """Return the claims on the largest layer's TFLOP/s divided by the device's rate on one dense product."""
     if LARGEST not in layers:
         return []
@@ -131,6 +151,12 @@ def _largest_claims(layers: Sequence[GpuLayer], rows: Mapping[str, Mapping[str, 
     if ours is not None and dense is not None:
         reason, values = "", {way: ours[f"{way}_tflops"] / dense for way in values}
     return [
-        Claim(name=f"gpu.largest.{way}_over_dense", value=value, target=OVER_DENSE, op=">=", reason=reason)
+        Claim(
+            name=f"gpu.largest.{way}_over_dense",
+            value=value,
+            target=OVER_DENSE,
+            op=">=",
+            reason=reason,
+        )
         for way, value in values.items()
     ]

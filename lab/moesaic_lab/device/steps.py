@@ -31,7 +31,15 @@ from moesaic_lab.device.shapes import claims as layer_claims
 
 SECONDS = 540.0
 """Time limit of one call: borrowed GPUs often allow ten minutes per command. A later call goes on."""
-FILES = ("gpu.json", "rows.json", "tiles.json", "compiled.json", "cluster.json", "tests.txt", "ncu.csv")
+FILES = (
+    "gpu.json",
+    "rows.json",
+    "tiles.json",
+    "compiled.json",
+    "cluster.json",
+    "tests.txt",
+    "ncu.csv",
+)
 TUNED = ("T40960_H768_I256", "T32768_H4096_I512_E128")
 """Two layers, at both ends of the range of shapes, for which tiles are searched. Other layers use default tiles, except for
 products that fall under the same key."""
@@ -69,7 +77,12 @@ FIGURES: dict[str, tuple[str, str, float | None, str]] = {
     "whole.compiled_ms": ("whole", "compiled_ms", None, "ms"),
     "whole.replayed_ms": ("whole", "replayed_ms", None, "ms"),
 } | {
-    f"transformers.{family}.over_grouped_mm": (f"transformers.{family}", "over_grouped_mm", target, "1")
+    f"transformers.{family}.over_grouped_mm": (
+        f"transformers.{family}",
+        "over_grouped_mm",
+        target,
+        "1",
+    )
     for family, target in zip(FAMILIES, (0.75, None, None))
 }
 """By the name of a claim: row, key, target (at most) and unit."""
@@ -114,13 +127,40 @@ def steps(folder: Path, *, dry: bool) -> list[GpuStep]:
     extra = ("--dry",) if dry else ()
 
     def part(
-        step: str, seconds: float, *words: str, name: str = "", needs: str = "", background: bool = False
+        step: str,
+        seconds: float,
+        *words: str,
+        name: str = "",
+        needs: str = "",
+        background: bool = False,
     ) -> GpuStep:
-        command = (sys.executable, "-m", "moesaic_lab.device", step, str(folder.resolve()), *words, *extra)
-        return GpuStep(name=name or step, command=command, seconds=seconds, needs=needs, background=background)
+        command = (
+            sys.executable,
+            "-m",
+            "moesaic_lab.device",
+            step,
+            str(folder.resolve()),
+            *words,
+            *extra,
+        )
+        return GpuStep(
+            name=name or step, command=command, seconds=seconds, needs=needs, background=background
+        )
 
-    def tests(name: str, seconds: float, *words: str, before: Sequence[str] = (), needs: str = "pytest") -> GpuStep:
-        pytest = (sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short")
+    def tests(
+        name: str, seconds: float, *words: str, before: Sequence[str] = (), needs: str = "pytest"
+    ) -> GpuStep:
+        pytest = (
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-o",
+            "addopts=",
+            "-p",
+            "no:cacheprovider",
+            "--tb=short",
+        )
         command = (*before, *pytest, "-p", "moesaic_lab.device.failures", *words)
         return GpuStep(name=name, command=command, seconds=seconds, output="tests.txt", needs=needs)
 
@@ -134,16 +174,27 @@ def steps(folder: Path, *, dry: bool) -> list[GpuStep]:
         part("sonic", 180, *layers, needs="sonicmoe"), part("whole", 60),
         part("transformers", 60, *FAMILIES, needs="transformers"), part("finetune", 150, needs="peft"),
     ]  # fmt: skip
-    for name, product in itertools.product(("T24",) if dry else TUNED, PRODUCTS[:1] if dry else PRODUCTS):
+    for name, product in itertools.product(
+        ("T24",) if dry else TUNED, PRODUCTS[:1] if dry else PRODUCTS
+    ):
         planned.append(part("tune", 14, name, product, "9", name=f"tune.{name}.{product}"))
     planned.append(part("profile", 30))
     for tool in SANITIZERS:
         before = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
         planned.append(tests(tool, 30, *ODD_SIZES, before=before, needs="compute-sanitizer"))
-    counted = ("--kernel-name", "regex:_up_kernel|_rows_kernel|_outer_kernel|_sum_tokens_kernel", "--launch-count", "8")
+    counted = (
+        "--kernel-name",
+        "regex:_up_kernel|_rows_kernel|_outer_kernel|_sum_tokens_kernel",
+        "--launch-count",
+        "8",
+    )
     sections = ("--section", "SpeedOfLight", "--section", "MemoryWorkloadAnalysis")
     ncu = tests(
-        "ncu", 30, *ODD_SIZES, before=("ncu", "--clock-control", "none", "--csv", *sections, *counted), needs="ncu"
+        "ncu",
+        30,
+        *ODD_SIZES,
+        before=("ncu", "--clock-control", "none", "--csv", *sections, *counted),
+        needs="ncu",
     )
     planned.append(replace(ncu, output="ncu.csv"))
     # Triton's interpreter is slow.
@@ -185,7 +236,11 @@ def run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     deadline, outcomes, running = time.monotonic() + seconds, _earlier(folder), list[_Running]()
-    planned = [step for step in steps(folder, dry=dry) if not only or step.name.startswith(tuple(only.split(",")))]
+    planned = [
+        step
+        for step in steps(folder, dry=dry)
+        if not only or step.name.startswith(tuple(only.split(",")))
+    ]
     with tempfile.TemporaryDirectory() as scratch:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT / "lab"), os.environ.get("PYTHONPATH")))),
@@ -229,7 +284,9 @@ class _Running:
         self.process.wait()
         self.file.close()
         tail = self.log.read_text(errors="replace").splitlines()[-12:]
-        return StepOutcome(self.step.name, time.monotonic() - self.began, ended, [] if ended == "ok" else tail)
+        return StepOutcome(
+            self.step.name, time.monotonic() - self.began, ended, [] if ended == "ok" else tail
+        )
 
 
 def _start(
@@ -238,7 +295,11 @@ def _start(
     now = time.monotonic()
     if now > deadline:
         return StepOutcome(step.name, 0.0, "not begun: no time was left")
-    if step.needs and shutil.which(step.needs) is None and importlib.util.find_spec(step.needs) is None:
+    if (
+        step.needs
+        and shutil.which(step.needs) is None
+        and importlib.util.find_spec(step.needs) is None
+    ):
         return StepOutcome(step.name, 0.0, f"not begun: {step.needs} is not installed")
     log = folder / step.output if step.output else scratch / f"{step.name}.txt"
     own = dict(environment)
@@ -246,7 +307,12 @@ def _start(
         own.pop("TRITON_INTERPRET", None)
     file = log.open("ab")
     process = subprocess.Popen(
-        step.command, cwd=ROOT, env=own, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        step.command,
+        cwd=ROOT,
+        env=own,
+        stdout=file,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     return _Running(step, process, log, now, min(now + step.seconds, deadline), file)
 
@@ -269,7 +335,10 @@ def _write(folder: Path, outcomes: Mapping[str, StepOutcome], dry: bool) -> list
         row = name.removeprefix("layer.")
         for missing in [f"sonic.{layer.name}" for layer in LAYERS] if name == "sonic" else [row]:
             if missing not in rows and outcome.ended != "ok":
-                rows[missing] = {"name": missing, "error": f"{outcome.ended}; {' '.join(outcome.tail[-1:])[:200]}"}
+                rows[missing] = {
+                    "name": missing,
+                    "error": f"{outcome.ended}; {' '.join(outcome.tail[-1:])[:200]}",
+                }
     all_rows = [*map(asdict, outcomes.values()), *rows.values()]
     Measurement(
         rows=all_rows, claims=claims(all_rows), packages=("torch", "triton", "liger_kernel", "transformers"),
@@ -287,7 +356,9 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> list[Claim]:
         found = by_name.get(row, {})
         value, absent = found.get(key), found.get(f"{key.split('_')[0]}_absent", "not run")
         reason = "" if value is not None else found.get("error", absent)
-        others.append(Claim(name=f"gpu.{name}", value=value, unit=unit, target=target, reason=reason))
+        others.append(
+            Claim(name=f"gpu.{name}", value=value, unit=unit, target=target, reason=reason)
+        )
     for name in ("tests", "checks", *SANITIZERS):
         end = ended.get(name, "the step did not run to its end")
         is_known = name in ended and not end.startswith(("not begun", "ended after"))
@@ -308,7 +379,9 @@ def _gpu() -> str:
         return ""
     query = "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit"
     command = ("nvidia-smi", query, "--format=csv,noheader")
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=20, check=False
+    ).stdout.strip()
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -15,7 +15,9 @@ HEAD_START_CYCLES = 4_000_000
 training. Without the sleep, the time of small layers would be that of their launches."""
 
 
-def in_turn(methods: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 3) -> dict[str, list[float]]:
+def in_turn(
+    methods: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 3
+) -> dict[str, list[float]]:
     """Run methods in turn and return the seconds of each, one per repeat. The order rotates from repeat to repeat.
 
     Args:
@@ -70,7 +72,9 @@ class GpuMemory:
     """Peak memory during backward, gradients included, minus the memory allocated before forward."""
 
 
-def memory_of(run: Callable[[], Tensor], x: Tensor, leaves: tuple[Tensor, ...], dy: Tensor) -> GpuMemory:
+def memory_of(
+    run: Callable[[], Tensor], x: Tensor, leaves: tuple[Tensor, ...], dy: Tensor
+) -> GpuMemory:
     """Return the memory of a forward and a backward pass, zeros without a GPU. Call `run` once before, to fill caches."""
     if not torch.cuda.is_available():
         torch.autograd.grad(run(), leaves, dy)
@@ -87,7 +91,9 @@ def memory_of(run: Callable[[], Tensor], x: Tensor, leaves: tuple[Tensor, ...], 
     torch.cuda.synchronize()
     backward_peak = torch.cuda.max_memory_allocated() - before
     del grads, y
-    return GpuMemory(kept=kept / GIB, forward_peak=forward_peak / GIB, backward_peak=backward_peak / GIB)
+    return GpuMemory(
+        kept=kept / GIB, forward_peak=forward_peak / GIB, backward_peak=backward_peak / GIB
+    )
 
 
 def dense_tflops(size: int, dtype: torch.dtype, device: str = "cuda") -> float:

@@ -40,11 +40,15 @@ def products(inputs: Inputs, *, is_compiling: bool = False) -> dict[str, Callabl
         hidden.normal_()
         pre.normal_()
     form: dict[str, Any] = {"activation": "silu", "clamp": inputs.clamp, "weight": weight}
-    up_bias, down_bias = (bias.detach() for bias in inputs.biases) if inputs.biases else (None, None)
+    up_bias, down_bias = (
+        (bias.detach() for bias in inputs.biases) if inputs.biases else (None, None)
+    )
     down_weight = weight if inputs.biases else None
     return {
         "up": lambda tile: up(x, w13, ends, tile, **form, bias=up_bias, token=token),
-        "down": lambda tile: rows_times(hidden, w2, ends, tile, transposed=True, bias=down_bias, weight=down_weight),
+        "down": lambda tile: rows_times(
+            hidden, w2, ends, tile, transposed=True, bias=down_bias, weight=down_weight
+        ),
         "down_grad": lambda tile: down_grad(dy, w2, pre, ends, tile, **form, token=token),
         "rows_grad": lambda tile: rows_times(pre, w13.flatten(1, 2), ends, tile, transposed=False),
         "weight_grad": lambda tile: outer_products(pre, x, ends, tile, q_token=token),
@@ -76,7 +80,13 @@ def tune(
         `tuned` with the tiles found.
     """
     runs = products(inputs)
-    sizes = (layer.tokens * layer.top_k, layer.num_experts, layer.dim, layer.hidden, inputs.x.itemsize)
+    sizes = (
+        layer.tokens * layer.top_k,
+        layer.num_experts,
+        layer.dim,
+        layer.hidden,
+        inputs.x.itemsize,
+    )
     for name, shape in shapes(*sizes, gated=True).items():
         if bucket(shape) in tuned.by_bucket or (only and name not in only):
             continue
@@ -105,8 +115,13 @@ def breakdown(layer: GpuLayer, inputs: Inputs, tuned: Tuned) -> dict[str, dict[s
     starts = torch.arange(0, num_rows, layer.top_k, device=inputs.x.device)
     rows = torch.randn(num_rows, layer.dim, device=inputs.x.device, dtype=inputs.x.dtype)
     seconds = seconds_of(lambda: sum_tokens(rows, order[1], starts, None, layer.top_k, rows.dtype))
-    steps["sum"] = {"ms": seconds * 1e3, "gb_per_s": (rows.nbytes + inputs.x.nbytes) / seconds / 1e9}
-    steps["sort"] = {"ms": seconds_of(lambda: sort(inputs.expert.view(-1), layer.num_experts)) * 1e3}
+    steps["sum"] = {
+        "ms": seconds * 1e3,
+        "gb_per_s": (rows.nbytes + inputs.x.nbytes) / seconds / 1e9,
+    }
+    steps["sort"] = {
+        "ms": seconds_of(lambda: sort(inputs.expert.view(-1), layer.num_experts)) * 1e3
+    }
     return steps
 
 

@@ -53,7 +53,12 @@ def layer_row(*, dry: bool) -> dict[str, Any]:
     x = torch.randn(tokens, layer.dim, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
     ways: dict[str, Callable[..., Any]] = {"eager": layer}
-    row: dict[str, Any] = {"tokens": tokens, "dim": layer.dim, "hidden": layer.hidden, "num_experts": layer.num_experts}
+    row: dict[str, Any] = {
+        "tokens": tokens,
+        "dim": layer.dim,
+        "hidden": layer.hidden,
+        "num_experts": layer.num_experts,
+    }
     makers: dict[str, Callable[[], Any]] = {
         "compiled": lambda: torch.compile(layer, backend="aot_eager" if dry else "inductor"),
         "replayed": lambda: capture(layer, x),
@@ -100,7 +105,9 @@ def _wall(methods: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         _wait()
 
     repeats = REPEATS if torch.cuda.is_available() else 2
-    spans = in_turn({name: partial(until_done, each) for name, each in methods.items()}, repeats, barrier=_wait)
+    spans = in_turn(
+        {name: partial(until_done, each) for name, each in methods.items()}, repeats, barrier=_wait
+    )
     return {name: median(seconds) for name, seconds in over_ranks([spans]).items()}
 
 
@@ -136,6 +143,7 @@ def model_row(family: str, *, dry: bool) -> dict[str, Any]:
             step(name)
             row[f"{name}_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
     row |= {
-        f"{name}_ms": 1e3 * seconds for name, seconds in _wall({n: partial(step, n) for n in IMPLEMENTATIONS}).items()
+        f"{name}_ms": 1e3 * seconds
+        for name, seconds in _wall({n: partial(step, n) for n in IMPLEMENTATIONS}).items()
     }
     return row | {"over_grouped_mm": row["moesaic_ms"] / row["grouped_mm_ms"]}

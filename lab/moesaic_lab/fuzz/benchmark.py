@@ -24,7 +24,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moesaic.errors import InputError, TrainingError
-from moesaic_lab.benchmark import Benchmark, KeptOptions, Shown, Told, keeping, kept, notes_of, words_of
+from moesaic_lab.benchmark import (
+    Benchmark,
+    KeptOptions,
+    Shown,
+    Told,
+    keeping,
+    kept,
+    notes_of,
+    words_of,
+)
 from moesaic_lab.claims import Claim
 
 LEAST_INPUTS, BATCH = 100_000, 10_000
@@ -56,7 +65,9 @@ def measure(options: FuzzOptions, cases: object, told: Told) -> list[dict[str, A
     batch_rows = []
     with keeping(options.keep) as folder, _workers(words_of(options.only), told) as run_batch:
         for number, size in enumerate(sizes, options.seed):
-            batch_rows += kept(folder / f"{options.engine}-{number}.json", partial(run_batch, size, number))
+            batch_rows += kept(
+                folder / f"{options.engine}-{number}.json", partial(run_batch, size, number)
+            )
     return _rows(batch_rows)
 
 
@@ -67,19 +78,29 @@ def _kinds(options: FuzzOptions, told: Told) -> list[dict[str, Any]]:
 
     only = tuple(words_of(options.only)) or ("",)
     commands = [command for command in COMMANDS if f"kinds of {command}".startswith(only)]
-    with keeping(options.keep) as folder, tempfile.TemporaryDirectory(prefix="moesaic-fuzz-") as made:
+    with (
+        keeping(options.keep) as folder,
+        tempfile.TemporaryDirectory(prefix="moesaic-fuzz-") as made,
+    ):
         told("folders of valid files")
         process = get_context("spawn").Process(target=make_bases, args=(Path(made, "bases"),))
         process.start()
         process.join()
         if process.exitcode:
-            raise TrainingError(f"the folders of valid files could not be made (code {process.exitcode})")
+            raise TrainingError(
+                f"the folders of valid files could not be made (code {process.exitcode})"
+            )
         bases = Path(made, "bases")
-        return [kept(folder / f"kinds of {each}.json", partial(row, bases, each, told)) for each in commands]
+        return [
+            kept(folder / f"kinds of {each}.json", partial(row, bases, each, told))
+            for each in commands
+        ]
 
 
 @contextmanager
-def _workers(only: Sequence[str], told: Told) -> Iterator[Callable[[int, int], list[dict[str, Any]]]]:
+def _workers(
+    only: Sequence[str], told: Told
+) -> Iterator[Callable[[int, int], list[dict[str, Any]]]]:
     """Yield a function (inputs, number) that runs a batch in a worker process and returns a row per target.
 
     The number is the seed of the batch. The worker is started when it is first needed, and again after it has died.
@@ -125,7 +146,16 @@ def _received_rows(line: Any, process: subprocess.Popen[bytes], told: Told) -> l
         if isinstance(message, str):  # the worker's traceback, or "" if it died
             line.close()
             crashes = {f"the worker ended with {process.wait()}": f"in inputs of {last} {message}"}
-            return [{"name": last, "inputs": 1, "edited": 0, "refused": 0, "seconds": 0.0, "crashes": crashes}]
+            return [
+                {
+                    "name": last,
+                    "inputs": 1,
+                    "edited": 0,
+                    "refused": 0,
+                    "seconds": 0.0,
+                    "crashes": crashes,
+                }
+            ]
         if isinstance(message, list):
             rows: list[dict[str, Any]] = message
             return rows
@@ -138,7 +168,8 @@ def _rows(batch_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for batch_row in batch_rows:
         row = rows.setdefault(
-            batch_row["name"], {**batch_row, **dict.fromkeys(_ADDED, 0), "seconds": 0.0, "crashes": {}}
+            batch_row["name"],
+            {**batch_row, **dict.fromkeys(_ADDED, 0), "seconds": 0.0, "crashes": {}},
         )
         row |= {key: row[key] + batch_row[key] for key in _ADDED}
         row["seconds"] = round(row["seconds"] + batch_row["seconds"], 1)
@@ -155,7 +186,12 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     if by_kind:
         wrong = sum(len(row["crashes"]) for row in by_kind)
         return [
-            Claim(name="fuzz.kinds_tried", value=sum(row["inputs"] for row in by_kind), unit="1", op=">="),
+            Claim(
+                name="fuzz.kinds_tried",
+                value=sum(row["inputs"] for row in by_kind),
+                unit="1",
+                op=">=",
+            ),
             Claim(name="fuzz.kinds", value=wrong, unit="1", target=0, op="<="),
         ]
     inputs, edited = (sum(row[key] for row in rows) for key in ("inputs", "edited"))
@@ -171,7 +207,9 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
 def tables(rows: list[dict[str, Any]]) -> list[Any]:
     """Return a table with a line per target, and one with a line per crash."""
     escaped = [
-        {"target": row["name"], "where": where, "what": what} for row in rows for where, what in row["crashes"].items()
+        {"target": row["name"], "where": where, "what": what}
+        for row in rows
+        for where, what in row["crashes"].items()
     ]
     plain = [{key: value for key, value in row.items() if key != "crashes"} for row in rows]
     return Shown(title="Inputs").of(plain) + Shown(title="What escaped").of(escaped)

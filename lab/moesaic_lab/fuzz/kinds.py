@@ -46,7 +46,10 @@ COMMANDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "verify": (("converted",), ("convert", "verify", "converted")),
     "trace": (("one",), ("trace", "show", "one/trace.npz")),
     "trace of a folder": (("segments",), ("trace", "check", "segments")),
-    "trace of Megatron": (("megatron",), ("trace", "check", "megatron/trace", "--from", "megatron")),
+    "trace of Megatron": (
+        ("megatron",),
+        ("trace", "check", "megatron/trace", "--from", "megatron"),
+    ),
     "trace of vLLM": (("vllm",), ("trace", "check", "vllm/trace", "--from", "vllm")),
     "plan": (("one",), ("show", "--plan-file", "one/plan.json")),
 }
@@ -108,7 +111,9 @@ KINDS: Mapping[str, Callable[[Path, Path, Path | None], None]] = {
 """By name: makes something of that kind at a place, given a folder outside and what was at the place before."""
 
 
-def row(bases: Path, command: str, told: Callable[[str], object], *, every: int = 1) -> dict[str, Any]:
+def row(
+    bases: Path, command: str, told: Callable[[str], object], *, every: int = 1
+) -> dict[str, Any]:
     """Run a command once with every name of every kind.
 
     Args:
@@ -229,7 +234,9 @@ def _run(words: Sequence[str], folder: Path) -> Ended:
         has_ended = _comes(process.sentinel, process.pid)
     process.kill()
     process.join()
-    return Ended(process.exitcode if has_ended else None, output.read_text("utf-8", "replace"), names)
+    return Ended(
+        process.exitcode if has_ended else None, output.read_text("utf-8", "replace"), names
+    )
 
 
 def _comes(what: Any, process: int) -> bool:

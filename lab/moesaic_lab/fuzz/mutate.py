@@ -50,9 +50,14 @@ def drawn_from(name: str, data: bytes) -> st.SearchStrategy[tuple[bool, bytes]]:
     return either(_edited(_kind(name, data), data), _damaged(data))
 
 
-def either(edited: st.SearchStrategy[T], other: st.SearchStrategy[T]) -> st.SearchStrategy[tuple[bool, T]]:
+def either(
+    edited: st.SearchStrategy[T], other: st.SearchStrategy[T]
+) -> st.SearchStrategy[tuple[bool, T]]:
     """Return a strategy that draws from `edited` twice as often as from `other`, in pairs (is from `edited`, input)."""
-    marked = {True: edited.map(lambda value: (True, value)), False: other.map(lambda value: (False, value))}
+    marked = {
+        True: edited.map(lambda value: (True, value)),
+        False: other.map(lambda value: (False, value)),
+    }
     return st.sampled_from((True, True, False)).flatmap(marked.__getitem__)
 
 
@@ -72,11 +77,17 @@ def _edited(kind: str, data: bytes) -> st.SearchStrategy[bytes]:
         return _tables(json.loads(data)).map(_dumped)
     if kind == "jsonl":
         lines = [json.loads(line) for line in data.splitlines()]
-        return _tables(lines).map(lambda tree: b"\n".join(map(_dumped, tree)) if isinstance(tree, list) else b"")
+        return _tables(lines).map(
+            lambda tree: b"\n".join(map(_dumped, tree)) if isinstance(tree, list) else b""
+        )
     if kind == "safetensors":
         size = struct.unpack("<Q", data[:8])[0]
         header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
-        return _tables(header).map(_dumped).map(lambda text: struct.pack("<Q", len(text)) + text + body)
+        return (
+            _tables(header)
+            .map(_dumped)
+            .map(lambda text: struct.pack("<Q", len(text)) + text + body)
+        )
     if kind == "npz":
         return _archives(data)
     if kind == "npy":
@@ -89,7 +100,9 @@ def _edited(kind: str, data: bytes) -> st.SearchStrategy[bytes]:
 def _damaged(data: bytes) -> st.SearchStrategy[bytes]:
     """Return a strategy for inputs unrelated to any valid file, and for copies of a valid file with damaged bytes."""
     text = st.text(max_size=60).map(lambda drawn_text: drawn_text.encode("utf-8", "replace"))
-    deep = st.tuples(st.sampled_from((b"[", b'{"a":')), st.integers(0, 50_000)).map(lambda drawn: drawn[0] * drawn[1])
+    deep = st.tuples(st.sampled_from((b"[", b'{"a":')), st.integers(0, 50_000)).map(
+        lambda drawn: drawn[0] * drawn[1]
+    )
     return st.one_of(st.binary(max_size=200), ODD.map(_dumped), text, deep, _bytes(data))
 
 
@@ -103,15 +116,21 @@ def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     if isinstance(value, dict):
         paths += [path for key, child in value.items() for path in _places(child, (*at, key))]
     elif isinstance(value, list):
-        paths += [path for key, child in enumerate(value[:4]) for path in _places(child, (*at, key))]
+        paths += [
+            path for key, child in enumerate(value[:4]) for path in _places(child, (*at, key))
+        ]
     return paths
 
 
 def _tables(tree: Any) -> st.SearchStrategy[Any]:
     edit = st.tuples(
-        st.sampled_from(_places(tree)), st.sampled_from(["set", "drop", "add", "wrap", "bend", "name"]), ODD
+        st.sampled_from(_places(tree)),
+        st.sampled_from(["set", "drop", "add", "wrap", "bend", "name"]),
+        ODD,
     )
-    return st.lists(edit, min_size=1, max_size=3).map(lambda edits: _apply_edits(json.loads(json.dumps(tree)), edits))
+    return st.lists(edit, min_size=1, max_size=3).map(
+        lambda edits: _apply_edits(json.loads(json.dumps(tree)), edits)
+    )
 
 
 def _apply_edits(tree: Any, edits: list[tuple[tuple[Any, ...], str, Any]]) -> Any:
@@ -122,9 +141,13 @@ def _apply_edits(tree: Any, edits: list[tuple[tuple[Any, ...], str, Any]]) -> An
         key: Any = ""
         for step in place:
             inner, key = inner[key], step
-            if not isinstance(inner, dict | list) or (isinstance(inner, list) and not isinstance(key, int)):
+            if not isinstance(inner, dict | list) or (
+                isinstance(inner, list) and not isinstance(key, int)
+            ):
                 break
-            if (isinstance(inner, dict) and key not in inner) or (isinstance(inner, list) and key >= len(inner)):
+            if (isinstance(inner, dict) and key not in inner) or (
+                isinstance(inner, list) and key >= len(inner)
+            ):
                 break
         else:
             if act == "drop" and place:
@@ -180,14 +203,21 @@ def _bytes(data: bytes) -> st.SearchStrategy[bytes]:
 def _words(text: str) -> st.SearchStrategy[bytes]:
     pieces = re.split(r"([\s,:=\[\]]+)", text)  # words and separators alternate
     edit = st.tuples(
-        st.integers(0, len(pieces) // 2), st.sampled_from(["set", "drop", "twice", "on"]), st.sampled_from(ODD_WORDS)
+        st.integers(0, len(pieces) // 2),
+        st.sampled_from(["set", "drop", "twice", "on"]),
+        st.sampled_from(ODD_WORDS),
     )
 
     def apply(edits: list[tuple[int, str, str]]) -> bytes:
         changed = list(pieces)
         for at, act, value in edits:
             word = changed[2 * at]
-            changed[2 * at] = {"set": value, "drop": "", "twice": f"{word} {word}", "on": word + value}[act]
+            changed[2 * at] = {
+                "set": value,
+                "drop": "",
+                "twice": f"{word} {word}",
+                "on": word + value,
+            }[act]
         return "".join(changed).encode()
 
     return st.one_of(st.lists(edit, min_size=1, max_size=3).map(apply), _bytes(text.encode()))
@@ -196,10 +226,14 @@ def _words(text: str) -> st.SearchStrategy[bytes]:
 def _arrays(data: bytes) -> st.SearchStrategy[bytes]:
     """Return a strategy for arrays of other shapes, dtypes and values, and for a valid array with a few odd numbers."""
     valid = np.load(io.BytesIO(data), allow_pickle=False)
-    drawn = arrays(scalar_dtypes(), array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6)).map(_saved)
+    drawn = arrays(
+        scalar_dtypes(), array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6)
+    ).map(_saved)
     if not valid.size or valid.dtype.kind not in "iu":
         return drawn
-    edit = st.tuples(st.integers(0, valid.size - 1), st.sampled_from((-1, 0, 1, 2**15, 2**31, 2**62)))
+    edit = st.tuples(
+        st.integers(0, valid.size - 1), st.sampled_from((-1, 0, 1, 2**15, 2**31, 2**62))
+    )
 
     def apply(edits: list[tuple[int, int]]) -> bytes:
         changed = valid.copy()
@@ -231,7 +265,9 @@ def _archives(data: bytes) -> st.SearchStrategy[bytes]:
 def _headers(members: dict[str, bytes]) -> st.SearchStrategy[bytes]:
     """Return a strategy that edits the JSON text in the array `header.npy` of an archive."""
     header = json.loads(str(np.load(io.BytesIO(members["header.npy"]), allow_pickle=False)))
-    return _tables(header).map(lambda table: _packed(members | {"header.npy": _saved(np.array(json.dumps(table)))}))
+    return _tables(header).map(
+        lambda table: _packed(members | {"header.npy": _saved(np.array(json.dumps(table)))})
+    )
 
 
 def _packed(members: dict[str, bytes]) -> bytes:

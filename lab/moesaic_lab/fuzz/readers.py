@@ -96,10 +96,20 @@ def make_bases(folder: Path) -> None:
     one = folder / "one"
     one.mkdir()
     (one / "config.json").write_text(as_json(config))
-    stuck = {"rank": 0, "process": "process 1 on a", "at": "x", "waits_for": {"1": 8}, "stack": ["a"]}
+    stuck = {
+        "rank": 0,
+        "process": "process 1 on a",
+        "at": "x",
+        "waits_for": {"1": 8},
+        "stack": ["a"],
+    }
     RunFolder(folder / "run").write(HANG, json.dumps({"line": "it hung", "ranks": [stuck]}))
-    words = {word: number for number, word in enumerate(text.read_text(encoding="utf-8").split()[:10])}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="one")).save(str(one / "tokenizer.json"))
+    words = {
+        word: number for number, word in enumerate(text.read_text(encoding="utf-8").split()[:10])
+    }
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="one")).save(
+        str(one / "tokenizer.json")
+    )
     _make_tables(one)
     _make_texts(one, text)
     _make_traces(folder, one)
@@ -108,7 +118,9 @@ def make_bases(folder: Path) -> None:
 
 def _make_tables(one: Path) -> None:
     write_plan(Plan(), one / "plan.json")
-    planned = json.loads((one / "plan.json").read_text()) | {"mesh": {"tp": 1, "ep": 2, "etp": 1, "innermost": "etp"}}
+    planned = json.loads((one / "plan.json").read_text()) | {
+        "mesh": {"tp": 1, "ep": 2, "etp": 1, "innermost": "etp"}
+    }
     (one / "planned.json").write_text(json.dumps(planned))
     (one / "table.toml").write_text('out = "x"\nsteps = 3\n[model]\ndim = 16\nnum_heads = 2\n')
     (one / "cluster.toml").write_text(
@@ -123,20 +135,29 @@ def _make_texts(one: Path, text: Path) -> None:
     (one / "documents.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n')
     parquet.write_table(pyarrow.table({"text": ["a b", "c"] * 9}), one / "table.parquet")
     (one / "messages.mo").write_bytes(_catalogue({"one": "eins", "two": "zwei"}))
-    (one / "pairs.jsonl").write_text('{"source": "a b", "target": "c"}\n{"source": "d", "target": "e"}\n')
+    (one / "pairs.jsonl").write_text(
+        '{"source": "a b", "target": "c"}\n{"source": "d", "target": "e"}\n'
+    )
     (one / RUN).write_text(json.dumps(_finetune_in(one).kept(1)))
     (one / "documents.json").write_text('[{"text": "a b"}, {"text": "c"}]')
     (one / "tokens.bin").write_bytes(np.arange(2000, dtype="<u2").tobytes())
-    (one / "flags.txt").write_text("--tensor-model-parallel-size 2 --expert-model-parallel-size=4 --moe-enable-deepep")
+    (one / "flags.txt").write_text(
+        "--tensor-model-parallel-size 2 --expert-model-parallel-size=4 --moe-enable-deepep"
+    )
 
 
 def _make_traces(folder: Path, one: Path) -> None:
-    write_segment(make_segment(SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8)), one / "trace.npz")
+    write_segment(
+        make_segment(SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8)),
+        one / "trace.npz",
+    )
     write_segment(
         make_segment(SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8)),
         folder / "segments" / segment_name(0),
     )
-    tokens = make_trace(SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8, tokens=True))
+    tokens = make_trace(
+        SyntheticRouting(steps=2, num_experts=4, sequences=2, seq_len=8, tokens=True)
+    )
     for name, format in FORMATS.items():
         (folder / name).mkdir()
         format.write(tokens, folder / name / "trace")
@@ -145,9 +166,15 @@ def _make_traces(folder: Path, one: Path) -> None:
         json.dumps({"prompt_routed_experts": experts, "choices": [{"routed_experts": experts}]})
     )
     answer = json.loads(next((folder / "sglang").rglob("*.json")).read_text())
-    asked = {"routed_experts": answer["meta_info"]["routed_experts"], "prompt_tokens": 6, "completion_tokens": 3}
+    asked = {
+        "routed_experts": answer["meta_info"]["routed_experts"],
+        "prompt_tokens": 6,
+        "completion_tokens": 3,
+    }
     (one / "answer.json").write_text(json.dumps([{"meta_info": asked}]))
-    (one / "laer.csv").write_text("rank,method,model_name,layer,iter,token_num\n0,A,m,0,0,3\n1,A,m,0,0,1\n")
+    (one / "laer.csv").write_text(
+        "rank,method,model_name,layer,iter,token_num\n0,A,m,0,0,3\n1,A,m,0,0,1\n"
+    )
     (one / "gpt_iter0_rank0.log").write_text("0:[[2, 2], [2, 2]]\n1:[[2, 2], [1, 1]]\n")
 
 
@@ -159,12 +186,16 @@ def _make_weights(folder: Path) -> None:
     (hub / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": dict.fromkeys("ab", "model.safetensors")})
     )
-    whole = transformers.MixtralForCausalLM(transformers.MixtralConfig(**_HUB | {"hidden_size": 16, "vocab_size": 20}))
+    whole = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**_HUB | {"hidden_size": 16, "vocab_size": 20})
+    )
     whole.save_pretrained(folder / "whole")
     convert(folder / "whole", folder / "converted", to="megatron", logits=False)
     fp8 = folder / "fp8"
     fp8.mkdir()
-    (fp8 / "config.json").write_text(json.dumps(_HUB | {"quantization_config": {"weight_block_size": [2, 2]}}))
+    (fp8 / "config.json").write_text(
+        json.dumps(_HUB | {"quantization_config": {"weight_block_size": [2, 2]}})
+    )
     sizes = json.dumps({"shape": [1, 64], "blocksize": 64, "quant_type": "nf4"}).encode()
     four_bit = {"b": torch.zeros(32, 1, dtype=torch.uint8), "b.absmax": torch.ones(1)}
     four_bit["b.quant_state.bitsandbytes__nf4"] = torch.tensor(list(sizes), dtype=torch.uint8)
@@ -172,7 +203,9 @@ def _make_weights(folder: Path) -> None:
     save_file(tensors | four_bit, fp8 / "model.safetensors")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        state_dict_saver.save({"model.a": torch.zeros(2, 3)}, checkpoint_id=folder / "shards", no_dist=True)
+        state_dict_saver.save(
+            {"model.a": torch.zeros(2, 3)}, checkpoint_id=folder / "shards", no_dist=True
+        )
 
 
 _TINY: dict[str, Any] = {
@@ -194,7 +227,10 @@ def _catalogue(texts: Mapping[str, str]) -> bytes:
     """Return a compiled gettext catalogue (a .mo file) with these texts and translations."""
     flat = [text.encode() for text in (*texts, *texts.values())]
     begin = 20 + 8 * len(flat)
-    places = [(len(text), begin + sum(len(each) + 1 for each in flat[:number])) for number, text in enumerate(flat)]
+    places = [
+        (len(text), begin + sum(len(each) + 1 for each in flat[:number]))
+        for number, text in enumerate(flat)
+    ]
     numbers = [number for place in places for number in place]
     head = struct.pack(f"<4x4I{len(numbers)}I", 0, len(texts), 20, 20 + 8 * len(texts), *numbers)
     return CATALOGUE + head[4:] + b"".join(text + b"\0" for text in flat)
@@ -215,7 +251,9 @@ def _silent(line: str) -> None:
 
 def _seal(checkpoint: Path) -> None:
     names = [path.name for path in checkpoint.iterdir() if path.is_file() and path.name != SUMS]
-    (checkpoint / SUMS).write_text("".join(f"{checksum(checkpoint / name)}  {name}\n" for name in sorted(names)))
+    (checkpoint / SUMS).write_text(
+        "".join(f"{checksum(checkpoint / name)}  {name}\n" for name in sorted(names))
+    )
 
 
 def _seal_last(folder: Path) -> None:
@@ -255,7 +293,9 @@ def _finetune_in(folder: Path) -> FinetuneOptions:
 
 
 def _sequences(path: Path) -> object:
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path.with_name("tokenizer.json")))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(path.with_name("tokenizer.json"))
+    )
     return sequences(str(path), tokenizer, 1, 1)
 
 
@@ -301,12 +341,15 @@ READERS = {
     "counts in text": _table("counts.csv", read_counts),
     "trace": Reader(base="one", file="trace.npz", read=_trace),
     **{
-        f"trace of {name}": Reader(base=name, file="*", read=lambda folder, name=name: _foreign(name, folder / "trace"))  # type: ignore[misc]
+        f"trace of {name}": Reader(
+            base=name, file="*", read=lambda folder, name=name: _foreign(name, folder / "trace")
+        )  # type: ignore[misc]
         for name in FORMATS
     },
     "trace of laer": _table("laer.csv", lambda path: faults(Trace.of(read_laer(path), "laer"))),
     "trace of smartmoe": _table(
-        "gpt_iter0_rank0.log", lambda path: faults(Trace.of(read_smartmoe(path, top_k=2), "smartmoe"))
+        "gpt_iter0_rank0.log",
+        lambda path: faults(Trace.of(read_smartmoe(path, top_k=2), "smartmoe")),
     ),
     "response of vLLM": _table("routed.json", partial(_foreign, "vllm")),
     "response of SGLang": _table("answer.json", partial(_foreign, "sglang")),
@@ -314,10 +357,14 @@ READERS = {
     "documents in a table of JSON": _table("documents.json", _documents),
     "documents in Parquet": _table("table.parquet", _documents),
     "data of a fine-tune": _table("documents.jsonl", _sequences),
-    "options of a fine-tune": Reader(base="one", file=RUN, read=lambda at: require_folder(_finetune_in(at), 1)),
+    "options of a fine-tune": Reader(
+        base="one", file=RUN, read=lambda at: require_folder(_finetune_in(at), 1)
+    ),
     "pairs": _table("pairs.jsonl", read_pairs),
     "catalogue": _table("messages.mo", read_pairs),
-    "tokens": _table("tokens.bin", lambda path: load_corpus(DataConfig(path=(str(path),), vocab_size=2000))),
+    "tokens": _table(
+        "tokens.bin", lambda path: load_corpus(DataConfig(path=(str(path),), vocab_size=2000))
+    ),
     "tokenizer": _table("tokenizer.json", HubTokenizer.load),
     "flags of Megatron": _table("flags.txt", lambda path: from_flags(_text_of(path))),
     "plan table": _table("plan-table.json", _plan_table),
@@ -325,25 +372,47 @@ READERS = {
     "report": Reader(base="run", file=METRICS, read=_reported),
     "configuration in a report": Reader(base="run", file="config.json", read=_reported),
     "record of a hang": Reader(base="run", file=HANG, read=read_hang),
-    "mark of a run": Reader(base="run", file="config.json", read=lambda folder: RunFolder(folder).is_a_run()),
+    "mark of a run": Reader(
+        base="run", file="config.json", read=lambda folder: RunFolder(folder).is_a_run()
+    ),
     "state of a checkpoint": _of_step("state.json", _resumed),
     "tensors of a checkpoint": _of_step("shards/__0_0.distcp", _resumed),
     "list of tensors of a checkpoint": _of_step("shards/.metadata", _resumed),
-    "checksums of a checkpoint": _of_step(SUMS, lambda at: load_checkpoint(at / "checkpoints", _silent), seal=None),
-    "list of shards": _table(".metadata", lambda path: read_list(path.read_bytes(), "x"), base="shards"),
+    "checksums of a checkpoint": _of_step(
+        SUMS, lambda at: load_checkpoint(at / "checkpoints", _silent), seal=None
+    ),
+    "list of shards": _table(
+        ".metadata", lambda path: read_list(path.read_bytes(), "x"), base="shards"
+    ),
     "shards": Reader(base="shards", file=".metadata", read=read_dcp),
-    "tensors of shards": Reader(base="shards", file="*.distcp", read=lambda folder: _elements(read_dcp(folder)[0])),
-    "safetensors": Reader(base="hub", file="model.safetensors", read=lambda at: _elements(read_safetensors(at))),
-    "fp8 and NF4": Reader(base="fp8", file="model.safetensors", read=lambda folder: _elements(Hub().read(folder)[0])),
-    "blocks of fp8": Reader(base="fp8", file="config.json", read=lambda folder: _elements(Hub().read(folder)[0])),
+    "tensors of shards": Reader(
+        base="shards", file="*.distcp", read=lambda folder: _elements(read_dcp(folder)[0])
+    ),
+    "safetensors": Reader(
+        base="hub", file="model.safetensors", read=lambda at: _elements(read_safetensors(at))
+    ),
+    "fp8 and NF4": Reader(
+        base="fp8", file="model.safetensors", read=lambda folder: _elements(Hub().read(folder)[0])
+    ),
+    "blocks of fp8": Reader(
+        base="fp8", file="config.json", read=lambda folder: _elements(Hub().read(folder)[0])
+    ),
     "weights": Reader(
         base="whole",
         file="model.safetensors",
-        read=lambda folder: open_checkpoint(folder, "hf", Architecture(read_config(folder, None))).digests(),
+        read=lambda folder: open_checkpoint(
+            folder, "hf", Architecture(read_config(folder, None))
+        ).digests(),
     ),
     "receipt": Reader(base="converted", file="receipt.json", read=verify),
-    "iteration of Megatron": Reader(base="converted", file="latest_checkpointed_iteration.txt", read=verify),
-    "index of safetensors": Reader(base="hub", file="model.safetensors.index.json", read=read_safetensors),
-    "configuration of transformers": Reader(base="hub", file="config.json", read=lambda at: read_config(at, None)),
+    "iteration of Megatron": Reader(
+        base="converted", file="latest_checkpointed_iteration.txt", read=verify
+    ),
+    "index of safetensors": Reader(
+        base="hub", file="model.safetensors.index.json", read=read_safetensors
+    ),
+    "configuration of transformers": Reader(
+        base="hub", file="config.json", read=lambda at: read_config(at, None)
+    ),
 }
 """Readers by the kind of file that they read."""

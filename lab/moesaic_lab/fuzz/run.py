@@ -79,7 +79,10 @@ class Target:
 
     def row(self) -> dict[str, Any]:
         """Return the results as plain data."""
-        return {name: getattr(self, name) for name in ("name", "inputs", "edited", "refused", "seconds", "crashes")}
+        return {
+            name: getattr(self, name)
+            for name in ("name", "inputs", "edited", "refused", "seconds", "crashes")
+        }
 
     def take(self, value: Any, edited: bool) -> None:
         """Process an input and record an unexpected exception as a crash."""
@@ -94,7 +97,9 @@ class Target:
             pass
         except BaseException as error:  # any other exception is a crash
             frames = traceback.extract_tb(error.__traceback__)
-            at = [frame for frame in frames if Path(frame.filename).is_relative_to(SOURCE / "moesaic")][-1:]
+            at = [
+                frame for frame in frames if Path(frame.filename).is_relative_to(SOURCE / "moesaic")
+            ][-1:]
             place = (
                 f"{type(error).__name__} at {os.path.relpath(at[0].filename, SOURCE)}:{at[0].lineno}"
                 if at
@@ -151,12 +156,16 @@ def work(line: Connection, folder: Path, only: Sequence[str]) -> None:
     sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - open until the process ends; a real file, as some code calls fileno()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     used_bytes = (
-        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if sys.platform == "linux" else 0
+        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        if sys.platform == "linux"
+        else 0
     )
     resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MOST_BYTES, resource.RLIM_INFINITY))
     signal.signal(signal.SIGPROF, _stop)
     targets = [*_readers(folder, only), *_commands(only)]
-    Target("what hypothesis does once", st.tuples(st.just(False), st.text()), repr).drawn(1, 0)()  # takes many seconds
+    Target("what hypothesis does once", st.tuples(st.just(False), st.text()), repr).drawn(
+        1, 0
+    )()  # takes many seconds
     with contextlib.suppress(EOFError):
         while True:
             inputs, number = line.recv()
@@ -178,7 +187,9 @@ def _batch(line: Connection, targets: list[Target], inputs: int, number: int) ->
                 line.send((target.name, target.inputs))
                 fit = int(target.inputs / max(target.seconds, 0.01)) + 1
                 started = sum(os.times()[:4])
-                target.drawn(min(AT_ONCE, fit, count) if rounds else FIRST, number * 1_000_003 + rounds)()
+                target.drawn(
+                    min(AT_ONCE, fit, count) if rounds else FIRST, number * 1_000_003 + rounds
+                )()
                 target.seconds += sum(os.times()[:4]) - started
         rounds += 1
 
@@ -202,7 +213,9 @@ def _readers(folder: Path, only: Sequence[str]) -> Iterator[Target]:
             continue
         path = reader.path(folder)
         data = path.read_bytes()
-        yield Target(f"read {name}", drawn_from(path.name, data), _reading(folder, reader, path, data))
+        yield Target(
+            f"read {name}", drawn_from(path.name, data), _reading(folder, reader, path, data)
+        )
 
 
 def _reading(folder: Path, reader: Reader, path: Path, data: bytes) -> Callable[[Any], None]:
@@ -226,7 +239,9 @@ def _commands(only: Sequence[str]) -> Iterator[Target]:
     Possible arguments are read from the commands' help, which takes a second for all commands together.
     """
     offered = {entry.name for entry in entry_points(group=main.GROUP)}
-    for name in filter(lambda name: _is_asked(f"command {name}", only), (*main.COMMANDS, *sorted(offered))):
+    for name in filter(
+        lambda name: _is_asked(f"command {name}", only), (*main.COMMANDS, *sorted(offered))
+    ):
         yield Target(f"command {name}", _command_lines(name), _running(name, name in main.COMMANDS))
 
 
@@ -238,7 +253,10 @@ def _command_lines(name: str) -> st.SearchStrategy[tuple[bool, list[str]]]:
     }
     known = {prefix: found for prefix, found in known.items() if found[1] or prefix == ()}
     value = st.one_of(
-        st.sampled_from(ODD_WORDS), st.sampled_from(_FILES), st.integers(-3, 70).map(str), st.text(max_size=5)
+        st.sampled_from(ODD_WORDS),
+        st.sampled_from(_FILES),
+        st.integers(-3, 70).map(str),
+        st.text(max_size=5),
     )
 
     def lines(prefix: tuple[str, ...]) -> st.SearchStrategy[list[str]]:
@@ -249,7 +267,9 @@ def _command_lines(name: str) -> st.SearchStrategy[tuple[bool, list[str]]]:
             st.tuples(flag, value).map("=".join).map(lambda word: [word]),
             flag.map(lambda word: [word]), value.map(lambda word: [word]),
         )  # fmt: skip
-        return st.lists(piece, max_size=4).map(lambda pieces: [*prefix, *(word for each in pieces for word in each)])
+        return st.lists(piece, max_size=4).map(
+            lambda pieces: [*prefix, *(word for each in pieces for word in each)]
+        )
 
     drawn = st.sampled_from(list(known)).flatmap(lines).map(_harmless)
     documented = _documented(name)
@@ -257,7 +277,10 @@ def _command_lines(name: str) -> st.SearchStrategy[tuple[bool, list[str]]]:
         return drawn.map(lambda words: (False, words))
     edit = st.tuples(st.integers(0, 20), st.sampled_from(["set", "drop", "none"]), value)
     extra = st.lists(st.sampled_from(known[()][1] or ["--x"]), max_size=1)
-    return either(st.tuples(st.sampled_from(documented), edit, extra, value).map(_changed).map(_harmless), drawn)
+    return either(
+        st.tuples(st.sampled_from(documented), edit, extra, value).map(_changed).map(_harmless),
+        drawn,
+    )
 
 
 def _documented(name: str) -> list[list[str]]:
@@ -278,7 +301,9 @@ def _changed(drawn: tuple[list[str], tuple[int, str, str], list[str], str]) -> l
     if act != "none" and changed:
         at %= len(changed)
         flag, equals, _ = changed[at].partition("=")
-        changed[at : at + 1] = [] if act == "drop" else [flag + equals + value] if equals else [value]
+        changed[at : at + 1] = (
+            [] if act == "drop" else [flag + equals + value] if equals else [value]
+        )
     return changed + (changed and [*extra, other] if extra else [])
 
 
@@ -313,7 +338,11 @@ def _help_of(words: list[str]) -> tuple[tuple[list[str], list[str]], list[str]]:
 def _running(name: str, is_ours: bool) -> Callable[[Any], None]:
     stops = not is_ours or name in STOPS_AFTER_PARSING
     plain = arguments.parse
-    parsing = [module for module in list(sys.modules.values()) if getattr(module, "__dict__", {}).get("parse") is plain]
+    parsing = [
+        module
+        for module in list(sys.modules.values())
+        if getattr(module, "__dict__", {}).get("parse") is plain
+    ]
 
     def parse(*args: Any, **options: Any) -> Any:
         parsed = plain(*args, **options)

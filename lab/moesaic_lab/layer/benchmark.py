@@ -35,7 +35,12 @@ TITLES = {
     "orders": "Orders", "codecs": "Codecs", "ablation": "ScheMoE's steps",
 }  # fmt: skip
 """Titles of the tables, by part."""
-PICTURED = {"pipelining": "chunks", "orders": "orders", "codecs": "codecs", "ablation": "ScheMoE's steps"}
+PICTURED = {
+    "pipelining": "chunks",
+    "orders": "orders",
+    "codecs": "codecs",
+    "ablation": "ScheMoE's steps",
+}
 """Titles of the panels with bars, by part."""
 VIRTUAL = "ms, virtual compute"
 """Title of every time axis."""
@@ -70,7 +75,13 @@ class LayerCell(BedCell):
 
 def run(config: LayerBenchConfig, told: Told) -> list[LayerCell]:
     """Measure all jobs of a configuration. This starts clusters, one after another."""
-    return on_beds(jobs(config), lambda job: job.place.bed, lambda job: f"{job.section}: {job.label}", measure, told)
+    return on_beds(
+        jobs(config),
+        lambda job: job.place.bed,
+        lambda job: f"{job.section}: {job.label}",
+        measure,
+        told,
+    )
 
 
 def measure(ranks: Cluster, job: LayerJob) -> LayerCell:
@@ -81,7 +92,10 @@ def measure(ranks: Cluster, job: LayerJob) -> LayerCell:
 def summed_up(job: LayerJob, of_ranks: Sequence[LayerFound]) -> LayerCell:
     """Combine the measurements of all ranks into a cell."""
     switches = {
-        name: max((of_rank.switches[name] for of_rank in of_ranks), key=lambda switch: switch.again_seconds)
+        name: max(
+            (of_rank.switches[name] for of_rank in of_ranks),
+            key=lambda switch: switch.again_seconds,
+        )
         for name in of_ranks[0].switches
     }
     return LayerCell(
@@ -98,7 +112,9 @@ def claims(cells: Sequence[LayerCell]) -> list[Claim]:
 
     def switching(seconds: Callable[[Switch], float]) -> float:
         shares = [
-            seconds(s) / cell.timings[name].median for cell in of("adaptive_r") for name, s in cell.switches.items()
+            seconds(s) / cell.timings[name].median
+            for cell in of("adaptive_r")
+            for name, s in cell.switches.items()
         ]
         return max(some(shares, "that counts switches"))
 
@@ -114,7 +130,9 @@ def claims(cells: Sequence[LayerCell]) -> list[Claim]:
 
 def best_over_baseline(cells: Sequence[LayerCell]) -> float:
     """Return the baseline's time over the best plan's, the median over all meshes with tp = etp = 4."""
-    chosen = some([cell for cell in cells if cell.job.grid.tp == cell.job.grid.etp == 4], "at tp = etp = 4")
+    chosen = some(
+        [cell for cell in cells if cell.job.grid.tp == cell.job.grid.etp == 4], "at tp = etp = 4"
+    )
     return statistics.median(cell.ratio("baseline", cell.best).median for cell in chosen)
 
 
@@ -151,7 +169,9 @@ def ablation(cells: Sequence[LayerCell]) -> float:
 
 def all_rows(cells: Sequence[LayerCell]) -> list[dict[str, Any]]:
     """Return all rows: of methods, of the plans that searches tried, and of the costs of switches."""
-    return [row for make in (rows_of, trial_rows, switch_rows) for cell in cells for row in make(cell)]
+    return [
+        row for make in (rows_of, trial_rows, switch_rows) for cell in cells for row in make(cell)
+    ]
 
 
 def rows_of(cell: LayerCell) -> list[dict[str, Any]]:
@@ -173,7 +193,10 @@ def rows_of(cell: LayerCell) -> list[dict[str, Any]]:
 def trial_rows(cell: LayerCell) -> list[dict[str, Any]]:
     """Return a row per plan that the search of a cell tried."""
     head = {"part": "search", "cell": cell.job.label, "bed": cell.job.place.in_words}
-    return [{**head, "method": n, "median_seconds": s, "chosen": n == cell.best} for n, s in cell.trial.items()]
+    return [
+        {**head, "method": n, "median_seconds": s, "chosen": n == cell.best}
+        for n, s in cell.trial.items()
+    ]
 
 
 def switch_rows(cell: LayerCell) -> list[dict[str, Any]]:
@@ -188,7 +211,15 @@ def switch_rows(cell: LayerCell) -> list[dict[str, Any]]:
 
 
 COLUMNS = (
-    *("cell", "method", ("same_program_as", "same as"), "is_best", *QUARTILES, "bound_seconds", "computing_seconds"),
+    *(
+        "cell",
+        "method",
+        ("same_program_as", "same as"),
+        "is_best",
+        *QUARTILES,
+        "bound_seconds",
+        "computing_seconds",
+    ),
     *("first_over_this", "across_bytes", "across_messages"),
 )
 
@@ -200,10 +231,14 @@ def tables(cells: Sequence[LayerCell]) -> list[Table]:
         rows = [row for cell in cells if cell.job.section == part for row in rows_of(cell)]
         for bed in dict.fromkeys(row["bed"] for row in rows):
             on_bed = [row for row in rows if row["bed"] == bed]
-            all_tables.append(table(f"{title}, virtual compute, {bed}", on_bed, COLUMNS, group_by=("cell",)))
+            all_tables.append(
+                table(f"{title}, virtual compute, {bed}", on_bed, COLUMNS, group_by=("cell",))
+            )
     switches = [row for cell in cells for row in switch_rows(cell)]
     if switches:
-        all_tables.append(table("Switching plans: processor time of a rank", switches, group_by=("cell",)))
+        all_tables.append(
+            table("Switching plans: processor time of a rank", switches, group_by=("cell",))
+        )
     return all_tables
 
 
@@ -217,7 +252,9 @@ def panels(cells: Sequence[LayerCell]) -> list[Panel]:
         return [cell for cell in cells if cell.job.section == section]
 
     all_panels = []
-    for (tokens, etp, innermost), group in itertools.groupby(sorted(of("schedules"), key=mesh), key=mesh):
+    for (tokens, etp, innermost), group in itertools.groupby(
+        sorted(of("schedules"), key=mesh), key=mesh
+    ):
         title = f"{tokens} tokens, etp {etp}" + (f", {innermost} inside nodes" if etp > 1 else "")
         all_panels.append(_bars(title, list(group), lambda cell: f"tp {cell.job.grid.tp}"))
     for name, sized in itertools.groupby(of("adaptive_r"), key=lambda cell: cell.job.place.name):  # type: ignore[attr-defined]
@@ -231,7 +268,9 @@ def panels(cells: Sequence[LayerCell]) -> list[Panel]:
 def _bars(title: str, cells: Sequence[LayerCell], label: Callable[[LayerCell], str]) -> Panel:
     """Return a panel with a bar per method in each cell; the plan that a search chose comes last."""
     names = dict.fromkeys(name for cell in cells for name in (*cell.job.methods, *cell.job.same))
-    methods: dict[str, Callable[[Any], str]] = {name: lambda cell, name=name: cell.timed_as(name) for name in names}  # type: ignore[misc]
+    methods: dict[str, Callable[[Any], str]] = {
+        name: lambda cell, name=name: cell.timed_as(name) for name in names
+    }  # type: ignore[misc]
     if any(cell.best for cell in cells):
         methods[BEST] = lambda cell: cell.best
     return bars(title, cells, label, VIRTUAL, names=methods)

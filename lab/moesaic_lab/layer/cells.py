@@ -112,7 +112,9 @@ def schedules(part: Schedules) -> Iterator[LayerJob]:
             others = {described(compiled.plan): compiled for compiled in searched(grid)}
             new = {name: others[name] for name in distinct(methods | others)[0] if name in others}
             promising = most_promising(
-                {n: (seconds_of(plan), plan) for n, plan in new.items()}, part, min(predicted.values())
+                {n: (seconds_of(plan), plan) for n, plan in new.items()},
+                part,
+                min(predicted.values()),
             )
             where = f", {innermost} inside nodes" if etp > 1 else ""
             yield LayerJob(
@@ -122,7 +124,9 @@ def schedules(part: Schedules) -> Iterator[LayerJob]:
             )  # fmt: skip
 
 
-def most_promising(plans: dict[str, tuple[float, Compiled]], part: Schedules, at_most: float) -> dict[str, Compiled]:
+def most_promising(
+    plans: dict[str, tuple[float, Compiled]], part: Schedules, at_most: float
+) -> dict[str, Compiled]:
     """Return the plans to try: those with the shortest simulated step, best first.
 
     Args:
@@ -136,7 +140,12 @@ def most_promising(plans: dict[str, tuple[float, Compiled]], part: Schedules, at
 
 def adaptive_r(part: AdaptiveR) -> Iterator[LayerJob]:
     """Yield a job for each capacity factor, whose methods are the values of r."""
-    grid = Grid(world=part.world, ep=part.world // part.etp, etp=part.etp, ranks_per_node=part.ranks_per_node)
+    grid = Grid(
+        world=part.world,
+        ep=part.world // part.etp,
+        etp=part.etp,
+        ranks_per_node=part.ranks_per_node,
+    )
     plans = {
         f"r={r}": compile_plan(Plan(gather_weights=None if r == part.etp else r), grid)
         for r in range(part.etp, -1, -1)
@@ -163,7 +172,9 @@ def orders(part: Orders) -> Iterator[LayerJob]:
     """Yield the job that compares orders of one program's tasks; identical orders are timed once."""
     grid = all_ep(part)
     plans = {
-        str(name): compiled(grid, part.codec, chunks=part.chunks, all_to_all=part.all_to_all, order=name)
+        str(name): compiled(
+            grid, part.codec, chunks=part.chunks, all_to_all=part.all_to_all, order=name
+        )
         for name in part.orders
     }
     methods, same = distinct(plans, in_order=True)
@@ -232,7 +243,9 @@ def step_model(place: LayerPlace) -> Callable[[Compiled], float]:
     simulator = Simulator(place.cluster)
 
     def seconds(plan: Compiled) -> float:
-        return simulator.layer_seconds(plan.forward, plan.backward, place.workload(plan.grid.tp), plan.grid)
+        return simulator.layer_seconds(
+            plan.forward, plan.backward, place.workload(plan.grid.tp), plan.grid
+        )
 
     return seconds
 

@@ -81,7 +81,8 @@ class LayerRunner(SteppedLayer):
     def __init__(self, job: LayerJob, transport: AbstractTransport) -> None:
         place = job.place
         self.accelerator = Accelerator(
-            flops_per_second=1e9 * place.gflops, coded_bytes_per_second=1e6 * place.coded_mb_per_second
+            flops_per_second=1e9 * place.gflops,
+            coded_bytes_per_second=1e6 * place.coded_mb_per_second,
         )
         layer = MoE(
             place.dim, place.hidden, place.num_experts, place.top_k, router=partial(BalancedRouter, seed=job.seed),
@@ -124,7 +125,15 @@ def measure(job: LayerJob) -> LayerFound:
     )  # fmt: skip
     sent = {name: (steps[name].forward, steps[name].backward) for name in methods}
     charged = {name: steps[name].charged for name in methods}
-    return LayerFound(spans=spans, pairs=pairs, sent=sent, charged=charged, best=best, trial=trial, switches=switches)
+    return LayerFound(
+        spans=spans,
+        pairs=pairs,
+        sent=sent,
+        charged=charged,
+        best=best,
+        trial=trial,
+        switches=switches,
+    )
 
 
 def count(runner: LayerRunner, recorder: Recorder, name: str) -> CountedStep:
@@ -139,7 +148,9 @@ def count(runner: LayerRunner, recorder: Recorder, name: str) -> CountedStep:
         for message in tag_range.messages:
             is_backward = tag_range.length == of_program and message.tag >= forward_tasks
             sent[is_backward].append((message.source, message.target, float(message.num_bytes)))
-    return CountedStep(forward=sent[0], backward=sent[1], charged=runner.accelerator.charged - before)
+    return CountedStep(
+        forward=sent[0], backward=sent[1], charged=runner.accelerator.charged - before
+    )
 
 
 class _Counting(TorchDispatchMode):
@@ -149,7 +160,9 @@ class _Counting(TorchDispatchMode):
         super().__init__()
         self.num_bytes = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
             self.num_bytes += value.nbytes if isinstance(value, Tensor) else 0
@@ -220,7 +233,11 @@ def near_ones(job: LayerJob, seconds: Mapping[str, tuple[float, ...]], reference
     If the reference is the plan that the search chose, only competing methods can be near.
     """
     others = job.compete if job.reference == BEST else tuple(seconds)
-    near = [name for name in others if name != reference and paired(seconds[name], seconds[reference]).is_near]
+    near = [
+        name
+        for name in others
+        if name != reference and paired(seconds[name], seconds[reference]).is_near
+    ]
     return [reference, *near] if near else []
 
 

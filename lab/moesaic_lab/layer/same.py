@@ -14,7 +14,9 @@ from moesaic.program.task import Layout, Op, Slot, Task
 from moesaic.program.validate import reduces
 
 
-def distinct(plans: Mapping[str, Compiled], *, in_order: bool = False) -> tuple[dict[str, Compiled], dict[str, str]]:
+def distinct(
+    plans: Mapping[str, Compiled], *, in_order: bool = False
+) -> tuple[dict[str, Compiled], dict[str, str]]:
     """Return the plans that differ, and a mapping from each other plan's name to the name of the plan that does the same.
 
     Args:
@@ -40,7 +42,11 @@ def work(compiled: Compiled, in_order: bool) -> Hashable:
     key: list[Hashable] = []
     for program in (compiled.forward, compiled.backward):
         slots = {slot.name: slot for slot in program.slots}
-        tasks = [_work_of(task, slots, compiled.grid) for task in program.tasks if not _is_idle(task, compiled.grid)]
+        tasks = [
+            _work_of(task, slots, compiled.grid)
+            for task in program.tasks
+            if not _is_idle(task, compiled.grid)
+        ]
         key.append(tuple(tasks) if in_order else frozenset(Counter(tasks).items()))
     return tuple(key)
 
@@ -57,7 +63,19 @@ def _work_of(task: Task, slots: Mapping[str, Slot], grid: Grid) -> Hashable:
     sums = task.op in (Op.MOVE, Op.UNPACK) and grid.etp > 1 and reduces(source, target)
     kinds = tuple(slots[name].kind for name in (*task.reads, *task.writes))
     power = task.power if task.op is Op.SCALE else 0
-    return task.op, task.lane, group, task.link, task.codec, task.hop, sums, power, kinds, reads, writes
+    return (
+        task.op,
+        task.lane,
+        group,
+        task.link,
+        task.codec,
+        task.hop,
+        sums,
+        power,
+        kinds,
+        reads,
+        writes,
+    )
 
 
 @functools.cache

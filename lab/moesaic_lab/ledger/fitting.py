@@ -31,13 +31,17 @@ Make = Callable[[ClusterSpec, np.ndarray], ClusterSpec]
 
 def switched_links(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
     """Return the cluster with another first link: `at` holds a rate (Gb/s), a latency (us) and shares of the rate by size."""
-    link = replace(cluster.links[0], gbps=(at[0],), latency_us=at[1], sizes=SIZES, size_share=(*at[2:], 1.0))
+    link = replace(
+        cluster.links[0], gbps=(at[0],), latency_us=at[1], sizes=SIZES, size_share=(*at[2:], 1.0)
+    )
     return replace(cluster, links=(link, *cluster.links[1:]))
 
 
 def shared_bus(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
     """Return the cluster with another bus as second link: `at` holds a rate (Gb/s) and its shares for four and eight users."""
-    link = replace(cluster.links[1], gbps=(at[0],), users=(2.0, 4.0, 8.0), users_share=(1.0, *at[1:]))
+    link = replace(
+        cluster.links[1], gbps=(at[0],), users=(2.0, 4.0, 8.0), users_share=(1.0, *at[1:])
+    )
     return replace(cluster, links=(cluster.links[0], link, *cluster.links[2:]))
 
 
@@ -45,7 +49,9 @@ def experts(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
     """Return the cluster with other devices: `at` holds the rate of grouped bfloat16 products (TFLOP/s), and the part of the
     activation traffic that takes time."""
     rates = replace(cluster.device.grouped_tflops or cluster.device.tflops, bf16=float(at[0]))
-    return replace(cluster, device=replace(cluster.device, grouped_tflops=rates, activation_traffic=at[1]))
+    return replace(
+        cluster, device=replace(cluster.device, grouped_tflops=rates, activation_traffic=at[1])
+    )
 
 
 def few_rows(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
@@ -60,11 +66,16 @@ GROUPED_ROWS = (128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
 
 def grouped(cluster: ClusterSpec, at: np.ndarray) -> ClusterSpec:
     """Return the cluster with the shares `at` of its devices' rate at `GROUPED_ROWS`, except for the last, whose share is 1."""
-    return replace(cluster, device=replace(cluster.device, gemm_rows=GROUPED_ROWS, gemm_share=(*at, 1.0)))
+    return replace(
+        cluster, device=replace(cluster.device, gemm_rows=GROUPED_ROWS, gemm_share=(*at, 1.0))
+    )
 
 
 def fit(
-    make: Make, cluster: ClusterSpec, entries: Callable[[ClusterSpec], Iterable[Entry]], start: Sequence[float]
+    make: Make,
+    cluster: ClusterSpec,
+    entries: Callable[[ClusterSpec], Iterable[Entry]],
+    start: Sequence[float],
 ) -> np.ndarray:
     """Return the numbers that minimize the squared log ratios of predicted over measured, under a soft L1 loss.
 
@@ -78,23 +89,44 @@ def fit(
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         tried = make(cluster, np.exp(logs))
-        return np.array([np.log(each.ratio) for each in entries(tried) if each.machine == cluster.name and each.fitted])
+        return np.array(
+            [
+                np.log(each.ratio)
+                for each in entries(tried)
+                if each.machine == cluster.name and each.fitted
+            ]
+        )
 
     upper = [0.0 if each <= 1 else np.inf for each in start]
     solution = least_squares(
-        residuals, np.log(start), bounds=(-np.inf, upper), loss="soft_l1", f_scale=0.1, diff_step=1e-3
+        residuals,
+        np.log(start),
+        bounds=(-np.inf, upper),
+        loss="soft_l1",
+        f_scale=0.1,
+        diff_step=1e-3,
     )
     return np.exp(solution.x)
 
 
-FITS: dict[str, tuple[tuple[Make, Callable[[ClusterSpec], Iterable[Entry]], tuple[float, ...]], ...]] = {
+FITS: dict[
+    str, tuple[tuple[Make, Callable[[ClusterSpec], Iterable[Entry]], tuple[float, ...]], ...]
+] = {
     "dgx-h200": (
-        (switched_links, lambda cluster: nccl(lambda _: cluster, cluster.name), (2500, 5, 0.6, 0.75, 0.9)),
+        (
+            switched_links,
+            lambda cluster: nccl(lambda _: cluster, cluster.name),
+            (2500, 5, 0.6, 0.75, 0.9),
+        ),
         (experts, lambda cluster: own_products(lambda _: cluster), (650, 0.7)),
         (few_rows, lambda cluster: expert_stages(lambda _: cluster), (0.35, 0.7, 0.9)),
     ),
-    "dgx-b200": ((grouped, lambda cluster: grouped_products(lambda _: cluster), (0.3, 0.4, 0.6, 0.75, 0.9)),),
-    "8xl40s-pcie": ((shared_bus, lambda cluster: nccl(lambda _: cluster, cluster.name), (360, 0.4, 0.3)),),
+    "dgx-b200": (
+        (grouped, lambda cluster: grouped_products(lambda _: cluster), (0.3, 0.4, 0.6, 0.75, 0.9)),
+    ),
+    "8xl40s-pcie": (
+        (shared_bus, lambda cluster: nccl(lambda _: cluster, cluster.name), (360, 0.4, 0.3)),
+    ),
 }
 """By preset, the fits in their order: (function that sets the numbers, entries, initial values)."""
 

@@ -49,7 +49,9 @@ class PublishedStep:
 
     def speed(self, launches: tuple[float, float]) -> float:
         """Return the predicted tokens per second and device."""
-        return self.tokens / (self.seconds + self.of_layer * launches[0] + self.of_expert * launches[1])
+        return self.tokens / (
+            self.seconds + self.of_layer * launches[0] + self.of_expert * launches[1]
+        )
 
 
 @functools.cache
@@ -131,15 +133,19 @@ def pairs(steps: Sequence[PublishedStep]) -> list[tuple[PublishedStep, Published
     return [
         (one, other)
         for one, other in itertools.combinations(steps, 2)
-        if (one.model, one.machine) == (other.model, other.machine) and abs(one.measured / other.measured - 1) > APART
+        if (one.model, one.machine) == (other.model, other.machine)
+        and abs(one.measured / other.measured - 1) > APART
     ]
 
 
 def ordered_right(steps: Sequence[PublishedStep]) -> float:
     """Return the share of `pairs` whose predicted speeds, each by a fit without its system, have the published order."""
-    predicted = {id(step): step.measured / ratio for step, ratio in zip(steps, held_out_ratios(steps))}
+    predicted = {
+        id(step): step.measured / ratio for step, ratio in zip(steps, held_out_ratios(steps))
+    }
     right = [
-        (predicted[id(one)] > predicted[id(other)]) == (one.measured > other.measured) for one, other in pairs(steps)
+        (predicted[id(one)] > predicted[id(other)]) == (one.measured > other.measured)
+        for one, other in pairs(steps)
     ]
     return sum(right) / len(right)
 
@@ -153,7 +159,9 @@ def main() -> None:
         print(f"  {ratio:.3f} {step.system}: {step.what}")
     print("spreads:", {kind: spread(steps, ratios, kind) for kind in SPREADS})
     single = list(itertools.chain(*inside(steps).values()))
-    print(f"coverage {coverage(steps):.2f} with equal weight for systems, {sum(single)} of {len(single)} steps")
+    print(
+        f"coverage {coverage(steps):.2f} with equal weight for systems, {sum(single)} of {len(single)} steps"
+    )
     print(f"{len(pairs(steps))} pairs, ordered right {ordered_right(steps):.2f}")
 
 

@@ -20,7 +20,13 @@ from moesaic.planner.cluster import presets, read_cluster
 from moesaic_lab.benchmark import Benchmark, PagedOptions, Shown, Told, notes_of
 from moesaic_lab.claims import Claim
 from moesaic_lab.ledger import parts
-from moesaic_lab.ledger.held_out import coverage, held_out_ratios, inside, ordered_right, published_steps
+from moesaic_lab.ledger.held_out import (
+    coverage,
+    held_out_ratios,
+    inside,
+    ordered_right,
+    published_steps,
+)
 from moesaic_lab.ledger.records import SOURCES, Entry, Kind, counted, median_error, worst_error
 from moesaic_lab.ledger.trace import trace
 from moesaic_lab.tables import markdown_table
@@ -65,10 +71,14 @@ def claims(ledger: list[Entry]) -> list[Claim]:
     """Return claims on the median and worst errors of the entries that count as evidence, and on steps of unseen systems."""
     of = {"median": median_error, "worst": worst_error}
     claimed = [
-        Claim(name=f"ledger.{_word(k)}_{how}", value=of[how](ledger, k), unit="1", target=t, op="<=")
+        Claim(
+            name=f"ledger.{_word(k)}_{how}", value=of[how](ledger, k), unit="1", target=t, op="<="
+        )
         for k, how, t in TARGETS
     ]
-    for each, (name, target) in zip((each for each in ledger if each.kind == "trace"), TRACE_TARGETS):
+    for each, (name, target) in zip(
+        (each for each in ledger if each.kind == "trace"), TRACE_TARGETS
+    ):
         claimed.append(Claim(name=name, value=each.error, unit="1", target=target, op="<="))
     claimed += step_claims()
     return sorted(claimed, key=lambda claim: claim.name)
@@ -79,8 +89,20 @@ def step_claims() -> list[Claim]:
     steps = published_steps()
     errors = [abs(1 / ratio - 1) for ratio in held_out_ratios(steps)]
     return [
-        Claim(name="ledger.steps_held_out_median", value=statistics.median(errors), unit="1", target=0.1, op="<="),
-        Claim(name="ledger.steps_coverage_off", value=abs(coverage(steps) - 0.5), unit="1", target=0.1, op="<="),
+        Claim(
+            name="ledger.steps_held_out_median",
+            value=statistics.median(errors),
+            unit="1",
+            target=0.1,
+            op="<=",
+        ),
+        Claim(
+            name="ledger.steps_coverage_off",
+            value=abs(coverage(steps) - 0.5),
+            unit="1",
+            target=0.1,
+            op="<=",
+        ),
         Claim(name="ledger.steps_order", value=ordered_right(steps), unit="1", target=0.8, op=">="),
     ]
 
@@ -125,7 +147,12 @@ def page(ledger: list[Entry]) -> str:
          f"{row['median_ratio']:.2f}", "{:.2f} and {:.2f}".format(*row["quartiles"])] for row in rows(ledger)
     ]  # fmt: skip
     of_claims = [
-        [f"`{claim.name}`", f"{claim.value:.3f}", f"{claim.op} {claim.target:g}", "yes" if claim.holds else "**no**"]
+        [
+            f"`{claim.name}`",
+            f"{claim.value:.3f}",
+            f"{claim.op} {claim.target:g}",
+            "yes" if claim.holds else "**no**",
+        ]
         for claim in claims(ledger)
     ]
     names = [
@@ -140,7 +167,9 @@ def page(ledger: list[Entry]) -> str:
             f"`{name}`", "; ".join(read_cluster(name).measured) or "nothing by us", read_cluster(name).source,
         ] for name in presets())]),
     ]  # fmt: skip
-    text += [_kind(ledger, kind) for kind in get_args(Kind) if any(each.kind == kind for each in ledger)]
+    text += [
+        _kind(ledger, kind) for kind in get_args(Kind) if any(each.kind == kind for each in ledger)
+    ]
     text += ["## Sources", "\n".join(f"- `{name}`: {what}." for name, what in SOURCES.items())]
     return "\n\n".join(text) + "\n"
 
@@ -186,7 +215,9 @@ def _kind(ledger: list[Entry], kind: str) -> str:
     """Return the section with a kind's figures; of more than `SHOWN`, an evenly spaced selection by ratio."""
     ordered = sorted((each for each in ledger if each.kind == kind), key=lambda each: each.ratio)
     step = max(1, -(-len(ordered) // SHOWN))
-    selected = [each for place, each in enumerate(ordered) if place % step == 0 or place == len(ordered) - 1]
+    selected = [
+        each for place, each in enumerate(ordered) if place % step == 0 or place == len(ordered) - 1
+    ]
     lines = [["what", "machine", "measured", "predicted", "unit", "ratio", "source", ""]]
     for each in selected:
         source = each.source if each.source not in SOURCES else f"`{each.source}`"

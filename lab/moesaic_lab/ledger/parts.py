@@ -57,7 +57,9 @@ def ring(ranks: int, num_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return here, (here + 1) % ranks, sent, np.full(ranks, float(ranks - 1))
 
 
-def everybody(ranks: int, num_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def everybody(
+    ranks: int, num_bytes: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return the messages of an all-to-all in which each rank has a buffer of `num_bytes`, in the form of `ring`."""
     source, target = (each.ravel() for each in np.indices((ranks, ranks)))
     other = source != target
@@ -75,13 +77,19 @@ def collective(cluster: ClusterSpec, operation: str, ranks: int, num_bytes: floa
     if operation == "all_reduce":
         grid = Grid(world=ranks, ranks_per_node=ranks)
         return cluster.host.task_us * 1e-6 + all_reduce_seconds(cluster, grid, num_bytes, ranks)
-    return alone(cluster, ranks, *(everybody if operation == "alltoall" else ring)(ranks, num_bytes))
+    return alone(
+        cluster, ranks, *(everybody if operation == "alltoall" else ring)(ranks, num_bytes)
+    )
 
 
-def nccl(machine: Callable[[str], ClusterSpec] = cluster_of, fitted_of: str | None = None) -> Iterator[Entry]:
+def nccl(
+    machine: Callable[[str], ClusterSpec] = cluster_of, fitted_of: str | None = None
+) -> Iterator[Entry]:
     """Yield NCCL's collectives inside one node; with `fitted_of` only those to which this machine's links are fitted."""
     for row in read_figures("nccl"):
-        fitted = row["operation"] in FITTED_OPERATIONS and row["gpus"] in FITTED_GPUS.get(row["machine"], ())
+        fitted = row["operation"] in FITTED_OPERATIONS and row["gpus"] in FITTED_GPUS.get(
+            row["machine"], ()
+        )
         if fitted_of is not None and not (fitted and row["machine"] == fitted_of):
             continue
         ranks, num_bytes = int(row["gpus"]), float(row["bytes"])
@@ -100,7 +108,13 @@ def deepep() -> Iterator[Entry]:
     """
     for row in read_figures("deepep"):
         cluster, tokens, dim = cluster_of(row["machine"]), int(row["tokens"]), int(row["dim"])
-        layer = Workload(tokens=tokens, num_experts=int(row["experts"]), top_k=int(row["top_k"]), dim=dim, hidden=1)
+        layer = Workload(
+            tokens=tokens,
+            num_experts=int(row["experts"]),
+            top_k=int(row["top_k"]),
+            dim=dim,
+            hidden=1,
+        )
         sent = node_tokens_per_node(layer, 8, 1) * 8 * dim
         for what, size in (("dispatch", 1 + 4 / 128), ("combine", 2)):
             yield Entry(
@@ -121,13 +135,22 @@ def deepep_across() -> Iterator[Entry]:
         nodes, tokens, dim = row["nodes"], 8192, 7168
         layer = Workload(tokens=tokens, num_experts=256, top_k=8, dim=dim, hidden=1)
         grid = Grid(world=8 * nodes, ep=8 * nodes, ranks_per_node=8)
-        program = in_pieces(compile_plan(Plan(all_to_all="multicast", order="fifo"), grid).forward, "fp8")
+        program = in_pieces(
+            compile_plan(Plan(all_to_all="multicast", order="fifo"), grid).forward, "fp8"
+        )
         simulated = Simulator(cluster_of(row["machine"], nodes=nodes)).run(program, layer, grid)
         moves = {task.name for task in program.tasks if task.op is Op.MOVE and task.of is not None}
         places = nodes if nodes > 1 else 8
         rows = node_tokens_per_node(layer, places, 1) * places
-        for what, stage, size in (("dispatch", Stage.DISPATCH, 1 + 4 / 128), ("combine", Stage.COMBINE, 2)):
-            busy = [span for span in simulated.timeline.spans if span.stage is stage and span.task in moves]
+        for what, stage, size in (
+            ("dispatch", Stage.DISPATCH, 1 + 4 / 128),
+            ("combine", Stage.COMBINE, 2),
+        ):
+            busy = [
+                span
+                for span in simulated.timeline.spans
+                if span.stage is stage and span.task in moves
+            ]
             yield Entry(
                 kind="collectives", what=f"DeepEP V2 {what}, 8,192 tokens of 7168, 8 x {nodes}, {row['sms']} SMs",
                 machine=row["machine"], measured=rows * size * dim / row[what] / 1e3, unit="us", source="deepep",
@@ -150,7 +173,10 @@ def products() -> Iterator[Entry]:
 def narrow_products() -> Iterator[Entry]:
     """Yield float8 products with a scale per tensor or per block; those per tensor set one end of the preset's interval."""
     for row in read_figures("narrow_products"):
-        rates, (m, n, k) = rates_of(cluster_of(row["machine"]), "fp8"), (int(row[name]) for name in "mnk")
+        rates, (m, n, k) = (
+            rates_of(cluster_of(row["machine"]), "fp8"),
+            (int(row[name]) for name in "mnk"),
+        )
         seconds = float(rates.product_seconds(np.array([float(m)]), 2.0 * n * k, 1.0 * n * k)[0])
         yield Entry(
             kind="products", what=f"fp8, a scale per {row['scales']}, {m:,} x {k:,} x {n:,}", machine=row["machine"],
@@ -161,10 +187,15 @@ def narrow_products() -> Iterator[Entry]:
 
 def expert_stage(cluster: ClusterSpec, row: dict[str, str]) -> float:
     """Return the predicted seconds of the forward pass of one device's experts, each with the same number of rows."""
-    tokens, dim, hidden, top_k, experts = (int(row[name]) for name in ("tokens", "dim", "hidden", "top_k", "experts"))
+    tokens, dim, hidden, top_k, experts = (
+        int(row[name]) for name in ("tokens", "dim", "hidden", "top_k", "experts")
+    )
     rates, rows = rates_of(cluster, "bf16"), np.full(experts, tokens * top_k / experts)
     seconds = rates.product_seconds(rows, 6.0 * dim * hidden, 6.0 * dim * hidden, grouped=True)
-    return float((seconds + rates.traffic_seconds(rows, dim, hidden, 3, 2)).sum()) + cluster.host.task_us * 1e-6
+    return (
+        float((seconds + rates.traffic_seconds(rows, dim, hidden, 3, 2)).sum())
+        + cluster.host.task_us * 1e-6
+    )
 
 
 def expert_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
@@ -179,7 +210,10 @@ def expert_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterato
         )  # fmt: skip
 
 
-PRODUCTS = {"forward": ("up", "down"), "backward": ("down_grad", "rows_grad", "weight_grad", "weight_grad_down")}
+PRODUCTS = {
+    "forward": ("up", "down"),
+    "backward": ("down_grad", "rows_grad", "weight_grad", "weight_grad_down"),
+}
 """The products of gated experts by direction, as columns of our own measurements are called."""
 
 
@@ -187,7 +221,10 @@ def own_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator
     """Yield the products of our own expert kernels on one GPU, each timed alone and added up."""
     for row in read_figures("own_stages"):
         rates, layer = rates_of(machine(row["machine"]), "bf16"), _own_layer(row)
-        rows, work = np.full(layer.num_experts, layer.copies / layer.num_experts), 6.0 * layer.dim * layer.hidden
+        rows, work = (
+            np.full(layer.num_experts, layer.copies / layer.num_experts),
+            6.0 * layer.dim * layer.hidden,
+        )
         once = rates.product_seconds(rows, work, work, grouped=True)
         once += rates.traffic_seconds(rows, layer.dim, layer.hidden, 3, 2)
         for (direction, names), times in zip(PRODUCTS.items(), (1, 2)):
@@ -204,7 +241,9 @@ def own_stages(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[E
             compiled.forward, compiled.backward, layer, compiled.grid
         )
         sorting = sort_seconds(cluster, layer.copies)
-        yield _own_entry("own stages", row, "forward", float(row["forward_us"]), forward.seconds + sorting)
+        yield _own_entry(
+            "own stages", row, "forward", float(row["forward_us"]), forward.seconds + sorting
+        )
         yield _own_entry("own stages", row, "backward", float(row["backward_us"]), backward.seconds)
 
 
@@ -213,18 +252,26 @@ def own_layers() -> Iterator[Entry]:
     for row in read_figures("own_stages"):
         layer = _own_layer(row)
         sizes = layer.tokens, layer.dim, layer.num_experts, layer.element_bytes
-        for direction, router in zip(("forward", "backward"), router_seconds(cluster_of(row["machine"]), *sizes)):
+        for direction, router in zip(
+            ("forward", "backward"), router_seconds(cluster_of(row["machine"]), *sizes)
+        ):
             seconds = float(row[f"{direction}_us"]) * 1e-6 + router
-            yield _own_entry("own layers", row, direction, float(row[f"layer_{direction}_us"]), seconds)
+            yield _own_entry(
+                "own layers", row, direction, float(row[f"layer_{direction}_us"]), seconds
+            )
 
 
 def _own_layer(row: dict[str, str]) -> Workload:
     """Return the layer of a measurement of our own."""
-    sizes: dict[str, Any] = {name: int(row[name]) for name in ("tokens", "dim", "hidden", "num_experts", "top_k")}
+    sizes: dict[str, Any] = {
+        name: int(row[name]) for name in ("tokens", "dim", "hidden", "num_experts", "top_k")
+    }
     return Workload(**sizes)
 
 
-def _own_entry(kind: Kind, row: dict[str, str], direction: str, measured_us: float, seconds: float) -> Entry:
+def _own_entry(
+    kind: Kind, row: dict[str, str], direction: str, measured_us: float, seconds: float
+) -> Entry:
     """Return the entry of one pass of a measurement of our own."""
     experts = f"{row['top_k']} of {row['num_experts']} experts {row['dim']} x {row['hidden']}"
     return Entry(
@@ -242,10 +289,14 @@ def _own_entry(kind: Kind, row: dict[str, str], direction: str, measured_us: flo
 def grouped_products(machine: Callable[[str], ClusterSpec] = cluster_of) -> Iterator[Entry]:
     """Yield the products of gated experts on one device: forward, and for both gradients, which are accumulated in float32."""
     for row in read_figures("grouped_products"):
-        experts, count, dim, hidden = (int(row[name]) for name in ("experts", "rows", "dim", "hidden"))
+        experts, count, dim, hidden = (
+            int(row[name]) for name in ("experts", "rows", "dim", "hidden")
+        )
         rates = rates_of(machine(row["machine"]), "bf16")
         rows = np.full(experts, float(count))
-        seconds = 3 * rates.product_seconds(rows, 6.0 * dim * hidden, 6.0 * dim * hidden, grouped=True)
+        seconds = 3 * rates.product_seconds(
+            rows, 6.0 * dim * hidden, 6.0 * dim * hidden, grouped=True
+        )
         yield Entry(
             kind="expert stages",
             what=f"{experts} experts {dim} x {hidden}, {count:,} rows each, products forward and backward",
@@ -260,9 +311,14 @@ def layers() -> Iterator[Entry]:
         cluster = cluster_of(row["machine"], nodes=row.get("nodes", 1))
         per_node = cluster.devices_per_node
         grid = Grid(world=cluster.world, ep=row["ep"], ranks_per_node=per_node)
-        sizes = {name: row[name] for name in ("tokens", "num_experts", "top_k", "dim", "hidden", "matrices")}
+        sizes = {
+            name: row[name]
+            for name in ("tokens", "num_experts", "top_k", "dim", "hidden", "matrices")
+        }
         layer = Workload(**sizes, **row.get("routing", {}))
-        compiled = compile_plan(Plan(order="fifo", all_to_all=row.get("all_to_all", "linear")), grid)
+        compiled = compile_plan(
+            Plan(order="fifo", all_to_all=row.get("all_to_all", "linear")), grid
+        )
         simulator = Simulator(cluster)
         for direction, program in (("forward", compiled.forward), ("backward", compiled.backward)):
             seconds = simulator.run(program, layer, compiled.grid).seconds
@@ -300,13 +356,24 @@ def predicted_step(
         models: the sizes of models by name.
         launches: as in `StepModel`.
     """
-    shape = read_shape(models[row["model"]] | row.get("routing", {}), row["model"], seq_len=row["seq_len"])
+    shape = read_shape(
+        models[row["model"]] | row.get("routing", {}), row["model"], seq_len=row["seq_len"]
+    )
     machine, gpus = row["machine"], row["gpus"]
-    cluster = cluster_of(machine).of_devices(gpus) if gpus <= 32 else cluster_of(machine, nodes=gpus // 8)
+    cluster = (
+        cluster_of(machine).of_devices(gpus) if gpus <= 32 else cluster_of(machine, nodes=gpus // 8)
+    )
     layout = override(OthersLayout(), row["layout"], source=row["what"])
-    job = Job(batch_size=row["gpus"], precision="bfloat16", model=shape, data=DataShape(vocab_size=shape.vocab))
+    job = Job(
+        batch_size=row["gpus"],
+        precision="bfloat16",
+        model=shape,
+        data=DataShape(vocab_size=shape.vocab),
+    )
     prediction = predict(job, cluster, layout, launches=launches)
-    return prediction, layout.sequences(row["gpus"]) * row["seq_len"] / prediction.seconds / row["gpus"]
+    return prediction, layout.sequences(row["gpus"]) * row["seq_len"] / prediction.seconds / row[
+        "gpus"
+    ]
 
 
 def steps() -> Iterator[Entry]:

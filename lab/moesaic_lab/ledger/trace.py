@@ -56,15 +56,25 @@ def read_kernels(path: Path) -> list[Kernel]:
         with path.open(encoding="utf-8", newline="") as lines:
             rows = list(csv.DictReader(lines))
         kernels = [
-            Kernel(row["stream"], float(row["start_us"]), float(row["start_us"]) + float(row["duration_us"]))
+            Kernel(
+                row["stream"],
+                float(row["start_us"]),
+                float(row["start_us"]) + float(row["duration_us"]),
+            )
             for row in rows
         ]
     except OSError as error:
         raise InputError(f"--trace {path}: cannot be read ({error.strerror or error})") from error
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"--trace {path}: a line per kernel with {', '.join(COLUMNS)} is wanted ({error})") from error
+        raise InputError(
+            f"--trace {path}: a line per kernel with {', '.join(COLUMNS)} is wanted ({error})"
+        ) from error
     streams = {kernel.stream for kernel in kernels}
-    if not kernels or len(streams) > len(LANES) or any(kernel.end < kernel.start for kernel in kernels):
+    if (
+        not kernels
+        or len(streams) > len(LANES)
+        or any(kernel.end < kernel.start for kernel in kernels)
+    ):
         raise InputError(
             f"--trace {path}: {len(kernels)} kernels on {len(streams)} streams: give at least one kernel, at most {len(LANES)} "
             "streams, and no duration below 0"
@@ -75,10 +85,15 @@ def read_kernels(path: Path) -> list[Kernel]:
 def laid_out(kernels: list[Kernel]) -> float:
     """Return the makespan in seconds when the kernels are replayed with their measured durations and dependencies."""
     streams = sorted({kernel.stream for kernel in kernels})
-    numbers = {stream: [n for n, kernel in enumerate(kernels) if kernel.stream == stream] for stream in streams}
+    numbers = {
+        stream: [n for n, kernel in enumerate(kernels) if kernel.stream == stream]
+        for stream in streams
+    }
     busiest = max(numbers.values(), key=len)
     launch = (
-        statistics.median(kernels[b].start - kernels[a].end for a, b in pairwise(busiest)) if len(busiest) > 1 else 0.0
+        statistics.median(kernels[b].start - kernels[a].end for a, b in pairwise(busiest))
+        if len(busiest) > 1
+        else 0.0
     )
     tasks, seconds = [], {}
     for number, kernel in enumerate(kernels):
@@ -89,9 +104,20 @@ def laid_out(kernels: list[Kernel]) -> float:
             if other != kernel.stream and last_ended >= 0:
                 reads.append(str(numbers[other][last_ended]))
         name, lane = str(number), LANES[streams.index(kernel.stream)]
-        tasks.append(Task(name=name, op=Op.ADD, reads=tuple(reads), writes=(name,), stage=Stage.EXPERT, lane=lane))
+        tasks.append(
+            Task(
+                name=name,
+                op=Op.ADD,
+                reads=tuple(reads),
+                writes=(name,),
+                stage=Stage.EXPERT,
+                lane=lane,
+            )
+        )
         seconds[name] = (kernel.end - kernel.start + launch) * 1e-6
-    slots = tuple(Slot(name=task.name, kind=Kind.TOKENS, layout=Layout(flow="tokens")) for task in tasks)
+    slots = tuple(
+        Slot(name=task.name, kind=Kind.TOKENS, layout=Layout(flow="tokens")) for task in tasks
+    )
     program = Program(name="trace", slots=slots, tasks=tuple(tasks), inputs=(), outputs=())
     return lay_out(program, seconds).makespan
 
@@ -105,20 +131,37 @@ def predicted() -> float:
     table = read_published()["model"]["deepseek-v3"]
     shape = read_shape(table, "deepseek-v3", seq_len=4096)
     cluster = cluster_of("h800", nodes=8)
-    job = Job(batch_size=64, precision="bfloat16", model=shape, data=DataShape(vocab_size=shape.vocab))
+    job = Job(
+        batch_size=64, precision="bfloat16", model=shape, data=DataShape(vocab_size=shape.vocab)
+    )
     grid = Grid(world=64, ep=64, ranks_per_node=8)
     model = job.step_model(cluster, 64)
-    sparse = replace(model, num_layers=LAYERS, sparse_layers=LAYERS, vocab=0, launches=(0.0, 0.0), overlapped=True)
-    around = StepCostModel(replace(sparse, layer=replace(model.layer, products="fp8")), grid, Simulator(cluster))
+    sparse = replace(
+        model,
+        num_layers=LAYERS,
+        sparse_layers=LAYERS,
+        vocab=0,
+        launches=(0.0, 0.0),
+        overlapped=True,
+    )
+    around = StepCostModel(
+        replace(sparse, layer=replace(model.layer, products="fp8")), grid, Simulator(cluster)
+    )
     compiled = compile_plan(Plan(all_to_all="multicast", order="fifo"), grid)
-    forward, backward = (in_pieces(each, dispatched="fp8") for each in (compiled.forward, compiled.backward))
-    return around.busy_seconds(*around.simulator.passes(forward, backward, around.model.layer, compiled.grid))
+    forward, backward = (
+        in_pieces(each, dispatched="fp8") for each in (compiled.forward, compiled.backward)
+    )
+    return around.busy_seconds(
+        *around.simulator.passes(forward, backward, around.model.layer, compiled.grid)
+    )
 
 
 def trace(path: Path) -> list[Entry]:
     """Return two entries that compare the trace's makespan with its replay and with the prediction."""
     kernels = read_kernels(path)
-    measured = (max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels)) * 1e-3
+    measured = (
+        max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels)
+    ) * 1e-3
     return [
         Entry(
             kind="trace", what=what, machine="h800", measured=measured, predicted=seconds * 1e3, unit="ms",

@@ -44,12 +44,18 @@ def cases(options: ModelOptions) -> tuple[ModelBenchConfig, tuple[ModelCase, ...
     """Return the whole configuration, and the cases to measure."""
     only = words_of(options.only)
     config = read_config(Path(options.config) if options.config else COMMITTED)
-    chosen = () if only == ("profile",) else config.narrowed(only=tuple(w for w in only if w != "profile")).cells
+    chosen = (
+        ()
+        if only == ("profile",)
+        else config.narrowed(only=tuple(w for w in only if w != "profile")).cells
+    )
     require_cluster()
     return config, chosen
 
 
-def measure(options: ModelOptions, cases: tuple[ModelBenchConfig, tuple[ModelCase, ...]], told: Told) -> Timed:
+def measure(
+    options: ModelOptions, cases: tuple[ModelBenchConfig, tuple[ModelCase, ...]], told: Told
+) -> Timed:
     """Measure the cases whose times are not in the folder yet, and predict all cases."""
     (config, chosen), folder, only = cases, Path(options.keep), words_of(options.only)
     earlier = Path(options.earlier) if options.earlier else None

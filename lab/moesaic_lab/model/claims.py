@@ -68,33 +68,65 @@ def claims(results: Sequence[ModelFound], earlier: Sequence[ModelFound] = ()) ->
         earlier: the same cases, predicted from profiles that are at least an hour older.
     """
     missing = "no profiles from an hour before: --earlier names a folder of them"
-    return [*_claims_of(results, ""), *_claims_of(earlier, "_hour_later", "" if earlier else missing)]
+    return [
+        *_claims_of(results, ""),
+        *_claims_of(earlier, "_hour_later", "" if earlier else missing),
+    ]
 
 
 def _claims_of(results: Sequence[ModelFound], suffix: str, unavailable: str = "") -> list[Claim]:
     pairs = points(results)
-    missing = unavailable or ("" if len(pairs) >= LEAST_POINTS else f"{len(pairs)} points: needs {LEAST_POINTS}")
+    missing = unavailable or (
+        "" if len(pairs) >= LEAST_POINTS else f"{len(pairs)} points: needs {LEAST_POINTS}"
+    )
     errors = [abs(predicted / measured - 1) for measured, predicted in pairs]
     correlation = float(spearmanr(*zip(*pairs)).statistic) if len(pairs) > 2 else None
     error_claims = [
-        _claim(f"model.median_error{suffix}", statistics.median(errors) if errors else None, 0.06, missing),
-        _claim(f"model.p95_error{suffix}", float(np.percentile(errors, 95)) if errors else None, 0.15, missing),
+        _claim(
+            f"model.median_error{suffix}",
+            statistics.median(errors) if errors else None,
+            0.06,
+            missing,
+        ),
+        _claim(
+            f"model.p95_error{suffix}",
+            float(np.percentile(errors, 95)) if errors else None,
+            0.15,
+            missing,
+        ),
         _claim(f"model.rank_correlation{suffix}", correlation, 0.97, missing, op=">="),
     ]
     ranked = sum(len(result.measured) >= LEAST_PLANS for result in results)
     missing = unavailable or (
-        "" if ranked >= LEAST_CASES else f"{ranked} cases of {LEAST_PLANS} plans: needs {LEAST_CASES}"
+        ""
+        if ranked >= LEAST_CASES
+        else f"{ranked} cases of {LEAST_PLANS} plans: needs {LEAST_CASES}"
     )
     regrets = [result.regret for result in results]
     by_case = [row["rank_correlation"] for row in case_rows(results)]
     return [
         *error_claims,
         _claim(
-            f"model.case_correlation{suffix}", statistics.median(by_case) if by_case else None, 0.9, missing, op=">="
+            f"model.case_correlation{suffix}",
+            statistics.median(by_case) if by_case else None,
+            0.9,
+            missing,
+            op=">=",
         ),
-        _claim(f"model.case_correlation_worst{suffix}", min(by_case, default=None), 0.75, missing, op=">="),
+        _claim(
+            f"model.case_correlation_worst{suffix}",
+            min(by_case, default=None),
+            0.75,
+            missing,
+            op=">=",
+        ),
         _claim(f"model.planner_regret{suffix}", max(regrets, default=None), 0.03, missing),
-        _claim(f"model.planner_regret_median{suffix}", statistics.median(regrets) if regrets else None, None, missing),
+        _claim(
+            f"model.planner_regret_median{suffix}",
+            statistics.median(regrets) if regrets else None,
+            None,
+            missing,
+        ),
     ]
 
 
@@ -103,12 +135,18 @@ def panels(results: Sequence[ModelFound]) -> list[Panel]:
     all_panels = []
     kinds = dict.fromkeys((result.case.shape, result.case.compute) for result in results)
     for bed, compute in kinds:
-        of_kind = [result for result in results if (result.case.shape, result.case.compute) == (bed, compute)]
+        of_kind = [
+            result
+            for result in results
+            if (result.case.shape, result.case.compute) == (bed, compute)
+        ]
         ends = [1e3 * value for pair in points(of_kind) for value in pair]
         low, high = min(ends), max(ends)
         series = [PlottedSeries(name="equal", x=(low, high), y=(low, high))]
         for result in of_kind:
-            ordered = sorted((1e3 * measured, 1e3 * predicted) for measured, predicted in points([result]))
+            ordered = sorted(
+                (1e3 * measured, 1e3 * predicted) for measured, predicted in points([result])
+            )
             x, y = zip(*ordered)
             series.append(PlottedSeries(name=result.case.name, x=x, y=y))
         all_panels.append(
@@ -121,6 +159,11 @@ def panels(results: Sequence[ModelFound]) -> list[Panel]:
 
 
 def _claim(
-    name: str, value: float | None, target: float | None, missing: str, *, op: Literal[">=", "<="] = "<="
+    name: str,
+    value: float | None,
+    target: float | None,
+    missing: str,
+    *,
+    op: Literal[">=", "<="] = "<=",
 ) -> Claim:
     return Claim(name=name, value=None if missing else value, target=target, op=op, reason=missing)

@@ -39,7 +39,9 @@ class ModelCase(LayerPlace):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.world % self.etp:
-            raise InputError(f"case {self.name}: etp={self.etp} does not divide the bed's {self.world} ranks")
+            raise InputError(
+                f"case {self.name}: etp={self.etp} does not divide the bed's {self.world} ranks"
+            )
         _ = self.grid
 
     @property
@@ -66,7 +68,11 @@ class ModelCase(LayerPlace):
     def grid(self) -> Grid:
         """The mesh over all ranks of the bed."""
         return Grid(
-            world=self.world, tp=self.tp, ep=self.world // self.etp, etp=self.etp, ranks_per_node=self.ranks_per_node
+            world=self.world,
+            tp=self.tp,
+            ep=self.world // self.etp,
+            etp=self.etp,
+            ranks_per_node=self.ranks_per_node,
         )
 
 

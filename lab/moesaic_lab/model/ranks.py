@@ -59,9 +59,19 @@ def layer_of(job: ModelJob, transport: AbstractTransport) -> SteppedLayer:
     if case.compute == "virtual":
         experts = virtual_experts(Accelerator(flops_per_second=1e9 * case.gflops))
     router = partial(BalancedRouter, seed=job.seed)
-    layer = MoE(case.dim, case.hidden, case.num_experts, case.top_k, router=router, experts=experts, losses=())
+    layer = MoE(
+        case.dim,
+        case.hidden,
+        case.num_experts,
+        case.top_k,
+        router=router,
+        experts=experts,
+        losses=(),
+    )
     layer.parallelize(Mesh(grid, transport), next(iter(job.plans.values())))
-    return SteppedLayer(layer, case.tokens_per_rank * grid.tp, job.seed + grid.coordinate(transport.rank, "dp"))
+    return SteppedLayer(
+        layer, case.tokens_per_rank * grid.tp, job.seed + grid.coordinate(transport.rank, "dp")
+    )
 
 
 def measure(job: ModelJob) -> PlanTimes:
@@ -77,7 +87,9 @@ def measure(job: ModelJob) -> PlanTimes:
         screened = gathered(in_turn(steps, job.repeats, barrier=barrier, warmup=0))
         order = sorted(screened, key=lambda name: statistics.median(screened[name]))
         again = dict.fromkeys([*job.favourites, *order[: job.leaders]] if job.leaders else [])
-        confirmed = gathered(in_turn({n: steps[n] for n in again}, job.leader_repeats, barrier=barrier, warmup=0))
+        confirmed = gathered(
+            in_turn({n: steps[n] for n in again}, job.leader_repeats, barrier=barrier, warmup=0)
+        )
     return PlanTimes(screened=screened, confirmed=confirmed)
 
 

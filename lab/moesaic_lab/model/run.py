@@ -54,7 +54,8 @@ class ModelFound:
     def measured(self) -> dict[str, float]:
         """Median seconds of all repeats, by plan."""
         return {
-            name: statistics.median((*times, *self.confirmed.get(name, ()))) for name, times in self.screened.items()
+            name: statistics.median((*times, *self.confirmed.get(name, ())))
+            for name, times in self.screened.items()
         }
 
     @property
@@ -96,7 +97,9 @@ def run(
     keep.mkdir(parents=True, exist_ok=True)
     with Launcher() as launcher:
         for bed, of_bed in config.beds.items():
-            jobs = [case for case in of_bed if case in cases and not _path(keep, config, case).exists()]
+            jobs = [
+                case for case in of_bed if case in cases and not _path(keep, config, case).exists()
+            ]
             if not jobs and (not profiles or _profile_path(keep, bed).exists()):
                 continue
             with launcher.open(bed) as ranks:
@@ -158,10 +161,14 @@ def plans_of(case: ModelCase) -> dict[str, Compiled]:
 @lru_cache(maxsize=16)
 def _plans_on(grid: Grid) -> dict[str, Compiled]:
     """Return the distinct plans on a mesh by name. Cases share meshes, and compiling all plans takes seconds."""
-    return distinct({plan_in_words(compiled.plan): compiled for compiled in candidates(grid, SPACE)})[0]
+    return distinct(
+        {plan_in_words(compiled.plan): compiled for compiled in candidates(grid, SPACE)}
+    )[0]
 
 
-def predict(case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterSpec, seed: int = 0) -> dict[str, float]:
+def predict(
+    case: ModelCase, plans: Mapping[str, Compiled], profile: ClusterSpec, seed: int = 0
+) -> dict[str, float]:
     """Return the predicted seconds of each plan.
 
     Args:
@@ -188,11 +195,17 @@ def _workload_of(case: ModelCase, compiled: Compiled, seed: int) -> Workload:
 
     layer = case.workload(compiled.grid.tp)
     tokens = case.tokens_per_rank if compiled.routes_slices else layer.tokens
-    return replace(layer, visits=visits(tokens, case.top_k, case.num_experts, seed, compiled.plan.chunks))
+    return replace(
+        layer, visits=visits(tokens, case.top_k, case.num_experts, seed, compiled.plan.chunks)
+    )
 
 
 def _measure(
-    keep: Path, config: ModelBenchConfig, case: ModelCase, profiles: Sequence[ClusterSpec], ranks: object
+    keep: Path,
+    config: ModelBenchConfig,
+    case: ModelCase,
+    profiles: Sequence[ClusterSpec],
+    ranks: object,
 ) -> None:
     from moesaic_lab.model import ranks as model_ranks
     from moesaic_testbed.cluster import Cluster
@@ -202,7 +215,9 @@ def _measure(
     favourites: dict[str, None] = {}
     for profile in profiles:
         predicted = predict(case, plans, profile, config.seed)
-        favourites |= dict.fromkeys(sorted(predicted, key=lambda name: predicted[name])[: config.favourites])
+        favourites |= dict.fromkeys(
+            sorted(predicted, key=lambda name: predicted[name])[: config.favourites]
+        )
     job = model_ranks.ModelJob(
         case=case, grid=case.grid, plans=plans, favourites=tuple(favourites), repeats=case.repeats,
         leaders=config.leaders, leader_repeats=config.leader_repeats, seed=config.seed,
@@ -224,16 +239,23 @@ def _profile(keep: Path, bed: Bed, ranks: object, progress: Progress) -> Cluster
     return read_cluster(str(path))
 
 
-def _predicted_case(keep: Path, config: ModelBenchConfig, case: ModelCase, profile: ClusterSpec) -> ModelFound:
+def _predicted_case(
+    keep: Path, config: ModelBenchConfig, case: ModelCase, profile: ClusterSpec
+) -> ModelFound:
     content = json.loads(_path(keep, config, case).read_text(encoding="utf-8"))
     plans = plans_of(case)
-    timed = {part: {name: tuple(times) for name, times in content[part].items()} for part in ("screened", "confirmed")}
+    timed = {
+        part: {name: tuple(times) for name, times in content[part].items()}
+        for part in ("screened", "confirmed")
+    }
     if set(timed["screened"]) != set(plans):
         raise InputError(
             f"{_path(keep, config, case)} has other plans than this version: measure again in a new folder"
         )
     predicted = predict(case, plans, profile, config.seed)
-    return ModelFound(case=case, predicted=predicted, screened=timed["screened"], confirmed=timed["confirmed"])
+    return ModelFound(
+        case=case, predicted=predicted, screened=timed["screened"], confirmed=timed["confirmed"]
+    )
 
 
 def _path(keep: Path, config: ModelBenchConfig, case: ModelCase) -> Path:
@@ -249,4 +271,8 @@ def _profile_path(keep: Path, bed: Bed) -> Path:
 
 def points(results: Sequence[ModelFound]) -> list[tuple[float, float]]:
     """Return measured and predicted seconds of every plan of every case."""
-    return [(measured, result.predicted[name]) for result in results for name, measured in result.measured.items()]
+    return [
+        (measured, result.predicted[name])
+        for result in results
+        for name, measured in result.measured.items()
+    ]

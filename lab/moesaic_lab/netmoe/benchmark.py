@@ -34,7 +34,16 @@ from moesaic.program.plan import Plan
 from moesaic.traces.load import locality
 from moesaic.traces.trace import Trace
 from moesaic_lab.beds import BedCell, Place, joined
-from moesaic_lab.benchmark import Benchmark, DrawnOptions, KeptOptions, Shown, Told, each_kept, notes_of, on_beds
+from moesaic_lab.benchmark import (
+    Benchmark,
+    DrawnOptions,
+    KeptOptions,
+    Shown,
+    Told,
+    each_kept,
+    notes_of,
+    on_beds,
+)
 from moesaic_lab.claims import Claim, claimed, figures
 from moesaic_lab.emulated import UNSHAPED_GBPS, emulated
 from moesaic_lab.measure import Timing, spread
@@ -60,7 +69,9 @@ LOCALITIES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8)
 INTER, INTER_GBPS, GFLOPS = "200mbit", 0.2, 50.0
 BEDS = {bed.shape: bed for bed in (Place(nodes=2, inter=INTER), Place(nodes=4, inter=INTER))}
 BED_LOCALITIES = {"2x2": (0.0, 0.2, 0.4, 0.8), "4x2": (0.0, 0.4, 0.8)}
-BED_LAYER = Workload(tokens=64, num_experts=8, top_k=2, dim=256, hidden=512, matrices=2, dtype="fp32")
+BED_LAYER = Workload(
+    tokens=64, num_experts=8, top_k=2, dim=256, hidden=512, matrices=2, dtype="fp32"
+)
 """The layer on the emulated clusters; `tokens` are those of one sample."""
 ALWAYS: dict[str, Any] = {"least_gain": 0.0, "rest": 0}
 """Settings of policies that decide in every pass and move for any gain, as published."""
@@ -117,14 +128,22 @@ def predicted(setting: Setting, costs: Costs, trace: Trace, placer: Method) -> d
 def synthetic(name: str, repeats: int, told: Told) -> Rows:
     """Return what is measured on an emulated cluster under synthetic routing of several localities."""
     setting = bed_setting(name, BED_LAYER, 3)
-    loads = [({"locality": each}, routing(setting, each, tokens=True)) for each in BED_LOCALITIES[name]]
+    loads = [
+        ({"locality": each}, routing(setting, each, tokens=True)) for each in BED_LOCALITIES[name]
+    ]
     return on_bed(name, setting, loads, repeats, told)
 
 
 def bed_setting(name: str, layer: Workload, num_layers: int) -> Setting:
     """Return layers on the emulated cluster of a name, with `BED_TOKENS` tokens per rank."""
     bed, slots = BEDS[name], BED_TOKENS // layer.tokens
-    return Setting(nodes=bed.nodes, per_node=bed.ranks_per_node, slots=slots, layer=layer, num_layers=num_layers)
+    return Setting(
+        nodes=bed.nodes,
+        per_node=bed.ranks_per_node,
+        slots=slots,
+        layer=layer,
+        num_layers=num_layers,
+    )
 
 
 def trained(repeats: int, told: Told) -> Rows:
@@ -133,7 +152,8 @@ def trained(repeats: int, told: Told) -> Rows:
     traces = trained_traces()
     shape = next(iter(traces.values())).shape
     paper = replace(
-        paper_setting(2, 8, num_layers=shape.num_layers), layer=replace(PAPER, num_experts=shape.num_experts)
+        paper_setting(2, 8, num_layers=shape.num_layers),
+        layer=replace(PAPER, num_experts=shape.num_experts),
     )
     costs, rows = Costs(paper, paper_cluster(2, 8)), Rows()
     about = {
@@ -147,7 +167,11 @@ def trained(repeats: int, told: Told) -> Rows:
     layer = replace(BED_LAYER, tokens=shape.seq_len, num_experts=shape.num_experts)
     for name in BEDS:
         setting = bed_setting(name, layer, shape.num_layers)
-        ends = [(text, step) for text, trace in traces.items() for step in (trace.steps[0], trace.steps[-1])]
+        ends = [
+            (text, step)
+            for text, trace in traces.items()
+            for step in (trace.steps[0], trace.steps[-1])
+        ]
         loads = [(about[each], recorded(setting, traces[each[0]], each[1])) for each in ends]
         rows += [{"bed": name, **row} for row in on_bed(name, setting, loads, repeats, told)]
     return rows
@@ -156,11 +180,17 @@ def trained(repeats: int, told: Told) -> Rows:
 def locality_of(trace: Trace, step: int) -> float:
     """Return the mean locality of the layers in a step."""
     shape = trace.shape
-    return statistics.mean(locality(trace.samples(layer, step), shape.top_k) for layer in range(shape.num_layers))
+    return statistics.mean(
+        locality(trace.samples(layer, step), shape.top_k) for layer in range(shape.num_layers)
+    )
 
 
 def on_bed(
-    name: str, setting: Setting, loads: Sequence[tuple[dict[str, Any], Trace]], repeats: int, told: Told
+    name: str,
+    setting: Setting,
+    loads: Sequence[tuple[dict[str, Any], Trace]],
+    repeats: int,
+    told: Told,
 ) -> Rows:
     """Return measured bytes and times on an emulated cluster, together with predictions for it.
 
@@ -181,7 +211,8 @@ def on_bed(
         cell = BedCell(**joined(of_ranks, bed))
         across = {method: cell.across[method][0] for method in METHODS}
         inside = {
-            method: sum(size for rank in of_ranks for *_, size in rank.sent[method][0]) - across[method]
+            method: sum(size for rank in of_ranks for *_, size in rank.sent[method][0])
+            - across[method]
             for method in METHODS
         }
         return [
@@ -200,7 +231,9 @@ def on_bed(
     return [row for rows in on_beds(loads, lambda _: bed, about, measure, told) for row in rows]
 
 
-def job_of(setting: Setting, trace: Trace, methods: Mapping[str, Method], **options: Any) -> TravelJob:
+def job_of(
+    setting: Setting, trace: Trace, methods: Mapping[str, Method], **options: Any
+) -> TravelJob:
     """Return the job that times methods under some routing of tokens; `options` are further fields of `TravelJob`."""
     layer = setting.layer
     experts = np.stack([trace.experts(number, 0) for number in range(setting.num_layers)])
@@ -219,7 +252,12 @@ def decisions() -> Rows:
         hidden = Costs(setting, paper_cluster(2, 8)).hidden_seconds()
         for name, placer in (("two_stage", TwoStage(**ALWAYS)), ("weighed", Weighed(**ALWAYS))):
             times = Timing.of(decision_seconds(setting, placer, 7, time.perf_counter))
-            row = {"samples": samples, "method": name, "decision_seconds": times.median, "decision_high": times.high}
+            row = {
+                "samples": samples,
+                "method": name,
+                "decision_seconds": times.median,
+                "decision_high": times.high,
+            }
             rows.append(row | {"hidden_seconds": hidden, "share_of_hidden": times.median / hidden})
     return rows
 
@@ -248,13 +286,22 @@ def panels(rows: Rows) -> list[Panel]:
     """Return the panels of the picture."""
 
     def line(name: str, x: str, y: str, **where: Any) -> PlottedSeries:
-        points = [row for row in rows if row.get(y) is not None and all(row.get(k) == v for k, v in where.items())]
-        return PlottedSeries(name=name, x=tuple(row[x] for row in points), y=tuple(row[y] for row in points))
+        points = [
+            row
+            for row in rows
+            if row.get(y) is not None and all(row.get(k) == v for k, v in where.items())
+        ]
+        return PlottedSeries(
+            name=name, x=tuple(row[x] for row in points), y=tuple(row[y] for row in points)
+        )
 
     placed = {"method": "two_stage"}
-    beds = tuple(line(f"measured, {bed}", "locality", "inter_saved", part=bed, **placed) for bed in BEDS)
+    beds = tuple(
+        line(f"measured, {bed}", "locality", "inter_saved", part=bed, **placed) for bed in BEDS
+    )
     devices = tuple(
-        line(f"4x{n}", "locality", "predicted_inter_saved", part="simulated", per_node=n) for n in (2, 4, 8)
+        line(f"4x{n}", "locality", "predicted_inter_saved", part="simulated", per_node=n)
+        for n in (2, 4, 8)
     )
     times = [
         line(f"{what}, {bed}", "locality", key, part=bed, **placed)
@@ -262,12 +309,16 @@ def panels(rows: Rows) -> list[Panel]:
         for what, key in (("measured", "time_ratio"), ("predicted", "predicted_time_ratio"))
     ]
     simulated_times = [
-        line(f"4x{n}", "locality", "predicted_time_ratio", part="simulated", per_node=n) for n in (2, 4, 8)
+        line(f"4x{n}", "locality", "predicted_time_ratio", part="simulated", per_node=n)
+        for n in (2, 4, 8)
     ]
     deciding = [
-        line(name, "samples", "decision_seconds", part="decisions", method=name) for name in ("two_stage", "weighed")
+        line(name, "samples", "decision_seconds", part="decisions", method=name)
+        for name in ("two_stage", "weighed")
     ]
-    hiding = line("dispatch and experts", "samples", "hidden_seconds", part="decisions", method="weighed")
+    hiding = line(
+        "dispatch and experts", "samples", "hidden_seconds", part="decisions", method="weighed"
+    )
     charts = [
         Panel(title="saved between nodes", x_title="locality", y_title="share of the bytes", series=(*beds, *devices)),
         Panel(title="time over plain, emulated", x_title="locality", y_title="ratio", series=tuple(times)),

@@ -74,7 +74,9 @@ class TableRouter(SoftmaxTopK):
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         """Return one logit for the experts that the table lists, and a lower one for the others."""
         number_T = (x_TD[:, 0] / x_TD[:, 1]).round().long()
-        logits_TE = x_TD.new_zeros(len(x_TD), self.num_experts).scatter(1, self._table[number_T], 1.0)
+        logits_TE = x_TD.new_zeros(len(x_TD), self.num_experts).scatter(
+            1, self._table[number_T], 1.0
+        )
         probs_TE = logits_TE.softmax(-1)
         return Scores(logits_TE, probs_TE, probs_TE, logits_TE)
 
@@ -103,11 +105,17 @@ class Stack:
         for layer in self.layers:
             assert isinstance(layer, MoE)
             layer.parallelize(mesh, job.compiled)
-        self._relocators = {name: Relocator(mesh, placer) for name, placer in job.methods.items() if placer is not None}
+        self._relocators = {
+            name: Relocator(mesh, placer)
+            for name, placer in job.methods.items()
+            if placer is not None
+        }
         self.trips: dict[str, SampleTrip] = {}
         """The latest trip of each policy."""
         samples = job.experts.shape[1] // job.length // job.grid.world
-        self.x = numbered(samples, job.length, job.dim, first=transport.rank * samples * job.length).requires_grad_()
+        self.x = numbered(
+            samples, job.length, job.dim, first=transport.rank * samples * job.length
+        ).requires_grad_()
 
     def step(self, name: str) -> Tensor:
         """Run forward and backward by one method; return the output, (samples, length, dim)."""
@@ -120,7 +128,9 @@ class Stack:
             trip = self.trips[name] = relocator.start(followings, len(self.x), self.x.shape[1])
         x: Tensor = self.x
         for layer in layers:
-            x = MovingMoE(layer)(x, move=None if trip is None else trip.next(), residual=Residual(x))
+            x = MovingMoE(layer)(
+                x, move=None if trip is None else trip.next(), residual=Residual(x)
+            )
         x.backward(torch.ones_like(x))
         self.x.grad = None
         self.layers.zero_grad()
@@ -148,7 +158,9 @@ def check(stack: Stack, name: str) -> None:
     input.
     """
     expected = stack.x.detach() * stack.factor ** len(stack.layers)
-    assert torch.equal(stack.step(name), expected), f"{name}: samples are not what or where they should be"
+    assert torch.equal(stack.step(name), expected), (
+        f"{name}: samples are not what or where they should be"
+    )
 
 
 def measure(job: TravelJob) -> Timed:

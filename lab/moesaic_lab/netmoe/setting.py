@@ -34,7 +34,9 @@ from moesaic.traces.trace import Trace, TraceSegment, TraceShape
 from moesaic_lab.balance.loads import deal
 from moesaic_lab.traces.synthetic import SyntheticRouting, make_trace
 
-PAPER = Workload(tokens=1024, num_experts=2, top_k=2, dim=768, hidden=3072, matrices=2, dtype="fp32")
+PAPER = Workload(
+    tokens=1024, num_experts=2, top_k=2, dim=768, hidden=3072, matrices=2, dtype="fp32"
+)
 """NetMoE's small model; `tokens` are those of a sample, `num_experts` those of a device."""
 CONFIGS = Path(__file__).parent.parent / "configs"
 TRAINED = {"code": "gpt_code.npz", "messages": "gpt_messages.npz"}
@@ -74,7 +76,9 @@ class Setting:
         return replace(self.layer, tokens=self.layer.tokens * self.slots)
 
 
-def paper_setting(nodes: int, per_node: int, *, slots: int = PAPER_SAMPLES, num_layers: int = 8) -> Setting:
+def paper_setting(
+    nodes: int, per_node: int, *, slots: int = PAPER_SAMPLES, num_layers: int = 8
+) -> Setting:
     """Return NetMoE's setting for this many nodes and devices per node."""
     layer = replace(PAPER, num_experts=PAPER.num_experts * nodes * per_node)
     return Setting(nodes=nodes, per_node=per_node, slots=slots, layer=layer, num_layers=num_layers)
@@ -118,12 +122,16 @@ def recorded(setting: Setting, trace: Trace, step: int) -> Trace:
         trace.samples(number, step)[: setting.samples] * (layer.tokens // trace.shape.seq_len)
         for number in range(setting.num_layers)
     ]
-    experts = np.stack([deal(table, layer.tokens, layer.top_k).reshape(-1, layer.top_k) for table in tables])
+    experts = np.stack(
+        [deal(table, layer.tokens, layer.top_k).reshape(-1, layer.top_k) for table in tables]
+    )
     shape = TraceShape(
         num_layers=setting.num_layers, num_experts=layer.num_experts, top_k=layer.top_k, sequences=setting.samples,
         seq_len=layer.tokens,
     )  # fmt: skip
-    return Trace.of(TraceSegment(shape, "tokens", np.array([0]), experts[None, None], source={"step": step}))
+    return Trace.of(
+        TraceSegment(shape, "tokens", np.array([0]), experts[None, None], source={"step": step})
+    )
 
 
 @dataclass(frozen=True)
@@ -164,7 +172,9 @@ def travel(grid: Grid, counts: Sequence[np.ndarray], slots: int, placer: Abstrac
         load = SampleLoad(grid, homes[-1], current, following)
         homes.append(placer.decide(load))
         volumes += [load.volume(homes[0]), load.volume(homes[-1])]
-    return Journey(grid, counts, (*homes, homes[0]), Volume(*volumes[0].tolist()), Volume(*volumes[1].tolist()))
+    return Journey(
+        grid, counts, (*homes, homes[0]), Volume(*volumes[0].tolist()), Volume(*volumes[1].tolist())
+    )
 
 
 class Costs:
@@ -193,7 +203,9 @@ class Costs:
             table = copies.reshape(self.setting.grid.world, self.setting.slots, -1).sum(1)
             tokens = np.full(self.setting.grid.world, self._layer.tokens)
             shapes = self._plain.shapes(self._layer.num_experts)
-            sizes = CallSizes(self.setting.grid, table, tokens, 1, units=self._layer.hidden, shapes=shapes)
+            sizes = CallSizes(
+                self.setting.grid, table, tokens, 1, units=self._layer.hidden, shapes=shapes
+            )
             calls += [(self._plain.forward, sizes), (self._plain.backward, sizes)]
         return self._summed(calls)
 
@@ -212,7 +224,9 @@ class Costs:
     def even(self) -> tuple[Simulated, Simulated]:
         """Return the simulated forward and backward passes of a layer under even routing."""
         programs = (self._plain.forward, self._plain.backward)
-        forward, backward = (self._simulator.run(program, self._layer, self.setting.grid) for program in programs)
+        forward, backward = (
+            self._simulator.run(program, self._layer, self.setting.grid) for program in programs
+        )
         return forward, backward
 
     def hidden_seconds(self) -> float:
@@ -224,14 +238,18 @@ class Costs:
     def _summed(self, calls: Sequence[tuple[Program, CallSizes]]) -> tuple[float, int, int]:
         seconds, inside, across = 0.0, 0, 0
         for program, sizes in calls:
-            seconds += self._simulator.run(program, self._layer, self.setting.grid, sizes=sizes).seconds
+            seconds += self._simulator.run(
+                program, self._layer, self.setting.grid, sizes=sizes
+            ).seconds
             for moved in traffic(program, sizes, self.setting.grid.node_of):
                 num_bytes = moved.num_bytes(self._layer.dim, self._layer.element_bytes)
                 inside, across = inside + num_bytes[0], across + num_bytes[1]
         return seconds, inside, across
 
 
-def decision_seconds(setting: Setting, placer: AbstractPlacer, repeats: int, clock: Callable[[], float]) -> list[float]:
+def decision_seconds(
+    setting: Setting, placer: AbstractPlacer, repeats: int, clock: Callable[[], float]
+) -> list[float]:
     """Return the seconds of decisions, from counts to homes, on one thread of this processor. Each decision has a new
     load.
 
@@ -245,7 +263,9 @@ def decision_seconds(setting: Setting, placer: AbstractPlacer, repeats: int, clo
     seconds = []
     for layer in range(repeats + 1):
         counts = [trace.samples(number, 0) for number in (layer, layer + 1)]
-        load = SampleLoad(setting.grid, Homes.start(setting.grid.world, setting.slots), counts[0], counts[1])
+        load = SampleLoad(
+            setting.grid, Homes.start(setting.grid.world, setting.slots), counts[0], counts[1]
+        )
         start = clock()
         placer.decide(load)
         seconds.append(clock() - start)

@@ -25,11 +25,18 @@ from moesaic_lab.paper_train.models import Encoder, EncoderDecoder, translate
 
 COMMAND = "moesaic bench paper-train"
 RUNS: dict[str, dict[str, Any]] = {
-    "bert-tiny": {"steps": 250, "evaluate": {"sequences": 4096}, "model": {"conv_width": 8}, "optimizer": {"lr": 1e-2}},
+    "bert-tiny": {
+        "steps": 250,
+        "evaluate": {"sequences": 4096},
+        "model": {"conv_width": 8},
+        "optimizer": {"lr": 1e-2},
+    },
     "seq2seq-tiny": {"steps": 1000, "evaluate": {"sequences": 512}, "optimizer": {"lr": 1e-2}},
 }
 """Training settings of the small presets; others have those of `moesaic train`."""
-KINDS = {name: job.model.block.kind for name, job in MODELS.items() if job.model.block.kind != "decoder"}
+KINDS = {
+    name: job.model.block.kind for name, job in MODELS.items() if job.model.block.kind != "decoder"
+}
 """The kind of each preset that is no decoder."""
 
 
@@ -51,10 +58,14 @@ def make_encoder_decoder(config: TrainConfig, vocab_size: int) -> GPT:
     """Return a new model that maps one sequence to another."""
     _check(config, "encoder_decoder")
     if config.mesh.pp > 1:
-        raise InputError(f"mesh.pp={config.mesh.pp}: an encoder-decoder needs all layers on every rank: choose 1")
+        raise InputError(
+            f"mesh.pp={config.mesh.pp}: an encoder-decoder needs all layers on every rank: choose 1"
+        )
     half = config.model.seq_len // 2
     if config.mesh.sequence_parallel and half % config.mesh.tp:
-        raise InputError(f"mesh.tp={config.mesh.tp} does not divide the {half} positions of a source: choose a divisor")
+        raise InputError(
+            f"mesh.tp={config.mesh.tp} does not divide the {half} positions of a source: choose a divisor"
+        )
     return EncoderDecoder(config.model, vocab_size)
 
 
@@ -63,7 +74,9 @@ def _check(config: TrainConfig, kind: str) -> None:
     if config.model.block.kind != kind:
         raise InputError(f"model.block.kind={config.model.block.kind}: is no {kind}")
     if config.balance.moves_samples:
-        raise InputError(f"balance.samples={config.balance.samples}: only decoders can move samples: set it to none")
+        raise InputError(
+            f"balance.samples={config.balance.samples}: only decoders can move samples: set it to none"
+        )
 
 
 def _load_hidden(config: TrainConfig, tokenizer_file: Path | None) -> Corpus:
@@ -79,7 +92,9 @@ def _load_pairs(config: TrainConfig, tokenizer_file: Path | None) -> Corpus:
 TASKS = {
     "decoder": DECODER,
     "encoder": TrainingTask(make_model=make_encoder, load_corpus=_load_hidden, command=COMMAND),
-    "encoder_decoder": TrainingTask(make_model=make_encoder_decoder, load_corpus=_load_pairs, command=COMMAND),
+    "encoder_decoder": TrainingTask(
+        make_model=make_encoder_decoder, load_corpus=_load_pairs, command=COMMAND
+    ),
 }
 """What is trained for each value of `model.block.kind`."""
 
@@ -95,14 +110,18 @@ def run(arguments: Sequence[str]) -> int:
     if words and not words[0].startswith("-"):
         words = ["--preset", *words]
     elif not {"-h", "--help", "-H", "--config"} & set(words):
-        raise InputError(f"name a preset: one of {', '.join(PRESETS)}; {COMMAND} --help lists all flags")
+        raise InputError(
+            f"name a preset: one of {', '.join(PRESETS)}; {COMMAND} --help lists all flags"
+        )
     return train_from(words, PRESETS, command=COMMAND, task_of=task_of)
 
 
 def sample(arguments: Sequence[str]) -> int:
     """Print translations; returns the exit code."""
     if len(arguments) < 2 or arguments[0].startswith("-"):
-        raise InputError("name the folder of a run and texts: moesaic bench paper-sample RUN TEXT ...")
+        raise InputError(
+            "name the folder of a run and texts: moesaic bench paper-sample RUN TEXT ..."
+        )
     trained = load_trained(Path(arguments[0]), task=TASKS["encoder_decoder"])
     assert isinstance(trained.model, EncoderDecoder)
     sources = [trained.tokenizer.encode(text.encode()).tolist() for text in arguments[1:]]

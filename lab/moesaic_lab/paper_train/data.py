@@ -34,10 +34,14 @@ def load_hidden(data: DataConfig, tokenizer_file: Path | None) -> Corpus:
     """Return the corpus of `load_corpus`, of which tokens are hidden. Its vocabulary has one more id, which hides tokens."""
     corpus = load_corpus(data, tokenizer_file)
     objective = partial(hidden_tokens, mask=corpus.vocab_size)
-    return replace(corpus, vocab_size=corpus.vocab_size + 1, objective=objective, val_bytes=len(corpus.val))
+    return replace(
+        corpus, vocab_size=corpus.vocab_size + 1, objective=objective, val_bytes=len(corpus.val)
+    )
 
 
-def hidden_tokens(windows: np.ndarray, seeds: Sequence[int], *, mask: int) -> tuple[np.ndarray, np.ndarray]:
+def hidden_tokens(
+    windows: np.ndarray, seeds: Sequence[int], *, mask: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens, some of which are hidden, and those as targets. Each seed chooses the hidden tokens of a window.
 
     BERT's rule: of the hidden tokens, 80 % become the mask, 10 % another token, and 10 % stay. The number of hidden
@@ -72,10 +76,16 @@ def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> C
         # One translation per source, or the same sentence could be in both parts.
         pairs = sorted(dict(pair for path in files for pair in read_pairs(path)).items())
     else:
-        prefixed = ((b"%s: %s" % (path.parts[-3].encode(), a), b) for path in files for a, b in read_pairs(path))
+        prefixed = (
+            (b"%s: %s" % (path.parts[-3].encode(), a), b)
+            for path in files
+            for a, b in read_pairs(path)
+        )
         pairs = sorted(dict(prefixed).items())
     if data.val:
-        val_pairs = sorted(dict(p for path in find_files(data.val, "data.val") for p in read_pairs(path)).items())
+        val_pairs = sorted(
+            dict(p for path in find_files(data.val, "data.val") for p in read_pairs(path)).items()
+        )
     else:
         draws = [draw_of(source if data.path else _without_language(source)) for source, _ in pairs]
         val_pairs = [pair for pair, draw in zip(pairs, draws) if draw < data.val_share]
@@ -100,7 +110,9 @@ def load_pairs(data: DataConfig, seq_len: int, tokenizer_file: Path | None) -> C
             f"{half} tokens a side: give more in data.path, or a larger model.seq_len"
         )
     fit = f"{len(train) // seq_len:,} of {len(pairs):,} pairs fit"
-    return Corpus(train, val, tokenizer, tokenizer.vocab_size, len(val), f"{len(files)} files, {fit}")
+    return Corpus(
+        train, val, tokenizer, tokenizer.vocab_size, len(val), f"{len(files)} files, {fit}"
+    )
 
 
 def read_pairs(path: Path) -> list[tuple[bytes, bytes]]:
@@ -149,7 +161,9 @@ def django_catalogues() -> list[Path]:
             "catalogues (.mo) or JSON lines with source and target"
         )
     root = Path(package.origin).parent
-    return sorted(path for language in LANGUAGES for path in root.rglob(f"locale/{language}/LC_MESSAGES/*.mo"))
+    return sorted(
+        path for language in LANGUAGES for path in root.rglob(f"locale/{language}/LC_MESSAGES/*.mo")
+    )
 
 
 def _without_language(source: bytes) -> bytes:
@@ -172,5 +186,7 @@ def _tokenizer(data: DataConfig, texts: Iterable[bytes], file: Path | None) -> A
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text.decode("utf-8", errors="ignore") for text in texts), trainer)
+    tokenizer.train_from_iterator(
+        (text.decode("utf-8", errors="ignore") for text in texts), trainer
+    )
     return HubTokenizer(tokenizer)

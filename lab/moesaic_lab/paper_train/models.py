@@ -31,7 +31,9 @@ class FullAttention(Attention):
         cross: compute keys and values from another sequence than the queries.
     """
 
-    def __init__(self, dim: int, num_heads: int, block: BlockConfig, *, cross: bool = False) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, block: BlockConfig, *, cross: bool = False
+    ) -> None:
         super().__init__(dim, num_heads, block)
         self.rotates = self.rotates and not cross
         if cross and self.qkv is not None:
@@ -42,7 +44,12 @@ class FullAttention(Attention):
             self.kv.input_is_whole = True  # the encoder's output
 
     def forward(
-        self, x: Tensor, cache: KeyValueCache | None = None, *, memory: Tensor | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        cache: KeyValueCache | None = None,
+        *,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Return the attention output, (batch, positions, dim).
 
@@ -52,13 +59,17 @@ class FullAttention(Attention):
             mask: (batch, keys) bool, False for keys that no position attends to.
         """
         q, k, v = self.project(x, x if memory is None else memory)
-        return self.attend(q, k, v, None if mask is None else mask[:, None, None, :], is_causal=False)
+        return self.attend(
+            q, k, v, None if mask is None else mask[:, None, None, :], is_causal=False
+        )
 
 
 class CentredConv(ShortConv):
     """A short convolution over the positions around each one: `y_t = x_t + sum_k w_k * x_{t-k}`, k through 1, -1, 2, -2, ..."""
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None = None, *, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cache: KeyValueCache | None = None, *, mask: Tensor | None = None
+    ) -> Tensor:
         """Mix each position with its neighbours; those with a mask of False, (batch, positions), are read as zeros."""
         offsets = [k // 2 if k % 2 == 0 else -(k // 2) for k in range(2, len(self.taps) + 2)]
         reach, after, length = max(offsets), -min(*offsets, 0), x.shape[1]
@@ -121,7 +132,9 @@ class EncoderDecoder(GPT):
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__(config, vocab_size)
         block = config.block
-        self.memory_norm = nn.Identity() if block.norm == "post_layer" else make_norm(config.dim, block)
+        self.memory_norm = (
+            nn.Identity() if block.norm == "post_layer" else make_norm(config.dim, block)
+        )
 
     def forward(
         self,
@@ -144,24 +157,34 @@ class EncoderDecoder(GPT):
             The logits have the positions of the second half.
         """
         if mask is not None or caches is not None:
-            raise InputError("an encoder_decoder takes neither mask nor caches: pad with id 0, pass all tokens")
+            raise InputError(
+                "an encoder_decoder takes neither mask nor caches: pad with id 0, pass all tokens"
+            )
         split = self.config.seq_len // 2
         source, target = tokens[:, :split], tokens[:, split:]
         source_mask, target_mask = source != PADDING, _has_next_token(target)
         middle = len(self.blocks) // 2
-        memory, encoder_routings = self.run_blocks(range(middle), embed(self, source), source, source_mask)
+        memory, encoder_routings = self.run_blocks(
+            range(middle), embed(self, source), source, source_mask
+        )
         x, decoder_routings = self.run_blocks(
             range(middle, len(self.blocks)), embed(self, target), target, target_mask,
             memory=self.memory_norm(memory), memory_mask=source_mask,
         )  # fmt: skip
         logits = self.unembed(self.norm(x))
-        loss = None if targets is None else self.loss(logits, targets[:, split:].masked_fill(~target_mask, -1))
+        loss = (
+            None
+            if targets is None
+            else self.loss(logits, targets[:, split:].masked_fill(~target_mask, -1))
+        )
         return GPTOutput(logits, loss, encoder_routings + decoder_routings)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean over sequences of each one's mean loss over targets that are not -1; the same on every mesh."""
         precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.cross_entropy(precise, targets.flatten(), ignore_index=-1, reduction="none").view(targets.shape)
+        losses = F.cross_entropy(
+            precise, targets.flatten(), ignore_index=-1, reduction="none"
+        ).view(targets.shape)
         return (losses.sum(1) / (targets != -1).sum(1).clamp_min(1)).mean()
 
 
@@ -181,7 +204,9 @@ def translate(model: EncoderDecoder, sources: list[list[int]]) -> list[list[int]
         sources: token ids, each truncated to half of `seq_len`.
     """
     half = model.config.seq_len // 2
-    rows = [[*source[:half], *[PADDING] * (half - len(source[:half])), PADDING] for source in sources]
+    rows = [
+        [*source[:half], *[PADDING] * (half - len(source[:half])), PADDING] for source in sources
+    ]
     tokens = torch.tensor(rows, device=model.embedding.weight.device)
     for _ in range(half - 1):
         following = model(tokens).logits[:, -1:].argmax(-1)

@@ -44,9 +44,13 @@ class DeepSpeedLayer(nn.Module):
         super().__init__()
         router, experts = layer.router, layer.experts
         if not isinstance(router, SoftmaxTopK) or router.normalize != "after" or layer.top_k < 2:
-            raise InputError("DeepSpeed's gate is a softmax over the chosen experts: use SoftmaxTopK with top_k >= 2")
+            raise InputError(
+                "DeepSpeed's gate is a softmax over the chosen experts: use SoftmaxTopK with top_k >= 2"
+            )
         if not isinstance(experts, GatedExperts) or experts.bias:
-            raise InputError("DeepSpeed is compared with SwiGLU experts without biases: use experts='swiglu'")
+            raise InputError(
+                "DeepSpeed is compared with SwiGLU experts without biases: use experts='swiglu'"
+            )
         self.exchange, self.is_own = exchange, isinstance(exchange, TorchExchange)
         with _quiet():
             self.layer = self._make(layer, exchange.world)
@@ -113,7 +117,9 @@ class _Exchanged(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         rows_ECD = inputs.squeeze(0)
         even = (len(rows_ECD) // self.exchange.world,) * self.exchange.world
-        arrived = self.exchange(rows_ECD, even, even).view(self.exchange.world, -1, *rows_ECD.shape[1:])
+        arrived = self.exchange(rows_ECD, even, even).view(
+            self.exchange.world, -1, *rows_ECD.shape[1:]
+        )
         return self.exchange(self.experts(arrived).view_as(rows_ECD), even, even).unsqueeze(0)
 
 

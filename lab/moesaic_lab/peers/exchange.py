@@ -61,7 +61,9 @@ class AbstractExchange(ABC):
         return arrived
 
     @abstractmethod
-    def _run(self, rows: Tensor, arrived: Tensor, sends: Sequence[int], receives: Sequence[int]) -> None:
+    def _run(
+        self, rows: Tensor, arrived: Tensor, sends: Sequence[int], receives: Sequence[int]
+    ) -> None:
         """Exchange rows and write the received ones into `arrived`."""
 
 
@@ -76,7 +78,9 @@ class TorchExchange(AbstractExchange):
         super().__init__(group.rank(), group.size())
         self._group = group
 
-    def _run(self, rows: Tensor, arrived: Tensor, sends: Sequence[int], receives: Sequence[int]) -> None:
+    def _run(
+        self, rows: Tensor, arrived: Tensor, sends: Sequence[int], receives: Sequence[int]
+    ) -> None:
         dist.all_to_all_single(arrived, rows, list(receives), list(sends), group=self._group)
 
 
@@ -87,16 +91,24 @@ class ReceiveFirst(AbstractExchange):
         super().__init__(transport.rank, transport.world)
         self._transport = transport
 
-    def _run(self, rows: Tensor, arrived: Tensor, sends: Sequence[int], receives: Sequence[int]) -> None:
+    def _run(
+        self, rows: Tensor, arrived: Tensor, sends: Sequence[int], receives: Sequence[int]
+    ) -> None:
         leaving = dict(enumerate(rows.split(list(sends))))
         buffers = dict(enumerate(arrived.split(list(receives))))
         buffers.pop(self.rank).copy_(leaving.pop(self.rank))
-        self._transport.wait(self._transport.issue(Transfer(self.rank, self._transport.take_tags(1), leaving, buffers)))
+        self._transport.wait(
+            self._transport.issue(
+                Transfer(self.rank, self._transport.take_tags(1), leaving, buffers)
+            )
+        )
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: AbstractExchange, sends: tuple, receives: tuple) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, exchange: AbstractExchange, sends: tuple, receives: tuple
+    ) -> Tensor:
         ctx.exchange, ctx.sends, ctx.receives = exchange, sends, receives
         return exchange.move(rows, sends, receives)
 

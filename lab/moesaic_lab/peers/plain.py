@@ -32,7 +32,9 @@ class PlainExpertParallel(nn.Module):
         self.top_k, self.num_experts = layer.top_k, layer.num_experts
         self.router = copy.deepcopy(layer.router)
         self.experts = copy.deepcopy(layer.experts)
-        shard_experts(self.experts, Grid(world=exchange.world, ep=exchange.world), exchange.rank, None)
+        shard_experts(
+            self.experts, Grid(world=exchange.world, ep=exchange.world), exchange.rank, None
+        )
         self.exchange = exchange
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +47,9 @@ class PlainExpertParallel(nn.Module):
         counts = torch.bincount(choice.expert, minlength=self.num_experts)
         rows = x_TD.index_select(0, choice.token[order])
         world = self.exchange.world
-        received_counts = self.exchange.move(counts, *[(self.num_experts // world,) * world] * 2).view(world, -1)
+        received_counts = self.exchange.move(
+            counts, *[(self.num_experts // world,) * world] * 2
+        ).view(world, -1)
         sends, receives = counts.view(world, -1).sum(1).tolist(), received_counts.sum(1).tolist()
         arrived = self.exchange(rows, sends, receives)
         out = self.exchange(self._run_experts(arrived, received_counts), receives, sends)
@@ -64,7 +68,9 @@ class PlainExpertParallel(nn.Module):
         expert = of_source.repeat_interleave(counts.view(-1), output_size=len(rows))
         order = expert.argsort(stable=True)
         ends = counts.sum(0).cumsum(0).to(torch.int32)
-        out = self.experts.compute(ExpertCall(*self.experts.weights(), rows.index_select(0, order), None, ends))
+        out = self.experts.compute(
+            ExpertCall(*self.experts.weights(), rows.index_select(0, order), None, ends)
+        )
         return out.index_select(0, _inverse(order))
 
 

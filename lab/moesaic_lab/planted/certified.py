@@ -32,7 +32,9 @@ def _replaced(*places: tuple[Any, str, Any]) -> Patch:
     def patch() -> ExitStack:
         stack = ExitStack()
         for owner, name, value in places:
-            stack.enter_context(mock.patch.object(owner() if isfunction(owner) else owner, name, value))
+            stack.enter_context(
+                mock.patch.object(owner() if isfunction(owner) else owner, name, value)
+            )
         return stack
 
     return patch

@@ -37,7 +37,9 @@ BASE = Case(
     losses=(LoadBalance(0.7), ZLoss(0.2), Importance(0.3)), sequences=1, lengths=((4, 3, 5, 2), (3, 4, 2, 5)),
     padding=True, skew=1.0, recompute=False, evaluate=True, precision="float64",
 )  # fmt: skip
-_SMALL = replace(BASE, grid=Grid(world=4, tp=2, ep=2, etp=2), lengths=((4, 3),), padding=False, evaluate=False)
+_SMALL = replace(
+    BASE, grid=Grid(world=4, tp=2, ep=2, etp=2), lengths=((4, 3),), padding=False, evaluate=False
+)
 _ACROSS = Grid(world=4, ep=4, ranks_per_node=2)
 CASES: dict[str, Case] = {
     "step": BASE,
@@ -329,12 +331,16 @@ def judge(mutant: Mutant) -> MutantVerdict:
     """Run a mutant that needs no processes and return what catches it."""
     assert mutant.case != "gloo", f"{mutant.name} needs processes"
     try:
-        return _verdict_of(mutant, ran_case(CASES[mutant.case], partial(_validated, mutant), mutant.patch))
+        return _verdict_of(
+            mutant, ran_case(CASES[mutant.case], partial(_validated, mutant), mutant.patch)
+        )
     except ProgramError as error:
         return MutantVerdict(mutant, "validator", str(error))
     except Exception as error:  # any exception catches a bug
         return MutantVerdict(
-            mutant, "crash", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            mutant,
+            "crash",
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
         )
 
 
@@ -350,8 +356,13 @@ def judge_on_gloo(mutant: Mutant, ran: Sequence[Ran]) -> MutantVerdict:
 
 def _verdict_of(mutant: Mutant, ran: Ran) -> MutantVerdict:
     """Return the verdict on a mutant that ran without an exception."""
-    wrong, ratios = ran.wrong, (f"{quantity}: {ratio:.4g}" for quantity, ratio in ran.ratios.items())
-    return MutantVerdict(mutant, "numbers" if wrong else "nobody", ", ".join(wrong), next(ratios, ""))
+    wrong, ratios = (
+        ran.wrong,
+        (f"{quantity}: {ratio:.4g}" for quantity, ratio in ran.ratios.items()),
+    )
+    return MutantVerdict(
+        mutant, "numbers" if wrong else "nobody", ", ".join(wrong), next(ratios, "")
+    )
 
 
 def _validated(mutant: Mutant, compiled: Compiled) -> Compiled:
@@ -374,7 +385,9 @@ def judge_all(workers: int, told: Callable[[str], object]) -> Iterator[MutantVer
         run: Callable[..., Iterable[Sequence[Any]]] = map
         if workers > 1:
             context = multiprocessing.get_context("spawn")
-            run = stack.enter_context(ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,))).map
+            run = stack.enter_context(
+                ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,))
+            ).map
         for mutant, verdict in zip(mutants, run(_judge_number, map(MUTANTS.index, mutants))):
             told(mutant.name)
             yield MutantVerdict(mutant, *verdict)

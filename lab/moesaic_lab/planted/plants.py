@@ -57,14 +57,20 @@ def around(owner: object, name: str, change: Callable[..., Any]) -> Patch:
 
     def patch() -> AbstractContextManager[object]:
         original = getattr(owner, name)
-        return mock.patch.object(owner, name, lambda *args, **options: change(original, *args, **options))
+        return mock.patch.object(
+            owner, name, lambda *args, **options: change(original, *args, **options)
+        )
 
     return patch
 
 
-def changed_slots(program: Program, is_changed: Callable[[Slot], bool], state: tuple[Any, ...]) -> Program:
+def changed_slots(
+    program: Program, is_changed: Callable[[Slot], bool], state: tuple[Any, ...]
+) -> Program:
     """Return a program in which the slots that `is_changed` selects have another state."""
-    slots = tuple(replace(slot, state=state) if is_changed(slot) else slot for slot in program.slots)
+    slots = tuple(
+        replace(slot, state=state) if is_changed(slot) else slot for slot in program.slots
+    )
     return replace(program, slots=slots)
 
 
@@ -73,14 +79,19 @@ def changed_slots(program: Program, is_changed: Callable[[Slot], bool], state: t
 
 def backward_scale_dropped(compiled: Compiled) -> Compiled:
     """The baseline's redundant copies are summed and never divided."""
-    return replace(compiled, backward=_each_task(compiled.backward, lambda task: replace(task, power=0)))
+    return replace(
+        compiled, backward=_each_task(compiled.backward, lambda task: replace(task, power=0))
+    )
 
 
 def last_gather_reduced(compiled: Compiled) -> Compiled:
     """S2's last gather is transposed to a reduce-scatter, though the incoming gradient is identical on all ranks."""
     state = (("tp", State.PARTIAL),)
     return replace(
-        compiled, backward=changed_slots(compiled.backward, lambda slot: slot.name.startswith("z_full."), state)
+        compiled,
+        backward=changed_slots(
+            compiled.backward, lambda slot: slot.name.startswith("z_full."), state
+        ),
     )
 
 
@@ -89,9 +100,17 @@ def chunks_swapped(compiled: Compiled) -> Compiled:
     other = {"g.0": "g.1", "g.1": "g.0"}
     forward = _each_task(
         compiled.forward,
-        lambda t: replace(t, reads=tuple(other.get(name, name) for name in t.reads)) if t.op is Op.EXPERT else t,
+        lambda t: (
+            replace(t, reads=tuple(other.get(name, name) for name in t.reads))
+            if t.op is Op.EXPERT
+            else t
+        ),
     )
-    moves = [task for task in forward.tasks if task.op is not Op.EXPERT and task.name not in _after_experts(forward)]
+    moves = [
+        task
+        for task in forward.tasks
+        if task.op is not Op.EXPERT and task.name not in _after_experts(forward)
+    ]
     rest = [task for task in forward.tasks if task not in moves]
     return replace(compiled, forward=replace(forward, tasks=(*moves, *rest)))
 
@@ -108,7 +127,10 @@ def shards_not_summed_backward(compiled: Compiled) -> Compiled:
     def is_gradient(slot: Slot) -> bool:
         return slot.name.startswith("h.") and "'" in slot.name
 
-    return replace(compiled, backward=changed_slots(compiled.backward, is_gradient, (("etp", State.REPLICATED),)))
+    return replace(
+        compiled,
+        backward=changed_slots(compiled.backward, is_gradient, (("etp", State.REPLICATED),)),
+    )
 
 
 def edge_removed(compiled: Compiled) -> Compiled:
@@ -119,7 +141,9 @@ def edge_removed(compiled: Compiled) -> Compiled:
 
 def partial_forgotten(compiled: Compiled) -> Compiled:
     """A pass does not declare that the shards' results are partial sums."""
-    return replace(compiled, forward=changed_slots(compiled.forward, lambda slot: slot.name == "out", ()))
+    return replace(
+        compiled, forward=changed_slots(compiled.forward, lambda slot: slot.name == "out", ())
+    )
 
 
 def _each_task(program: Program, change: Callable[[Task], Task]) -> Program:
@@ -147,7 +171,9 @@ def gradients_then(change: Callable[[nn.Module, Any, dict[str, Tensor]], None]) 
     """
 
     def spoiled(average: Callable[..., None], module: nn.Module, mesh: Any) -> None:
-        before = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+        before = {
+            name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None
+        }
         average(module, mesh)
         change(module, mesh, before)
 
@@ -165,7 +191,9 @@ def experts_times(factor: Callable[[Any, Grid], float]) -> Patch:
 
 def everything_times(factor: Callable[[Grid], float]) -> Patch:
     """All gradients are wrong by a factor, which depends on the mesh."""
-    return gradients_then(lambda module, mesh, before: _scale(module.parameters(), factor(mesh.grid)))
+    return gradients_then(
+        lambda module, mesh, before: _scale(module.parameters(), factor(mesh.grid))
+    )
 
 
 def _scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
@@ -203,7 +231,9 @@ def shared_of_its_copies(module: nn.Module, mesh: Any, before: dict[str, Tensor]
             parameter.grad = all_reduce_sum(mesh.transport, group, before[name]) / mesh.grid.dp
 
 
-def averaged_over_peers(transport: AbstractTransport, peers: tuple[int, ...], tensor: Tensor) -> Tensor:
+def averaged_over_peers(
+    transport: AbstractTransport, peers: tuple[int, ...], tensor: Tensor
+) -> Tensor:
     """A tensor that each rank applies to its own slice gets the mean of the ranks' gradients instead of the sum."""
     return share(transport, peers, _ScaledGradient.apply(tensor, 1 / len(peers)))
 
@@ -225,12 +255,16 @@ RUN_EXPERTS = (expert_parallel.ExpertParallel, "run_experts")
 
 input_gradient_summed_over_tp = around(
     *RUN_EXPERTS,
-    lambda run, self, experts, x_TD, *rest: run(self, experts, _ScaledGradient.apply(x_TD, self.grid.tp), *rest),
+    lambda run, self, experts, x_TD, *rest: run(
+        self, experts, _ScaledGradient.apply(x_TD, self.grid.tp), *rest
+    ),
 )
 """The experts' gradient of the input is summed over the tensor-parallel group a second time."""
 
 weights_without_gradient = around(
-    route_module, "_routing", lambda routing, record, weight_N, *rest: routing(record, weight_N.detach(), *rest)
+    route_module,
+    "_routing",
+    lambda routing, record, weight_N, *rest: routing(record, weight_N.detach(), *rest),
 )
 """Routing weights are detached from the experts' results, so only the auxiliary losses train the router."""
 
@@ -239,7 +273,9 @@ def _with_local_weights(
     run: Callable[..., Tensor], self: Any, experts: Any, x_TD: Tensor, routed: Any, *rest: Any
 ) -> Tensor:
     routing = routed.routing
-    local = routing.expert // (routing.num_experts // self.grid.ep) == self.grid.coordinate(self.rank, "ep")
+    local = routing.expert // (routing.num_experts // self.grid.ep) == self.grid.coordinate(
+        self.rank, "ep"
+    )
     weight = torch.where(local, routing.weight, routing.weight.detach())
     return run(self, experts, x_TD, routed._replace(routing=replace(routing, weight=weight)), *rest)
 
@@ -258,7 +294,9 @@ def norm_with(
         known = {id(parameter) for parameter in spread}
         others = [parameter for parameter in layer.parameters() if id(parameter) not in known]
         of_spread = norm_module.gradient_norm(spread).square() * of_experts(mesh.grid)
-        return float((of_spread + norm_module.gradient_norm(others).square() * of_others(mesh.grid)).sqrt())
+        return float(
+            (of_spread + norm_module.gradient_norm(others).square() * of_others(mesh.grid)).sqrt()
+        )
 
     return mock.patch.object(runner, "_norm", wrapped)
 
@@ -297,7 +335,9 @@ def norm_with_replicas() -> AbstractContextManager[object]:
 
 def loss_share(factor: Callable[[Any], float]) -> Patch:
     """A loss over all ranks' tokens is multiplied by another factor."""
-    return replaced(expert_parallel.ExpertParallel, "loss_share", property(lambda self: factor(self.grid)))
+    return replaced(
+        expert_parallel.ExpertParallel, "loss_share", property(lambda self: factor(self.grid))
+    )
 
 
 loss_never_used = replaced(MoE, "inject_loss", lambda self, y, *_: y)
@@ -322,7 +362,9 @@ def _with_padding(route: Callable[..., Any], self: MoE, *args: Any) -> Any:
     valid_T = args[2].reshape(-1)
     if self.training and len(routed.record.choice.token):
         padded = ~valid_T[routed.record.choice.token]
-        self.step_counts += torch.bincount(routed.record.choice.expert[padded], minlength=self.num_experts)
+        self.step_counts += torch.bincount(
+            routed.record.choice.expert[padded], minlength=self.num_experts
+        )
     return routed
 
 
@@ -396,12 +438,20 @@ def balance_without_experts(loss: LoadBalance, statistics: RouterStatistics) -> 
 
 def balance_of_choices(loss: LoadBalance, statistics: RouterStatistics) -> Tensor:
     """Copies per expert are divided by tokens instead of copies, so shares add up to top_k."""
-    return _right_balance(loss, statistics) * statistics.counts_GE.sum() / statistics.tokens_G.sum().clamp_min(1)
+    return (
+        _right_balance(loss, statistics)
+        * statistics.counts_GE.sum()
+        / statistics.tokens_G.sum().clamp_min(1)
+    )
 
 
 def balance_of_this_micro_batch(loss: LoadBalance, statistics: RouterStatistics) -> Tensor:
     """The copies of the whole step are divided by those of one micro-batch."""
-    return _right_balance(loss, statistics) * statistics.step_counts_E.sum() / statistics.counts_GE.sum().clamp_min(1)
+    return (
+        _right_balance(loss, statistics)
+        * statistics.step_counts_E.sum()
+        / statistics.counts_GE.sum().clamp_min(1)
+    )
 
 
 _right_balance = LoadBalance.value
@@ -423,7 +473,9 @@ losses_of_own_tokens = replaced(Gathered, "statistics", lambda self, local, *res
 biased_weights = around(
     SigmoidTopK,
     "weigh",
-    lambda weigh, self, scores, *rest: weigh(self, scores._replace(gates=scores.gates + self.bias), *rest),
+    lambda weigh, self, scores, *rest: weigh(
+        self, scores._replace(gates=scores.gates + self.bias), *rest
+    ),
 )
 """The bias that is meant only for selecting experts is also added to the routing weights."""
 
@@ -437,7 +489,9 @@ first_expert_skipped = around(route_module, "_routing", _without_first_expert)
 """Combine interprets expert 0 as "no expert"."""
 
 
-def _with_share_of_shared(forward: Callable[..., Any], self: MoE, *args: Any, **options: Any) -> Any:
+def _with_share_of_shared(
+    forward: Callable[..., Any], self: MoE, *args: Any, **options: Any
+) -> Any:
     if self.shared is None or self.on_mesh is None:
         return forward(self, *args, **options)
     tp = self.on_mesh.grid.tp
@@ -462,7 +516,9 @@ def _and_adapt(forward: Callable[..., Any], self: MoE, *args: Any, **options: An
 bias_each_micro_batch = around(MoE, "forward", _and_adapt)
 """The router adapts after every micro-batch."""
 
-routes_again = around(RoutingCache, "read", lambda read, routing_cache, layer: read(routing_cache, layer) and None)
+routes_again = around(
+    RoutingCache, "read", lambda read, routing_cache, layer: read(routing_cache, layer) and None
+)
 """A recomputation routes again, with new noise."""
 
 drops_per_rank = replaced(Capacity, "spans_mesh", property(lambda self: False))
@@ -470,7 +526,12 @@ drops_per_rank = replaced(Capacity, "spans_mesh", property(lambda self: False))
 
 
 def _over_tp(
-    init: Callable[..., None], self: Any, transport: AbstractTransport, grid: Any, *rest: Any, **options: Any
+    init: Callable[..., None],
+    self: Any,
+    transport: AbstractTransport,
+    grid: Any,
+    *rest: Any,
+    **options: Any,
 ) -> None:
     init(self, transport, grid, *rest, **options)
     self.ranks = grid.group(transport.rank, ("tp",))
@@ -527,10 +588,14 @@ def stride_by_columns() -> Iterator[None]:
             messages._legs.cache_clear()
 
 
-def _with_own_rows_coded(pack: Callable[..., Any], task: Task, slots: Any, value: Tensor, call: Any) -> Any:
+def _with_own_rows_coded(
+    pack: Callable[..., Any], task: Task, slots: Any, value: Tensor, call: Any
+) -> Any:
     packed, codec = pack(task, slots, value, call), codec_named(task.codec or "none")
     if packed.own is not None and len(packed.own):
-        packed.own = codec.decode(codec.encode(packed.own), len(packed.own), packed.dim, packed.dtype)
+        packed.own = codec.decode(
+            codec.encode(packed.own), len(packed.own), packed.dim, packed.dtype
+        )
     return packed
 
 
@@ -544,7 +609,9 @@ def _next_tokens(find: Callable[..., NodeTokens], *args: Any) -> NodeTokens:
     last = int(counts.min()) if len(counts) else 1
     return replace(
         node_tokens,
-        copy_index=torch.where(node_tokens.copy_index + 1 < last, node_tokens.copy_index + 1, node_tokens.copy_index),
+        copy_index=torch.where(
+            node_tokens.copy_index + 1 < last, node_tokens.copy_index + 1, node_tokens.copy_index
+        ),
     )
 
 
@@ -630,6 +697,8 @@ counts_by_number = replaced(ExpertOrder, "columns", lambda self, counts: counts)
 """Experts have moved to other slots, but sizes and replication still use counts in the order of their numbers."""
 
 gradients_stay = around(
-    moving_experts, "_belongings", lambda of, *arguments: (found for found in of(*arguments) if found[0] == "weight")
+    moving_experts,
+    "_belongings",
+    lambda of, *arguments: (found for found in of(*arguments) if found[0] == "weight"),
 )
 """Weights move to another rank, but their gradients and other state do not."""

@@ -29,7 +29,9 @@ class LAERLayout(AbstractReplicaPolicy):
         holds = layout(replica.copies.sum(0), home, ep, ROOM * (len(home) // ep))
         nodes = replica.links.nodes
         same_node = nodes[:, None] == nodes[None, :]
-        receives = holds[None] & same_node[:, None, :]  # (origin, expert, place): replicas on the origin's node
+        receives = (
+            holds[None] & same_node[:, None, :]
+        )  # (origin, expert, place): replicas on the origin's node
         receives = np.where(receives.any(2, keepdims=True), receives, holds[None])
         num_replicas = receives.sum(2, keepdims=True)
         order = np.cumsum(receives, axis=2) - 1
@@ -50,12 +52,20 @@ def layout(loads: np.ndarray, home: np.ndarray, ep: int, room: int) -> np.ndarra
     """
     num_replicas = replicas_by_load(loads, room * ep, ep)
     share, replicas = loads / num_replicas, np.repeat(np.arange(len(loads)), num_replicas)
-    holds, place_loads, room_left = np.zeros((len(loads), ep), dtype=bool), np.zeros(ep), np.full(ep, room)
+    holds, place_loads, room_left = (
+        np.zeros((len(loads), ep), dtype=bool),
+        np.zeros(ep),
+        np.full(ep, room),
+    )
     for expert in replicas[np.argsort(-share[replicas], kind="stable")]:
         free = (room_left > 0) & ~holds[expert]
         if free.any():
             free_loads = np.where(free, place_loads, np.inf)
-            place = int(home[expert]) if free_loads[home[expert]] <= free_loads.min() else int(free_loads.argmin())
+            place = (
+                int(home[expert])
+                if free_loads[home[expert]] <= free_loads.min()
+                else int(free_loads.argmin())
+            )
             holds[expert, place] = True
             place_loads[place] += share[expert]
             room_left[place] -= 1

@@ -28,7 +28,9 @@ class LeastLoaded(AbstractReplicaPolicy):
         if limit < 1:
             raise InputError(f"replication limit={limit}: the mean must fit: choose 1 or more")
         if budget is not None and budget < 1:
-            raise InputError(f"replication budget={budget}: choose at least one token copy per rank")
+            raise InputError(
+                f"replication budget={budget}: choose at least one token copy per rank"
+            )
         self.limit, self.budget = limit, budget
 
     def replicated(self, replica: ReplicaLoad) -> Replications:

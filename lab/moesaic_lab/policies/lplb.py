@@ -26,7 +26,11 @@ class LPLB(AbstractReplicaPolicy):
             by_weight = np.argsort(-loads.reshape(ep, -1), axis=1, kind="stable")
             if number < by_weight.shape[1]:  # redundant expert j is the j-th heaviest of its place
                 expert = helped * by_weight.shape[1] + by_weight[helped, number]
-                edges += [(int(e), place) for place, e in enumerate(expert) if helped[place] != place and loads[e]]
+                edges += [
+                    (int(e), place)
+                    for place, e in enumerate(expert)
+                    if helped[place] != place and loads[e]
+                ]
         if not edges:
             return NOTHING
         expert, helper = np.array(edges).T
@@ -53,7 +57,9 @@ def torus(nodes: np.ndarray) -> list[np.ndarray]:
     return [inside, across]
 
 
-def least_busiest_flow(loads: np.ndarray, source: np.ndarray, target: np.ndarray, most: np.ndarray) -> np.ndarray:
+def least_busiest_flow(
+    loads: np.ndarray, source: np.ndarray, target: np.ndarray, most: np.ndarray
+) -> np.ndarray:
     """Return the copies that flow along each edge, (edges,) int64, to minimise the load of the busiest place.
 
     Args:
@@ -69,8 +75,12 @@ def least_busiest_flow(loads: np.ndarray, source: np.ndarray, target: np.ndarray
     row = np.concatenate([source, target, np.arange(len(loads))])
     column = np.concatenate([edges, edges, np.full(len(loads), len(most))])
     balance = coo_array((np.concatenate([-ones, ones, -np.ones(len(loads))]), (row, column)))
-    cost = np.append(ones * 1e-6 / len(most), 1.0)  # the small cost prefers the smallest of equally good flows
+    cost = np.append(
+        ones * 1e-6 / len(most), 1.0
+    )  # the small cost prefers the smallest of equally good flows
     limits = [*((0.0, float(each) / scale) for each in most), (0.0, None)]
-    solution = linprog(cost, A_ub=balance.tocsr(), b_ub=-loads / scale, bounds=limits, method="highs")
+    solution = linprog(
+        cost, A_ub=balance.tocsr(), b_ub=-loads / scale, bounds=limits, method="highs"
+    )
     flow: np.ndarray = np.floor(np.round(solution.x[:-1] * scale, 6)).astype(np.int64)
     return np.clip(flow, 0, most)

@@ -46,11 +46,12 @@ def run(arguments: Sequence[str]) -> int:
     wants_help = first in ("-h", "--help")
     if not wants_help and first not in (*REPRODUCTIONS, "all"):
         raise InputError(f"paper {first!r} is unknown{suggestion(first, [*REPRODUCTIONS, 'all'])}")
-    description = (
-        f"Simulate a paper's cluster and sweep, and compare the figures with the paper's. PAPER is one of {names}."
-    )
+    description = f"Simulate a paper's cluster and sweep, and compare the figures with the paper's. PAPER is one of {names}."
     options = parse(
-        ReproduceOptions, words if wants_help else words[1:], prog="moesaic reproduce PAPER", description=description
+        ReproduceOptions,
+        words if wants_help else words[1:],
+        prog="moesaic reproduce PAPER",
+        description=description,
     )
     if options.picture is not None:
         from moesaic_lab.pictures import check_picture
@@ -89,7 +90,10 @@ def _refitted(papers: list[str]) -> Book:
     for name in names:
         old, new = committed.constant(name), refitted.constant(name)
         differs = abs(new - old) > 1e-3 * abs(old)
-        print(f"{name}: {new:.6g} {'differs from' if differs else 'as'} {old:.6g} committed", file=sys.stderr)
+        print(
+            f"{name}: {new:.6g} {'differs from' if differs else 'as'} {old:.6g} committed",
+            file=sys.stderr,
+        )
     return refitted
 
 
@@ -102,16 +106,32 @@ def _print(reproduction: Reproduction) -> None:
             "published": "." if row.cell.value is None else f"{row.cell.value:g}",
             "ours": f"{row.ours:.4g}",
             "error": _error(row.cell.unit, row.error),
-            "role": row.role + f" ({row.cell.not_printed} not printed)" * (row.role == "no prediction"),
+            "role": row.role
+            + f" ({row.cell.not_printed} not printed)" * (row.role == "no prediction"),
         }
         for row in reproduction.rows
     ]
-    columns = (("cell", reproduction.paper), "published", ("ours", "simulated"), "unit", ("error", "off by"), "role")
+    columns = (
+        ("cell", reproduction.paper),
+        "published",
+        ("ours", "simulated"),
+        "unit",
+        ("error", "off by"),
+        "role",
+    )
     console.print(table(reproduction.title, rows, columns))
     for finding in reproduction.findings:
         mark = {True: "holds", False: "does not hold", None: "found"}[finding.holds]
-        console.print(f"{mark}: {finding.statement}: {finding.ours}", highlight=False, markup=False, soft_wrap=True)
-    for title, lines in (("assumed", reproduction.assumptions), ("unexplained", reproduction.unexplained)):
+        console.print(
+            f"{mark}: {finding.statement}: {finding.ours}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+    for title, lines in (
+        ("assumed", reproduction.assumptions),
+        ("unexplained", reproduction.unexplained),
+    ):
         for line in lines:
             console.print(f"{title}: {line}", highlight=False, markup=False, soft_wrap=True)
     for constant in reproduction.constants:
@@ -129,14 +149,20 @@ def _error(unit: str, error: float | None) -> str:
 def _draw(reproductions: Sequence[Reproduction], path: Path) -> None:
     from moesaic_lab.pictures import write_picture
 
-    title = "Published and simulated: " + ", ".join(reproduction.paper for reproduction in reproductions)
+    title = "Published and simulated: " + ", ".join(
+        reproduction.paper for reproduction in reproductions
+    )
     panels = [
-        _panel(chart) for reproduction in reproductions for chart in (*_ratios(reproduction), *reproduction.charts)
+        _panel(chart)
+        for reproduction in reproductions
+        for chart in (*_ratios(reproduction), *reproduction.charts)
     ]
     try:
         write_picture(path, title, panels, notes=NOTES)
     except OSError as error:
-        raise InputError(f"--picture {path}: cannot be written ({error.strerror}): choose another path") from error
+        raise InputError(
+            f"--picture {path}: cannot be written ({error.strerror}): choose another path"
+        ) from error
 
 
 def _ratios(reproduction: Reproduction) -> list[Chart]:
@@ -144,13 +170,25 @@ def _ratios(reproduction: Reproduction) -> list[Chart]:
 
     The list is empty if there are no such rows or more than `MOST_BARS`.
     """
-    rows = [row for row in reproduction.rows if row.role == "validation" and row.cell.unit != "points"]
+    rows = [
+        row for row in reproduction.rows if row.role == "validation" and row.cell.unit != "points"
+    ]
     if not rows or len(rows) > MOST_BARS:
         return []
-    labels = tuple(row.cell.name.removeprefix(f"{reproduction.paper}.").replace(".", "\n") for row in rows)
+    labels = tuple(
+        row.cell.name.removeprefix(f"{reproduction.paper}.").replace(".", "\n") for row in rows
+    )
     places = tuple(map(float, range(len(rows))))
     series = (("simulated", places, tuple(row.cell.ratio(row.ours) for row in rows)),)
-    return [Chart(f"{reproduction.paper}: not used for fitting", "figure", "simulated over published", series, labels)]
+    return [
+        Chart(
+            f"{reproduction.paper}: not used for fitting",
+            "figure",
+            "simulated over published",
+            series,
+            labels,
+        )
+    ]
 
 
 def _panel(chart: Chart) -> Panel:

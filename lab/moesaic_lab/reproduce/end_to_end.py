@@ -23,17 +23,23 @@ class WholeStep:
         sequences: number of sequences per tensor-parallel group.
     """
 
-    def __init__(self, name: str, cluster: ClusterSpec, grid: Grid, num_experts: int, sequences: int) -> None:
+    def __init__(
+        self, name: str, cluster: ClusterSpec, grid: Grid, num_experts: int, sequences: int
+    ) -> None:
         known = PRESETS[name]
         model = replace(
-            known.model, checkpoint_activations=False, moe=replace(known.model.moe, num_experts=num_experts)
+            known.model,
+            checkpoint_activations=False,
+            moe=replace(known.model.moe, num_experts=num_experts),
         )
         job = replace(known, batch_size=sequences * grid.dp, precision="float32", model=model)
         # The papers' machines have their own start-ups in `cluster`.
         self.model = replace(job.step_model(cluster, grid.dp), launches=(0.0, 0.0))
         self._cost = StepCostModel(self.model, grid, Simulator(cluster))
 
-    def around_seconds(self, forward: Simulated, backward: Simulated, *, exchanges: bool = True) -> float:
+    def around_seconds(
+        self, forward: Simulated, backward: Simulated, *, exchanges: bool = True
+    ) -> float:
         """Return the seconds of a step without its MoE layers.
 
         Args:

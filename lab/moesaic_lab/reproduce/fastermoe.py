@@ -27,7 +27,14 @@ from moesaic.program.plan import Plan
 from moesaic.traces.trace import Trace
 from moesaic_lab.balance.loads import identical_counts, recorded_shares
 from moesaic_lab.netmoe.setting import CONFIGS, trained_traces
-from moesaic_lab.reproduce.fastermoe_model import FasterMoEMachine, Rule, ideal, semi_ideal, shadows, stay_home
+from moesaic_lab.reproduce.fastermoe_model import (
+    FasterMoEMachine,
+    Rule,
+    ideal,
+    semi_ideal,
+    shadows,
+    stay_home,
+)
 from moesaic_lab.reproduce.records import Book, Chart, PaperFinding, Reproduction
 
 SEEDS = (1, 2, 3)
@@ -60,7 +67,9 @@ class Model:
 
 LAER_LAYERS, LAER_STEPS = (5, 11, 17), (9, 12)
 """Layers and iterations of LAER-MoE's recording."""
-GPT_S, GPT, GPT_L = (Model(cluster="johnny", gpus=16, tokens=1024, dim=dim) for dim in (1024, 2048, 4096))
+GPT_S, GPT, GPT_L = (
+    Model(cluster="johnny", gpus=16, tokens=1024, dim=dim) for dim in (1024, 2048, 4096)
+)
 WIDE = Model(cluster="trevor", gpus=64, tokens=2048, dim=1024)
 PLAIN = Plan()
 """FastMoE's schedule: dispatch all tokens, run all experts, combine all tokens."""
@@ -98,7 +107,9 @@ class FasterMoEBed:
         self.smart = Plan(peer_groups=model.gpus // (2 if model.cluster == "johnny" else 4))
         nic = next(link for link in self.spec.links if link.name == "nic")
         self.nic = nic.slowest(self.spec.nodes)
-        self.machine = FasterMoEMachine(flops=self.spec.device.tflops.of("fp32"), bandwidth=self.nic, dim=model.dim)
+        self.machine = FasterMoEMachine(
+            flops=self.spec.device.tflops.of("fp32"), bandwidth=self.nic, dim=model.dim
+        )
         self._simulator = Simulator(self.spec)
         self._compiled: dict[Plan, Compiled] = {}
 
@@ -157,7 +168,9 @@ class FasterMoEBed:
         layer = self.model.layer
         rows = layer.copies / layer.num_experts
         rates = rates_of(self.spec, "fp32")
-        seconds = rates.product_seconds(np.full(layer.num_experts, rows), 4.0 * layer.dim * layer.hidden, 0.0)
+        seconds = rates.product_seconds(
+            np.full(layer.num_experts, rows), 4.0 * layer.dim * layer.hidden, 0.0
+        )
         nbytes = layer.num_experts * layer.matrices * layer.dim * layer.hidden * 4
         exchange = reduce_seconds(self.spec, self.grid, nbytes, 1, self.model.gpus)
         return 3 * float(seconds.sum()) + exchange * (1.5 if stage == 3 else 1.0)
@@ -189,7 +202,9 @@ def predictor_r2(beds: Sequence[FasterMoEBed], skews: Sequence[float]) -> tuple[
                 pairs.append((*bed.predicted(counts), run.computing, run.moving))
     table = np.array(pairs)
     predicted, simulated = table[:, :2], table[:, 2:]
-    computing, moving = 1 - ((simulated - predicted) ** 2).sum(0) / ((simulated - simulated.mean(0)) ** 2).sum(0)
+    computing, moving = 1 - ((simulated - predicted) ** 2).sum(0) / (
+        (simulated - simulated.mean(0)) ** 2
+    ).sum(0)
     return float(moving), float(computing)
 
 
@@ -225,7 +240,9 @@ def shadow_gain(bed: FasterMoEBed, skew: float, rule: Rule = "printed") -> float
     speedups = []
     for seed in SEEDS:
         counts = bed.counts(skew, seed)
-        speedups.append(bed.run(PLAIN, counts).seconds / bed.shadowed(PLAIN, counts, bed.chosen(counts, rule)))
+        speedups.append(
+            bed.run(PLAIN, counts).seconds / bed.shadowed(PLAIN, counts, bed.chosen(counts, rule))
+        )
     return float(np.mean(speedups))
 
 
@@ -257,7 +274,8 @@ def reproduce(book: Book) -> Reproduction:
     skew = skew_of(book)
     beds = {model: FasterMoEBed(model) for model in (GPT_S, GPT, GPT_L, WIDE)}
     on_johnny = {
-        model: gains(beds[model], (beds[model].counts(skew, seed) for seed in SEEDS)) for model in (GPT_S, GPT, GPT_L)
+        model: gains(beds[model], (beds[model].counts(skew, seed) for seed in SEEDS))
+        for model in (GPT_S, GPT, GPT_L)
     }
     wide, middle = gains(beds[WIDE], [beds[WIDE].counts(skew, SEEDS[0])]), on_johnny[GPT]
     best = max(on_johnny.values(), key=lambda model_gains: model_gains.layer)
@@ -275,9 +293,15 @@ def reproduce(book: Book) -> Reproduction:
         "fastermoe.zero2": max(_over_zero(beds[m], on_johnny[m], 2) for m in on_johnny),
     }
     moving, computing = predictor_r2([beds[model] for model in on_johnny], (0.0, 0.4, 0.8, skew))
-    figures |= {"fastermoe.predictor.communication": moving, "fastermoe.predictor.computation": computing}
+    figures |= {
+        "fastermoe.predictor.communication": moving,
+        "fastermoe.predictor.computation": computing,
+    }
     return book.reproduction(
-        "fastermoe", book.rows(figures), _findings(beds[GPT], middle, skew), _charts(beds[GPT], skew)
+        "fastermoe",
+        book.rows(figures),
+        _findings(beds[GPT], middle, skew),
+        _charts(beds[GPT], skew),
     )
 
 
@@ -293,12 +317,16 @@ def recorded_tables(bed: FasterMoEBed) -> dict[str, list[np.ndarray]]:
     """
     gpus, copies = bed.model.gpus, int(bed.model.layer.copies)
     laer = Trace.open(CONFIGS / "laer_e16k4.npz")
-    shares = [recorded_shares(laer, layer, step, gpus, 1) for layer in LAER_LAYERS for step in LAER_STEPS]
+    shares = [
+        recorded_shares(laer, layer, step, gpus, 1) for layer in LAER_LAYERS for step in LAER_STEPS
+    ]
     tables = {"LAER-MoE's Mixtral": [identical_counts(each, gpus, copies) for each in shares]}
     for text, trace in trained_traces().items():
         times = copies * gpus // (trace.shape.tokens * trace.shape.top_k)
         for when, step in (("early", trace.steps[0]), ("late", trace.steps[-1])):
-            of_layers = [trace.counts(layer, step, groups=gpus) for layer in range(trace.shape.num_layers)]
+            of_layers = [
+                trace.counts(layer, step, groups=gpus) for layer in range(trace.shape.num_layers)
+            ]
             tables[f"our GPT on {text}, {when}"] = [times * counts for counts in of_layers]
     return tables
 
@@ -311,10 +339,16 @@ def _recorded(bed: FasterMoEBed) -> Iterator[PaperFinding]:
             "schedule": [each.schedule for each in found], "shadowing": [each.shadow for each in found],
             "both": [each.both for each in found],
         }  # fmt: skip
-        said = [f"{name} {mean(of):.2f} ({min(of):.2f} to {max(of):.2f})" for name, of in columns.items()]
+        said = [
+            f"{name} {mean(of):.2f} ({min(of):.2f} to {max(of):.2f})"
+            for name, of in columns.items()
+        ]
         busiest = mean(float(counts.sum(0).max() / counts.sum(0).mean()) for counts in tables)
         shadowed = f"{mean(each.experts for each in found):.0%} of the experts shadowed"
-        yield PaperFinding(f"loads of {source}, the busiest {busiest:.1f} times the mean", ", ".join([*said, shadowed]))
+        yield PaperFinding(
+            f"loads of {source}, the busiest {busiest:.1f} times the mean",
+            ", ".join([*said, shadowed]),
+        )
 
 
 def _findings(bed: FasterMoEBed, middle: Gains, skew: float) -> tuple[PaperFinding, ...]:
@@ -328,7 +362,8 @@ def _findings(bed: FasterMoEBed, middle: Gains, skew: float) -> tuple[PaperFindi
             middle.schedule < middle.shadow < middle.both,
         ),
         PaperFinding(
-            "the schedule reaches up to 99 % of its bound", f"{middle.schedule / middle.bound:.0%} for MoE-GPT"
+            "the schedule reaches up to 99 % of its bound",
+            f"{middle.schedule / middle.bound:.0%} for MoE-GPT",
         ),
         PaperFinding(
             "equation 8 as corrected, with the best prefix, is never worse than as printed",
@@ -357,9 +392,19 @@ def _charts(bed: FasterMoEBed, skew: float) -> tuple[Chart, ...]:
         plain, smart = bed.run(PLAIN, counts).seconds, bed.run(bed.smart, counts).seconds
         both = bed.shadowed(bed.smart, counts, bed.chosen(counts))
         rates.append((flops / plain, flops / smart, flops / both))
-    by_skew = tuple((name, skews, y) for name, y in zip(("FastMoE", "schedule", "schedule and shadows"), zip(*rates)))
+    by_skew = tuple(
+        (name, skews, y)
+        for name, y in zip(("FastMoE", "schedule", "schedule and shadows"), zip(*rates))
+    )
     unit = "TFLOP/s per GPU"
     return (
-        Chart("roofline of johnny", "computing over communication", unit, roofline, log_x=True, log_y=True),
+        Chart(
+            "roofline of johnny",
+            "computing over communication",
+            unit,
+            roofline,
+            log_x=True,
+            log_y=True,
+        ),
         Chart("MoE-GPT on johnny by skew", "exponent of the Zipf law", unit, by_skew),
     )

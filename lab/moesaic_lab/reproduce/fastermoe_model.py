@@ -35,7 +35,9 @@ class FasterMoEMachine:
     def rates(self) -> ShadowRates:
         """Rates for equations 7 and 8: three passes of products, four all-to-alls, weights out and gradients back."""
         return ShadowRates(
-            copy=3 * self.compute_seconds(1), trip=4 * self.move_seconds(1), weights=2 * self.weight_seconds()
+            copy=3 * self.compute_seconds(1),
+            trip=4 * self.move_seconds(1),
+            weights=2 * self.weight_seconds(),
         )
 
     def compute_seconds(self, rows: float) -> float:
@@ -56,7 +58,9 @@ def ratio(compute: float, move: float) -> float:
     return 3 * compute / (4 * move)
 
 
-def throughput(machine: FasterMoEMachine, rows: float, workers: int, compute: float, move: float) -> float:
+def throughput(
+    machine: FasterMoEMachine, rows: float, workers: int, compute: float, move: float
+) -> float:
     """Return the operations per second of a worker without overlap (eq. 4).
 
     Args:
@@ -94,10 +98,14 @@ def unshadowed_seconds(machine: FasterMoEMachine, counts: np.ndarray, rule: Rule
     received = counts.sum(0)
     if rule == "printed":
         return machine.rates.unshadowed(received)
-    return 3 * machine.compute_seconds(float(received.max())) + 4 * machine.move_seconds(_remote(counts))
+    return 3 * machine.compute_seconds(float(received.max())) + 4 * machine.move_seconds(
+        _remote(counts)
+    )
 
 
-def shadowed_seconds(machine: FasterMoEMachine, counts: np.ndarray, experts: list[int], rule: Rule) -> float:
+def shadowed_seconds(
+    machine: FasterMoEMachine, counts: np.ndarray, experts: list[int], rule: Rule
+) -> float:
     """Return the time of a layer with shadows (eq. 8), which moves their weights twice.
 
     Corrected, it also includes the all-to-alls of the tokens that are still sent.

@@ -60,20 +60,28 @@ def _parm_tflops(book: Book, cells: Named) -> float:
     def error(rate: float) -> float:
         bed = Testbed(book.with_values({"parm.b.tflops": rate}), "b")
         cell_shares = [shares(bed.cell(32, 2, s, ("baseline",))) for s in (2, 4)]
-        least, most = min(cell_share[0] for cell_share in cell_shares), max(cell_share[1] for cell_share in cell_shares)
+        least, most = (
+            min(cell_share[0] for cell_share in cell_shares),
+            max(cell_share[1] for cell_share in cell_shares),
+        )
         return _squared(least, cells["parm.share.least"]) + _squared(most, cells["parm.share.most"])
 
-    return float(minimize_scalar(error, bounds=(5.0, 20.0), method="bounded", options={"xatol": 1e-3}).x)
+    return float(
+        minimize_scalar(error, bounds=(5.0, 20.0), method="bounded", options={"xatol": 1e-3}).x
+    )
 
 
 def _parm_top_k(book: Book, cells: Named) -> float:
     def error(top_k: int) -> float:
         tried = book.with_values({"parm.top_k": float(top_k)})
-        tried = tried.with_values({"parm.b.tflops": _parm_tflops(tried, Named(tried, "parm.b.tflops"))})
+        tried = tried.with_values(
+            {"parm.b.tflops": _parm_tflops(tried, Named(tried, "parm.b.tflops"))}
+        )
         beds = {name: Testbed(tried, name) for name in ("a", "b")}
         return sum(
             _squared(
-                mean_speedup(beds[name].cell(8, m, m, ("baseline", "s1")), "s1"), cells[f"parm.s1.{name}8.m{m}s{m}"]
+                mean_speedup(beds[name].cell(8, m, m, ("baseline", "s1")), "s1"),
+                cells[f"parm.s1.{name}8.m{m}s{m}"],
             )
             for name in ("a", "b")
             for m in (2, 4)
@@ -141,7 +149,8 @@ def _tutel_pipelining(book: Book, cells: Named) -> tuple[float, ...]:
         bed = tutel.TutelCluster(book.with_values(dict(zip(names, np.exp(logs).tolist()))))
         ours = tutel.gains([bed.by_plan(layer) for layer in tutel.sweep(16)])
         return [
-            math.log((100 + ours[name]) / (100 + cells[f"tutel.pipelining.{name}.16"])) for name in ("hier2d1", "worst")
+            math.log((100 + ours[name]) / (100 + cells[f"tutel.pipelining.{name}.16"]))
+            for name in ("hier2d1", "worst")
         ]
 
     fit = least_squares(errors, np.log([50.0, 200.0]), diff_step=1e-3, xtol=1e-5, ftol=1e-7)
@@ -177,7 +186,11 @@ def _netmoe_concentration(book: Book, cells: Named) -> float:
 
 
 def _solve(
-    book: Book, name: str, bounds: tuple[float, float], simulate: Callable[[Book], float], target: float
+    book: Book,
+    name: str,
+    bounds: tuple[float, float],
+    simulate: Callable[[Book], float],
+    target: float,
 ) -> float:
     """Return the value of a constant at which a simulated figure equals `target`, or the nearest bound if there is none."""
     low, high = (simulate(book.with_values({name: value})) - target for value in bounds)
@@ -226,7 +239,9 @@ FITS: dict[tuple[str, ...], Callable[[Book, Named], Fitted]] = {
     ("parm.b.tflops",): _parm_tflops,
     ("schemoe.turn",): _schemoe_turn,
     ("tutel.tflops",): _solved(
-        "tutel.compute.16", (10.0, 312.0), lambda book: tutel.TutelCluster(book).parts_ms(tutel.big(16))[0]
+        "tutel.compute.16",
+        (10.0, 312.0),
+        lambda book: tutel.TutelCluster(book).parts_ms(tutel.big(16))[0],
     ),
     ("tutel.nic", "tutel.fabric", "tutel.message", "tutel.batched"): _tutel_network,
     ("tutel.connection", "tutel.issue"): _tutel_pipelining,
@@ -237,7 +252,9 @@ FITS: dict[tuple[str, ...], Callable[[Book, Named], Fitted]] = {
     ("tutel.swin.train",): _tutel_swin("train"),
     ("tutel.swin.infer",): _tutel_swin("infer"),
     ("netmoe.nic",): _solved(
-        "netmoe.scatter.16", (10.0, 1000.0), lambda book: netmoe.NetMoECluster(book).table4_ms(16)[0]
+        "netmoe.scatter.16",
+        (10.0, 1000.0),
+        lambda book: netmoe.NetMoECluster(book).table4_ms(16)[0],
     ),
     ("netmoe.tflops", "netmoe.launch"): _netmoe_computing,
     ("netmoe.concentration",): _netmoe_concentration,

@@ -61,7 +61,13 @@ def workload(devices: int, dim: int, samples: int = SAMPLES) -> Workload:
         samples: samples per device.
     """
     return Workload(
-        tokens=samples * LENGTH, num_experts=2 * devices, top_k=TOP_K, dim=dim, hidden=4 * dim, matrices=2, dtype="fp32"
+        tokens=samples * LENGTH,
+        num_experts=2 * devices,
+        top_k=TOP_K,
+        dim=dim,
+        hidden=4 * dim,
+        matrices=2,
+        dtype="fp32",
     )
 
 
@@ -95,7 +101,10 @@ def placed(devices: int, concentration: float, draws: int = DRAWS) -> PlacedSamp
     for draw in range(draws):
         here, following = (
             dirichlet_counts(
-                devices * SAMPLES, of_sample, concentration=concentration / of_sample.num_experts, seed=2 * draw + at
+                devices * SAMPLES,
+                of_sample,
+                concentration=concentration / of_sample.num_experts,
+                seed=2 * draw + at,
             )
             for at in range(2)
         )
@@ -104,12 +113,18 @@ def placed(devices: int, concentration: float, draws: int = DRAWS) -> PlacedSamp
         old, new = load.volume(load.homes), load.volume(homes)
         moved = load.homes.moved(homes, node), load.homes.moved(homes)
         samples = devices * SAMPLES
-        ratios.append((new.intra / old.intra, new.inter / old.inter, moved[0] / samples, moved[1] / samples))
+        ratios.append(
+            (new.intra / old.intra, new.inter / old.inter, moved[0] / samples, moved[1] / samples)
+        )
     return PlacedSamples(*np.mean(ratios, axis=0).tolist())
 
 
 def step_gains(
-    book: Book, model: str, nodes: int, per_node: int, systems: Sequence[str] = ("fastmoe", "fastermoe", "smartmoe")
+    book: Book,
+    model: str,
+    nodes: int,
+    per_node: int,
+    systems: Sequence[str] = ("fastmoe", "fastermoe", "smartmoe"),
 ) -> dict[str, float]:
     """Return the speed-ups of NetMoE's whole steps over those of other systems.
 
@@ -125,10 +140,13 @@ def step_gains(
     """
     dim, devices = MODELS[model], nodes * per_node
     layer = replace(workload(devices, dim, 1), tokens=LENGTH)
-    setting = Setting(nodes=nodes, per_node=per_node, slots=SAMPLES, layer=layer, num_layers=JOURNEY)
+    setting = Setting(
+        nodes=nodes, per_node=per_node, slots=SAMPLES, layer=layer, num_layers=JOURNEY
+    )
     concentration = book.constant("netmoe.concentration") / layer.num_experts
     counts = [
-        dirichlet_counts(setting.samples, layer, concentration=concentration, seed=number) for number in range(JOURNEY)
+        dirichlet_counts(setting.samples, layer, concentration=concentration, seed=number)
+        for number in range(JOURNEY)
     ]
     spec = NetMoECluster(book, nodes, per_node).spec
     plain = Costs(setting, spec)
@@ -139,7 +157,9 @@ def step_gains(
     seconds = {"fastmoe": plain.plain(counts)[0]}
     seconds["smartmoe"] = seconds["fastmoe"]
     if "fastermoe" in systems:
-        seconds["fastermoe"] = Costs(setting, spec, Plan(peer_groups=max(devices // 4, 1))).plain(counts)[0]
+        seconds["fastermoe"] = Costs(setting, spec, Plan(peer_groups=max(devices // 4, 1))).plain(
+            counts
+        )[0]
     netmoe = around + layers * plain.placed(journey)[0]
     return {system: (around + layers * seconds[system]) / netmoe for system in systems}
 
@@ -176,7 +196,11 @@ class NetMoECluster:
         run = Simulator(self.spec).run(compiled.forward, layer, grid)
         rows = {slot.name for slot in compiled.forward.slots if slot.kind is Kind.ROWS}
         spans = run.timeline.spans
-        scatter = sum(s.end - s.start for s in spans if s.stage is Stage.DISPATCH and s.task in rows - {"rows"})
+        scatter = sum(
+            s.end - s.start
+            for s in spans
+            if s.stage is Stage.DISPATCH and s.task in rows - {"rows"}
+        )
         computing = sum(s.end - s.start for s in spans if s.stage is Stage.EXPERT)
         return 1e3 * scatter, 1e3 * computing + self.book.constant("netmoe.launch")
 
@@ -188,7 +212,9 @@ SWEEP = ((2, 2), (2, 4), (2, 8), (4, 2), (4, 4), (4, 8))
 def reproduce(book: Book) -> Reproduction:
     """Compute volumes, placements and times, and compare them with the paper's figures."""
     figures: dict[str, float] = {}
-    after = {devices: placed(devices, book.constant("netmoe.concentration")) for devices in (16, 32)}
+    after = {
+        devices: placed(devices, book.constant("netmoe.concentration")) for devices in (16, 32)
+    }
     for devices, mean in after.items():
         for model, dim in MODELS.items():
             intra, inter = before_mib(devices, dim)
@@ -201,14 +227,21 @@ def reproduce(book: Book) -> Reproduction:
             figures[f"netmoe.moved.devices.{devices}.{model}"] = 100 * mean.moved_devices
     bed = NetMoECluster(book)
     for samples in (2, 4, 8, 16, 24):
-        figures[f"netmoe.scatter.{samples}"], figures[f"netmoe.compute.{samples}"] = bed.table4_ms(samples)
+        figures[f"netmoe.scatter.{samples}"], figures[f"netmoe.compute.{samples}"] = bed.table4_ms(
+            samples
+        )
     gains = [step_gains(book, model, 4, PER_NODE) for model in MODELS]
-    figures |= {f"netmoe.speedup.{system}": max(model_gains[system] for model_gains in gains) for system in gains[0]}
+    figures |= {
+        f"netmoe.speedup.{system}": max(model_gains[system] for model_gains in gains)
+        for system in gains[0]
+    }
     for nodes, per_node in SWEEP:
-        figures[f"netmoe.sweep.n{nodes}.j{nodes * per_node}"] = step_gains(book, "S", nodes, per_node, ("fastmoe",))[
-            "fastmoe"
-        ]
-    return book.reproduction("netmoe", book.rows(figures), _findings(book, after), _charts(book, after))
+        figures[f"netmoe.sweep.n{nodes}.j{nodes * per_node}"] = step_gains(
+            book, "S", nodes, per_node, ("fastmoe",)
+        )["fastmoe"]
+    return book.reproduction(
+        "netmoe", book.rows(figures), _findings(book, after), _charts(book, after)
+    )
 
 
 def after_points(reproduction: Reproduction) -> float:
@@ -237,7 +270,10 @@ def _charts(book: Book, after: dict[int, PlacedSamples]) -> tuple[Chart, ...]:
     cases: dict[str, tuple[float | None, float]] = {}
     for devices, model in itertools.product((16, 32), MODELS):
         paper = book.cells[f"netmoe.change.{devices}.{model}"].value
-        cases[f"{devices}\n{model}"] = (None if paper is None else -paper, 100 * (1 - after[devices].inter))
+        cases[f"{devices}\n{model}"] = (
+            None if paper is None else -paper,
+            100 * (1 - after[devices].inter),
+        )
     concentrations = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
     curves = tuple(
         (f"{devices} devices", concentrations, tuple(100 * (1 - placed(devices, c, draws=4).inter) for c in concentrations))
@@ -245,5 +281,11 @@ def _charts(book: Book, after: dict[int, PlacedSamples]) -> tuple[Chart, ...]:
     )  # fmt: skip
     return (
         paper_bars("saved between nodes", "devices and model", "%", cases),
-        Chart("saved between nodes, by how alike samples are", "concentration", "%", curves, log_x=True),
+        Chart(
+            "saved between nodes, by how alike samples are",
+            "concentration",
+            "%",
+            curves,
+            log_x=True,
+        ),
     )

@@ -46,7 +46,9 @@ def claims(reproductions: Sequence[Reproduction], book: Book) -> list[Claim]:
     """
 
     def of(paper: str) -> Reproduction:
-        return some([reproduction for reproduction in reproductions if reproduction.paper == paper], paper)[0]
+        return some(
+            [reproduction for reproduction in reproductions if reproduction.paper == paper], paper
+        )[0]
 
     def ordered() -> float:
         right, known = parm.order(book, of("parm").rows)
@@ -65,19 +67,41 @@ def claims(reproductions: Sequence[Reproduction], book: Book) -> list[Claim]:
         return next(row for row in of(name.split(".")[0]).rows if row.cell.name == name)
 
     return [
-        *(claimed(f"reproduce.{paper}.error", partial(median, paper), TARGETS[paper]) for paper in REPRODUCTIONS),
-        *(claimed(f"reproduce.{paper}.worst", partial(worst, paper), WORST) for paper in REPRODUCTIONS),
-        *(claimed(f"reproduce.{paper}.headline", partial(headline, paper), TWICE, unit="x") for paper in REPRODUCTIONS),
+        *(
+            claimed(f"reproduce.{paper}.error", partial(median, paper), TARGETS[paper])
+            for paper in REPRODUCTIONS
+        ),
+        *(
+            claimed(f"reproduce.{paper}.worst", partial(worst, paper), WORST)
+            for paper in REPRODUCTIONS
+        ),
+        *(
+            claimed(f"reproduce.{paper}.headline", partial(headline, paper), TWICE, unit="x")
+            for paper in REPRODUCTIONS
+        ),
         claimed("reproduce.parm.order", ordered, 0.75, ">="),
-        claimed("reproduce.schemoe.bert_gain", lambda: figure("schemoe.bert.gain").ours, 0.0, ">=", unit="gain %"),
-        claimed("reproduce.netmoe.after_points", lambda: netmoe.after_points(of("netmoe")), 5.0, unit="points"),
+        claimed(
+            "reproduce.schemoe.bert_gain",
+            lambda: figure("schemoe.bert.gain").ours,
+            0.0,
+            ">=",
+            unit="gain %",
+        ),
+        claimed(
+            "reproduce.netmoe.after_points",
+            lambda: netmoe.after_points(of("netmoe")),
+            5.0,
+            unit="points",
+        ),
     ]
 
 
 def times_off(row: Row) -> float:
     """Return how many times a simulated gain is larger than the published one, or smaller; infinite if it is a loss."""
     assert row.cell.value is not None
-    ours, published = (each / 100 if row.cell.unit == "gain %" else each - 1 for each in (row.ours, row.cell.value))
+    ours, published = (
+        each / 100 if row.cell.unit == "gain %" else each - 1 for each in (row.ours, row.cell.value)
+    )
     return max(ours / published, published / ours) if ours > 0 else float("inf")
 
 
@@ -101,9 +125,17 @@ class PapersMeasured(Measurement):
             }
             for reproduction in reproductions
         }
-        rows = [_row(reproduction.paper, row) for reproduction in reproductions for row in reproduction.rows]
+        rows = [
+            _row(reproduction.paper, row)
+            for reproduction in reproductions
+            for row in reproduction.rows
+        ]
         return cls(
-            rows=rows, claims=claims(reproductions, book), notes=NOTES, packages=("numpy", "scipy"), papers=papers
+            rows=rows,
+            claims=claims(reproductions, book),
+            notes=NOTES,
+            packages=("numpy", "scipy"),
+            papers=papers,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -73,7 +73,9 @@ class Testbed:
         self.cluster = testbed(book, name)
         self.runs = SweptRuns(self.cluster)
 
-    def cell(self, world: int, m: int, s: int, schedules: tuple[str, ...] = tuple(PLANS)) -> list[ParmTimes]:
+    def cell(
+        self, world: int, m: int, s: int, schedules: tuple[str, ...] = tuple(PLANS)
+    ) -> list[ParmTimes]:
         """Return the times of all layers of a cell that fit into memory.
 
         Args:
@@ -111,7 +113,9 @@ class Testbed:
         for schedule in ("baseline", "s1", "s2"):
             forward, backward = self.runs.run(PLANS[schedule], grid, layer)
             around = step.around_seconds(forward, backward, exchanges=False)
-            milliseconds[schedule] = 1e3 * (around + step.model.moe_layers * (forward.seconds + backward.seconds))
+            milliseconds[schedule] = 1e3 * (
+                around + step.model.moe_layers * (forward.seconds + backward.seconds)
+            )
         return milliseconds
 
     def grid(self, world: int, m: int, s: int) -> Grid:
@@ -124,7 +128,14 @@ class Testbed:
         plan = self.runs.compiled(PLANS["baseline"], grid)
         volumes = self.runs.simulator.volumes(plan.forward, workload, plan.grid)
         activations, buffers = layer_memory(plan.forward, plan.backward, volumes)
-        weights = workload.num_experts / grid.ep * workload.matrices * workload.dim * workload.hidden / grid.etp
+        weights = (
+            workload.num_experts
+            / grid.ep
+            * workload.matrices
+            * workload.dim
+            * workload.hidden
+            / grid.etp
+        )
         total = activations + buffers + 2 * weights * workload.element_bytes
         return total / GIB + RESERVE_GIB <= self.cluster.device.memory_gib
 
@@ -149,7 +160,9 @@ def testbed(book: Book, name: str) -> ClusterSpec:
 def layers(world: int, s: int, top_k: int) -> Iterator[tuple[Workload, int]]:
     """Yield the different ones of a cell's 162 layers, each with the number of identical layers."""
     tokens = Counter(batch * length for batch, length in itertools.product(BATCHES, LENGTHS))
-    for (size, count), dim, hidden, factor in itertools.product(sorted(tokens.items()), WIDTHS, WIDTHS, FACTORS):
+    for (size, count), dim, hidden, factor in itertools.product(
+        sorted(tokens.items()), WIDTHS, WIDTHS, FACTORS
+    ):
         yield (
             Workload(
                 tokens=size, num_experts=world // s, top_k=top_k, dim=dim * s, hidden=hidden * s, matrices=2,
@@ -161,7 +174,11 @@ def layers(world: int, s: int, top_k: int) -> Iterator[tuple[Workload, int]]:
 
 def mean_speedup(times: Sequence[ParmTimes], schedule: str) -> float:
     """Return the average speed-up of a schedule over the baseline, with equal weight for every layer of the sweep."""
-    return float(np.average([each.speedup(schedule) for each in times], weights=[each.count for each in times]))
+    return float(
+        np.average(
+            [each.speedup(schedule) for each in times], weights=[each.count for each in times]
+        )
+    )
 
 
 def saa_gain(times: Sequence[ParmTimes]) -> float:
@@ -172,7 +189,9 @@ def saa_gain(times: Sequence[ParmTimes]) -> float:
 
 def shares(times: Sequence[ParmTimes]) -> tuple[float, float]:
     """Return the smallest and the largest share of communication in a layer of the baseline, in per cent."""
-    percentages = [100 * (1 - each.compute["baseline"] / each.seconds["baseline"]) for each in times]
+    percentages = [
+        100 * (1 - each.compute["baseline"] / each.seconds["baseline"]) for each in times
+    ]
     return min(percentages), max(percentages)
 
 
@@ -187,7 +206,10 @@ def published(operations: Operations, layer: Workload, m: int, s: int) -> str:
     return faster(operations, layer, y / m, y)
 
 
-RULES: dict[str, Callable[[Operations, Workload, int, int], str]] = {"published": published, "corrected": corrected}
+RULES: dict[str, Callable[[Operations, Workload, int, int], str]] = {
+    "published": published,
+    "corrected": corrected,
+}
 """The two forms of Algorithm 1, by their names in findings."""
 
 
@@ -208,8 +230,15 @@ class ParmChoices:
 def reproduce(book: Book) -> Reproduction:
     """Simulate the sweep and the training steps, and compare them with the paper's figures."""
     beds = {name: Testbed(book, name) for name in ("a", "b")}
-    cells = {(name, world, m, s): beds[name].cell(world, m, s) for name, world in COLUMNS for m, s in SIZES}
-    chosen = {key: {rule: _choose(beds[key[0]], key, times, rule) for rule in RULES} for key, times in cells.items()}
+    cells = {
+        (name, world, m, s): beds[name].cell(world, m, s)
+        for name, world in COLUMNS
+        for m, s in SIZES
+    }
+    chosen = {
+        key: {rule: _choose(beds[key[0]], key, times, rule) for rule in RULES}
+        for key, times in cells.items()
+    }
     figures: dict[str, float] = {}
     for (name, world, m, s), times in cells.items():
         case = f"{name}{world}.m{m}s{s}"
@@ -222,7 +251,9 @@ def reproduce(book: Book) -> Reproduction:
     best = cells["b", 32, 4, 4]
     above = sum(each.count for each in best if max(each.speedup("s1"), each.speedup("s2")) > 4)
     figures["parm.histogram.above4"] = 100 * above / sum(each.count for each in best)
-    figures["parm.sweep.runnable"] = float(sum(each.count for times in cells.values() for each in times))
+    figures["parm.sweep.runnable"] = float(
+        sum(each.count for times in cells.values() for each in times)
+    )
     for name, world in (("a", 8), ("b", 32)):
         of_bed = [each for (bed, *_), times in cells.items() if bed == name for each in times]
         figures[f"parm.saa.{name}"] = saa_gain(of_bed)
@@ -231,7 +262,9 @@ def reproduce(book: Book) -> Reproduction:
             figures[f"parm.step.{model}.{name}.baseline"] = steps["baseline"]
             figures[f"parm.step.{model}.{name}.parm"] = min(steps["s1"], steps["s2"])
     rows = book.rows(figures)
-    return book.reproduction("parm", rows, _findings(book, rows, chosen, cells), _charts(rows, best))
+    return book.reproduction(
+        "parm", rows, _findings(book, rows, chosen, cells), _charts(rows, best)
+    )
 
 
 def order(book: Book, rows: tuple[Row, ...]) -> tuple[int, int]:
@@ -248,7 +281,9 @@ def order(book: Book, rows: tuple[Row, ...]) -> tuple[int, int]:
     return right, known
 
 
-def _choose(bed: Testbed, key: tuple[str, int, int, int], times: list[ParmTimes], rule: str) -> ParmChoices:
+def _choose(
+    bed: Testbed, key: tuple[str, int, int, int], times: list[ParmTimes], rule: str
+) -> ParmChoices:
     _, world, m, s = key
     costs = operations(bed.runs.simulator, bed.grid(world, m, s), bed.top_k)
     right, regret, speedups = 0, 0.0, 0.0
@@ -305,7 +340,9 @@ def _charts(rows: tuple[Row, ...], best: list[ParmTimes]) -> tuple[Chart, ...]:
         )
         for schedule in ("s1", "s2", "chosen")
     ]
-    values = [max(each.speedup("s1"), each.speedup("s2")) for each in best for _ in range(each.count)]
+    values = [
+        max(each.speedup("s1"), each.speedup("s2")) for each in best for _ in range(each.count)
+    ]
     heights, edges = np.histogram(values, bins=np.arange(2.0, 8.25, 0.25))
     histogram = (("simulated", tuple(edges[:-1].tolist()), tuple(map(float, heights))),)
     title = "the better of S1 and S2, 32 GPUs, m = s = 4"

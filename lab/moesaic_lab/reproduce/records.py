@@ -120,7 +120,9 @@ class Chart:
     log_y: bool = False
 
 
-def paper_bars(title: str, x_title: str, y_title: str, cases: Mapping[str, tuple[float | None, float]]) -> Chart:
+def paper_bars(
+    title: str, x_title: str, y_title: str, cases: Mapping[str, tuple[float | None, float]]
+) -> Chart:
     """Return a bar chart of a paper's figures, as far as they are printed, next to ours.
 
     Args:
@@ -129,10 +131,18 @@ def paper_bars(title: str, x_title: str, y_title: str, cases: Mapping[str, tuple
         y_title: title of the axis with the values, unit included.
         cases: (the paper's figure, our figure) by label.
     """
-    known = [(float(place), paper) for place, (paper, _) in enumerate(cases.values()) if paper is not None]
+    known = [
+        (float(place), paper)
+        for place, (paper, _) in enumerate(cases.values())
+        if paper is not None
+    ]
     series = (
         ("paper", tuple(x for x, _ in known), tuple(y for _, y in known)),
-        ("simulated", tuple(map(float, range(len(cases)))), tuple(ours for _, ours in cases.values())),
+        (
+            "simulated",
+            tuple(map(float, range(len(cases)))),
+            tuple(ours for _, ours in cases.values()),
+        ),
     )
     return Chart(title, x_title, y_title, series, tuple(cases))
 
@@ -162,7 +172,9 @@ class Reproduction:
         return [
             row.cell.error(row.ours)
             for row in self.rows
-            if row.role == "validation" and not row.cell.derived and row.cell.name.startswith(prefix)
+            if row.role == "validation"
+            and not row.cell.derived
+            and row.cell.name.startswith(prefix)
             if (row.cell.unit != "points" if unit is None else row.cell.unit == unit)
         ]
 
@@ -197,7 +209,11 @@ class Book:
     @property
     def missed(self) -> dict[str, str]:
         """Reasons of missed claims, by the claim's name."""
-        return {name: reason for about in self._about.values() for name, reason in about.get("missed", {}).items()}
+        return {
+            name: reason
+            for about in self._about.values()
+            for name, reason in about.get("missed", {}).items()
+        }
 
     def value(self, name: str) -> float:
         """Return a printed figure.
@@ -207,7 +223,9 @@ class Book:
         """
         value = self.cells[name].value if name in self.cells else None
         if value is None:
-            raise InputError(f"cell {name}: there is no such printed figure: see lab/moesaic_lab/reproduce/data")
+            raise InputError(
+                f"cell {name}: there is no such printed figure: see lab/moesaic_lab/reproduce/data"
+            )
         return value
 
     def constant(self, name: str) -> float:
@@ -217,13 +235,17 @@ class Book:
             InputError: if the constant is unknown.
         """
         if name not in self.constants:
-            raise InputError(f"constant {name} is unknown: see lab/moesaic_lab/reproduce/data/constants.toml")
+            raise InputError(
+                f"constant {name} is unknown: see lab/moesaic_lab/reproduce/data/constants.toml"
+            )
         return self.constants[name].value
 
     def role(self, name: str) -> Role:
         """Return the role of rows with a cell."""
         cell = self.cells[name]
-        if name in self.used or any(other in self.used for other in cell.derived if cell.value is not None):
+        if name in self.used or any(
+            other in self.used for other in cell.derived if cell.value is not None
+        ):
             return "fit"
         if cell.not_printed:
             return "no prediction"
@@ -233,10 +255,17 @@ class Book:
 
     def rows(self, figures: Mapping[str, float]) -> tuple[Row, ...]:
         """Return a row per cell, with its role; `figures` holds our values by the cells' names."""
-        return tuple(Row(cell=self.cells[name], ours=ours, role=self.role(name)) for name, ours in figures.items())
+        return tuple(
+            Row(cell=self.cells[name], ours=ours, role=self.role(name))
+            for name, ours in figures.items()
+        )
 
     def reproduction(
-        self, paper: str, rows: tuple[Row, ...], findings: Iterable[PaperFinding], charts: Iterable[Chart]
+        self,
+        paper: str,
+        rows: tuple[Row, ...],
+        findings: Iterable[PaperFinding],
+        charts: Iterable[Chart],
     ) -> Reproduction:
         """Return a paper's reproduction, with its constants, assumptions and unexplained figures added."""
         constants, about = self.of(paper), self._about[paper]
@@ -252,7 +281,9 @@ class Book:
 
     def with_values(self, values: Mapping[str, float]) -> Book:
         """Return a copy of the book in which some constants have other values, for fits."""
-        changed = {name: replace(self.constants[name], value=value) for name, value in values.items()}
+        changed = {
+            name: replace(self.constants[name], value=value) for name, value in values.items()
+        }
         return Book(self.cells, {**self.constants, **changed}, self._about)
 
 
@@ -278,5 +309,7 @@ def read_book() -> Book:
 
 
 def _table(name: str) -> dict[str, Any]:
-    with resources.as_file(resources.files("moesaic_lab.reproduce").joinpath("data", f"{name}.toml")) as path:
+    with resources.as_file(
+        resources.files("moesaic_lab.reproduce").joinpath("data", f"{name}.toml")
+    ) as path:
         return read_table(path)

@@ -28,19 +28,33 @@ PLANS = {
     "naive": Plan(),
     "zfp": Plan(codec="zfp", backward_codec="zfp"),
     "pipe": Plan(codec="zfp", backward_codec="zfp", all_to_all="pipelined"),
-    "schedule": Plan(codec="zfp", backward_codec="zfp", all_to_all="pipelined", chunks=2, order="optsche"),
+    "schedule": Plan(
+        codec="zfp", backward_codec="zfp", all_to_all="pipelined", chunks=2, order="optsche"
+    ),
 }
 """Plans of the ablation's rows, each of which adds a part to the previous one: from Tutel's layer to ScheMoE's."""
 DEPTHS = (12, 16, 20, 24)
 """Numbers of layers of the CT-MoE models."""
-BATCHES, FACTORS, LENGTHS, WIDTHS = (2, 4, 8), (1.0, 1.1, 1.2), (512, 1024, 2048), (512, 1024, 2048, 4096, 8192)
+BATCHES, FACTORS, LENGTHS, WIDTHS = (
+    (2, 4, 8),
+    (1.0, 1.1, 1.2),
+    (512, 1024, 2048),
+    (512, 1024, 2048, 4096, 8192),
+)
 ALGORITHMS: tuple[AllToAll, ...] = ("linear", "pipelined", "hier2d", "hier1d")
 
 
 def layer(tokens: int, dim: int, hidden: int, factor: float = 1.0) -> Workload:
     """Return a layer as in the paper: top-1, one expert per GPU, float32."""
     return Workload(
-        tokens=tokens, num_experts=32, top_k=1, dim=dim, hidden=hidden, matrices=2, dtype="fp32", capacity_factor=factor
+        tokens=tokens,
+        num_experts=32,
+        top_k=1,
+        dim=dim,
+        hidden=hidden,
+        matrices=2,
+        dtype="fp32",
+        capacity_factor=factor,
     )
 
 
@@ -80,11 +94,15 @@ class ScheMoECluster:
 
     def best_of_r(self, workload: Workload) -> tuple[float, int]:
         """Return the seconds of a layer under ScheMoE with the best number of chunks among 1, 2 and 4, and that number."""
-        return min((self.seconds_of(replace(PLANS["schedule"], chunks=r), workload), r) for r in (1, 2, 4))
+        return min(
+            (self.seconds_of(replace(PLANS["schedule"], chunks=r), workload), r) for r in (1, 2, 4)
+        )
 
     def step_ms(self, name: str, depth: int) -> float:
         """Return the milliseconds of a training step of CT-MoE with `depth` layers."""
-        rest = self.book.constant("schemoe.rest.fixed") + depth * self.book.constant("schemoe.rest.layer")
+        rest = self.book.constant("schemoe.rest.fixed") + depth * self.book.constant(
+            "schemoe.rest.layer"
+        )
         return rest + depth * 1e3 * self.seconds(name, CT_MOE)
 
     def all_to_all_ms(self, depth: int) -> float:
@@ -110,11 +128,15 @@ def cluster(book: Book) -> ClusterSpec:
 def layers() -> Iterator[tuple[Workload, int]]:
     """Yield the different ones of the sweep's 675 layers, each with the number of identical layers."""
     tokens = Counter(batch * length for batch, length in itertools.product(BATCHES, LENGTHS))
-    for (size, count), factor, hidden, dim in itertools.product(sorted(tokens.items()), FACTORS, WIDTHS, WIDTHS):
+    for (size, count), factor, hidden, dim in itertools.product(
+        sorted(tokens.items()), FACTORS, WIDTHS, WIDTHS
+    ):
         yield layer(size, dim, hidden, factor), count
 
 
-def exchange_seconds(spec: ClusterSpec, algorithm: AllToAll, workload: Workload, grid: Grid = GRID) -> float:
+def exchange_seconds(
+    spec: ClusterSpec, algorithm: AllToAll, workload: Workload, grid: Grid = GRID
+) -> float:
     """Return the seconds of one all-to-all of token rows.
 
     Its hops run one after another, except that those of "pipelined" run at once on different lanes.
@@ -171,7 +193,8 @@ def reproduce(book: Book) -> Reproduction:
     figures["schemoe.layers.gain"] = float(np.average(gains, weights=counts))
     sizes = tuple(2**power for power in range(10, 32))
     curves: dict[str, list[float]] = {
-        name: [exchange_seconds(cluster(book), name, sized(size)) for size in sizes] for name in ALGORITHMS
+        name: [exchange_seconds(cluster(book), name, sized(size)) for size in sizes]
+        for name in ALGORITHMS
     }
     pipe = [100 * (a / b - 1) for a, b in zip(curves["linear"], curves["pipelined"])]
     small = [gain for size, gain in zip(sizes, pipe) if 2**20 <= size <= 200e6]
@@ -180,7 +203,10 @@ def reproduce(book: Book) -> Reproduction:
     rest = bed.book.constant("schemoe.rest.layer") * BERT.tokens / CT_MOE.tokens
     tutel, ours = (1e3 * bed.seconds(name, BERT) for name in ("naive", "schedule"))
     figures["schemoe.bert.gain"] = 100 * ((tutel + rest) / (ours + rest) - 1)
-    findings, charts = _findings(bed, sizes, curves, gains, counts), _charts(sizes, curves, gains, counts)
+    findings, charts = (
+        _findings(bed, sizes, curves, gains, counts),
+        _charts(sizes, curves, gains, counts),
+    )
     return book.reproduction("schemoe", book.rows(figures), findings, charts)
 
 
@@ -194,7 +220,11 @@ def gains_of_layers(bed: ScheMoECluster, plan: Plan) -> tuple[list[float], list[
 
 
 def _findings(
-    bed: ScheMoECluster, sizes: tuple[int, ...], curves: dict[str, list[float]], gains: list[float], counts: list[int]
+    bed: ScheMoECluster,
+    sizes: tuple[int, ...],
+    curves: dict[str, list[float]],
+    gains: list[float],
+    counts: list[int],
 ) -> tuple[PaperFinding, ...]:
     memory = cluster(bed.book).device.memory_gib
     too_large = [size for size in sizes if exchange_gib("hier1d", size) > memory - 1]
@@ -217,7 +247,9 @@ def _findings(
             bool(too_large) and not others,
         ),
         PaperFinding(
-            "Pipe-A2A is up to about twice as fast as 2DH above 200 MB", f"{two:.2f}x at 256 MiB", 1.5 <= two <= 2.5
+            "Pipe-A2A is up to about twice as fast as 2DH above 200 MB",
+            f"{two:.2f}x at 256 MiB",
+            1.5 <= two <= 2.5,
         ),
         PaperFinding(
             "gains over the 675 layers",
@@ -240,7 +272,9 @@ def _charts(
 ) -> tuple[Chart, ...]:
     x = tuple(float(size) for size in sizes)
     times = tuple((name, x, tuple(values)) for name, values in curves.items())
-    memory = tuple((name, x, tuple(exchange_gib(name, size) for size in sizes)) for name in ALGORITHMS)
+    memory = tuple(
+        (name, x, tuple(exchange_gib(name, size) for size in sizes)) for name in ALGORITHMS
+    )
     heights, edges = np.histogram(gains, bins=np.arange(-100.0, 260.0, 20.0), weights=counts)
     layers = (("simulated", tuple(edges[:-1].tolist()), tuple(map(float, heights))),)
     return (

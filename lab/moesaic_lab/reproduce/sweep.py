@@ -45,7 +45,11 @@ class _Line:
         """Return the movement for pieces of `num_bytes`."""
         load = self.moved.load
         seconds = self.intercept + self.slope * num_bytes
-        return Movement(self.moved.actors, Load(load.links, seconds, load.messages, load.latency), self.moved.posts)
+        return Movement(
+            self.moved.actors,
+            Load(load.links, seconds, load.messages, load.latency),
+            self.moved.posts,
+        )
 
 
 class _Family:
@@ -57,7 +61,9 @@ class _Family:
         pieces: rows per piece of both layers.
     """
 
-    def __init__(self, first: AbstractVolumes, second: AbstractVolumes, pieces: tuple[PieceRows, PieceRows]) -> None:
+    def __init__(
+        self, first: AbstractVolumes, second: AbstractVolumes, pieces: tuple[PieceRows, PieceRows]
+    ) -> None:
         self.first, self.second, self.pieces = first, second, pieces
         self.rows: dict[Layout, np.ndarray] = {}
         self.experts: dict[Layout, np.ndarray] = {}
@@ -68,8 +74,13 @@ class _Family:
         source, move = ends_of(task, slots)
         key = (source.kind, move, codec, task.link if task.op is Op.HOP else "", task.hop)
         if key not in self._lines:
-            movements = [volumes.movements(task, slots, codec) for volumes in (self.first, self.second)]
-            sizes = [row_bytes(source, codec, piece.of(source.layout), self.first.layer) for piece in self.pieces]
+            movements = [
+                volumes.movements(task, slots, codec) for volumes in (self.first, self.second)
+            ]
+            sizes = [
+                row_bytes(source, codec, piece.of(source.layout), self.first.layer)
+                for piece in self.pieces
+            ]
             self._lines[key] = [_line(one, two, sizes) for one, two in zip(*movements)]
         return self._lines[key]
 
@@ -136,7 +147,9 @@ class SweptLayers(AbstractEvenLayers):
         key = (grid, workload.num_experts, chunks, redundant, apart)
         if key not in self._families:
             layers = [
-                Workload(tokens=size, num_experts=workload.num_experts, top_k=1, dim=1024, hidden=size)
+                Workload(
+                    tokens=size, num_experts=workload.num_experts, top_k=1, dim=1024, hidden=size
+                )
                 for size in (_REFERENCE, 2 * _REFERENCE)
             ]
             one, two = (self._even.volumes(program, layer, grid) for layer in layers)
@@ -164,7 +177,9 @@ class SweptRuns:
             compiled = compile_plan(plan, grid)
             if not self._sends_gates:
                 compiled = replace(
-                    compiled, forward=_without_gates(compiled.forward), backward=_without_gates(compiled.backward)
+                    compiled,
+                    forward=_without_gates(compiled.forward),
+                    backward=_without_gates(compiled.backward),
                 )
             self._compiled[plan, grid] = compiled
         return self._compiled[plan, grid]
@@ -173,7 +188,8 @@ class SweptRuns:
         """Return the simulated forward and backward passes of a layer."""
         compiled = self.compiled(plan, grid)
         forward, backward = (
-            self.simulator.run(program, workload, compiled.grid) for program in (compiled.forward, compiled.backward)
+            self.simulator.run(program, workload, compiled.grid)
+            for program in (compiled.forward, compiled.backward)
         )
         return forward, backward
 
@@ -197,5 +213,7 @@ def sweep_simulator(cluster: ClusterSpec) -> Simulator:
 def _line(one: Movement, two: Movement, sizes: list[float]) -> _Line:
     """Return the line through two movements with the same messages."""
     step = sizes[1] - sizes[0]
-    slope = (two.load.seconds - one.load.seconds) / step if step else np.zeros(len(one.load.seconds))
+    slope = (
+        (two.load.seconds - one.load.seconds) / step if step else np.zeros(len(one.load.seconds))
+    )
     return _Line(one, one.load.seconds - slope * sizes[0], slope)

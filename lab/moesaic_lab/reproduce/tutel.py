@@ -94,7 +94,9 @@ class TutelCluster:
         self._memory = read_cluster("tutel").device.memory_gigabytes_per_second * 1e9
         self._runs: dict[tuple[int, float | None, int], SweptRuns] = {}
 
-    def runs(self, plan: Plan, layer: TutelLayer, *, flexible: bool = True) -> tuple[Simulated, Simulated]:
+    def runs(
+        self, plan: Plan, layer: TutelLayer, *, flexible: bool = True
+    ) -> tuple[Simulated, Simulated]:
         """Return the forward and the backward pass of a layer, from dispatch to combine.
 
         The chunks of a linear all-to-all are sent expert by expert, as in Tutel's `nccl_all_to_all_scatter_async`: the rows of
@@ -114,9 +116,13 @@ class TutelCluster:
             self._runs[key] = SweptRuns(cluster(self.book, *key), sends_gates=False)
         return self._runs[key].run(plan, layer.grid, layer.workload)
 
-    def seconds(self, plan: Plan, layer: TutelLayer, *, flexible: bool = True, trains: bool = True) -> float:
+    def seconds(
+        self, plan: Plan, layer: TutelLayer, *, flexible: bool = True, trains: bool = True
+    ) -> float:
         """Return the seconds of a layer, gate included: the forward pass and, if `trains`, the backward pass."""
-        return self.gate_seconds(layer, trains=trains) + self._moves_seconds(plan, layer, flexible, trains)
+        return self.gate_seconds(layer, trains=trains) + self._moves_seconds(
+            plan, layer, flexible, trains
+        )
 
     def fairseq_seconds(self, layer: TutelLayer, *, trains: bool = True) -> float:
         """Return the seconds of Fairseq's layer: its gate, its masks, and experts that multiply all their rows at once.
@@ -125,7 +131,11 @@ class TutelCluster:
         the last.
         """
         gate = self.gate_seconds(layer, trains=trains, passes=FAIRSEQ_GATE)
-        return gate + self.einsum_seconds(layer, trains=trains) + self._moves_seconds(Plan(), layer, True, trains)
+        return (
+            gate
+            + self.einsum_seconds(layer, trains=trains)
+            + self._moves_seconds(Plan(), layer, True, trains)
+        )
 
     def _moves_seconds(self, plan: Plan, layer: TutelLayer, flexible: bool, trains: bool) -> float:
         forward, backward = self.runs(plan, layer, flexible=flexible)
@@ -138,10 +148,14 @@ class TutelCluster:
         moving = sum(run.seconds for run in runs) - computing
         return 1e3 * (computing + self.gate_seconds(layer)), 1e3 * moving
 
-    def by_plan(self, layer: TutelLayer, *, trains: bool = True) -> dict[tuple[AllToAll, int], float]:
+    def by_plan(
+        self, layer: TutelLayer, *, trains: bool = True
+    ) -> dict[tuple[AllToAll, int], float]:
         """Return the seconds of a layer by (all-to-all, degree of pipelining)."""
         return {
-            (algorithm, degree): self.seconds(Plan(all_to_all=algorithm, chunks=degree), layer, trains=trains)
+            (algorithm, degree): self.seconds(
+                Plan(all_to_all=algorithm, chunks=degree), layer, trains=trains
+            )
             for algorithm in ALGORITHMS
             for degree in DEGREES
         }
@@ -153,10 +167,18 @@ class TutelCluster:
         has two (fairseq's `moe_layer.py` and `top2gate.py`). A product takes 2 * tokens * copies * dim operations.
         """
         elements = layer.tokens * layer.workload.copies
-        products = (5 if trains else 2) * 2.0 * elements * layer.dim / (self.book.constant("tutel.einsum") * 1e12)
+        products = (
+            (5 if trains else 2)
+            * 2.0
+            * elements
+            * layer.dim
+            / (self.book.constant("tutel.einsum") * 1e12)
+        )
         return products + elements * _bytes_of(FAIRSEQ_MASKS, layer.top_k, trains) / self._memory
 
-    def gate_seconds(self, layer: TutelLayer, *, trains: bool = True, passes: Passes = TUTEL_GATE) -> float:
+    def gate_seconds(
+        self, layer: TutelLayer, *, trains: bool = True, passes: Passes = TUTEL_GATE
+    ) -> float:
         """Return the seconds of a gate: its passes over memory, and its product.
 
         The product (tokens, dim) x (dim, experts) takes place once forward and twice backward.
@@ -164,7 +186,9 @@ class TutelCluster:
         elements = layer.tokens * layer.workload.num_experts
         operations = 2.0 * elements * layer.dim / (self.book.constant("tutel.tflops") * 1e12)
         product = max(operations, 2.0 * (layer.tokens * layer.dim + elements) / self._memory)
-        return (3 if trains else 1) * product + elements * _bytes_of(passes, layer.top_k, trains) / self._memory
+        return (3 if trains else 1) * product + elements * _bytes_of(
+            passes, layer.top_k, trains
+        ) / self._memory
 
 
 def _bytes_of(passes: Passes, top_k: int, trains: bool) -> int:
@@ -194,10 +218,15 @@ def cluster(book: Book, gpus: int, rows: float | None = None, per_peer: int = 1)
     device = replace(spec.device, tflops=Tflops(fp16=book.constant("tutel.tflops")))
     if rows is not None:
         whole = float(np.interp(np.log(1024), np.log(device.gemm_rows), device.gemm_share))
-        share = float(np.interp(np.log(rows), np.log([8.0, 1024.0]), [book.constant("tutel.batched"), whole]))
+        share = float(
+            np.interp(np.log(rows), np.log([8.0, 1024.0]), [book.constant("tutel.batched"), whole])
+        )
         device = replace(device, gemm_rows=(1.0,), gemm_share=(share,))
     return replace(
-        spec, device=device, links=(nvlink, nic), host=replace(spec.host, task_us=book.constant("tutel.issue"))
+        spec,
+        device=device,
+        links=(nvlink, nic),
+        host=replace(spec.host, task_us=book.constant("tutel.issue")),
     )
 
 
@@ -219,7 +248,12 @@ def swin_seconds(bed: TutelCluster, gpus: int, name: str) -> tuple[float, float]
     trains, fairseq, tutel = SWIN_TRAINS[name], 0.0, 0.0
     for count, tokens, dim in SWIN_LAYERS:
         layer = TutelLayer(
-            gpus=gpus, tokens=SWIN_BATCH * tokens, dim=dim, hidden=4 * dim, experts_per_gpu=SWIN_EXPERTS / gpus, top_k=1
+            gpus=gpus,
+            tokens=SWIN_BATCH * tokens,
+            dim=dim,
+            hidden=4 * dim,
+            experts_per_gpu=SWIN_EXPERTS / gpus,
+            top_k=1,
         )
         copied = replace(layer, is_cut=False)  # Fairseq's experts cannot be cut
         fairseq += count * bed.fairseq_seconds(copied, trains=trains)
@@ -253,7 +287,9 @@ def single(gpus: int) -> TutelLayer:
 
 def mapped(tokens: int, hidden: int, factor: float = 1.0) -> TutelLayer:
     """Return a layer of the paper's comparison of r: 16 experts on 64 GPUs, each in four shards."""
-    return TutelLayer(gpus=64, tokens=tokens, dim=2048, hidden=hidden, experts_per_gpu=0.25, factor=factor)
+    return TutelLayer(
+        gpus=64, tokens=tokens, dim=2048, hidden=hidden, experts_per_gpu=0.25, factor=factor
+    )
 
 
 def sweep(gpus: int) -> Iterator[TutelLayer]:
@@ -331,15 +367,22 @@ def reproduce(book: Book) -> Reproduction:
     figures |= _against_fairseq(bed)
     sweeps = {gpus: [bed.by_plan(layer) for layer in sweep(gpus)] for gpus in SIZES}
     for gpus, times in sweeps.items():
-        figures |= {f"tutel.pipelining.{name}.{gpus}": value for name, value in gains(times).items()}
+        figures |= {
+            f"tutel.pipelining.{name}.{gpus}": value for name, value in gains(times).items()
+        }
     for factor in (4, 8):
-        figures[f"tutel.pipelining.f{factor}"] = max(_over_degree_1(bed, gpus, float(factor)) for gpus in SIZES)
+        figures[f"tutel.pipelining.f{factor}"] = max(
+            _over_degree_1(bed, gpus, float(factor)) for gpus in SIZES
+        )
     maps = {name: by_r(bed, layer) for name, layer in (("base", BASE), ("large", LARGE))}
     gaps = [100 * abs(times[1] / times[4] - 1) for of in maps.values() for times in of.values()]
     figures["tutel.r.gap.least"], figures["tutel.r.gap.most"] = min(gaps), max(gaps)
     for name, gpus in itertools.product(SWIN_TRAINS, (8, 128)):
         fairseq, tutel = swin_pictures(bed, gpus, name)
-        figures[f"tutel.swin.{name}.fairseq.{gpus}"], figures[f"tutel.swin.{name}.tutel.{gpus}"] = fairseq, tutel
+        figures[f"tutel.swin.{name}.fairseq.{gpus}"], figures[f"tutel.swin.{name}.tutel.{gpus}"] = (
+            fairseq,
+            tutel,
+        )
     exchanged = exchanges(book)
     findings = (*_findings(maps), *_exchange_findings(sweeps, exchanged))
     charts = (*_charts(bed, maps), *_exchange_charts(sweeps, exchanged))
@@ -356,9 +399,17 @@ def exchanges(book: Book) -> dict[tuple[AllToAll, int, int], float]:
     for gpus, size in itertools.product(WORLDS, BYTES):
         spec, grid = cluster(book, gpus), Grid(world=gpus, ep=gpus, ranks_per_node=PER_NODE)
         rows = Workload(
-            tokens=gpus, num_experts=gpus, top_k=1, dim=size // gpus // 2, hidden=1, matrices=2, dtype="fp16"
+            tokens=gpus,
+            num_experts=gpus,
+            top_k=1,
+            dim=size // gpus // 2,
+            hidden=1,
+            matrices=2,
+            dtype="fp16",
         )
-        found |= {(name, gpus, size): exchange_seconds(spec, name, rows, grid) for name in ALGORITHMS}
+        found |= {
+            (name, gpus, size): exchange_seconds(spec, name, rows, grid) for name in ALGORITHMS
+        }
     return found
 
 
@@ -367,10 +418,16 @@ def _exchange_findings(
 ) -> Iterator[PaperFinding]:
     for gpus in (SIZES[0], SIZES[-1]):
         best = Counter(min(times, key=lambda plan: times[plan]) for times in sweeps[gpus])
-        words = ", ".join(f"{name} {degree}: {count}" for (name, degree), count in best.most_common())
-        yield PaperFinding(f"figure 5, no plan is the best for all 81 layers on {gpus} GPUs", words, len(best) > 1)
+        words = ", ".join(
+            f"{name} {degree}: {count}" for (name, degree), count in best.most_common()
+        )
+        yield PaperFinding(
+            f"figure 5, no plan is the best for all 81 layers on {gpus} GPUs", words, len(best) > 1
+        )
     for size in BYTES:
-        ratios = [exchanged["linear", gpus, size] / exchanged["hier2d", gpus, size] for gpus in WORLDS]
+        ratios = [
+            exchanged["linear", gpus, size] / exchanged["hier2d", gpus, size] for gpus in WORLDS
+        ]
         yield PaperFinding(
             f"figure 18, 2DH gains with the number of GPUs at {size >> 20} MiB",
             ", ".join(f"{gpus} GPUs: {ratio:.2f}x" for gpus, ratio in zip(WORLDS, ratios)),
@@ -383,20 +440,39 @@ def _exchange_charts(
 ) -> Iterator[Chart]:
     plans = tuple(itertools.product(ALGORITHMS, DEGREES))
     places = tuple(map(float, range(len(plans))))
-    best = {gpus: Counter(min(of, key=lambda plan: of[plan]) for of in times) for gpus, times in sweeps.items()}
-    counts = tuple((f"{gpus} GPUs", places, tuple(float(best[gpus][plan]) for plan in plans)) for gpus in SIZES)
+    best = {
+        gpus: Counter(min(of, key=lambda plan: of[plan]) for of in times)
+        for gpus, times in sweeps.items()
+    }
+    counts = tuple(
+        (f"{gpus} GPUs", places, tuple(float(best[gpus][plan]) for plan in plans)) for gpus in SIZES
+    )
     labels = tuple(f"{name}\n{degree}" for name, degree in plans)
-    yield Chart("figure 5: layers of which a plan is the best", "all-to-all and degree", "layers", counts, labels)
+    yield Chart(
+        "figure 5: layers of which a plan is the best",
+        "all-to-all and degree",
+        "layers",
+        counts,
+        labels,
+    )
     sizes = tuple(map(float, BYTES))
     rates = tuple(
-        (f"{gpus} GPUs", sizes, tuple(size / exchanged["linear", gpus, size] / 1e9 for size in BYTES))
+        (
+            f"{gpus} GPUs",
+            sizes,
+            tuple(size / exchanged["linear", gpus, size] / 1e9 for size in BYTES),
+        )
         for gpus in WORLDS
     )
     title = "figure 16: rate of the linear all-to-all"
     yield Chart(title, "bytes per GPU", "GB/s per GPU", rates, log_x=True, log_y=True)
     worlds = tuple(map(float, WORLDS))
     lines = tuple(
-        (f"{name}, {size >> 20} MiB", worlds, tuple(1e3 * exchanged[name, gpus, size] for gpus in WORLDS))
+        (
+            f"{name}, {size >> 20} MiB",
+            worlds,
+            tuple(1e3 * exchanged[name, gpus, size] for gpus in WORLDS),
+        )
         for name in ALGORITHMS
         for size in BYTES
     )
@@ -406,7 +482,8 @@ def _exchange_charts(
 def by_r(bed: TutelCluster, layer: TutelLayer) -> dict[float, dict[int, float]]:
     """Return the seconds of a layer, forward and backward, by capacity factor and r."""
     return {
-        factor: {r: bed.seconds(Plan(gather_weights=r), replace(layer, factor=factor)) for r in R} for factor in FACTORS
+        factor: {r: bed.seconds(Plan(gather_weights=r), replace(layer, factor=factor)) for r in R}
+        for factor in FACTORS
     }
 
 
@@ -440,7 +517,9 @@ def _findings(maps: dict[str, dict[float, dict[int, float]]]) -> Iterator[PaperF
             ", ".join(f"f {factor:g}: r = {r}" for factor, r in zip(of, best)),
             all(a >= b for a, b in itertools.pairwise(best)),
         )
-    spread = [max(times.values()) / min(times.values()) for of in maps.values() for times in of.values()]
+    spread = [
+        max(times.values()) / min(times.values()) for of in maps.values() for times in of.values()
+    ]
     yield PaperFinding(
         "adaptive parallelism gains 1.35 to 14.57 times over a static choice",
         f"the best r over the worst: {min(spread):.2f} to {max(spread):.2f} times",
@@ -449,16 +528,30 @@ def _findings(maps: dict[str, dict[float, dict[int, float]]]) -> Iterator[PaperF
 
 def _charts(bed: TutelCluster, maps: dict[str, dict[float, dict[int, float]]]) -> Iterator[Chart]:
     for name, of in maps.items():
-        by_r = tuple((f"r = {r}", tuple(of), tuple(1e3 * times[r] for times in of.values())) for r in R)
-        yield Chart(f"r, {name} setting", "capacity factor", "milliseconds", by_r, log_x=True, log_y=True)
+        by_r = tuple(
+            (f"r = {r}", tuple(of), tuple(1e3 * times[r] for times in of.values())) for r in R
+        )
+        yield Chart(
+            f"r, {name} setting", "capacity factor", "milliseconds", by_r, log_x=True, log_y=True
+        )
     gpus = tuple(map(float, SIZES))
     lines = tuple(
         (
             f"{algorithm}, degree {degree}",
             gpus,
-            tuple(1e3 * bed.seconds(Plan(all_to_all=algorithm, chunks=degree), single(size)) for size in SIZES),
+            tuple(
+                1e3 * bed.seconds(Plan(all_to_all=algorithm, chunks=degree), single(size))
+                for size in SIZES
+            ),
         )
         for algorithm in ALGORITHMS
         for degree in (1, 4)
     )
-    yield Chart("layer of 16,384 tokens, D = H = 2048", "GPUs", "milliseconds", lines, log_x=True, log_y=True)
+    yield Chart(
+        "layer of 16,384 tokens, D = H = 2048",
+        "GPUs",
+        "milliseconds",
+        lines,
+        log_x=True,
+        log_y=True,
+    )

@@ -89,22 +89,38 @@ def run(arguments: Sequence[str]) -> int:
 def _make(arguments: Sequence[str]) -> int:
     """Make a synthetic trace."""
     options = parse(
-        MakeOptions, arguments, prog="moesaic bench trace make", description="Generate a synthetic routing trace."
+        MakeOptions,
+        arguments,
+        prog="moesaic bench trace make",
+        description="Generate a synthetic routing trace.",
     )
-    config = SyntheticRouting(**{each.name: getattr(options, each.name) for each in fields(SyntheticRouting)})
+    config = SyntheticRouting(
+        **{each.name: getattr(options, each.name) for each in fields(SyntheticRouting)}
+    )
     return _write(Path(options.file), lambda: make_segment(config))
 
 
 def _laer(arguments: Sequence[str]) -> int:
     """Read a recording of LAER-MoE."""
-    options = parse(LaerOptions, arguments, prog="moesaic bench trace laer", description="Read LAER-MoE's counts.")
-    return _write(Path(options.out), lambda: read_laer(Path(options.file), method=options.method, model=options.model))
+    options = parse(
+        LaerOptions,
+        arguments,
+        prog="moesaic bench trace laer",
+        description="Read LAER-MoE's counts.",
+    )
+    return _write(
+        Path(options.out),
+        lambda: read_laer(Path(options.file), method=options.method, model=options.model),
+    )
 
 
 def _smartmoe(arguments: Sequence[str]) -> int:
     """Read a recording of SmartMoE."""
     options = parse(
-        SmartMoEOptions, arguments, prog="moesaic bench trace smartmoe", description="Read SmartMoE's gate tables."
+        SmartMoEOptions,
+        arguments,
+        prog="moesaic bench trace smartmoe",
+        description="Read SmartMoE's gate tables.",
     )
     if options.top_k < 1:
         raise InputError(f"--top-k {options.top_k}: must be at least 1")
@@ -113,7 +129,12 @@ def _smartmoe(arguments: Sequence[str]) -> int:
 
 def _pick(arguments: Sequence[str]) -> int:
     """Keep some steps of a trace."""
-    options = parse(PickOptions, arguments, prog="moesaic bench trace pick", description="Keep some steps of a trace.")
+    options = parse(
+        PickOptions,
+        arguments,
+        prog="moesaic bench trace pick",
+        description="Keep some steps of a trace.",
+    )
     return _write(Path(options.out), lambda: picked(Trace.open(Path(options.file)), options.steps))
 
 
@@ -125,7 +146,9 @@ def picked(trace: Trace, steps: Sequence[int]) -> TraceSegment:
     """
     missing = sorted({*steps} - {*trace.steps})
     if missing:
-        raise InputError(f"--steps {missing[0]}: {trace.name} has {steps_in_words(trace.steps)}: choose of these")
+        raise InputError(
+            f"--steps {missing[0]}: {trace.name} has {steps_in_words(trace.steps)}: choose of these"
+        )
     parts = list(trace.segments())
     chosen = [np.isin(part.steps, steps) for part in parts]
     tables = np.concatenate([part.table[rows] for part, rows in zip(parts, chosen)])

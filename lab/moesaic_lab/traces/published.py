@@ -42,23 +42,34 @@ def read_laer(path: Path, *, method: str | None = None, model: str | None = None
     rows = csv.DictReader(lines_of(path))
     try:
         if not set(LAER_COLUMNS) <= set(rows.fieldnames or ()):
-            raise InputError(f"trace {path}: is not a LAER file: its first line must name {', '.join(LAER_COLUMNS)}")
+            raise InputError(
+                f"trace {path}: is not a LAER file: its first line must name {', '.join(LAER_COLUMNS)}"
+            )
         for row in rows:
             key = (int(row["iter"]), int(row["layer"]), int(row["rank"]))
             recordings[row["method"], row["model_name"]][key] = int(row["token_num"])
     except InputError:
         raise
     except (*DAMAGED, csv.Error) as error:
-        raise InputError(f"trace {path}: line {rows.line_num}: is not a row of numbers ({error})") from error
+        raise InputError(
+            f"trace {path}: line {rows.line_num}: is not a row of numbers ({error})"
+        ) from error
     chosen = [key for key in recordings if method in (None, key[0]) and model in (None, key[1])]
     if len(chosen) != 1:
         listed = "; ".join(f"--method {method} --model {model}" for method, model in recordings)
-        raise InputError(f"trace {path}: {len(chosen)} of its recordings match the options: choose one of {listed}")
+        raise InputError(
+            f"trace {path}: {len(chosen)} of its recordings match the options: choose one of {listed}"
+        )
     cells = recordings[chosen[0]]
     steps, layers, ranks = (sorted({key[axis] for key in cells}) for axis in range(3))
     if len(cells) < len(steps) * len(layers) * len(ranks):
-        raise InputError(f"trace {path}: has rows for some ranks of a layer or iteration only: leave the iteration out")
-    table = np.array([[[[[cells[s, layer, rank] for rank in ranks]] for layer in layers]] for s in steps], dtype=object)
+        raise InputError(
+            f"trace {path}: has rows for some ranks of a layer or iteration only: leave the iteration out"
+        )
+    table = np.array(
+        [[[[[cells[s, layer, rank] for rank in ranks]] for layer in layers]] for s in steps],
+        dtype=object,
+    )
     source = {"format": "laer", "method": chosen[0][0], "model": chosen[0][1], "layers": layers}
     return _segment(path, table, steps, 1, source)
 
@@ -105,7 +116,9 @@ def _gate_table(file: Path) -> np.ndarray:
             f"trace {file}: its layers have different micro-batches or experts: remove those that differ"
         ) from error
     if table.ndim != 3:
-        raise InputError(f"trace {file}: is not a gate table: each line must hold a list of counts per micro-batch")
+        raise InputError(
+            f"trace {file}: is not a gate table: each line must hold a list of counts per micro-batch"
+        )
     return table
 
 
@@ -116,11 +129,15 @@ def _segment(
     try:
         table, numbers = table.astype(np.int64), np.array(steps, dtype=np.int64)
     except OverflowError as error:
-        raise InputError(f"trace {path}: has a number that no run reaches ({error}): correct it") from error
+        raise InputError(
+            f"trace {path}: has a number that no run reaches ({error}): correct it"
+        ) from error
     _, accumulation, layers, sequences, num_experts = table.shape
     longest = int(table.sum(-1).max(initial=0))
     if longest % top_k:
-        raise InputError(f"trace {path}: {longest} copies are not a multiple of top_k={top_k}: give the right --top-k")
+        raise InputError(
+            f"trace {path}: {longest} copies are not a multiple of top_k={top_k}: give the right --top-k"
+        )
     shape = TraceShape(
         num_layers=layers, num_experts=num_experts, top_k=top_k, sequences=sequences, seq_len=max(longest // top_k, 1),
         accumulation=accumulation,

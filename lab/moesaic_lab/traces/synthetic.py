@@ -78,7 +78,9 @@ class SyntheticRouting:
                     f"skew={self.skew}: choose an exponent from 0 (even) to {STEEPEST:g}; 1 is already steep"
                 )
         elif self.skew:
-            raise InputError(f"synthetic: skew={self.skew} and max_vio={self.max_vio}: give one of them")
+            raise InputError(
+                f"synthetic: skew={self.skew} and max_vio={self.max_vio}: give one of them"
+            )
         else:
             most = min(self.num_experts / self.shape.top_k, self.num_experts) - 1
             if not 0 <= self.max_vio <= most + 1e-9:
@@ -120,14 +122,24 @@ def make_segment(config: SyntheticRouting) -> TraceSegment:
                     scales[scale_key] = concentration(shares, *tried)
                 dirichlet_scale = scales[scale_key]
             for number, sequence_shares in enumerate(
-                draw_sequence_shares(shares, config.sequences, dirichlet_scale, config.top_k, random)
+                draw_sequence_shares(
+                    shares, config.sequences, dirichlet_scale, config.top_k, random
+                )
             ):
                 experts = draw_tokens(sequence_shares, config.seq_len, config.top_k, random)
                 if config.tokens:
-                    table[step, 0, layer, number * config.seq_len : (number + 1) * config.seq_len] = experts
+                    table[
+                        step, 0, layer, number * config.seq_len : (number + 1) * config.seq_len
+                    ] = experts
                 else:
-                    table[step, 0, layer, number] = np.bincount(experts.reshape(-1), minlength=config.num_experts)
-    source = {"synthetic": {name: getattr(config, name) for name in ("skew", "max_vio", "drift", "locality", "seed")}}
+                    table[step, 0, layer, number] = np.bincount(
+                        experts.reshape(-1), minlength=config.num_experts
+                    )
+    source = {
+        "synthetic": {
+            name: getattr(config, name) for name in ("skew", "max_vio", "drift", "locality", "seed")
+        }
+    }
     return TraceSegment(shape, holds, np.arange(config.steps), table, config.groups, source)
 
 
@@ -155,7 +167,9 @@ def capped(shares: np.ndarray, top_k: int) -> np.ndarray:
         free_shares = np.where(is_capped, 0.0, shares)
         free_sum = 1 - is_capped.sum(axis=-1, keepdims=True) * limit
         total = free_shares.sum(axis=-1, keepdims=True)
-        scaled = np.where(is_capped, limit, free_shares * (free_sum / np.where(total > 0, total, 1)))
+        scaled = np.where(
+            is_capped, limit, free_shares * (free_sum / np.where(total > 0, total, 1))
+        )
         is_above = scaled > limit
         if not is_above.any():
             break
@@ -177,18 +191,28 @@ def concentration(shares: np.ndarray, sequences: int, local: float, top_k: int, 
     # A grid instead of bisection: with few sequences a concentration near 0 may give less locality than a larger one.
     spreads, tries = np.geomspace(0.01, 1000, 48), -(-64 // sequences)
     found: list[float] = []
-    for some in np.array_split(spreads, min(48, 1 + 48 * tries * sequences * len(shares) // AT_ONCE)):
+    for some in np.array_split(
+        spreads, min(48, 1 + 48 * tries * sequences * len(shares) // AT_ONCE)
+    ):
         drawn = []
         for spread in some.tolist():
             random = np.random.default_rng(seed)
-            drawn += [dirichlet_capped(spread * shares, sequences, top_k, random) for _ in range(tries)]
-        localities = [locality(each * 1e9, top_k) for each in fitted(np.stack(drawn), shares, top_k)]
+            drawn += [
+                dirichlet_capped(spread * shares, sequences, top_k, random) for _ in range(tries)
+            ]
+        localities = [
+            locality(each * 1e9, top_k) for each in fitted(np.stack(drawn), shares, top_k)
+        ]
         found += np.reshape(localities, (len(some), tries)).mean(axis=1).tolist()
     return float(spreads[np.argmin(np.abs(np.array(found) - local))])
 
 
 def draw_sequence_shares(
-    shares: np.ndarray, sequences: int, spread: float | None, top_k: int, random: np.random.Generator
+    shares: np.ndarray,
+    sequences: int,
+    spread: float | None,
+    top_k: int,
+    random: np.random.Generator,
 ) -> np.ndarray:
     """Draw the shares of each sequence, (sequences, num_experts). Their mean is `shares`.
 
@@ -208,11 +232,15 @@ def fitted(drawn: np.ndarray, shares: np.ndarray, top_k: int) -> np.ndarray:
     """Scale draws of sequences, (..., sequences, num_experts), so that their mean is `shares`, (num_experts,)."""
     drawn = (1 - TINY) * drawn + TINY * shares
     for _ in range(60):  # iterative proportional fitting
-        drawn = capped(drawn * (shares / np.maximum(drawn.mean(axis=-2, keepdims=True), 1e-300)), top_k)
+        drawn = capped(
+            drawn * (shares / np.maximum(drawn.mean(axis=-2, keepdims=True), 1e-300)), top_k
+        )
     return drawn
 
 
-def dirichlet_capped(alpha: np.ndarray, rows: int, top_k: int, random: np.random.Generator) -> np.ndarray:
+def dirichlet_capped(
+    alpha: np.ndarray, rows: int, top_k: int, random: np.random.Generator
+) -> np.ndarray:
     """Return draws from a Dirichlet distribution, (rows, num_experts), capped like `capped`.
 
     They are computed from logarithms: with small parameters all entries but the largest would be 0 in floating point, and the
@@ -238,7 +266,9 @@ def dirichlet_capped(alpha: np.ndarray, rows: int, top_k: int, random: np.random
     return np.minimum(shares, 1 / top_k)
 
 
-def draw_tokens(shares: np.ndarray, tokens: int, top_k: int, random: np.random.Generator) -> np.ndarray:
+def draw_tokens(
+    shares: np.ndarray, tokens: int, top_k: int, random: np.random.Generator
+) -> np.ndarray:
     """Draw the experts of a sequence's tokens, (tokens, top_k) int64, distinct within a token.
 
     The tokens' starting points are evenly spread, so an expert's count differs from its share by less than two copies.

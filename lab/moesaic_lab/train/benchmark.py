@@ -91,7 +91,11 @@ class TrainCell:
         """Return the timed system of a kind and exchange, None if there is none; for "ours" the best lossless plan."""
         for outcome in self.outcomes:
             chosen = kind != "ours" or outcome.name == self.best
-            if (outcome.kind, outcome.exchange) == (kind, exchange) and chosen and outcome.timing is not None:
+            if (
+                (outcome.kind, outcome.exchange) == (kind, exchange)
+                and chosen
+                and outcome.timing is not None
+            ):
                 return outcome
         return None
 
@@ -117,15 +121,25 @@ def run(config: TrainBenchConfig, told: Told) -> TrainResults:
 
     cells = list[TrainCell]()
     if config.cases:
-        cells = on_beds(config.cases, lambda case: case.bed, lambda case: f"{case.name}, {case.mode}", measure, told)
+        cells = on_beds(
+            config.cases,
+            lambda case: case.bed,
+            lambda case: f"{case.name}, {case.mode}",
+            measure,
+            told,
+        )
     told("layouts")
     layouts = [cell for cell in config.cells if isinstance(cell, Layouts)]
-    return TrainResults(cells=cells, layout=[row for each in layouts for row in layout.measure(each)])
+    return TrainResults(
+        cells=cells, layout=[row for each in layouts for row in layout.measure(each)]
+    )
 
 
 def cell_of(case: TrainCase, bed: Bed, ranks: Sequence[TrainFound]) -> TrainCell:
     """Combine the measurements of all ranks into a cell."""
-    seconds = over_ranks([{s.name: s.spans for s in of_rank.systems if s.spans} for of_rank in ranks])
+    seconds = over_ranks(
+        [{s.name: s.spans for s in of_rank.systems if s.spans} for of_rank in ranks]
+    )
     outcomes = []
     for number, first in enumerate(ranks[0].systems):
         measured = [of_rank.systems[number] for of_rank in ranks]
@@ -152,7 +166,9 @@ def _messages(ranks: Sequence[TrainFound], number: int) -> list[Message]:
     """
     systems = ranks[0].systems
     if _hides_messages(systems[number]):
-        number = next(n for n, s in enumerate(systems) if s.kind == "deepspeed" and not _hides_messages(s))
+        number = next(
+            n for n, s in enumerate(systems) if s.kind == "deepspeed" and not _hides_messages(s)
+        )
     return [message for of_rank in ranks for message in of_rank.systems[number].sent]
 
 
@@ -173,7 +189,9 @@ def _share(of_ranks: Sequence[MeasuredSystem], times: Sequence[float] | None) ->
     first = of_ranks[0]
     if not times or not first.exchanging or _hides_messages(first):
         return None
-    per_step = [statistics.mean(values) for values in zip(*(measured.exchanging for measured in of_ranks))]
+    per_step = [
+        statistics.mean(values) for values in zip(*(measured.exchanging for measured in of_ranks))
+    ]
     return statistics.median(spent / step for spent, step in zip(per_step, times))
 
 
@@ -196,7 +214,11 @@ def claims(results: TrainResults) -> list[Claim]:
         return [cell for cell in results.cells if cell.case.name == name][:1]
 
     def over(
-        name: str, cells: Sequence[TrainCell], kind: str = "plain", target: float | None = None, **which: Any
+        name: str,
+        cells: Sequence[TrainCell],
+        kind: str = "plain",
+        target: float | None = None,
+        **which: Any,
     ) -> Claim:
         def value() -> float:
             if not cells:
@@ -218,7 +240,9 @@ def claims(results: TrainResults) -> list[Claim]:
     ]
 
 
-def enough_of(cell: TrainCell, kind: str, exchange: str = "receive-first", of_coded: bool = False) -> Ratio:
+def enough_of(
+    cell: TrainCell, kind: str, exchange: str = "receive-first", of_coded: bool = False
+) -> Ratio:
     """Return the time of our step over a peer's.
 
     Raises:
@@ -226,7 +250,9 @@ def enough_of(cell: TrainCell, kind: str, exchange: str = "receive-first", of_co
     """
     ours, peer = coded(cell) if of_coded else cell.find("ours"), cell.find(kind, exchange)
     if peer is None:
-        raise NotMeasuredError((absence() if kind == "deepspeed" else None) or f"the case has no peer {kind}")
+        raise NotMeasuredError(
+            (absence() if kind == "deepspeed" else None) or f"the case has no peer {kind}"
+        )
     if ours is None:
         raise NotMeasuredError("the case has no such plan of ours")
     over_peer = ratio(cell, ours, peer)
@@ -240,7 +266,9 @@ def enough_of(cell: TrainCell, kind: str, exchange: str = "receive-first", of_co
 
 def coded(cell: TrainCell) -> Outcome | None:
     """Return our fastest coded plan that was timed."""
-    timed = [(o.timing.median, o) for o in cell.outcomes if not o.is_lossless and o.timing is not None]
+    timed = [
+        (o.timing.median, o) for o in cell.outcomes if not o.is_lossless and o.timing is not None
+    ]
     return min(timed, key=lambda pair: pair[0])[1] if timed else None
 
 
@@ -286,7 +314,15 @@ def measurement_rows(results: TrainResults) -> list[dict[str, Any]]:
 
 
 COLUMNS = (
-    *("system", "best", *QUARTILES, "trial_seconds", "items_per_second", "over_plain", "communication_share"),
+    *(
+        "system",
+        "best",
+        *QUARTILES,
+        "trial_seconds",
+        "items_per_second",
+        "over_plain",
+        "communication_share",
+    ),
     *("inter_bytes", "bound_seconds", "worst_error"),
 )
 """Columns on the terminal. "over plain": a step's time over that of the plain layer with receive-first."""
@@ -328,7 +364,9 @@ def _bars(cell: TrainCell) -> Panel:
             continue
         name = "ours, best lossless" if outcome.name == cell.best else outcome.name
         series.append(PlottedSeries.of(name, [(0.0, timing, outcome.limit.seconds)]))
-    return Panel(title=cell.label, x_title="", y_title="ms per step", series=tuple(series), categories=("",))
+    return Panel(
+        title=cell.label, x_title="", y_title="ms per step", series=tuple(series), categories=("",)
+    )
 
 
 def _line(rows: Sequence[dict[str, Any]]) -> PlottedSeries:

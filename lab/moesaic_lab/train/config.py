@@ -44,7 +44,11 @@ class Candidate:
 
     def label(self, world: int) -> str:
         """Return the candidate in words, e.g. "ep 4 multicast, 2 chunks"."""
-        parts = [f"ep {world // self.etp}" + (f" etp {self.etp}" if self.etp > 1 else "") + f" {self.all_to_all}"]
+        parts = [
+            f"ep {world // self.etp}"
+            + (f" etp {self.etp}" if self.etp > 1 else "")
+            + f" {self.all_to_all}"
+        ]
         parts += [f"{self.chunks} chunks"] if self.chunks > 1 else []
         parts += [self.order] if self.order != "optsche" else []
         parts += [self.codec] if self.codec != "none" else []
@@ -89,10 +93,14 @@ class TrainCase(Place):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch_size % self.world:
-            raise InputError(f"case {self.name}: batch_size={self.batch_size} does not split over {self.world} ranks")
+            raise InputError(
+                f"case {self.name}: batch_size={self.batch_size} does not split over {self.world} ranks"
+            )
         for peer in self.peers:
             if peer not in PEERS:
-                raise InputError(f"case {self.name}: unknown peer {peer}{suggestion(peer, list(PEERS))}")
+                raise InputError(
+                    f"case {self.name}: unknown peer {peer}{suggestion(peer, list(PEERS))}"
+                )
         if not 0 <= self.share_low <= self.share_high <= 1:
             raise InputError(
                 f"case {self.name}: share_low={self.share_low}, share_high={self.share_high}: give a range in 0 to 1"
@@ -127,7 +135,9 @@ class Layouts(Place):
         super().__post_init__()
         for world in self.worlds:
             if world < 1 or self.rows_per_expert % world:
-                raise InputError(f"layout: worlds: {world} does not divide rows_per_expert={self.rows_per_expert}")
+                raise InputError(
+                    f"layout: worlds: {world} does not divide rows_per_expert={self.rows_per_expert}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +152,9 @@ class TrainBenchConfig(BedConfig[TrainCase | Layouts]):
     def __post_init__(self) -> None:
         for case, candidate in product(self.cases, self.candidates):
             if case.world % candidate.etp:
-                raise InputError(f"candidates: etp={candidate.etp} does not divide the {case.world} ranks")
+                raise InputError(
+                    f"candidates: etp={candidate.etp} does not divide the {case.world} ranks"
+                )
 
     @property
     def cases(self) -> list[TrainCase]:

@@ -70,7 +70,9 @@ def by_source(rows: Tensor, experts: Experts, world: int) -> Tensor:
 def by_expert(rows: Tensor, experts: Experts) -> Tensor:
     """Run the experts over rows ordered by expert, with one product per expert; shapes as for `by_source`."""
     out = torch.empty_like(rows)
-    for number, (piece, place) in enumerate(zip(rows.chunk(len(experts.w1)), out.chunk(len(experts.w1)))):
+    for number, (piece, place) in enumerate(
+        zip(rows.chunk(len(experts.w1)), out.chunk(len(experts.w1)))
+    ):
         _expert(piece, experts, number, place)
     return out
 
@@ -97,7 +99,9 @@ def _rows(layouts: Layouts, world: int) -> list[dict[str, Any]]:
     )
     sorted_rows = ordered(rows, num_experts, world)
     expected = by_expert(sorted_rows, experts)
-    if not torch.allclose(ordered(by_source(rows, experts, world), num_experts, world), expected, atol=1e-4):
+    if not torch.allclose(
+        ordered(by_source(rows, experts, world), num_experts, world), expected, atol=1e-4
+    ):
         raise RuntimeError(f"layouts: the two orders compute different results for {world} ranks")
     runs: dict[str, Callable[[], object]] = {
         BY_SOURCE: lambda: by_source(rows, experts, world),
@@ -105,9 +109,18 @@ def _rows(layouts: Layouts, world: int) -> list[dict[str, Any]]:
         ORDERED: lambda: by_expert(ordered(rows, num_experts, world), experts),
     }
     spans = in_turn(runs, layouts.repeats, barrier=lambda: time.sleep(0), warmup=2)
-    timings = {name: Timing.of([end - start for start, end in of_layout]) for name, of_layout in spans.items()}
+    timings = {
+        name: Timing.of([end - start for start, end in of_layout])
+        for name, of_layout in spans.items()
+    }
     gflops = 4 * len(rows) * dim * hidden / 1e9
     return [
-        {"what": "layout", "world": world, "layout": name, **timing.row(), "gflops_per_second": gflops / timing.median}
+        {
+            "what": "layout",
+            "world": world,
+            "layout": name,
+            **timing.row(),
+            "gflops_per_second": gflops / timing.median,
+        }
         for name, timing in timings.items()
     ]

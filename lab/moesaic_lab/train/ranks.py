@@ -82,14 +82,18 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
     tried = in_turn({name: runs[name] for name in ours}, case.trials, barrier=barrier)
     trial = {name: statistics.median(seconds) for name, seconds in gathered(tried).items()}
     best = min(ours, key=lambda name: trial[name])
-    timed = [s for s in systems if not s.is_lossless or s.kind != "ours" or s.name in (best, ours[0])]
+    timed = [
+        s for s in systems if not s.is_lossless or s.kind != "ours" or s.name in (best, ours[0])
+    ]
     barrier()
     in_turn({s.name: runs[s.name] for s in timed}, 0, barrier=barrier, warmup=1)
     for system in systems:
         system.step.forget()
     claimed = [s.name for s in timed if s.kind != "ours"] if case.in_sweep else []
     in_time, near = {s.name: runs[s.name] for s in timed}, partial(near_ones, best, claimed)
-    spans, further_spans = in_turn_and_near(in_time, case.repeats, MANY, near, barrier=barrier, warmup=0)
+    spans, further_spans = in_turn_and_near(
+        in_time, case.repeats, MANY, near, barrier=barrier, warmup=0
+    )
     for name, added in further_spans.items():
         spans[name] += added
     gc.enable()
@@ -102,10 +106,14 @@ def measure(config: TrainBenchConfig, case: TrainCase) -> TrainFound:
         for system in systems
     ]  # fmt: skip
     items = case.batch_size * systems[0].step.batch.inputs.shape[1]
-    return TrainFound(systems=measured, best=best, most_over_mean_load=_imbalance(config, case), items=items)
+    return TrainFound(
+        systems=measured, best=best, most_over_mean_load=_imbalance(config, case), items=items
+    )
 
 
-def near_ones(best: str, others: Sequence[str], seconds: Mapping[str, tuple[float, ...]]) -> list[str]:
+def near_ones(
+    best: str, others: Sequence[str], seconds: Mapping[str, tuple[float, ...]]
+) -> list[str]:
     """Return our best plan and the peers that take about as long and need more pairs; an empty list if there are none.
 
     Args:
@@ -117,7 +125,9 @@ def near_ones(best: str, others: Sequence[str], seconds: Mapping[str, tuple[floa
     return [best, *near] if near else []
 
 
-def _agreement(config: TrainBenchConfig, case: TrainCase, systems: Sequence[System]) -> dict[str, dict[str, float]]:
+def _agreement(
+    config: TrainBenchConfig, case: TrainCase, systems: Sequence[System]
+) -> dict[str, dict[str, float]]:
     """Compare each system's first loss and gradients with those of the model in one process, and return the relative errors."""
     rank, world = dist.get_rank(), case.world
     batch = make_batch(case, config.seed, rank, world)
@@ -127,7 +137,8 @@ def _agreement(config: TrainBenchConfig, case: TrainCase, systems: Sequence[Syst
     for system in systems:
         result = _spread(system)
         errors[system.name] = {
-            name: float((result[name] - exact).abs().max() / exact.abs().max()) for name, exact in expected.items()
+            name: float((result[name] - exact).abs().max() / exact.abs().max())
+            for name, exact in expected.items()
         }
         for what, error in errors[system.name].items():
             if system.is_lossless and not error <= config.tolerance:
@@ -142,14 +153,23 @@ def _whole(model: nn.Module, batch: GivenBatch, world: int) -> dict[str, Tensor]
     """Return loss, dense gradient and norm of the experts' gradient of an unsharded model, averaged over all ranks' batches."""
     loss = model(batch.inputs, batch.targets).loss
     loss.backward()
-    spread = {id(p) for layer in model.modules() if isinstance(layer, MoE) for p in layer.experts.parameters()}
+    spread = {
+        id(p)
+        for layer in model.modules()
+        if isinstance(layer, MoE)
+        for p in layer.experts.parameters()
+    }
     dense = torch.cat([gradient_of(p).flatten() for p in model.parameters() if id(p) not in spread])
     experts = torch.cat([gradient_of(p).flatten() for p in model.parameters() if id(p) in spread])
     total = torch.cat([loss.detach().view(1), dense, experts])
     dist.all_reduce(total)
     mean = total / world
     parts = mean.split([1, len(dense), len(experts)])
-    return {"loss": parts[0], "dense gradient": parts[1], "expert gradient": parts[2].double().norm().view(1)}
+    return {
+        "loss": parts[0],
+        "dense gradient": parts[1],
+        "expert gradient": parts[2].double().norm().view(1),
+    }
 
 
 def _spread(system: System) -> dict[str, Tensor]:
@@ -160,17 +180,27 @@ def _spread(system: System) -> dict[str, Tensor]:
     step.reduce()
     mean = loss.detach().view(1).clone()
     # All shards of an expert have the bias that is not split, the last one: it counts once.
-    layers = [module for module in step.model.modules() if isinstance(module, AbstractExperts) and module.is_spread]
+    layers = [
+        module
+        for module in step.model.modules()
+        if isinstance(module, AbstractExperts) and module.is_spread
+    ]
     common = {id(layer.get_parameter(name)) for layer in layers for name in layer.names[1]}
     shards = 1 if system.candidate is None else system.candidate.etp
     squares = torch.zeros((), dtype=torch.float64)
     for parameter in step.experts:
-        squares += gradient_of(parameter).double().square().sum() / (shards if id(parameter) in common else 1)
+        squares += gradient_of(parameter).double().square().sum() / (
+            shards if id(parameter) in common else 1
+        )
     dist.all_reduce(mean)
     dist.all_reduce(squares)
     dense = torch.cat([gradient_of(p).flatten() for p in step.dense])
     step.optimizer.zero_grad()
-    return {"loss": mean / dist.get_world_size(), "dense gradient": dense, "expert gradient": squares.sqrt().view(1)}
+    return {
+        "loss": mean / dist.get_world_size(),
+        "dense gradient": dense,
+        "expert gradient": squares.sqrt().view(1),
+    }
 
 
 @torch.no_grad()

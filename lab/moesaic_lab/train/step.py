@@ -56,11 +56,19 @@ class TimedStep:
         grid: Grid,
         exchange: AbstractExchange | None = None,
     ) -> None:
-        self.model, self.batch, self._transport, self._grid, self._exchange = model, batch, transport, grid, exchange
+        self.model, self.batch, self._transport, self._grid, self._exchange = (
+            model,
+            batch,
+            transport,
+            grid,
+            exchange,
+        )
         spread = {id(parameter) for parameter in experts}
         self.experts = list(experts)
         self.dense = [parameter for parameter in model.parameters() if id(parameter) not in spread]
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=1e-4, weight_decay=0.0, fused=True
+        )
         self.seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
         """Seconds of each step since the last `forget`, by phase."""
         self.exchanging: list[float] = []
@@ -102,9 +110,13 @@ class TimedStep:
         gradients = [gradient_of(parameter) for parameter in self.dense]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         flat = sum_node_first(self._transport, self._grid, flat) / self._grid.world
-        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
+        for gradient, part in zip(
+            gradients, flat.split([gradient.numel() for gradient in gradients])
+        ):
             gradient.copy_(part.view_as(gradient))
-        torch._foreach_mul_([gradient_of(parameter) for parameter in self.experts], 1 / self._grid.world)
+        torch._foreach_mul_(
+            [gradient_of(parameter) for parameter in self.experts], 1 / self._grid.world
+        )
 
     def messages(self) -> list[Message]:
         """Return the messages that this rank sent in the last step."""
@@ -131,8 +143,12 @@ def sum_node_first(transport: AbstractTransport, grid: Grid, flat: Tensor) -> Te
         grid: mesh that tells which ranks share a node.
         flat: (n,) numbers, the same n on all ranks.
     """
-    node = tuple(rank for rank in range(grid.world) if grid.node_of(rank) == grid.node_of(transport.rank))
-    rail = tuple(rank for rank in range(grid.world) if grid.local_of(rank) == grid.local_of(transport.rank))
+    node = tuple(
+        rank for rank in range(grid.world) if grid.node_of(rank) == grid.node_of(transport.rank)
+    )
+    rail = tuple(
+        rank for rank in range(grid.world) if grid.local_of(rank) == grid.local_of(transport.rank)
+    )
     local = all_reduce_sum(transport, node, flat)
     mine = local[share_of(len(flat), node.index(transport.rank), len(node))]
     return all_gather_rows(transport, node, all_reduce_sum(transport, rail, mine), len(flat))
@@ -140,6 +156,8 @@ def sum_node_first(transport: AbstractTransport, grid: Grid, flat: Tensor) -> Te
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
     """Return a parameter's gradient; if there is none, create one of zeros."""
-    if parameter.grad is None:  # an expert without rows, in a layer that runs each expert separately
+    if (
+        parameter.grad is None
+    ):  # an expert without rows, in a layer that runs each expert separately
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

@@ -71,7 +71,9 @@ def make_batch(case: TrainCase, seed: int, rank: int, world: int) -> GivenBatch:
     return GivenBatch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
 
 
-def make_systems(config: TrainBenchConfig, case: TrainCase, transport: AbstractTransport) -> Iterator[System]:
+def make_systems(
+    config: TrainBenchConfig, case: TrainCase, transport: AbstractTransport
+) -> Iterator[System]:
     """Yield the systems of a case on this rank. All ranks build them together."""
     recorder, whole = Recorder(transport), make_model(case, config.seed)
     nodes = Grid(world=case.world, ep=case.world, ranks_per_node=case.ranks_per_node)
@@ -83,7 +85,9 @@ def make_systems(config: TrainBenchConfig, case: TrainCase, transport: AbstractT
         _parallelize(model, candidate, case, recorder)
         step = TimedStep(model, list(expert_parameters(model)), batch, recorder, nodes)
         label = f"ours: {candidate.label(case.world)}"
-        yield System(name=label, kind="ours", exchange="receive-first", step=step, candidate=candidate)
+        yield System(
+            name=label, kind="ours", exchange="receive-first", step=step, candidate=candidate
+        )
     makers: dict[str, Callable[[MoE, AbstractExchange], nn.Module]] = {
         "plain": PlainExpertParallel,
         "deepspeed": DeepSpeedLayer,
@@ -118,11 +122,15 @@ def replace_layers(model: nn.Module, make: Callable[[MoE], nn.Module]) -> None:
 
 def peer_experts(model: nn.Module) -> list[nn.Parameter]:
     """Return the experts' parameters of layers of others. DeepSpeed marks its own with `allreduce = False`."""
-    marked = [parameter for parameter in model.parameters() if not getattr(parameter, "allreduce", True)]
+    marked = [
+        parameter for parameter in model.parameters() if not getattr(parameter, "allreduce", True)
+    ]
     return marked or list(expert_parameters(model))
 
 
-def _parallelize(model: nn.Module, candidate: Candidate, case: TrainCase, transport: AbstractTransport) -> None:
+def _parallelize(
+    model: nn.Module, candidate: Candidate, case: TrainCase, transport: AbstractTransport
+) -> None:
     """Parallelize the MoE layers of a model. Experts stay plain tensors, so that all systems use the same optimizer."""
     world, etp = case.world, candidate.etp
     grid = Grid(world=world, ep=world // etp, etp=etp, ranks_per_node=case.ranks_per_node)

@@ -36,7 +36,9 @@ class WindowAttention(nn.Module):
     pairs: Tensor
     hidden: Tensor | None
 
-    def __init__(self, dim: int, num_heads: int, *, resolution: int, window: int, shift: int = 0) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, *, resolution: int, window: int, shift: int = 0
+    ) -> None:
         super().__init__()
         self.num_heads, self.window, self.shift = num_heads, window, shift
         self.per_side = resolution // window
@@ -44,7 +46,9 @@ class WindowAttention(nn.Module):
         # Keys have no bias in Swin V2: it would rotate all of them.
         self.q_bias, self.v_bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.zeros(dim))
         self.log_scale = nn.Parameter(torch.full((num_heads,), math.log(10.0)))
-        self.position_bias = nn.Sequential(nn.Linear(2, 512), nn.ReLU(), nn.Linear(512, num_heads, bias=False))
+        self.position_bias = nn.Sequential(
+            nn.Linear(2, 512), nn.ReLU(), nn.Linear(512, num_heads, bias=False)
+        )
         self.out = RowLinear(dim, dim, bias=True)
         self.register_buffer("coordinates", log_coordinates(window), persistent=False)
         self.register_buffer("pairs", pair_index(window), persistent=False)
@@ -70,7 +74,9 @@ class WindowAttention(nn.Module):
         q, k, v = qkv.permute(3, 0, 1, 4, 2, 5).flatten(2, 3)
         scale = self.log_scale.clamp(max=math.log(SHARPEST)).exp().repeat(x.shape[1])[:, None, None]
         q, k = F.normalize(q, dim=-1) * scale.to(q.dtype), F.normalize(k, dim=-1)
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self._bias(x.shape[1]).to(q.dtype), scale=1.0)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self._bias(x.shape[1]).to(q.dtype), scale=1.0
+        )
         return self.out(attended.unflatten(1, (x.shape[1], -1)).transpose(2, 3).flatten(3))
 
     def _bias(self, num_windows: int) -> Tensor:
@@ -83,12 +89,16 @@ class WindowAttention(nn.Module):
 
     def _windows(self, x: Tensor) -> Tensor:
         """Cut an image into windows: (batch, height, width, dim) to (batch, windows, tokens, dim)."""
-        tiles = x.unflatten(2, (self.per_side, self.window)).unflatten(1, (self.per_side, self.window))
+        tiles = x.unflatten(2, (self.per_side, self.window)).unflatten(
+            1, (self.per_side, self.window)
+        )
         return tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
     def _image(self, x: Tensor) -> Tensor:
         """Join windows to an image, the inverse of `_windows`."""
-        tiles = x.unflatten(2, (self.window, self.window)).unflatten(1, (self.per_side, self.per_side))
+        tiles = x.unflatten(2, (self.window, self.window)).unflatten(
+            1, (self.per_side, self.per_side)
+        )
         return tiles.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
 

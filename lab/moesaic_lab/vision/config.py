@@ -72,22 +72,47 @@ class SwinConfig:
 
     def _requirements(self) -> Iterator[tuple[str, bool, str]]:
         """Yield names of fields, whether they are valid, and what they must be."""
-        for name in ("image_size", "channels", "num_classes", "patch_size", "window", "dim", "num_experts", "top_k"):
+        for name in (
+            "image_size",
+            "channels",
+            "num_classes",
+            "patch_size",
+            "window",
+            "dim",
+            "num_experts",
+            "top_k",
+        ):
             yield name, getattr(self, name) >= 1, "at least 1"
         yield "dense_stages", self.dense_stages >= 0, "at least 0"
         yield "balance_loss", 0 <= self.balance_loss < math.inf, "at least 0 and finite"
         yield "mlp_ratio", 0 < self.mlp_ratio < math.inf, "above 0 and finite"
         yield "ffn", self.ffn in ("moe", "dense"), "moe or dense"
         yield "norm", self.norm in ("post", "pre"), "post or pre"
-        yield "router", self.router in ROUTERS and self.router != "hash", "a router that reads no token ids"
+        yield (
+            "router",
+            self.router in ROUTERS and self.router != "hash",
+            "a router that reads no token ids",
+        )
         yield "depths", bool(self.depths) and min(self.depths) >= 1, "blocks of at least one stage"
-        yield "top_k num_experts", self.ffn == "dense" or self.top_k <= self.num_experts, "at most as many as experts"
+        yield (
+            "top_k num_experts",
+            self.ffn == "dense" or self.top_k <= self.num_experts,
+            "at most as many as experts",
+        )
         yield "heads depths", len(self.heads) == self.num_stages, "one number per stage each"
         least = self.patch_size * 2 ** (self.num_stages - 1)
-        yield "image_size", self.image_size % least == 0, f"a multiple of {least}, which all stages can halve"
+        yield (
+            "image_size",
+            self.image_size % least == 0,
+            f"a multiple of {least}, which all stages can halve",
+        )
         for stage, heads in enumerate(self.heads):
             width, side = self.width(stage), self.resolution(stage)
-            yield "heads", heads >= 1 and width % heads == 0, f"a divisor of the width {width} in stage {stage}"
+            yield (
+                "heads",
+                heads >= 1 and width % heads == 0,
+                f"a divisor of the width {width} in stage {stage}",
+            )
             yield (
                 "window",
                 side % self.window_of(stage) == 0,

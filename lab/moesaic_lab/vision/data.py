@@ -48,18 +48,24 @@ def load_digits(val_share: float = 0.2, seed: int = 0) -> tuple[Images, Images]:
     if package is None or package.origin is None:
         raise InputError(f"the digits need scikit-learn: {to_install('./lab[vision]')}")
     # scikit-learn's own loader would import the whole package, which takes longer than a short training.
-    table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    table = np.loadtxt(
+        Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=","
+    )
     pixels, labels = table[:, :-1], table[:, -1]
     num_val = round(len(labels) * val_share)
     if not 0 < num_val < len(labels):
-        raise InputError(f"val_share={val_share}: must leave images on both sides: choose it above 0 and below 1")
+        raise InputError(
+            f"val_share={val_share}: must leave images on both sides: choose it above 0 and below 1"
+        )
     order = np.random.default_rng(seed).permutation(len(labels))
     images = torch.from_numpy((pixels[order] / 8 - 1).astype(np.float32)).view(-1, 1, 8, 8)
     classes = torch.from_numpy(labels[order].astype(np.int64))
     return Images(images[num_val:], classes[num_val:]), Images(images[:num_val], classes[:num_val])
 
 
-def load_folder(root: Path, size: int, channels: int = 3, val_share: float = 0.05) -> tuple[Images, Images]:
+def load_folder(
+    root: Path, size: int, channels: int = 3, val_share: float = 0.05
+) -> tuple[Images, Images]:
     """Return the pictures of a folder with a subfolder per class, as squares, split into training and validation.
 
     A picture is scaled until its shorter side fits, and its middle is cut out. A hash of its name decides its part.
@@ -85,11 +91,20 @@ def load_folder(root: Path, size: int, channels: int = 3, val_share: float = 0.0
                 continue
             with image_of.open(path) as opened:
                 square = np.asarray(
-                    fit(opened.convert("RGB" if channels == 3 else "L"), (size, size)), dtype=np.float32
+                    fit(opened.convert("RGB" if channels == 3 else "L"), (size, size)),
+                    dtype=np.float32,
                 )
-            draw = int.from_bytes(sha256(f"{folder.name}/{path.name}".encode()).digest()[:8], "big") / 2**64
+            draw = (
+                int.from_bytes(sha256(f"{folder.name}/{path.name}".encode()).digest()[:8], "big")
+                / 2**64
+            )
             parts[draw < val_share].append(
-                (torch.from_numpy(square / 127.5 - 1).view(size, size, channels).permute(2, 0, 1), label)
+                (
+                    torch.from_numpy(square / 127.5 - 1)
+                    .view(size, size, channels)
+                    .permute(2, 0, 1),
+                    label,
+                )
             )
     if not parts[True] or not parts[False]:
         raise InputError(
@@ -97,7 +112,8 @@ def load_folder(root: Path, size: int, channels: int = 3, val_share: float = 0.0
             "a folder of .png or .jpg pictures per class, and more of them"
         )
     train, val = (
-        [torch.stack([p for p, _ in parts[k]]), torch.tensor([c for _, c in parts[k]])] for k in (False, True)
+        [torch.stack([p for p, _ in parts[k]]), torch.tensor([c for _, c in parts[k]])]
+        for k in (False, True)
     )
     return Images(*train), Images(*val)
 
@@ -117,7 +133,13 @@ class ImageBatches:
     """
 
     def __init__(
-        self, data: Images, batch_size: int, seed: int = 0, part: tuple[int, int] = (0, 1), *, varied: bool = False
+        self,
+        data: Images,
+        batch_size: int,
+        seed: int = 0,
+        part: tuple[int, int] = (0, 1),
+        *,
+        varied: bool = False,
     ) -> None:
         if batch_size < 1 or batch_size % part[1]:
             raise InputError(
@@ -126,7 +148,13 @@ class ImageBatches:
             )
         if not len(data):
             raise InputError("batches need images, got none")
-        self.data, self.batch_size, self.seed, self.part, self.varied = data, batch_size, seed, part, varied
+        self.data, self.batch_size, self.seed, self.part, self.varied = (
+            data,
+            batch_size,
+            seed,
+            part,
+            varied,
+        )
 
     def get(self, index: int) -> tuple[Tensor, Tensor]:
         """Return this part of micro-batch `index`: (batch_size / parts, channels, height, width) and (batch_size / parts,)."""
@@ -139,8 +167,12 @@ class ImageBatches:
             rows += order[within : within + size - len(rows)].tolist()
         pixels = self.data.pixels[rows]
         if self.varied:
-            draws = np.random.default_rng([self.seed, index, 1]).uniform(-1, 1, (self.batch_size, 4))
-            pixels = moved(pixels, torch.from_numpy(draws[self.part[0] * size :][:size].astype(np.float32)))
+            draws = np.random.default_rng([self.seed, index, 1]).uniform(
+                -1, 1, (self.batch_size, 4)
+            )
+            pixels = moved(
+                pixels, torch.from_numpy(draws[self.part[0] * size :][:size].astype(np.float32))
+            )
         return pixels, self.data.labels[rows]
 
 

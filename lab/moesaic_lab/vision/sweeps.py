@@ -28,7 +28,10 @@ Order = Literal["position", "score"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 BALANCE = {0.001: 37.32, 0.01: 37.78, 0.1: 37.16, 1.0: 34.71}
 """Tutel's Table 1, SwinV2-S on ImageNet-22K: accuracy in per cent, by weight of the balance loss."""
-CAPACITIES = {1: {1.25: 38.6, 1.0: 38.5, 0.625: 38.2, 0.5: 38.0}, 2: {1.25: 38.7, 1.0: 38.6, 0.625: 38.4, 0.5: 38.3}}
+CAPACITIES = {
+    1: {1.25: 38.6, 1.0: 38.5, 0.625: 38.2, 0.5: 38.0},
+    2: {1.25: 38.7, 1.0: 38.6, 0.625: 38.4, 0.5: 38.3},
+}
 """Tutel's Table 12, SwinV2-MoE-B: accuracy in per cent, by experts per token and capacity in inference."""
 ROUTERS_COMPARED = ("switch", "cosine")
 """Tutel's linear and cosine router. Its Table 13 finds them equally accurate with 32 experts."""
@@ -52,7 +55,9 @@ class SweepOptions(KeptOptions):
     """Seeds of initialisation and data order."""
 
 
-def one_run(options: SweepOptions, seed: int, capacities: tuple[float, ...] = (), **more: Any) -> list[dict[str, Any]]:
+def one_run(
+    options: SweepOptions, seed: int, capacities: tuple[float, ...] = (), **more: Any
+) -> list[dict[str, Any]]:
     """Train once; return a row for each capacity in inference.
 
     Args:
@@ -72,19 +77,39 @@ def one_run(options: SweepOptions, seed: int, capacities: tuple[float, ...] = ()
         weights = str(Path(out) / "model.safetensors")
         rows = []
         for factor in capacities:
-            again = VisionOptions(steps=0, out=out, init=weights, eval_capacity_factor=factor, **common)
-            rows.append({"seed": seed, "capacity": factor, "accuracy": train(again, say=lambda _: None)["accuracy"]})
+            again = VisionOptions(
+                steps=0, out=out, init=weights, eval_capacity_factor=factor, **common
+            )
+            rows.append(
+                {
+                    "seed": seed,
+                    "capacity": factor,
+                    "accuracy": train(again, say=lambda _: None)["accuracy"],
+                }
+            )
         return rows
 
 
 def runs() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Yield for each run its name, the keys that its rows share, and its arguments of `one_run`. Every seed repeats the run."""
     for weight, accuracy in BALANCE.items():
-        yield f"balance-{weight:g}", {"table": "1", "weight": weight, "published": accuracy}, {"balance_loss": weight}
+        yield (
+            f"balance-{weight:g}",
+            {"table": "1", "weight": weight, "published": accuracy},
+            {"balance_loss": weight},
+        )
     for top_k, published in CAPACITIES.items():
         for order in ORDERS:
-            about = {"table": "12" if order == "position" else "figure 22", "top_k": top_k, "admit_by": order}
-            arguments: dict[str, Any] = {"top_k": top_k, "admit_by": order, "capacities": tuple(published)}
+            about = {
+                "table": "12" if order == "position" else "figure 22",
+                "top_k": top_k,
+                "admit_by": order,
+            }
+            arguments: dict[str, Any] = {
+                "top_k": top_k,
+                "admit_by": order,
+                "capacities": tuple(published),
+            }
             yield f"capacity-{top_k}-{order}", about, arguments
     for router in ROUTERS_COMPARED:
         yield f"router-{router}", {"table": "13", "router": router}, {"router": router}
@@ -104,7 +129,9 @@ def measure(options: SweepOptions, cases: None, told: Told) -> list[dict[str, An
 
 
 def _group_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(name) for name in ("table", "weight", "router", "top_k", "admit_by", "capacity"))
+    return tuple(
+        row.get(name) for name in ("table", "weight", "router", "top_k", "admit_by", "capacity")
+    )
 
 
 def _mean(rows: list[dict[str, Any]], key: tuple[Any, ...]) -> dict[str, Any]:
@@ -127,7 +154,9 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Return a claim per finding of the paper: its sign and half of its size, or a gap within what seeds differ by."""
     found, heavy = CAPACITIES[1], (BALANCE[0.01] - BALANCE[1.0]) / 200
     least, most = min(found), max(found)
-    seeds_differ = max((row["most"] - row["least"] for row in rows if row.get("router") == "switch"), default=0.0)
+    seeds_differ = max(
+        (row["most"] - row["least"] for row in rows if row.get("router") == "switch"), default=0.0
+    )
 
     def at(**row: object) -> float:
         return max(figures(rows, "accuracy", **row))
@@ -136,11 +165,26 @@ def claims(rows: list[dict[str, Any]]) -> list[Claim]:
         return at(top_k=1, capacity=capacity, admit_by=admit_by)
 
     return [
-        claimed("vision.moe_over_dense", lambda: of(1.0) - at(top_k=0), (found[1.0] - DENSE) / 200, ">="),
-        claimed("vision.score_gains_at_least_capacity", lambda: of(least, "score") - of(least), seeds_differ, ">="),
-        claimed("vision.least_capacity_costs", lambda: of(most) - of(least), (found[most] - found[least]) / 100),
+        claimed(
+            "vision.moe_over_dense", lambda: of(1.0) - at(top_k=0), (found[1.0] - DENSE) / 200, ">="
+        ),
+        claimed(
+            "vision.score_gains_at_least_capacity",
+            lambda: of(least, "score") - of(least),
+            seeds_differ,
+            ">=",
+        ),
+        claimed(
+            "vision.least_capacity_costs",
+            lambda: of(most) - of(least),
+            (found[most] - found[least]) / 100,
+        ),
         claimed("vision.heavy_weight_costs", lambda: at(weight=0.01) - at(weight=1.0), heavy, ">="),
-        claimed("vision.router_gap", lambda: abs(at(router="cosine") - at(router="switch")), seeds_differ),
+        claimed(
+            "vision.router_gap",
+            lambda: abs(at(router="cosine") - at(router="switch")),
+            seeds_differ,
+        ),
     ]
 
 

@@ -87,7 +87,9 @@ class PatchMerging(nn.Module):
         """Map (batch, height, width, dim) to (batch, height / 2, width / 2, 2 * dim)."""
         tiles = x.unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
         together = tiles.permute(0, 1, 3, 4, 2, 5).flatten(3)
-        merged: Tensor = self.norm(self.reduce(together)) if self.post_norm else self.reduce(self.norm(together))
+        merged: Tensor = (
+            self.norm(self.reduce(together)) if self.post_norm else self.reduce(self.norm(together))
+        )
         return merged
 
 
@@ -105,7 +107,9 @@ class SwinMoE(nn.Module):
         self.patches = nn.Conv2d(config.channels, config.dim, config.patch_size, config.patch_size)
         self.patch_norm = nn.LayerNorm(config.dim)
         self.blocks = nn.ModuleList(
-            SwinBlock(config, stage, block) for stage, depth in enumerate(config.depths) for block in range(depth)
+            SwinBlock(config, stage, block)
+            for stage, depth in enumerate(config.depths)
+            for block in range(depth)
         )
         self.merges = nn.ModuleList(
             PatchMerging(config.width(stage), config.norm) for stage in range(config.num_stages - 1)

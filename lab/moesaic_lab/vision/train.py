@@ -97,14 +97,20 @@ class VisionOptions:
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
-            raise InputError(f"preset={self.preset!r} is unknown: choose one of {', '.join(PRESETS)}")
+            raise InputError(
+                f"preset={self.preset!r} is unknown: choose one of {', '.join(PRESETS)}"
+            )
         if self.steps < 0 or self.batch_size < 1 or self.shots < 0 or not self.lr > 0:
-            raise InputError("steps and shots must be at least 0, batch-size at least 1, lr above 0")
+            raise InputError(
+                "steps and shots must be at least 0, batch-size at least 1, lr above 0"
+            )
 
 
 def run(arguments: Sequence[str]) -> int:
     """Train and evaluate; return the exit code."""
-    options = parse(VisionOptions, arguments, prog="moesaic vision", description="Train an image classifier.")
+    options = parse(
+        VisionOptions, arguments, prog="moesaic vision", description="Train an image classifier."
+    )
     place = launch()
     results = train(options, say=print if place.is_first else lambda _: None)
     if place.is_first:
@@ -117,12 +123,20 @@ def shape_of(options: VisionOptions, train: Images) -> SwinConfig:
     """Return the preset's configuration with the changes of the options; your own pictures set the number of classes."""
     config = PRESETS[options.preset]
     fields = ("num_experts", "top_k", "router", "balance_loss")
-    changes: dict[str, Any] = {name: getattr(options, name) for name in fields if getattr(options, name) is not None}
+    changes: dict[str, Any] = {
+        name: getattr(options, name) for name in fields if getattr(options, name) is not None
+    }
     if options.capacity_factor is not None or options.admit_by == "score":
         changes["capacity"] = Capacity.fixed(options.capacity_factor or 1.0, order=options.admit_by)
     if options.eval_capacity_factor is not None:
-        changes["eval_capacity"] = Capacity.fixed(options.eval_capacity_factor, order=options.admit_by)
-    changes |= {name: getattr(options, name) for name in ("ffn", "norm") if getattr(options, name) != "preset"}
+        changes["eval_capacity"] = Capacity.fixed(
+            options.eval_capacity_factor, order=options.admit_by
+        )
+    changes |= {
+        name: getattr(options, name)
+        for name in ("ffn", "norm")
+        if getattr(options, name) != "preset"
+    }
     if options.images:
         changes["num_classes"] = int(train.labels.max()) + 1
     return replace(config, **changes)
@@ -135,7 +149,9 @@ def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
         InputError: for data, sizes or a mesh that do not fit together.
     """
     size, channels = PRESETS[options.preset].image_size, PRESETS[options.preset].channels
-    data, held_out = load_folder(Path(options.images), size, channels) if options.images else load_digits()
+    data, held_out = (
+        load_folder(Path(options.images), size, channels) if options.images else load_digits()
+    )
     torch.manual_seed(options.seed)
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     model = SwinMoE(shape_of(options, data)).to(device)
@@ -145,7 +161,9 @@ def train(options: VisionOptions, say: Any = print) -> dict[str, Any]:
         for layer in model.moe_layers():
             layer.requires_grad_(False)
     total, active = model.num_parameters(), model.num_active_parameters()
-    say(f"{options.preset}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active; {len(data):,} images")
+    say(
+        f"{options.preset}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active; {len(data):,} images"
+    )
     mesh = spread(model, options, device)
     part = (0, 1) if mesh is None else (mesh.grid.coordinate(mesh.rank, "dp"), mesh.grid.dp)
     batches = ImageBatches(data, options.batch_size, options.seed, part, varied=options.varied)
@@ -169,7 +187,9 @@ def spread(model: SwinMoE, options: VisionOptions, device: Literal["cpu", "cuda"
     """Parallelise the model over the ranks and return their mesh; None in one process."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         if options.ep * options.etp > 1:
-            raise InputError(f"ep={options.ep}, etp={options.etp}: this is one process, start with torchrun")
+            raise InputError(
+                f"ep={options.ep}, etp={options.etp}: this is one process, start with torchrun"
+            )
         return None
     mesh = Mesh.create(ep=options.ep, etp=options.etp, device_type=device)
     parallelize_layers(model, mesh, Plan(schedule=options.schedule))
@@ -178,14 +198,18 @@ def spread(model: SwinMoE, options: VisionOptions, device: Literal["cpu", "cuda"
     return mesh
 
 
-def _steps(model: SwinMoE, options: VisionOptions, batches: ImageBatches, say: Any, mesh: Mesh | None) -> float | None:
+def _steps(
+    model: SwinMoE, options: VisionOptions, batches: ImageBatches, say: Any, mesh: Mesh | None
+) -> float | None:
     """Train all steps and return the last loss, averaged over ranks; None for 0 steps."""
     if not options.steps:
         return None
     groups = parameter_groups(model, weight_decay=0.05)
     optimizer = torch.optim.AdamW(groups, lr=options.lr)
     balance_on_step(optimizer, model)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, options.lr, total_steps=options.steps, pct_start=0.1
+    )
     device = next(model.parameters()).device
     loss = torch.zeros(())
     for step in range(options.steps):
@@ -218,7 +242,9 @@ def _outputs_of(model: nn.Module, pixels: Tensor, size: int = 128) -> Tensor:
 
 
 @torch.no_grad()
-def linear_probe(model: SwinMoE, data: Images, held_out: Images, shots: int, ridge: float = 1e-2) -> float:
+def linear_probe(
+    model: SwinMoE, data: Images, held_out: Images, shots: int, ridge: float = 1e-2
+) -> float:
     """Return the accuracy of a linear map from features to classes, fitted in closed form on few images of each class.
 
     Args:
@@ -232,7 +258,10 @@ def linear_probe(model: SwinMoE, data: Images, held_out: Images, shots: int, rid
     few = torch.cat([(data.labels == each).nonzero()[:shots, 0] for each in range(classes)])
     head, model.head = model.head, nn.Identity()  # type: ignore[assignment]
     try:
-        x, y = _outputs_of(model, data.pixels[few]).double(), F.one_hot(data.labels[few], classes).double()
+        x, y = (
+            _outputs_of(model, data.pixels[few]).double(),
+            F.one_hot(data.labels[few], classes).double(),
+        )
         features = _outputs_of(model, held_out.pixels).double()
     finally:
         model.head = head
@@ -262,7 +291,9 @@ def speed(model: SwinMoE, data: Images, batch_size: int) -> dict[str, float]:
             if device.type == "cuda":
                 torch.cuda.synchronize()
             if timed:
-                rates[f"{name}_images_per_second"] = TIMED_STEPS * len(pixels) / (time.perf_counter() - start)
+                rates[f"{name}_images_per_second"] = (
+                    TIMED_STEPS * len(pixels) / (time.perf_counter() - start)
+                )
     model.zero_grad()
     return rates
 
@@ -282,15 +313,25 @@ def load_weights(model: SwinMoE, path: Path) -> None:
         model.load_state_dict(weights)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise InputError(f"init={path}: the weights are of another model ({reason:.200})") from error
+        raise InputError(
+            f"init={path}: the weights are of another model ({reason:.200})"
+        ) from error
 
 
 def save_weights(model: SwinMoE, options: VisionOptions, results: dict[str, Any]) -> None:
     """Write weights, results and options into the folder; all ranks must call this, to gather sharded weights."""
-    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in model.state_dict().items()}
+    whole = {
+        name: t.full_tensor() if isinstance(t, DTensor) else t
+        for name, t in model.state_dict().items()
+    }
     if dist.is_initialized() and dist.get_rank():
         return
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: t.detach().cpu().contiguous().clone() for name, t in whole.items()}, folder / "model.safetensors")
-    (folder / "results.json").write_text(json.dumps({"options": asdict(options), **results}, indent=2) + "\n")
+    save_file(
+        {name: t.detach().cpu().contiguous().clone() for name, t in whole.items()},
+        folder / "model.safetensors",
+    )
+    (folder / "results.json").write_text(
+        json.dumps({"options": asdict(options), **results}, indent=2) + "\n"
+    )

@@ -27,10 +27,14 @@ def _make(place: str, *arguments: Any, **options: Any) -> Any:
 def check_replication(where: str, name: str) -> None:
     """Raise InputError if no replication policy has a name, which stands in the field `where`."""
     if name not in REPLICATION:
-        raise InputError(f"{where}={name!r} is unknown: choose one of none, {', '.join(REPLICATION)}")
+        raise InputError(
+            f"{where}={name!r} is unknown: choose one of none, {', '.join(REPLICATION)}"
+        )
 
 
-def replication_policy(name: str, costs: ReplicationCosts | None = None) -> AbstractReplicationPolicy:
+def replication_policy(
+    name: str, costs: ReplicationCosts | None = None
+) -> AbstractReplicationPolicy:
     """Return the replication policy of a name in `Plan.replication`.
 
     Args:
@@ -41,7 +45,9 @@ def replication_policy(name: str, costs: ReplicationCosts | None = None) -> Abst
         InputError: if no policy has this name.
     """
     check_replication("plan.replication", name)
-    policy: AbstractReplicationPolicy = load(REPLICATION[name])(**({} if costs is None else {"costs": costs}))
+    policy: AbstractReplicationPolicy = load(REPLICATION[name])(
+        **({} if costs is None else {"costs": costs})
+    )
     return policy
 
 

@@ -61,7 +61,9 @@ class MemoryBudget:
         costs: cost model that compares slices with replication; None for the usual one.
     """
 
-    def __init__(self, compiled: Compiled, num_experts: int, costs: ReplicationCosts | None = None) -> None:
+    def __init__(
+        self, compiled: Compiled, num_experts: int, costs: ReplicationCosts | None = None
+    ) -> None:
         self.compiled, self.num_experts = compiled, num_experts
         self.costs = costs or ReplicationCosts()
         self.use = BudgetUse()
@@ -100,7 +102,9 @@ class MemoryBudget:
                 "give more, or fewer tokens a call"
             )
         compiled, replicated, slices = self._cheapest(options, load)
-        self.use.rows_spilled += max((0 if replicated is None else replicated.total) - rows_before, 0)
+        self.use.rows_spilled += max(
+            (0 if replicated is None else replicated.total) - rows_before, 0
+        )
         if slices.num_slices == 1:
             return compiled, replicated, None
         self.use.sliced_calls += 1
@@ -114,7 +118,9 @@ class MemoryBudget:
         assert self.compiled.plan.memory_budget is not None
         return self.compiled.plan.memory_budget
 
-    def peak(self, compiled: Compiled, replicated: Replications | None, call: CountedCall) -> np.ndarray:
+    def peak(
+        self, compiled: Compiled, replicated: Replications | None, call: CountedCall
+    ) -> np.ndarray:
         """Return the peak of the bytes that a call holds on each rank if it runs as a whole, (world,).
 
         Args:
@@ -127,18 +133,32 @@ class MemoryBudget:
         )
 
     def _sizes(
-        self, compiled: Compiled, replicated: Replications | None, copies: np.ndarray, call: CountedCall
+        self,
+        compiled: Compiled,
+        replicated: Replications | None,
+        copies: np.ndarray,
+        call: CountedCall,
     ) -> CallSizes:
         """Return the sizes of a call or a slice; under multicast an upper bound that counts every copy as a separate token."""
         chunks, node_tokens = compiled.plan.chunks, None
         if compiled.is_multicast:
-            copies_by_place = [copies.reshape(len(copies), places, -1).sum(2) for places in compiled.grid.cast_levels]
+            copies_by_place = [
+                copies.reshape(len(copies), places, -1).sum(2)
+                for places in compiled.grid.cast_levels
+            ]
             visits = np.minimum(np.concatenate(copies_by_place, axis=1), call.tokens[:, None])
             node_tokens = np.repeat(-(-visits // chunks)[:, :, None], chunks, axis=2)
-        return compiled.sizes(copies, call.tokens, units=call.units, node_tokens=node_tokens, replicated=replicated)
+        return compiled.sizes(
+            copies, call.tokens, units=call.units, node_tokens=node_tokens, replicated=replicated
+        )
 
     def _options(
-        self, compiled: Compiled, replicated: Replications | None, load: CallLoad, call: CountedCall, budget: int
+        self,
+        compiled: Compiled,
+        replicated: Replications | None,
+        load: CallLoad,
+        call: CountedCall,
+        budget: int,
     ) -> Iterator[_Option]:
         """Yield ways to run a call within the budget: as without a budget, without replication, with other replicated rows."""
         ways = [(compiled, replicated)]
@@ -158,7 +178,11 @@ class MemoryBudget:
     def unreplicated(self) -> Compiled:
         """The compiled plan without replication."""
         plan = self.compiled.plan
-        return self.compiled.under(replace(plan, replication=NO_REPLICATION)) if plan.replicates else self.compiled
+        return (
+            self.compiled.under(replace(plan, replication=NO_REPLICATION))
+            if plan.replicates
+            else self.compiled
+        )
 
     def _rows_that_fit(self, call: CountedCall, budget: int) -> tuple[int, int]:
         """Return about how many rows at the experts of a rank fit the budget, and how many times that the busiest rank has.
@@ -172,7 +196,13 @@ class MemoryBudget:
         rows = max(1, int(busiest * max(0.0, budget - least) / max(1.0, most - least)))
         return rows, -(-busiest // rows)
 
-    def _cut(self, compiled: Compiled, replicated: Replications | None, call: CountedCall, limit: int | None) -> Cut:
+    def _cut(
+        self,
+        compiled: Compiled,
+        replicated: Replications | None,
+        call: CountedCall,
+        limit: int | None,
+    ) -> Cut:
         """Return a call cut into slices of at most `limit` rows at the experts of a rank; one slice if `limit` is None."""
         if compiled.digest not in self._holders:
             self._holders[compiled.digest] = holders_of(compiled, self.num_experts)
@@ -189,7 +219,9 @@ class MemoryBudget:
             yield whole
             return
         rows, count = int(whole.loads.max()), 2
-        least = self._slices(compiled, self._cut(compiled, replicated, _without_copies(call), None), call)[0].max()
+        least = self._slices(
+            compiled, self._cut(compiled, replicated, _without_copies(call), None), call
+        )[0].max()
         if least >= budget:
             return
 
@@ -214,11 +246,15 @@ class MemoryBudget:
             if most <= budget:
                 yield another
 
-    def _slices(self, compiled: Compiled, slices: Cut, call: CountedCall) -> tuple[np.ndarray, np.ndarray]:
+    def _slices(
+        self, compiled: Compiled, slices: Cut, call: CountedCall
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the peak bytes of each slice on each rank, and the bytes that it keeps for backward, (slices, world) each."""
         held = compiled.held(self.num_experts, call.experts())
         parts = [
-            held.of_slice(self._sizes(compiled, slices.replicated(number), slices.copies(number), call))
+            held.of_slice(
+                self._sizes(compiled, slices.replicated(number), slices.copies(number), call)
+            )
             for number in range(slices.num_slices)
         ]
         peak, kept = (np.stack(values) for values in zip(*parts))
@@ -229,7 +265,9 @@ class MemoryBudget:
 
         def cost(option: _Option) -> float:
             _, replicated, slices = option
-            return seconds(load, self.costs, replicated or NOTHING, slices.num_slices, slices.share_again)
+            return seconds(
+                load, self.costs, replicated or NOTHING, slices.num_slices, slices.share_again
+            )
 
         return min(options, key=cost)
 
@@ -283,16 +321,23 @@ def holders_of(compiled: Compiled, num_experts: int) -> np.ndarray:
         num_experts: number of experts of the layer.
     """
     grid, shapes = compiled.grid, compiled.shapes(num_experts)
-    layouts = [compiled.logical.slot(task.reads[0]).layout for task in compiled.logical.tasks if task.op is Op.EXPERT]
+    layouts = [
+        compiled.logical.slot(task.reads[0]).layout
+        for task in compiled.logical.tasks
+        if task.op is Op.EXPERT
+    ]
     holders = np.full((grid.world, num_experts, 1 + grid.ep * compiled.replicates), -1)
     for rank in range(grid.world):
         pieces = [shapes.pieces(layout, rank) for layout in layouts]
         origin, expert, chunk = (
-            np.concatenate([getattr(piece, name) for piece in pieces]) for name in ("origin", "expert", "chunk")
+            np.concatenate([getattr(piece, name) for piece in pieces])
+            for name in ("origin", "expert", "chunk")
         )
         part = np.maximum(chunk - shapes.num_chunks + 1, 0)
         present = np.unique(holders[origin, expert, part])
         joined = rank if present.max(initial=-1) < 0 else int(present[present >= 0].min())
-        holders[np.isin(holders, present[present >= 0])] = joined  # ranks that share rows count as one
+        holders[np.isin(holders, present[present >= 0])] = (
+            joined  # ranks that share rows count as one
+        )
         holders[origin, expert, part] = joined
     return holders

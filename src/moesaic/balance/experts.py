@@ -211,10 +211,14 @@ class SmartMoE(AbstractExpertPlacer):
     def decide(self, load: ExpertLoad) -> np.ndarray:
         """Return the greedy order if it lowers the load of the busiest place; otherwise the present order."""
         place = spread_by_load(load.weight, np.ones_like(load.slowness), load.place)
-        return load.order_at(place) if load.busiest(place) < load.busiest(load.place) else load.order
+        return (
+            load.order_at(place) if load.busiest(place) < load.busiest(load.place) else load.order
+        )
 
 
-def spread_by_load(weight: np.ndarray, slowness: np.ndarray, before: np.ndarray | None = None) -> np.ndarray:
+def spread_by_load(
+    weight: np.ndarray, slowness: np.ndarray, before: np.ndarray | None = None
+) -> np.ndarray:
     """Return a greedy placement, (num_experts,) int64: by descending load, each expert takes the least loaded place with room.
 
     Args:
@@ -264,7 +268,8 @@ class Balanced(AbstractExpertPlacer):
         starts = (load.place, spread_by_load(load.weight, slowness))
         ends = [least_busiest(load.weight, start, slowness)[-1] for start in starts]
         candidates = [
-            fewest_between_nodes(load.weight, load.crossing, end, slowness, stay=load.place)[-1] for end in ends
+            fewest_between_nodes(load.weight, load.crossing, end, slowness, stay=load.place)[-1]
+            for end in ends
         ]
         return min(candidates, key=lambda place: (load.busiest(place), load.between_nodes(place)))
 
@@ -291,7 +296,9 @@ def least_busiest(weight: np.ndarray, start: np.ndarray, slowness: np.ndarray) -
             break
         gain = weight[:, None, others] - weight[:, members, None]
         busiest_times = (load[:, busiest, None, None] + gain) * slowness[:, busiest, None, None]
-        other_times = (load[:, place[others]][:, None, :] - gain) * slowness[:, place[others]][:, None, :]
+        other_times = (load[:, place[others]][:, None, :] - gain) * slowness[:, place[others]][
+            :, None, :
+        ]
         after = np.maximum(busiest_times, other_times).max(0)
         one, other = np.unravel_index(after.argmin(), after.shape)
         if not after[one, other] < times.max() * (1 - SLACK):
@@ -301,7 +308,11 @@ def least_busiest(weight: np.ndarray, start: np.ndarray, slowness: np.ndarray) -
 
 
 def fewest_between_nodes(
-    weight: np.ndarray, crossing: np.ndarray, start: np.ndarray, slowness: np.ndarray, stay: np.ndarray | None = None
+    weight: np.ndarray,
+    crossing: np.ndarray,
+    start: np.ndarray,
+    slowness: np.ndarray,
+    stay: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """Return a sequence of placements, one swap apart, with ever fewer rows between nodes and no busier busiest place.
 
@@ -316,14 +327,18 @@ def fewest_between_nodes(
     """
     ep = crossing.shape[1]
     equally_fast = bool((slowness == slowness[:, :1]).all())
-    place = _with_permuted_places(crossing, start, stay) if stay is not None and equally_fast else start
+    place = (
+        _with_permuted_places(crossing, start, stay) if stay is not None and equally_fast else start
+    )
     steps = [place]
     limit = (_loads(weight, place, ep) * slowness).max() * (1 + SLACK)
     experts = np.arange(len(place))
     while len(steps) <= SWAPS_MOST:
         place = steps[-1]
         load = _loads(weight, place, ep)[:, place]
-        after = (load[:, :, None] - weight[:, :, None] + weight[:, None, :]) * slowness[:, place][:, :, None]
+        after = (load[:, :, None] - weight[:, :, None] + weight[:, None, :]) * slowness[:, place][
+            :, :, None
+        ]
         fits = after <= limit
         possible = fits.all(0) & fits.all(0).T & (place[:, None] != place[None, :])
         cost = crossing[:, place] - crossing[experts, place][:, None]

@@ -151,10 +151,14 @@ class SampleLoad:
     def __post_init__(self) -> None:
         grid, samples = self.grid, self.homes.samples.size
         if self.homes.ranks != grid.world:
-            raise InputError(f"a placement over {self.homes.ranks} ranks does not fit a mesh of {grid.world}")
+            raise InputError(
+                f"a placement over {self.homes.ranks} ranks does not fit a mesh of {grid.world}"
+            )
         for name in ("copies", "following"):
             table = getattr(self, name)
-            if table is not None and (table.ndim != 2 or len(table) != samples or table.shape[1] % grid.ep):
+            if table is not None and (
+                table.ndim != 2 or len(table) != samples or table.shape[1] % grid.ep
+            ):
                 raise InputError(
                     f"{name} of shape {table.shape} does not fit {samples} samples and mesh.ep={grid.ep}: give "
                     "(samples, num_experts)"
@@ -176,11 +180,20 @@ class SampleLoad:
 
         The entries of ranks outside the sample's replica of the experts mean nothing, since the sample never goes to them.
         """
-        counted = [table for table in (self.copies if self.is_direct else None, self.following) if table is not None]
+        counted = [
+            table
+            for table in (self.copies if self.is_direct else None, self.following)
+            if table is not None
+        ]
         total = np.concatenate([self.copies[:, :0], *counted], axis=1)
-        holders = [self._holders([table.shape[1] for table in counted], links) for links in ("intra", "inter")]
+        holders = [
+            self._holders([table.shape[1] for table in counted], links)
+            for links in ("intra", "inter")
+        ]
         # Integers in float64 are exact below 2**53, and their matrix product is many times faster than that of int64.
-        inside, across = (np.rint(total.astype(np.float64) @ table).astype(np.int64) for table in holders)
+        inside, across = (
+            np.rint(total.astype(np.float64) @ table).astype(np.int64) for table in holders
+        )
         home, ranks = self.homes.rank, np.arange(self.grid.world)
         leaves = home[:, None] != ranks[None, :]
         far = self.node[home][:, None] != self.node[None, :]
@@ -300,7 +313,9 @@ class TwoStage(AbstractPlacer):
         InputError: if `least_gain` is not a share, or `rest` is negative.
     """
 
-    def __init__(self, least_gain: float = LEAST_GAIN, *, rest: int = REST, solve: Solver | None = None) -> None:
+    def __init__(
+        self, least_gain: float = LEAST_GAIN, *, rest: int = REST, solve: Solver | None = None
+    ) -> None:
         if not 0 <= least_gain < 1:
             raise InputError(f"placement least_gain={least_gain}: choose a share from 0 to below 1")
         if rest < 0:
@@ -313,23 +328,38 @@ class TwoStage(AbstractPlacer):
         before, after = load.volume(load.homes), load.volume(placement)
         if (after.inter, after.intra) >= (before.inter, before.intra):
             return load.homes
-        rows_before, rows_after = (before.inter, after.inter) if before.inter else (before.intra, after.intra)
-        return placement if rows_before - rows_after >= self.least_gain * rows_before else load.homes
+        rows_before, rows_after = (
+            (before.inter, after.inter) if before.inter else (before.intra, after.intra)
+        )
+        return (
+            placement if rows_before - rows_after >= self.least_gain * rows_before else load.homes
+        )
 
     def _placed(self, load: SampleLoad, samples: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         intra, inter = (table[np.ix_(samples, ranks)] for table in load.rows)
         home, slots = load.homes.rank[samples], load.homes.slots
         nodes, first, num_ranks = np.unique(load.node[ranks], return_index=True, return_counts=True)
-        node = nodes[self._solve(_with_fewest_moves(inter[:, first], load.node[home], nodes), slots * num_ranks)]
+        node = nodes[
+            self._solve(
+                _with_fewest_moves(inter[:, first], load.node[home], nodes), slots * num_ranks
+            )
+        ]
         rank = np.empty(len(samples), dtype=np.int64)
         for number in nodes:
-            on_node, members = np.flatnonzero(node == number), np.flatnonzero(load.node[ranks] == number)
-            cost = _with_fewest_moves(intra[np.ix_(on_node, members)], home[on_node], ranks[members])
+            on_node, members = (
+                np.flatnonzero(node == number),
+                np.flatnonzero(load.node[ranks] == number),
+            )
+            cost = _with_fewest_moves(
+                intra[np.ix_(on_node, members)], home[on_node], ranks[members]
+            )
             rank[on_node] = ranks[members][self._solve(cost, np.full(len(members), slots))]
         return rank
 
 
-def _by_replica(load: SampleLoad, placed: Callable[[SampleLoad, np.ndarray, np.ndarray], np.ndarray]) -> Homes:
+def _by_replica(
+    load: SampleLoad, placed: Callable[[SampleLoad, np.ndarray, np.ndarray], np.ndarray]
+) -> Homes:
     """Return the homes for which `placed` chooses the ranks of samples, separately for each replica of the experts."""
     rank = load.homes.rank.copy()
     for ranks in load.replicas:
@@ -362,7 +392,9 @@ class Weighed(TwoStage):
         InputError: if `least_gain` is not a share, or `rest` is negative.
     """
 
-    def __init__(self, machine: Machine | None = None, *, least_gain: float = LEAST_GAIN, rest: int = REST) -> None:
+    def __init__(
+        self, machine: Machine | None = None, *, least_gain: float = LEAST_GAIN, rest: int = REST
+    ) -> None:
         super().__init__(least_gain, rest=rest)
         machine = machine or Machine()
         self.rates = 1 / machine.intra_gbps, 1 / machine.inter_gbps
@@ -375,7 +407,9 @@ class Weighed(TwoStage):
             TwoStage(least_gain=0.0).decide(load),
             *(self._by(weight, load) for weight in WEIGHTS),
         ]
-        timed = [(load.seconds(homes, *self.rates), load.homes.moved(homes)) for homes in placements]
+        timed = [
+            (load.seconds(homes, *self.rates), load.homes.moved(homes)) for homes in placements
+        ]
         best = min(range(len(placements)), key=timed.__getitem__)
         gains = timed[best][0] <= (1 - self.least_gain) * timed[0][0]
         return placements[best] if gains else load.homes
@@ -387,7 +421,9 @@ class Weighed(TwoStage):
         units = np.rint(cost * (_UNITS / (np.abs(cost).max() or 1.0))).astype(np.int64)
 
         def placed(load: SampleLoad, samples: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-            weighed = _with_fewest_moves(units[np.ix_(samples, ranks)], load.homes.rank[samples], ranks)
+            weighed = _with_fewest_moves(
+                units[np.ix_(samples, ranks)], load.homes.rank[samples], ranks
+            )
             return ranks[assign(weighed, np.full(len(ranks), load.homes.slots))]
 
         return _by_replica(load, placed)

@@ -33,9 +33,9 @@ class Cut:
     @cached_property
     def loads(self) -> np.ndarray:
         """(world,) int64: rows at the experts of each rank; 0 for a rank with the same rows as an earlier rank."""
-        return np.bincount(self.holders.reshape(-1), weights=self.cells.reshape(-1), minlength=len(self.cells)).astype(
-            np.int64
-        )
+        return np.bincount(
+            self.holders.reshape(-1), weights=self.cells.reshape(-1), minlength=len(self.cells)
+        ).astype(np.int64)
 
     @property
     def share_again(self) -> float:
@@ -52,7 +52,9 @@ class Cut:
     def _starts(self) -> np.ndarray:
         """The start of each cell among the rows of its holder, which are sorted by expert and then by origin."""
         by_expert = (1, 0, 2)
-        cells, holders = (values.transpose(by_expert).reshape(-1) for values in (self.cells, self.holders))
+        cells, holders = (
+            values.transpose(by_expert).reshape(-1) for values in (self.cells, self.holders)
+        )
         order = np.argsort(holders, kind="stable")
         before = cells[order].cumsum() - cells[order]
         first = np.searchsorted(holders[order], holders[order])
@@ -86,11 +88,15 @@ class Cut:
             the indices of the slice's rows in the sorted list, ascending, and the origin of each; (rows,) int64 both.
         """
         chosen = list(origins)
-        begin, end = (values[chosen].transpose(1, 0, 2).reshape(-1) for values in self._range(number))
+        begin, end = (
+            values[chosen].transpose(1, 0, 2).reshape(-1) for values in self._range(number)
+        )
         cells = self.cells[chosen].transpose(1, 0, 2).reshape(-1)
         num_rows = np.maximum(end - begin, 0)
         first = cells.cumsum() - cells + begin
-        places = np.arange(int(num_rows.sum())) + np.repeat(first - (num_rows.cumsum() - num_rows), num_rows)
+        places = np.arange(int(num_rows.sum())) + np.repeat(
+            first - (num_rows.cumsum() - num_rows), num_rows
+        )
         of_cell = np.broadcast_to(
             np.array(chosen)[None, :, None], (self.cells.shape[1], len(chosen), self.cells.shape[2])
         )
@@ -104,7 +110,12 @@ class Cut:
         return begin, end
 
 
-def cut(holders: np.ndarray, copies: np.ndarray, replicated: Replications | None, budget: int | np.ndarray) -> Cut:
+def cut(
+    holders: np.ndarray,
+    copies: np.ndarray,
+    replicated: Replications | None,
+    budget: int | np.ndarray,
+) -> Cut:
     """Return a call cut into slices.
 
     Args:

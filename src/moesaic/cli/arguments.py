@@ -56,7 +56,9 @@ def parse(
         raise _refusal_of(stop) or InputError(_one_line(errors.getvalue())) from stop
     if unknown:
         nearest = _nearest(unknown[0], [*taken, *_flags(kind)])
-        raise InputError(f"unknown argument {unknown[0]}{nearest}; --help{'-all' if usual else ''} lists all")
+        raise InputError(
+            f"unknown argument {unknown[0]}{nearest}; --help{'-all' if usual else ''} lists all"
+        )
     result: T = parsed
     return result
 
@@ -82,7 +84,9 @@ def _help_registry(hidden: Collection[tuple[type, str]]) -> ConstructorRegistry:
             return None
         shown = []
         for each in spec.fields:
-            kind: Any = tyro.conf.Suppress[each.type] if (info.type, each.name) in hidden else each.type  # type: ignore[misc,name-defined]
+            kind: Any = (
+                tyro.conf.Suppress[each.type] if (info.type, each.name) in hidden else each.type
+            )  # type: ignore[misc,name-defined]
             shown.append(replace(each, type=kind, helptext=_on_one_line(each.helptext)))
         return replace(spec, fields=tuple(shown))
 
@@ -122,7 +126,9 @@ def _flags(kind: Any, prefix: str = "--") -> list[str]:
     hints = get_type_hints(kind)
     for field in fields(kind):
         name = prefix + field.name.replace("_", "-")
-        flags += _flags(hints[field.name], f"{name}.") if is_dataclass(hints[field.name]) else [name]
+        flags += (
+            _flags(hints[field.name], f"{name}.") if is_dataclass(hints[field.name]) else [name]
+        )
     return flags
 
 
@@ -140,9 +146,15 @@ def _one_line(box: str) -> str:
     words = re.sub(r"\s+", " ", text).strip()
     words = re.split(r" (?:Argument helptext:|For full helptext)", words)[0]
     words = re.sub(
-        r"no type matching .* instantiated from \['(.*?)'\]\. Got errors: .*(int|float)\b.*", r"\2: '\1'", words
+        r"no type matching .* instantiated from \['(.*?)'\]\. Got errors: .*(int|float)\b.*",
+        r"\2: '\1'",
+        words,
     )
-    words = re.sub(r"(invalid literal for )?int(\(\) with base 10)?: '", "not a whole number: '", words)
+    words = re.sub(
+        r"(invalid literal for )?int(\(\) with base 10)?: '", "not a whole number: '", words
+    )
     words = re.sub(r"(could not convert string to )?float: '", "not a number: '", words)
-    words = re.sub(r"^(Parsing error|Value error|Invalid choice|Required options|Missing argument) ", "", words)
+    words = re.sub(
+        r"^(Parsing error|Value error|Invalid choice|Required options|Missing argument) ", "", words
+    )
     return re.sub(r"^Error parsing ", "", words)

@@ -36,7 +36,9 @@ class CertifyOptions:
 
     def __post_init__(self) -> None:
         if not self.ranks or any(ranks not in (1, 2, 4, 8) for ranks in self.ranks):
-            raise InputError(f"--ranks {' '.join(map(str, self.ranks))}: choose among 1, 2, 4 and 8")
+            raise InputError(
+                f"--ranks {' '.join(map(str, self.ranks))}: choose among 1, 2, 4 and 8"
+            )
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -52,7 +54,9 @@ def run(arguments: Sequence[str]) -> int:
     else:
         sys.stdout.writelines(f"{each['ranks']} ranks, {each['says']}\n" for each in wrong)
         on = " and ".join(map(str, options.ranks))
-        sys.stdout.write(f"{options.system} on {on} ranks: {len(found) - len(wrong)} right, {len(wrong)} wrong\n")
+        sys.stdout.write(
+            f"{options.system} on {on} ranks: {len(found) - len(wrong)} right, {len(wrong)} wrong\n"
+        )
     return 1 if wrong else 0
 
 
@@ -66,7 +70,9 @@ def _findings(options: CertifyOptions, ranks: int) -> list[dict[str, Any]]:
         found = on_ranks(ranks, certify_named, *arguments, timeout_seconds=TIMEOUT_SECONDS)[0]
     except Exception as error:  # a rank that dies is a finding too
         last = (str(error).strip().splitlines() or [""])[-1]
-        found = [Certified("every situation", "all", math.inf, None, f"{type(error).__name__}: {last}")]
+        found = [
+            Certified("every situation", "all", math.inf, None, f"{type(error).__name__}: {last}")
+        ]
     return [
         {"ranks": ranks, **asdict(each), "holds": each.holds(), "says": str(each)}
         | ({} if math.isfinite(each.error) else {"error": None})

@@ -95,7 +95,12 @@ def gather(options: CheckOptions) -> Evidence:
     from moesaic.testing.runner import GLOO_CASES, gather_evidence
 
     totals = {"cases": options.cases} | ({"worlds": len(GLOO_CASES)} if options.gloo else {})
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         tasks = {what: progress.add_task(what, total=total) for what, total in totals.items()}
         return gather_evidence(
@@ -117,7 +122,9 @@ def as_dict(evidence: Evidence) -> dict[str, Any]:
         "cases": len(evidence.loopback),
         "codecs_not_installed": missing_codecs(),
         "cases_by_processes": evidence.worlds,
-        "failures": [{"seed": failure.case.seed, "failure": failure.reason} for failure in evidence.failures],
+        "failures": [
+            {"seed": failure.case.seed, "failure": failure.reason} for failure in evidence.failures
+        ],
         "worst_errors": dict(sorted(evidence.worst.items())),
     }
 

@@ -74,13 +74,17 @@ def run(arguments: Sequence[str]) -> int:
 
     upcycle = None
     if options.experts is not None:
-        shared = {name: getattr(options, name) for name in ("top_k", "granularity", "router_std", "seed")}
+        shared = {
+            name: getattr(options, name) for name in ("top_k", "granularity", "router_std", "seed")
+        }
         upcycle = Upcycling(num_experts=options.experts, **shared)
     elif any(
         getattr(options, name) != getattr(ConvertOptions, name)
         for name in ("top_k", "granularity", "router_std", "seed")
     ):
-        raise InputError("top-k, granularity, router-std and seed are of --experts: give the number of experts too")
+        raise InputError(
+            "top-k, granularity, router-std and seed are of --experts: give the number of experts too"
+        )
     if is_run(Path(options.source)):
         if options.to != "hf" or upcycle is not None:
             raise InputError(
@@ -92,7 +96,9 @@ def run(arguments: Sequence[str]) -> int:
             if summary["tokenizer"]
             else "without a tokenizer, since the run's .bin files name none"
         )
-        lines = [f"{summary['model']}: {summary['parameters']:,} parameters in {options.out}; {about_tokenizer}"]
+        lines = [
+            f"{summary['model']}: {summary['parameters']:,} parameters in {options.out}; {about_tokenizer}"
+        ]
         lines += _logits_lines(summary["logits"])
         print(json.dumps(summary) if options.json else "\n".join(map(in_one_line, lines)))
         return 0
@@ -112,7 +118,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def _receipt_lines(receipt: dict[str, Any], path: str) -> list[str]:
     """Return the lines that summarize a receipt."""
-    experts = sum(len(counts) for counts in receipt["sha256"]["weights"].values() if isinstance(counts, list))
+    experts = sum(
+        len(counts) for counts in receipt["sha256"]["weights"].values() if isinstance(counts, list)
+    )
     lines = [
         f"{receipt['model']}: {receipt['source']['format']} to {receipt['target']['format']}, {receipt['tensors']} tensors, "
         f"{receipt['bytes']:,} bytes, {experts} experts"
@@ -122,13 +130,19 @@ def _receipt_lines(receipt: dict[str, Any], path: str) -> list[str]:
         for state, counts in receipt["moments"].items()
     ]
     if receipt["left_behind"]:
-        lines.append(f"entries not converted: {len(receipt['left_behind'])}, for example {receipt['left_behind'][0]}")
+        lines.append(
+            f"entries not converted: {len(receipt['left_behind'])}, for example {receipt['left_behind'][0]}"
+        )
     return [*lines, *_logits_lines(receipt["logits"]), f"compared with the source; receipt: {path}"]
 
 
 def _logits_lines(found: dict[str, Any] | None) -> list[str]:
     """Return the lines about the comparison of logits; none if there was no comparison."""
-    lines = [] if found is None else [f"largest difference of logits: {found['largest_difference']:.3g}"]
+    lines = (
+        []
+        if found is None
+        else [f"largest difference of logits: {found['largest_difference']:.3g}"]
+    )
     if found and found["not_finite"]:
         lines.append(
             f"{found['not_finite']} logits are not finite, neither before nor after: look for them in the source"
@@ -146,7 +160,11 @@ def _verify(arguments: Sequence[str]) -> int:
     from moesaic.weights.convert import verify
 
     verified = verify(options.out)
-    states = f", and {', '.join(verified['states'][1:])} of an optimizer" if len(verified["states"]) > 1 else ""
+    states = (
+        f", and {', '.join(verified['states'][1:])} of an optimizer"
+        if len(verified["states"]) > 1
+        else ""
+    )
     line = f"{options.out}: {verified['tensors']} entries and {verified['experts']} experts are what the receipt says{states}"
     print(json.dumps(verified) if options.json else in_one_line(line))
     return 0

@@ -66,7 +66,9 @@ def run(arguments: Sequence[str]) -> int:
     sample = SampleOptions(run=str(results["moe"].folder), prompt=(options.prompt,))
     console.print(options.prompt + continuations(sample)[0], markup=False, highlight=False)
     console.rule()
-    page = write_report([results["moe"].folder, results["dense"].folder], Path(options.out) / "report.html")
+    page = write_report(
+        [results["moe"].folder, results["dense"].folder], Path(options.out) / "report.html"
+    )
     console.print(f"the report: {page}", soft_wrap=True, highlight=False)
     return 0
 
@@ -76,7 +78,10 @@ def _vision(options: DemoOptions) -> int:
     from moesaic.cli.main import main
 
     steps = ("--steps", str(options.steps)) if options.steps else ()
-    codes = [main(["vision", "--ffn", ffn, "--out", str(Path(options.out) / ffn), *steps]) for ffn in ("moe", "dense")]
+    codes = [
+        main(["vision", "--ffn", ffn, "--out", str(Path(options.out) / ffn), *steps])
+        for ffn in ("moe", "dense")
+    ]
     return max(codes)
 
 

@@ -57,7 +57,17 @@ def _start(options: FinetuneOptions, arguments: Sequence[str]) -> int:
     require(options, ranks)
     logging.disable(logging.ERROR)  # a rank has said why it failed; torchrun would say that it did
     try:
-        run.main(["--standalone", "--nproc-per-node", str(ranks), "-m", "moesaic", "finetune", *arguments])
+        run.main(
+            [
+                "--standalone",
+                "--nproc-per-node",
+                str(ranks),
+                "-m",
+                "moesaic",
+                "finetune",
+                *arguments,
+            ]
+        )
     except ChildFailedError as error:
         return error.get_first_failure()[1].exitcode
     finally:

@@ -74,12 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the flush of the interpreter at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:  # a path too long or without permission can fail wherever it is first looked up
+    except (
+        OSError
+    ) as error:  # a path too long or without permission can fail wherever it is first looked up
         if error.errno not in (errno.ENAMETOOLONG, errno.EACCES):
             raise
         where = in_one_line(str(error.filename))
         print(
-            f"moesaic {command}: {where:.200}: cannot be reached ({error.strerror}): name another path", file=sys.stderr
+            f"moesaic {command}: {where:.200}: cannot be reached ({error.strerror}): name another path",
+            file=sys.stderr,
         )
         return 2
     except ModuleNotFoundError as error:
@@ -122,7 +125,13 @@ _EXTRAS = {
 def _usage() -> str:
     lines = [f"  {name:<9} {summary}" for name, summary in {**COMMANDS, **LABORATORY}.items()]
     return "\n".join(
-        ["usage: moesaic COMMAND ...", "", *lines, "", "moesaic COMMAND --help lists the options of a command."]
+        [
+            "usage: moesaic COMMAND ...",
+            "",
+            *lines,
+            "",
+            "moesaic COMMAND --help lists the options of a command.",
+        ]
     )
 
 

@@ -42,7 +42,15 @@ from moesaic.planner.loads import typical_counts
 from moesaic.planner.model import Job
 from moesaic.planner.others import OthersLayout, best_layout, predict
 from moesaic.planner.presets import CONFIGS, read_job
-from moesaic.planner.search import LOSSLESS, LOSSY, PlannedStep, Result, Settings, TooLargeError, search
+from moesaic.planner.search import (
+    LOSSLESS,
+    LOSSY,
+    PlannedStep,
+    Result,
+    Settings,
+    TooLargeError,
+    search,
+)
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.workload import largest_max_vio, read_counts
 from moesaic.program.compile import compile_plan
@@ -157,44 +165,79 @@ class PlanOptions:
     """Print one JSON document."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "ep", "etp", "nodes", "gpus", "top", "batch_size", "accumulation", "seq_len"):
+        for name in (
+            "tp",
+            "pp",
+            "ep",
+            "etp",
+            "nodes",
+            "gpus",
+            "top",
+            "batch_size",
+            "accumulation",
+            "seq_len",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1")
         if self.price_per_hour is not None and not 0 < self.price_per_hour < math.inf:
-            raise InputError(f"--price-per-hour {self.price_per_hour}: must be a finite number above 0")
+            raise InputError(
+                f"--price-per-hour {self.price_per_hour}: must be a finite number above 0"
+            )
         if self.max_vio is not None and not 0 <= self.max_vio < math.inf:
             raise InputError(f"--max-vio {self.max_vio}: must be a finite number of at least 0")
         if self.max_vio is not None and self.trace is not None:
-            raise InputError("--trace and --max-vio both say how skewed the routing is: give one of them")
+            raise InputError(
+                "--trace and --max-vio both say how skewed the routing is: give one of them"
+            )
         if self.nodes is not None and self.gpus is not None:
-            raise InputError("--nodes and --gpus both say how large the cluster is: give one of them")
+            raise InputError(
+                "--nodes and --gpus both say how large the cluster is: give one of them"
+            )
         if not 0 <= self.reserve_gib < math.inf:
-            raise InputError(f"--reserve-gib {self.reserve_gib}: must be a finite number of at least 0")
+            raise InputError(
+                f"--reserve-gib {self.reserve_gib}: must be a finite number of at least 0"
+            )
         for name in ("schedules", "all_to_alls", "chunks", "orders"):
             if not getattr(self, name):
-                raise InputError(f"--{name.replace('_', '-')} is empty: name at least one, or leave it out")
+                raise InputError(
+                    f"--{name.replace('_', '-')} is empty: name at least one, or leave it out"
+                )
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
-    options = parse(PlanOptions, _join_flag(arguments, "--explain"), prog="moesaic plan", description=DESCRIPTION)
+    options = parse(
+        PlanOptions,
+        _join_flag(arguments, "--explain"),
+        prog="moesaic plan",
+        description=DESCRIPTION,
+    )
     if not options.model:
         names = ", ".join(CONFIGS)
-        raise InputError(f"--model is missing: name one ({names}), a training configuration, or a model's config.json")
+        raise InputError(
+            f"--model is missing: name one ({names}), a training configuration, or a model's config.json"
+        )
     if options.write is not None and Path(options.write).suffix not in (".toml", ".json"):
         raise InputError(f"--write {options.write}: choose a name that ends in .toml or .json")
     simulator = _simulator(options)
     if options.finetune is not None:
         return _finetune(options, options.finetune, simulator.cluster)
-    job, counts = _job(options, simulator.cluster), [] if options.trace is None else _counts(Path(options.trace))
+    job, counts = (
+        _job(options, simulator.cluster),
+        [] if options.trace is None else _counts(Path(options.trace)),
+    )
     if options.explain is not None:  # refuse an impossible layout before the search
         layout = from_flags(options.explain)
         unread_flags(options.explain, job)
         predict(job, simulator.cluster, layout)
         if options.emit is not None:
             return _emit(options.emit, job, layout)
-    if options.emit is not None and options.pp is not None and (options.pp > 1 or options.emit != "moesaic"):
+    if (
+        options.emit is not None
+        and options.pp is not None
+        and (options.pp > 1 or options.emit != "moesaic")
+    ):
         best = _best_of(options.emit, job, simulator.cluster, options)
         if best is None:
             raise InputError(
@@ -208,7 +251,9 @@ def run(arguments: Sequence[str]) -> int:
     except TooLargeError as error:
         return _print_without_layout(error, simulator.cluster, options)
     if options.write is not None:
-        write_planned(result.best, Path(options.write), model=options.model, cluster=simulator.cluster.name)
+        write_planned(
+            result.best, Path(options.write), model=options.model, cluster=simulator.cluster.name
+        )
     if options.emit is not None:
         return _emit(options.emit, job, layout_of(job, result.best), result.best)
     return _print(job, simulator, result, options)
@@ -218,7 +263,9 @@ def _finetune(options: PlanOptions, method: Method, cluster: ClusterSpec) -> int
     """Print the prediction of a fine-tune; returns the exit code."""
     for each in fields(options):
         if each.name not in FOR_FINETUNE and getattr(options, each.name) != each.default:
-            raise InputError(f"--{each.name.replace('_', '-')} has no meaning with --finetune: leave it out")
+            raise InputError(
+                f"--{each.name.replace('_', '-')} has no meaning with --finetune: leave it out"
+            )
     return print_finetune(
         _job(options, cluster),
         cluster,
@@ -235,7 +282,9 @@ def _print(job: Job, simulator: Simulator, result: Result, options: PlanOptions)
     cluster = simulator.cluster
     skewed = [] if options.max_vio is None else _under_skew(job, cluster, result, options.max_vio)
     price, reserve = options.price_per_hour, options.reserve_gib
-    lines = list(answer(job, cluster, result, price=price, max_vio=options.max_vio, reserve_gib=reserve))
+    lines = list(
+        answer(job, cluster, result, price=price, max_vio=options.max_vio, reserve_gib=reserve)
+    )
     ours = best_speed(job, cluster, result.best)
     if options.trace is not None:  # layouts of other systems are predicted under even routing
         ours = even_speed(job, cluster, result.best)
@@ -246,11 +295,20 @@ def _print(job: Job, simulator: Simulator, result: Result, options: PlanOptions)
     if options.verbose or options.json or options.page is not None:
         lines += further(job, simulator, result, has_price=price is not None)
     if options.page is not None:
-        _write_page(options, lines[:-1], job, result, simulator)  # the page has the last line's sources one by one
+        _write_page(
+            options, lines[:-1], job, result, simulator
+        )  # the page has the last line's sources one by one
     if options.json:
         speed = best_speed(job, cluster, result.best)
-        described = {"parameters": dict(zip(("total", "active"), job.parameters(cluster))), "speed": asdict(speed)}
-        print(json.dumps({**as_data(result, cluster, skewed), **described, "reasons": lines}, indent=2))
+        described = {
+            "parameters": dict(zip(("total", "active"), job.parameters(cluster))),
+            "speed": asdict(speed),
+        }
+        print(
+            json.dumps(
+                {**as_data(result, cluster, skewed), **described, "reasons": lines}, indent=2
+            )
+        )
         return 0
     Console(width=WIDTH).print(table_of(result, cluster, options.model, skewed))
     print(*lines, sep="\n")
@@ -259,7 +317,9 @@ def _print(job: Job, simulator: Simulator, result: Result, options: PlanOptions)
     return 0
 
 
-def _emit(system: EmitName, job: Job, layout: OthersLayout, planned: PlannedStep | None = None) -> int:
+def _emit(
+    system: EmitName, job: Job, layout: OthersLayout, planned: PlannedStep | None = None
+) -> int:
     """Print flags, and on standard error the version of the system that accepts them; return the exit code."""
     lines = SYSTEMS[system].flags(system, job, layout, planned)
     if SYSTEMS[system].version:
@@ -278,12 +338,20 @@ def _best_of(
     return best_layout(job, cluster, offers, stages=options.pp, reserve_gib=options.reserve_gib)
 
 
-def _as_others(job: Job, cluster: ClusterSpec, options: PlanOptions, ours: Speed | None) -> list[str]:
+def _as_others(
+    job: Job, cluster: ClusterSpec, options: PlanOptions, ours: Speed | None
+) -> list[str]:
     """Return lines about the best layout of Megatron, for a Hugging Face model on several devices, and about `--explain`."""
     lines: list[str] = []
     if cluster.world > 1 and isinstance(job.model, HubShape):
-        lines += as_others_shard("megatron", job, cluster, _best_of("megatron", job, cluster, options), ours)
-    return lines if options.explain is None else [*lines, *explained(job, cluster, ours, options.explain)]
+        lines += as_others_shard(
+            "megatron", job, cluster, _best_of("megatron", job, cluster, options), ours
+        )
+    return (
+        lines
+        if options.explain is None
+        else [*lines, *explained(job, cluster, ours, options.explain)]
+    )
 
 
 def _print_without_layout(error: TooLargeError, cluster: ClusterSpec, options: PlanOptions) -> int:
@@ -296,7 +364,9 @@ def _print_without_layout(error: TooLargeError, cluster: ClusterSpec, options: P
     """
 
     def larger(count: int) -> tuple[Job, ClusterSpec]:
-        larger_spec = read_cluster(options.cluster, nodes=-(-count // read_cluster(options.cluster).devices_per_node))
+        larger_spec = read_cluster(
+            options.cluster, nodes=-(-count // read_cluster(options.cluster).devices_per_node)
+        )
         return _job(options, larger_spec), larger_spec
 
     lines = [f"{error}: {in_words(remedies(error.job, cluster, _settings(options), larger))}"]
@@ -307,7 +377,9 @@ def _print_without_layout(error: TooLargeError, cluster: ClusterSpec, options: P
     return 0
 
 
-def _write_page(options: PlanOptions, lines: list[str], job: Job, result: Result, simulator: Simulator) -> None:
+def _write_page(
+    options: PlanOptions, lines: list[str], job: Job, result: Result, simulator: Simulator
+) -> None:
     from moesaic.report.plan_page import PlanAnswer, write_plan_page
 
     best, cluster = result.best, simulator.cluster
@@ -337,7 +409,11 @@ def _join_flag(arguments: Sequence[str], flag: str) -> list[str]:
 def _job(options: PlanOptions, cluster: ClusterSpec) -> Job:
     """Return the training job, with the batch size, accumulation and sequence length of the options."""
     job_of_model = read_job(options.model, seq_len=options.seq_len or 4096, world=cluster.world)
-    job = job_of_model if options.batch_size is None else replace(job_of_model, batch_size=options.batch_size)
+    job = (
+        job_of_model
+        if options.batch_size is None
+        else replace(job_of_model, batch_size=options.batch_size)
+    )
     if options.seq_len is not None and job.model.seq_len != options.seq_len:
         job = replace(job, model=replace(job.model, seq_len=options.seq_len))
     return job if options.accumulation is None else replace(job, accumulation=options.accumulation)
@@ -352,17 +428,23 @@ def _search(
 ) -> tuple[Job, Result]:
     """Run the search; returns the job and the result. A Hugging Face model that does not fit is retried with recomputation."""
     try:
-        return job, search(job, simulator.cluster, settings, counts=counts, simulator=simulator, progress=progress)
+        return job, search(
+            job, simulator.cluster, settings, counts=counts, simulator=simulator, progress=progress
+        )
     except InputError:
         if not isinstance(job.model, HubShape):
             raise
     job = replace(job, model=replace(job.model, checkpoint_activations=True))
-    return job, search(job, simulator.cluster, settings, counts=counts, simulator=simulator, progress=progress)
+    return job, search(
+        job, simulator.cluster, settings, counts=counts, simulator=simulator, progress=progress
+    )
 
 
 def _simulator(options: PlanOptions) -> Simulator:
     if not options.cluster:
-        raise InputError(f"--cluster is missing: choose one of {', '.join(presets())}, or give a file")
+        raise InputError(
+            f"--cluster is missing: choose one of {', '.join(presets())}, or give a file"
+        )
     cluster = read_cluster(options.cluster, nodes=options.nodes)
     cluster = cluster if options.gpus is None else cluster.of_devices(options.gpus)
     if options.pp is not None and cluster.world % options.pp:
@@ -409,10 +491,14 @@ def _progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]
     """Yield the `progress` callback of a search, shown as a progress bar."""
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+        yield lambda what, done, total: bar.update(
+            task, description=what, completed=done, total=total
+        )
 
 
-def _under_skew(job: Job, cluster: ClusterSpec, result: Result, max_vio: float) -> list[SkewedStep | None]:
+def _under_skew(
+    job: Job, cluster: ClusterSpec, result: Result, max_vio: float
+) -> list[SkewedStep | None]:
     """Return each plan of the ranking under a MaxVio; None for those that it cannot be predicted for.
 
     Raises:
@@ -428,7 +514,9 @@ def _under_skew(job: Job, cluster: ClusterSpec, result: Result, max_vio: float) 
     return [under_skew(job, cluster, planned, max_vio) for planned in result.ranking]
 
 
-def as_data(result: Result, cluster: ClusterSpec, skewed: Sequence[SkewedStep | None] = ()) -> dict[str, Any]:
+def as_data(
+    result: Result, cluster: ClusterSpec, skewed: Sequence[SkewedStep | None] = ()
+) -> dict[str, Any]:
     """Return the result of a search as plain data; `skewed` has each plan of the ranking under a MaxVio, if one is given."""
     ranking = [_step_as_data(planned) for planned in result.ranking]
     for data, planned, step in zip(ranking, result.ranking, skewed):
@@ -464,7 +552,9 @@ def _step_as_data(planned: PlannedStep) -> dict[str, Any]:
     return {
         "seconds": planned.seconds,
         "over_bound": planned.seconds / planned.bound_seconds,
-        "mesh": {name: getattr(grid, name) for name in ("dp", "tp", "edp", "ep", "etp", "innermost")},
+        "mesh": {
+            name: getattr(grid, name) for name in ("dp", "tp", "edp", "ep", "etp", "innermost")
+        },
         "plan": asdict(planned.plan),
         "bottleneck": planned.estimate.bottleneck,
         "parts": planned.estimate.parts,

@@ -10,7 +10,14 @@ from typing import Any
 
 from moesaic.errors import InputError
 from moesaic.planner.cluster import ClusterSpec
-from moesaic.planner.finetune import CODED, LOSS_TOKENS, WEIGHT_BYTES, FinetunePrediction, Method, predict_finetune
+from moesaic.planner.finetune import (
+    CODED,
+    LOSS_TOKENS,
+    WEIGHT_BYTES,
+    FinetunePrediction,
+    Method,
+    predict_finetune,
+)
 from moesaic.planner.memory import FRAGMENTED, GIB
 from moesaic.planner.model import Job
 from moesaic.program.plan import plan_in_words
@@ -34,7 +41,14 @@ class FinetuneChange:
 
 
 def print_finetune(
-    job: Job, cluster: ClusterSpec, model: str, *, method: Method, rank: int, accumulation: int, as_json: bool
+    job: Job,
+    cluster: ClusterSpec,
+    model: str,
+    *,
+    method: Method,
+    rank: int,
+    accumulation: int,
+    as_json: bool,
 ) -> int:
     """Print a prediction on standard output; returns the exit code.
 
@@ -61,10 +75,17 @@ def print_finetune(
     }
     found = predict_finetune(job.model, cluster=cluster, **sizes)
     if not any(split.fits for split in found.splits.values()):
-        raise InputError(f"{model} on {cluster.name} does not fit: {_what_fits(job, cluster, found, sizes)}")
+        raise InputError(
+            f"{model} on {cluster.name} does not fit: {_what_fits(job, cluster, found, sizes)}"
+        )
     changes = sorted(_changes(job, cluster, found, sizes), key=lambda change: -change.speedup)
     if as_json:
-        data = {**asdict(found), "bytes": found.bytes, "fastest": found.fastest, "changes": [*map(asdict, changes)]}
+        data = {
+            **asdict(found),
+            "bytes": found.bytes,
+            "fastest": found.fastest,
+            "changes": [*map(asdict, changes)],
+        }
         print(json.dumps({"model": model, "cluster": cluster.name, **sizes, **data}, indent=2))
         return 0
     print(*_lines(model, cluster, found, changes, sizes), sep="\n")
@@ -72,7 +93,11 @@ def print_finetune(
 
 
 def _lines(
-    model: str, cluster: ClusterSpec, found: FinetunePrediction, changes: list[FinetuneChange], sizes: dict[str, Any]
+    model: str,
+    cluster: ClusterSpec,
+    found: FinetunePrediction,
+    changes: list[FinetuneChange],
+    sizes: dict[str, Any],
 ) -> Iterator[str]:
     device, (low, high) = cluster.device.memory_gib, found.interval or (0.0, 0.0)
     yield (
@@ -108,18 +133,28 @@ def _changes(
     """Yield single changes of a fine-tune, each predicted again."""
     before = found.splits[found.fastest].tokens_per_second
 
-    def change(what: str, other: ClusterSpec = cluster, *, of_experts: bool = False, **changed: Any) -> FinetuneChange:
+    def change(
+        what: str, other: ClusterSpec = cluster, *, of_experts: bool = False, **changed: Any
+    ) -> FinetuneChange:
         after = predict_finetune(job.model, cluster=other, **{**sizes, **changed})
         split = after.splits["experts" if of_experts else after.fastest]
-        speedup = split.tokens_per_second / (found.splits["experts"].tokens_per_second if of_experts else before)
+        speedup = split.tokens_per_second / (
+            found.splits["experts"].tokens_per_second if of_experts else before
+        )
         return FinetuneChange(what=what, speedup=speedup, bytes=after.bytes, fits=bool(after.fits))
 
     tokens, length = sizes["tokens"], sizes["length"]
     if cluster.nodes > 1:
-        yield change("a second NIC per machine, experts spread", cluster.with_links("outside", 2.0), of_experts=True)
+        yield change(
+            "a second NIC per machine, experts spread",
+            cluster.with_links("outside", 2.0),
+            of_experts=True,
+        )
     if cluster.devices_per_node > 1:
         yield change(
-            "links inside machines twice as fast, experts spread", cluster.with_links("inside", 2.0), of_experts=True
+            "links inside machines twice as fast, experts spread",
+            cluster.with_links("inside", 2.0),
+            of_experts=True,
         )
     if cluster.world > 1:
         yield change("rows in fp8 on the wire, experts spread", of_experts=True, codecs=CODED)
@@ -131,7 +166,9 @@ def _changes(
     yield change("transformers' own loss, with the logits of all tokens at once", logits=None)
 
 
-def _what_fits(job: Job, cluster: ClusterSpec, found: FinetunePrediction, sizes: dict[str, Any]) -> str:
+def _what_fits(
+    job: Job, cluster: ClusterSpec, found: FinetunePrediction, sizes: dict[str, Any]
+) -> str:
     """Return a clause with what is missing, and the smallest single changes after which experts spread over ranks fit."""
     memory = cluster.device.memory_gib
     fitting, powers = [], [2**power for power in range(1, MOST_TIMES.bit_length())]
@@ -148,6 +185,10 @@ def _what_fits(job: Job, cluster: ClusterSpec, found: FinetunePrediction, sizes:
             fitting.append(f"one sequence of {length:,} tokens")
             break
     smaller = [name for name, size in WEIGHT_BYTES.items() if size < WEIGHT_BYTES[sizes["method"]]]
-    fitting += [f"--finetune {name}" for name in smaller if again(**{**limited, "method": name}).fits][:1]
+    fitting += [
+        f"--finetune {name}" for name in smaller if again(**{**limited, "method": name}).fits
+    ][:1]
     needs = f"needs {_reserved(found.bytes) + 1:.1f} GiB of {memory:g} on a device"
-    return f"{needs}; smallest that fits: {'; or '.join(fitting) or 'no single change that was tried'}"
+    return (
+        f"{needs}; smallest that fits: {'; or '.join(fitting) or 'no single change that was tried'}"
+    )

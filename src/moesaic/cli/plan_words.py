@@ -26,14 +26,18 @@ USUAL_PRICE = 2.5
 """Price of a device per hour where none is given."""
 
 
-def table_of(result: Result, cluster: ClusterSpec, model: str, skewed: Sequence[SkewedStep | None] = ()) -> Table:
+def table_of(
+    result: Result, cluster: ClusterSpec, model: str, skewed: Sequence[SkewedStep | None] = ()
+) -> Table:
     """Return the ranking as a table; `skewed` has each of its plans under a MaxVio, if one is given."""
     table = Table(
         title=f"{model} on {cluster.name}, {cluster.nodes} nodes of {cluster.devices_per_node}: simulated steps",
         box=None,
     )
     for name in ("", "ms", "over bound", "layout", "plan", "limited by", "GiB"):
-        table.add_column(name, justify="right" if name in ("", "ms", "over bound", "GiB") else "left")
+        table.add_column(
+            name, justify="right" if name in ("", "ms", "over bound", "GiB") else "left"
+        )
     for name in ("ms under skew", "GiB under skew") if skewed else ():
         table.add_column(name, justify="right")
     for number, planned in enumerate(result.ranking, start=1):
@@ -46,7 +50,10 @@ def table_of(result: Result, cluster: ClusterSpec, model: str, skewed: Sequence[
             cells += (
                 ["-", "-"]
                 if step is None
-                else [f"{step.longer * planned.seconds * 1e3:,.2f}", f"{step.memory.total / GIB:.1f}"]
+                else [
+                    f"{step.longer * planned.seconds * 1e3:,.2f}",
+                    f"{step.memory.total / GIB:.1f}",
+                ]
             )
         table.add_row(*cells)
     return table
@@ -63,7 +70,9 @@ def about_parameters(job: Job, cluster: ClusterSpec) -> str:
 
 def what_was_measured(cluster: ClusterSpec) -> str:
     """Return a line that says which numbers of a cluster were measured, and where the others come from."""
-    source = cluster.source or "its description does not say where its numbers come from (source = ...)"
+    source = (
+        cluster.source or "its description does not say where its numbers come from (source = ...)"
+    )
     if not cluster.measured:
         return f"measured of {cluster.name}: nothing by us; {source}"
     return f"measured of {cluster.name}: {'; '.join(cluster.measured)}; the rest: {source}"
@@ -105,7 +114,9 @@ def answer(
     )
     yield about_fragments(best.memory, cluster)
     changed = changes(job, cluster, result, reserve_gib=reserve_gib)
-    gains = [f"{each.what}: {each.speedup:.2f} times the speed" for each in changed if each.speedup > 1]
+    gains = [
+        f"{each.what}: {each.speedup:.2f} times the speed" for each in changed if each.speedup > 1
+    ]
     yield f"change first: {'; '.join(gains[:5]) or 'no change that was tried helps by more than half a percent'}"
     yield from _other_eps(result)
     yield from _about_skew(job, cluster, best, max_vio)
@@ -116,11 +127,15 @@ def answer(
 def further(job: Job, simulator: Simulator, result: Result, *, has_price: bool) -> Iterator[str]:
     """Yield the lines that are printed on demand: parts, ep = 1, Parm's rule and the origin of the numbers."""
     best, cluster = result.best, simulator.cluster
-    parts = ", ".join(f"{part} {seconds * 1e3:,.1f} ms" for part, seconds in best.estimate.parts.items())
+    parts = ", ".join(
+        f"{part} {seconds * 1e3:,.1f} ms" for part, seconds in best.estimate.parts.items()
+    )
     yield f"best: {name_of(best.grid)} (dp {best.grid.dp}, edp {best.grid.edp}), {plan_in_words(best.plan)}: {parts}"
     yield _about_whole_experts(result)
     if best.grid.tp * best.grid.etp > 1:
-        schedule = choose(simulator, job.step_model(cluster, best.grid.dp).layer, best.grid).schedule
+        schedule = choose(
+            simulator, job.step_model(cluster, best.grid.dp).layer, best.grid
+        ).schedule
         yield f"Parm's Algorithm 1 chooses {schedule} on the best layout (moesaic train --plan parm)"
     if not has_price:
         tokens = best_speed(job, cluster, best).price(USUAL_PRICE)
@@ -133,17 +148,25 @@ def further(job: Job, simulator: Simulator, result: Result, *, has_price: bool) 
 
 def best_speed(job: Job, cluster: ClusterSpec, best: PlannedStep) -> Speed:
     """Return the speed of the best plan of a search."""
-    return speed_of(job, best, cluster, devices=cluster.world, sequences=job.batch_size * job.accumulation)
+    return speed_of(
+        job, best, cluster, devices=cluster.world, sequences=job.batch_size * job.accumulation
+    )
 
 
 def even_speed(job: Job, cluster: ClusterSpec, best: PlannedStep) -> Speed:
     """Return the speed of a plan under even routing, with which layouts of other systems are compared."""
     even = replace(best, estimate=replace(best.estimate, seconds=again(job, cluster, best)[0]))
-    return speed_of(job, even, cluster, devices=cluster.world, sequences=job.batch_size * job.accumulation)
+    return speed_of(
+        job, even, cluster, devices=cluster.world, sequences=job.batch_size * job.accumulation
+    )
 
 
 def as_others_shard(
-    system: str, job: Job, cluster: ClusterSpec, best: tuple[OthersLayout, PlannedStep] | None, ours: Speed | None
+    system: str,
+    job: Job,
+    cluster: ClusterSpec,
+    best: tuple[OthersLayout, PlannedStep] | None,
+    ours: Speed | None,
 ) -> Iterator[str]:
     """Yield a line with the speed of the best layout of another system, and a warning if its pipeline lacks sequences.
 
@@ -159,15 +182,25 @@ def as_others_shard(
         yield f"as {name} runs it: no layout that was tried fits, with a pipeline or without"
         return
     layout, step = best
-    speed = speed_of(job, step, cluster, devices=cluster.world, sequences=layout.sequences(cluster.world))
-    sizes = [f"{axis} {getattr(layout, axis)}" for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]
+    speed = speed_of(
+        job, step, cluster, devices=cluster.world, sequences=layout.sequences(cluster.world)
+    )
+    sizes = [
+        f"{axis} {getattr(layout, axis)}"
+        for axis in ("pp", "cp", "tp", "ep")
+        if getattr(layout, axis) > 1
+    ]
     choices = [
         *(sizes or ["every size 1"]), f"micro-batch {layout.micro_batch}", *[layout.schedule] * (layout.pp > 1),
         *[f"{layout.virtual_pp} runs a rank"] * (layout.virtual_pp > 1), *["DeepEP"] * layout.by_deepep,
         *["overlapped"] * layout.overlapped, *[layout.precision] * layout.is_narrow,
         *[f"recomputes {' '.join(layout.recompute)}"] * bool(layout.recompute),
     ]  # fmt: skip
-    times = "" if ours is None else f", {speed.tokens_per_second / ours.tokens_per_second:.2f} times the speed above"
+    times = (
+        ""
+        if ours is None
+        else f", {speed.tokens_per_second / ours.tokens_per_second:.2f} times the speed above"
+    )
     yield (
         f"as {name} runs it: {', '.join(choices)}: {speed.tokens_per_second:,.0f} tokens/s and device, "
         f"{step.memory.total / GIB:.1f} GiB{times} (--pp {layout.pp} --emit {system} prints it)"
@@ -247,7 +280,11 @@ def _other_eps(result: Result) -> Iterator[str]:
         )
     if unfit := [str(ep) for ep, results in others.items() if results.is_too_large]:
         words.append(f"ep {', '.join(unfit)}: do not fit")
-    if left := [str(ep) for ep, results in others.items() if not results.is_searched and not results.is_too_large]:
+    if left := [
+        str(ep)
+        for ep, results in others.items()
+        if not results.is_searched and not results.is_too_large
+    ]:
         words.append(f"ep {', '.join(left)}: not searched (--ep does)")
     if words:
         yield f"slower: {'; '.join(words)}"
@@ -271,7 +308,9 @@ def _about_whole_experts(result: Result) -> str:
     )
 
 
-def _about_skew(job: Job, cluster: ClusterSpec, best: PlannedStep, max_vio: float | None) -> Iterator[str]:
+def _about_skew(
+    job: Job, cluster: ClusterSpec, best: PlannedStep, max_vio: float | None
+) -> Iterator[str]:
     """Yield a line about the cost of skew, by default of a MaxVio of 1, unless none is given and none is possible."""
     if best.grid.ep == 1:
         if max_vio is not None:

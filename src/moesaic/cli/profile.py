@@ -48,7 +48,9 @@ class ProfileOptions:
             raise InputError(f"--repeats {self.repeats}: give at least 3, to measure their spread")
         for name in self.dtypes.split(","):
             if name not in DTYPES:
-                raise InputError(f"--dtypes {self.dtypes}: choose from {', '.join(DTYPES)}, separated by a comma")
+                raise InputError(
+                    f"--dtypes {self.dtypes}: choose from {', '.join(DTYPES)}, separated by a comma"
+                )
         if not self.out.endswith(".toml"):
             raise InputError(f"--out {self.out}: name a file that ends in .toml")
 
@@ -98,7 +100,9 @@ def _write(profile: Profile, path: Path) -> None:
     try:
         write(path, as_toml(profile.cluster), typed=True)
     except OSError as error:
-        raise InputError(f"profile {path}: cannot be written ({error.strerror or error})") from error
+        raise InputError(
+            f"profile {path}: cannot be written ({error.strerror or error})"
+        ) from error
 
 
 def table(profile: Profile) -> Table:
@@ -110,7 +114,10 @@ def table(profile: Profile) -> Table:
         figures.add_row(f"{link.name}, {whose}", f"{link.gbps[0] * 125:.1f} MB/s")
     for line in cluster.collectives:
         rate = f"{1e-6 / line.beta:.1f} MB/s" if line.beta else "no bytes seen"
-        figures.add_row(line.what, f"{1e6 * line.alpha:.0f} us + {rate}, r2 {line.r2:.3f}, worst {line.worst:.0%}")
+        figures.add_row(
+            line.what,
+            f"{1e6 * line.alpha:.0f} us + {rate}, r2 {line.r2:.3f}, worst {line.worst:.0%}",
+        )
     for name in ("layer_us", "task_us", "message_us"):
         figures.add_row(f"host: {name.partition('_')[0]}", f"{getattr(cluster.host, name):.0f} us")
     device = cluster.device
@@ -121,5 +128,7 @@ def table(profile: Profile) -> Table:
     for codec in device.codecs:
         figures.add_row(f"codec {codec.name}", f"{codec.gigabytes_per_second:.2f} GB/s")
     worst = float(abs(profile.errors).max())
-    figures.add_row("check: held-out layers, wall time", f"{profile.median_error:.1%} off (worst {worst:.1%})")
+    figures.add_row(
+        "check: held-out layers, wall time", f"{profile.median_error:.1%} off (worst {worst:.1%})"
+    )
     return figures

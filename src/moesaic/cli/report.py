@@ -19,7 +19,9 @@ class ReportOptions:
     """Options of `moesaic report`."""
 
     runs: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...", help_behavior_hint="(required)")
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="RUN ...", help_behavior_hint="(required)"),
     ] = ()
     """Run folders; the page compares them if there are several."""
     out: str | None = None

@@ -36,8 +36,14 @@ class SampleOptions:
     """Device of the model: auto (CUDA if there is a GPU), cpu or cuda."""
 
     def __post_init__(self) -> None:
-        if self.tokens < 1 or not 0 <= self.temperature < math.inf or (self.top_k is not None and self.top_k < 1):
-            raise InputError("tokens and top-k must be at least 1, temperature a finite number of at least 0")
+        if (
+            self.tokens < 1
+            or not 0 <= self.temperature < math.inf
+            or (self.top_k is not None and self.top_k < 1)
+        ):
+            raise InputError(
+                "tokens and top-k must be at least 1, temperature a finite number of at least 0"
+            )
         if not 0 < self.top_p <= 1:
             raise InputError(f"top-p={self.top_p}: choose a share above 0, at most 1")
         if not all(self.prompt):
@@ -47,7 +53,10 @@ class SampleOptions:
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(
-        SampleOptions, arguments, prog="moesaic sample", description="Continue a prompt with a trained model."
+        SampleOptions,
+        arguments,
+        prog="moesaic sample",
+        description="Continue a prompt with a trained model.",
     )
     print("\n\n".join(map("".join, zip(options.prompt, continuations(options)))))
     return 0

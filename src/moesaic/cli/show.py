@@ -76,9 +76,13 @@ class LayerOptions:
     def __post_init__(self) -> None:
         for name in ("tokens", "dim", "hidden", "num_experts", "top_k"):
             if getattr(self, name) < 1:
-                raise InputError(f"--layer.{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+                raise InputError(
+                    f"--layer.{name.replace('_', '-')} {getattr(self, name)}: must be at least 1"
+                )
         if self.top_k > self.num_experts:
-            raise InputError(f"--layer.top-k {self.top_k}: choose at most --layer.num-experts {self.num_experts}")
+            raise InputError(
+                f"--layer.top-k {self.top_k}: choose at most --layer.num-experts {self.num_experts}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +122,11 @@ WHAT = {Kind.LANE: "gates", Kind.WEIGHT: "weights", Kind.INDEX: "positions"}
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
-    description = (
-        "Print what a plan's programs do on a mesh: the time of their stages, the bytes that they move, and memory."
-    )
+    description = "Print what a plan's programs do on a mesh: the time of their stages, the bytes that they move, and memory."
     options = parse(ShowOptions, arguments, prog="moesaic show", description=description)
-    of_file, plan = ({}, options.plan) if options.plan_file is None else read_planned(Path(options.plan_file))
+    of_file, plan = (
+        ({}, options.plan) if options.plan_file is None else read_planned(Path(options.plan_file))
+    )
     if plan.crossing is Crossing.DEEPEP:
         raise InputError(
             "plan.all_to_all=deepep runs the kernels of DeepEP, so there is no program to show: choose multicast, which sends "
@@ -144,7 +148,9 @@ def run(arguments: Sequence[str]) -> int:
         programs["again"] = compiled.again
     rows = {name: _movement_rows(program, sizes, layer) for name, program in programs.items()}
     timelines = {
-        name: simulator.run(program, layer, compiled.grid, sizes=sizes if options.samples else None).timeline
+        name: simulator.run(
+            program, layer, compiled.grid, sizes=sizes if options.samples else None
+        ).timeline
         for name, program in programs.items()
     }
     if options.write is not None:
@@ -156,9 +162,13 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     per_node = grid.ranks_per_node or grid.world
     policy = f", policy {compiled.plan.replication}" if compiled.replicates else ""
-    print(f"{compiled.forward.name}{policy} on {cluster.name}, {grid.world // per_node} nodes of {per_node} ranks")
+    print(
+        f"{compiled.forward.name}{policy} on {cluster.name}, {grid.world // per_node} nodes of {per_node} ranks"
+    )
     console = Console(width=max(Console().width, NARROWEST))
-    console.print(_stage_table(timelines), _byte_table(rows, replicates=compiled.replicates), sep="\n")
+    console.print(
+        _stage_table(timelines), _byte_table(rows, replicates=compiled.replicates), sep="\n"
+    )
     for row in memory:
         print(_memory_line(row, plan.memory_budget))
     print(NAMES)
@@ -175,7 +185,9 @@ def _memory_rows(compiled: Compiled, layer: Workload) -> list[dict[str, Any]]:
     grid, even = compiled.grid, uniform_counts(compiled.grid.dp, layer)
     skewed = np.zeros_like(even)
     skewed[:, : layer.top_k] = layer.tokens
-    experts = ExpertSizes.stacked(layer.dim, layer.hidden // grid.etp, layer.matrices, layer.element_bytes)
+    experts = ExpertSizes.stacked(
+        layer.dim, layer.hidden // grid.etp, layer.matrices, layer.element_bytes
+    )
     budget, rows = MemoryBudget(compiled, layer.num_experts), []
     for routing, counts in (("even", even), ("all tokens to the same experts", skewed)):
         copies = copies_by_rank(compiled.forward, grid, counts)
@@ -200,9 +212,13 @@ def _memory_line(row: dict[str, Any], budget: int | None) -> str:
     line = f"memory, {row['routing']}: a call holds {row['bytes'] / 1e6:,.2f} MB on a rank, forward and backward"
     if budget is None or row["bytes"] <= budget:
         return line
-    measures = [f"{row['replicated_rows']} rows go to other ranks"] if row["replicated_rows"] else []
+    measures = (
+        [f"{row['replicated_rows']} rows go to other ranks"] if row["replicated_rows"] else []
+    )
     if row["slices"] > 1:
-        measures.append(f"{row['slices']} slices, of which {row['slices'] - row['kept_slices']} run again for backward")
+        measures.append(
+            f"{row['slices']} slices, of which {row['slices'] - row['kept_slices']} run again for backward"
+        )
     return f"{line}; within {budget / 1e6:,.2f} MB: {', '.join(measures)}"
 
 
@@ -232,7 +248,9 @@ def _by_sample(sizes: CallSizes, plan: Plan, layer: LayerOptions, slots: int) ->
 def _movement_rows(program: Program, sizes: CallSizes, layer: Workload) -> list[dict[str, Any]]:
     rows, stages = [], {task.name: task.stage.value for task in program.tasks}
     for moved in traffic(program, sizes, sizes.grid.node_of):
-        inside, across = moved.num_bytes(layer.dim, layer.element_bytes, unit_columns=layer.matrices * layer.dim)
+        inside, across = moved.num_bytes(
+            layer.dim, layer.element_bytes, unit_columns=layer.matrices * layer.dim
+        )
         rows.append(
             {
                 "task": moved.task,
@@ -250,11 +268,15 @@ def _movement_rows(program: Program, sizes: CallSizes, layer: Workload) -> list[
 
 
 def _as_data(
-    programs: dict[str, Program], rows: dict[str, list[dict[str, Any]]], timelines: dict[str, Timeline]
+    programs: dict[str, Program],
+    rows: dict[str, list[dict[str, Any]]],
+    timelines: dict[str, Timeline],
 ) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for name, program in programs.items():
-        total = {key: sum(row[key] for row in rows[name]) for key in ("inside_bytes", "across_bytes")}
+        total = {
+            key: sum(row[key] for row in rows[name]) for key in ("inside_bytes", "across_bytes")
+        }
         data[name] = {
             "program": program.name,
             "tasks": len(program.tasks),
@@ -286,8 +308,19 @@ def _write_pictures(options: ShowOptions, timelines: dict[str, Timeline]) -> Non
 
 def _stage_table(timelines: dict[str, Timeline]) -> Table:
     """Return the table of times: a row per stage of a program, and one of the whole program."""
-    table = Table(title="milliseconds of a rank, whose lanes run side by side", box=None, title_justify="left")
-    for column in ("", "stage", "tasks", "computing", "inside nodes", "across nodes", "in all", "moving hidden"):
+    table = Table(
+        title="milliseconds of a rank, whose lanes run side by side", box=None, title_justify="left"
+    )
+    for column in (
+        "",
+        "stage",
+        "tasks",
+        "computing",
+        "inside nodes",
+        "across nodes",
+        "in all",
+        "moving hidden",
+    ):
         table.add_column(column, justify="left" if column in ("", "stage") else "right")
     for name, timeline in timelines.items():
         stages = dict.fromkeys(span.stage for span in timeline.spans)
@@ -306,22 +339,38 @@ def _stage_table(timelines: dict[str, Timeline]) -> Table:
 def _byte_table(rows: dict[str, list[dict[str, Any]]], *, replicates: bool) -> Table:
     """Return the table of bytes: a row per kind of movement of a program's stage, over all its chunks, groups and hops."""
     routing = "even routing, so that nothing is replicated" if replicates else "even routing"
-    table = Table(title=f"MB that all ranks move, {routing}, before any codec", box=None, title_justify="left")
+    table = Table(
+        title=f"MB that all ranks move, {routing}, before any codec", box=None, title_justify="left"
+    )
     for column in ("", "stage", "what", "how", "inside nodes", "across nodes", "messages", "tasks"):
-        table.add_column(column, justify="right" if "nodes" in column or column == "messages" else "left", no_wrap=True)
+        table.add_column(
+            column,
+            justify="right" if "nodes" in column or column == "messages" else "left",
+            no_wrap=True,
+        )
     for name, of_program in rows.items():
         alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for row in of_program:
             if row["inside_messages"] + row["across_messages"]:
-                how = f"{row['collective']}, {row['codec']}" if is_coded(row["codec"]) else row["collective"]
+                how = (
+                    f"{row['collective']}, {row['codec']}"
+                    if is_coded(row["codec"])
+                    else row["collective"]
+                )
                 alike.setdefault((row["stage"], row["what"], how), []).append(row)
         for words, moved in (*alike.items(), (("in all", "", ""), of_program)):
             inside, across = (
-                f"{sum(row[key] for row in moved) / 1e6:,.2f}" for key in ("inside_bytes", "across_bytes")
+                f"{sum(row[key] for row in moved) / 1e6:,.2f}"
+                for key in ("inside_bytes", "across_bytes")
             )
             messages = sum(row["inside_messages"] + row["across_messages"] for row in moved)
             tasks = [row["task"] for row in moved if words[1]]
             table.add_row(
-                name, *words, inside, across, f"{messages:,}", "".join(tasks[:1]) + ", ..." * (len(tasks) > 1)
+                name,
+                *words,
+                inside,
+                across,
+                f"{messages:,}",
+                "".join(tasks[:1]) + ", ..." * (len(tasks) > 1),
             )
     return table

@@ -18,7 +18,9 @@ class TokenizeOptions:
     """Options of `moesaic tokenize`."""
 
     path: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH ...", help_behavior_hint="(required)")
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="PATH ...", help_behavior_hint="(required)"),
     ]
     """Files, globs or folders of text, JSON lines (.jsonl) or tables (.parquet, .arrow, .json, .csv); each argument is one
     source."""
@@ -39,7 +41,10 @@ class TokenizeOptions:
 def run(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(
-        TokenizeOptions, arguments, prog="moesaic tokenize", description="Turn text into a packed file of tokens."
+        TokenizeOptions,
+        arguments,
+        prog="moesaic tokenize",
+        description="Turn text into a packed file of tokens.",
     )
     from moesaic.train.config import DataConfig
     from moesaic.train.tokenize import pack

@@ -115,7 +115,9 @@ def _show(arguments: Sequence[str]) -> int:
 
 
 def _counts(arguments: Sequence[str]) -> int:
-    description = "Write the copies per rank and expert of one call, a row per rank and a column per expert."
+    description = (
+        "Write the copies per rank and expert of one call, a row per rank and a column per expert."
+    )
     options = parse(CountsOptions, arguments, prog="moesaic trace counts", description=description)
     path = Path(options.out)
     if path.suffix not in (".csv", ".npy"):
@@ -130,7 +132,9 @@ def _counts(arguments: Sequence[str]) -> int:
             else:
                 np.savetxt(file, table, fmt="%d", delimiter=",")
     except OSError as error:
-        raise InputError(f"--out {path}: cannot be written ({error.strerror}): choose another place") from error
+        raise InputError(
+            f"--out {path}: cannot be written ({error.strerror}): choose another place"
+        ) from error
     size = f"{table.shape[0]} ranks x {table.shape[1]} experts"
     print(in_one_line(f"{path}: layer {options.layer}, step {step}, {size}"))
     return 0
@@ -138,7 +142,10 @@ def _counts(arguments: Sequence[str]) -> int:
 
 def _check(arguments: Sequence[str]) -> int:
     options = parse(
-        TraceCheckOptions, arguments, prog="moesaic trace check", description="Print the faults of a routing trace."
+        TraceCheckOptions,
+        arguments,
+        prog="moesaic trace check",
+        description="Print the faults of a routing trace.",
     )
     trace = _open(options)
     problems, shape = faults(trace), trace.shape
@@ -154,14 +161,18 @@ def _check(arguments: Sequence[str]) -> int:
 
 def _convert(arguments: Sequence[str]) -> int:
     description = "Convert a routing trace from or to the format of other software."
-    options = parse(TraceConvertOptions, arguments, prog="moesaic trace convert", description=description)
+    options = parse(
+        TraceConvertOptions, arguments, prog="moesaic trace convert", description=description
+    )
     out = Path(options.out)
     if options.to is not None:
         write = _format(options.to).write
         try:
             write(_open(options), out)
         except OSError as error:
-            raise InputError(f"--out {out}: cannot be written ({error.strerror}): choose another place") from error
+            raise InputError(
+                f"--out {out}: cannot be written ({error.strerror}): choose another place"
+            ) from error
     elif options.from_format is None:
         raise InputError("trace convert: give --from, --to or both: there is nothing to convert")
     elif out.suffix != ".npz":
@@ -174,7 +185,11 @@ def _convert(arguments: Sequence[str]) -> int:
 
 def _open(options: TraceCheckOptions) -> Trace:
     """Open a trace of Moesaic, or a recording of other software."""
-    return Trace.open(Path(options.file)) if options.from_format is None else Trace.of(_read(options), options.file)
+    return (
+        Trace.open(Path(options.file))
+        if options.from_format is None
+        else Trace.of(_read(options), options.file)
+    )
 
 
 def _read(options: TraceCheckOptions) -> TraceSegment:
@@ -220,7 +235,17 @@ def print_loads(trace: Trace, loads: Sequence[LayerLoad]) -> None:
         caption=f"{shape.num_experts} experts, {shape.top_k} per token; {shape.accumulation} x {shape.sequences} sequences of "
         f"{shape.seq_len} tokens a step; {shape.bytes_per_step(trace.holds):,} bytes a step before compression",
     )
-    for name in ("layer", "MaxVio first", "mean", "largest", "last", "busiest", "dead", "drift", "locality"):
+    for name in (
+        "layer",
+        "MaxVio first",
+        "mean",
+        "largest",
+        "last",
+        "busiest",
+        "dead",
+        "drift",
+        "locality",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for load in loads:
         violations = load.max_violation

@@ -62,8 +62,12 @@ def train_from(
     if {"-h", "--help", "--help-all"} & set(arguments):
         _configured(arguments, presets, command)  # prints, without torch, and exits
     is_alone = "RANK" not in os.environ
-    config = _configured(arguments, presets, command) if is_alone else None  # refused at once, without torch
-    if not is_alone:  # else torch prints the frames of its C++ calls where a rank is lost; lines of ours say it
+    config = (
+        _configured(arguments, presets, command) if is_alone else None
+    )  # refused at once, without torch
+    if (
+        not is_alone
+    ):  # else torch prints the frames of its C++ calls where a rank is lost; lines of ours say it
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if os.environ.get("RANK", "0") == "0":
         say_ends(command)
@@ -94,7 +98,11 @@ def _start_patience(arguments: Sequence[str]) -> float:
     """
     from moesaic.train.config import TrainConfig
 
-    words = [part for word in arguments for part in word.replace("start_patience", "start-patience").split("=", 1)]
+    words = [
+        part
+        for word in arguments
+        for part in word.replace("start_patience", "start-patience").split("=", 1)
+    ]
     try:
         given = words[words.index("--start-patience") + 1]
         return TrainConfig(start_patience=float(given)).start_patience
@@ -127,7 +135,15 @@ def _configured(
         path = Path(chosen["--config"])
         config = override(config, _table(path), source=str(path))
     description = DESCRIPTION.replace("PRESETS", ", ".join(presets))
-    return parse(TrainConfig, words, prog=command, description=description, default=config, taken=TAKEN, usual=USUAL)
+    return parse(
+        TrainConfig,
+        words,
+        prog=command,
+        description=description,
+        default=config,
+        taken=TAKEN,
+        usual=USUAL,
+    )
 
 
 def _table(path: Path) -> dict[str, Any]:
@@ -139,7 +155,9 @@ def _table(path: Path) -> dict[str, Any]:
     except InputError:
         from moesaic.train.run_folder import read_config
 
-        return read_config(path, lambda line: print(in_one_line(f"moesaic train: {line}"), file=sys.stderr))
+        return read_config(
+            path, lambda line: print(in_one_line(f"moesaic train: {line}"), file=sys.stderr)
+        )
 
 
 def _take(words: list[str], flags: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:

@@ -18,7 +18,9 @@ from moesaic.errors import InputError, in_one_line
 class WhyHungOptions:
     """Options of `moesaic why-hung`."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help_behavior_hint="(required)")] = ""
+    run: Annotated[
+        str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help_behavior_hint="(required)")
+    ] = ""
     """Folder of the run."""
     json: bool = False
     """Print the record as JSON."""

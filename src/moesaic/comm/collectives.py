@@ -39,15 +39,21 @@ def all_gather(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> li
 
     This rank's entry is `tensor` itself (detached, contiguous).
     """
-    return _all_gather(transport, transport.take_tags(1), peers, _contiguous(transport, peers, tensor))
+    return _all_gather(
+        transport, transport.take_tags(1), peers, _contiguous(transport, peers, tensor)
+    )
 
 
-def all_gather_rows(transport: AbstractTransport, peers: Peers, part: Tensor, num_rows: int) -> Tensor:
+def all_gather_rows(
+    transport: AbstractTransport, peers: Peers, part: Tensor, num_rows: int
+) -> Tensor:
     """Return the ranks' contiguous shares of the first dim (see `share_of`), joined to a new tensor, equal on all peers.
 
     (this rank's rows, ...) -> (num_rows, ...).
     """
-    return _all_gather_rows(transport, transport.take_tags(1), peers, _contiguous(transport, peers, part), num_rows)
+    return _all_gather_rows(
+        transport, transport.take_tags(1), peers, _contiguous(transport, peers, part), num_rows
+    )
 
 
 def all_reduce_sum(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
@@ -62,7 +68,9 @@ def all_reduce_sum(transport: AbstractTransport, peers: Peers, tensor: Tensor) -
 def reduce_scatter_sum(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
     """Return this rank's share (see `share_of`) of the flattened sum over ranks, added in the order of `all_reduce_sum`."""
     tag = transport.take_tags(1)
-    return _sum(_exchange_shares(transport, tag, peers, _contiguous(transport, peers, tensor).view(-1)))
+    return _sum(
+        _exchange_shares(transport, tag, peers, _contiguous(transport, peers, tensor).view(-1))
+    )
 
 
 def all_to_all(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> list[Tensor]:
@@ -70,7 +78,9 @@ def all_to_all(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> li
 
     The tensors are (rows, ...) of one shape and dtype.
     """
-    return _exchange_shares(transport, transport.take_tags(1), peers, _contiguous(transport, peers, tensor))
+    return _exchange_shares(
+        transport, transport.take_tags(1), peers, _contiguous(transport, peers, tensor)
+    )
 
 
 def all_reduce_max(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
@@ -103,7 +113,9 @@ def share(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
     Forward it is the identity. Backward it sums the gradients of all peers. Every peer's loss must depend on it, if
     only through empty tensors: if one rank's backward pass omits it, the other ranks wait forever.
     """
-    return with_gradient(tensor, lambda whole: whole.view_as(whole), partial(all_reduce_sum, transport, peers))
+    return with_gradient(
+        tensor, lambda whole: whole.view_as(whole), partial(all_reduce_sum, transport, peers)
+    )
 
 
 def slice_rows(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Tensor:
@@ -114,7 +126,9 @@ def slice_rows(transport: AbstractTransport, peers: Peers, tensor: Tensor) -> Te
     """
     mine, num_rows = share_of(len(tensor), peers.index(transport.rank), len(peers)), len(tensor)
     return with_gradient(
-        tensor, lambda whole: whole[mine].clone(), lambda part: all_gather_rows(transport, peers, part, num_rows)
+        tensor,
+        lambda whole: whole[mine].clone(),
+        lambda part: all_gather_rows(transport, peers, part, num_rows),
     )
 
 
@@ -126,11 +140,15 @@ def gather_rows(transport: AbstractTransport, peers: Peers, part: Tensor, num_ro
     """
     mine = share_of(num_rows, peers.index(transport.rank), len(peers))
     return with_gradient(
-        part, lambda part: all_gather_rows(transport, peers, part, num_rows), lambda whole: whole[mine]
+        part,
+        lambda part: all_gather_rows(transport, peers, part, num_rows),
+        lambda whole: whole[mine],
     )
 
 
-def with_gradient(tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+def with_gradient(
+    tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Return `forward(tensor)`, with `backward` applied to the gradient."""
     out: Tensor = _WithGradient.apply(tensor, forward, backward)
     return out
@@ -139,7 +157,10 @@ def with_gradient(tensor: Tensor, forward: Callable[[Tensor], Tensor], backward:
 class _WithGradient(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+        ctx: Any,
+        tensor: Tensor,
+        forward: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor], Tensor],
     ) -> Tensor:
         ctx.gradient_function = backward
         return forward(tensor)
@@ -151,7 +172,10 @@ class _WithGradient(torch.autograd.Function):
 
 
 def _all_reduce(
-    transport: AbstractTransport, peers: Peers, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]
+    transport: AbstractTransport,
+    peers: Peers,
+    tensor: Tensor,
+    combine: Callable[[list[Tensor]], Tensor],
 ) -> Tensor:
     tag = transport.take_tags(2)
     mine = _contiguous(transport, peers, tensor)
@@ -162,10 +186,20 @@ def _all_reduce(
     return _all_gather_rows(transport, tag + 1, peers, combine(parts), len(flat)).view(mine.shape)
 
 
-def _exchange_shares(transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor) -> list[Tensor]:
+def _exchange_shares(
+    transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor
+) -> list[Tensor]:
     segments, index = _shares(mine, len(peers)), peers.index(transport.rank)
-    parts = [segments[index] if peer == transport.rank else torch.empty_like(segments[index]) for peer in peers]
-    _exchange(transport, tag, _without_self(transport, peers, segments), _without_self(transport, peers, parts))
+    parts = [
+        segments[index] if peer == transport.rank else torch.empty_like(segments[index])
+        for peer in peers
+    ]
+    _exchange(
+        transport,
+        tag,
+        _without_self(transport, peers, segments),
+        _without_self(transport, peers, parts),
+    )
     return parts
 
 
@@ -176,7 +210,9 @@ def _all_gather(transport: AbstractTransport, tag: int, peers: Peers, mine: Tens
     return parts
 
 
-def _all_gather_rows(transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor, num_rows: int) -> Tensor:
+def _all_gather_rows(
+    transport: AbstractTransport, tag: int, peers: Peers, mine: Tensor, num_rows: int
+) -> Tensor:
     whole = mine.new_empty(num_rows, *mine.shape[1:])
     pieces = _shares(whole, len(peers))
     pieces[peers.index(transport.rank)].copy_(mine)
@@ -204,11 +240,15 @@ def _shares(tensor: Tensor, count: int) -> list[Tensor]:
     return [tensor[share_of(len(tensor), index, count)] for index in range(count)]
 
 
-def _without_self(transport: AbstractTransport, peers: Peers, tensors: list[Tensor]) -> dict[int, Tensor]:
+def _without_self(
+    transport: AbstractTransport, peers: Peers, tensors: list[Tensor]
+) -> dict[int, Tensor]:
     return {peer: tensor for peer, tensor in zip(peers, tensors) if peer != transport.rank}
 
 
-def _exchange(transport: AbstractTransport, tag: int, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
+def _exchange(
+    transport: AbstractTransport, tag: int, sends: dict[int, Tensor], receives: dict[int, Tensor]
+) -> None:
     transport.wait(transport.issue(Transfer(transport.rank, tag, sends, receives)))
 
 
@@ -245,14 +285,19 @@ def check_same(
     values = {name: as_text(value) for name, value in fields.items()}
     text = json.dumps(values).encode()
     everyone = tuple(range(transport.world)) if peers is None else peers
-    heads = [tuple(head.tolist()) for head in all_gather(transport, everyone, _head(values, text).to(transport.device))]
+    heads = [
+        tuple(head.tolist())
+        for head in all_gather(transport, everyone, _head(values, text).to(transport.device))
+    ]
     if len({(count, *digest) for count, _, *digest in heads}) == 1:
         return
     longest = max(length for _, length, *_ in heads)
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = all_gather(transport, everyone, padded.to(transport.device))
-    values_of_ranks = [json.loads(bytes(text[: head[1]].tolist())) for head, text in zip(heads, texts)]
+    values_of_ranks = [
+        json.loads(bytes(text[: head[1]].tolist())) for head, text in zip(heads, texts)
+    ]
     raise InputError(_difference(dict(zip(everyone, values_of_ranks)), advice or {}))
 
 
@@ -276,7 +321,8 @@ def _difference(values_of_ranks: Mapping[int, Mapping[str, str]], advice: Mappin
             holders.setdefault(fields.get(name), []).append(rank)
         if len(holders) > 1:
             values = (
-                f"{MISSING if value is None else value} on {_ranks_text(ranks)}" for value, ranks in holders.items()
+                f"{MISSING if value is None else value} on {_ranks_text(ranks)}"
+                for value, ranks in holders.items()
             )
             return f"{name} differs: {', '.join(values)}: {advice.get(name, ADVICE)}"
     raise AssertionError("the digests differ and the fields do not")

@@ -48,15 +48,23 @@ class Loopback:
         handle = Handle(transfer)
         for peer, tensor in transfer.sends.items():
             key = (transfer.tag, transfer.rank, peer)
-            assert key not in self._mail, f"two messages with tag {transfer.tag} from {transfer.rank} to {peer}"
+            assert key not in self._mail, (
+                f"two messages with tag {transfer.tag} from {transfer.rank} to {peer}"
+            )
             assert peer != transfer.rank, f"rank {peer} sends to itself"
-            assert tensor.is_contiguous(), f"rank {transfer.rank} sends a tensor that is not contiguous"
+            assert tensor.is_contiguous(), (
+                f"rank {transfer.rank} sends a tensor that is not contiguous"
+            )
             self._mail[key] = tensor.detach().clone()
             handle.works.append((peer, tensor, self._mail[key]))
             pair = (transfer.rank, peer)
-            self.bytes_sent[pair] = self.bytes_sent.get(pair, 0) + tensor.numel() * tensor.element_size()
+            self.bytes_sent[pair] = (
+                self.bytes_sent.get(pair, 0) + tensor.numel() * tensor.element_size()
+            )
         for peer, buffer in transfer.receives.items():
-            assert buffer.is_contiguous(), f"rank {transfer.rank} receives into a tensor that is not contiguous"
+            assert buffer.is_contiguous(), (
+                f"rank {transfer.rank} receives into a tensor that is not contiguous"
+            )
             self._posted.add((transfer.tag, peer, transfer.rank))
             _poison(buffer)
         if self._queues is not None:
@@ -67,8 +75,16 @@ class Loopback:
         """Return the peers that have not posted their side of a transfer, ascending. If there are none, it can be
         waited for."""
         transfer = handle.transfer
-        not_sent = {peer for peer in transfer.receives if (transfer.tag, peer, transfer.rank) not in self._mail}
-        not_posted = {peer for peer in transfer.sends if (transfer.tag, transfer.rank, peer) not in self._posted}
+        not_sent = {
+            peer
+            for peer in transfer.receives
+            if (transfer.tag, peer, transfer.rank) not in self._mail
+        }
+        not_posted = {
+            peer
+            for peer in transfer.sends
+            if (transfer.tag, transfer.rank, peer) not in self._posted
+        }
         queued = set() if self._queues is None else set(self._queues.blocked_by(handle))
         return sorted(not_sent | not_posted | queued)
 
@@ -78,7 +94,9 @@ class Loopback:
         for peer, tensor, sent in handle.works:
             self._posted.discard((transfer.tag, transfer.rank, peer))
             same = torch.equal(as_bytes(tensor.detach()), as_bytes(sent))
-            assert same, f"rank {transfer.rank} changed what it sends to {peer} before it waited (tag {transfer.tag})"
+            assert same, (
+                f"rank {transfer.rank} changed what it sends to {peer} before it waited (tag {transfer.tag})"
+            )
         handle.works.clear()
         if self._queues is not None:
             self._queues.end(handle)
@@ -96,7 +114,10 @@ class Loopback:
 
     def left(self) -> str:
         """Return a text that lists the messages that were not received."""
-        return ", ".join(f"tag {tag} from rank {source} to rank {target}" for tag, source, target in sorted(self._mail))
+        return ", ".join(
+            f"tag {tag} from rank {source} to rank {target}"
+            for tag, source, target in sorted(self._mail)
+        )
 
 
 class LoopbackTransport(AbstractTransport):
@@ -129,7 +150,9 @@ class LoopbackTransport(AbstractTransport):
 
     def left(self) -> str:
         """Return a text that lists the transfers that were not waited for."""
-        return ", ".join(f"tag {handle.transfer.tag} on rank {self.rank}" for handle in self._open.values())
+        return ", ".join(
+            f"tag {handle.transfer.tag} on rank {self.rank}" for handle in self._open.values()
+        )
 
 
 class _Stopped(BaseException):
@@ -202,7 +225,10 @@ class _LockStep:
         return [
             rank
             for rank in sorted(self._live)
-            if all_run or rank not in waiting or rank in errors or not self.mail.missing(waiting[rank])
+            if all_run
+            or rank not in waiting
+            or rank in errors
+            or not self.mail.missing(waiting[rank])
         ]
 
     def _resolve_deadlock(self) -> None:
@@ -216,7 +242,9 @@ class _LockStep:
             for rank in ranks
         )
         for rank in ranks:
-            self._errors[rank] = RuntimeError(f"ranks {ranks} wait for messages that nobody sends: {waits}")
+            self._errors[rank] = RuntimeError(
+                f"ranks {ranks} wait for messages that nobody sends: {waits}"
+            )
 
 
 def run_ranks(
@@ -263,7 +291,9 @@ def run_ranks(
     try:
         steps.pass_on(-1)
         if not steps.done.wait(timeout_seconds):
-            raise TimeoutError(f"rank {steps.running} of {world} was still running after {timeout_seconds} seconds")
+            raise TimeoutError(
+                f"rank {steps.running} of {world} was still running after {timeout_seconds} seconds"
+            )
     finally:
         steps.stopped = True
         torch.set_rng_state(generator)
@@ -273,12 +303,17 @@ def run_ranks(
         raise steps.failures[min(steps.failures)]
     not_waited = ", ".join(filter(None, (transport.left() for transport in transports)))
     if not_waited or not steps.mail.is_empty:
-        raise RuntimeError(f"transfers never waited for: {not_waited or 'none'}; never received: {steps.mail.left()}")
+        raise RuntimeError(
+            f"transfers never waited for: {not_waited or 'none'}; never received: {steps.mail.left()}"
+        )
     return [results[rank] for rank in range(world)]
 
 
 def _rank_thread(
-    transport: AbstractTransport, function: Callable[[AbstractTransport], T], steps: _LockStep, results: dict[int, T]
+    transport: AbstractTransport,
+    function: Callable[[AbstractTransport], T],
+    steps: _LockStep,
+    results: dict[int, T],
 ) -> threading.Thread:
     """Return a rank's thread, which starts with the caller's PyTorch modes and puts its result into `results`."""
     rank, generator, context = transport.rank, torch.get_rng_state(), contextvars.copy_context()
@@ -373,7 +408,9 @@ class InOrder:
 
 def _match(rank: int, batch: _Batch, peer: int, other: _Batch) -> None:
     """Match the messages that the running batches of two ranks have for each other."""
-    would_match = (peer in batch.sends and rank in other.receives) or (peer in batch.receives and rank in other.sends)
+    would_match = (peer in batch.sends and rank in other.receives) or (
+        peer in batch.receives and rank in other.sends
+    )
     assert not would_match or batch.tag == other.tag, (
         f"without tags, a message of rank {rank} with tag {batch.tag} meets one of rank {peer} with tag {other.tag}"
     )

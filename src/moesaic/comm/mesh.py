@@ -119,7 +119,15 @@ class Mesh:
         opened = open_transport(device_type, group, transport)
         is_part = group is not None and opened.world < _world()
         per_node = ranks_per_node if ranks_per_node is not None or is_part else _launcher_text()
-        shape = {"tp": tp, "ep": ep, "etp": etp, "pp": pp, "cp": cp, "innermost": innermost, "ranks_per_node": per_node}
+        shape = {
+            "tp": tp,
+            "ep": ep,
+            "etp": etp,
+            "pp": pp,
+            "cp": cp,
+            "innermost": innermost,
+            "ranks_per_node": per_node,
+        }
         check_same(opened, {f"mesh.{name}": value for name, value in shape.items()})
         for name, size in (("tp", tp), ("ep", ep), ("etp", etp)):
             check_size(name, size)
@@ -131,12 +139,27 @@ class Mesh:
                 f"a mesh of {tp=}, {ep=}, {etp=} needs several processes: torchrun --nproc-per-node {needed}"
             )
         if ranks_per_node is None:
-            ranks_per_node = _ranks_per_node(_world_ranks(group)) if is_part else _launched_per_node(opened.world)
-        grid = Grid(world=opened.world, tp=tp, ep=ep, etp=etp, innermost=innermost, ranks_per_node=ranks_per_node)
-        return cls(grid, opened, None if isinstance(opened, NoTransport) else group or dist.group.WORLD)
+            ranks_per_node = (
+                _ranks_per_node(_world_ranks(group))
+                if is_part
+                else _launched_per_node(opened.world)
+            )
+        grid = Grid(
+            world=opened.world,
+            tp=tp,
+            ep=ep,
+            etp=etp,
+            innermost=innermost,
+            ranks_per_node=ranks_per_node,
+        )
+        return cls(
+            grid, opened, None if isinstance(opened, NoTransport) else group or dist.group.WORLD
+        )
 
     @classmethod
-    def from_device_mesh(cls, device_mesh: DeviceMesh, *, tp: int = 1, transport: str = "auto") -> Mesh:
+    def from_device_mesh(
+        cls, device_mesh: DeviceMesh, *, tp: int = 1, transport: str = "auto"
+    ) -> Mesh:
         """Create a mesh over the ranks of a torch `DeviceMesh` or sub-mesh, all of which must call this together.
 
         The last dimensions split the experts, according to their names:
@@ -164,7 +187,10 @@ class Mesh:
         root = device_mesh._get_root_mesh()
         if not hasattr(root, CACHE_ATTRIBUTE):
             setattr(root, CACHE_ATTRIBUTE, _MeshCache())
-        cache, key = getattr(root, CACHE_ATTRIBUTE), (ranks, names, tuple(device_mesh.shape), tp, transport)
+        cache, key = (
+            getattr(root, CACHE_ATTRIBUTE),
+            (ranks, names, tuple(device_mesh.shape), tp, transport),
+        )
         if key not in cache:
             sizes = dict(zip(names, device_mesh.shape))
             grid = Grid(
@@ -198,7 +224,11 @@ class Mesh:
             return cls.from_device_mesh(ranks)
         if isinstance(ranks, dist.ProcessGroup):
             new_group = _new_group(_world_ranks(ranks), backend=dist.get_backend(ranks))
-            return cls.create(ep=ranks.size(), group=new_group, device_type="cuda" if ranks.name() == "nccl" else "cpu")
+            return cls.create(
+                ep=ranks.size(),
+                group=new_group,
+                device_type="cuda" if ranks.name() == "nccl" else "cpu",
+            )
         raise InputError(
             f"a mesh is a moesaic.Mesh, a DeviceMesh or a process group, not {type(ranks).__name__}: write Mesh.create(ep=...)"
         )
@@ -225,7 +255,9 @@ class Mesh:
         Raises:
             RuntimeError: if `torch.distributed` is not initialised.
         """
-        return self._device_mesh(("dp", "tp"), torch.arange(self.grid.world).view(self.grid.dp, self.grid.tp))
+        return self._device_mesh(
+            ("dp", "tp"), torch.arange(self.grid.world).view(self.grid.dp, self.grid.tp)
+        )
 
     @cached_property
     def sparse(self) -> DeviceMesh:
@@ -249,13 +281,22 @@ class Mesh:
     def _device_mesh(self, names: tuple[Axis, ...], ranks: Tensor) -> DeviceMesh:
         """Return the ranks of this mesh as a device mesh. Processes outside the mesh need not take part."""
         if self.process_group is None:
-            raise RuntimeError("a mesh of one process has no device meshes: initialise torch.distributed first")
-        device_type, world_ranks = self.transport.device.type, torch.tensor(_world_ranks(self.process_group))
+            raise RuntimeError(
+                "a mesh of one process has no device meshes: initialise torch.distributed first"
+            )
+        device_type, world_ranks = (
+            self.transport.device.type,
+            torch.tensor(_world_ranks(self.process_group)),
+        )
         if len(world_ranks) == _world():
             return DeviceMesh(device_type, ranks, mesh_dim_names=names)
         groups_of_ranks = (self.grid.group(self.rank, (name,)) for name in names)
-        groups = [_new_group(tuple(world_ranks[list(members)].tolist())) for members in groups_of_ranks]
-        return DeviceMesh.from_group(groups, device_type, world_ranks[ranks].contiguous(), mesh_dim_names=names)
+        groups = [
+            _new_group(tuple(world_ranks[list(members)].tolist())) for members in groups_of_ranks
+        ]
+        return DeviceMesh.from_group(
+            groups, device_type, world_ranks[ranks].contiguous(), mesh_dim_names=names
+        )
 
     def group(self, *axes: Axis) -> tuple[int, ...]:
         """Return the ranks that differ from this one on `axes` only, ascending, including this one."""
@@ -268,7 +309,11 @@ def _default_device_type(transport: str, group: dist.ProcessGroup | None) -> Dev
         return "cuda" if transport == "nccl" else "cpu"
     if not torch.cuda.is_available():
         return "cpu"
-    return "cuda" if not dist.is_initialized() or "cuda:nccl" in str(dist.get_backend_config(group)) else "cpu"
+    return (
+        "cuda"
+        if not dist.is_initialized() or "cuda:nccl" in str(dist.get_backend_config(group))
+        else "cpu"
+    )
 
 
 def _join(device_type: str) -> None:
@@ -314,17 +359,29 @@ def open_transport(
         raise InputError(f"device_type={device_type!r}: write 'cpu' or 'cuda'")
     open_offered = None if name in TRANSPORTS else _offered(name)
     if name != "auto" and (name == "nccl") != (device_type == "cuda"):
-        raise InputError(f"transport={name} does not carry messages between {device_type} devices: choose auto")
+        raise InputError(
+            f"transport={name} does not carry messages between {device_type} devices: choose auto"
+        )
     if device_type == "cuda" and not torch.cuda.is_available():
         raise InputError("device_type='cuda': there is no CUDA device here: write 'cpu'")
-    device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if device_type == "cuda"
+        else torch.device("cpu")
+    )
     if not dist.is_initialized():
         return NoTransport(device)
     process_group = group or dist.group.WORLD
-    if not isinstance(process_group, dist.ProcessGroup):  # torch returns another object to ranks outside a group
-        raise InputError("this process is not in the process group of the mesh: call on its ranks alone")
+    if not isinstance(
+        process_group, dist.ProcessGroup
+    ):  # torch returns another object to ranks outside a group
+        raise InputError(
+            "this process is not in the process group of the mesh: call on its ranks alone"
+        )
     if device_type == "cuda":
-        return Nccl.create(device, None if process_group.size() == _world() else _world_ranks(process_group))
+        return Nccl.create(
+            device, None if process_group.size() == _world() else _world_ranks(process_group)
+        )
     backends = str(dist.get_backend_config(process_group))
     if "cpu:gloo" not in backends:
         raise InputError(
@@ -344,8 +401,14 @@ def _offered(name: str) -> Callable[[dist.ProcessGroup], AbstractTransport]:
     """
     offered = {entry.name: entry for entry in entry_points(group=TRANSPORTS_GROUP)}
     if name not in offered:
-        bring = "" if "sockets" in offered else f"; sockets needs the package moesaic-lab: {to_install('./lab')}"
-        raise InputError(f"transport={name!r} is unknown: choose one of {', '.join([*TRANSPORTS, *offered])}{bring}")
+        bring = (
+            ""
+            if "sockets" in offered
+            else f"; sockets needs the package moesaic-lab: {to_install('./lab')}"
+        )
+        raise InputError(
+            f"transport={name!r} is unknown: choose one of {', '.join([*TRANSPORTS, *offered])}{bring}"
+        )
     opener: Callable[[dist.ProcessGroup], AbstractTransport] = offered[name].load()
     return opener
 
@@ -366,13 +429,19 @@ def _checked_names(device_mesh: DeviceMesh) -> tuple[str, ...]:
             f'{dimensions}, and none of them spreads experts: call one "ep" (experts are split over it), "etp" or "tp" (their '
             "hidden width is)"
         )
-    if names[-len(split_names) :] != tuple(split_names) or ("tp" in split_names and split_names[-1] != "tp"):
+    if names[-len(split_names) :] != tuple(split_names) or (
+        "tp" in split_names and split_names[-1] != "tp"
+    ):
         raise InputError(f"{dimensions}: put ep and etp last, and tp last of all")
     if "etp" in split_names and "tp" in split_names:
-        raise InputError(f"{dimensions}: the tp dimension already splits the experts' hidden width: leave etp out")
+        raise InputError(
+            f"{dimensions}: the tp dimension already splits the experts' hidden width: leave etp out"
+        )
     ranks = device_mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
-        raise InputError(f"{dimensions} and the ranks {ranks}: take a DeviceMesh whose ranks ascend")
+        raise InputError(
+            f"{dimensions} and the ranks {ranks}: take a DeviceMesh whose ranks ascend"
+        )
     if device_mesh.get_coordinate() is None:
         raise InputError("this process is not in the DeviceMesh: call on its ranks alone")
     return names

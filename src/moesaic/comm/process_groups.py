@@ -55,10 +55,14 @@ class Gloo(AbstractTransport):
         handle = Handle(transfer)
         for peer, buffer in transfer.receives.items():
             if buffer.numel():
-                handle.works.append(dist.irecv(buffer, group=self._group, group_src=peer, tag=transfer.tag))
+                handle.works.append(
+                    dist.irecv(buffer, group=self._group, group_src=peer, tag=transfer.tag)
+                )
         for peer, tensor in transfer.sends.items():
             if tensor.numel():
-                handle.works.append(dist.isend(tensor, group=self._group, group_dst=peer, tag=transfer.tag))
+                handle.works.append(
+                    dist.isend(tensor, group=self._group, group_dst=peer, tag=transfer.tag)
+                )
         return handle
 
     def wait(self, handle: Handle) -> None:
@@ -85,7 +89,9 @@ def _let_threads_end() -> None:
     """
     time.sleep(PAUSE_AT_EXIT)
     end, quiet = time.monotonic() + LONGEST_PAUSE, 0
-    while quiet < 3 and time.monotonic() < end:  # a thread that waits for the lock looks idle while this one checks
+    while (
+        quiet < 3 and time.monotonic() < end
+    ):  # a thread that waits for the lock looks idle while this one checks
         quiet = 0 if _other_threads_run() else quiet + 1
         time.sleep(0.005)
 
@@ -132,7 +138,10 @@ class Nccl(AbstractTransport):
             members = None if ranks is None else list(ranks)
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             group = dist.new_group(
-                members, backend="nccl", pg_options=options, use_local_synchronization=members is not None
+                members,
+                backend="nccl",
+                pg_options=options,
+                use_local_synchronization=members is not None,
             )
             assert isinstance(group, dist.ProcessGroup)
             dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -152,10 +161,12 @@ class Nccl(AbstractTransport):
             return handle
         group, stream = self._groups[transfer.lane], self._streams[transfer.lane]
         batch = [
-            dist.P2POp(dist.irecv, as_bytes(tensor), group=group, group_peer=peer) for peer, tensor in receives.items()
+            dist.P2POp(dist.irecv, as_bytes(tensor), group=group, group_peer=peer)
+            for peer, tensor in receives.items()
         ]
         batch += [
-            dist.P2POp(dist.isend, as_bytes(tensor), group=group, group_peer=peer) for peer, tensor in sends.items()
+            dist.P2POp(dist.isend, as_bytes(tensor), group=group, group_peer=peer)
+            for peer, tensor in sends.items()
         ]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):

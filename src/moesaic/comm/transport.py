@@ -127,7 +127,9 @@ class NoTransport(AbstractTransport):
 
     def issue(self, transfer: Transfer) -> Handle:
         """Accept a transfer without messages."""
-        assert not {*transfer.sends, *transfer.receives}, "a world of one rank has nobody to talk to"
+        assert not {*transfer.sends, *transfer.receives}, (
+            "a world of one rank has nobody to talk to"
+        )
         return Handle(transfer)
 
     def wait(self, handle: Handle) -> None:

@@ -93,7 +93,9 @@ class AbstractExperts(nn.Module, ABC):
             ) from error
         for parameter in self.parameters() if self._marks else ():
             if not hasattr(parameter, _NUM_MARKS):
-                parameter._backward_hooks = None  # torch keeps hooks of a swapped DTensor, and no longer calls them
+                parameter._backward_hooks = (
+                    None  # torch keeps hooks of a swapped DTensor, and no longer calls them
+                )
         self._mark_all()
         return self
 
@@ -216,7 +218,10 @@ class AbstractExperts(nn.Module, ABC):
     def _saved_per_row(self, sharded: Weights) -> int:
         """Return how many numbers per row autograd saves for one expert, not counting parameters."""
         weights = tuple(weight.detach().requires_grad_() for weight in self.first(sharded, 1))
-        weight_storages, saved_numbers = {weight.untyped_storage().data_ptr() for weight in weights}, dict[int, int]()
+        weight_storages, saved_numbers = (
+            {weight.untyped_storage().data_ptr() for weight in weights},
+            dict[int, int](),
+        )
 
         def note(value: Tensor) -> Tensor:
             storage = value.untyped_storage()
@@ -233,7 +238,11 @@ class AbstractExperts(nn.Module, ABC):
         return -(-sum(saved_numbers.values()) // len(rows))
 
     def forward(
-        self, rows: Tensor, weight: Tensor | None, ends: Tensor | None = None, run: Runner | None = None
+        self,
+        rows: Tensor,
+        weight: Tensor | None,
+        ends: Tensor | None = None,
+        run: Runner | None = None,
     ) -> Tensor:
         """Run the experts with their own weights.
 
@@ -250,7 +259,9 @@ class AbstractExperts(nn.Module, ABC):
         if run is not None:
             return run(rows, weight, *self.weights_in(compute_dtype(rows.dtype, rows.device)))
         assert ends is not None
-        return self.compute(ExpertCall(*self.weights_in(compute_dtype(rows.dtype, rows.device)), rows, weight, ends))
+        return self.compute(
+            ExpertCall(*self.weights_in(compute_dtype(rows.dtype, rows.device)), rows, weight, ends)
+        )
 
     def weights(self) -> tuple[Weights, Weights]:
         """Return the parameters of `names`; of a DTensor, this rank's part."""
@@ -266,8 +277,12 @@ class AbstractExperts(nn.Module, ABC):
 
     def _local(self, name: str) -> Tensor:
         owner, _, leaf = name.rpartition(".")
-        parameter: Tensor = getattr(self.get_submodule(owner), leaf)  # a plain tensor within `functional_call`
-        placements = getattr(parameter, "placements", None)  # of a DTensor, whose package takes a second to import
+        parameter: Tensor = getattr(
+            self.get_submodule(owner), leaf
+        )  # a plain tensor within `functional_call`
+        placements = getattr(
+            parameter, "placements", None
+        )  # of a DTensor, whose package takes a second to import
         if placements is None:
             return parameter
         local: Tensor = parameter.to_local(grad_placements=placements)  # type: ignore[attr-defined]
@@ -280,11 +295,17 @@ class AbstractExperts(nn.Module, ABC):
         By default these are the states of the random generators, so that a recomputation draws the same dropout.
         """
         rows = call.rows
-        states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(rows.device)] if rows.is_cuda else [])
+        states = [torch.get_rng_state()] + (
+            [torch.cuda.get_rng_state(rows.device)] if rows.is_cuda else []
+        )
         return self.compute(call), tuple(states)
 
     def gradients(
-        self, call: ExpertCall, kept: Weights, dy: Tensor, deferred_wgrad: DeferredWgrad | None = None
+        self,
+        call: ExpertCall,
+        kept: Weights,
+        dy: Tensor,
+        deferred_wgrad: DeferredWgrad | None = None,
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         """Return the gradients of rows, gates, split and common parameters; by default by recomputing the result.
 
@@ -306,7 +327,12 @@ class AbstractExperts(nn.Module, ABC):
             out = self.compute(ExpertCall(*weights, leaves[0], gate, call.ends, call.shards))
         inputs = leaves if gate is None else [*leaves, gate]
         grads = torch.autograd.grad(out, inputs, dy, materialize_grads=True)
-        return grads[0], None if gate is None else grads[-1], grads[1:first_common], grads[first_common : len(leaves)]
+        return (
+            grads[0],
+            None if gate is None else grads[-1],
+            grads[1:first_common],
+            grads[first_common : len(leaves)],
+        )
 
 
 def reset_all(tree: nn.Module) -> None:
@@ -366,11 +392,18 @@ class StackedExperts(AbstractExperts):
         self.bias = bias
         self._casts: dict[str, _KeptCast] = {}
         gate_and_up = () if len(self.ups) == 1 else (len(self.ups),)
-        shapes: dict[str, tuple[int, ...]] = {self._up: (*gate_and_up, hidden, dim), "w2": (dim, hidden)}
+        shapes: dict[str, tuple[int, ...]] = {
+            self._up: (*gate_and_up, hidden, dim),
+            "w2": (dim, hidden),
+        }
         shapes |= {_bias_of(name): shape[:-1] for name, shape in shapes.items()}
         for name, shape in shapes.items():
             is_left_out = name.startswith("b") and not bias
-            tensor = None if is_left_out else torch.empty(num_experts, *shape, device=device, dtype=dtype)
+            tensor = (
+                None
+                if is_left_out
+                else torch.empty(num_experts, *shape, device=device, dtype=dtype)
+            )
             self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
         self.reset_parameters()
 
@@ -381,7 +414,9 @@ class StackedExperts(AbstractExperts):
 
     @property
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return (self._up, "w2", *((_bias_of(self._up),) if self.bias else ())), ("b2",) if self.bias else ()
+        return (self._up, "w2", *((_bias_of(self._up),) if self.bias else ())), (
+            "b2",
+        ) if self.bias else ()
 
     def shard_dim(self, name: str) -> int | None:
         return {"w2": 2, "b2": None}.get(name, len(self.ups))
@@ -393,7 +428,9 @@ class StackedExperts(AbstractExperts):
 
     def begin_step(self) -> None:
         """Drop the casts of the previous step, and start to keep those of this one."""
-        self._casts = {name: _KeptCast(self.get_parameter(name)) for names in self.names for name in names}
+        self._casts = {
+            name: _KeptCast(self.get_parameter(name)) for names in self.names for name in names
+        }
 
     def weights_in(self, dtype: torch.dtype) -> tuple[Weights, Weights]:
         """Return the parameters in a dtype. In training, each is cast once per optimizer step, after `begin_step` was called.
@@ -402,18 +439,28 @@ class StackedExperts(AbstractExperts):
         for a call are not kept, since FSDP frees them between calls (`shard_over_data` can gather them in `dtype`).
         """
         sharded, common = self.names
-        return tuple(self._cast(name, dtype) for name in sharded), tuple(self._cast(name, dtype) for name in common)
+        return tuple(self._cast(name, dtype) for name in sharded), tuple(
+            self._cast(name, dtype) for name in common
+        )
 
     def _cast(self, name: str, dtype: torch.dtype) -> Tensor:
         parameter = self._local(name)
-        if parameter.dtype == dtype or torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
+        if (
+            parameter.dtype == dtype
+            or torch.compiler.is_compiling()
+            or not (self.training and torch.is_grad_enabled())
+        ):
             return parameter.to(dtype)
         kept_cast = self._casts.get(name)
         # A captured graph must cast the values that the parameter has at each replay.
         is_captured = parameter.is_cuda and torch.cuda.is_current_stream_capturing()
         if kept_cast is None or kept_cast.parameter is not self._parameters[name] or is_captured:
             return parameter.to(dtype)
-        if kept_cast.cast is None or kept_cast.version != parameter._version or kept_cast.cast.dtype != dtype:
+        if (
+            kept_cast.cast is None
+            or kept_cast.version != parameter._version
+            or kept_cast.cast.dtype != dtype
+        ):
             kept_cast.cast, kept_cast.version = parameter.detach().to(dtype), parameter._version
         cast: Tensor = _Cast.apply(parameter, kept_cast.cast)
         return cast
@@ -428,17 +475,25 @@ class StackedExperts(AbstractExperts):
             weight, bias = getattr(self, name), getattr(self, _bias_of(name))
             bound = 1 / math.sqrt(weight.shape[-1])
             for parameter in (weight,) if bias is None else (weight, bias):
-                draw_globally(parameter, partial(nn.init.uniform_, a=-bound, b=bound), by_expert=True)
+                draw_globally(
+                    parameter, partial(nn.init.uniform_, a=-bound, b=bound), by_expert=True
+                )
 
     def init_normal(self, std: float, out_std: float, draw: Draw = draw_globally) -> None:
         for name in (self._up, "w2"):
             weight, bias = getattr(self, name), getattr(self, _bias_of(name))
-            draw(weight, partial(nn.init.normal_, std=out_std if name == "w2" else std), by_expert=True)
+            draw(
+                weight,
+                partial(nn.init.normal_, std=out_std if name == "w2" else std),
+                by_expert=True,
+            )
             if bias is not None:
                 nn.init.zeros_(bias)
 
     def compute(self, call: ExpertCall) -> Tensor:
-        return expert_ffn(self._work(_cast_to(compute_dtype(call.rows.dtype, call.rows.device), call)))
+        return expert_ffn(
+            self._work(_cast_to(compute_dtype(call.rows.dtype, call.rows.device), call))
+        )
 
     def compute_tokens(
         self,
@@ -450,7 +505,9 @@ class StackedExperts(AbstractExperts):
         permutation: Permutation,
         weight_first: bool = False,
     ) -> Tensor:
-        call = ExpertCall(sharded, common, x, weight.index_select(0, permutation.order), permutation.ends)
+        call = ExpertCall(
+            sharded, common, x, weight.index_select(0, permutation.order), permutation.ends
+        )
         cast = _cast_to(compute_dtype(x.dtype, x.device), call)
         return expert_ffn(self._work(cast, permutation.dispatch, gates_first=weight_first), x.dtype)
 
@@ -460,10 +517,16 @@ class StackedExperts(AbstractExperts):
         return out, (pre,)
 
     def gradients(
-        self, call: ExpertCall, kept: Weights, dy: Tensor, deferred_wgrad: DeferredWgrad | None = None
+        self,
+        call: ExpertCall,
+        kept: Weights,
+        dy: Tensor,
+        deferred_wgrad: DeferredWgrad | None = None,
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         """Return the gradients by explicit products."""
-        grads = expert_gradients(self._work(call), kept[0], dy, deferred_wgrad=deferred_wgrad is not None)
+        grads = expert_gradients(
+            self._work(call), kept[0], dy, deferred_wgrad=deferred_wgrad is not None
+        )
         assert grads.x is not None
         assert grads.up is not None
         assert grads.down is not None
@@ -474,7 +537,9 @@ class StackedExperts(AbstractExperts):
         up_bias = () if grads.up_bias is None else (grads.up_bias.view(call.sharded[2].shape),)
         return grads.x, grads.gates, (up, grads.down, *up_bias), d_common
 
-    def _work(self, call: ExpertCall, dispatch: Dispatch | None = None, *, gates_first: bool = False) -> ExpertWork:
+    def _work(
+        self, call: ExpertCall, dispatch: Dispatch | None = None, *, gates_first: bool = False
+    ) -> ExpertWork:
         """Return one call in the form that the kernels take."""
         up, down, up_bias = self._with_gate_dim(call.sharded)
         return ExpertWork(
@@ -500,7 +565,9 @@ class StackedExperts(AbstractExperts):
     def sizes(self, sharded: Weights, dtype: torch.dtype) -> ExpertSizes:
         """See `ExpertSizes.stacked`."""
         matrices = len(self.ups) + 1
-        return ExpertSizes.stacked(self.dim, self.num_units(sharded), matrices, dtype.itemsize, bias=self.bias)
+        return ExpertSizes.stacked(
+            self.dim, self.num_units(sharded), matrices, dtype.itemsize, bias=self.bias
+        )
 
     def pack(self, sharded: Weights) -> Tensor:
         """Return (num_experts * hidden, columns). A row holds one hidden unit's entries of every matrix, and its biases."""
@@ -612,7 +679,9 @@ class GatedExperts(StackedExperts):
         super().__init__(dim, hidden, num_experts, bias=bias, device=device, dtype=dtype)
         self.activation, self.clamp = _known_activation(activation), clamp
         if clamp is not None and activation != "silu":
-            raise InputError(f"GatedExperts: clamp belongs to silu, not to {activation}: leave one of the two out")
+            raise InputError(
+                f"GatedExperts: clamp belongs to silu, not to {activation}: leave one of the two out"
+            )
 
     @property
     def w1(self) -> Tensor:
@@ -659,7 +728,9 @@ class BorrowedExperts(StackedExperts):
         clamp: Clamp | None = None,
         bias: bool = False,
     ) -> None:
-        AbstractExperts.__init__(self, dim, num_experts)  # skips StackedExperts, which would create parameters
+        AbstractExperts.__init__(
+            self, dim, num_experts
+        )  # skips StackedExperts, which would create parameters
         self.ups = ("w1", "w3") if gated else ("w1",)
         self.activation, self.clamp, self.bias = _known_activation(activation), clamp, bias
         self.is_spread = True
@@ -674,14 +745,18 @@ class BorrowedExperts(StackedExperts):
 
 def _cast_to(dtype: torch.dtype, call: ExpertCall) -> ExpertCall:
     """Return a call with rows and parameters cast to a dtype."""
-    sharded, common = (tuple(weight.to(dtype) for weight in weights) for weights in (call.sharded, call.common))
+    sharded, common = (
+        tuple(weight.to(dtype) for weight in weights) for weights in (call.sharded, call.common)
+    )
     return ExpertCall(sharded, common, call.rows.to(dtype), call.gates, call.ends, call.shards)
 
 
 def _known_activation(activation: str) -> str:
     """Return the name of an activation, after a check that it is known."""
     if activation not in ACTIVATIONS:
-        raise InputError(f"activation={activation!r} is unknown: choose one of {', '.join(ACTIVATIONS)}")
+        raise InputError(
+            f"activation={activation!r} is unknown: choose one of {', '.join(ACTIVATIONS)}"
+        )
     return activation
 
 

@@ -55,7 +55,9 @@ class FourBitExperts(FrozenExperts):
                 f"FourBitExperts: dim={dim} and hidden={hidden} must be multiples of {nf4.BLOCK}, whose numbers share a scale"
             )
         form = Form(four_bit=True, bias=bias, ranks=(rank, rank))
-        super().__init__(dim, num_experts, gated=gated, activation=activation, clamp=clamp, form=form)
+        super().__init__(
+            dim, num_experts, gated=gated, activation=activation, clamp=clamp, form=form
+        )
         parts = 2 if gated else 1
         shapes: dict[str, tuple[int, ...]] = {
             "up": (parts, hidden, dim // 2), "down": (dim, hidden // 2),
@@ -65,10 +67,18 @@ class FourBitExperts(FrozenExperts):
         }  # fmt: skip
         for field, shape in shapes.items():
             if form.has(field):
-                kind = torch.uint8 if field in ("up", "down") else torch.float32 if "scales" in field else dtype
+                kind = (
+                    torch.uint8
+                    if field in ("up", "down")
+                    else torch.float32
+                    if "scales" in field
+                    else dtype
+                )
                 tensor = torch.zeros(num_experts, *shape, device=device, dtype=kind)
                 is_trained = "inner" in field or "outer" in field
-                self.register_parameter(NAMES[field], nn.Parameter(tensor, requires_grad=is_trained))
+                self.register_parameter(
+                    NAMES[field], nn.Parameter(tensor, requires_grad=is_trained)
+                )
         self.reset_parameters()
 
     @classmethod
@@ -89,7 +99,9 @@ class FourBitExperts(FrozenExperts):
         up = up if len(experts.ups) > 1 else up.unsqueeze(1)
         made = cls.like(experts, rank=rank)
         for field, weight in (("up", up), ("down", down)):
-            for expert in range(experts.num_experts):  # an expert at a time needs little memory besides the results
+            for expert in range(
+                experts.num_experts
+            ):  # an expert at a time needs little memory besides the results
                 codes, scales = nf4.quantize(weight[expert])
                 made.get_parameter(NAMES[field])[expert].copy_(codes)
                 made.get_parameter(NAMES[f"{field}_scales"])[expert].copy_(scales)
@@ -112,7 +124,13 @@ class FourBitExperts(FrozenExperts):
             values["down"] = values["down"] + values["down_outer"] @ values["down_inner"]
         make = partial(GatedExperts, clamp=self.clamp) if self.gated else PlainExperts
         sizes = (self.dim, values["down"].shape[2], self.num_experts)
-        made = make(*sizes, activation=self.activation, bias=self.bias, device=values["up"].device, dtype=torch.float32)
+        made = make(
+            *sizes,
+            activation=self.activation,
+            bias=self.bias,
+            device=values["up"].device,
+            dtype=torch.float32,
+        )
         names = (name for names in made.names for name in names)
         for name, field in zip(names, ("up", "down", "up_bias", "down_bias")):
             parameter = made.get_parameter(name)
@@ -147,7 +165,10 @@ class FourBitExperts(FrozenExperts):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Move or convert the parameters; scales stay float32."""
-        kept = {NAMES[field]: self.get_parameter(NAMES[field]).detach() for field in ("up_scales", "down_scales")}
+        kept = {
+            NAMES[field]: self.get_parameter(NAMES[field]).detach()
+            for field in ("up_scales", "down_scales")
+        }
         super()._apply(fn, recurse)
         for name, scales in kept.items():
             device, dtype = self.get_parameter(name).device, self.get_parameter(name).dtype
@@ -155,15 +176,23 @@ class FourBitExperts(FrozenExperts):
                 setattr(self, name, nn.Parameter(scales.to(device), requires_grad=False))
         return self
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in (prefix + NAMES[field] for field in STORED_FLAT):
             if not hasattr(destination[name], "placements"):
                 destination[name] = destination[name].flatten(1)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
         for field in STORED_FLAT:
             stored, own = state_dict.get(prefix + NAMES[field]), self.get_parameter(NAMES[field])
-            if isinstance(stored, Tensor) and not hasattr(own, "placements") and stored.numel() == own.numel():
+            if (
+                isinstance(stored, Tensor)
+                and not hasattr(own, "placements")
+                and stored.numel() == own.numel()
+            ):
                 state_dict[prefix + NAMES[field]] = stored.reshape(own.shape)
         super()._load_from_state_dict(state_dict, prefix, *arguments)

@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moesaic.draw import Draw, draw_globally
-from moesaic.experts.experts import AbstractExperts, DeferredWgrad, ExpertCall, Weights, compute_dtype, in_dtype
+from moesaic.experts.experts import (
+    AbstractExperts,
+    DeferredWgrad,
+    ExpertCall,
+    Weights,
+    compute_dtype,
+    in_dtype,
+)
 from moesaic.kernels import grouped_matmul, nf4
 from moesaic.kernels.activation import Clamp, hidden_gradient_into, hidden_rows, hidden_rows_into
 from moesaic.program.expert_sizes import ExpertSizes
@@ -51,11 +58,25 @@ class FrozenWeights:
     @property
     def form(self) -> Form:
         """Which of the tensors there are."""
-        ranks = [0 if inner is None else inner.shape[1] for inner in (self.up_inner, self.down_inner)]
-        return Form(four_bit=self.up_scales is not None, bias=self.up_bias is not None, ranks=(ranks[0], ranks[1]))
+        ranks = [
+            0 if inner is None else inner.shape[1] for inner in (self.up_inner, self.down_inner)
+        ]
+        return Form(
+            four_bit=self.up_scales is not None,
+            bias=self.up_bias is not None,
+            ranks=(ranks[0], ranks[1]),
+        )
 
 
-SPLIT = {"up": 2, "down": 2, "up_scales": 2, "down_scales": 2, "up_bias": 2, "up_outer": 2, "down_inner": 2}
+SPLIT = {
+    "up": 2,
+    "down": 2,
+    "up_scales": 2,
+    "down_scales": 2,
+    "up_bias": 2,
+    "up_outer": 2,
+    "down_inner": 2,
+}
 """The tensors that shards of an expert split, with the dimension of the hidden units."""
 COMMON = ("up_inner", "down_outer", "down_bias")
 """The tensors that shards of an expert have in common. A call has them as one tensor, a row for each expert."""
@@ -104,7 +125,9 @@ class Product(NamedTuple):
         """Return (R, in), the gradient of the rows, from (R, out), that of the result."""
         d_x = self._frozen(dy, ends, transposed=False)
         if self.inner is not None and self.outer is not None:
-            d_x += grouped_matmul.rows_times(grouped_matmul.rows_times(dy, self.outer, ends), self.inner, ends)
+            d_x += grouped_matmul.rows_times(
+                grouped_matmul.rows_times(dy, self.outer, ends), self.inner, ends
+            )
         return d_x
 
     def gradients(self, x: Tensor, dy: Tensor, ends: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -113,12 +136,16 @@ class Product(NamedTuple):
             return None, None
         low = grouped_matmul.rows_times(x, self.inner.transpose(1, 2), ends)
         d_low = grouped_matmul.rows_times(dy, self.outer, ends)
-        return grouped_matmul.outer_products(d_low, x, ends), grouped_matmul.outer_products(dy, low, ends)
+        return grouped_matmul.outer_products(d_low, x, ends), grouped_matmul.outer_products(
+            dy, low, ends
+        )
 
     def _frozen(self, rows: Tensor, ends: Tensor, *, transposed: bool) -> Tensor:
         if self.scales is not None:
             return nf4.rows_times(rows, self.weight, self.scales, ends, transposed)
-        return grouped_matmul.rows_times(rows, self.weight.transpose(1, 2) if transposed else self.weight, ends)
+        return grouped_matmul.rows_times(
+            rows, self.weight.transpose(1, 2) if transposed else self.weight, ends
+        )
 
 
 class FrozenExperts(AbstractExperts):
@@ -134,7 +161,14 @@ class FrozenExperts(AbstractExperts):
     """
 
     def __init__(
-        self, dim: int, num_experts: int, *, gated: bool, activation: str, clamp: Clamp | None, form: Form
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        gated: bool,
+        activation: str,
+        clamp: Clamp | None,
+        form: Form,
     ) -> None:
         super().__init__(dim, num_experts)
         self.gated, self.activation, self.clamp, self.form = gated, activation, clamp, form
@@ -165,7 +199,10 @@ class FrozenExperts(AbstractExperts):
         whole = self.frozen_weights()
         sharded, common = ([getattr(whole, name) for name in names] for names in self.fields)
         joined = (torch.cat([each.flatten(1) for each in common], 1),) if common else ()
-        in_bytes = (each.view(torch.uint8) if "scales" in name else each for name, each in zip(self.fields[0], sharded))
+        in_bytes = (
+            each.view(torch.uint8) if "scales" in name else each
+            for name, each in zip(self.fields[0], sharded)
+        )
         return tuple(in_bytes), joined
 
     def weights_in(self, dtype: torch.dtype) -> tuple[Weights, Weights]:
@@ -179,7 +216,11 @@ class FrozenExperts(AbstractExperts):
             tensors[name] = tensors[name].contiguous().view(torch.float32)
         if call.common:
             (up_rank, down_rank), joined = self.form.ranks, call.common[0]
-            sizes = {"up_inner": (up_rank, self.dim), "down_outer": (self.dim, down_rank), "down_bias": (self.dim,)}
+            sizes = {
+                "up_inner": (up_rank, self.dim),
+                "down_outer": (self.dim, down_rank),
+                "down_bias": (self.dim,),
+            }
             sizes = {name: sizes[name] for name in self.fields[1]}
             widths = [torch.Size(size).numel() for size in sizes.values()]
             parts = zip(sizes.items(), joined.split(widths, 1))
@@ -189,7 +230,9 @@ class FrozenExperts(AbstractExperts):
     def compute(self, call: ExpertCall) -> Tensor:
         dtype = compute_dtype(call.rows.dtype, call.rows.device)
         weights = (*_in_dtype(call.sharded, dtype), *_in_dtype(call.common, dtype))
-        out: Tensor = _Run.apply(self, call, len(call.sharded), call.rows.to(dtype), call.gates, *weights)
+        out: Tensor = _Run.apply(
+            self, call, len(call.sharded), call.rows.to(dtype), call.gates, *weights
+        )
         return out
 
     @torch.no_grad()
@@ -210,7 +253,11 @@ class FrozenExperts(AbstractExperts):
 
     @torch.no_grad()
     def gradients(
-        self, call: ExpertCall, kept: Weights, dy: Tensor, deferred_wgrad: DeferredWgrad | None = None
+        self,
+        call: ExpertCall,
+        kept: Weights,
+        dy: Tensor,
+        deferred_wgrad: DeferredWgrad | None = None,
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         """Return the gradients of rows, gates and adapters; for each frozen tensor one without elements."""
         weights, ends, (pre,) = self.of_call(call), call.ends, kept
@@ -223,7 +270,9 @@ class FrozenExperts(AbstractExperts):
         if call.gates is not None:
             d_gates = (d_hidden * hidden).sum(1)
             if weights.down_bias is not None:
-                d_gates += (dy * weights.down_bias[_experts_of_rows(ends, len(dy))]).sum(1) / call.shards
+                d_gates += (dy * weights.down_bias[_experts_of_rows(ends, len(dy))]).sum(
+                    1
+                ) / call.shards
             column = call.gates.to(dy.dtype).unsqueeze(1)
             d_gates, dy, d_hidden = d_gates.to(call.gates.dtype), dy * column, d_hidden * column
         d_first.copy_(d_hidden)
@@ -234,7 +283,9 @@ class FrozenExperts(AbstractExperts):
             d_weights["up_outer"] = d_weights["up_outer"].view(weights.up_outer.shape)
         return up.rows_gradient(d_pre, ends), d_gates, *self._gradients(call, d_weights)
 
-    def _gradients(self, call: ExpertCall, by_name: dict[str, Tensor | None]) -> tuple[Weights, Weights]:
+    def _gradients(
+        self, call: ExpertCall, by_name: dict[str, Tensor | None]
+    ) -> tuple[Weights, Weights]:
         """Return the gradients of a call's tensors."""
         nothing = call.rows.new_empty(len(call.sharded[0]), self.num_units(call.sharded), 0)
         sharded = [by_name.get(name) for name in self.fields[0]]
@@ -268,7 +319,11 @@ class FrozenExperts(AbstractExperts):
         Frozen bytes travel as if they were numbers of the adapters' dtype; without adapters, as bytes.
         """
         units = self.num_units(sharded)
-        columns = [each.unflatten(2, (units, -1)).movedim(2, 1).flatten(2) for each in sharded if each.numel()]
+        columns = [
+            each.unflatten(2, (units, -1)).movedim(2, 1).flatten(2)
+            for each in sharded
+            if each.numel()
+        ]
         if not columns:  # gradients of experts without adapters
             return sharded[0].new_zeros(len(sharded[0]) * units, 1)
         dtype = next((each.dtype for each in columns if each.is_floating_point()), torch.uint8)
@@ -277,13 +332,19 @@ class FrozenExperts(AbstractExperts):
     def unpack(self, rows: Tensor, num_experts: int) -> Weights:
         """Return the tensors from the rows of `pack`; rows of gradients are narrower."""
         shapes, per_number = self._unit_shapes(), rows.element_size()
-        widths = {name: size.numel() // (per_number if is_bytes else 1) for name, (size, is_bytes) in shapes.items()}
+        widths = {
+            name: size.numel() // (per_number if is_bytes else 1)
+            for name, (size, is_bytes) in shapes.items()
+        }
         whole = rows.view(num_experts, -1, rows.shape[1])
         if rows.shape[1] < sum(widths.values()):
             widths = {name: width for name, width in widths.items() if name in TRAINED}
         parts = dict(zip(widths, whole.split(list(widths.values()), 2))) if widths else {}
         nothing = rows.new_empty(num_experts, whole.shape[1], 0)
-        return tuple(_of_units(parts[name], *shapes[name]) if name in parts else nothing for name in self.fields[0])
+        return tuple(
+            _of_units(parts[name], *shapes[name]) if name in parts else nothing
+            for name in self.fields[0]
+        )
 
     def _unit_shapes(self) -> dict[str, tuple[torch.Size, bool]]:
         """Return the shape of a unit's part of each split tensor, and whether it is sent as bytes."""
@@ -302,7 +363,9 @@ class FrozenExperts(AbstractExperts):
 
     def trained(self, sharded: Weights) -> Weights:
         nothing = sharded[0].new_empty(len(sharded[0]), self.num_units(sharded), 0)
-        return tuple(each if name in TRAINED else nothing for name, each in zip(self.fields[0], sharded))
+        return tuple(
+            each if name in TRAINED else nothing for name, each in zip(self.fields[0], sharded)
+        )
 
     def reset_parameters(self) -> None:
         """Keep the frozen tensors; they come from a checkpoint."""
@@ -319,7 +382,13 @@ class _Run(torch.autograd.Function):
         ctx: Any, experts: FrozenExperts, call: ExpertCall, num_sharded: int, rows: Tensor, gates: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:  # fmt: skip
-        own = replace(call, rows=rows, gates=gates, sharded=weights[:num_sharded], common=weights[num_sharded:])
+        own = replace(
+            call,
+            rows=rows,
+            gates=gates,
+            sharded=weights[:num_sharded],
+            common=weights[num_sharded:],
+        )
         out, (pre,) = experts.run(own)
         ctx.experts, ctx.shards, ctx.num_sharded = experts, call.shards, num_sharded
         ctx.save_for_backward(rows, gates, call.ends, pre, *weights)
@@ -333,7 +402,9 @@ class _Run(torch.autograd.Function):
         call = ExpertCall(sharded, common, rows, gates, ends, ctx.shards)
         d_rows, d_gates, *d_weights = ctx.experts.gradients(call, (pre,), dy.contiguous())
         d_tensors = [each for group in d_weights for each in group]
-        wanted = [each if needs else None for each, needs in zip(d_tensors, ctx.needs_input_grad[5:])]
+        wanted = [
+            each if needs else None for each, needs in zip(d_tensors, ctx.needs_input_grad[5:])
+        ]
         return None, None, None, d_rows, d_gates, *wanted
 
 
@@ -350,7 +421,10 @@ def _of_units(rows: Tensor, size: torch.Size, is_bytes: bool) -> Tensor:
 
 def _products(weights: FrozenWeights) -> tuple[Product, Product]:
     """Return the products with up, whose C matrices are one, and with down."""
-    flat = [None if each is None else each.flatten(1, 2) for each in (weights.up, weights.up_scales, weights.up_outer)]
+    flat = [
+        None if each is None else each.flatten(1, 2)
+        for each in (weights.up, weights.up_scales, weights.up_outer)
+    ]
     assert flat[0] is not None
     up = Product(flat[0], flat[1], weights.up_inner, flat[2])
     return up, Product(weights.down, weights.down_scales, weights.down_inner, weights.down_outer)

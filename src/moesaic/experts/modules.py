@@ -31,7 +31,9 @@ class ModuleExperts(AbstractExperts):
 
     def __init__(self, factory: Callable[[], nn.Module], dim: int, num_experts: int) -> None:
         super().__init__(dim, num_experts)
-        self.experts: nn.ModuleList | nn.ModuleDict = nn.ModuleList(factory() for _ in range(num_experts))
+        self.experts: nn.ModuleList | nn.ModuleDict = nn.ModuleList(
+            factory() for _ in range(num_experts)
+        )
         first, *others = (_shapes(module) for module in self.experts.children())
         if any(shapes != first for shapes in others):
             raise InputError(
@@ -51,7 +53,9 @@ class ModuleExperts(AbstractExperts):
             super().reset_parameters()
             return
         seed = torch.randint(2**62, (), device="cpu").item()
-        with torch.random.fork_rng({parameter.device for parameter in self.parameters() if parameter.is_cuda}):
+        with torch.random.fork_rng(
+            {parameter.device for parameter in self.parameters() if parameter.is_cuda}
+        ):
             for number, module in self.experts.named_children():
                 torch.manual_seed(key_of(seed, number))
                 reset_all(module)
@@ -109,13 +113,17 @@ class ModuleExperts(AbstractExperts):
                 "parameters: leave plan.gather_weights at none"
             )
         rows = [sharded[first : first + per_module] for first in range(0, len(sharded), per_module)]
-        return torch.stack([torch.cat([parameter.reshape(-1) for parameter in row]) for row in rows])
+        return torch.stack(
+            [torch.cat([parameter.reshape(-1) for parameter in row]) for row in rows]
+        )
 
     def unpack(self, rows: Tensor, num_experts: int) -> Weights:
         """Return the parameters from the rows of `pack`, as views."""
         shapes = [parameter.shape for parameter in next(self.experts.children()).parameters()]
         sizes = [shape.numel() for shape in shapes]
-        return tuple(part.view(shape) for row in rows for part, shape in zip(row.split(sizes), shapes))
+        return tuple(
+            part.view(shape) for row in rows for part, shape in zip(row.split(sizes), shapes)
+        )
 
 
 def copies_of(parameter: nn.Parameter) -> int | None:

@@ -120,14 +120,20 @@ def read_config(model: str) -> Any:
 def quantization_of(model: str) -> str:
     """Return how a model's weights are quantized, as its configuration names it; empty if they are not."""
     table = transformers.PreTrainedConfig.get_config_dict(model)[0].get("quantization_config")
-    return str(table.get("quant_method", "in an unknown way")) if isinstance(table, dict) and table else ""
+    return (
+        str(table.get("quant_method", "in an unknown way"))
+        if isinstance(table, dict) and table
+        else ""
+    )
 
 
 def read_tokenizer(model: str) -> Any:
     """Return a model's tokenizer; InputError if it has none."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-        if not tokenizer("text", add_special_tokens=False)["input_ids"]:  # without files, some classes know no word
+        if not tokenizer("text", add_special_tokens=False)[
+            "input_ids"
+        ]:  # without files, some classes know no word
             raise ValueError("there are no files of one")
         return tokenizer
     except Exception as error:  # of the hub, of a file, of a tokenizer's own code

@@ -35,10 +35,15 @@ def sequences(data: str, tokenizer: Any, length: int, batch: int) -> Tensor:
         InputError: DATA cannot be read, or has no text, or less than one sequence.
     """
     found: list[Tensor] = []
-    documents, end = _documents(data), [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    documents, end = (
+        _documents(data),
+        [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id],
+    )
     while some := list(islice(documents, AT_ONCE)):
         texts = [text for each in some if (text := _text(each, data, tokenizer))]
-        texts = [text.encode(errors="replace").decode() for text in texts]  # JSON may hold halves of surrogate pairs
+        texts = [
+            text.encode(errors="replace").decode() for text in texts
+        ]  # JSON may hold halves of surrogate pairs
         rows_of_ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         found += [torch.tensor([*ids, *end]) for ids in rows_of_ids]
     tokens = torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
@@ -54,13 +59,19 @@ def _text(document: Any, data: str, tokenizer: Any) -> str:
     if isinstance(document, dict) and isinstance(document.get("text"), str):
         return str(document["text"])
     if not isinstance(document, dict) or not isinstance(document.get("messages"), list):
-        raise InputError(f'{data}: an entry has neither "text" nor "messages": name data in which each has one')
+        raise InputError(
+            f'{data}: an entry has neither "text" nor "messages": name data in which each has one'
+        )
     if not tokenizer.chat_template:
-        raise InputError(f'{data}: has "messages", and the model\'s tokenizer no chat template: give "text" instead')
+        raise InputError(
+            f'{data}: has "messages", and the model\'s tokenizer no chat template: give "text" instead'
+        )
     try:
         return str(tokenizer.apply_chat_template(document["messages"], tokenize=False))
     except Exception as error:  # a template may raise anything
-        raise InputError(f"{data}: the chat template refuses an entry's messages ({error}): correct them") from error
+        raise InputError(
+            f"{data}: the chat template refuses an entry's messages ({error}): correct them"
+        ) from error
 
 
 def _documents(data: str) -> Iterator[Any]:
@@ -76,7 +87,9 @@ def _documents(data: str) -> Iterator[Any]:
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{data}: cannot be read as text or as JSON lines ({error}): correct it") from error
+        raise InputError(
+            f"{data}: cannot be read as text or as JSON lines ({error}): correct it"
+        ) from error
 
 
 def _dataset(data: str) -> Any:
@@ -90,4 +103,6 @@ def _dataset(data: str) -> Any:
         return datasets.load_dataset(data, split="train")
     except Exception as error:  # of the hub, of a file, of a builder
         reason = " ".join(str(error).split())
-        raise InputError(f"{data}: datasets cannot load its split train ({reason:.200}): name other data") from error
+        raise InputError(
+            f"{data}: datasets cannot load its split train ({reason:.200}): name other data"
+        ) from error

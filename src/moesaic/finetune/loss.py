@@ -35,11 +35,17 @@ def loss_in_parts(model: Any, ids: Tensor, tokens: int = LOSS_TOKENS) -> bool:
     def of_part(hidden: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(project(hidden).float(), targets, reduction="sum")
 
-    def in_parts(logits: Tensor, labels: Tensor, *_: Any, num_items_in_batch: Any = None, **__: Any) -> Tensor:
+    def in_parts(
+        logits: Tensor, labels: Tensor, *_: Any, num_items_in_batch: Any = None, **__: Any
+    ) -> Tensor:
         targets = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
         parts = zip(logits.flatten(0, 1).split(tokens), targets.split(tokens))
-        total = torch.stack([checkpoint(of_part, *part, use_reentrant=False) for part in parts]).sum()
-        return total / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+        total = torch.stack(
+            [checkpoint(of_part, *part, use_reentrant=False) for part in parts]
+        ).sum()
+        return total / (
+            (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        )
 
     def tried() -> float:
         with torch.no_grad():

@@ -70,7 +70,9 @@ def _write(folder: Path, shard: dict[str, Tensor], file_of: dict[str, str]) -> N
     shard.clear()
 
 
-def _weights(model: Any, architecture: Architecture, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _weights(
+    model: Any, architecture: Architecture, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
     """Yield each stored weight of the model under its plain name; on other ranks than the first, the value may be a part."""
     wrappers = {
         (id(each.get_base_layer()), getattr(each, "parameter_name", "weight")): each
@@ -78,13 +80,18 @@ def _weights(model: Any, architecture: Architecture, dtype: torch.dtype) -> Iter
         if hasattr(each, "lora_A")
     }
     for path, module in model.get_base_model().named_modules():
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        for name, tensor in (
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ):
             plain = f"{path}.{name}".replace(".base_layer", "")
             if plain in architecture.shapes:
                 yield plain, _merged(module, name, tensor, wrappers.get((id(module), name)), dtype)
 
 
-def _merged(module: nn.Module, name: str, tensor: Tensor, wrapper: Any, dtype: torch.dtype) -> Tensor:
+def _merged(
+    module: nn.Module, name: str, tensor: Tensor, wrapper: Any, dtype: torch.dtype
+) -> Tensor:
     """Return a weight with what its adapter adds, if it has one; whole on the first rank."""
     if wrapper is None:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -99,6 +106,10 @@ def _merged(module: nn.Module, name: str, tensor: Tensor, wrapper: Any, dtype: t
 def _gathered(part: Tensor) -> Tensor:
     """Return the parts of all ranks on the first rank, on the CPU; elsewhere the part."""
     own = part.cpu()
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    parts = (
+        [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        if dist.get_rank() == 0
+        else None
+    )
     dist.gather(own, parts)
     return own if parts is None else torch.cat(parts)

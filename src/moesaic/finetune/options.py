@@ -68,7 +68,9 @@ class FinetuneOptions:
     def __post_init__(self) -> None:
         for name in ("rank", "alpha", "length", "batch", "micro_batch", "epochs", "save_every"):
             if getattr(self, name) < 1:
-                raise InputError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+                raise InputError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1"
+                )
         for name in ("ranks", "steps"):
             if (getattr(self, name) or 1) < 1:
                 raise InputError(f"--{name} {getattr(self, name)}: must be at least 1")
@@ -77,7 +79,9 @@ class FinetuneOptions:
 
     def kept(self, world: int) -> dict[str, Any]:
         """Return what a resumed run must have in common with the run."""
-        return {name: value for name, value in asdict(self).items() if name not in FREE} | {"ranks": world}
+        return {name: value for name, value in asdict(self).items() if name not in FREE} | {
+            "ranks": world
+        }
 
 
 def require_data(data: str) -> None:
@@ -86,7 +90,9 @@ def require_data(data: str) -> None:
     if path.is_file():
         if not path.stat().st_size:
             raise InputError(f"{data}: is empty: name a file with text")
-    elif not path.exists() and (path.suffix or data.count("/") > 1 or path.is_absolute() or data.startswith(".")):
+    elif not path.exists() and (
+        path.suffix or data.count("/") > 1 or path.is_absolute() or data.startswith(".")
+    ):
         raise InputError(f"{data}: no such file: name a text, a .jsonl file, or a dataset")
 
 
@@ -101,13 +107,17 @@ def require_folder(options: FinetuneOptions, world: int) -> None:
         raise InputError(f"{folder / MERGED}: exists: delete it, or choose another --out")
     if not options.resume:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise InputError(f"--out {folder}: is in use: choose another folder, or --resume the run in it")
+            raise InputError(
+                f"--out {folder}: is in use: choose another folder, or --resume the run in it"
+            )
         return
     try:
         found = json.loads(read_text(path))
         differing = [name for name, value in options.kept(world).items() if found[name] != value]
     except (OSError, ValueError, TypeError, KeyError):
-        raise InputError(f"--resume: {path} is missing or damaged: start anew without --resume") from None
+        raise InputError(
+            f"--resume: {path} is missing or damaged: start anew without --resume"
+        ) from None
     if differing:
         name = differing[0]
         flag = name if name in ("model", "data") else f"--{name.replace('_', '-')}"

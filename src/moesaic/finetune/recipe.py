@@ -24,11 +24,23 @@ from moesaic.finetune.checks import device_of, quantization_of, read_tokenizer, 
 from moesaic.finetune.data import sequences
 from moesaic.finetune.loss import loss_in_parts
 from moesaic.finetune.merge import write_merged
-from moesaic.finetune.options import COMPLETE, MERGED, RUN, FinetuneOptions, require_data, require_folder
+from moesaic.finetune.options import (
+    COMPLETE,
+    MERGED,
+    RUN,
+    FinetuneOptions,
+    require_data,
+    require_folder,
+)
 from moesaic.finetune.targets import Targets
 from moesaic.program.plan import Plan
 from moesaic.train.progress import TrainingProgress
-from moesaic.transformers import FourBitExpertsConfig, adopt_adapters, distributed_config, register_plan
+from moesaic.transformers import (
+    FourBitExpertsConfig,
+    adopt_adapters,
+    distributed_config,
+    register_plan,
+)
 from moesaic.weights.load import load_model
 
 FIXED = "moesaic_finetune"
@@ -50,13 +62,21 @@ def finetune(options: FinetuneOptions, world: int) -> None:
         TrainingError: the loss is no longer finite.
     """
     require(options, world)
-    is_first, folder, device = world == 1 or dist.get_rank() == 0, Path(options.out), device_of(options)
+    is_first, folder, device = (
+        world == 1 or dist.get_rank() == 0,
+        Path(options.out),
+        device_of(options),
+    )
     transformers.logging.set_verbosity_error()
     if not is_first:
         transformers.logging.disable_progress_bar()
     tokenizer = read_tokenizer(options.model)
     rows = sequences(options.data, tokenizer, options.length, options.batch)
-    load = load_model if quantization_of(options.model) else transformers.AutoModelForCausalLM.from_pretrained
+    load = (
+        load_model
+        if quantization_of(options.model)
+        else transformers.AutoModelForCausalLM.from_pretrained
+    )
     model = adapt(load(options.model, **loading(options, world, device)), options)
     if is_first:  # only now, so that a run that cannot load leaves nothing
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,12 +86,17 @@ def finetune(options: FinetuneOptions, world: int) -> None:
     if is_first:
         tokenizer.save_pretrained(folder)
     if options.merge:
-        write_merged(model, options.model, folder / MERGED, getattr(torch, options.dtype), tokenizer)
+        write_merged(
+            model, options.model, folder / MERGED, getattr(torch, options.dtype), tokenizer
+        )
 
 
 def loading(options: FinetuneOptions, world: int, device: str) -> dict[str, Any]:
     """Return the arguments with which `from_pretrained` loads a rank's part of the frozen model."""
-    found: dict[str, Any] = {"dtype": getattr(torch, options.dtype), "experts_implementation": "moesaic"}
+    found: dict[str, Any] = {
+        "dtype": getattr(torch, options.dtype),
+        "experts_implementation": "moesaic",
+    }
     if options.method != "lora":
         found["quantization_config"] = FourBitExpertsConfig(double=options.method == "qlora-double")
     if world == 1:
@@ -100,11 +125,16 @@ def adapt(base: Any, options: FinetuneOptions) -> peft.PeftModel:
 
 def newest(folder: Path) -> Path | None:
     """Return the newest complete checkpoint of a run."""
-    found = {int(path.parent.name.rpartition("-")[2]): path.parent for path in folder.glob(f"checkpoint-*/{COMPLETE}")}
+    found = {
+        int(path.parent.name.rpartition("-")[2]): path.parent
+        for path in folder.glob(f"checkpoint-*/{COMPLETE}")
+    }
     return found[max(found)] if found else None
 
 
-def train(options: FinetuneOptions, model: peft.PeftModel, rows: Tensor, world: int, device: str) -> None:
+def train(
+    options: FinetuneOptions, model: peft.PeftModel, rows: Tensor, world: int, device: str
+) -> None:
     """Train the adapters; all ranks call it together.
 
     Args:
@@ -161,25 +191,45 @@ class _Keep(transformers.TrainerCallback):
         self._rank, self._world, self._start = dist.get_rank() if world > 1 else 0, world, start
 
     def on_save(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, lr_scheduler: Any = None, **_: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **_: Any,
     ) -> None:
         """Save this rank's states; then the first rank marks the checkpoint as complete."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         own = optimizer.state_dict()
         own["state"] = {
-            number: {name: value.to_local() if isinstance(value, DTensor) else value for name, value in each.items()}
+            number: {
+                name: value.to_local() if isinstance(value, DTensor) else value
+                for name, value in each.items()
+            }
             for number, each in own["state"].items()
         }
-        random = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
+        random = [
+            torch.get_rng_state(),
+            *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ()),
+        ]
         with writing(folder / self._name) as file:
-            torch.save({"optimizer": own, "schedule": lr_scheduler.state_dict(), "random": random}, file)
+            torch.save(
+                {"optimizer": own, "schedule": lr_scheduler.state_dict(), "random": random}, file
+            )
         if self._world > 1:
             dist.barrier()
         if self._rank == 0:
             write(folder / COMPLETE, "{}\n")
 
     def on_step_begin(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, lr_scheduler: Any = None, **_: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **_: Any,
     ) -> None:
         """Load this rank's states before the first step."""
         if self._start is None:
@@ -224,4 +274,6 @@ class _Show(transformers.TrainerCallback):
                 "--learning-rate, in another --out"
             )
         if state.is_world_process_zero:
-            self._progress.advance(state.global_step, f"loss {logs['loss']:.4f}  {speed:,.0f} tokens/s")
+            self._progress.advance(
+                state.global_step, f"loss {logs['loss']:.4f}  {speed:,.0f} tokens/s"
+            )

@@ -18,19 +18,34 @@ class Targets:
 
     def __init__(self, model: nn.Module) -> None:
         experts = {_place(path): module for path, module in self.experts(model).items()}
-        layers, blocks = {layer for layer, _ in experts}, {name.split(".")[0] for _, name in experts}
+        layers, blocks = (
+            {layer for layer, _ in experts},
+            {name.split(".")[0] for _, name in experts},
+        )
         self.parameters = sorted(
-            {f"{name}.{weight}" for (_, name), each in experts.items() for weight in self.weights(each)}
+            {
+                f"{name}.{weight}"
+                for (_, name), each in experts.items()
+                for weight in self.weights(each)
+            }
         )
         """Weights of experts."""
-        linear = {_place(path) for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-        self.modules = sorted({n for layer, n in linear if layer in layers and n.split(".")[0] not in blocks})
+        linear = {
+            _place(path) for path, module in model.named_modules() if isinstance(module, nn.Linear)
+        }
+        self.modules = sorted(
+            {n for layer, n in linear if layer in layers and n.split(".")[0] not in blocks}
+        )
         """Linear layers beside the block of the experts."""
 
     @staticmethod
     def experts(model: nn.Module) -> dict[str, Any]:
         """Return the experts modules of a model, which may be on the meta device, by name."""
-        return {path: each for path, each in model.named_modules() if all(hasattr(each, flag) for flag in FLAGS)}
+        return {
+            path: each
+            for path, each in model.named_modules()
+            if all(hasattr(each, flag) for flag in FLAGS)
+        }
 
     @staticmethod
     def weights(experts: nn.Module) -> list[str]:

@@ -73,7 +73,11 @@ def hidden_rows(pre: Sequence[Tensor], activation: str, clamp: Clamp | None = No
 
 
 def hidden_rows_into(
-    pre: Sequence[Tensor], activation: str, hidden: Tensor, gate: Tensor | None = None, clamp: Clamp | None = None
+    pre: Sequence[Tensor],
+    activation: str,
+    hidden: Tensor,
+    gate: Tensor | None = None,
+    clamp: Clamp | None = None,
 ) -> None:
     """Write the hidden rows.
 
@@ -102,7 +106,11 @@ def hidden_rows_into(
 
 
 def hidden_gradient_into(
-    pre: Sequence[Tensor], activation: str, grad: Tensor, gate: Tensor | None = None, clamp: Clamp | None = None
+    pre: Sequence[Tensor],
+    activation: str,
+    grad: Tensor,
+    gate: Tensor | None = None,
+    clamp: Clamp | None = None,
 ) -> None:
     """Turn the gradient of the hidden rows into the gradients of `pre`, in place.
 
@@ -126,7 +134,9 @@ def hidden_gradient_into(
 
 
 def _activation_into(x: Tensor, activation: str, out: Tensor) -> None:
-    assert out.is_contiguous() or activation not in BY_ONEDNN, "oneDNN writes to contiguous results only"
+    assert out.is_contiguous() or activation not in BY_ONEDNN, (
+        "oneDNN writes to contiguous results only"
+    )
     if activation == "gelu":
         torch.ops.aten.gelu.out(x, out=out)
     elif activation == "gelu_tanh":

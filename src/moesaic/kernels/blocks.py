@@ -64,7 +64,9 @@ class Blocks:
     """
 
     def __init__(self, work: ExpertWork, hidden_buffers: int, dim_buffers: int) -> None:
-        row_bytes = (hidden_buffers * work.hidden + dim_buffers * work.x.shape[1]) * work.x.element_size()
+        row_bytes = (
+            hidden_buffers * work.hidden + dim_buffers * work.x.shape[1]
+        ) * work.x.element_size()
         max_rows = max(CACHE_BYTES // max(row_bytes, 1), MIN_ROWS)
         self.all: list[RowBlock] = []
         self.sizes: list[int] = []
@@ -200,7 +202,9 @@ class Results:
         places: (R,), the row of the result that each row becomes, without dispatch; None for expert order.
     """
 
-    def __init__(self, work: ExpertWork, blocks: Blocks, weights: Tensor | None, places: Tensor | None) -> None:
+    def __init__(
+        self, work: ExpertWork, blocks: Blocks, weights: Tensor | None, places: Tensor | None
+    ) -> None:
         x, dim = work.x, work.x.shape[1]
         self._dispatch, self._weights = work.dispatch, weights
         self._placed = None if places is None else empty((work.num_rows, dim), x.dtype, x.device)
@@ -219,7 +223,11 @@ class Results:
 
     def of(self, block: RowBlock) -> BlockRows:
         """Return the memory into which the results of a block are to be written."""
-        return self._scratch.of(block) if self._rows is None else BlockRows.of(self._row_blocks[block.index], block)
+        return (
+            self._scratch.of(block)
+            if self._rows is None
+            else BlockRows.of(self._row_blocks[block.index], block)
+        )
 
     def finish(self, block: RowBlock) -> None:
         """Process the written results of a block; called once per block, in order."""
@@ -241,4 +249,6 @@ class Results:
             return done.to(dtype)
         if self._dispatch is not None:
             return sum_rows(self._rows, self._dispatch, weights=self._weights, dtype=dtype)
-        return (self._rows if self._weights is None else self._rows.mul_(self._weights.unsqueeze(1))).to(dtype)
+        return (
+            self._rows if self._weights is None else self._rows.mul_(self._weights.unsqueeze(1))
+        ).to(dtype)

@@ -33,7 +33,10 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     blocks = Blocks(work, 1, 1)
     pre = empty((work.up.shape[1], work.num_rows, work.hidden), x.dtype, x.device)
     results = Results(work, blocks, result_weights, work.out_rows)
-    source, weight_blocks = Source(x, work.x_rows, blocks), None if input_weights is None else blocks.cut(input_weights)
+    source, weight_blocks = (
+        Source(x, work.x_rows, blocks),
+        None if input_weights is None else blocks.cut(input_weights),
+    )
     pre_blocks = [blocks.cut(part) for part in pre.unbind()]
     matrices = [part.unbind() for part in work.up.transpose(2, 3).unbind(1)]
     biases: list[Sequence[Tensor] | None] = [None] * len(matrices)
@@ -43,14 +46,21 @@ def forward(work: ExpertWork, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     down = work.down.transpose(1, 2).unbind()
     input_scratch, hidden_scratch = Scratch(blocks, x.shape[1], x), Scratch(blocks, work.hidden, x)
     for block in blocks.all:
-        inputs = source.take(block, input_scratch, None if weight_blocks is None else weight_blocks[block.index])
+        inputs = source.take(
+            block, input_scratch, None if weight_blocks is None else weight_blocks[block.index]
+        )
         hidden = hidden_scratch.of(block)
         for segment, rows, behind in zip(block.segments, inputs.segments, block.behind):
             for up, pre_segments, bias in ups:
                 rows_product(rows, up[segment.expert], pre_segments[segment.index], behind)
                 if bias is not None:
                     pre_segments[segment.index].add_(bias[segment.expert])
-        hidden_rows_into([part[block.index] for part in pre_blocks], work.activation, hidden.rows, clamp=work.clamp)
+        hidden_rows_into(
+            [part[block.index] for part in pre_blocks],
+            work.activation,
+            hidden.rows,
+            clamp=work.clamp,
+        )
         for segment, rows, out, behind in zip(
             block.segments, hidden.segments, results.of(block).segments, block.behind
         ):
@@ -81,23 +91,32 @@ class _Backward:
         x = work.x
         self.work, self.wanted = work, wanted
         self.blocks = blocks = Blocks(work, 1 + work.up.shape[1], 2)
-        self.pre = [blocks.cut(part) for part in pre.reshape(work.up.shape[1], work.num_rows, work.hidden).unbind()]
+        self.pre = [
+            blocks.cut(part)
+            for part in pre.reshape(work.up.shape[1], work.num_rows, work.hidden).unbind()
+        ]
         self.x, self.dy = Source(x, work.x_rows, blocks), Source(dy, work.y_rows, blocks)
         input_weights, result_weights = work.input_weights, work.result_weights
         self.input_weights = None if input_weights is None else blocks.cut(input_weights)
         self.result_weights = None if result_weights is None else blocks.cut(result_weights)
         self.up, self.down = work.up.unbind(), work.down.unbind()
         self.hidden, self.d_pre = Scratch(blocks, work.hidden, x), Scratch(blocks, pre.shape[1], x)
-        self.gathered_dy, self.gathered_x, self.weighted = (Scratch(blocks, x.shape[1], x) for _ in range(3))
+        self.gathered_dy, self.gathered_x, self.weighted = (
+            Scratch(blocks, x.shape[1], x) for _ in range(3)
+        )
         wants_gates = wanted.gates and work.gates is not None
         self.d_gates = x.new_empty(work.num_rows) if wants_gates else None
         self.d_gate_blocks = None if self.d_gates is None else blocks.cut(self.d_gates)
-        self.weighs_early = result_weights is not None and (not wants_gates or _can_divide_by(result_weights))
+        self.weighs_early = result_weights is not None and (
+            not wants_gates or _can_divide_by(result_weights)
+        )
         reaches_rows = wanted.x or (wants_gates and work.gates_first)
         self.d_rows = Results(work, blocks, input_weights, work.d_x_rows) if reaches_rows else None
         weights = (work.up, work.up_bias, work.down, work.down_bias)
         self.d_up, self.d_up_bias, self.d_down, self.d_down_bias = (
-            empty(weight.shape, weight.dtype, weight.device) if wanted.weights and weight is not None else None
+            empty(weight.shape, weight.dtype, weight.device)
+            if wanted.weights and weight is not None
+            else None
             for weight in weights
         )
         self.d_up_by_expert = () if self.d_up is None else self.d_up.flatten(1, 2).unbind()
@@ -126,11 +145,21 @@ class _Backward:
         """Return the gradients, once all blocks are done."""
         work = self.work
         if not self.deferred:  # free the scratch memory before the tokens' gradients are allocated
-            for scratch in (self.hidden, self.d_pre, self.gathered_dy, self.gathered_x, self.weighted):
+            for scratch in (
+                self.hidden,
+                self.d_pre,
+                self.gathered_dy,
+                self.gathered_x,
+                self.weighted,
+            ):
                 scratch.free()
         return Gradients(
-            x=self.d_rows.summed(work.x.dtype) if self.d_rows is not None and self.wanted.x else None,
-            gates=None if self.d_gates is None or work.gates is None else self.d_gates.to(work.gates.dtype),
+            x=self.d_rows.summed(work.x.dtype)
+            if self.d_rows is not None and self.wanted.x
+            else None,
+            gates=None
+            if self.d_gates is None or work.gates is None
+            else self.d_gates.to(work.gates.dtype),
             up=self.d_up,
             up_bias=self.d_up_bias,
             down=self.d_down,
@@ -138,7 +167,9 @@ class _Backward:
             finish=partial(_write_deferred, self.deferred) if self.deferred else None,
         )
 
-    def _write_wgrad(self, a: BlockRows, b: BlockRows, out: Sequence[Tensor], block: RowBlock) -> None:
+    def _write_wgrad(
+        self, a: BlockRows, b: BlockRows, out: Sequence[Tensor], block: RowBlock
+    ) -> None:
         """Write a block's weight gradients `a.T @ b` now or, for the last block, when `Gradients.finish` is called."""
         if block is self.last:
             self.deferred.append((a, b, out, block))
@@ -155,10 +186,15 @@ class _Backward:
         weight = None if self.result_weights is None else self.result_weights[block.index]
         gather_weight = weight if self.weighs_early else None
         dy = self.dy.take(block, self.gathered_dy, gather_weight)
-        for segment, rows, out, behind in zip(block.segments, dy.segments, grad.segments, block.behind):
+        for segment, rows, out, behind in zip(
+            block.segments, dy.segments, grad.segments, block.behind
+        ):
             rows_product(rows, self.down[segment.expert], out, behind)
         if weight is not None and self.d_gate_blocks is not None:
-            dots, d_gates = self._dots_with_results(block, dy, hidden, grad), self.d_gate_blocks[block.index]
+            dots, d_gates = (
+                self._dots_with_results(block, dy, hidden, grad),
+                self.d_gate_blocks[block.index],
+            )
             if gather_weight is None:
                 d_gates.copy_(dots)
             else:
@@ -173,7 +209,9 @@ class _Backward:
         if self.d_down_bias is not None:
             _accumulate_sums(dy, self.d_down_bias, block)
 
-    def _dots_with_results(self, block: RowBlock, dy: BlockRows, hidden: BlockRows, grad: BlockRows) -> Tensor:
+    def _dots_with_results(
+        self, block: RowBlock, dy: BlockRows, hidden: BlockRows, grad: BlockRows
+    ) -> Tensor:
         """Return the dot product of each row of dy with the expert's unweighted result: (rows,)."""
         dots = dot_rows(grad.rows, hidden.rows, self.blocks.row_numbers[: block.rows])
         if self.work.down_bias is not None:
@@ -186,7 +224,9 @@ class _Backward:
         inputs = self.x.take(block, self.gathered_x)
         if self.d_rows is not None:
             d_rows = self.d_rows.of(block)
-            for segment, rows, out, behind in zip(block.segments, d_pre.segments, d_rows.segments, block.behind):
+            for segment, rows, out, behind in zip(
+                block.segments, d_pre.segments, d_rows.segments, block.behind
+            ):
                 # flatten copies weights that are not contiguous: those from other ranks, or interleaved by a checkpoint.
                 rows_product(rows, self.up[segment.expert].flatten(0, 1), out, behind)
             if self.input_weights is not None and self.d_gate_blocks is not None:
@@ -214,7 +254,9 @@ class _Backward:
 
 
 @torch.no_grad()
-def _write_deferred(deferred: list[tuple[BlockRows, BlockRows, Sequence[Tensor], RowBlock]]) -> None:
+def _write_deferred(
+    deferred: list[tuple[BlockRows, BlockRows, Sequence[Tensor], RowBlock]],
+) -> None:
     """Write the deferred weight gradients."""
     while deferred:
         _accumulate_products(*deferred.pop())
@@ -227,7 +269,9 @@ def _can_divide_by(weights: Tensor) -> bool:
     return float(weights.abs().min()) >= SMALLEST_DIVISOR
 
 
-def _accumulate_products(a: BlockRows, b: BlockRows, out: Sequence[Tensor], block: RowBlock) -> None:
+def _accumulate_products(
+    a: BlockRows, b: BlockRows, out: Sequence[Tensor], block: RowBlock
+) -> None:
     """Write each expert's `a.T @ b`, or add it to the result of the expert's earlier blocks."""
     for segment, a_rows, b_rows in zip(block.segments, a.segments, b.segments):
         sum_product(a_rows, b_rows, out[segment.expert], adds=not segment.is_first)

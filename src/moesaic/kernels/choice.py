@@ -59,7 +59,11 @@ def _settings(values: tuple[Any, ...]) -> tuple[ChoiceRule, WantedSums]:
 def _by_triton(logits: Tensor, rule: ChoiceRule) -> bool:
     """Return whether the Triton kernels run: for float32, rows that fit a tile, and groups that are powers of two, as tiles."""
     sizes = (logits.shape[1], rule.num_groups) if rule.num_groups > 1 else ()
-    fits = logits.shape[1] <= MOST_COLUMNS and rule.top_k <= MOST_CHOICES and not any(n & (n - 1) for n in sizes)
+    fits = (
+        logits.shape[1] <= MOST_COLUMNS
+        and rule.top_k <= MOST_CHOICES
+        and not any(n & (n - 1) for n in sizes)
+    )
     return fits and logits.dtype == torch.float32 and kind_of(logits.device) == "triton"
 
 
@@ -80,12 +84,19 @@ def choose_forward(
         return tuple(chosen)
     num_tokens, num_experts = logits.shape
     gates = _gates(logits, rule, wanted)
-    expert_TK = _ranked(logits, gates, bias, rule) if expert is None else expert.view(-1, rule.top_k).clone()
+    expert_TK = (
+        _ranked(logits, gates, bias, rule)
+        if expert is None
+        else expert.view(-1, rule.top_k).clone()
+    )
     weight, expert = _weights(logits, gates, expert_TK, rule).view(-1), expert_TK.view(-1)
     weight = weight if rule.scale == 1 else weight * rule.scale
     zero_if_finite, counted = weight - weight, expert
     if valid is None:
-        num_valid, counts = torch.full((), num_tokens, device=logits.device), _counts(expert, num_experts)
+        num_valid, counts = (
+            torch.full((), num_tokens, device=logits.device),
+            _counts(expert, num_experts),
+        )
     else:
         is_padding = ~valid.repeat_interleave(rule.top_k, output_size=len(expert))
         zero_if_finite, counted = (
@@ -96,7 +107,17 @@ def choose_forward(
     balance, z = _sums(logits, gates, valid, counts, num_valid, rule, wanted)
     place = torch.arange(len(expert), device=logits.device)
     token, slot = place // rule.top_k, place % rule.top_k
-    return weight, balance, z, expert, token, slot, counts, zero_if_finite.count_nonzero(), num_valid
+    return (
+        weight,
+        balance,
+        z,
+        expert,
+        token,
+        slot,
+        counts,
+        zero_if_finite.count_nonzero(),
+        num_valid,
+    )
 
 
 def empty_chosen(logits: Tensor, rule: ChoiceRule, wanted: WantedSums) -> ChoiceResult:
@@ -136,7 +157,12 @@ def _(logits: Tensor, *_: Any) -> Tensor:
 class _Choose(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, bias: Tensor | None, valid: Tensor | None, expert: Tensor | None, settings: Any
+        ctx: Any,
+        logits: Tensor,
+        bias: Tensor | None,
+        valid: Tensor | None,
+        expert: Tensor | None,
+        settings: Any,
     ) -> tuple[Tensor, ...]:
         chosen = ChoiceResult(*choose_forward(logits, bias, valid, expert, *settings))
         ctx.settings = settings
@@ -167,7 +193,9 @@ def _ranked(logits: Tensor, gates: Tensor | None, bias: Tensor | None, rule: Cho
     if rule.by_sigmoid and gates is not None:
         rank_by = gates if bias is None else gates + bias
     if rule.num_groups > 1:
-        rank_by = in_best_groups(rank_by, rule.num_groups, rule.top_groups, best_two=rule.by_best_two)
+        rank_by = in_best_groups(
+            rank_by, rule.num_groups, rule.top_groups, best_two=rule.by_best_two
+        )
     return top_k_indices(rank_by, rule.top_k).contiguous()
 
 
@@ -203,10 +231,14 @@ def _sums(
         squares = logits.logsumexp(1).square()
         z = (squares if valid is None else squares * valid).sum()
         z = z / num_valid.clamp_min(1) if wanted.reduced else z
-    return logits.new_empty(0) if balance is None else balance, logits.new_empty(0) if z is None else z
+    return logits.new_empty(0) if balance is None else balance, logits.new_empty(
+        0
+    ) if z is None else z
 
 
-def balance_slope(counts: Tensor, num_valid: Tensor, top_k: int, num_tokens: int | None, dtype: torch.dtype) -> Tensor:
+def balance_slope(
+    counts: Tensor, num_valid: Tensor, top_k: int, num_tokens: int | None, dtype: torch.dtype
+) -> Tensor:
     """Return the gradient of the load-balance loss in the summed probabilities, (E,).
 
     Args:
@@ -229,7 +261,9 @@ def _logits_gradient(call: ChoiceGradients, rule: ChoiceRule, wanted: WantedSums
     if d_probs is not None:  # (E,) or (1, E), or (T, E) with padding
         if wanted.reduced:
             num_tokens = len(logits) if call.valid is None else None
-            d_probs = d_probs * balance_slope(call.counts, call.num_valid, rule.top_k, num_tokens, logits.dtype)
+            d_probs = d_probs * balance_slope(
+                call.counts, call.num_valid, rule.top_k, num_tokens, logits.dtype
+            )
         d_probs = d_probs if call.valid is None else d_probs * call.valid.unsqueeze(1)
     if d_weight is not None:
         d_weight = d_weight.reshape(expert_TK.shape)
@@ -241,20 +275,30 @@ def _logits_gradient(call: ChoiceGradients, rule: ChoiceRule, wanted: WantedSums
     if call.d_z is not None:
         log_sums = logits.logsumexp(1, keepdim=True)
         factor = 2 * call.d_z / call.num_valid.clamp_min(1) if wanted.reduced else 2 * call.d_z
-        d_squares = factor * log_sums if call.valid is None else factor * log_sums * call.valid.unsqueeze(1)
+        d_squares = (
+            factor * log_sums if call.valid is None else factor * log_sums * call.valid.unsqueeze(1)
+        )
         d_logits = d_logits + d_squares * (logits - log_sums).exp()
     return d_logits.contiguous()
 
 
 def _through_softmax(
-    logits: Tensor, expert_TK: Tensor, d_weight: Tensor | None, d_probs: Tensor | None, rule: ChoiceRule
+    logits: Tensor,
+    expert_TK: Tensor,
+    d_weight: Tensor | None,
+    d_probs: Tensor | None,
+    rule: ChoiceRule,
 ) -> Tensor:
     """Return the gradient of the logits, given those of softmax weights and probabilities."""
     d_gates = None if d_probs is None else d_probs.expand_as(logits)
     if d_weight is not None and not rule.normalize:
         d_gates = torch.zeros_like(logits) if d_gates is None else d_gates.contiguous()
         d_gates, d_weight = d_gates.scatter_add(1, expert_TK, d_weight), None
-    d_logits = torch.zeros_like(logits) if d_gates is None else _softmax_gradient(d_gates, softmax_rows(logits))
+    d_logits = (
+        torch.zeros_like(logits)
+        if d_gates is None
+        else _softmax_gradient(d_gates, softmax_rows(logits))
+    )
     if d_weight is None:
         return d_logits
     weights_TK = logits.gather(1, expert_TK).softmax(1)
@@ -262,7 +306,11 @@ def _through_softmax(
 
 
 def _through_sigmoid(
-    logits: Tensor, expert_TK: Tensor, d_weight: Tensor | None, d_probs: Tensor | None, rule: ChoiceRule
+    logits: Tensor,
+    expert_TK: Tensor,
+    d_weight: Tensor | None,
+    d_probs: Tensor | None,
+    rule: ChoiceRule,
 ) -> Tensor:
     """Return the gradient of the logits, given those of sigmoid weights and probabilities."""
     gates = logits.sigmoid()
@@ -271,7 +319,9 @@ def _through_sigmoid(
         d_gates = _quotient_gradient(d_probs, gates, 0.0)
     if d_weight is not None:
         if rule.normalize:
-            d_weight = _quotient_gradient(d_weight, gates.gather(1, expert_TK), torch.finfo(gates.dtype).tiny)
+            d_weight = _quotient_gradient(
+                d_weight, gates.gather(1, expert_TK), torch.finfo(gates.dtype).tiny
+            )
         d_gates = d_gates.scatter_add(1, expert_TK, d_weight)
     return d_gates * gates * (1 - gates)
 
@@ -286,7 +336,9 @@ def _quotient_gradient(grad: Tensor, values: Tensor, least: float) -> Tensor:
     """Return the gradient of the values of rows that are divided by their sums; sums below `least` count as constant."""
     total = values.sum(1, keepdim=True)
     through_total = (grad * values).sum(1, keepdim=True) / total
-    return (grad - torch.where(total < least, 0.0, through_total)) / (total.clamp_min(least) if least else total)
+    return (grad - torch.where(total < least, 0.0, through_total)) / (
+        total.clamp_min(least) if least else total
+    )
 
 
 def softmax_rows(logits: Tensor) -> Tensor:

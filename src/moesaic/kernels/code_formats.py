@@ -54,7 +54,9 @@ def with_cast(rows: Tensor, error: Tensor) -> Tensor:
     Returns:
         (R, D) float64. Not `cast_error(|rows| + error)`, which overflows for the largest float64 rows.
     """
-    return error * (1 + torch.finfo(rows.dtype).eps / 2) + cast_error(rows.double().abs(), rows.dtype)
+    return error * (1 + torch.finfo(rows.dtype).eps / 2) + cast_error(
+        rows.double().abs(), rows.dtype
+    )
 
 
 def multiply_by_power(values: Tensor, exponent: Tensor) -> Tensor:

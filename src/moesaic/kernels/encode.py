@@ -52,9 +52,13 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
     expert = expert_TK.t().reshape(-1)  # first choices first
     order = expert.argsort(stable=True)
     ones = torch.ones_like(expert)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(0, expert, ones)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(
+        0, expert, ones
+    )
     rank = torch.empty_like(expert)
-    rank[order] = torch.arange(len(expert), device=device) - (counts.cumsum(0) - counts)[expert[order]]
+    rank[order] = (
+        torch.arange(len(expert), device=device) - (counts.cumsum(0) - counts)[expert[order]]
+    )
     place = torch.where(rank < capacity, expert * capacity + rank, places)
     sorted_place, by_place = place.sort(stable=True)
     token = (torch.arange(len(expert), device=device) % max(tokens, 1))[by_place]
@@ -69,7 +73,9 @@ def encoding(expert_TK: Tensor, num_experts: int, capacity: int) -> Encoding:
         per_token=None,
     )
     num_kept = sorted_place[sorted_place < places].shape[0]
-    to_places = Dispatch(token=place_TK, by_token=token[:num_kept], starts=starts[:-1], per_token=None)
+    to_places = Dispatch(
+        token=place_TK, by_token=token[:num_kept], starts=starts[:-1], per_token=None
+    )
     return Encoding(num_experts, capacity, place_TK, to_places, to_tokens)
 
 
@@ -118,6 +124,12 @@ class _Decode(torch.autograd.Function):
         d_places = sum_rows(grad.contiguous(), ctx.form.to_places)
         d_gates = None
         if ctx.needs_input_grad[1]:
-            dots = torch.cat([dot_rows(d_places, rows.contiguous()).to(gates.dtype), gates.new_zeros(1)])
+            dots = torch.cat(
+                [dot_rows(d_places, rows.contiguous()).to(gates.dtype), gates.new_zeros(1)]
+            )
             d_gates = dots[ctx.form.place]
-        return d_places.mul_(_weights(gates, ctx.form).to(d_places.dtype).unsqueeze(1)), d_gates, None
+        return (
+            d_places.mul_(_weights(gates, ctx.form).to(d_places.dtype).unsqueeze(1)),
+            d_gates,
+            None,
+        )

@@ -31,7 +31,9 @@ def expert_ffn(work: ExpertWork, out_dtype: torch.dtype | None = None) -> Tensor
         (T, D), or (R, D) without `work.dispatch`.
     """
     tensors, settings = _flatten(work)
-    y: Tensor = _ExpertFfn.apply(settings, work.x.dtype if out_dtype is None else out_dtype, *tensors)
+    y: Tensor = _ExpertFfn.apply(
+        settings, work.x.dtype if out_dtype is None else out_dtype, *tensors
+    )
     return y
 
 
@@ -40,7 +42,9 @@ def run_experts(work: ExpertWork) -> tuple[Tensor, Tensor]:
     return expert_kernel(work.x.device, work.kernel).forward(work, work.x.dtype)
 
 
-def expert_gradients(work: ExpertWork, pre: Tensor, dy: Tensor, *, deferred_wgrad: bool = False) -> Gradients:
+def expert_gradients(
+    work: ExpertWork, pre: Tensor, dy: Tensor, *, deferred_wgrad: bool = False
+) -> Gradients:
     """Compute all gradients without autograd.
 
     Args:
@@ -66,9 +70,22 @@ varies; `clamp` is empty for None."""
 def _flatten(work: ExpertWork) -> tuple[list[Tensor | None], tuple[Any, ...]]:
     """Flatten a call into its tensors and its settings, both in the order of `CALL_SCHEMA`."""
     dispatch = work.dispatch
-    indices = [None] * 3 if dispatch is None else [dispatch.token, dispatch.by_token, dispatch.starts]
-    tensors = [work.x, work.gates, *indices, work.ends, work.up, work.up_bias, work.down, work.down_bias]
-    dispatch_settings = (0, False) if dispatch is None else (dispatch.per_token or 0, dispatch.has_unsent)
+    indices = (
+        [None] * 3 if dispatch is None else [dispatch.token, dispatch.by_token, dispatch.starts]
+    )
+    tensors = [
+        work.x,
+        work.gates,
+        *indices,
+        work.ends,
+        work.up,
+        work.up_bias,
+        work.down,
+        work.down_bias,
+    ]
+    dispatch_settings = (
+        (0, False) if dispatch is None else (dispatch.per_token or 0, dispatch.has_unsent)
+    )
     clamp = [] if work.clamp is None else work.clamp.numbers
     return tensors, (*dispatch_settings, work.activation, clamp, work.gates_first, work.kernel)
 
@@ -84,7 +101,11 @@ def _unflatten(
         assert by_token is not None
         assert starts is not None
         dispatch = Dispatch(
-            token=token, by_token=by_token, starts=starts, per_token=per_token or None, has_unsent=has_unsent
+            token=token,
+            by_token=by_token,
+            starts=starts,
+            per_token=per_token or None,
+            has_unsent=has_unsent,
         )
     return ExpertWork(
         x=x, dispatch=dispatch, gates=gates, gates_first=gates_first, ends=ends, up=up, up_bias=up_bias,
@@ -128,9 +149,12 @@ def expert_backward(*arguments: Any) -> list[Tensor]:
     """
     *call, pre, dy, wants_x, wants_gates, wants_weights = arguments
     work, wanted = _unflatten(*call), Wanted(x=wants_x, gates=wants_gates, weights=wants_weights)
-    gradients = expert_kernel(work.x.device, work.kernel).backward(work, pre, dy.to(work.x.dtype).contiguous(), wanted)
+    gradients = expert_kernel(work.x.device, work.kernel).backward(
+        work, pre, dy.to(work.x.dtype).contiguous(), wanted
+    )
     d_x, d_gates = (
-        work.x.new_empty(0) if gradient is None else gradient for gradient in (gradients.x, gradients.gates)
+        work.x.new_empty(0) if gradient is None else gradient
+        for gradient in (gradients.x, gradients.gates)
     )
     return [d_x, d_gates, *gradients.weights]
 
@@ -166,7 +190,9 @@ def _product_flops(x: Sequence[int], token: Sequence[int] | None, down: Sequence
 
 class _ExpertFfn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, settings: tuple[Any, ...], out_dtype: torch.dtype, *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, settings: tuple[Any, ...], out_dtype: torch.dtype, *tensors: Tensor | None
+    ) -> Tensor:
         y, pre = expert_forward(*tensors, *settings, out_dtype)
         ctx.settings = settings
         ctx.save_for_backward(*tensors, pre)
@@ -178,10 +204,20 @@ class _ExpertFfn(torch.autograd.Function):
         *tensors, pre = ctx.saved_tensors
         wants_x, wants_gates, *_, up, up_bias, down, down_bias = ctx.needs_input_grad[2:]
         wants_weights = any((up, up_bias, down, down_bias))
-        gradients = expert_backward(*tensors, *ctx.settings, pre, dy, wants_x, wants_gates, wants_weights)
+        gradients = expert_backward(
+            *tensors, *ctx.settings, pre, dy, wants_x, wants_gates, wants_weights
+        )
         d_x, d_gates, *d_weights = gradients
         weights = iter(d_weights)
         d_parameters = [
-            next(weights) if wants_weights and is_needed is not None else None for is_needed in tensors[-4:]
+            next(weights) if wants_weights and is_needed is not None else None
+            for is_needed in tensors[-4:]
         ]
-        return None, None, d_x if wants_x else None, d_gates if wants_gates else None, *[None] * 4, *d_parameters
+        return (
+            None,
+            None,
+            d_x if wants_x else None,
+            d_gates if wants_gates else None,
+            *[None] * 4,
+            *d_parameters,
+        )

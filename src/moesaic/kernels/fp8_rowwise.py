@@ -24,7 +24,12 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     rows, row_scales = rounded(x)
     matrices, matrix_scales = rounded(w.transpose(1, 2))
     product: Tensor = torch._scaled_grouped_mm(
-        rows, matrices.transpose(1, 2), row_scales, matrix_scales, offs=ends, out_dtype=torch.bfloat16
+        rows,
+        matrices.transpose(1, 2),
+        row_scales,
+        matrix_scales,
+        offs=ends,
+        out_dtype=torch.bfloat16,
     )
     return product
 
@@ -32,7 +37,9 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Divide each last dimension by a scale; return the e4m3 quotients, (..., K), and the scales, (...) float32."""
     scale = powers(exponents(x))
-    return (x / scale.unsqueeze(-1)).to(torch.float8_e4m3fn, memory_format=torch.contiguous_format), scale
+    return (x / scale.unsqueeze(-1)).to(
+        torch.float8_e4m3fn, memory_format=torch.contiguous_format
+    ), scale
 
 
 def powers(exponent: Tensor) -> Tensor:
@@ -47,7 +54,9 @@ def exponents(x: Tensor) -> Tensor:
     """
     largest = x.abs().amax(-1).float()
     mantissa, exponent = torch.frexp(largest / LARGEST)
-    return (exponent - (mantissa == 0.5).int()).clamp(-126, 127).masked_fill(~largest.isfinite(), 128)
+    return (
+        (exponent - (mantissa == 0.5).int()).clamp(-126, 127).masked_fill(~largest.isfinite(), 128)
+    )
 
 
 forward, backward = by_products("fp8", (9,), 16, rows_times)

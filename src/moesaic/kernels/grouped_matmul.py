@@ -124,7 +124,10 @@ def _is_aligned(w: Tensor) -> bool:
     Views of gathered weights, cut out of wider rows, may not be aligned.
     """
     per_16_bytes = 16 // w.dtype.itemsize
-    return all(step == 1 or step % per_16_bytes == 0 for step in w.stride()) and w.storage_offset() % per_16_bytes == 0
+    return (
+        all(step == 1 or step % per_16_bytes == 0 for step in w.stride())
+        and w.storage_offset() % per_16_bytes == 0
+    )
 
 
 def _packed(rows: Tensor) -> Tensor:
@@ -132,7 +135,11 @@ def _packed(rows: Tensor) -> Tensor:
 
     `contiguous()` is not enough: it keeps the stride of a single row, which is 0 after an `expand`.
     """
-    return rows if rows.stride() == (rows.shape[1], 1) else rows.clone(memory_format=torch.contiguous_format)
+    return (
+        rows
+        if rows.stride() == (rows.shape[1], 1)
+        else rows.clone(memory_format=torch.contiguous_format)
+    )
 
 
 class _GroupedMatmul(torch.autograd.Function):

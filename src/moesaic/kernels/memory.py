@@ -33,7 +33,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         advise = _madvise()
         if advise is not None:
             start = -(-out.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES
-            advise(start, (out.data_ptr() + num_bytes - start) // _PAGE_BYTES * _PAGE_BYTES, _MADV_HUGEPAGE)
+            advise(
+                start,
+                (out.data_ptr() + num_bytes - start) // _PAGE_BYTES * _PAGE_BYTES,
+                _MADV_HUGEPAGE,
+            )
     return out
 
 
@@ -47,7 +51,9 @@ def keep_freed_memory() -> bool:
         Whether the allocator supports it (glibc does).
     """
     mallopt = _function("mallopt", ctypes.c_int, ctypes.c_int)
-    return mallopt is not None and all([mallopt(_M_MMAP_THRESHOLD, 2**30), mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)])
+    return mallopt is not None and all(
+        [mallopt(_M_MMAP_THRESHOLD, 2**30), mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)]
+    )
 
 
 @functools.cache
@@ -72,4 +78,8 @@ def _function(name: str, *argtypes: type) -> Callable[..., int] | None:
 def uploaded(numbers: np.ndarray, device: torch.device) -> Tensor:
     """Copy numbers from the host to a device, without waiting for a GPU."""
     tensor = torch.from_numpy(numbers)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )

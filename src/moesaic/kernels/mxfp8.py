@@ -26,7 +26,9 @@ def rows_times(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         return x.new_empty(0, w.shape[2])
     rows, row_scales = rounded(x)
     matrices, matrix_scales = rounded(w.transpose(1, 2))
-    tiled_scales = row_scales.new_zeros(-(-len(x) // TILE) * TILE + len(ends) * TILE, row_scales.shape[1])
+    tiled_scales = row_scales.new_zeros(
+        -(-len(x) // TILE) * TILE + len(ends) * TILE, row_scales.shape[1]
+    )
     tiled_scales[_tiled_rows(ends, len(x))] = row_scales
     product: Tensor = torch._scaled_grouped_mm(
         rows, matrices.transpose(1, 2), swizzled(tiled_scales), swizzled(matrix_scales).flatten(1), offs=ends,
@@ -40,14 +42,18 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     blocks = x.unflatten(-1, (-1, BLOCK))
     exponent = exponents(blocks)
     values = (blocks / powers(exponent).unsqueeze(-1)).flatten(-2)
-    return values.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format), (exponent + 127).to(torch.uint8)
+    return values.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format), (
+        exponent + 127
+    ).to(torch.uint8)
 
 
 def swizzled(scales: Tensor) -> Tensor:
     """Reorder scales tile by tile: (..., rows, columns) bytes -> e8m0, with both sizes rounded up to whole tiles."""
     rows, columns = scales.shape[-2:]
     padded = F.pad(scales, (0, -columns % 4, 0, -rows % TILE))
-    tiles = padded.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 4, 32))  # (..., tile row, 4, 32, tile column, 4)
+    tiles = padded.unflatten(-1, (-1, 4)).unflatten(
+        -3, (-1, 4, 32)
+    )  # (..., tile row, 4, 32, tile column, 4)
     order = tiles.permute(*range(tiles.dim() - 5), -5, -2, -3, -4, -1)
     return order.reshape(padded.shape).view(torch.float8_e8m0fnu)
 

@@ -73,7 +73,11 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     blocks = weight.float().contiguous().unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1)
     scaled = (blocks * (1.0 / scales.clamp(min=SMALLEST)).unsqueeze(-1)).clamp_(-1, 1)
-    codes = torch.bucketize(scaled, (values[:-1] + values[1:]) / 2, out_int32=True).to(torch.uint8).flatten(-2)
+    codes = (
+        torch.bucketize(scaled, (values[:-1] + values[1:]) / 2, out_int32=True)
+        .to(torch.uint8)
+        .flatten(-2)
+    )
     return codes[..., ::2] << 4 | codes[..., 1::2], scales
 
 
@@ -86,7 +90,9 @@ def recover(numbers: Tensor) -> tuple[Tensor, Tensor]:
     codes, scales = quantize(numbers)
     is_right = dequantize(codes, scales, numbers.dtype) == numbers
     mirrored = quantize(-numbers)[0]
-    turned = (dequantize(mirrored, -scales, numbers.dtype) == numbers).unflatten(-1, (-1, BLOCK)).all(-1)
+    turned = (
+        (dequantize(mirrored, -scales, numbers.dtype) == numbers).unflatten(-1, (-1, BLOCK)).all(-1)
+    )
     turned &= ~is_right.unflatten(-1, (-1, BLOCK)).all(-1)
     codes = torch.where(turned.repeat_interleave(BLOCK // 2, -1), mirrored, codes)
     return codes, torch.where(turned, -scales, scales)
@@ -95,15 +101,26 @@ def recover(numbers: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the numbers, (..., K), of codes, (..., K / 2), and scales, (..., K / 64)."""
     pairs = _pairs(codes.device).index_select(0, codes.reshape(-1).int())
-    return (pairs.view(-1, BLOCK) * scales.reshape(-1, 1)).to(dtype).view(*codes.shape[:-1], 2 * codes.shape[-1])
+    return (
+        (pairs.view(-1, BLOCK) * scales.reshape(-1, 1))
+        .to(dtype)
+        .view(*codes.shape[:-1], 2 * codes.shape[-1])
+    )
 
 
 @cache
 def scale_values(device: torch.device) -> Tensor:
     """Return the values of scales in eight bits, (256,) float32: bitsandbytes' dynamic map (Dettmers 2015, section 2.2)."""
-    edges = (torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32, device="cpu") for power in range(7))
-    means = torch.cat([(each[:-1] + each[1:]) / 2 * 10.0 ** (power - 6) for power, each in enumerate(edges)])
-    return torch.cat([-means, means, torch.tensor([0.0, 1.0], device="cpu")]).sort().values.to(device)
+    edges = (
+        torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32, device="cpu")
+        for power in range(7)
+    )
+    means = torch.cat(
+        [(each[:-1] + each[1:]) / 2 * 10.0 ** (power - 6) for power, each in enumerate(edges)]
+    )
+    return (
+        torch.cat([-means, means, torch.tensor([0.0, 1.0], device="cpu")]).sort().values.to(device)
+    )
 
 
 @torch.no_grad()
@@ -150,10 +167,14 @@ def rows_times(x: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, transpose
     if kind == "triton" and x.dtype != torch.float64:
         from moesaic.kernels.triton.nf4 import rows_times_by_triton
 
-        return rows_times_by_triton(x, codes, scales, code_values(x.device), ends, transposed=transposed)
+        return rows_times_by_triton(
+            x, codes, scales, code_values(x.device), ends, transposed=transposed
+        )
     if kind != "cpu":
         matrices = dequantize(codes, scales, x.dtype)
-        return grouped_matmul.rows_times(x, matrices.transpose(1, 2) if transposed else matrices, ends)
+        return grouped_matmul.rows_times(
+            x, matrices.transpose(1, 2) if transposed else matrices, ends
+        )
     return _by_blocks(x, codes, scales, ends, transposed=transposed)
 
 
@@ -168,7 +189,9 @@ def _(x, codes, scales, ends, transposed, **_) -> int:  # type: ignore[no-untype
     return int(2 * x[0] * codes[1] * 2 * codes[2])
 
 
-def _by_blocks(x: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, *, transposed: bool) -> Tensor:
+def _by_blocks(
+    x: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, *, transposed: bool
+) -> Tensor:
     """Return `rows_times` on a CPU: expert by expert, each in blocks of columns of the result."""
     height, width = codes.shape[1], 2 * codes.shape[2]
     out = x.new_empty(len(x), height if transposed else width)
@@ -178,10 +201,17 @@ def _by_blocks(x: Tensor, codes: Tensor, scales: Tensor, ends: Tensor, *, transp
         for first in range(0, out.shape[1], columns) if end > start else ():
             last = min(first + columns, out.shape[1])
             if transposed:
-                matrix = dequantize(codes[expert, first:last], scales[expert, first:last], x.dtype).t()
+                matrix = dequantize(
+                    codes[expert, first:last], scales[expert, first:last], x.dtype
+                ).t()
             else:
-                of_codes, of_scales = slice(first // 2, last // 2), slice(first // BLOCK, last // BLOCK)
-                matrix = dequantize(codes[expert, :, of_codes], scales[expert, :, of_scales], x.dtype)
+                of_codes, of_scales = (
+                    slice(first // 2, last // 2),
+                    slice(first // BLOCK, last // BLOCK),
+                )
+                matrix = dequantize(
+                    codes[expert, :, of_codes], scales[expert, :, of_scales], x.dtype
+                )
             rows_product(x[start:end], matrix, out[start:end, first:last], len(x) - end)
         start = end
     return out

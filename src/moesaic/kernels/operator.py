@@ -21,7 +21,11 @@ LIBRARY = torch.library.Library("moesaic", "DEF")
 
 
 def operator(
-    name: str, *, schema: str | None = None, mutates_args: Sequence[str] = (), refuses_gradient: bool = False
+    name: str,
+    *,
+    schema: str | None = None,
+    mutates_args: Sequence[str] = (),
+    refuses_gradient: bool = False,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that makes a function an operator for every device.
 
@@ -45,8 +49,14 @@ def operator(
 
         @wraps(function)
         def call(*arguments: Any) -> Any:
-            is_eager = not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
-            if is_eager and type(arguments[0]) is Tensor and not (refuses_gradient and torch.is_grad_enabled()):
+            is_eager = (
+                not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+            )
+            if (
+                is_eager
+                and type(arguments[0]) is Tensor
+                and not (refuses_gradient and torch.is_grad_enabled())
+            ):
                 return function(*arguments)
             return overload(*arguments)
 

@@ -81,7 +81,11 @@ def sort_by_expert(
     if has_unsent and rows_per_token is None:
         by_token = by_token.masked_fill(by_token >= ends[-1], -1)
     dispatch = Dispatch(
-        token=row_tokens, by_token=by_token, starts=starts, per_token=rows_per_token, has_unsent=has_unsent
+        token=row_tokens,
+        by_token=by_token,
+        starts=starts,
+        per_token=rows_per_token,
+        has_unsent=has_unsent,
     )
     return Permutation(order, counts, ends, dispatch)
 
@@ -107,12 +111,22 @@ def sort_copies(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
         num_sent = ends[-1]
         row[order[:num_sent]] = np.arange(num_sent)
         return torch.from_numpy(order), torch.from_numpy(row), torch.from_numpy(ends)
-    narrow = expert.to(torch.int16) if num_experts < 2**15 else expert  # sorts in half the time of int64
+    narrow = (
+        expert.to(torch.int16) if num_experts < 2**15 else expert
+    )  # sorts in half the time of int64
     sorted_experts, copies = narrow.sort(stable=True)
-    position = torch.arange(len(expert), device=expert.device).masked_fill(sorted_experts == num_experts, -1)
+    position = torch.arange(len(expert), device=expert.device).masked_fill(
+        sorted_experts == num_experts, -1
+    )
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert.device)
-    ends_and_rest = counts.scatter_add_(0, expert, torch.ones_like(expert)).cumsum(0, dtype=torch.int32)
-    return copies, torch.empty_like(copies).scatter_(0, copies, position), ends_and_rest[:num_experts].clone()
+    ends_and_rest = counts.scatter_add_(0, expert, torch.ones_like(expert)).cumsum(
+        0, dtype=torch.int32
+    )
+    return (
+        copies,
+        torch.empty_like(copies).scatter_(0, copies, position),
+        ends_and_rest[:num_experts].clone(),
+    )
 
 
 @torch.library.register_fake(sort_copies.overload)
@@ -127,7 +141,9 @@ def permute(x: Tensor, permutation: Permutation) -> Tensor:
     return rows
 
 
-def unpermute(rows: Tensor, permutation: Permutation, *, dtype: torch.dtype | None = None) -> Tensor:
+def unpermute(
+    rows: Tensor, permutation: Permutation, *, dtype: torch.dtype | None = None
+) -> Tensor:
     """Sum each token's rows, differentiable. 16-bit rows are summed in float32 and rounded once, to `dtype`.
 
     Args:
@@ -143,7 +159,11 @@ def unpermute(rows: Tensor, permutation: Permutation, *, dtype: torch.dtype | No
 
 
 def sum_rows(
-    rows: Tensor, dispatch: Dispatch, *, weights: Tensor | None = None, dtype: torch.dtype | None = None
+    rows: Tensor,
+    dispatch: Dispatch,
+    *,
+    weights: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Sum each token's rows times their weights; not differentiable, deterministic on every device.
 
@@ -164,16 +184,26 @@ def sum_rows(
     weights = None if weights is None else weights.to(rows.dtype)
     num_tokens, sum_dtype = len(dispatch.starts), accumulate_dtype(rows.dtype)
     if kind_of(rows.device) == "cpu":
-        bag_weights = None if weights is None else weights.index_select(0, dispatch.by_token).to(dtype)
+        bag_weights = (
+            None if weights is None else weights.index_select(0, dispatch.by_token).to(dtype)
+        )
         summed: Tensor = F.embedding_bag(
-            dispatch.by_token, rows.to(dtype), dispatch.starts, mode="sum", per_sample_weights=bag_weights
+            dispatch.by_token,
+            rows.to(dtype),
+            dispatch.starts,
+            mode="sum",
+            per_sample_weights=bag_weights,
         )
         return summed
     if kind_of(rows.device) == "triton" and rows.dtype != torch.float64 and dtype != torch.float64:
         from moesaic.kernels.triton.rows.permute import sum_tokens
 
-        return sum_tokens(rows, dispatch.by_token, dispatch.starts, weights, dispatch.per_token or 0, dtype)
-    token_rows = rows.index_select(0, dispatch.by_token.clamp_min(0) if dispatch.has_unsent else dispatch.by_token)
+        return sum_tokens(
+            rows, dispatch.by_token, dispatch.starts, weights, dispatch.per_token or 0, dtype
+        )
+    token_rows = rows.index_select(
+        0, dispatch.by_token.clamp_min(0) if dispatch.has_unsent else dispatch.by_token
+    )
     token_rows = token_rows.to(sum_dtype)
     if weights is not None:
         token_rows *= weights.index_select(0, dispatch.by_token.clamp_min(0)).unsqueeze(1)
@@ -181,9 +211,13 @@ def sum_rows(
         token_rows.masked_fill_(dispatch.by_token.unsqueeze(1) < 0, 0.0)
     if dispatch.per_token is not None:
         return token_rows.view(num_tokens, dispatch.per_token, rows.shape[1]).sum(1).to(dtype)
-    ends = torch.cat([dispatch.starts[1:], dispatch.starts.new_full((min(num_tokens, 1),), len(rows))])
+    ends = torch.cat(
+        [dispatch.starts[1:], dispatch.starts.new_full((min(num_tokens, 1),), len(rows))]
+    )
     lengths = ends - dispatch.starts  # correct by construction; a check would wait for the device
-    return torch.segment_reduce(token_rows, "sum", lengths=lengths, unsafe=True, initial=0.0).to(dtype)
+    return torch.segment_reduce(token_rows, "sum", lengths=lengths, unsafe=True, initial=0.0).to(
+        dtype
+    )
 
 
 class _Permute(torch.autograd.Function):

@@ -50,7 +50,10 @@ _runs_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @lru_cache(maxsize=64)
 def _can_run_triton(device: torch.device) -> bool:
-    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= AMPERE
+    return (
+        importlib.util.find_spec("triton") is not None
+        and torch.cuda.get_device_capability(device) >= AMPERE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +67,20 @@ class ExpertKernel:
     """(work, pre-activations, gradient of the result in the dtype of `work.x`, which gradients to compute) -> gradients."""
 
 
-KERNELS: dict[str, str] = {"cpu": "by_expert", "triton": "triton.expert_stage", "other": "whole_batch"}
+KERNELS: dict[str, str] = {
+    "cpu": "by_expert",
+    "triton": "triton.expert_stage",
+    "other": "whole_batch",
+}
 """The default implementations of the expert stage: a module for each value of `kind_of`. All compute the same."""
 
 
-TIERS: dict[str, str] = {"grouped_mm": "whole_batch", "quack": "quack", "fp8": "fp8_rowwise", "mxfp8": "mxfp8"}
+TIERS: dict[str, str] = {
+    "grouped_mm": "whole_batch",
+    "quack": "quack",
+    "fp8": "fp8_rowwise",
+    "mxfp8": "mxfp8",
+}
 """Opt-in implementations, chosen by `MoE(kernel=...)`: a module for each name. Some of them round more than the defaults."""
 AUTO = "auto"
 """The value of `MoE(kernel=...)` that chooses the device's entry of `KERNELS`."""
@@ -117,12 +129,18 @@ def require(work: ExpertWork, name: str, majors: tuple[int, ...], multiple: int)
     device_major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     if device_major not in majors:
         versions = " or ".join(f"{major}.x" for major in majors)
-        raise InputError(f"kernel={name!r} needs a GPU of compute capability {versions}, got {device}{advice}")
+        raise InputError(
+            f"kernel={name!r} needs a GPU of compute capability {versions}, got {device}{advice}"
+        )
     if work.x.dtype != torch.bfloat16:
-        raise InputError(f"kernel={name!r} multiplies bfloat16, got {work.x.dtype}: use autocast{advice}")
+        raise InputError(
+            f"kernel={name!r} multiplies bfloat16, got {work.x.dtype}: use autocast{advice}"
+        )
     if work.x.shape[1] % multiple or work.hidden % multiple:
         sizes = f"dim {work.x.shape[1]} and hidden {work.hidden}"
-        raise InputError(f"kernel={name!r} needs multiples of {multiple} as widths, got {sizes}{advice}")
+        raise InputError(
+            f"kernel={name!r} needs multiples of {multiple} as widths, got {sizes}{advice}"
+        )
 
 
 def triton_products() -> Any:

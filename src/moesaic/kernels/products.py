@@ -49,7 +49,10 @@ def rows_product(rows: Tensor, matrix: Tensor, out: Tensor, behind: int = 0) -> 
         if missing > behind:
             out.copy_(product_in_dtype(_padded(rows, missing), matrix)[:num_rows])
         else:
-            rows, out = (each.as_strided((num_rows + missing, each.shape[1]), each.stride()) for each in (rows, out))
+            rows, out = (
+                each.as_strided((num_rows + missing, each.shape[1]), each.stride())
+                for each in (rows, out)
+            )
             torch.mm(rows, matrix, out=out)
     elif num_onednn := _num_onednn_rows(rows, matrix.shape):
         out[:num_onednn].copy_(_by_onednn(rows[:num_onednn], matrix.t()))
@@ -102,7 +105,12 @@ def _is_faster_as_float32(dtype: torch.dtype, num_rows: int, size: int) -> bool:
 
 def _num_onednn_rows(rows: Tensor, matrix: torch.Size) -> int:
     """Return how many of the rows oneDNN gets in a float32 product with a matrix of this shape; 0 if it is not used."""
-    if not onednn_is_faster() or rows.dtype != torch.float32 or not rows.is_cpu or not torch.backends.mkldnn.enabled:
+    if (
+        not onednn_is_faster()
+        or rows.dtype != torch.float32
+        or not rows.is_cpu
+        or not torch.backends.mkldnn.enabled
+    ):
         return 0
     is_large = rows.shape[0] * matrix.numel() >= FEWEST and min(matrix) >= NARROWEST
     return rows.shape[0] // STEP * STEP if is_large else 0
@@ -135,12 +143,20 @@ def multiplies_bfloat16() -> bool:
 def onednn_is_faster() -> bool:
     """Return whether oneDNN multiplies float32 faster than torch's default, MKL, on this machine."""
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    if not has_both or torch.backends.cpu.get_cpu_capability() != "AVX512" or not _is_zen_5(Path("/proc/cpuinfo")):
+    if (
+        not has_both
+        or torch.backends.cpu.get_cpu_capability() != "AVX512"
+        or not _is_zen_5(Path("/proc/cpuinfo"))
+    ):
         return False
     a, b = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)
     try:
         return torch.equal(_by_onednn(a, b), a @ b.t())
-    except (AttributeError, RuntimeError, TypeError):  # a private operator of torch, which may change
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+    ):  # a private operator of torch, which may change
         return False
 
 
@@ -150,6 +166,8 @@ def _is_zen_5(cpuinfo: Path) -> bool:
         lines = cpuinfo.read_text(encoding="utf-8").split("\n\n", maxsplit=1)[0].splitlines()
     except OSError:
         return False
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    fields = {
+        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+    }
     family = fields.get("cpu family", "")
     return fields.get("vendor_id") == "AuthenticAMD" and family.isdecimal() and int(family) >= ZEN_5

@@ -76,12 +76,16 @@ def router_backward(
             if wants_weight:
                 sum_product(grad[block], x[block].float(), d_matrix, adds=True)
         return d_x, d_matrix.to(weight.dtype)
-    grads, unit = pieces_of(grad, x.dtype, 3 if wants_weight and weight.dtype == torch.float32 else 2)
+    grads, unit = pieces_of(
+        grad, x.dtype, 3 if wants_weight and weight.dtype == torch.float32 else 2
+    )
     d_weight = weight.new_empty(0)
     if wants_x:
         matrices, matrix_unit = _matrix_pieces(weight, x.dtype)
         terms = [(g, m) for i, g in enumerate(grads) for j, m in enumerate(matrices) if i + j < 2]
-        d_x = product_in_dtype(torch.cat([g for g, _ in terms], 1), torch.cat([m for _, m in terms]))
+        d_x = product_in_dtype(
+            torch.cat([g for g, _ in terms], 1), torch.cat([m for _, m in terms])
+        )
         if unit is not None:  # a power of four, whose square root a float16 holds
             root = (unit if matrix_unit is None else unit * matrix_unit).sqrt().to(x.dtype)
             d_x = d_x * root * root
@@ -92,8 +96,12 @@ def router_backward(
 
 
 @torch.library.register_fake(router_backward.overload)
-def _(x: Tensor, weight: Tensor, grad: Tensor, wants_x: bool, wants_weight: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape if wants_x else (0,)), weight.new_empty(weight.shape if wants_weight else (0,))
+def _(
+    x: Tensor, weight: Tensor, grad: Tensor, wants_x: bool, wants_weight: bool
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape if wants_x else (0,)), weight.new_empty(
+        weight.shape if wants_weight else (0,)
+    )
 
 
 class _RouterLogits(torch.autograd.Function):
@@ -110,7 +118,9 @@ class _RouterLogits(torch.autograd.Function):
         return d_x if wants_x else None, d_weight if wants_weight else None
 
 
-def pieces_of(values: Tensor, dtype: torch.dtype, number: int) -> tuple[list[Tensor], Tensor | None]:
+def pieces_of(
+    values: Tensor, dtype: torch.dtype, number: int
+) -> tuple[list[Tensor], Tensor | None]:
     """Return 16-bit tensors whose sum times a unit is nearly a float32 tensor, and the unit, () float32; None for 1.
 
     Args:
@@ -131,7 +141,11 @@ def pieces_of(values: Tensor, dtype: torch.dtype, number: int) -> tuple[list[Ten
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return the product of 16-bit matrices in float32."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else product_in_dtype(a.float(), b.float())
+    return (
+        torch.mm(a, b, out_dtype=torch.float32)
+        if a.is_cuda
+        else product_in_dtype(a.float(), b.float())
+    )
 
 
 def _matrix_pieces(weight: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], Tensor | None]:

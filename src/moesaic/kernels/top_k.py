@@ -61,5 +61,7 @@ def in_best_groups(rank_by: Tensor, num_groups: int, top_groups: int, *, best_tw
     per_group = rank_by.shape[1] // num_groups
     grouped = rank_by.unflatten(1, (num_groups, per_group))
     best = grouped.topk(min(2 if best_two else 1, per_group), dim=-1).values.sum(-1)
-    eligible = torch.zeros_like(best, dtype=torch.bool).scatter_(1, top_k_indices(best, top_groups), True)
+    eligible = torch.zeros_like(best, dtype=torch.bool).scatter_(
+        1, top_k_indices(best, top_groups), True
+    )
     return grouped.masked_fill(~eligible.unsqueeze(-1), float("-inf")).flatten(1)

@@ -22,7 +22,9 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @torch.no_grad()
-def forward(work: ExpertWork, out_dtype: torch.dtype, rows_times: GroupedProduct = rows_times) -> tuple[Tensor, Tensor]:
+def forward(
+    work: ExpertWork, out_dtype: torch.dtype, rows_times: GroupedProduct = rows_times
+) -> tuple[Tensor, Tensor]:
     """Run the experts; see `ExpertKernel.forward`."""
     inputs = _gathered(work.x, work.x_rows)
     if work.input_weights is not None:
@@ -51,7 +53,11 @@ def backward(
 ) -> Gradients:
     """Compute the gradients; see `ExpertKernel.backward`."""
     dy_rows = _gathered(dy, work.y_rows).contiguous()
-    hidden, d_pre, pre_parts = pre.new_empty(len(pre), work.hidden), torch.empty_like(pre), work.halves(pre)
+    hidden, d_pre, pre_parts = (
+        pre.new_empty(len(pre), work.hidden),
+        torch.empty_like(pre),
+        work.halves(pre),
+    )
     d_first, *gate = work.halves(d_pre)
     gate_rows = gate[0] if gate else None
     hidden_rows_into(pre_parts, work.activation, hidden, gate_rows, work.clamp)
@@ -76,15 +82,25 @@ def backward(
             d_rows = d_rows * work.input_weights.unsqueeze(1)
         inputs = inputs * work.input_weights.unsqueeze(1)
     if d_rows is not None:
-        d_rows = _placed(d_rows, work.d_x_rows) if work.dispatch is None else sum_rows(d_rows, work.dispatch)
+        d_rows = (
+            _placed(d_rows, work.d_x_rows)
+            if work.dispatch is None
+            else sum_rows(d_rows, work.dispatch)
+        )
     weights = wanted.weights
     return Gradients(
         x=d_rows if wanted.x else None,
-        gates=None if d_gates is None or work.gates is None else of_sent(d_gates, work).to(work.gates.dtype),
+        gates=None
+        if d_gates is None or work.gates is None
+        else of_sent(d_gates, work).to(work.gates.dtype),
         up=outer_products(d_pre, inputs, work.ends).view(work.up.shape) if weights else None,
-        up_bias=_sum_per_expert(d_pre, work).view(work.up_bias.shape) if weights and work.up_bias is not None else None,
+        up_bias=_sum_per_expert(d_pre, work).view(work.up_bias.shape)
+        if weights and work.up_bias is not None
+        else None,
         down=outer_products(dy_rows, hidden, work.ends) if weights else None,
-        down_bias=_sum_per_expert(dy_rows, work) if weights and work.down_bias is not None else None,
+        down_bias=_sum_per_expert(dy_rows, work)
+        if weights and work.down_bias is not None
+        else None,
     )
 
 
@@ -130,7 +146,9 @@ def _placed(rows: Tensor, places: Tensor | None) -> Tensor:
 def _bias_per_row(biases: Tensor, work: ExpertWork) -> Tensor:
     """Return the bias of each row's expert: (E, width) -> (R, width)."""
     row = torch.arange(work.num_rows, dtype=work.ends.dtype, device=work.ends.device)
-    return biases.index_select(0, torch.searchsorted(work.ends, row, right=True).clamp_max(len(biases) - 1))
+    return biases.index_select(
+        0, torch.searchsorted(work.ends, row, right=True).clamp_max(len(biases) - 1)
+    )
 
 
 def _sum_per_expert(rows: Tensor, work: ExpertWork) -> Tensor:

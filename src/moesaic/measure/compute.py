@@ -27,9 +27,13 @@ SPIN_SECONDS = 0.02
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def device(dtypes: tuple[str, ...], ranks_per_node: int, repeats: int, barrier: Callable[[], object]) -> Device:
+def device(
+    dtypes: tuple[str, ...], ranks_per_node: int, repeats: int, barrier: Callable[[], object]
+) -> Device:
     """Measure a rank's products of experts, copies and codecs, while all ranks compute, and its share of the memory."""
-    rates = {name: [_rate(rows, _DTYPES[name], repeats, barrier) for rows in ROWS] for name in dtypes}
+    rates = {
+        name: [_rate(rows, _DTYPES[name], repeats, barrier) for rows in ROWS] for name in dtypes
+    }
     first = rates[dtypes[0]]
     copied, coded = copy_bytes_per_second(repeats, barrier), codecs(repeats, barrier)
     shared = 1e-9 / sharing(repeats, barrier)
@@ -39,7 +43,10 @@ def device(dtypes: tuple[str, ...], ranks_per_node: int, repeats: int, barrier: 
         memory_gigabytes_per_second=copied * shared,
         gemm_rows=tuple(map(float, ROWS)),
         gemm_share=tuple(rate / max(first) for rate in first),
-        codecs=tuple(CodecRate(name=name, gigabytes_per_second=2 * rate * shared) for name, rate in coded.items()),
+        codecs=tuple(
+            CodecRate(name=name, gigabytes_per_second=2 * rate * shared)
+            for name, rate in coded.items()
+        ),
     )
 
 
@@ -68,7 +75,9 @@ def codecs(repeats: int, barrier: Callable[[], object]) -> dict[str, float]:
     rates = {}
     for name in CODECS:
         if is_coded(name):
-            rates[name] = rows.nbytes / median_seconds(partial(_code, codec_named(name), rows), repeats, barrier)
+            rates[name] = rows.nbytes / median_seconds(
+                partial(_code, codec_named(name), rows), repeats, barrier
+            )
     return rates
 
 
@@ -81,7 +90,9 @@ def memory_gib(ranks_per_node: int) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / ranks_per_node
 
 
-def median_seconds(function: Callable[[], object], repeats: int, barrier: Callable[[], object]) -> float:
+def median_seconds(
+    function: Callable[[], object], repeats: int, barrier: Callable[[], object]
+) -> float:
     """Return the median processor time of a function, mean over ranks. Short functions run several times per repeat."""
     function()
     start = time.thread_time()
@@ -117,7 +128,9 @@ def expert_step(
     experts = EXPERTS["swiglu"](*sizes)
     sharded_names, _ = experts.names
     sharded = tuple(getattr(experts, name).detach().to(device, dtype) for name in sharded_names)
-    tokens = torch.randn(rows * num_experts, dim, device=device).to(dtype)  # a GPU's clock falls less with constants
+    tokens = torch.randn(rows * num_experts, dim, device=device).to(
+        dtype
+    )  # a GPU's clock falls less with constants
     gates = torch.ones(rows * num_experts, device=device)
     ends = torch.arange(1, num_experts + 1, dtype=torch.int32, device=device) * rows
     call = ExpertCall(sharded, (), tokens, gates, ends)

@@ -27,7 +27,9 @@ NO_TIME = 1e30
 """Operations per second of experts that compute nothing."""
 
 
-def fit_layers(cluster: ClusterSpec, layers: Sequence[tuple[Calibration, float]]) -> tuple[ClusterSpec, np.ndarray]:
+def fit_layers(
+    cluster: ClusterSpec, layers: Sequence[tuple[Calibration, float]]
+) -> tuple[ClusterSpec, np.ndarray]:
     """Return a cluster whose host's costs and contention explain the times of layers best, and errors on held-out layers.
 
     Args:
@@ -38,7 +40,10 @@ def fit_layers(cluster: ClusterSpec, layers: Sequence[tuple[Calibration, float]]
     Returns:
         the cluster, and (held-out layers,) errors of layers that compute nothing, as shares of the measured times.
     """
-    idle, computing = (_Timed(cluster, [each for each in layers if each[0].computes is kind]) for kind in (False, True))
+    idle, computing = (
+        _Timed(cluster, [each for each in layers if each[0].computes is kind])
+        for kind in (False, True)
+    )
     held_out = np.arange(len(idle.seconds)) % HELD_OUT == HELD_OUT - 1
     free = replace(cluster, device=cluster.device.with_flops(NO_TIME))
 
@@ -61,7 +66,9 @@ def fit_layers(cluster: ClusterSpec, layers: Sequence[tuple[Calibration, float]]
     def error(contention: float) -> float:
         return float(np.abs(computing.errors(contended(contention))).sum())
 
-    best = minimize_scalar(error, bounds=(0.0, MOST_CONTENTION), method="bounded", options={"xatol": 0.02})
+    best = minimize_scalar(
+        error, bounds=(0.0, MOST_CONTENTION), method="bounded", options={"xatol": 0.02}
+    )
     if best.fun < error(0.0):  # a rank without messages has no contention
         found = contended(float(best.x))
     return found, errors(fitted.x, held_out)
@@ -73,7 +80,10 @@ class _Timed:
     def __init__(self, cluster: ClusterSpec, layers: Sequence[tuple[Calibration, float]]) -> None:
         simulator, self.seconds = Simulator(cluster), np.array([measured for _, measured in layers])
         self._passes = [
-            [(each, simulator.volumes(each, calibration.routed, calibration.compiled.grid)) for each in (there, back)]
+            [
+                (each, simulator.volumes(each, calibration.routed, calibration.compiled.grid))
+                for each in (there, back)
+            ]
             for calibration, _ in layers
             for there, back in ((calibration.compiled.forward, calibration.compiled.backward),)
         ]

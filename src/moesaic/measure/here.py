@@ -10,13 +10,23 @@ from pathlib import Path
 
 def machine() -> dict[str, str | int]:
     """Return the processor, the number of cores that this process may use, and the operating system."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"processor": _processor(), "cores": cores, "system": f"{platform.system()} {platform.release()}"}
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return {
+        "processor": _processor(),
+        "cores": cores,
+        "system": f"{platform.system()} {platform.release()}",
+    }
 
 
 def versions() -> dict[str, str]:
     """Return the installed versions; "" for a package that is not installed."""
-    return {"moesaic": _version("moesaic"), "torch": _version("torch"), "python": platform.python_version()}
+    return {
+        "moesaic": _version("moesaic"),
+        "torch": _version("torch"),
+        "python": platform.python_version(),
+    }
 
 
 def _version(package: str) -> str:

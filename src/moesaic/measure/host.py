@@ -55,7 +55,12 @@ class IdleExperts(AbstractExperts):
     """
 
     def __init__(
-        self, dim: int, hidden: int, num_experts: int, *, on_flops: Callable[[float], object] = _ignore
+        self,
+        dim: int,
+        hidden: int,
+        num_experts: int,
+        *,
+        on_flops: Callable[[float], object] = _ignore,
     ) -> None:
         super().__init__(dim, num_experts)
         self.w1 = nn.Parameter(torch.zeros(num_experts, hidden, dim))
@@ -94,7 +99,11 @@ class IdleExperts(AbstractExperts):
         return self.compute(call), ()
 
     def gradients(
-        self, call: ExpertCall, kept: Weights, dy: Tensor, deferred_wgrad: DeferredWgrad | None = None
+        self,
+        call: ExpertCall,
+        kept: Weights,
+        dy: Tensor,
+        deferred_wgrad: DeferredWgrad | None = None,
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         """Return the result's gradients as the rows' gradients. A backward pass counts twice the operations of a
         forward pass."""
@@ -129,7 +138,9 @@ class BalancedRouter(AbstractRouter):
         even = x_TD.new_full((len(x_TD), self.num_experts), 1 / self.num_experts)
         return Scores(even, even, even, even)
 
-    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+    def choose(
+        self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
+    ) -> Choice:
         key = (len(scores.logits), top_k)
         if key not in self._choices:
             self._choices[key] = balanced_choice(*key, self.num_experts, self._seed)
@@ -140,7 +151,9 @@ class BalancedRouter(AbstractRouter):
 
 
 @functools.lru_cache
-def visits(num_tokens: int, top_k: int, num_experts: int, seed: int, chunks: int = 1) -> tuple[tuple[int, float], ...]:
+def visits(
+    num_tokens: int, top_k: int, num_experts: int, seed: int, chunks: int = 1
+) -> tuple[tuple[int, float], ...]:
     """Return the mean number of ep ranks on which a token of the pattern has an expert, as in `Workload.visits`.
 
     The mean is given for every number of ep ranks that divides the number of experts.
@@ -151,7 +164,9 @@ def visits(num_tokens: int, top_k: int, num_experts: int, seed: int, chunks: int
     """
     expert = balanced_choice(num_tokens, top_k, num_experts, seed).expert.view(num_tokens, top_k)
     is_chosen = torch.zeros(num_tokens, num_experts, dtype=torch.int64).scatter_(1, expert, 1)
-    chunk = ((is_chosen.cumsum(0).gather(1, expert) - 1) * chunks) // (num_tokens * top_k // num_experts)
+    chunk = ((is_chosen.cumsum(0).gather(1, expert) - 1) * chunks) // (
+        num_tokens * top_k // num_experts
+    )
     means = []
     for places in (each for each in range(1, num_experts + 1) if num_experts % each == 0):
         is_present = torch.zeros(num_tokens, places * chunks)
@@ -219,7 +234,9 @@ def timed(
             if repeat >= 0:
                 spans[number].append((start, time.monotonic()))
     of_layers = zip(*gathered(spans))
-    return [(layer, statistics.median(elapsed(of_ranks))) for layer, of_ranks in zip(layers, of_layers)]
+    return [
+        (layer, statistics.median(elapsed(of_ranks))) for layer, of_ranks in zip(layers, of_layers)
+    ]
 
 
 class _Layer:
@@ -291,14 +308,19 @@ class Calibration:
         """The workload with the known visits of the balanced router."""
         tokens = self.tokens // (self.mesh.tp if self.compiled.routes_slices else 1)
         chunks = self.compiled.plan.chunks
-        return replace(self.workload, visits=visits(tokens, self.workload.top_k, self.workload.num_experts, 0, chunks))
+        return replace(
+            self.workload,
+            visits=visits(tokens, self.workload.top_k, self.workload.num_experts, 0, chunks),
+        )
 
 
 def calibrations(world: int, ranks_per_node: int) -> Iterator[Calibration]:
     """Yield the calibration layers for a number of ranks, shape by shape."""
     num_experts = EXPERTS_PER_RANK * world
     kinds = [*((shape, PLANS, False) for shape in SHAPES), (COMPUTING_SHAPE, COMPUTING_PLANS, True)]
-    for ((dim, hidden, per_expert), plans, computes), grid in itertools.product(kinds, _grids(world, ranks_per_node)):
+    for ((dim, hidden, per_expert), plans, computes), grid in itertools.product(
+        kinds, _grids(world, ranks_per_node)
+    ):
         workload = Workload(
             tokens=per_expert * num_experts * grid.tp, num_experts=num_experts, top_k=min(2, num_experts), dim=dim,
             hidden=hidden, matrices=2, dtype="fp32",
@@ -312,7 +334,9 @@ def calibrations(world: int, ranks_per_node: int) -> Iterator[Calibration]:
             if compiled.digest not in seen:
                 seen.add(compiled.digest)
                 name = f"tp {grid.tp}, etp {grid.etp}, dim {dim}, hidden {hidden}, {plan}"
-                yield Calibration(name=name, compiled=compiled, mesh=grid, workload=workload, computes=computes)
+                yield Calibration(
+                    name=name, compiled=compiled, mesh=grid, workload=workload, computes=computes
+                )
 
 
 def _grids(world: int, ranks_per_node: int) -> list[Grid]:

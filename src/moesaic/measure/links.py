@@ -85,13 +85,28 @@ def all_to_all_gathered(transport: AbstractTransport, inside: Peers, tensor: Ten
     received[rank] = shares[rank]
     exchanges, gathers = [], []
     for phase in range(nodes):
-        first_target, first_source = ((node + direction * phase) % nodes * ranks_per_node for direction in (1, -1))
-        sends = {peer: shares[peer] for peer in range(first_target, first_target + ranks_per_node) if peer != rank}
-        receives = {peer: received[peer] for peer in range(first_source, first_source + ranks_per_node) if peer != rank}
-        exchanges.append((first_source, transport.issue(Transfer(rank, tag + phase, sends, receives))))
+        first_target, first_source = (
+            (node + direction * phase) % nodes * ranks_per_node for direction in (1, -1)
+        )
+        sends = {
+            peer: shares[peer]
+            for peer in range(first_target, first_target + ranks_per_node)
+            if peer != rank
+        }
+        receives = {
+            peer: received[peer]
+            for peer in range(first_source, first_source + ranks_per_node)
+            if peer != rank
+        }
+        exchanges.append(
+            (first_source, transport.issue(Transfer(rank, tag + phase, sends, receives)))
+        )
     for phase, (first_source, exchange) in enumerate(exchanges):
         transport.wait(exchange)
-        arrived = {peer: whole[peer % ranks_per_node, first_source : first_source + ranks_per_node] for peer in inside}
+        arrived = {
+            peer: whole[peer % ranks_per_node, first_source : first_source + ranks_per_node]
+            for peer in inside
+        }
         others = [peer for peer in inside if peer != rank]
         transfer = Transfer(
             rank, tag + nodes + phase, dict.fromkeys(others, arrived[rank]), {peer: arrived[peer] for peer in others},
@@ -111,10 +126,15 @@ def rate_of(line: Fit) -> float:
     Raises:
         InputError: if longer transfers take no longer.
     """
-    ends = [(size, line.seconds(size) * (1 + line.residuals[number])) for number, size in enumerate(SIZES)]
+    ends = [
+        (size, line.seconds(size) * (1 + line.residuals[number]))
+        for number, size in enumerate(SIZES)
+    ]
     (short, earlier), (long, later) = ends[-3], ends[-1]
     if not later > earlier:
-        raise InputError(f"{line.what}: longer transfers take no longer: measure again with more --repeats")
+        raise InputError(
+            f"{line.what}: longer transfers take no longer: measure again with more --repeats"
+        )
     return (long - short) / (later - earlier)
 
 
@@ -147,7 +167,9 @@ def collectives(
     for name, run in timed.items():
         seconds = []
         for size in SIZES:
-            tensor = torch.zeros(size // 4 // transport.world * transport.world, device=transport.device)
+            tensor = torch.zeros(
+                size // 4 // transport.world * transport.world, device=transport.device
+            )
             own_spans = []
             for repeat in range(-1, repeats):
                 barrier()

@@ -45,12 +45,18 @@ class Profile:
     @property
     def troubles(self) -> list[str]:
         """The checks that the profile fails, in words; [] if it fails none."""
-        off = [f"whole layers {self.median_error:.0%} off, at most {LIMIT:.0%}"] * (self.median_error > LIMIT)
+        off = [f"whole layers {self.median_error:.0%} off, at most {LIMIT:.0%}"] * (
+            self.median_error > LIMIT
+        )
         return off + [line.trouble for line in self.cluster.collectives if line.trouble]
 
 
 def measure(
-    ranks_per_node: int, repeats: int, dtypes: tuple[str, ...], progress: Progress, transport_name: str = "auto"
+    ranks_per_node: int,
+    repeats: int,
+    dtypes: tuple[str, ...],
+    progress: Progress,
+    transport_name: str = "auto",
 ) -> Profile:
     """Measure this machine. All ranks call it together and get the same profile.
 
@@ -67,9 +73,14 @@ def measure(
     transport = open_transport(name=transport_name)
     barrier = start_together(latest) if dist.is_initialized() else lambda: None
     progress("products, copies and codecs", 0.0)
-    measured_device = device(tuple(dict.fromkeys((*dtypes, "fp32"))), ranks_per_node, repeats, barrier)
+    measured_device = device(
+        tuple(dict.fromkeys((*dtypes, "fp32"))), ranks_per_node, repeats, barrier
+    )
     progress("collectives", 0.15)
-    lines, nodes = collectives(transport, ranks_per_node, repeats, barrier), transport.world // ranks_per_node
+    lines, nodes = (
+        collectives(transport, ranks_per_node, repeats, barrier),
+        transport.world // ranks_per_node,
+    )
     here = machine()
     described = ClusterSpec(
         name="profile",

@@ -29,7 +29,9 @@ def hold_still(rank: int) -> None:
         os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
-def start_together(latest: Callable[[float], float], lead_seconds: float = 0.002) -> Callable[[], None]:
+def start_together(
+    latest: Callable[[float], float], lead_seconds: float = 0.002
+) -> Callable[[], None]:
     """Return a barrier that releases all ranks at one moment, after the links have drained.
 
     After a plain barrier, whose last message crosses the slow links too, ranks start milliseconds apart: as long as a
@@ -42,7 +44,9 @@ def start_together(latest: Callable[[float], float], lead_seconds: float = 0.002
 
     def barrier() -> None:
         moment = latest(time.monotonic()) + lead_seconds
-        all_informed = latest(time.monotonic())  # when the last rank knew the moment; a slow agreement postpones it
+        all_informed = latest(
+            time.monotonic()
+        )  # when the last rank knew the moment; a slow agreement postpones it
         moment = max(moment, all_informed + lead_seconds)
         time.sleep(max(moment - time.monotonic(), 0.0))
 
@@ -72,4 +76,6 @@ def gathered(own: list) -> list[list]:
 
 def elapsed(of_ranks: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, ...]:
     """Return, per repeat, the seconds from the first rank's start to the last one's end, from each rank's (start, end)."""
-    return tuple(max(end for _, end in spans) - min(start for start, _ in spans) for spans in zip(*of_ranks))
+    return tuple(
+        max(end for _, end in spans) - min(start for start, _ in spans) for spans in zip(*of_ranks)
+    )

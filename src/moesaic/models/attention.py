@@ -27,7 +27,10 @@ class KeyValueCache:
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values of new positions; return those of all positions."""
         if self.keys is not None and self.values is not None:
-            keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+            keys, values = (
+                torch.cat([self.keys, keys], dim=2),
+                torch.cat([self.values, values], dim=2),
+            )
         self.keys, self.values = keys, values
         return keys, values
 
@@ -63,7 +66,9 @@ class Attention(nn.Module):
         self.k_norm = Norm(width, eps=block.norm_eps) if block.qk_norm else None
         self.rotates = block.positions == "rotary"
         self.base, self.scaling = block.rope_theta, block.rope_factor
-        self.register_buffer("frequencies", torch.empty((width + 1) // 2, dtype=torch.float32), persistent=False)
+        self.register_buffer(
+            "frequencies", torch.empty((width + 1) // 2, dtype=torch.float32), persistent=False
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -85,10 +90,14 @@ class Attention(nn.Module):
         visible = None
         if start:
             length = q.shape[2]
-            visible = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(start)
+            visible = torch.ones(length, start + length, dtype=torch.bool, device=x.device).tril(
+                start
+            )
         return self.attend(q, k, v, visible, is_causal=not start)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, is_causal: bool) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, *, is_causal: bool
+    ) -> Tensor:
         """Return the output, (batch, positions, dim), from what `project` returns; `visible` says which keys a query sees."""
         attended = F.scaled_dot_product_attention(
             q, k, v,
@@ -120,7 +129,10 @@ class Attention(nn.Module):
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:
         """Rotate (batch, heads, positions, width) by position, in float32."""
-        positions = torch.arange(start, start + x.shape[2], device=x.device, dtype=torch.float32) / self.scaling
+        positions = (
+            torch.arange(start, start + x.shape[2], device=x.device, dtype=torch.float32)
+            / self.scaling
+        )
         angles = positions[:, None] * self.frequencies
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         first, second = x.chunk(2, dim=-1)

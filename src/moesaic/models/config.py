@@ -46,7 +46,9 @@ class MoEConfig(MoEShape):
             )
         for name in ("load_balance", "importance", "z_loss"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(f"model.moe.{name}={getattr(self, name)}: must be 0 or more and finite")
+                raise InputError(
+                    f"model.moe.{name}={getattr(self, name)}: must be 0 or more and finite"
+                )
 
     def make_capacity(self) -> AbstractCapacity:
         """Make the capacity rule that the fields describe."""

@@ -22,7 +22,15 @@ from moesaic.experts import EXPERTS, AbstractExperts
 from moesaic.layer import MoE
 from moesaic.models.attention import Attention, KeyValueCache, ShortConv
 from moesaic.models.config import ModelConfig, MoEConfig
-from moesaic.models.split import LayerNorm, Norm, RowLinear, StackedLinear, bias_share, local_part, unembed
+from moesaic.models.split import (
+    LayerNorm,
+    Norm,
+    RowLinear,
+    StackedLinear,
+    bias_share,
+    local_part,
+    unembed,
+)
 from moesaic.routing.routing import Routing
 from moesaic.runtime.routing_cache import checkpoint
 from moesaic.shapes import BlockConfig
@@ -101,7 +109,9 @@ class TransformerBlock(nn.Module):
     ) -> tuple[Tensor, Routing | None]:
         return self.feed_forward(self.attend(x, cache), tokens, mask)
 
-    def feed_forward(self, x: Tensor, tokens: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Routing | None]:
+    def feed_forward(
+        self, x: Tensor, tokens: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Routing | None]:
         """Apply the feed-forward layer: (batch, positions, dim) -> the same shape; an MoE layer also returns its routing."""
         if not isinstance(self.ffn, MoE):
             return self.add(x, self.ffn_norm, self.ffn), None
@@ -167,9 +177,13 @@ class GPT(nn.Module):
         device = torch.get_default_device()
         with torch.device("meta"):  # each weight is drawn once, below
             self.embedding = nn.Embedding(vocab_size, dim)
-            self.positions = LearnedPositions(config.seq_len, dim) if block.positions == "learned" else None
+            self.positions = (
+                LearnedPositions(config.seq_len, dim) if block.positions == "learned" else None
+            )
             self.embedding_norm = make_norm(dim, block) if post_norm else nn.Identity()
-            self.blocks = nn.ModuleList(self.block(config, layer) for layer in range(config.num_layers))
+            self.blocks = nn.ModuleList(
+                self.block(config, layer) for layer in range(config.num_layers)
+            )
             self.norm = nn.Identity() if post_norm else make_norm(dim, block)
             self.unembedding = None if block.tied else nn.Linear(dim, vocab_size, bias=False)
         if device.type != "meta":
@@ -261,14 +275,22 @@ class GPT(nn.Module):
         total = self.num_parameters()
         for module in self.modules():
             if isinstance(module, MoE):
-                total -= _number_of(module.experts) * (module.num_experts - module.top_k) // module.num_experts
+                total -= (
+                    _number_of(module.experts)
+                    * (module.num_experts - module.top_k)
+                    // module.num_experts
+                )
         return total
 
 
 def _number_of(module: nn.Module) -> int:
     """Return the number of parameters of a module; a byte of NF4 codes stands for two weights."""
-    parameters = [parameter for name, parameter in module.named_parameters() if not name.endswith("_absmax")]
-    return sum(parameter.numel() * (2 if parameter.dtype == torch.uint8 else 1) for parameter in parameters)
+    parameters = [
+        parameter for name, parameter in module.named_parameters() if not name.endswith("_absmax")
+    ]
+    return sum(
+        parameter.numel() * (2 if parameter.dtype == torch.uint8 else 1) for parameter in parameters
+    )
 
 
 def reset_weights(model: nn.Module, num_layers: int, draw: Draw = draw_globally) -> None:
@@ -285,7 +307,10 @@ def reset_weights(model: nn.Module, num_layers: int, draw: Draw = draw_globally)
         model.init_normal(std, into_residual, draw)
         return
     if isinstance(model, nn.Embedding | nn.Linear | StackedLinear):
-        draw(model.weight, partial(nn.init.normal_, std=into_residual if isinstance(model, RowLinear) else std))
+        draw(
+            model.weight,
+            partial(nn.init.normal_, std=into_residual if isinstance(model, RowLinear) else std),
+        )
         bias: Tensor | None = getattr(model, "bias", None)
         if bias is not None:
             nn.init.zeros_(bias)
@@ -379,7 +404,9 @@ def generate(
             caches = [KeyValueCache() for _ in model.blocks]
             pending = max(limit // 2, 1)
         batch = [(row + [0] * (length - len(row)))[length - pending : length] for row in rows]
-        logits = model(torch.tensor(batch, device=device), caches=caches).logits[:, -1].float().cpu()
+        logits = (
+            model(torch.tensor(batch, device=device), caches=caches).logits[:, -1].float().cpu()
+        )
         for row, end, scores, generator in zip(rows, ends, logits, generators):
             if len(row) == length and length < end:
                 row.append(_draw(scores, temperature, top_k, top_p, generator))
@@ -387,12 +414,16 @@ def generate(
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts)]
 
 
-def _draw(logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator) -> int:
+def _draw(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator
+) -> int:
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-    probabilities = ((logits - logits.max()).double() / temperature).softmax(-1)  # small temperatures do not overflow
+    probabilities = ((logits - logits.max()).double() / temperature).softmax(
+        -1
+    )  # small temperatures do not overflow
     if top_p < 1:
         sorted_probabilities, order = probabilities.sort(descending=True, stable=True)
         probabilities[order[sorted_probabilities.cumsum(0) - sorted_probabilities >= top_p]] = 0

@@ -45,7 +45,9 @@ class MovingBlock(TransformerBlock):
             token_ids=tokens,
             return_routing=True,
         )
-        return y.clone(), detached_routing(routing)  # FSDP's hooks are lost if a view is changed in place
+        return y.clone(), detached_routing(
+            routing
+        )  # FSDP's hooks are lost if a view is changed in place
 
 
 class MovingGPT(GPT):
@@ -82,7 +84,9 @@ class MovingGPT(GPT):
                 )
             layers = [block.ffn for block in self.blocks if isinstance(block.ffn, MoE)]
             orders = [None if layer.on_mesh is None else layer.on_mesh.order for layer in layers]
-            followings = [Following(layer.router, layer.top_k, order) for layer, order in zip(layers, orders)]
+            followings = [
+                Following(layer.router, layer.top_k, order) for layer, order in zip(layers, orders)
+            ]
             self.relocator.start(followings, *tokens.shape)
         return super().forward(tokens, targets, mask=mask, caches=caches)
 
@@ -114,5 +118,7 @@ class MovingGPT(GPT):
             return super().loss(logits, targets)
         precise = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         weights = trip.bring((1 / (targets != -1).sum().to(precise.dtype)).expand(len(targets)))
-        losses = F.cross_entropy(precise, trip.bring(targets).flatten(), ignore_index=-1, reduction="none")
+        losses = F.cross_entropy(
+            precise, trip.bring(targets).flatten(), ignore_index=-1, reduction="none"
+        )
         return (losses.view(len(targets), -1).sum(1) * weights).sum()

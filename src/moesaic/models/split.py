@@ -67,7 +67,11 @@ class Norm(nn.RMSNorm):
     """The mesh of ranks that normalise different positions or heads; None if all ranks normalise the same."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight if self.different_over is None else with_summed_gradient(self.weight, self.different_over)
+        weight = (
+            self.weight
+            if self.different_over is None
+            else with_summed_gradient(self.weight, self.different_over)
+        )
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
@@ -80,7 +84,9 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         if self.different_over is None:
             return super().forward(input)
-        weight, bias = (with_summed_gradient(each, self.different_over) for each in (self.weight, self.bias))
+        weight, bias = (
+            with_summed_gradient(each, self.different_over) for each in (self.weight, self.bias)
+        )
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -128,7 +134,9 @@ class GatherVocabulary(torch.autograd.Function):
         ctx.mesh = mesh
         shape = torch.Size((*part.shape[:2], vocab_size))
         stride = (shape[1] * vocab_size, vocab_size, 1)
-        split = DTensor.from_local(part, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
+        split = DTensor.from_local(
+            part, mesh, [Shard(2)], run_check=False, shape=shape, stride=stride
+        )
         return split.full_tensor().clone()  # FSDP warns of a module that returns a view
 
     @staticmethod

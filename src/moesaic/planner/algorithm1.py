@@ -58,7 +58,9 @@ def faster(operations: Operations, layer: Workload, entered: float, overlapped: 
         entered: input elements of a plain all-to-all.
         overlapped: input elements of the overlapped all-to-all.
     """
-    first = 2 * operations.all_to_all.seconds(entered) + operations.gather.seconds(layer.tokens * layer.dim)
+    first = 2 * operations.all_to_all.seconds(entered) + operations.gather.seconds(
+        layer.tokens * layer.dim
+    )
     second = operations.all_to_all.seconds(entered) + operations.overlapped.seconds(overlapped)
     return "s1" if first <= second else "s2"
 
@@ -122,7 +124,10 @@ def operations(
         tokens=LARGE, num_experts=grid.ep, top_k=min(top_k, grid.ep), dim=4096, hidden=1024, matrices=2,
         dtype=dtype, capacity_factor=capacity_factor,  # type: ignore[arg-type]
     )  # fmt: skip
-    small, large = ((workload, _spans(simulator, grid, workload)) for workload in (replace(layer, tokens=SMALL), layer))
+    small, large = (
+        (workload, _spans(simulator, grid, workload))
+        for workload in (replace(layer, tokens=SMALL), layer)
+    )
 
     def line(name: str, elements: Callable[[Workload], float]) -> Fit:
         (x0, t0), (x1, t1) = ((elements(layer), spans[name]) for layer, spans in (small, large))
@@ -160,7 +165,9 @@ def _spans(simulator: Simulator, grid: Grid, layer: Workload) -> dict[str, float
     tail = [
         span
         for span in run.timeline.spans
-        if span.stage is Stage.COMBINE and span.lane in (Lane.INTER, Lane.INTRA) and span.end > span.start
+        if span.stage is Stage.COMBINE
+        and span.lane in (Lane.INTER, Lane.INTRA)
+        and span.end > span.start
     ]
     seconds_of["overlapped"] = max((span.end for span in tail), default=0.0) - min(
         (span.start for span in tail), default=0.0

@@ -108,7 +108,9 @@ def operations_per_token(job: Job, cluster: ClusterSpec) -> float:
     return 6 * multiplied + 3 * step.num_layers * step.scores
 
 
-def changes(job: Job, cluster: ClusterSpec, result: Result, *, reserve_gib: float = 1.0) -> list[Change]:
+def changes(
+    job: Job, cluster: ClusterSpec, result: Result, *, reserve_gib: float = 1.0
+) -> list[Change]:
     """Return the effects of single changes of the machine on the best plan, largest speedup first.
 
     Changes of less than half a percent are left out.
@@ -123,19 +125,27 @@ def changes(job: Job, cluster: ClusterSpec, result: Result, *, reserve_gib: floa
     # Both times are by the cluster's description; those of the ranking may be under counts.
     seconds_before = again(job, cluster, best)[0]
     effects = [
-        Change(what=what, speedup=seconds_before / again(job, other, best)[0]) for what, other in _machines(cluster)
+        Change(what=what, speedup=seconds_before / again(job, other, best)[0])
+        for what, other in _machines(cluster)
     ]
     memory_changes = []
     if result.too_large is not None:
-        memory_changes.append((name_of(result.too_large.grid), *again(job, cluster, result.too_large)))
+        memory_changes.append(
+            (name_of(result.too_large.grid), *again(job, cluster, result.too_large))
+        )
     if job.model.checkpoint_activations:
         without_recomputation = replace(job, model=replace(job.model, checkpoint_activations=False))
         memory_changes.append(("nothing recomputed", *again(without_recomputation, cluster, best)))
     for what, seconds, memory in memory_changes:
         gib = math.ceil(memory.total * FRAGMENTED / GIB + reserve_gib)
         if gib > cluster.device.memory_gib and seconds < seconds_before:
-            effects.append(Change(what=f"devices of {gib} GiB ({what})", speedup=seconds_before / seconds))
-    return sorted((effect for effect in effects if abs(effect.speedup - 1) > 0.005), key=lambda effect: -effect.speedup)
+            effects.append(
+                Change(what=f"devices of {gib} GiB ({what})", speedup=seconds_before / seconds)
+            )
+    return sorted(
+        (effect for effect in effects if abs(effect.speedup - 1) > 0.005),
+        key=lambda effect: -effect.speedup,
+    )
 
 
 def again(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, Memory]:
@@ -150,8 +160,12 @@ def again(job: Job, cluster: ClusterSpec, planned: PlannedStep) -> tuple[float, 
     cost_model = StepCostModel(job.step_model(cluster, planned.grid.dp), planned.grid, simulator)
     compiled = compile_plan(planned.plan, planned.grid)
     programs = compiled.forward, compiled.backward
-    memory = step_memory(cost_model, *programs, compiled.grid, memory_budget=planned.plan.memory_budget)
-    return cost_model.estimate(*simulator.passes(*programs, cost_model.model.layer, compiled.grid)).seconds, memory
+    memory = step_memory(
+        cost_model, *programs, compiled.grid, memory_budget=planned.plan.memory_budget
+    )
+    return cost_model.estimate(
+        *simulator.passes(*programs, cost_model.model.layer, compiled.grid)
+    ).seconds, memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +178,9 @@ class SkewedStep:
     """Memory of the rank that needs most."""
 
 
-def under_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep, max_vio: float) -> SkewedStep | None:
+def under_skew(
+    job: Job, cluster: ClusterSpec, planned: PlannedStep, max_vio: float
+) -> SkewedStep | None:
     """Predict a plan under a MaxVio over ranks: the busiest ep rank's load over the mean load, minus 1.
 
     One replica of the experts is simulated and stands for all. With ep = 1 every rank has all experts, and skew costs nothing.
@@ -182,7 +198,9 @@ def under_skew(job: Job, cluster: ClusterSpec, planned: PlannedStep, max_vio: fl
         return None
     counts = skewed_counts(compiled.grid.dp, layer, ep=grid.ep, max_vio=max_vio)
     seconds = cost_model.estimate(*simulate_counts(simulator, compiled, layer, counts)).seconds
-    memory = memory_under_counts(partial(step_memory, cost_model), simulator, compiled, layer, [counts])
+    memory = memory_under_counts(
+        partial(step_memory, cost_model), simulator, compiled, layer, [counts]
+    )
     return SkewedStep(longer=seconds / again(job, cluster, planned)[0], memory=memory)
 
 
@@ -225,7 +243,9 @@ class Remedy:
     """Whether these bytes fit the memory of a device."""
 
 
-def remedies(job: Job, cluster: ClusterSpec, settings: Settings, larger: Larger | None = None) -> list[Remedy]:
+def remedies(
+    job: Job, cluster: ClusterSpec, settings: Settings, larger: Larger | None = None
+) -> list[Remedy]:
     """Return changes that were tried, first those after which a layout fits the memory.
 
     Args:
@@ -249,7 +269,9 @@ def remedies(job: Job, cluster: ClusterSpec, settings: Settings, larger: Larger 
     num_bytes = _smallest_bytes(_recomputed(job), cluster, settings)
     if num_bytes is not None:
         gib = math.ceil(num_bytes * FRAGMENTED / GIB + settings.reserve_gib)
-        changes_tried.append(Remedy(what=f"devices of {gib} GiB, blocks recomputed", num_bytes=num_bytes, fits=True))
+        changes_tried.append(
+            Remedy(what=f"devices of {gib} GiB, blocks recomputed", num_bytes=num_bytes, fits=True)
+        )
     return sorted(changes_tried, key=lambda each: not each.fits)
 
 
@@ -257,20 +279,36 @@ def in_words(tried: list[Remedy]) -> str:
     """Return remedies as a clause of a sentence."""
     fitting = [f"{each.what} ({each.num_bytes / GIB:.1f} GiB)" for each in tried if each.fits]
     too_large = [f"{each.what} ({each.num_bytes / GIB:.1f})" for each in tried if not each.fits]
-    words = f"what fits: {'; '.join(fitting)}" if fitting else "no single change that was tried makes it fit"
+    words = (
+        f"what fits: {'; '.join(fitting)}"
+        if fitting
+        else "no single change that was tried makes it fit"
+    )
     return words + f"; not enough alone: {'; '.join(too_large)}" * bool(too_large)
 
 
-def _changes(job: Job, cluster: ClusterSpec, settings: Settings) -> Iterator[tuple[str, Job, ClusterSpec, Settings]]:
+def _changes(
+    job: Job, cluster: ClusterSpec, settings: Settings
+) -> Iterator[tuple[str, Job, ClusterSpec, Settings]]:
     """Yield changes: a description of each, and the job, the cluster and the settings after it."""
     model = job.model
     if settings.pins != Pins():
         yield "sizes of axes left free", job, cluster, replace(settings, pins=Pins())
     if not model.checkpoint_activations:
-        yield "blocks recomputed (model.checkpoint_activations)", _recomputed(job), cluster, settings
+        yield (
+            "blocks recomputed (model.checkpoint_activations)",
+            _recomputed(job),
+            cluster,
+            settings,
+        )
     if job.batch_size % 2 == 0:
         half = job.batch_size // 2
-        yield f"half the micro-batch (--batch-size {half})", replace(job, batch_size=half), cluster, settings
+        yield (
+            f"half the micro-batch (--batch-size {half})",
+            replace(job, batch_size=half),
+            cluster,
+            settings,
+        )
     if model.seq_len > 1024:
         short = replace(job, model=replace(model, seq_len=model.seq_len // 2))
         yield f"sequences of {model.seq_len // 2} tokens (--seq-len)", short, cluster, settings
@@ -289,7 +327,11 @@ def _more_devices(cluster: ClusterSpec, settings: Settings, larger: Larger) -> l
         if num_bytes is not None:
             fits = num_bytes <= usable_bytes(larger_cluster, settings.reserve_gib)
             tried.append(
-                Remedy(what=f"{larger_cluster.world} devices, blocks recomputed", num_bytes=num_bytes, fits=fits)
+                Remedy(
+                    what=f"{larger_cluster.world} devices, blocks recomputed",
+                    num_bytes=num_bytes,
+                    fits=fits,
+                )
             )
         times *= 2
     return tried[-1:]
@@ -304,6 +346,8 @@ def _smallest_bytes(job: Job, cluster: ClusterSpec, settings: Settings) -> float
     simulator = Simulator(cluster)
     try:
         grids = layouts(job, cluster, settings.pins)
-        return smallest_layout([StepCostModel(job.step_model(cluster, grid.dp), grid, simulator) for grid in grids])[1]
+        return smallest_layout(
+            [StepCostModel(job.step_model(cluster, grid.dp), grid, simulator) for grid in grids]
+        )[1]
     except InputError:
         return None

@@ -18,7 +18,10 @@ from moesaic.program.task import ONCE, Program
 
 def chunks_of(program: Program) -> int:
     """Return the number of chunks into which a program cuts each run of copies."""
-    return 1 + max((slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)), default=0)
+    return 1 + max(
+        (slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)),
+        default=0,
+    )
 
 
 def copies_by_rank(program: Program, grid: Grid, counts: np.ndarray) -> np.ndarray:
@@ -80,7 +83,8 @@ def sizes_of(
     node_tokens = None
     if any(slot.layout.flow in ONCE for slot in program.slots):
         by_level = [
-            _node_tokens(copies, workload, num_sharers, level, chunks_of(program)) for level in grid.cast_levels
+            _node_tokens(copies, workload, num_sharers, level, chunks_of(program))
+            for level in grid.cast_levels
         ]
         node_tokens = np.concatenate(by_level, axis=1)
     if replicated is None and any(isinstance(slot.layout.chunk, str) for slot in program.slots):
@@ -110,16 +114,25 @@ def node_tokens_per_node(workload: Workload, nodes: int, chunks: int) -> float:
     node_copies, known_visits = workload.copies / nodes, dict(workload.visits).get(nodes)
     if known_visits is not None:
         return min(workload.tokens * known_visits / nodes, node_copies)
-    group_size, experts_per_node = workload.num_experts // workload.groups, workload.num_experts // nodes
+    group_size, experts_per_node = (
+        workload.num_experts // workload.groups,
+        workload.num_experts // nodes,
+    )
     groups, missed_share = _groups_met(workload, group_size, experts_per_node), 0.0
     for probability, on_node in groups:
         missed_probability = probability
         for drawn in range(workload.top_k):
-            missed_probability *= max(workload.reachable - on_node - drawn, 0) / (workload.reachable - drawn)
+            missed_probability *= max(workload.reachable - on_node - drawn, 0) / (
+                workload.reachable - drawn
+            )
         missed_share += missed_probability
-    extra_share = _copies_apart(workload, groups) * _width_of_cuts(workload, chunks) if chunks > 1 else 0.0
+    extra_share = (
+        _copies_apart(workload, groups) * _width_of_cuts(workload, chunks) if chunks > 1 else 0.0
+    )
     return min(
-        workload.tokens * (1 - missed_share + extra_share), node_copies, workload.tokens * (1 - missed_share) * chunks
+        workload.tokens * (1 - missed_share + extra_share),
+        node_copies,
+        workload.tokens * (1 - missed_share) * chunks,
     )
 
 
@@ -158,7 +171,9 @@ def _normal_range(count: int) -> float:
     return float(np.trapezoid(1 - below**count - (1 - below) ** count, x))
 
 
-def _groups_met(workload: Workload, group_size: int, experts_per_node: int) -> list[tuple[float, int]]:
+def _groups_met(
+    workload: Workload, group_size: int, experts_per_node: int
+) -> list[tuple[float, int]]:
     """Return the distribution of the number of experts on a node that a token may choose, as (probability, experts).
 
     Args:
@@ -171,26 +186,40 @@ def _groups_met(workload: Workload, group_size: int, experts_per_node: int) -> l
     if experts_per_node < group_size:
         probability = workload.top_groups / workload.groups
         return [(probability, experts_per_node), (1 - probability, 0)]
-    groups_per_node, other_groups = experts_per_node // group_size, workload.groups - experts_per_node // group_size
+    groups_per_node, other_groups = (
+        experts_per_node // group_size,
+        workload.groups - experts_per_node // group_size,
+    )
     ways = comb(workload.groups, workload.top_groups)
     return [
         (
-            comb(groups_per_node, num_met) * comb(other_groups, workload.top_groups - num_met) / ways,
+            comb(groups_per_node, num_met)
+            * comb(other_groups, workload.top_groups - num_met)
+            / ways,
             num_met * group_size,
         )
         for num_met in range(min(groups_per_node, workload.top_groups) + 1)
     ]
 
 
-def _node_tokens(copies: np.ndarray, workload: Workload, num_sharers: int, nodes: int, chunks: int) -> np.ndarray:
+def _node_tokens(
+    copies: np.ndarray, workload: Workload, num_sharers: int, nodes: int, chunks: int
+) -> np.ndarray:
     """Return the expected visits, (world, nodes, chunks) int64; with ep ranks in place of nodes, the expected stops."""
     node_copies = copies.reshape(len(copies), nodes, -1).sum(axis=2)
     even_copies = workload.copies / num_sharers / nodes
-    unchunked, chunked = (node_tokens_per_node(workload, nodes, num_chunks) / num_sharers for num_chunks in (1, chunks))
+    unchunked, chunked = (
+        node_tokens_per_node(workload, nodes, num_chunks) / num_sharers
+        for num_chunks in (1, chunks)
+    )
     tokens = workload.tokens / num_sharers
     chunk_copies = node_copies / chunks
     expected = (
-        tokens * (1 - (1 - min(unchunked / tokens, 1.0)) ** (node_copies / even_copies)) / chunks * chunked / unchunked
+        tokens
+        * (1 - (1 - min(unchunked / tokens, 1.0)) ** (node_copies / even_copies))
+        / chunks
+        * chunked
+        / unchunked
         if even_copies
         else chunk_copies
     )

@@ -56,7 +56,9 @@ def layouts(job: Job, cluster: ClusterSpec, pins: Pins = Pins()) -> list[Grid]:
 
 def _which_do_not_divide(world: int, pins: Pins) -> str:
     """Return the end of a message: the pinned sizes that do not divide the ranks."""
-    pinned = {name: size for name in ("tp", "ep", "etp") if (size := getattr(pins, name)) is not None}
+    pinned = {
+        name: size for name in ("tp", "ep", "etp") if (size := getattr(pins, name)) is not None
+    }
     alone = [name for name, size in pinned.items() if world % size]
     wrong = alone or [name for name in pinned if name != "tp"]
     sizes = " x ".join(f"{name} {pinned[name]}" for name in wrong)
@@ -73,15 +75,28 @@ def name_of(grid: Grid) -> str:
 def _grids(cluster: ClusterSpec, pins: Pins) -> Iterator[Grid]:
     world = cluster.world
     sizes = [size for size in range(1, world + 1) if world % size == 0]
-    for tp in [size for size in sizes if size <= cluster.devices_per_node] if pins.tp is None else [pins.tp]:
+    for tp in (
+        [size for size in sizes if size <= cluster.devices_per_node]
+        if pins.tp is None
+        else [pins.tp]
+    ):
         for ep in sizes if pins.ep is None else [pins.ep]:
             for etp in sizes if pins.etp is None else [pins.etp]:
                 if world % tp or world % (ep * etp):
                     continue
-                orders: tuple[Literal["etp", "ep"], ...] = ("etp", "ep") if ep > 1 and etp > 1 else ("etp",)
+                orders: tuple[Literal["etp", "ep"], ...] = (
+                    ("etp", "ep") if ep > 1 and etp > 1 else ("etp",)
+                )
                 for innermost in orders if pins.innermost is None else (pins.innermost,):
                     per_node = cluster.devices_per_node
-                    yield Grid(world=world, tp=tp, ep=ep, etp=etp, innermost=innermost, ranks_per_node=per_node)
+                    yield Grid(
+                        world=world,
+                        tp=tp,
+                        ep=ep,
+                        etp=etp,
+                        innermost=innermost,
+                        ranks_per_node=per_node,
+                    )
 
 
 def _refusal(job: Job, grid: Grid) -> str:
@@ -115,7 +130,10 @@ class SearchSpace:
     node_groups: bool = False
     """Whether to also try one peer group per node, or the fewest peer groups that stay inside nodes."""
     overlap_gather: tuple[bool, ...] = (False, True)
-    all_to_alls: tuple[AllToAll, ...] = (*(name for name, link in ALL_TO_ALLS.items() if link.is_searched), "multicast")
+    all_to_alls: tuple[AllToAll, ...] = (
+        *(name for name, link in ALL_TO_ALLS.items() if link.is_searched),
+        "multicast",
+    )
     orders: tuple[Order, ...] = ("optsche", "early", "fifo")
     """Orders of the tasks of a layer that is cut into chunks; without chunks, only the first one is tried."""
     codecs: tuple[Codec, ...] = ("none",)
@@ -125,7 +143,12 @@ class SearchSpace:
 
     def __post_init__(self) -> None:
         for name, values in vars(self).items():
-            if values is not None and values is not False and not values and name != "gather_weights":
+            if (
+                values is not None
+                and values is not False
+                and not values
+                and name != "gather_weights"
+            ):
                 raise InputError(f"search.{name} is empty: name at least one value")
 
     def values(self, grid: Grid) -> dict[str, tuple[Any, ...]]:

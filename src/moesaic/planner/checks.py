@@ -18,7 +18,9 @@ def check_curve(where: str, at: str, share: str, holder: object) -> None:
     """Raise InputError unless two fields form a curve: ascending positions above 0, and as many shares above 0."""
     positions, shares = getattr(holder, at), getattr(holder, share)
     if len(positions) != len(shares):
-        raise InputError(f"{where}{at} has {len(positions)} values and {share} {len(shares)}: give one share for each")
+        raise InputError(
+            f"{where}{at} has {len(positions)} values and {share} {len(shares)}: give one share for each"
+        )
     if any(a >= b for a, b in pairwise(positions)) or (positions and positions[0] <= 0):
         raise InputError(f"{where}{at}={list(positions)}: must be above 0 and ascending")
     for value in shares:

@@ -24,7 +24,15 @@ from moesaic.planner.checks import check_above_zero, check_curve, check_not_nega
 from moesaic.planner.fit import Fit
 
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
-ELEMENT_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "mxfp8": 1}
+ELEMENT_BYTES: dict[str, int] = {
+    "fp64": 8,
+    "fp32": 4,
+    "tf32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp8": 1,
+    "mxfp8": 1,
+}
 """Bytes per element, by dtype."""
 
 
@@ -117,7 +125,9 @@ class Peer:
 
     def __post_init__(self) -> None:
         if len(self.devices) != 2 or self.devices[0] == self.devices[1] or min(self.devices) < 0:
-            raise InputError(f"cluster peers: devices={list(self.devices)}: give two different devices of a node")
+            raise InputError(
+                f"cluster peers: devices={list(self.devices)}: give two different devices of a node"
+            )
         check_above_zero(f"cluster peers {list(self.devices)}: gbps", self.gbps)
         for name in ("latency_us", "message_us"):
             check_not_negative(f"cluster peers {list(self.devices)}: {name}", getattr(self, name))
@@ -140,7 +150,9 @@ class Tflops:
         for dtype in fields(self):
             check_not_negative(f"cluster.device.tflops.{dtype.name}", getattr(self, dtype.name))
         if not any(getattr(self, dtype.name) for dtype in fields(self)):
-            raise InputError("cluster.device.tflops is missing: give the rate of at least one dtype, bf16 = 300 say")
+            raise InputError(
+                "cluster.device.tflops is missing: give the rate of at least one dtype, bf16 = 300 say"
+            )
 
     def of(self, dtype: str) -> float:
         """Return the operations per second of products in `dtype`.
@@ -151,7 +163,9 @@ class Tflops:
         rate = getattr(self, dtype, 0.0)
         if not rate:
             known = ", ".join(other.name for other in fields(self) if getattr(self, other.name))
-            raise InputError(f"cluster.device.tflops.{dtype} is not given: add it, or choose one of {known}")
+            raise InputError(
+                f"cluster.device.tflops.{dtype} is not given: add it, or choose one of {known}"
+            )
         return float(rate) * 1e12
 
 
@@ -180,7 +194,9 @@ class ScoreShares:
             )
         for kernel in get_args(ScoreKernel):
             shares = getattr(self, kernel)
-            if (shares or kernel == "best") and (len(shares) != len(self.heads) or min(shares) <= 0):
+            if (shares or kernel == "best") and (
+                len(shares) != len(self.heads) or min(shares) <= 0
+            ):
                 raise InputError(
                     f"cluster.device.scores.{kernel}={list(shares)}: give a share above 0 for each of heads={list(self.heads)}"
                 )
@@ -191,7 +207,9 @@ class ScoreShares:
         shares = [*zip(self.heads, getattr(self, kernel) or self.best)]
         for (low, low_share), (high, high_share) in pairwise(shares):
             if 0 < head_dim < high:
-                return float(low_share + (high_share - low_share) * max(head_dim - low, 0) / (high - low))
+                return float(
+                    low_share + (high_share - low_share) * max(head_dim - low, 0) / (high - low)
+                )
         return float(shares[-1][1])
 
 
@@ -206,7 +224,9 @@ class CodecRate:
 
     def __post_init__(self) -> None:
         codec_spec(self.name)
-        check_above_zero(f"cluster.device.codecs, {self.name}: gigabytes_per_second", self.gigabytes_per_second)
+        check_above_zero(
+            f"cluster.device.codecs, {self.name}: gigabytes_per_second", self.gigabytes_per_second
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +237,9 @@ class Device:
     """Rates of large matrix products, by dtype: of dense ones, and of grouped ones unless `grouped_tflops` has another."""
     memory_gib: float = field(metadata={SUCH_AS: "80 for H100, 24 for RTX 4090"})
     """Memory in GiB."""
-    memory_gigabytes_per_second: float = field(metadata={SUCH_AS: "2850 for H100, 850 for RTX 4090"})
+    memory_gigabytes_per_second: float = field(
+        metadata={SUCH_AS: "2850 for H100, 850 for RTX 4090"}
+    )
     """Rate of copies, counted as bytes read plus bytes written."""
     gemm_rows: tuple[float, ...] = (1, 16, 64, 256, 1024, 4096)
     """Rows per expert at which `gemm_share` is given, ascending."""
@@ -248,18 +270,30 @@ class Device:
     """Rates of single codecs; the others have the rate above."""
 
     def __post_init__(self) -> None:
-        for name in ("peak_tflops", "activation_traffic", "contention", "sort_us_per_1000_copies", "router_us"):
+        for name in (
+            "peak_tflops",
+            "activation_traffic",
+            "contention",
+            "sort_us_per_1000_copies",
+            "router_us",
+        ):
             check_not_negative(f"cluster.device.{name}", getattr(self, name))
         for name in ("memory_gib", "memory_gigabytes_per_second"):
             check_above_zero(f"cluster.device.{name}", getattr(self, name))
         if self.codec_gigabytes_per_second is not None:
-            check_above_zero("cluster.device.codec_gigabytes_per_second", self.codec_gigabytes_per_second)
-        if len(self.narrow_between) not in (0, 2) or any(factor <= 0 for factor in self.narrow_between):
+            check_above_zero(
+                "cluster.device.codec_gigabytes_per_second", self.codec_gigabytes_per_second
+            )
+        if len(self.narrow_between) not in (0, 2) or any(
+            factor <= 0 for factor in self.narrow_between
+        ):
             raise InputError(
                 f"cluster.device.narrow_between={list(self.narrow_between)}: give two numbers above 0, or none"
             )
         if not self.gemm_rows:
-            raise InputError("cluster.device.gemm_rows is empty: give the rows at which gemm_share is known")
+            raise InputError(
+                "cluster.device.gemm_rows is empty: give the rows at which gemm_share is known"
+            )
         check_curve("cluster.device.", "gemm_rows", "gemm_share", self)
 
     def flops(self, dtype: str, *, grouped: bool = False) -> float:
@@ -322,7 +356,9 @@ class ClusterSpec:
     devices_per_host: int = 0
     """Devices of one host, of which a switch serves several (4 of 72 in an NVL72): a job on several nodes may use equal
     parts of them that are whole hosts. 0: a node is one host."""
-    device: Device = field(metadata={SUCH_AS: "[device] with tflops = { bf16 = 778 } and memory_gib = 80 for H100"})
+    device: Device = field(
+        metadata={SUCH_AS: "[device] with tflops = { bf16 = 778 } and memory_gib = 80 for H100"}
+    )
     """Description of a device."""
     links: tuple[Link, ...] = ()
     """Link levels, innermost first."""
@@ -392,11 +428,17 @@ class ClusterSpec:
         used, unit = count // max(nodes, 1), self.devices_per_host or per_node
         if count < 1 or (nodes > 1 and (used * nodes != count or used % unit)):
             near = max(count // per_node, 1) * per_node
-            raise InputError(f"{count} devices are not whole nodes of {self.name}, which have {per_node}: try {near}")
+            raise InputError(
+                f"{count} devices are not whole nodes of {self.name}, which have {per_node}: try {near}"
+            )
         speeds = self.speeds[: count if len(self.speeds) > per_node else used]
         # In part of a node, fewer devices are behind a link, and some direct links lose an end.
         links = tuple(
-            replace(link, devices=min(link.devices, used), gbps=link.gbps[: max(used // link.devices, 1)])
+            replace(
+                link,
+                devices=min(link.devices, used),
+                gbps=link.gbps[: max(used // link.devices, 1)],
+            )
             for link in self.links
         )
         return replace(
@@ -409,7 +451,9 @@ class ClusterSpec:
             speeds=speeds,
         )
 
-    def with_links(self, carries: Literal["inside", "outside"], times: float | Sequence[float]) -> ClusterSpec:
+    def with_links(
+        self, carries: Literal["inside", "outside"], times: float | Sequence[float]
+    ) -> ClusterSpec:
         """Return a cluster whose links inside or between nodes are `times` as fast.
 
         Links that carry both kinds of messages change too.
@@ -436,11 +480,15 @@ class ClusterSpec:
             of_nodes = [[factors[node] for node in nodes] for nodes in self._nodes_of(link)]
             rates = (link.gbps[unit % len(link.gbps)] for unit in range(len(of_nodes)))
             return replace(
-                link, gbps=tuple(max(factors_of_nodes) * rate for factors_of_nodes, rate in zip(of_nodes, rates))
+                link,
+                gbps=tuple(
+                    max(factors_of_nodes) * rate for factors_of_nodes, rate in zip(of_nodes, rates)
+                ),
             )
 
         peers = tuple(
-            replace(peer, gbps=min(factors) * peer.gbps) if carries == "inside" else peer for peer in self.peers
+            replace(peer, gbps=min(factors) * peer.gbps) if carries == "inside" else peer
+            for peer in self.peers
         )
         return replace(self, links=tuple(map(faster, self.links)), peers=peers)
 
@@ -448,13 +496,22 @@ class ClusterSpec:
         """Return the nodes behind each link of a level."""
         starts = [unit * link.devices for unit in range(math.ceil(self.world / link.devices))]
         return [
-            sorted({device // self.devices_per_node for device in range(start, min(start + link.devices, self.world))})
+            sorted(
+                {
+                    device // self.devices_per_node
+                    for device in range(start, min(start + link.devices, self.world))
+                }
+            )
             for start in starts
         ]
 
     def _check_link(self, link: Link) -> None:
         where, per_node = f"cluster link {link.name!r}", self.devices_per_node
-        fits = per_node % link.devices == 0 if link.devices < per_node else link.devices % per_node == 0
+        fits = (
+            per_node % link.devices == 0
+            if link.devices < per_node
+            else link.devices % per_node == 0
+        )
         if not fits:
             raise InputError(
                 f"{where}: devices={link.devices} does not fit nodes of {per_node} devices: choose a divisor or a multiple"
@@ -471,12 +528,17 @@ class ClusterSpec:
         for link in self.links:
             if link.carries not in ("all", kind):
                 continue
-            if link.devices == 1 or (kind == "outside" and link.devices <= self.devices_per_node and not link.shared):
+            if link.devices == 1 or (
+                kind == "outside" and link.devices <= self.devices_per_node and not link.shared
+            ):
                 return True
             if link.shared and link.devices >= self.devices_per_node and kind == "inside":
                 return True
         size = self.devices_per_node
-        return kind == "inside" and len({tuple(sorted(peer.devices)) for peer in self.peers}) == size * (size - 1) // 2
+        return (
+            kind == "inside"
+            and len({tuple(sorted(peer.devices)) for peer in self.peers}) == size * (size - 1) // 2
+        )
 
 
 CARDS = re.compile(r"(?:([1-9]\d*)x)?([1248])x(\w+)-(?:pcie|(10|25|100)gbe)")
@@ -489,7 +551,11 @@ ETHERNET_SHARE = 0.92
 def presets() -> list[str]:
     """Return the names of the clusters that the package ships."""
     folder = resources.files("moesaic.planner").joinpath("clusters")
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return sorted(
+        entry.name.removesuffix(".toml")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".toml")
+    )
 
 
 def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
@@ -505,14 +571,21 @@ def read_cluster(name: str, *, nodes: int | None = None) -> ClusterSpec:
     if name.endswith((".toml", ".json")):
         table = read_table(Path(name))
         if {"format", "versions", "host"} <= table.keys():
-            raise InputError(f"cluster {name} is a profile of an earlier version: run moesaic profile again")
+            raise InputError(
+                f"cluster {name} is a profile of an earlier version: run moesaic profile again"
+            )
     elif name in presets():
-        with resources.as_file(resources.files("moesaic.planner").joinpath("clusters", f"{name}.toml")) as path:
+        with resources.as_file(
+            resources.files("moesaic.planner").joinpath("clusters", f"{name}.toml")
+        ) as path:
             table = {"name": name, **read_table(path)}
     elif (cards := CARDS.fullmatch(name)) and f"8x{cards[3]}-pcie" in presets():
         machine = replace(read_cluster(f"8x{cards[3]}-pcie").of_devices(int(cards[2])), name=name)
         rate = ETHERNET_SHARE * int(cards[4] or 100)
-        links = (replace(link, gbps=(rate,)) if link.carries == "outside" else link for link in machine.links)
+        links = (
+            replace(link, gbps=(rate,)) if link.carries == "outside" else link
+            for link in machine.links
+        )
         return replace(machine, nodes=nodes or int(cards[1] or 1), links=tuple(links))
     else:
         raise InputError(

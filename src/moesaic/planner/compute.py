@@ -61,7 +61,9 @@ class Rates:
         used = rows > 0
         clamped_rows = np.maximum(rows[used], self.rows[0])
         share = np.interp(np.log(clamped_rows), np.log(self.rows), self.share)
-        seconds[used] = np.maximum(clamped_rows * flops_per_row / (flops * share), weight_bytes / self.memory)
+        seconds[used] = np.maximum(
+            clamped_rows * flops_per_row / (flops * share), weight_bytes / self.memory
+        )
         return seconds
 
     def traffic_seconds(
@@ -80,7 +82,9 @@ class Rates:
             element_bytes: bytes of an activation.
         """
         per_row = (2 * dim + 2 * matrices * units) * element_bytes
-        return rows * ((self.activation_traffic * per_row + self.cast_bytes * (dim + units)) / self.memory)
+        return rows * (
+            (self.activation_traffic * per_row + self.cast_bytes * (dim + units)) / self.memory
+        )
 
 
 def rates_of(spec: ClusterSpec, dtype: str) -> Rates:
@@ -125,7 +129,9 @@ def router_seconds(
     return small + product + cast, small / 2 + 2 * (product + cast)
 
 
-def compute_seconds(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates) -> np.ndarray:
+def compute_seconds(
+    task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates
+) -> np.ndarray:
     """Return the seconds that each actor computes on a task, (actors,); for a movement, the copies before and after it.
 
     On one rank no program runs: the experts' products read tokens in place and write rows in experts' order, so nothing
@@ -152,7 +158,9 @@ def compute_seconds(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolu
     return (read + written) / rates.memory
 
 
-def _experts(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates) -> np.ndarray:
+def _experts(
+    task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates
+) -> np.ndarray:
     layer = volumes.layer
     rows = next(slots[name] for name in task.reads if slots[name].kind is Kind.ROWS)
     weights = next(slots[name] for name in task.reads if slots[name].layout.flow == "weights")
@@ -162,20 +170,24 @@ def _experts(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, ra
     is_backward = task.op is Op.EXPERT_GRAD
     passes = layer.backward_products if is_backward else 1
     rows_by_expert = volumes.rows_per_expert(rows.layout)
-    seconds_by_expert = rates.product_seconds(rows_by_expert.reshape(-1), per_row, weight_bytes, grouped=True).reshape(
-        rows_by_expert.shape
-    )
+    seconds_by_expert = rates.product_seconds(
+        rows_by_expert.reshape(-1), per_row, weight_bytes, grouped=True
+    ).reshape(rows_by_expert.shape)
     if rates.activation_traffic or rates.cast_bytes:
         seconds_by_expert += rates.traffic_seconds(
             rows_by_expert, layer.dim, units, layer.matrices, layer.element_bytes
         )
     seconds: np.ndarray = seconds_by_expert.sum(axis=1) * passes
     if layer.frozen_bytes:
-        seconds += frozen_seconds(rows_by_expert, units, layer, rates, is_backward=is_backward).sum(axis=1)
+        seconds += frozen_seconds(rows_by_expert, units, layer, rates, is_backward=is_backward).sum(
+            axis=1
+        )
     return seconds
 
 
-def frozen_seconds(rows: np.ndarray, units: float, layer: Workload, rates: Rates, *, is_backward: bool) -> np.ndarray:
+def frozen_seconds(
+    rows: np.ndarray, units: float, layer: Workload, rates: Rates, *, is_backward: bool
+) -> np.ndarray:
     """Return the seconds that frozen experts take in a pass besides their products, in the shape of `rows`.
 
     Weights of fewer bits are read and written once in 16 bits. Adapters take their traffic, which exceeds their
@@ -198,7 +210,9 @@ def frozen_seconds(rows: np.ndarray, units: float, layer: Workload, rates: Rates
     return seconds
 
 
-def _coding(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates) -> np.ndarray:
+def _coding(
+    task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rates: Rates
+) -> np.ndarray:
     """Return the seconds of encoding rows into messages, or of decoding messages into rows, (actors,)."""
     assert task.of is not None
     slot = slots[task.of[0] if task.op is Op.PACK else task.of[1]]
@@ -213,7 +227,9 @@ def _coding(task: Task, slots: Mapping[str, Slot], volumes: AbstractVolumes, rat
     return (plain_bytes + np.array(coded)[inverse]) / rates.memory
 
 
-def _bytes(names: tuple[str, ...], slots: Mapping[str, Slot], volumes: AbstractVolumes) -> np.ndarray:
+def _bytes(
+    names: tuple[str, ...], slots: Mapping[str, Slot], volumes: AbstractVolumes
+) -> np.ndarray:
     """Return the bytes of rows, tokens and routing weights in some slots, (actors,)."""
     total = np.zeros(volumes.num_actors)
     for name in names:

@@ -30,7 +30,11 @@ TORCH_SCHEDULES: dict[str, Schedule] = {
     "DualPipeV": "dualpipev",
 }  # fmt: skip
 """Pipeline schedules by their names in PyTorch."""
-MODES: dict[str, tuple[Part, ...]] = {"none": (), "full": ("block",), "selective": ("layernorm", "moe")}
+MODES: dict[str, tuple[Part, ...]] = {
+    "none": (),
+    "full": ("block",),
+    "selective": ("layernorm", "moe"),
+}
 """Recomputed parts by the names of torchtitan's modes. Mode selective keeps the scores and every second dense product, but no
 grouped product, since that is not in `_op_sac_save_list` of torchtitan. Here it counts as if all dense products were kept."""
 
@@ -68,7 +72,10 @@ MEGATRON: dict[str, tuple[str, Any]] = {
     "overlap-grad-reduce": ("hides_gradients", Alone(True)),
     "cross-entropy-loss-fusion": ("fused_loss", Alone(True)),
     "moe-enable-deepep": ("all_to_all", Alone("deepep", yields=True)),
-    "moe-token-dispatcher-type": ("all_to_all", lambda word: "deepep" if word == "flex" else "linear"),
+    "moe-token-dispatcher-type": (
+        "all_to_all",
+        lambda word: "deepep" if word == "flex" else "linear",
+    ),
     "fp8-format": ("precision", lambda word: "fp8"),
     "fp8-recipe": ("precision", RECIPES),
 }
@@ -104,9 +111,15 @@ def from_flags(flags: str) -> OthersLayout:
     try:
         words = _words(flags)
     except ValueError as error:
-        raise InputError(f"--explain: the flags do not parse ({error}): close what is quoted") from error
+        raise InputError(
+            f"--explain: the flags do not parse ({error}): close what is quoted"
+        ) from error
     known, yielding = MEGATRON | TORCHTITAN, dict[str, Any]()
-    named = {place: word.lstrip("-").replace("_", "-") for place, word in enumerate(words) if word.startswith("--")}
+    named = {
+        place: word.lstrip("-").replace("_", "-")
+        for place, word in enumerate(words)
+        if word.startswith("--")
+    }
     for place, name in named.items():
         field, make = known.get(name, ("", None))
         if isinstance(make, Alone):
@@ -118,16 +131,22 @@ def from_flags(flags: str) -> OthersLayout:
     if not values:
         first = next(iter(named.values()), "")
         only = (f"--{first}" if first else "nothing") + suggestion(first, list(known))
-        raise InputError(f"--explain: found no flag of Megatron or torchtitan that splits a model, only {only}")
+        raise InputError(
+            f"--explain: found no flag of Megatron or torchtitan that splits a model, only {only}"
+        )
     if any(name in TORCHTITAN for name in named.values()):
         # FSDP2 gathers parameters for every block, but keeps them whole between the micro-batches of a pipeline.
         local = values.get("local_batch", 1)
         micro = local if values.get("pp", 1) == 1 else values.get("micro_batch", 1)
         sharded: Sharded = "parameters" if values.get("pp", 1) == 1 else "gradients"
-        return OthersLayout(**{"sharded": sharded, **values, "local_batch": local, "micro_batch": micro})
+        return OthersLayout(
+            **{"sharded": sharded, **values, "local_batch": local, "micro_batch": micro}
+        )
     # By default, Megatron splits experts over tp like attention, keeps the whole optimizer on every rank, does not overlap
     # parameters and gradients, and computes the loss step by step.
-    return OthersLayout(**{"etp": values.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False), **values})
+    return OthersLayout(
+        **{"etp": values.get("tp", 1), "sharded": "none", **dict.fromkeys(APART, False), **values}
+    )
 
 
 def _words(flags: str) -> list[str]:
@@ -148,7 +167,17 @@ ASSUMED = (
     "parallelism.data-parallel-shard-degree",
 )  # fmt: skip
 """Flags that are not read because predictions assume their usual value."""
-MATTERING = ("parallel", "pipeline", "offload", "overlap", "capacity", "dtype", "checkpoint", "recompute", "converters")
+MATTERING = (
+    "parallel",
+    "pipeline",
+    "offload",
+    "overlap",
+    "capacity",
+    "dtype",
+    "checkpoint",
+    "recompute",
+    "converters",
+)
 """Words in names of flags that may change the time or the memory of a step."""
 
 
@@ -168,9 +197,15 @@ def unread_flags(flags: str, job: Job) -> list[str]:
         size = SIZES.get(names.get(word, ""))
         if size is not None and value.isdecimal() and int(value) != size(job):
             flag = " (--seq-len)" if "seq" in word else ""
-            raise InputError(f"--explain: {word} {value}, but the planned model has {size(job)}: make them agree{flag}")
+            raise InputError(
+                f"--explain: {word} {value}, but the planned model has {size(job)}: make them agree{flag}"
+            )
     read = {*MEGATRON, *TORCHTITAN, *SIZES, *ASSUMED}
-    return [word for word, name in names.items() if name not in read and any(part in name for part in MATTERING)]
+    return [
+        word
+        for word, name in names.items()
+        if name not in read and any(part in name for part in MATTERING)
+    ]
 
 
 def _flag_value(flag: str, words: list[str], make: Any) -> Any:
@@ -222,7 +257,9 @@ class System:
     lacks: tuple[tuple[str, Any], ...] = ()
     """Fields of a layout that the system has no flags for, with the only value that it runs."""
 
-    def flags(self, name: str, job: Job, layout: OthersLayout, planned: PlannedStep | None = None) -> list[str]:
+    def flags(
+        self, name: str, job: Job, layout: OthersLayout, planned: PlannedStep | None = None
+    ) -> list[str]:
         """Return the layout as flags; raises InputError if the system named `name` lacks something of it."""
         if planned is not None and not self.offers.overlaps:  # our chunks have no flag there
             layout = replace(layout, overlapped=False)
@@ -265,7 +302,11 @@ def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> li
         "num-layers-per-virtual-pipeline-stage": (layout.virtual_layers, 0),
     }  # fmt: skip
     lines += [f"--{flag} {number}" for flag, (number, usual) in numbers.items() if number != usual]
-    lines += [f"--{flag}" for flag, (name, _) in MEGATRON.items() if name in APART and getattr(layout, name)]
+    lines += [
+        f"--{flag}"
+        for flag, (name, _) in MEGATRON.items()
+        if name in APART and getattr(layout, name)
+    ]
     if layout.sharded == "optimizer":
         lines.append("--use-distributed-optimizer")
     elif layout.sharded != "none":
@@ -274,13 +315,19 @@ def _megatron(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> li
     lines += ["--overlap-moe-expert-parallel-comm"] * layout.overlapped
     lines += ["--grad-reduce-in-bf16"] * (not layout.float32_reduced)
     if "block" in layout.recompute:
-        lines.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+        lines.append(
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        )
     elif layout.recompute:
-        lines.append(f"--recompute-granularity selective --recompute-modules {' '.join(layout.recompute)}")
+        lines.append(
+            f"--recompute-granularity selective --recompute-modules {' '.join(layout.recompute)}"
+        )
     lines += [PRECISIONS[layout.precision]] * layout.is_narrow
     routing = model.routing
     if routing.get("groups", 1) > 1:
-        lines += [f"--moe-router-num-groups {routing['groups']} --moe-router-group-topk {routing['top_groups']}"]
+        lines += [
+            f"--moe-router-num-groups {routing['groups']} --moe-router-group-topk {routing['top_groups']}"
+        ]
     return lines
 
 
@@ -294,14 +341,18 @@ def _torchtitan(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> 
     ]  # fmt: skip
     lines += [f"--training.global_batch_size {layout.global_batch}"] * (layout.global_batch > 0)
     lines += [f"--parallelism.context_parallel_degree {layout.cp}"] * (layout.cp > 1)
-    lines += [f"--parallelism.data_parallel_replicate_degree {layout.replicas}"] * (layout.replicas > 1)
+    lines += [f"--parallelism.data_parallel_replicate_degree {layout.replicas}"] * (
+        layout.replicas > 1
+    )
     if layout.pp > 1:
         lines += [
             f"--parallelism.pipeline_parallel_degree {layout.pp}",
             f"--parallelism.pipeline_parallel_schedule {_schedule_name(layout)}",
             f"--parallelism.pipeline_parallel_microbatch_size {layout.micro_batch}",
         ]
-    lines += ["--training.disable_cuda_graphs"] * (layout.ep > 1 or layout.pp > 1)  # refused with either
+    lines += ["--training.disable_cuda_graphs"] * (
+        layout.ep > 1 or layout.pp > 1
+    )  # refused with either
     return [*lines, f"{RECOMPUTE}{mode}"]
 
 
@@ -310,9 +361,17 @@ def _automodel(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> l
     sizes |= {"dp_replicate_size": layout.replicas} if layout.replicas > 1 else {}
     # A pipeline cuts the local batch of a data-parallel group into micro-batches.
     local = max(layout.local_batch, layout.micro_batch * layout.pp)
-    lines = ["--distributed.strategy fsdp2", *(f"--distributed.{name} {size}" for name, size in sizes.items())]
-    lines += [f"--step_scheduler.local_batch_size {local}", f"--dataset.seq_length {job.model.seq_len}"]
-    lines += [f"--step_scheduler.global_batch_size {layout.global_batch}"] * (layout.global_batch > 0)
+    lines = [
+        "--distributed.strategy fsdp2",
+        *(f"--distributed.{name} {size}" for name, size in sizes.items()),
+    ]
+    lines += [
+        f"--step_scheduler.local_batch_size {local}",
+        f"--dataset.seq_length {job.model.seq_len}",
+    ]
+    lines += [f"--step_scheduler.global_batch_size {layout.global_batch}"] * (
+        layout.global_batch > 0
+    )
     lines += ["--distributed.activation_checkpointing true"] * bool(layout.recompute)
     lines += ["--model.backend.dispatcher deepep"] * layout.by_deepep
     if layout.pp > 1:
@@ -339,7 +398,9 @@ def _moesaic(job: Job, layout: OthersLayout, planned: PlannedStep | None) -> lis
         value = getattr(plan, choice.name)
         if value != getattr(default, choice.name):
             flag = choice.name.replace("_", "-")
-            lines.append(f"--plan.{flag} {value}" if not isinstance(value, bool) else f"--plan.{flag}")
+            lines.append(
+                f"--plan.{flag} {value}" if not isinstance(value, bool) else f"--plan.{flag}"
+            )
     if planned is not None:
         lines += [f"--batch-size {job.batch_size}", f"--accumulation {job.accumulation}"]
     return lines + ["--model.checkpoint-activations"] * bool(layout.recompute)

@@ -87,8 +87,12 @@ class Even(AbstractVolumes):
         self._apart, self._paths, self._digits = apart, paths, digits
         self.grid, self.topology, self.layer, self.piece = grid, topology, layer, piece
         per_node = topology.spec.devices_per_node
-        switch_ranks = (link.devices // per_node * topology.ranks_per_node for link in topology.spec.links)
-        self._cuts = frozenset(run for run in switch_ranks if topology.ranks_per_node < run < grid.world)
+        switch_ranks = (
+            link.devices // per_node * topology.ranks_per_node for link in topology.spec.links
+        )
+        self._cuts = frozenset(
+            run for run in switch_ranks if topology.ranks_per_node < run < grid.world
+        )
         self._rows: dict[Layout, np.ndarray] = {}
         self._movements: dict[tuple[object, ...], list[Movement]] = {}
         self._checked: set[tuple[str, int, int, bool]] = set()
@@ -108,7 +112,10 @@ class Even(AbstractVolumes):
         pieces_per_expert = digits.product(box.free_origin - step_digits) * digits.product(
             box.free_expert - step_digits
         )
-        pieces = np.full(self.num_actors, pieces_per_expert * self._experts_per_place(layout) * self.piece.of(layout))
+        pieces = np.full(
+            self.num_actors,
+            pieces_per_expert * self._experts_per_place(layout) * self.piece.of(layout),
+        )
         if layout.step is not None:
             ranks = digits.of(np.arange(self.num_actors))
             pieces *= pieces_of_step(digits, step_digits, layout.step, box, box, ranks, ranks)
@@ -116,7 +123,9 @@ class Even(AbstractVolumes):
 
     def rows_per_expert(self, layout: Layout) -> np.ndarray:
         digits = self._radix(layout)
-        num_experts = digits.product(box_of(digits, layout).free_expert) * self._experts_per_place(layout)
+        num_experts = digits.product(box_of(digits, layout).free_expert) * self._experts_per_place(
+            layout
+        )
         return np.repeat(self.rows(layout)[:, None] / num_experts, num_experts, axis=1)
 
     def shards(self, weights: Layout) -> float:
@@ -140,7 +149,9 @@ class Even(AbstractVolumes):
         """Return (source, target, rows, number of targets that the target stands for) of a movement before it is
         lowered."""
         pairs, rows = self._pair_rows(self._radix(move.source), move)
-        return list(zip(pairs.source.tolist(), pairs.target.tolist(), rows.tolist(), pairs.count.tolist()))
+        return list(
+            zip(pairs.source.tolist(), pairs.target.tolist(), rows.tolist(), pairs.count.tolist())
+        )
 
     def _pair_rows(self, digits: Digits, move: Move) -> tuple[Pairs, np.ndarray]:
         """Return the classes of pairs that exchange rows, and the rows of one pair of each class."""
@@ -149,7 +160,9 @@ class Even(AbstractVolumes):
         sent = rows > 0
         return Pairs(pairs.source[sent], pairs.target[sent], pairs.count[sent]), rows[sent]
 
-    def _compute_movements(self, task: Task, move: Move, num_bytes: Callable[[float], float]) -> list[Movement]:
+    def _compute_movements(
+        self, task: Task, move: Move, num_bytes: Callable[[float], float]
+    ) -> list[Movement]:
         digits = self._radix(move.source)
         if task.op is Op.HOP:
             digits = self._link_digits(task.link, move, digits)
@@ -161,30 +174,57 @@ class Even(AbstractVolumes):
         class_bytes = np.array([bytes_of_rows[value] for value in rows.tolist()]) * pairs.count
         messages = (pairs.source, pairs.target, class_bytes, pairs.count)
         if task.op is Op.HOP:
-            paths = self._paths_of(task, digits, group, pairs, group - digits.within(1, digits.block) - step_digits)
-            messages = (paths.ends[:, 0], paths.ends[:, 1], paths.num_bytes(class_bytes), paths.count)
+            paths = self._paths_of(
+                task, digits, group, pairs, group - digits.within(1, digits.block) - step_digits
+            )
+            messages = (
+                paths.ends[:, 0],
+                paths.ends[:, 1],
+                paths.num_bytes(class_bytes),
+                paths.count,
+            )
         return self._group_messages(*messages)
 
     def _paths_of(
-        self, task: Task, digits: Digits, group: frozenset[int], pairs: Pairs, classed: frozenset[int]
+        self,
+        task: Task,
+        digits: Digits,
+        group: frozenset[int],
+        pairs: Pairs,
+        classed: frozenset[int],
     ) -> HopPaths:
         """Return the messages of a hop, computed once for all meshes whose ranks have the same digits."""
         ranks = (digits.strides, digits.sizes, pairs.source, pairs.target)
-        key = (task.link, task.hop, digits.per_node, group, classed, *(each.tobytes() for each in ranks))
+        key = (
+            task.link,
+            task.hop,
+            digits.per_node,
+            group,
+            classed,
+            *(each.tobytes() for each in ranks),
+        )
         if key not in self._paths:
             self._paths[key] = hop_paths(task, digits, group, pairs, classed)
         return self._paths[key]
 
     def _link_digits(self, name: str, move: Move, digits: Digits) -> Digits:
         """Return the digits that distinguish the packets of a movement that an all-to-all treats differently."""
-        link, group, in_steps = ALL_TO_ALLS[name], digits.axes(move.group), move.source.step is not None
+        link, group, in_steps = (
+            ALL_TO_ALLS[name],
+            digits.axes(move.group),
+            move.source.step is not None,
+        )
         upper = group - digits.local
         nodes, per_node = digits.product(upper), digits.product(group & digits.local)
         if (name, nodes, per_node, in_steps) not in self._checked:
             check_regular(link, name, nodes, per_node, in_steps=in_steps)
             self._checked.add((name, nodes, per_node, in_steps))
         size = link.nodes_per_group(nodes)
-        return self._radix(move.source, [int(digits.strides[min(upper)]) * size]) if size > 1 else digits
+        return (
+            self._radix(move.source, [int(digits.strides[min(upper)]) * size])
+            if size > 1
+            else digits
+        )
 
     def _group_messages(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
@@ -192,14 +232,18 @@ class Even(AbstractVolumes):
         """Group messages into movements: one, or, if ranks of a node are distinguished, one per connected set."""
         block = self.topology.block
         source_places, target_places = source % block, target % block
-        posts = np.bincount(source_places, messages, block) + np.bincount(target_places, messages, block)
+        posts = np.bincount(source_places, messages, block) + np.bincount(
+            target_places, messages, block
+        )
         if self.num_actors == 1:
             load = self.topology.loads(source, target, num_bytes, messages)
             return [Movement((0,), load, np.array([posts.max()]))]
         movements = []
         for indices in connected(source_places, target_places, block):
             actors = np.unique([source_places[indices], target_places[indices]])
-            load = self.topology.loads(source[indices], target[indices], num_bytes[indices], messages[indices])
+            load = self.topology.loads(
+                source[indices], target[indices], num_bytes[indices], messages[indices]
+            )
             movements.append(Movement(tuple(actors.tolist()), load, posts[actors]))
         return movements
 
@@ -210,7 +254,9 @@ class Even(AbstractVolumes):
         equal = source_digits == target_digits
         step_digits = steps_of(digits, move.source)
         rows_per_piece = min(self.piece.of(move.source), self.piece.of(move.target))
-        pieces = np.full(len(source_digits), float(self._experts_per_place(move.source) * rows_per_piece))
+        pieces = np.full(
+            len(source_digits), float(self._experts_per_place(move.source) * rows_per_piece)
+        )
         for digit_set, free_before, free_after in (
             (before.origin, before.free_origin, after.free_origin),
             (before.expert, before.free_expert, after.free_expert),
@@ -221,7 +267,9 @@ class Even(AbstractVolumes):
                 elif digit not in free_before and digit not in free_after:
                     pieces *= equal[:, digit]
         if move.source.step is not None:
-            pieces *= pieces_of_step(digits, step_digits, move.source.step, before, after, source_digits, target_digits)
+            pieces *= pieces_of_step(
+                digits, step_digits, move.source.step, before, after, source_digits, target_digits
+            )
         if move.reduce:
             return pieces
         pieces *= ~equal[:, sorted(before.fixed)].all(axis=1)
@@ -285,16 +333,25 @@ class EvenLayers(AbstractEvenLayers):
         key = (grid, workload, chunks, redundant, apart)
         if key not in self._volumes:
             piece = piece_rows(workload, grid, chunks, redundant)
-            topology = self._topology(grid.world, grid.ranks_per_node, block=self._block_size(grid, apart))
-            self._volumes[key] = Even(grid, topology, workload, piece, self._paths, self._digits, apart=apart)
+            topology = self._topology(
+                grid.world, grid.ranks_per_node, block=self._block_size(grid, apart)
+            )
+            self._volumes[key] = Even(
+                grid, topology, workload, piece, self._paths, self._digits, apart=apart
+            )
         return self._volumes[key]
 
     def _block_size(self, grid: Grid, apart: bool) -> int:
         """Return the size of the block of ranks that stands for all: a node, or, if ranks are distinguished, the ranks
         behind the largest switch."""
         per_node = check_fit(self._cluster, grid.world, grid.ranks_per_node)
-        switch_ranks = [link.devices // self._cluster.devices_per_node * per_node for link in self._cluster.links]
-        fitting = [run for run in switch_ranks if per_node < run <= min(grid.world, MAX_RANKS_APART)]
+        switch_ranks = [
+            link.devices // self._cluster.devices_per_node * per_node
+            for link in self._cluster.links
+        ]
+        fitting = [
+            run for run in switch_ranks if per_node < run <= min(grid.world, MAX_RANKS_APART)
+        ]
         return max([per_node, *fitting]) if apart else per_node
 
 

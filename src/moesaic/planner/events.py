@@ -115,19 +115,27 @@ class _Links:
             self.on[link].discard(number)
             self.demand[link] = self.demand[link] - want.part if self.on[link] else 0.0
 
-    def neighbours(self, changed: set[int], flows: Mapping[int, _Flow]) -> tuple[set[int], set[int]]:
+    def neighbours(
+        self, changed: set[int], flows: Mapping[int, _Flow]
+    ) -> tuple[set[int], set[int]]:
         """Return the movements on the `changed` links, and those whose speeds depend on theirs.
 
         Speeds depend on each other through oversubscribed links. A movement without such a link runs at speed 1.
         """
         touched = {number for link in changed for number in self.on.get(link, ())}
-        links = [link for number in touched for link in flows[number].use if self.demand[link] > FULL]
+        links = [
+            link for number in touched for link in flows[number].use if self.demand[link] > FULL
+        ]
         seen = set(links)
         contending: set[int] = set()
         while links:
             for number in self.on[links.pop()] - contending:
                 contending.add(number)
-                more = [link for link in flows[number].use if link not in seen and self.demand[link] > FULL]
+                more = [
+                    link
+                    for link in flows[number].use
+                    if link not in seen and self.demand[link] > FULL
+                ]
                 seen.update(more)
                 links += more
         return touched, contending
@@ -164,7 +172,9 @@ class Events:
                     parts_started.setdefault(actor, []).append(number)
                 for actor in movement.waiting:
                     awaited[actor] = awaited.get(actor, 1) + 1
-        self._missing_starters = [[len(movement.starters) for movement in parts] for parts in movements]
+        self._missing_starters = [
+            [len(movement.starters) for movement in parts] for parts in movements
+        ]
         self._unmet = [list(graph.waits) for _ in range(self._actors)]
         self._heap: list[tuple[float, int, int, int]] = []
         self._flows: dict[int, _Flow] = {}
@@ -209,7 +219,9 @@ class Events:
             if len(edges) < 2 or edges[-1] <= 0:
                 continue
             middles = (edges[1:] + edges[:-1]) / 2
-            runs = (self.starts[:, actor] < middles[:, None]) & (middles[:, None] < self.ends[:, actor])
+            runs = (self.starts[:, actor] < middles[:, None]) & (
+                middles[:, None] < self.ends[:, actor]
+            )
             both = runs[:, first].any(axis=1) & runs[:, second].any(axis=1)
             shared[actor] = np.diff(edges)[both].sum() / edges[-1]
         return shared
@@ -294,7 +306,9 @@ class Events:
         new_speeds = dict.fromkeys(touched, 1.0)
         if contending:
             numbers = sorted(contending)
-            new_speeds |= dict(zip(numbers, speeds([self._flows[number].use for number in numbers])))
+            new_speeds |= dict(
+                zip(numbers, speeds([self._flows[number].use for number in numbers]))
+            )
         for number in sorted(new_speeds):
             flow = self._flows[number]
             if abs(flow.speed - new_speeds[number]) > 1e-12:
@@ -304,7 +318,10 @@ class Events:
 
     def _push(self, now: float, number: int, flow: _Flow) -> None:
         flow.version += 1
-        heapq.heappush(self._heap, (now + max(flow.left, 0.0) / max(flow.speed, 1e-12), _ARRIVED, number, flow.version))
+        heapq.heappush(
+            self._heap,
+            (now + max(flow.left, 0.0) / max(flow.speed, 1e-12), _ARRIVED, number, flow.version),
+        )
 
 
 FULL = 1.0 + 1e-9
@@ -394,14 +411,18 @@ def _level(wants: list[Use], spare: float) -> float:
     return float("inf")
 
 
-def _fill_up(uses: Sequence[Mapping[int, Use]], contested_links: list[list[int]], settled: list[float]) -> list[float]:
+def _fill_up(
+    uses: Sequence[Mapping[int, Use]], contested_links: list[list[int]], settled: list[float]
+) -> list[float]:
     """Distribute what is left on every oversubscribed link to the movements that can use it, slowest first."""
     spare: dict[int, float] = {}
     for number, links_used in enumerate(contested_links):
         for link in links_used:
             spare[link] = spare.get(link, 1.0) - settled[number] * uses[number][link].part
     for number in sorted(range(len(uses)), key=lambda number: (settled[number], number)):
-        room = min((spare[link] / uses[number][link].part for link in contested_links[number]), default=1.0)
+        room = min(
+            (spare[link] / uses[number][link].part for link in contested_links[number]), default=1.0
+        )
         more = min(1.0 - settled[number], room)
         if more > 0:
             settled[number] += more

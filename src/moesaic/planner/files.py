@@ -38,7 +38,9 @@ def read_planned(path: Path) -> tuple[dict[str, Any], Plan]:
             f"plan {path}: needs version = {VERSION} and a table [plan]: write it with moesaic show --write"
         )
     if version > VERSION:
-        raise InputError(f"plan {path}: has version {version}, this Moesaic reads up to {VERSION}: upgrade it")
+        raise InputError(
+            f"plan {path}: has version {version}, this Moesaic reads up to {VERSION}: upgrade it"
+        )
     plan = override(Plan(), table["plan"], source=str(path), prefix="plan.")
     mesh = table.get("mesh", {})
     if not isinstance(mesh, dict) or not set(mesh) <= set(MESH):
@@ -101,4 +103,6 @@ def _write(table: dict[str, Any], path: Path) -> None:
     try:
         write(path, text, typed=True)
     except OSError as error:
-        raise InputError(f"plan {path}: cannot be written ({error.strerror}): choose another path") from error
+        raise InputError(
+            f"plan {path}: cannot be written ({error.strerror}): choose another path"
+        ) from error

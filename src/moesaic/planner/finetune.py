@@ -31,7 +31,11 @@ from moesaic.shapes import ModelShape
 
 Method = Literal["qlora", "qlora-double", "lora"]
 """Whether frozen experts are in NF4, in NF4 with scales in 8 bits, or in 16 bits."""
-WEIGHT_BYTES: dict[Method, float] = {"qlora": 0.5 + 4 / 64, "qlora-double": 0.5 + (1 + 4 / 256) / 64, "lora": 2.0}
+WEIGHT_BYTES: dict[Method, float] = {
+    "qlora": 0.5 + 4 / 64,
+    "qlora-double": 0.5 + (1 + 4 / 256) / 64,
+    "lora": 2.0,
+}
 """Bytes of a frozen weight of experts: a code of 4 bits and its share of a float32 scale for each 64, or of one in 8 bits and
 of a float32 scale for each 256 of those; or 16 bits."""
 RESERVED = 1.0 * GIB
@@ -133,7 +137,10 @@ class FinetunePrediction:
     @property
     def fastest(self) -> str:
         """Name of the fastest split among those that fit, or of all if none fits."""
-        return max(self.splits, key=lambda name: (self.splits[name].fits, self.splits[name].tokens_per_second))
+        return max(
+            self.splits,
+            key=lambda name: (self.splits[name].fits, self.splits[name].tokens_per_second),
+        )
 
 
 def predict_finetune(
@@ -169,7 +176,15 @@ def predict_finetune(
         InputError: the model is none of the Hugging Face hub, or the sizes do not fit each other or the cluster.
     """
     _check(
-        shape, cluster, {"ranks": ranks, "tokens": tokens, "length": length, "rank": rank, "accumulation": accumulation}
+        shape,
+        cluster,
+        {
+            "ranks": ranks,
+            "tokens": tokens,
+            "length": length,
+            "rank": rank,
+            "accumulation": accumulation,
+        },
     )
     job = FinetuneJob(
         batch_size=ranks * tokens // length,
@@ -180,7 +195,9 @@ def predict_finetune(
         model=replace(shape, seq_len=length, checkpoint_activations=True),
         data=DataShape(vocab_size=shape.vocab),  # type: ignore[attr-defined]
     )
-    grid = Grid(world=ranks, ep=ranks, ranks_per_node=None if cluster is None else cluster.devices_per_node)
+    grid = Grid(
+        world=ranks, ep=ranks, ranks_per_node=None if cluster is None else cluster.devices_per_node
+    )
     machine = cluster or cluster_of(Machine(), grid)
     if memory_bytes is None and cluster is not None:
         memory_bytes = cluster.device.memory_gib * GIB
@@ -188,11 +205,17 @@ def predict_finetune(
     fits = None if memory_bytes is None else _fits(sum(parts.values()), memory_bytes)
     if cluster is None:
         return FinetunePrediction(parts=parts, fits=fits)
-    return _with_speed(FinetunePrediction(parts=parts, fits=fits), job, cluster, memory_bytes or 0.0, codecs)
+    return _with_speed(
+        FinetunePrediction(parts=parts, fits=fits), job, cluster, memory_bytes or 0.0, codecs
+    )
 
 
 def _with_speed(
-    found: FinetunePrediction, job: FinetuneJob, cluster: ClusterSpec, memory_bytes: float, codecs: tuple[Codec, ...]
+    found: FinetunePrediction,
+    job: FinetuneJob,
+    cluster: ClusterSpec,
+    memory_bytes: float,
+    codecs: tuple[Codec, ...],
 ) -> FinetunePrediction:
     """Return a prediction of memory with the speed on a cluster, and the other splits of the model."""
     ranks = cluster.world
@@ -220,19 +243,29 @@ def _check(shape: ModelShape, cluster: ClusterSpec | None, sizes: Mapping[str, i
     """Raise InputError if the sizes of a fine-tune do not fit each other."""
     ranks, tokens, length = sizes["ranks"], sizes["tokens"], sizes["length"]
     if not isinstance(shape, HubShape):
-        raise InputError("fine-tuning is planned for models of the Hugging Face hub: give the config.json of one")
+        raise InputError(
+            "fine-tuning is planned for models of the Hugging Face hub: give the config.json of one"
+        )
     for name, value in sizes.items():
         if value < 1:
             raise InputError(f"{name}={value}: must be at least 1")
     if tokens % length:
-        raise InputError(f"tokens={tokens} are not whole sequences of length={length}: choose a multiple")
+        raise InputError(
+            f"tokens={tokens} are not whole sequences of length={length}: choose a multiple"
+        )
     if shape.moe.num_experts % ranks:
-        raise InputError(f"{shape.moe.num_experts} experts do not split over {ranks} ranks: choose a divisor")
+        raise InputError(
+            f"{shape.moe.num_experts} experts do not split over {ranks} ranks: choose a divisor"
+        )
     if cluster is not None and cluster.world != ranks:
-        raise InputError(f"{cluster.name} has {cluster.world} devices, not {ranks}: choose another size")
+        raise InputError(
+            f"{cluster.name} has {cluster.world} devices, not {ranks}: choose another size"
+        )
 
 
-def spread_experts(job: FinetuneJob, cluster: ClusterSpec, codecs: tuple[Codec, ...] = ("none",)) -> PlannedStep:
+def spread_experts(
+    job: FinetuneJob, cluster: ClusterSpec, codecs: tuple[Codec, ...] = ("none",)
+) -> PlannedStep:
     """Return the fastest step of a fine-tune whose experts are spread over all devices of a cluster, of any memory.
 
     Raises:
@@ -240,7 +273,9 @@ def spread_experts(job: FinetuneJob, cluster: ClusterSpec, codecs: tuple[Codec, 
     """
     roomy = replace(cluster, device=replace(cluster.device, memory_gib=ENDLESS_GIB))
     space = replace(LOSSLESS, codecs=codecs, backward_codecs=codecs)
-    return search(job, roomy, Settings(space=space, pins=Pins(tp=1, ep=cluster.world), keep=1, give_up=1.5)).best
+    return search(
+        job, roomy, Settings(space=space, pins=Pins(tp=1, ep=cluster.world), keep=1, give_up=1.5)
+    ).best
 
 
 def layer_splits(job: FinetuneJob, cluster: ClusterSpec, memory_bytes: float) -> dict[str, Split]:
@@ -256,7 +291,10 @@ def layer_splits(job: FinetuneJob, cluster: ClusterSpec, memory_bytes: float) ->
         return {}
     sequences, splits = job.batch_size // ranks, {}
     tokens = sequences * job.model.seq_len
-    for name, count in (("layers, micro-batches", ranks * job.accumulation), ("layers, one rank at a time", 1)):
+    for name, count in (
+        ("layers, micro-batches", ranks * job.accumulation),
+        ("layers, one rank at a time", 1),
+    ):
         layout = OthersLayout(
             pp=ranks,
             micro_batch=sequences,
@@ -299,9 +337,13 @@ def _memory(cost_model: StepCostModel, job: FinetuneJob) -> dict[str, float]:
     model, grid, layer = cost_model.model, cost_model.grid, cost_model.model.layer
     attention, experts = _adapters(model, job.rank)
     adapters, is_sharded = attention + experts / grid.ep, grid.dp > 1
-    logits = (job.logits or layer.tokens) * model.vocab * LOGIT_BYTES + is_sharded * model.vocab * layer.dim * 2.0
+    logits = (
+        job.logits or layer.tokens
+    ) * model.vocab * LOGIT_BYTES + is_sharded * model.vocab * layer.dim * 2.0
     blocks = grid.ep * max(model.moe_layers, 1)
-    block = _block_bytes(cost_model, experts / blocks) + is_sharded * 4 * cost_model.block_parameters[0]
+    block = (
+        _block_bytes(cost_model, experts / blocks) + is_sharded * 4 * cost_model.block_parameters[0]
+    )
     if job.method == "qlora-double":
         block += model.expert_parameters / blocks * 4 / 64
     peaks = {"logits and loss": model.outputs * logits, "a block's activations": block}
@@ -321,10 +363,16 @@ def _block_bytes(cost_model: StepCostModel, adapters: float) -> float:
     """Return the bytes of a block's recomputed activations where its backward pass needs most."""
     model, layer = cost_model.model, cost_model.model.layer
     widths = COPY_VALUES + SENT_VALUES * (cost_model.grid.ep > 1)
-    copies = layer.copies * (2 * (widths * layer.dim + 2 * layer.matrices * layer.hidden) + COPY_BYTES)
+    copies = layer.copies * (
+        2 * (widths * layer.dim + 2 * layer.matrices * layer.hidden) + COPY_BYTES
+    )
     # Norms of queries and keys keep them in float32.
     attention = 2 * (model.attention_kept - layer.dim + model.attention_normed)
     shared = 2 * 2 * layer.matrices * model.shared_hidden
-    dense = 2 * 2 * layer.matrices * model.inner * layer.tokens * (model.moe_layers < model.num_layers)
+    dense = (
+        2 * 2 * layer.matrices * model.inner * layer.tokens * (model.moe_layers < model.num_layers)
+    )
     factors = FACTOR_BYTES[cost_model.grid.ep > 1] * adapters
-    return layer.tokens * (TOKEN_BYTES * layer.dim + attention + shared) + max(copies, dense) + factors
+    return (
+        layer.tokens * (TOKEN_BYTES * layer.dim + attention + shared) + max(copies, dense) + factors
+    )

@@ -54,7 +54,9 @@ class Fit:
         return f"{self.what}: the times do not lie on a line over size, r2 {self.r2:.2f}, at least {MIN_R2}"
 
 
-def fit(num_bytes: Sequence[float], seconds: Sequence[Sequence[float]], *, what: str = "fit") -> Fit:
+def fit(
+    num_bytes: Sequence[float], seconds: Sequence[Sequence[float]], *, what: str = "fit"
+) -> Fit:
     """Fit start-up cost and rate, both at least 0, to the medians of repeats. Each size has weight 1 / time.
 
     Args:
@@ -69,9 +71,14 @@ def fit(num_bytes: Sequence[float], seconds: Sequence[Sequence[float]], *, what:
 
     sizes = np.asarray(num_bytes, dtype=np.float64)
     if len(sizes) != len(seconds) or len(np.unique(sizes)) < 3:
-        raise InputError(f"{what}: {len(sizes)} sizes and {len(seconds)} sets of repeats: measure at least 3 sizes")
+        raise InputError(
+            f"{what}: {len(sizes)} sizes and {len(seconds)} sets of repeats: measure at least 3 sizes"
+        )
     times = [np.asarray(repeats, dtype=np.float64) for repeats in seconds]
-    if any(not len(repeats) or not np.isfinite(repeats).all() or (repeats <= 0).any() for repeats in times):
+    if any(
+        not len(repeats) or not np.isfinite(repeats).all() or (repeats <= 0).any()
+        for repeats in times
+    ):
         raise InputError(f"{what}: a time is missing, not finite or not above 0: measure again")
     medians = np.array([np.median(repeats) for repeats in times])
     quartiles = [np.percentile(repeats, [25, 75]) for repeats in times]

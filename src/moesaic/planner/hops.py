@@ -42,7 +42,9 @@ class HopPaths:
         return np.bincount(self.message[sent], of_pairs[sent], len(self.ends))
 
 
-def hop_paths(task: Task, digits: Digits, group: frozenset[int], pairs: Pairs, classed: frozenset[int]) -> HopPaths:
+def hop_paths(
+    task: Task, digits: Digits, group: frozenset[int], pairs: Pairs, classed: frozenset[int]
+) -> HopPaths:
     """Return the messages of a hop. Packets that take the same leg form one message.
 
     Args:
@@ -56,7 +58,9 @@ def hop_paths(task: Task, digits: Digits, group: frozenset[int], pairs: Pairs, c
     upper = sorted(classed)
 
     def leg_of(source: int, target: int) -> Leg | None:
-        path = link.path(places.switch_to_group_of(source), source, target) if source != target else ()
+        path = (
+            link.path(places.switch_to_group_of(source), source, target) if source != target else ()
+        )
         return next((leg for leg in path if leg.hop == task.hop), None)
 
     message_numbers: dict[tuple[int, int], int] = {}
@@ -67,16 +71,27 @@ def hop_paths(task: Task, digits: Digits, group: frozenset[int], pairs: Pairs, c
         if leg is None:
             continue
         distinct = _num_messages(digits, upper, source, target, leg, partial(leg_of, source))
-        messages = distinct / _num_sharers(digits, upper, source, target, leg, partial(leg_of, target=target))
-        index = message[pair] = message_numbers.setdefault((leg.source, leg.target), len(message_numbers))
+        messages = distinct / _num_sharers(
+            digits, upper, source, target, leg, partial(leg_of, target=target)
+        )
+        index = message[pair] = message_numbers.setdefault(
+            (leg.source, leg.target), len(message_numbers)
+        )
         if index == len(count):
             count.append(0.0)
         count[index] = max(count[index], messages)
-    return HopPaths(message, np.array(list(message_numbers), dtype=np.int64).reshape(-1, 2), np.array(count))
+    return HopPaths(
+        message, np.array(list(message_numbers), dtype=np.int64).reshape(-1, 2), np.array(count)
+    )
 
 
 def _num_messages(
-    digits: Digits, upper: list[int], source: int, target: int, leg: Leg, leg_to: Callable[[int], Leg | None]
+    digits: Digits,
+    upper: list[int],
+    source: int,
+    target: int,
+    leg: Leg,
+    leg_to: Callable[[int], Leg | None],
 ) -> int:
     """Return the number of messages for the targets of a class: the product over the digits that change the leg."""
     count = 1
@@ -91,7 +106,12 @@ def _num_messages(
 
 
 def _num_sharers(
-    digits: Digits, upper: list[int], source: int, target: int, leg: Leg, leg_from: Callable[[int], Leg | None]
+    digits: Digits,
+    upper: list[int],
+    source: int,
+    target: int,
+    leg: Leg,
+    leg_from: Callable[[int], Leg | None],
 ) -> int:
     """Return the number of nodes whose packets for a target share a leg."""
     offsets = [(0, 1)]
@@ -189,7 +209,9 @@ class _AnyPlaces(NodeMap):
         return _Node(_known(node, _Node).group, _known(other, _Node).place)
 
 
-def check_regular(link: AbstractAllToAll, name: str, nodes: int, per_node: int, *, in_steps: bool = False) -> None:
+def check_regular(
+    link: AbstractAllToAll, name: str, nodes: int, per_node: int, *, in_steps: bool = False
+) -> None:
     """Raise UnlikeError unless a packet's path depends only on which nodes, and groups of nodes, are equal.
 
     Args:
@@ -208,8 +230,12 @@ def check_regular(link: AbstractAllToAll, name: str, nodes: int, per_node: int, 
             for source_local, target_local in itertools.product(range(per_node), repeat=2):
                 source, target = _Rank(_Node(0, 0), source_local), _Rank(target_node, target_local)
                 if source != target:
-                    _check_legs(link, hops, nodes, link.path(places, cast(Any, source), cast(Any, target)))
-    except Exception as error:  # A link that is truly broken raises again where every rank is simulated apart.
+                    _check_legs(
+                        link, hops, nodes, link.path(places, cast(Any, source), cast(Any, target))
+                    )
+    except (
+        Exception
+    ) as error:  # A link that is truly broken raises again where every rank is simulated apart.
         raise _unlike_error(name) from error
     hops_read = [hops[read] for hop in hops for read in hop.reads if read != PACKED]
     if in_steps and (link.hops_by_node or any(hop.lane is Lane.INTER for hop in hops_read)):
@@ -222,7 +248,9 @@ def _target_nodes(nodes: int, size: int) -> list[_Node]:
     return [_Node(group, place) for group, place in itertools.product(group_choices, place_choices)]
 
 
-def _check_legs(link: AbstractAllToAll, hops: tuple[Hop, ...], nodes: int, path: tuple[Leg, ...]) -> None:
+def _check_legs(
+    link: AbstractAllToAll, hops: tuple[Hop, ...], nodes: int, path: tuple[Leg, ...]
+) -> None:
     for leg in path:
         _known(leg.source, _Rank)
         _known(leg.target, _Rank)
@@ -244,5 +272,6 @@ def _known(value: Any, kind: type[Any]) -> Any:
 
 def _unlike_error(name: str) -> UnlikeError:
     return UnlikeError(
-        f"{name} sends packets along paths that differ between nodes", "an all-to-all in which all nodes do the same"
+        f"{name} sends packets along paths that differ between nodes",
+        "an all-to-all in which all nodes do the same",
     )

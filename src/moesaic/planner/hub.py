@@ -71,7 +71,12 @@ UNREADABLE = {
 """Model families with layers that planning cannot predict and that no field tells of."""
 NESTED = ("ffn_config", "attn_config")
 """Fields whose tables hold sizes of the model, as in DBRX."""
-LOW_RANKS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512}
+LOW_RANKS = {
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "kv_lora_rank": 512,
+}
 QUERY_RANK = {"q_lora_rank": 1536}
 """Sizes of low-rank (latent) attention, with those of DeepSeek-V3 as examples for messages; queries may have whole rank."""
 LINEAR = {
@@ -181,7 +186,14 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
     Raises:
         InputError: if the model has no experts, lacks a size, or has layers that planning cannot predict.
     """
-    table = next((table[name] for name in ("text_config", "llm_config") if isinstance(table.get(name), dict)), table)
+    table = next(
+        (
+            table[name]
+            for name in ("text_config", "llm_config")
+            if isinstance(table.get(name), dict)
+        ),
+        table,
+    )
     table = {**IMPLIED.get(str(table.get("model_type")), {}), **table}
     for name in NESTED:
         if isinstance(table.get(name), dict):
@@ -212,7 +224,9 @@ def read_shape(table: Mapping[str, Any], source: str, *, seq_len: int) -> HubSha
             f"or {YOURSELF}"
         ) from error
     except OverflowError as error:
-        raise InputError(f"{source}: a size is larger than that of any model: correct it") from error
+        raise InputError(
+            f"{source}: a size is larger than that of any model: correct it"
+        ) from error
 
 
 def _refuse_unread(table: Mapping[str, Any], source: str) -> None:
@@ -272,7 +286,12 @@ def _sizes(table: Mapping[str, Any], source: str) -> dict[str, int]:
 def _is_size(table: Mapping[str, Any], name: str) -> bool:
     """Return whether a configuration has a field, other than as null, false or a list with an entry per layer."""
     value = table.get(name)
-    return value is not None and value is not False and value != [] and not (name in KINDS and isinstance(value, list))
+    return (
+        value is not None
+        and value is not False
+        and value != []
+        and not (name in KINDS and isinstance(value, list))
+    )
 
 
 def _kinds(table: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, list[Any]]:
@@ -288,11 +307,15 @@ def _kinds(table: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, list
                     f"{name} has {kind!r}, but planning reads only {', '.join(map(str, known))}: {YOURSELF}"
                 )
         if len(kinds[name]) < layers:
-            raise InputError(f"{name} has {len(kinds[name])} entries for {layers} layers: give one for each")
+            raise InputError(
+                f"{name} has {len(kinds[name])} entries for {layers} layers: give one for each"
+            )
     every = sizes.get("full_every") or sizes.get("window_every") or layers + 1
     other = "linear_attention" if sizes.get("full_every") else "sliding_attention"
     most = "indexed_attention" if table.get("index_topk") else "full_attention"
-    derived = [other if every <= layers and (layer + 1) % every else most for layer in range(layers)]
+    derived = [
+        other if every <= layers and (layer + 1) % every else most for layer in range(layers)
+    ]
     return {"layer_types": derived, **kinds}
 
 
@@ -313,11 +336,17 @@ def _dense_layers(
     last = sizes.get("last_sparse", -1)
     if isinstance(table.get("moe_layers"), list):
         dense = tuple(sorted({*blocks} - {*table["moe_layers"]}))
-    elif entries := kinds.get("moe_layer_freq") or kinds.get("mlp_layer_types") or kinds.get("is_moe_layer"):
+    elif (
+        entries := kinds.get("moe_layer_freq")
+        or kinds.get("mlp_layer_types")
+        or kinds.get("is_moe_layer")
+    ):
         dense = tuple(block for block in blocks if entries[block] in (0, "dense"))
     else:
         dense = tuple(
-            block for block in blocks if block in listed or block < first or (block + 1) % every or 0 <= last < block
+            block
+            for block in blocks
+            if block in listed or block < first or (block + 1) % every or 0 <= last < block
         )
     if len(dense) == len(blocks):
         raise InputError(
@@ -334,27 +363,49 @@ def _attention(
     up = up_kept = query = 0.0
     if table.get("kv_lora_rank") is not None:
         nope, rope, value, rank = _needed(table, "low-rank attention", LOW_RANKS)
-        query = _needed(table, "low-rank attention", QUERY_RANK)[0] if table.get("q_lora_rank") else 0
+        query = (
+            _needed(table, "low-rank attention", QUERY_RANK)[0] if table.get("q_lora_rank") else 0
+        )
         up = heads * (nope + rope) * query + rank * heads * (nope + value)
-        full = up + (dim * query or heads * (nope + rope) * dim) + dim * (rank + rope) + heads * value * dim
+        full = (
+            up
+            + (dim * query or heads * (nope + rope) * dim)
+            + dim * (rank + rope)
+            + heads * value * dim
+        )
         width = float(heads * (nope + rope + value))
         # Each of the two low ranks counts before and after its norm; queries and keys both have the parts nope and rope.
         up_kept = float(heads * (2 * (nope + rope) + value))
         kept = dim + 2 * query + 2 * rank + rope + up_kept + heads * value
         key_values = float(heads * (nope + rope + value))
         copied = 2 * up_kept
-        head_dim, normed, rotated, result = nope + rope, query + rank, (heads + 1) * rope, heads * value
+        head_dim, normed, rotated, result = (
+            nope + rope,
+            query + rank,
+            (heads + 1) * rope,
+            heads * value,
+        )
     else:
         head_dim, kv_heads = sizes.get("head_dim", dim // heads), sizes.get("kv_heads", heads)
-        gates, normed = 2 if table.get("attn_output_gate") else 1, 2 if table.get("use_qk_norm") else 1
+        gates, normed = (
+            2 if table.get("attn_output_gate") else 1,
+            2 if table.get("use_qk_norm") else 1,
+        )
         full = (1 + gates) * dim * heads * head_dim + 2 * dim * kv_heads * head_dim
         width = 2.0 * heads * head_dim
-        kept = dim + normed * (heads + kv_heads) * head_dim + kv_heads * head_dim + gates * heads * head_dim
+        kept = (
+            dim
+            + normed * (heads + kv_heads) * head_dim
+            + kv_heads * head_dim
+            + gates * heads * head_dim
+        )
         key_values = 2.0 * kv_heads * head_dim
         copied = 2.0 * normed * (heads + kv_heads) * head_dim
         rotated, result = (heads + kv_heads) * head_dim, heads * head_dim
         normed = (normed - 1) * rotated
-    parameters, widths = _by_kind(table, kinds, seq_len, full=full, width=width, dim=dim, query=query or dim)
+    parameters, widths = _by_kind(
+        table, kinds, seq_len, full=full, width=width, dim=dim, query=query or dim
+    )
     attention = {
         "attention_parameters": parameters / layers, "attention_kept": kept, "key_values": key_values,
         "attention_up_kept": up_kept, "attention_up": up, "attention_copied": copied, "head_dim": head_dim,
@@ -373,7 +424,10 @@ def _by_kind(
     sliding = layer_types.count("sliding_attention") + layer_types.count("chunked_attention")
     whole = len(layer_types) - linear - indexed - sliding
     window = int(table.get("sliding_window") or table.get("attention_chunk_size") or seq_len)
-    parameters, widths = (len(layer_types) - linear) * full, (whole + sliding * _visible(window, seq_len)) * width
+    parameters, widths = (
+        (len(layer_types) - linear) * full,
+        (whole + sliding * _visible(window, seq_len)) * width,
+    )
     if linear:  # the cost of its scores is negligible in comparison
         keys, key_dim, values, value_dim = _needed(table, "linear attention", LINEAR)
         parameters += linear * dim * (2 * keys * key_dim + 3 * values * value_dim + 2 * values)

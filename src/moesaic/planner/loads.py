@@ -19,7 +19,13 @@ from moesaic.planner.memory import Memory, of_calls
 from moesaic.planner.rates import costs_of
 from moesaic.planner.simulate import Simulator
 from moesaic.planner.timing import Simulated
-from moesaic.planner.workload import Workload, imbalance, largest_max_vio, skewed_counts, uniform_counts
+from moesaic.planner.workload import (
+    Workload,
+    imbalance,
+    largest_max_vio,
+    skewed_counts,
+    uniform_counts,
+)
 from moesaic.program.compile import Compiled
 from moesaic.program.grid import Grid
 from moesaic.program.replications import Replications
@@ -48,19 +54,31 @@ def simulate_counts(
         sizes_of(program, layer, runs.grid, counts, replicated=replicated, shapes=shapes)
         for program in (runs.forward, runs.backward)
     )
-    return simulator.passes(runs.forward, runs.backward, layer, runs.grid, sizes=(forward_sizes, backward_sizes))
+    return simulator.passes(
+        runs.forward, runs.backward, layer, runs.grid, sizes=(forward_sizes, backward_sizes)
+    )
 
 
 class MemoryOf(Protocol):
     """Returns the memory of a rank, as `step_memory` does for its model of the step."""
 
     def __call__(
-        self, forward: Program, backward: Program, grid: Grid, *, memory_budget: int | None, sizes: CallSizes
+        self,
+        forward: Program,
+        backward: Program,
+        grid: Grid,
+        *,
+        memory_budget: int | None,
+        sizes: CallSizes,
     ) -> Memory: ...
 
 
 def memory_under_counts(
-    memory_of: MemoryOf, simulator: Simulator, compiled: Compiled, layer: Workload, tables: Sequence[np.ndarray]
+    memory_of: MemoryOf,
+    simulator: Simulator,
+    compiled: Compiled,
+    layer: Workload,
+    tables: Sequence[np.ndarray],
 ) -> Memory:
     """Return the memory of a rank in a step whose layers have the counts of some tables, each like those of `simulate_counts`.
 
@@ -70,8 +88,12 @@ def memory_under_counts(
     for counts in tables:
         runs, replicated = decided(simulator, compiled, layer, counts)
         shapes = runs.shapes(layer.num_experts)
-        sizes = sizes_of(runs.forward, layer, runs.grid, counts, replicated=replicated, shapes=shapes)
-        calls.append(memory_of(runs.forward, runs.backward, runs.grid, memory_budget=budget, sizes=sizes))
+        sizes = sizes_of(
+            runs.forward, layer, runs.grid, counts, replicated=replicated, shapes=shapes
+        )
+        calls.append(
+            memory_of(runs.forward, runs.backward, runs.grid, memory_budget=budget, sizes=sizes)
+        )
     return of_calls(calls)
 
 
@@ -96,7 +118,9 @@ def on_replica(compiled: Compiled, cluster: ClusterSpec) -> Compiled:
     return replace(compiled, grid=replace(grid, world=min(unit, grid.world)))
 
 
-def simulate_even(simulator: Simulator, compiled: Compiled, layer: Workload) -> tuple[Simulated, Simulated]:
+def simulate_even(
+    simulator: Simulator, compiled: Compiled, layer: Workload
+) -> tuple[Simulated, Simulated]:
     """Simulate a plan under even routing; returns the forward and the backward pass.
 
     One rank stands for all ranks that do the same work. If the policy of the plan replicates anything, every rank is simulated
@@ -111,7 +135,9 @@ def simulate_even(simulator: Simulator, compiled: Compiled, layer: Workload) -> 
         InputError: as `simulate_counts`, and if the policy replicates anything on more than `MAX_RANKS_APART` ranks.
     """
     counts = uniform_counts(compiled.grid.dp, layer) if compiled.replicates else None
-    runs, replicated = (compiled, None) if counts is None else decided(simulator, compiled, layer, counts)
+    runs, replicated = (
+        (compiled, None) if counts is None else decided(simulator, compiled, layer, counts)
+    )
     if replicated is None or counts is None:
         return simulator.passes(runs.forward, runs.backward, layer, runs.grid)
     if compiled.grid.world > MAX_RANKS_APART:
@@ -132,7 +158,9 @@ def decided(
     """
     if not compiled.replicates:
         return compiled, None
-    policy = replication_policy(compiled.plan.replication, costs_of(simulator.cluster, compiled.grid, layer))
+    policy = replication_policy(
+        compiled.plan.replication, costs_of(simulator.cluster, compiled.grid, layer)
+    )
     programs = programs_of(compiled, policy)
     chooser = policy.start({name: each.plan for name, each in programs.items()})
     grid, copies = compiled.grid, copies_by_rank(compiled.forward, compiled.grid, counts)
@@ -168,7 +196,9 @@ def fit_counts(counts: np.ndarray, groups: int, layer: Workload) -> np.ndarray:
     empty = merged.sum(axis=1) == 0
     merged[empty] = counts.sum(axis=0)
     total = round(layer.copies)
-    cumulated = np.rint(merged.cumsum(axis=1) * (total / merged.sum(axis=1, keepdims=True))).astype(np.int64)
+    cumulated = np.rint(merged.cumsum(axis=1) * (total / merged.sum(axis=1, keepdims=True))).astype(
+        np.int64
+    )
     return np.diff(cumulated, axis=1, prepend=0)
 
 

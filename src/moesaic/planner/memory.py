@@ -71,7 +71,9 @@ def what_is_missing(memory: Memory, cluster: ClusterSpec) -> str:
         return ""
     device = cluster.device.memory_gib
     if memory.total <= device * GIB:
-        return f", which leaves less than {FRAGMENTED - 1:.0%} of a device of {device:g} for fragments"
+        return (
+            f", which leaves less than {FRAGMENTED - 1:.0%} of a device of {device:g} for fragments"
+        )
     return f", which a device of {device:g} does not have"
 
 
@@ -87,8 +89,12 @@ def layer_memory(
         memory_budget: most bytes that the layer may hold; None for no limit. Both results shrink by the same factor to
             fit it.
     """
-    forward_bytes, backward_bytes = (_slot_bytes(program, volumes) for program in (forward, backward))
-    kept = [name for name in dict.fromkeys(backward.inputs) if name in forward_bytes]  # in order: sums are of floats
+    forward_bytes, backward_bytes = (
+        _slot_bytes(program, volumes) for program in (forward, backward)
+    )
+    kept = [
+        name for name in dict.fromkeys(backward.inputs) if name in forward_bytes
+    ]  # in order: sums are of floats
     saved = sum(forward_bytes[name] for name in kept) + _hidden(forward, volumes)
     buffers = 0.0
     for program, slot_bytes in ((forward, forward_bytes), (backward, backward_bytes)):
@@ -105,7 +111,9 @@ def _hidden(program: Program, volumes: AbstractVolumes) -> float:
     total = 0.0
     for task in program.tasks:
         if task.op is Op.EXPERT:
-            weights = next(slots[name] for name in task.reads if slots[name].layout.flow == "weights")
+            weights = next(
+                slots[name] for name in task.reads if slots[name].layout.flow == "weights"
+            )
             rows = float(volumes.rows(slots[task.reads[0]].layout).max())
             units = volumes.layer.hidden * volumes.shards(weights.layout)
             total += rows * units * (volumes.layer.matrices - 1) * volumes.layer.element_bytes
@@ -117,14 +125,24 @@ def _slot_bytes(program: Program, volumes: AbstractVolumes) -> dict[str, float]:
     elsewhere."""
     slots = {slot.name: slot for slot in program.slots}
     packet_contents = {
-        name: (slots[task.of[0]], task.codec) for task in program.tasks if task.of for name in task.writes
+        name: (slots[task.of[0]], task.codec)
+        for task in program.tasks
+        if task.of
+        for name in task.writes
     }
-    stored = {slot.name for slot in program.slots if slot.kind is Kind.WEIGHT} & {*program.inputs, *program.outputs}
+    stored = {slot.name for slot in program.slots if slot.kind is Kind.WEIGHT} & {
+        *program.inputs,
+        *program.outputs,
+    }
     slot_bytes = {}
     for slot in program.slots:
-        source, codec = packet_contents.get(slot.name, (slot, "")) if slot.kind is Kind.PACKETS else (slot, "")
+        source, codec = (
+            packet_contents.get(slot.name, (slot, "")) if slot.kind is Kind.PACKETS else (slot, "")
+        )
         rows = float(volumes.rows(slot.layout).max())
-        slot_bytes[slot.name] = 0.0 if slot.name in stored else row_bytes(source, codec, rows, volumes.layer)
+        slot_bytes[slot.name] = (
+            0.0 if slot.name in stored else row_bytes(source, codec, rows, volumes.layer)
+        )
     return slot_bytes
 
 
@@ -138,12 +156,20 @@ def peak_bytes(program: Program, size: Mapping[str, float], stay: Iterable[str])
         size: bytes of every slot, by name.
         stay: slots that live to the end.
     """
-    last_use = {name: number for number, task in enumerate(program.tasks) for name in (*task.writes, *task.reads)}
+    last_use = {
+        name: number
+        for number, task in enumerate(program.tasks)
+        for name in (*task.writes, *task.reads)
+    }
     last_use.update(dict.fromkeys(stay, len(program.tasks)))
     alive = sum(size[name] for name in program.inputs)
     peak = alive
     for number, task in enumerate(program.tasks):
         alive += sum(size[name] for name in task.writes)
         peak = max(peak, alive)
-        alive -= sum(size[name] for name in dict.fromkeys((*task.reads, *task.writes)) if last_use[name] == number)
+        alive -= sum(
+            size[name]
+            for name in dict.fromkeys((*task.reads, *task.writes))
+            if last_use[name] == number
+        )
     return peak

@@ -44,7 +44,9 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.model.is_dense:
-            raise InputError('model.ffn="dense": a model without MoE layers has no plan to choose: set model.ffn="moe"')
+            raise InputError(
+                'model.ffn="dense": a model without MoE layers has no plan to choose: set model.ffn="moe"'
+            )
         for where, value in (
             ("batch_size", self.batch_size), ("accumulation", self.accumulation), ("data.vocab_size", self.data.vocab_size),
         ):  # fmt: skip
@@ -65,7 +67,13 @@ class Job:
         names: dict[str, Dtype] = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
         rates = cluster.device.tflops
         if self.precision == "auto":
-            return "bf16" if rates.bf16 and rates.bf16 >= 1.5 * rates.fp32 else "fp32" if rates.fp32 else "bf16"
+            return (
+                "bf16"
+                if rates.bf16 and rates.bf16 >= 1.5 * rates.fp32
+                else "fp32"
+                if rates.fp32
+                else "bf16"
+            )
         dtype = names[self.precision]
         rates.of(dtype)
         return dtype
@@ -78,7 +86,9 @@ class Job:
         """
         model, moe = self.model, self.model.moe
         if self.batch_size % dp:
-            raise InputError(f"batch_size={self.batch_size} does not split over {dp} data-parallel groups")
+            raise InputError(
+                f"batch_size={self.batch_size} does not split over {dp} data-parallel groups"
+            )
         layer = Workload(
             tokens=self.batch_size // dp * model.seq_len,
             num_experts=moe.num_experts,
@@ -112,7 +122,10 @@ class Job:
         """
         step = replace(self.step_model(cluster, 1), embeddings=1 if self.model.tied else 2)
         layer = step.layer
-        around = step.dense_parameters + step.moe_layers * layer.matrices * layer.dim * step.shared_hidden
+        around = (
+            step.dense_parameters
+            + step.moe_layers * layer.matrices * layer.dim * step.shared_hidden
+        )
         experts = step.expert_parameters
         return around + experts, around + experts * layer.top_k / layer.num_experts
 
@@ -130,7 +143,9 @@ def job_of(table: dict[str, Any], source: str) -> Job:
     return override(Job(), _planning_fields(Job(), table, source), source=source)
 
 
-def _planning_fields(shape: Any, table: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
+def _planning_fields(
+    shape: Any, table: dict[str, Any], source: str, prefix: str = ""
+) -> dict[str, Any]:
     """Return the fields of a table that planning reads, including nested ones; raises InputError for misspelt ones."""
     names = [each.name for each in fields(shape)]
     read = {}

@@ -117,7 +117,12 @@ def row_bytes(slot: Slot, codec: str, rows: float, layer: Workload) -> float:
     if slot.kind is Kind.INDEX:
         return rows * INDEX_BYTES
     if slot.kind is Kind.WEIGHT:
-        return rows * layer.weight_bytes * layer.dim * (layer.matrices if slot.layout.flow == "weights" else 1)
+        return (
+            rows
+            * layer.weight_bytes
+            * layer.dim
+            * (layer.matrices if slot.layout.flow == "weights" else 1)
+        )
     return coded_bytes(codec, rows, layer.dim, layer.element_bytes)
 
 
@@ -137,7 +142,9 @@ def coded_bytes(codec: str, rows: float, dim: int, element_bytes: int) -> float:
     if not is_coded(codec):
         return rows * dim * element_bytes
     if element_bytes not in DTYPES:
-        raise InputError(f"codec {codec} does not support elements of {element_bytes} bytes: use codec none for them")
+        raise InputError(
+            f"codec {codec} does not support elements of {element_bytes} bytes: use codec none for them"
+        )
     return spec.num_bytes(rows, dim, DTYPES[element_bytes])
 
 
@@ -148,7 +155,9 @@ def movements_of(program: Program, volumes: AbstractVolumes) -> list[list[Moveme
         slots = {slot.name: slot for slot in program.slots}
         codec_of = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
         movements = [
-            volumes.movements(task, slots, codec_of.get(task.of, task.codec)) if task.op in (Op.MOVE, Op.HOP) else []
+            volumes.movements(task, slots, codec_of.get(task.of, task.codec))
+            if task.op in (Op.MOVE, Op.HOP)
+            else []
             for task in program.tasks
         ]
         known[id(program)] = program, movements
@@ -165,7 +174,10 @@ def connected(source: np.ndarray, target: np.ndarray, num_actors: int) -> list[n
     """
     if not len(source):
         return []
-    smallest, before = np.arange(num_actors), np.arange(0)  # of the actors known to be connected with each
+    smallest, before = (
+        np.arange(num_actors),
+        np.arange(0),
+    )  # of the actors known to be connected with each
     while not np.array_equal(smallest, before):
         before = smallest.copy()
         np.minimum.at(smallest, source, before[target])
@@ -230,30 +242,44 @@ class Counted(AbstractVolumes):
         if not len(source):
             return []
         amounts, inverse = np.unique(moved.rows, return_inverse=True)
-        num_bytes = np.array([row_bytes(slot, codec, row_count, self.layer) for row_count in amounts.tolist()])[inverse]
+        num_bytes = np.array(
+            [row_bytes(slot, codec, row_count, self.layer) for row_count in amounts.tolist()]
+        )[inverse]
         if self.topology.spec.host.messages == "eager" and self.num_actors <= RANKS_APART:
             return self._messages(source, target, num_bytes)
         ones = np.ones(len(source))
-        posts = np.bincount(source, minlength=self.num_actors) + np.bincount(target, minlength=self.num_actors)
+        posts = np.bincount(source, minlength=self.num_actors) + np.bincount(
+            target, minlength=self.num_actors
+        )
         movements = []
         for indices in connected(source, target, self.num_actors):
             actors = np.unique([source[indices], target[indices]])
-            load = self.topology.loads(source[indices], target[indices], num_bytes[indices], ones[indices])
-            movements.append(Movement(tuple(actors.tolist()), load, posts[actors].astype(np.float64)))
+            load = self.topology.loads(
+                source[indices], target[indices], num_bytes[indices], ones[indices]
+            )
+            movements.append(
+                Movement(tuple(actors.tolist()), load, posts[actors].astype(np.float64))
+            )
         return movements
 
-    def _messages(self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray) -> list[Movement]:
+    def _messages(
+        self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray
+    ) -> list[Movement]:
         """Return one movement per pair of ranks. All rows of a task from one rank to another form one message."""
         bytes_between: dict[tuple[int, int], float] = {}
         for pair, size in zip(zip(source.tolist(), target.tolist()), num_bytes.tolist()):
             bytes_between[pair] = bytes_between.get(pair, 0.0) + size
         movements = []
         for (sender, receiver), size in bytes_between.items():
-            load = self.topology.loads(np.array([sender]), np.array([receiver]), np.array([size]), np.ones(1))
+            load = self.topology.loads(
+                np.array([sender]), np.array([receiver]), np.array([size]), np.ones(1)
+            )
             arrives = self.topology.arrives[load.links]
             path_order = np.concatenate([np.flatnonzero(~arrives), np.flatnonzero(arrives)])
             load = replace(load, links=load.links[path_order], seconds=load.seconds[path_order])
-            movements.append(Movement((min(sender, receiver), max(sender, receiver)), load, np.ones(2), sender))
+            movements.append(
+                Movement((min(sender, receiver), max(sender, receiver)), load, np.ones(2), sender)
+            )
         return movements
 
     def _paths(self, task: Task) -> np.ndarray:

@@ -131,7 +131,9 @@ class OthersLayout:
                     raise InputError(f"layout: {name}={word!r}: choose from {', '.join(known)}")
         for field in fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name in ("global_batch", "local_batch", "virtual_layers", "mtp") else 1
+            least = (
+                0 if field.name in ("global_batch", "local_batch", "virtual_layers", "mtp") else 1
+            )
             if field.type == "int" and value < least:
                 raise InputError(f"layout: {field.name}={value}: must be at least {least}")
         if self.schedule != "1f1b" and self.virtual_pp not in (1, 2):
@@ -142,7 +144,11 @@ class OthersLayout:
 
 
 def predict(
-    job: Job, cluster: ClusterSpec, layout: OthersLayout, *, launches: tuple[float, float] = LAUNCHES
+    job: Job,
+    cluster: ClusterSpec,
+    layout: OthersLayout,
+    *,
+    launches: tuple[float, float] = LAUNCHES,
 ) -> PlannedStep:
     """Return the predicted step under a layout of another system, with our most similar plan.
 
@@ -162,13 +168,19 @@ def predict(
     count = _micro_batches(job, cluster, layout)
     stage = cluster.world // layout.pp
     grid = Grid(
-        world=stage, tp=layout.tp, ep=layout.ep, etp=layout.etp, ranks_per_node=min(cluster.devices_per_node, stage)
+        world=stage,
+        tp=layout.tp,
+        ep=layout.ep,
+        etp=layout.etp,
+        ranks_per_node=min(cluster.devices_per_node, stage),
     )
     groups = stage // (layout.tp * layout.cp)
     whole = replace(job, batch_size=groups * layout.micro_batch).step_model(cluster, groups)
     whole = replace(whole, launches=launches)
     simulator = Simulator(cluster)
-    ranks = [StepCostModel(each, grid, simulator) for each in rank_models(job, whole, layout, count)]
+    ranks = [
+        StepCostModel(each, grid, simulator) for each in rank_models(job, whole, layout, count)
+    ]
     layer = ranks[0].model.layer
     passes = layer_passes(cluster, grid, layer, deepep=layout.by_deepep)
     busy = [rank.busy_seconds(*passes) for rank in ranks]
@@ -190,7 +202,9 @@ def predict(
 def _compiled(all_to_all: AllToAll, grid: Grid) -> Compiled:
     """Return our plan without chunks that is most similar to a system's layers."""
     multicast = Plan(all_to_all=all_to_all).crossing is Crossing.DEEPEP
-    return compile_plan(Plan(all_to_all="multicast" if multicast else all_to_all, order="fifo"), grid)
+    return compile_plan(
+        Plan(all_to_all="multicast" if multicast else all_to_all, order="fifo"), grid
+    )
 
 
 def _micro_batches(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> int:
@@ -208,7 +222,11 @@ def _micro_batches(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> int:
             f"a global batch of {batch} does not split over {groups} data-parallel groups of micro-batches of "
             f"{layout.micro_batch}: choose a multiple of {groups * layout.micro_batch}"
         )
-    if model.num_layers < layout.pp or model.moe.num_experts % layout.ep or model.moe.hidden % layout.etp:
+    if (
+        model.num_layers < layout.pp
+        or model.moe.num_experts % layout.ep
+        or model.moe.hidden % layout.etp
+    ):
         raise InputError(
             f"pp {layout.pp}, ep {layout.ep} and etp {layout.etp} do not split the model's layers and experts"
         )
@@ -248,7 +266,9 @@ def rank_models(job: Job, whole: StepModel, layout: OthersLayout, count: int) ->
     """
     blocks = whole.num_layers + layout.mtp
     runs, pp = _runs(layout, blocks), layout.pp
-    sparse = np.array([job.model.is_sparse(block) for block in range(whole.num_layers)] + [True] * layout.mtp)
+    sparse = np.array(
+        [job.model.is_sparse(block) for block in range(whole.num_layers)] + [True] * layout.mtp
+    )
     parts, models = np.array_split(sparse, pp * runs), []
     for rank in range(pp):
         folded = layout.schedule in ("zb-v", "dualpipev")
@@ -309,7 +329,9 @@ def _step_model(whole: StepModel, layout: OthersLayout, blocks: int, count: int)
     )
 
 
-def longer_by_narrow_rate(job: Job, cluster: ClusterSpec, layout: OthersLayout) -> tuple[float, float]:
+def longer_by_narrow_rate(
+    job: Job, cluster: ClusterSpec, layout: OthersLayout
+) -> tuple[float, float]:
     """Return the range of factors by which a step may take longer because the rate of narrow products is uncertain.
 
     The range is (1, 1) if products are not narrow, or if their rate was measured in training (`Device.narrow_between`).
@@ -353,7 +375,12 @@ Tried = tuple[OthersLayout, PlannedStep]
 
 
 def best_layout(
-    job: Job, cluster: ClusterSpec, offers: Offers, *, stages: int | None = None, reserve_gib: float = 1.0
+    job: Job,
+    cluster: ClusterSpec,
+    offers: Offers,
+    *,
+    stages: int | None = None,
+    reserve_gib: float = 1.0,
 ) -> Tried | None:
     """Return the layout with the shortest predicted step, and that step; None if no layout fits the memory.
 
@@ -375,7 +402,10 @@ def best_layout(
 
     starts: dict[int, Tried] = {}
     for layout in _starts(job, cluster, offers, stages):
-        found = next(filter(None, (tried(replace(layout, recompute=parts)) for parts in ((), ("block",)))), None)
+        found = next(
+            filter(None, (tried(replace(layout, recompute=parts)) for parts in ((), ("block",)))),
+            None,
+        )
         if found and (layout.pp not in starts or found[1].seconds < starts[layout.pp][1].seconds):
             starts[layout.pp] = found
     climbed = []
@@ -390,14 +420,22 @@ def best_layout(
     return min(climbed, key=lambda each: each[1].seconds, default=None)
 
 
-def _starts(job: Job, cluster: ClusterSpec, offers: Offers, stages: int | None) -> Iterator[OthersLayout]:
+def _starts(
+    job: Job, cluster: ClusterSpec, offers: Offers, stages: int | None
+) -> Iterator[OthersLayout]:
     """Yield layouts under the plainest choices, whose sizes are powers of two."""
     seq_len, world, sequences = job.model.seq_len, cluster.world, job.batch_size * job.accumulation
     counts = (1, 2, 4, 8, 16) if stages is None else (stages,)
-    parts = [part for part in (1, 2, 4, 8) if part == 1 or (seq_len >= LONG and 4 * seq_len // part >= LONG)]
+    parts = [
+        part
+        for part in (1, 2, 4, 8)
+        if part == 1 or (seq_len >= LONG and 4 * seq_len // part >= LONG)
+    ]
     for pp, cp, tp in itertools.product(counts, parts, (1, 2, 4, 8)):
         # PyTorch's pipelines keep parameters whole between micro-batches.
-        sharded: Sharded = "gradients" if pp > 1 and offers.sharded == "parameters" else offers.sharded
+        sharded: Sharded = (
+            "gradients" if pp > 1 and offers.sharded == "parameters" else offers.sharded
+        )
         if world % (pp * cp * tp) or job.model.num_heads % tp or tp > cluster.devices_per_node:
             continue
         for ep in (2**power for power in range((world // pp).bit_length())):
@@ -426,6 +464,8 @@ def _neighbours(layout: OthersLayout, offers: Offers) -> Iterator[OthersLayout]:
         ]
     for change in changes:
         changed = replace(layout, **change)
-        hides = changed.overlapped and ("block" in changed.recompute or (changed.pp > 1 and changed.virtual_pp == 1))
+        hides = changed.overlapped and (
+            "block" in changed.recompute or (changed.pp > 1 and changed.virtual_pp == 1)
+        )
         if changed != layout and not hides:
             yield changed

@@ -41,7 +41,11 @@ CPU = Device(
     gemm_share=(0.1, 0.5, 0.85, 1.0),
 )
 """Assumed device: one process with one thread on a server core."""
-GPU = Device(tflops=Tflops(fp64=10.0, fp32=40.0, bf16=200.0), memory_gib=80.0, memory_gigabytes_per_second=1500.0)
+GPU = Device(
+    tflops=Tflops(fp64=10.0, fp32=40.0, bf16=200.0),
+    memory_gib=80.0,
+    memory_gigabytes_per_second=1500.0,
+)
 """Assumed GPU."""
 ENDLESS_GIB = 1e6
 """Memory of an assumed device: unlimited, since the model runs already."""
@@ -77,13 +81,7 @@ class Predictor:
 
     @classmethod
     def of(
-        cls,
-        config: dict[str, Any],
-        grid: Grid,
-        first: Plan,
-        *,
-        cluster: str,
-        plans: int,
+        cls, config: dict[str, Any], grid: Grid, first: Plan, *, cluster: str, plans: int
     ) -> Predictor:
         """Search the candidates for a run.
 
@@ -100,9 +98,17 @@ class Predictor:
         simulator = simulator_of(cluster, grid.world, grid.ranks_per_node or grid.world)
         described = simulator.cluster
         job = job_of(config, "planner")
-        codecs = tuple(dict.fromkeys((first.codec, "none"))), tuple(dict.fromkeys((first.backward_codec, "none")))
+        codecs = (
+            tuple(dict.fromkeys((first.codec, "none"))),
+            tuple(dict.fromkeys((first.backward_codec, "none"))),
+        )
         space = replace(LOSSLESS, codecs=codecs[0], backward_codecs=codecs[1])
-        result = search(job, described, Settings(space=space, pins=_pins(grid), keep=plans + 1), simulator=simulator)
+        result = search(
+            job,
+            described,
+            Settings(space=space, pins=_pins(grid), keep=plans + 1),
+            simulator=simulator,
+        )
         others = [each.plan for each in result.ranking if each.plan != first]
         return cls(job, described, grid, [first, *others[:plans]], simulator=simulator)
 
@@ -145,13 +151,21 @@ def assumed_plans(job: Job, grid: Grid, first: Plan, *, plans: int, on_cpu: bool
     space = replace(LOSSLESS, gather_weights=shards, orders=LOSSLESS.orders[:1])
     settings = Settings(space=space, pins=_pins(grid), keep=plans + 1)
     clusters = [assumed_cluster(grid, gbps, on_cpu=on_cpu) for gbps in GBPS[on_cpu]]
-    rankings = [[each.plan for each in search(job, cluster, settings).ranking] for cluster in clusters]
+    rankings = [
+        [each.plan for each in search(job, cluster, settings).ranking] for cluster in clusters
+    ]
     found: dict[Plan, ClusterSpec] = {}
     for place in zip_longest(*rankings):
         for plan, cluster in zip(place, clusters):
             if plan is not None and plan != first:
                 found.setdefault(plan, cluster)
-    return [first, *(_in_best_order(plan, job, grid, cluster) for plan, cluster in list(found.items())[:plans])]
+    return [
+        first,
+        *(
+            _in_best_order(plan, job, grid, cluster)
+            for plan, cluster in list(found.items())[:plans]
+        ),
+    ]
 
 
 def _in_best_order(plan: Plan, job: Job, grid: Grid, cluster: ClusterSpec) -> Plan:
@@ -167,7 +181,9 @@ def _in_best_order(plan: Plan, job: Job, grid: Grid, cluster: ClusterSpec) -> Pl
     return min((replace(plan, order=order) for order in LOSSLESS.orders), key=seconds)
 
 
-def find_layout(config: dict[str, Any], world: int, per_node: int, *, cluster: str, on_cpu: bool) -> PlannedStep:
+def find_layout(
+    config: dict[str, Any], world: int, per_node: int, *, cluster: str, on_cpu: bool
+) -> PlannedStep:
     """Search the mesh and the plan of a run for a number of ranks; the result is the same on every machine.
 
     Args:
@@ -185,7 +201,9 @@ def find_layout(config: dict[str, Any], world: int, per_node: int, *, cluster: s
     else:
         grid = Grid(world=world, tp=1, ep=1, etp=1, ranks_per_node=per_node)
         simulator = Simulator(assumed_cluster(grid, GBPS[on_cpu][1], on_cpu=on_cpu))
-    return search(job_of(config, "planner"), simulator.cluster, Settings(keep=1), simulator=simulator).best
+    return search(
+        job_of(config, "planner"), simulator.cluster, Settings(keep=1), simulator=simulator
+    ).best
 
 
 def _pins(grid: Grid) -> Pins:
@@ -202,7 +220,14 @@ def assumed_cluster(grid: Grid, gbps: float, *, on_cpu: bool) -> ClusterSpec:
     """
     per_node = grid.ranks_per_node or grid.world
     nodes = grid.world // per_node
-    links = [Link(name="inside", devices=1, carries="inside", gbps=(gbps if nodes == 1 else INSIDE * gbps,))]
+    links = [
+        Link(
+            name="inside",
+            devices=1,
+            carries="inside",
+            gbps=(gbps if nodes == 1 else INSIDE * gbps,),
+        )
+    ]
     if nodes > 1:
         links.append(Link(name="outside", devices=per_node, carries="outside", gbps=(gbps,)))
     return ClusterSpec(
@@ -210,13 +235,22 @@ def assumed_cluster(grid: Grid, gbps: float, *, on_cpu: bool) -> ClusterSpec:
         devices_per_node=per_node,
         device=replace(CPU if on_cpu else GPU, memory_gib=ENDLESS_GIB),
         links=tuple(links),
-        host=Host(runs_compute=True, task_us=30.0, message_us=60.0) if on_cpu else Host(task_us=10.0, message_us=5.0),
+        host=Host(runs_compute=True, task_us=30.0, message_us=60.0)
+        if on_cpu
+        else Host(task_us=10.0, message_us=5.0),
         name=f"assumed, {gbps:g} gbit/s",
     )
 
 
 def layer_job(
-    grid: Grid, *, tokens: int, top_k: int, dim: int, hidden: int, num_experts: int, element_bytes: int
+    grid: Grid,
+    *,
+    tokens: int,
+    top_k: int,
+    dim: int,
+    hidden: int,
+    num_experts: int,
+    element_bytes: int,
 ) -> Job:
     """Return the job of one MoE layer alone; the other parts of the job's step take the same time under every plan.
 
@@ -228,7 +262,13 @@ def layer_job(
     """
     unit = 2 * grid.tp
     shape = MoEShape(num_experts=num_experts, top_k=top_k, hidden=hidden)
-    model = ModelShape(dim=-(-dim // unit) * unit, num_layers=1, num_heads=grid.tp, seq_len=max(tokens, 1), moe=shape)
+    model = ModelShape(
+        dim=-(-dim // unit) * unit,
+        num_layers=1,
+        num_heads=grid.tp,
+        seq_len=max(tokens, 1),
+        moe=shape,
+    )
     precision = {2: "bfloat16", 4: "float32", 8: "float64"}[element_bytes]
     return Job(batch_size=grid.dp, precision=precision, model=model)  # type: ignore[arg-type]
 
@@ -242,7 +282,11 @@ def hot_counts(load: float, groups: int, layer: Workload) -> np.ndarray:
         layer: the workload, which has the number of copies that a group sends.
     """
     copies, experts = round(layer.copies), layer.num_experts
-    hot = min(max(round(load / groups), -(-copies // experts)), max(layer.tokens, -(-copies // experts)), copies)
+    hot = min(
+        max(round(load / groups), -(-copies // experts)),
+        max(layer.tokens, -(-copies // experts)),
+        copies,
+    )
     counts = np.zeros(experts, dtype=np.int64)
     counts[0] = hot
     if experts > 1:

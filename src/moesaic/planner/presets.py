@@ -18,9 +18,13 @@ from moesaic.shapes import BlockConfig, ModelShape, MoEShape
 
 GPT2 = BlockConfig(norm="layer", positions="learned", bias=True)
 """GPT-2's block, without its dropout of 0.1, which training on large corpora does not need."""
-BERT = BlockConfig(kind="encoder", norm="post_layer", norm_eps=1e-12, positions="learned", bias=True)
+BERT = BlockConfig(
+    kind="encoder", norm="post_layer", norm_eps=1e-12, positions="learned", bias=True
+)
 """BERT's block; the model has neither segments nor a pooler, and no layer in front of the output matrix."""
-TRANSFORMER = BlockConfig(kind="encoder_decoder", norm="post_layer", positions="learned", tied=False)
+TRANSFORMER = BlockConfig(
+    kind="encoder_decoder", norm="post_layer", positions="learned", tied=False
+)
 """The first Transformer's block; positions are learned as in its ablation."""
 GPT2_VOCAB, BERT_VOCAB = 50_257, 30_522
 
@@ -36,14 +40,18 @@ def _job(
     return Job(batch_size=batch_size, model=shape, data=DataShape(vocab_size=vocab))
 
 
-def _plain(num_experts: int, top_k: int, hidden: int, shared_hidden: int = 0, factor: float | None = None) -> MoEShape:
+def _plain(
+    num_experts: int, top_k: int, hidden: int, shared_hidden: int = 0, factor: float | None = None
+) -> MoEShape:
     """Return MoE layers whose experts have two matrices, with a capacity factor or dropless."""
     moe = replace(_gated(num_experts, top_k, hidden, shared_hidden), experts="gelu")
     return moe if factor is None else replace(moe, capacity="fixed", capacity_factor=factor)
 
 
 def _gated(num_experts: int, top_k: int, hidden: int, shared_hidden: int = 0) -> MoEShape:
-    return MoEShape(num_experts=num_experts, top_k=top_k, hidden=hidden, shared_hidden=shared_hidden)
+    return MoEShape(
+        num_experts=num_experts, top_k=top_k, hidden=hidden, shared_hidden=shared_hidden
+    )
 
 
 def _ours() -> dict[str, Job]:
@@ -54,9 +62,18 @@ def _ours() -> dict[str, Job]:
         "demo": _job(128, 4, 4, 256, 256, _gated(64, 2, 64), modern, 8),
         "gpt-tiny": _job(32, 2, 2, 64, 256, _gated(4, 2, 32), modern, 4),
         # With more blocks or longer sequences attention learns to copy at some point, and experts contribute nothing to that.
-        "bert-tiny": _job(32, 1, 4, 16, 256, _gated(16, 1, 16, shared_hidden=16), BlockConfig(kind="encoder"), 128),
+        "bert-tiny": _job(
+            32, 1, 4, 16, 256, _gated(16, 1, 16, shared_hidden=16), BlockConfig(kind="encoder"), 128
+        ),
         "seq2seq-tiny": _job(
-            32, 2, 4, 32, 1024, _gated(16, 1, 16, shared_hidden=16), BlockConfig(kind="encoder_decoder"), 64
+            32,
+            2,
+            4,
+            32,
+            1024,
+            _gated(16, 1, 16, shared_hidden=16),
+            BlockConfig(kind="encoder_decoder"),
+            64,
         ),
         "gpt-small": replace(small, accumulation=4),
     }
@@ -69,7 +86,9 @@ def _papers() -> dict[str, Job]:
         "parm-bert-base": _job(768, 12, 12, 512, BERT_VOCAB, _plain(8, 2, 3072, factor=1.2), BERT),
         "parm-gpt2": _job(768, 12, 12, 1024, GPT2_VOCAB, _plain(8, 2, 3072, factor=1.2), GPT2),
         # ScheMoE: vocabularies are not given; these reproduce its numbers of parameters (Megatron pads GPT-2's to 51,200).
-        "transformer-moe": _job(512, 24, 8, 256, 51_200, _plain(8, 1, 2048, factor=1.0), TRANSFORMER),
+        "transformer-moe": _job(
+            512, 24, 8, 256, 51_200, _plain(8, 1, 2048, factor=1.0), TRANSFORMER
+        ),
         "gpt2-tiny-moe": _job(64, 4, 4, 256, GPT2_VOCAB, _plain(32, 2, 64, factor=1.0), GPT2, 4),
         "bert-large-moe": _job(1024, 24, 16, 512, 37_000, _plain(32, 1, 4096, factor=1.0), BERT),
     }
@@ -83,12 +102,16 @@ def _papers() -> dict[str, Job]:
         ("bert-wide", 12, 64, 1024, BERT), ("bert-wide-l", 12, 64, 2048, BERT),
     ):  # fmt: skip
         vocab, length = (GPT2_VOCAB, 1024) if block is GPT2 else (BERT_VOCAB, 512)
-        jobs[f"fastermoe-{name}"] = _job(dim, layers, dim // 64, length, vocab, _plain(experts, 2, 2 * dim), block)
+        jobs[f"fastermoe-{name}"] = _job(
+            dim, layers, dim // 64, length, vocab, _plain(experts, 2, 2 * dim), block
+        )
     # NetMoE: GPT-2's depths, E of 16 devices; the largest has GPT-3's depth at this width.
     for name, layers, heads, dim in (
         ("s", 12, 12, 768), ("m", 24, 16, 1024), ("l", 36, 20, 1280), ("xl", 48, 25, 1600), ("xxl", 32, 32, 4096),
     ):  # fmt: skip
-        jobs[f"netmoe-gpt-{name}"] = _job(dim, layers, heads, 1024, GPT2_VOCAB, _plain(32, 2, 4 * dim), GPT2)
+        jobs[f"netmoe-gpt-{name}"] = _job(
+            dim, layers, heads, 1024, GPT2_VOCAB, _plain(32, 2, 4 * dim), GPT2
+        )
     return jobs
 
 
@@ -171,7 +194,12 @@ def read_job(name: str, *, seq_len: int = 4096, world: int = 1) -> Job:
     if is_hub_config(table):
         shape = read_shape(table, f"model {name}", seq_len=seq_len)
         batches = max(1, round(TOKENS / (world * seq_len)))
-        return Job(batch_size=world, accumulation=batches, model=shape, data=DataShape(vocab_size=shape.vocab))
+        return Job(
+            batch_size=world,
+            accumulation=batches,
+            model=shape,
+            data=DataShape(vocab_size=shape.vocab),
+        )
     known = [each.name for each in fields(Job)]
     job = job_of(table, f"model {name}")
     if not any(field in known for field in table):

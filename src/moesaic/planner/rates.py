@@ -55,11 +55,19 @@ def machine_of(spec: ClusterSpec, grid: Grid, layer: Workload) -> Machine:
     topology = Topology(spec, grid.world, grid.ranks_per_node)
     ranks = np.arange(grid.world)
     source, target = (table.reshape(-1) for table in np.meshgrid(ranks, ranks, indexing="ij"))
-    inside = (source // topology.ranks_per_node == target // topology.ranks_per_node) & (source != target)
+    inside = (source // topology.ranks_per_node == target // topology.ranks_per_node) & (
+        source != target
+    )
     across = source // topology.ranks_per_node != target // topology.ranks_per_node
     default = Machine()
-    near = _rate(topology, source[inside], target[inside]) or (default.intra_gbps, default.intra_latency_us)
-    far = _rate(topology, source[across], target[across]) or (default.inter_gbps, default.inter_latency_us)
+    near = _rate(topology, source[inside], target[inside]) or (
+        default.intra_gbps,
+        default.intra_latency_us,
+    )
+    far = _rate(topology, source[across], target[across]) or (
+        default.inter_gbps,
+        default.inter_latency_us,
+    )
     rates = rates_of(spec, layer.dtype)
     rows = np.array([max(1.0, grid.dp * layer.copies / layer.num_experts / grid.edp)])
     flops = 2.0 * layer.matrices * layer.dim * layer.hidden / grid.etp
@@ -91,7 +99,9 @@ def levels_of(cluster: ClusterSpec, grid: Grid) -> tuple[LinkLevel, ...]:
     """
     per_node = check_fit(cluster, grid.world, grid.ranks_per_node)
     own_rates = [
-        link.slowest(cluster.nodes) for link in cluster.links if link.devices == 1 and link.carries != "outside"
+        link.slowest(cluster.nodes)
+        for link in cluster.links
+        if link.devices == 1 and link.carries != "outside"
     ]
     if not own_rates or per_node != cluster.devices_per_node:
         raise InputError(
@@ -127,7 +137,11 @@ def _node_links(spec: ClusterSpec) -> tuple[float, ...]:
     """Return the rate of each node's link to the others, relative to the slowest one, which bounds an even exchange."""
     levels = [link for link in spec.links if link.carries in ("all", "outside")]
     rates = min(levels, key=lambda link: min(link.gbps) / link.devices).gbps if levels else ()
-    return tuple(rate / min(rates) for rate in rates) if len(set(rates)) > 1 and len(rates) == spec.nodes else ()
+    return (
+        tuple(rate / min(rates) for rate in rates)
+        if len(set(rates)) > 1 and len(rates) == spec.nodes
+        else ()
+    )
 
 
 def _sharing(topology: Topology, kind: Literal["inside", "outside"]) -> int:
@@ -145,7 +159,9 @@ def _rate(topology: Topology, source: np.ndarray, target: np.ndarray) -> tuple[f
         return None
     ones = np.ones(len(source))
     messages = int(np.bincount(source).max())
-    one, two = (topology.loads(source, target, ones * size, ones) for size in (PROBE_BYTES, 2 * PROBE_BYTES))
+    one, two = (
+        topology.loads(source, target, ones * size, ones) for size in (PROBE_BYTES, 2 * PROBE_BYTES)
+    )
     seconds = (float(two.seconds.max()) - float(one.seconds.max())) / messages
     start = max(0.0, float(one.seconds.max()) / messages - seconds) + one.latency / messages
     return PROBE_BYTES * 8 / seconds / 1e9, start * 1e6

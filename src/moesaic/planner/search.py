@@ -22,7 +22,12 @@ from moesaic.errors import InputError
 from moesaic.planner.candidates import Pins, SearchSpace, layouts, name_of
 from moesaic.planner.cluster import ClusterSpec
 from moesaic.planner.even import MAX_RANKS_APART
-from moesaic.planner.loads import fit_counts, memory_under_counts, memory_under_skew, simulate_counts
+from moesaic.planner.loads import (
+    fit_counts,
+    memory_under_counts,
+    memory_under_skew,
+    simulate_counts,
+)
 from moesaic.planner.memory import FRAGMENTED, GIB, Memory, usable_bytes
 from moesaic.planner.model import Job
 from moesaic.planner.movement import coded_bytes
@@ -41,7 +46,11 @@ LOSSY: tuple[Codec, ...] = tuple(CODECS)
 """Codecs that are searched, forward and backward, if losses are allowed."""
 _MANY = 1 << 20
 COMPRESSION = float(
-    max(math.ceil(_MANY**2 * size / coded_bytes(codec, _MANY, _MANY, size)) for codec in CODECS for size in DTYPES)
+    max(
+        math.ceil(_MANY**2 * size / coded_bytes(codec, _MANY, _MANY, size))
+        for codec in CODECS
+        for size in DTYPES
+    )
 )
 """Upper bound on the compression ratio of all codecs; only floors use it."""
 PAIRED = 2
@@ -150,7 +159,11 @@ class Settings:
     @property
     def compression(self) -> float:
         """Compression ratio of codecs that a floor must allow for."""
-        return 1.0 if not any(map(is_coded, (*self.space.codecs, *self.space.backward_codecs))) else COMPRESSION
+        return (
+            1.0
+            if not any(map(is_coded, (*self.space.codecs, *self.space.backward_codecs)))
+            else COMPRESSION
+        )
 
 
 def search(
@@ -177,14 +190,20 @@ def search(
         InputError: if no layout splits the job, or if no plan of the space fits a layout.
         TooLargeError: if no layout fits the memory; the message says by how much.
     """
-    return _Search(job, simulator or Simulator(cluster), settings or Settings(), progress).run(counts)
+    return _Search(job, simulator or Simulator(cluster), settings or Settings(), progress).run(
+        counts
+    )
 
 
 class _Search:
     """The state of a running search."""
 
     def __init__(
-        self, job: Job, simulator: Simulator, settings: Settings, progress: Callable[[str, int, int], None]
+        self,
+        job: Job,
+        simulator: Simulator,
+        settings: Settings,
+        progress: Callable[[str, int, int], None],
     ) -> None:
         self.job, self.simulator, self.settings, self.progress = job, simulator, settings, progress
         self.cluster = simulator.cluster
@@ -205,13 +224,17 @@ class _Search:
             raise self._too_large(*smallest_layout(cost_models))
         started = self._promising_layouts(fitting)
         if not started:
-            raise InputError(f"no plan of the search space fits any layout; the last one: {self.refusal}")
+            raise InputError(
+                f"no plan of the search space fits any layout; the last one: {self.refusal}"
+            )
         self._refine(started[: self.settings.refine])
         searched = self._finish_eps(fitting)
         ranking = self._ranking(counts)
         if not ranking:
             needs = [(memory.total, grid) for (grid, _), memory in self.loaded.items()]
-            needs = needs or [(each.memory.total, each.grid) for each in self.tried.values() if each is not None]
+            needs = needs or [
+                (each.memory.total, each.grid) for each in self.tried.values() if each is not None
+            ]
             num_bytes, smallest = min(needs, key=lambda need: need[0])
             raise self._too_large(smallest, num_bytes)
         return Result(
@@ -228,7 +251,9 @@ class _Search:
         """Search the best sizes of ep as if each was pinned, on its two best layouts; returns these sizes."""
         best: dict[int, tuple[bool, float]] = {}
         for planned in filter(None, self.tried.values()):
-            best[planned.grid.ep] = min(self._cost(planned), best.get(planned.grid.ep, (True, math.inf)))
+            best[planned.grid.ep] = min(
+                self._cost(planned), best.get(planned.grid.ep, (True, math.inf))
+            )
         sizes = sorted(best, key=lambda ep: best[ep])[: 1 + self.settings.finished_eps]
         for ep in sizes[1:]:
             started = self._promising_layouts([each for each in fitting if each.grid.ep == ep])
@@ -243,12 +268,23 @@ class _Search:
         for ep in sorted({each.grid.ep for each in cost_models}):
             of_ep = [each for each in cost_models if each.grid.ep == ep]
             floors = [each.floor(compression=self.settings.compression) for each in of_ep]
-            best = min((plan for plan in ranking if plan.grid.ep == ep), key=lambda plan: plan.seconds, default=None)
-            simulated = [plan for (grid, _), plan in self.tried.items() if grid.ep == ep and plan is not None]
+            best = min(
+                (plan for plan in ranking if plan.grid.ep == ep),
+                key=lambda plan: plan.seconds,
+                default=None,
+            )
+            simulated = [
+                plan for (grid, _), plan in self.tried.items() if grid.ep == ep and plan is not None
+            ]
             fits = any(least_bytes(each) <= self._usable_bytes for each in of_ep)
-            is_too_large = not fits or (bool(simulated) and all(self._cost(plan)[0] for plan in simulated))
+            is_too_large = not fits or (
+                bool(simulated) and all(self._cost(plan)[0] for plan in simulated)
+            )
             results[ep] = EpResults(
-                floor_seconds=min(floors), best=best, is_too_large=is_too_large, is_searched=ep in searched
+                floor_seconds=min(floors),
+                best=best,
+                is_too_large=is_too_large,
+                is_searched=ep in searched,
             )
         return results
 
@@ -271,12 +307,20 @@ class _Search:
         ):
             self.progress("judging layouts", number, len(cost_models))
             # Layouts with whole experts on every rank are always simulated, since users ask when those pay off.
-            if cost_model.floor(compression=compression) > best and cost_model.grid.ep * cost_model.grid.etp > 1:
+            if (
+                cost_model.floor(compression=compression) > best
+                and cost_model.grid.ep * cost_model.grid.etp > 1
+            ):
                 continue
             plans = list(self._simulate_starts(cost_model, best))
             if plans:
                 judged.append((min(map(self._cost, plans)), len(judged), cost_model))
-                best = min([best, *(one.seconds for one in plans if one.memory.total <= self._usable_bytes)])
+                best = min(
+                    [
+                        best,
+                        *(one.seconds for one in plans if one.memory.total <= self._usable_bytes),
+                    ]
+                )
         return [cost_model for _, _, cost_model in sorted(judged, key=lambda item: item[:2])]
 
     def _simulate_starts(self, cost_model: StepCostModel, best: float) -> Iterator[PlannedStep]:
@@ -292,7 +336,11 @@ class _Search:
         space = self.settings.space
         first = {name: values[0] for name, values in space.values(grid).items()}
         # Every layout is tried with the all-to-alls that are best on some links, and with multicast.
-        links = [each for each in space.all_to_alls if each not in ALL_TO_ALLS or ALL_TO_ALLS[each].judges_layouts]
+        links = [
+            each
+            for each in space.all_to_alls
+            if each not in ALL_TO_ALLS or ALL_TO_ALLS[each].judges_layouts
+        ]
         links = links or [space.all_to_alls[0]]
         for schedule in _schedules(space, grid):
             for link in links:
@@ -305,13 +353,19 @@ class _Search:
             if self.settings.exhaustive:
                 plans = list(self.settings.space.plans(cost_model.grid))
                 for tried, plan in enumerate(plans):
-                    self.progress(f"trying every plan on {name_of(cost_model.grid)}", tried, len(plans))
+                    self.progress(
+                        f"trying every plan on {name_of(cost_model.grid)}", tried, len(plans)
+                    )
                     self._simulate(cost_model, plan)
                 continue
             self.progress("changing choices", number, len(layouts))
             best.append((self._climb_from_starts(cost_model), cost_model))
         best.sort(key=lambda item: self._cost(item[0]))
-        near = [item for item in best[:PAIRED] if item[0].seconds <= self.settings.give_up * best[0][0].seconds]
+        near = [
+            item
+            for item in best[:PAIRED]
+            if item[0].seconds <= self.settings.give_up * best[0][0].seconds
+        ]
         for number, (planned, cost_model) in enumerate(near):
             self.progress("changing pairs of choices", number, PAIRED)
             self._climb(cost_model, planned, choices=2)
@@ -319,13 +373,22 @@ class _Search:
     def _climb_from_starts(self, cost_model: StepCostModel) -> PlannedStep:
         """Return the best plan that single changes reach from the best plan of each schedule on a layout."""
         starts: dict[str, PlannedStep] = {}
-        simulated = (each for (grid, _), each in self.tried.items() if grid == cost_model.grid and each is not None)
+        simulated = (
+            each
+            for (grid, _), each in self.tried.items()
+            if grid == cost_model.grid and each is not None
+        )
         for planned in sorted(simulated, key=self._cost):
-            if not starts or planned.seconds <= self.settings.give_up * next(iter(starts.values())).seconds:
+            if (
+                not starts
+                or planned.seconds <= self.settings.give_up * next(iter(starts.values())).seconds
+            ):
                 starts.setdefault(planned.plan.schedule, planned)
         return min((self._climb(cost_model, start) for start in starts.values()), key=self._cost)
 
-    def _climb(self, cost_model: StepCostModel, best: PlannedStep, *, choices: int = 1) -> PlannedStep:
+    def _climb(
+        self, cost_model: StepCostModel, best: PlannedStep, *, choices: int = 1
+    ) -> PlannedStep:
         """Return the plan that steepest descent reaches from `best`; each step changes at most `choices` choices.
 
         A choice that made a plan too slow to change a second one is not tried again on the way. If two choices may change,
@@ -334,16 +397,25 @@ class _Search:
         avoided: set[tuple[str, Any]] = set()
         changed = 1
         while changed <= choices:
-            grid, near = cost_model.grid, best.seconds * (1 + (self.settings.give_up - 1) * PAIRED_SHARE)
+            grid, near = (
+                cost_model.grid,
+                best.seconds * (1 + (self.settings.give_up - 1) * PAIRED_SHARE),
+            )
             keep = (
-                partial(self._may_pair, grid, near, best.plan) if changed > 1 else lambda *choice: choice not in avoided
+                partial(self._may_pair, grid, near, best.plan)
+                if changed > 1
+                else lambda *choice: choice not in avoided
             )
             neighbourhood = neighbours(best.plan, self.settings.space, grid, changed, keep=keep)
             found = list(filter(None, (self._simulate(cost_model, plan) for plan in neighbourhood)))
             step = min([best, *found], key=self._cost)
             if self._cost(step) < self._cost(best):
                 slow = [each.plan for each in found if each.seconds > near] if changed == 1 else []
-                avoided.update((name, getattr(plan, name)) for plan in slow for name in changes_of(plan, best.plan))
+                avoided.update(
+                    (name, getattr(plan, name))
+                    for plan in slow
+                    for name in changes_of(plan, best.plan)
+                )
                 best, changed = step, 1
             elif avoided and choices > 1:
                 avoided.clear()
@@ -375,7 +447,11 @@ class _Search:
                 grid=cost_model.grid,
                 estimate=cost_model.estimate(forward, backward),
                 memory=step_memory(
-                    cost_model, compiled.forward, compiled.backward, compiled.grid, memory_budget=plan.memory_budget
+                    cost_model,
+                    compiled.forward,
+                    compiled.backward,
+                    compiled.grid,
+                    memory_budget=plan.memory_budget,
                 ),
                 bound_seconds=max(cost_model.compute_bound, cost_model.link_bound),
             )
@@ -386,13 +462,17 @@ class _Search:
         key = (cost_model.grid, compiled.digest)
         if key not in self.times:
             programs = compiled.forward, compiled.backward
-            self.times[key] = self.simulator.passes(*programs, cost_model.model.layer, compiled.grid)
+            self.times[key] = self.simulator.passes(
+                *programs, cost_model.model.layer, compiled.grid
+            )
         return self.times[key]
 
     def _ranking(self, counts: Sequence[np.ndarray]) -> list[PlannedStep]:
         """Return all plans that fit the memory, best first; with counts, only the best under even routing, ranked again."""
         fitting = [
-            planned for planned in self.tried.values() if planned is not None and self._cost(planned)[0] is False
+            planned
+            for planned in self.tried.values()
+            if planned is not None and self._cost(planned)[0] is False
         ]
         fitting.sort(key=lambda planned: planned.seconds)
         fitting = _without_duplicates(fitting)
@@ -404,7 +484,11 @@ class _Search:
                 f"{MAX_RANKS_APART} ranks"
             )
         loaded = (replace(each, memory=self._loaded(each, counts)) for each in fitting)
-        best = list(itertools.islice((each for each in loaded if self._fits(each.memory)), 3 * self.settings.keep))
+        best = list(
+            itertools.islice(
+                (each for each in loaded if self._fits(each.memory)), 3 * self.settings.keep
+            )
+        )
         reranked = []
         for number, planned in enumerate(best):
             self.progress("simulating under counts", number, len(best))
@@ -413,7 +497,9 @@ class _Search:
             compiled = compile_plan(planned.plan, planned.grid)
             tables = [fit_counts(table, planned.grid.dp, layer) for table in counts]
             runs = [simulate_counts(self.simulator, compiled, layer, table) for table in tables]
-            estimate = mean_of([cost_model.estimate(forward, backward) for forward, backward in runs])
+            estimate = mean_of(
+                [cost_model.estimate(forward, backward) for forward, backward in runs]
+            )
             reranked.append(replace(planned, estimate=estimate))
         return sorted(reranked, key=lambda planned: planned.seconds)
 
@@ -434,7 +520,10 @@ class _Search:
         key = planned.grid, compiled.digest
         if key not in self.loaded:
             cost_model = self._cost_model(planned.grid)
-            layer, of_plan = cost_model.model.layer, (partial(step_memory, cost_model), self.simulator, compiled)
+            layer, of_plan = (
+                cost_model.model.layer,
+                (partial(step_memory, cost_model), self.simulator, compiled),
+            )
             tables = [fit_counts(table, planned.grid.dp, layer) for table in counts]
             self.loaded[key] = (
                 memory_under_counts(*of_plan, layer, tables)
@@ -475,14 +564,21 @@ def smallest_layout(cost_models: Sequence[StepCostModel]) -> tuple[Grid, float]:
         if least_bytes(cost_model) >= least:
             break
         compiled = compile_plan(Plan(order="fifo"), cost_model.grid)
-        num_bytes = step_memory(cost_model, compiled.forward, compiled.backward, compiled.grid).total
+        num_bytes = step_memory(
+            cost_model, compiled.forward, compiled.backward, compiled.grid
+        ).total
         if num_bytes < least:
             best, least = cost_model.grid, num_bytes
     return best, least
 
 
 def neighbours(
-    plan: Plan, space: SearchSpace, grid: Grid, changed: int = 1, *, keep: Callable[[str, Any], bool] | None = None
+    plan: Plan,
+    space: SearchSpace,
+    grid: Grid,
+    changed: int = 1,
+    *,
+    keep: Callable[[str, Any], bool] | None = None,
 ) -> Iterator[Plan]:
     """Yield the plans of a space that differ from a plan in some choices.
 
@@ -495,7 +591,11 @@ def neighbours(
     """
     values = space.values(grid) | {"schedule": _schedules(space, grid)}
     others = {
-        name: [each for each in choices if each != getattr(plan, name) and (keep is None or keep(name, each))]
+        name: [
+            each
+            for each in choices
+            if each != getattr(plan, name) and (keep is None or keep(name, each))
+        ]
         for name, choices in values.items()
     }
     for names in itertools.combinations(values, changed):

@@ -41,12 +41,7 @@ class Simulator:
         self._legs, self._shapes = cache(legs_by_hop), cache(LayoutIndex)
 
     def run(
-        self,
-        program: Program,
-        workload: Workload,
-        grid: Grid,
-        *,
-        sizes: CallSizes | None = None,
+        self, program: Program, workload: Workload, grid: Grid, *, sizes: CallSizes | None = None
     ) -> Simulated:
         """Simulate a program.
 
@@ -81,11 +76,14 @@ class Simulator:
             sizes: of a call with counts, one per pass; None: even routing.
         """
         forward_run, backward_run = (
-            self.run(program, workload, grid, sizes=of_call) for program, of_call in zip((forward, backward), sizes)
+            self.run(program, workload, grid, sizes=of_call)
+            for program, of_call in zip((forward, backward), sizes)
         )
         return forward_run, backward_run
 
-    def layer_seconds(self, forward: Program, backward: Program, workload: Workload, grid: Grid) -> float:
+    def layer_seconds(
+        self, forward: Program, backward: Program, workload: Workload, grid: Grid
+    ) -> float:
         """Return the seconds of a layer: both passes, and its time outside its programs. Arguments as in `passes`."""
         passes = self.passes(forward, backward, workload, grid)
         return self.cluster.host.layer_us * 1e-6 + sum(run.seconds for run in passes)
@@ -101,7 +99,10 @@ class Simulator:
             grid: as in `run`.
             sizes: of a call with counts.
         """
-        volumes, slots = self.volumes(program, workload, grid, sizes=sizes), {slot.name: slot for slot in program.slots}
+        volumes, slots = (
+            self.volumes(program, workload, grid, sizes=sizes),
+            {slot.name: slot for slot in program.slots},
+        )
         rates = rates_of(self.cluster, workload.products or workload.dtype)
         return {
             task.name: float(compute_seconds(task, slots, volumes, rates).max())

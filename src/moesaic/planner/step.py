@@ -34,7 +34,9 @@ backward (Transformer Engine, `GroupedLinear`)."""
 NARROW_ROWS = {"fp8": 16, "mxfp8": 32}
 """Multiples to which each expert's rows are padded for narrow products (Transformer Engine, `Fp8Padding`)."""
 
-Part = Literal["block", "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
+Part = Literal[
+    "block", "core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"
+]
 PARTS: tuple[Part, ...] = get_args(Part)
 """What backward can recompute: a whole block, or a part of it under Megatron's name."""
 Sharded = Literal["parameters", "gradients", "optimizer", "none"]
@@ -165,7 +167,15 @@ class StepModel:
     experts."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "seq_len", "micro_batches", "parameter_bytes", "replicas", "stages", "runs"):
+        for name in (
+            "num_layers",
+            "seq_len",
+            "micro_batches",
+            "parameter_bytes",
+            "replicas",
+            "stages",
+            "runs",
+        ):
             if getattr(self, name) < 1:
                 raise InputError(f"model.{name}={getattr(self, name)}: must be at least 1")
         for name in ("dense_hidden", "vocab", "shared_hidden"):
@@ -216,7 +226,13 @@ class StepModel:
     @property
     def expert_parameters(self) -> int:
         """Parameters of all experts of all layers."""
-        return self.moe_layers * self.layer.num_experts * self.layer.matrices * self.layer.dim * self.layer.hidden
+        return (
+            self.moe_layers
+            * self.layer.num_experts
+            * self.layer.matrices
+            * self.layer.dim
+            * self.layer.hidden
+        )
 
     @property
     def shared_parameters(self) -> int:
@@ -319,7 +335,9 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
     )
 
 
-def bubble_seconds(schedule: Schedule, stages: int, runs: int, forward: float, inputs: float, weights: float) -> float:
+def bubble_seconds(
+    schedule: Schedule, stages: int, runs: int, forward: float, inputs: float, weights: float
+) -> float:
     """Return the seconds in which a rank of a pipeline waits per step.
 
     1F1B waits for (p - 1)(F + B + W) / v (Narayanan et al. 2021, section 2.2), ZB-H1 for (p - 1)(F + B - W) and ZB-V for
@@ -349,7 +367,9 @@ def alive_micro_batches(schedule: Schedule, stages: int, runs: int, count: int, 
     ZB-V: p (Qi et al. 2023); DualPipeV: p + 1/2 (DeepSeek's DualPipe, README).
     """
     kept = {
-        "1f1b": stages - rank if runs == 1 else ((runs - 1) * stages + 2 * (stages - rank) - 1) / runs,
+        "1f1b": stages - rank
+        if runs == 1
+        else ((runs - 1) * stages + 2 * (stages - rank) - 1) / runs,
         "zb-h1": stages,
         "zb-v": stages,
         "dualpipev": stages + 0.5,
@@ -370,7 +390,12 @@ class StepCostModel:
     """
 
     def __init__(self, model: StepModel, grid: Grid, simulator: Simulator) -> None:
-        self.model, self.grid, self.simulator, self.cluster = model, grid, simulator, simulator.cluster
+        self.model, self.grid, self.simulator, self.cluster = (
+            model,
+            grid,
+            simulator,
+            simulator.cluster,
+        )
         check_fit(self.cluster, grid.world, grid.ranks_per_node)
         if grid.dp % model.replicas or grid.edp % model.replicas:
             raise InputError(
@@ -390,7 +415,9 @@ class StepCostModel:
         """Forward passes of an MoE layer per micro-batch: 2 if backward recomputes."""
         return 1 + self.model.recomputes("moe")
 
-    def estimate(self, forward: Passes, backward: Passes, *, mean_busy: float | None = None) -> Estimate:
+    def estimate(
+        self, forward: Passes, backward: Passes, *, mean_busy: float | None = None
+    ) -> Estimate:
         """Return a step's predicted time.
 
         Args:
@@ -407,13 +434,17 @@ class StepCostModel:
             for times, moved, passes in self._movements
         )
         parts["optimizer"] = self.optimizer_seconds
-        experts = layers * (self.routing + self.forward_passes * forward.compute_seconds + backward.compute_seconds)
+        experts = layers * (
+            self.routing + self.forward_passes * forward.compute_seconds + backward.compute_seconds
+        )
         limits = {
             "compute": count * (self._around_seconds + experts) + self.optimizer_seconds,
             "gathering parameters": self._moving_seconds,
         }
         for name in sorted({*forward.link_seconds, *backward.link_seconds}):
-            seconds = self.forward_passes * forward.link_seconds.get(name, 0.0) + backward.link_seconds.get(name, 0.0)
+            seconds = self.forward_passes * forward.link_seconds.get(
+                name, 0.0
+            ) + backward.link_seconds.get(name, 0.0)
             limits[name] = count * layers * seconds
         return Estimate(
             seconds=sum(parts.values()),
@@ -466,7 +497,9 @@ class StepCostModel:
         weights += sparse * (seconds.shared + self._expert_seconds)
         scale = mean_busy / busy
         inputs = max(busy - ahead - weights, 0.0)
-        waits = bubble_seconds(model.schedule, model.stages, model.runs, scale * ahead, scale * inputs, scale * weights)
+        waits = bubble_seconds(
+            model.schedule, model.stages, model.runs, scale * ahead, scale * inputs, scale * weights
+        )
         return waits + 2 * (model.stages * model.runs - 1) * self._hop_seconds
 
     @property
@@ -476,9 +509,14 @@ class StepCostModel:
         ways = self.grid.tp if model.sequence_parallel else 1
         num_bytes = model.layer.tokens * model.layer.dim * model.layer.element_bytes / ways
         inside = world < self.cluster.devices_per_node
-        links = [link for link in self.cluster.links if link.carries in ("all", "inside" if inside else "outside")]
+        links = [
+            link
+            for link in self.cluster.links
+            if link.carries in ("all", "inside" if inside else "outside")
+        ]
         seconds = (
-            num_bytes * min(link.devices, world) / link.slowest(self.cluster.nodes) + link.latency_us * 1e-6
+            num_bytes * min(link.devices, world) / link.slowest(self.cluster.nodes)
+            + link.latency_us * 1e-6
             for link in links
         )
         return max(seconds, default=0.0)
@@ -491,10 +529,13 @@ class StepCostModel:
         frozen = model.is_frozen  # frozen weights have no gradients
         attention, dense = 3 * seconds.attention, (3 + model.recomputes("mlp")) * seconds.dense
         return {
-            "attention": layers * (attention + self._attention_recomputed - frozen * seconds.projections),
+            "attention": layers
+            * (attention + self._attention_recomputed - frozen * seconds.projections),
             "dense": (layers - sparse) * (dense - frozen * seconds.dense_product),
             "unembed": model.outputs * (3 * seconds.unembed - frozen * seconds.output),
-            "shared experts": sparse * (3 + model.recomputes("moe", "shared_experts") - frozen) * seconds.shared,
+            "shared experts": sparse
+            * (3 + model.recomputes("moe", "shared_experts") - frozen)
+            * seconds.shared,
             "small kernels": self._stepwise_seconds(),
             "launches": sparse * self.launches * (2 + self.forward_passes) / 3,
         }
@@ -513,7 +554,9 @@ class StepCostModel:
             "mla_up_proj": self.forward.up,
             "layernorm": 0.4 * self.forward.copies,
         }
-        return sum(seconds for part, seconds in seconds_by_part.items() if part in self.model.recomputed)
+        return sum(
+            seconds for part, seconds in seconds_by_part.items() if part in self.model.recomputed
+        )
 
     def _launch_seconds(self) -> float:
         """Return the seconds of an MoE layer and micro-batch in launches, counts, sorting and the router (`LAUNCHES`).
@@ -522,18 +565,28 @@ class StepCostModel:
         """
         if self.routing or self.cluster.host.runs_compute:
             return 0.0
-        (of_layer, of_expert), experts = self.model.launches, self.model.layer.num_experts / self.grid.ep
-        return of_layer + of_expert * experts * (NARROW_LAUNCHES if self.model.narrow_bytes else 1.0)
+        (of_layer, of_expert), experts = (
+            self.model.launches,
+            self.model.layer.num_experts / self.grid.ep,
+        )
+        return of_layer + of_expert * experts * (
+            NARROW_LAUNCHES if self.model.narrow_bytes else 1.0
+        )
 
     def _stepwise_seconds(self) -> float:
         """Return the seconds of a micro-batch that unfused operations take beyond fused ones (`STEPWISE`)."""
         model, grid, layer = self.model, self.grid, self.model.layer
         tokens, copies = layer.tokens / grid.tp, grid.dp * layer.copies / (grid.ep * grid.edp)
         rotated = tokens * model.attention_rotated
-        blocks, sparse = (model.num_layers, 1 + model.recomputes()), (model.moe_layers, self.forward_passes)
+        blocks, sparse = (
+            (model.num_layers, 1 + model.recomputes()),
+            (model.moe_layers, self.forward_passes),
+        )
         values = {
             "norms": (blocks, tokens * (2 * layer.dim + model.attention_normed)),
-            **dict.fromkeys(("rotation", "float32_rotation", "complex_rotation"), (blocks, rotated)),
+            **dict.fromkeys(
+                ("rotation", "float32_rotation", "complex_rotation"), (blocks, rotated)
+            ),
             "sinks": (blocks, tokens * (model.attention_result or layer.dim)),
             "activation": (sparse, self.activated_values),
             "permutation": (sparse, copies * layer.dim),
@@ -558,7 +611,10 @@ class StepCostModel:
         """
         model, grid, layer = self.model, self.grid, self.model.layer
         tokens, dim, size = layer.tokens, layer.dim, layer.element_bytes
-        rates, rows = rates_of(self.cluster, layer.products or layer.dtype), np.array([float(tokens)])
+        rates, rows = (
+            rates_of(self.cluster, layer.products or layer.dtype),
+            np.array([float(tokens)]),
+        )
         values = tokens * dim * size
         over_tp = (
             reduce_seconds(self.cluster, grid, values, 1, grid.tp)
@@ -569,19 +625,33 @@ class StepCostModel:
         def product(weights: float, num_parts: int, read: float) -> float:
             """Return the seconds of products with some parameters; `read` values of each row are cast if products are
             narrower."""
-            seconds = rates.product_seconds(rows, 2 * weights / num_parts, weights * size / num_parts)
+            seconds = rates.product_seconds(
+                rows, 2 * weights / num_parts, weights * size / num_parts
+            )
             return float(seconds[0]) + tokens * read * rates.cast_bytes / num_parts / rates.memory
 
-        inner, hidden, logits = layer.matrices * dim * model.inner, model.shared_hidden, model.vocab / grid.tp
+        inner, hidden, logits = (
+            layer.matrices * dim * model.inner,
+            model.shared_hidden,
+            model.vocab / grid.tp,
+        )
         copies = 10 * tokens * dim * size / grid.tp / self._rates.memory
         between = tokens * model.attention_copied * size / grid.tp / self._rates.memory
         scores = float(self._rates.product_seconds(rows, model.scores / grid.tp, 0.0)[0])
         scores /= self.cluster.device.scores.of(model.score_kernel, model.head_dim)
-        other_values = tokens * (model.key_values or 2 * dim) * size * model.shares_sequence / grid.tp
-        scores = max(scores, reduce_seconds(self.cluster, grid, other_values, grid.tp, model.shares_sequence) / 2)
+        other_values = (
+            tokens * (model.key_values or 2 * dim) * size * model.shares_sequence / grid.tp
+        )
+        scores = max(
+            scores,
+            reduce_seconds(self.cluster, grid, other_values, grid.tp, model.shares_sequence) / 2,
+        )
         loss = tokens * logits * model.loss_bytes / self._rates.memory / 3
         output = float(self._rates.product_seconds(rows, 2 * dim * logits, dim * logits * size)[0])
-        projections, dense = product(model.attention, grid.tp, 2 * dim), product(inner, grid.tp, dim + model.inner)
+        projections, dense = (
+            product(model.attention, grid.tp, 2 * dim),
+            product(inner, grid.tp, dim + model.inner),
+        )
         return ForwardSeconds(
             attention=projections + scores + copies + between + over_tp,
             projections=projections,
@@ -616,14 +686,24 @@ class StepCostModel:
                 (count, (2 * gathered + is_trained) * ends, 0),
                 (count, gathered * units, 1),
                 (count, (gathered + is_trained) * units + is_trained * self._copy_seconds, 2),
-                (1, reduce_seconds(self.cluster, self.grid, 4 * model.adapters[0], 1, self.grid.world), 0),
+                (
+                    1,
+                    reduce_seconds(
+                        self.cluster, self.grid, 4 * model.adapters[0], 1, self.grid.world
+                    ),
+                    0,
+                ),
             )
         whole, units = model.sharded == "none", units + ends
         narrow = model.layer.element_bytes / self._gradient_bytes
         times = count if model.sharded == "gradients" else 1
         return (
             (1, 0.0 if whole else narrow * units, 1 * model.hides_parameters),
-            (times, (2.0 if whole else 1.0) * units + self._copy_seconds, 2 * model.hides_gradients),
+            (
+                times,
+                (2.0 if whole else 1.0) * units + self._copy_seconds,
+                2 * model.hides_gradients,
+            ),
         )
 
     def _hidden(self, passes: int, run: Passes) -> float:
@@ -634,7 +714,9 @@ class StepCostModel:
         if self.cluster.host.runs_compute or passes == 0:
             return 0.0
         idle = max(run.seconds - run.communication_seconds, 0.0)
-        return passes * self.model.num_layers * self.forward.attention + self.model.moe_layers * idle
+        return (
+            passes * self.model.num_layers * self.forward.attention + self.model.moe_layers * idle
+        )
 
     @cached_property
     def optimizer_seconds(self) -> float:
@@ -648,7 +730,9 @@ class StepCostModel:
         size, stepped = self.model.parameter_bytes, self.stepped_parameters
         moved = stepped * 10 * size
         if not self.model.gathers_per_block:
-            moved += stepped * (size + self.model.layer.element_bytes) + self.whole_parameters * 4 * size
+            moved += (
+                stepped * (size + self.model.layer.element_bytes) + self.whole_parameters * 4 * size
+            )
         return moved / self._rates.memory
 
     @property
@@ -660,8 +744,12 @@ class StepCostModel:
     @property
     def _activation_recomputed(self) -> float:
         """Seconds of recomputing only the activation of an MoE layer: for SwiGLU two values are read and one is written."""
-        values = self.activated_values * ("moe_act" in self.model.recomputed and self.forward_passes == 1)
-        return self.model.layer.matrices * values * self.model.layer.element_bytes / self._rates.memory
+        values = self.activated_values * (
+            "moe_act" in self.model.recomputed and self.forward_passes == 1
+        )
+        return (
+            self.model.layer.matrices * values * self.model.layer.element_bytes / self._rates.memory
+        )
 
     @cached_property
     def compute_bound(self) -> float:
@@ -679,7 +767,9 @@ class StepCostModel:
         """Seconds of the busiest link of a step if every token crossed the link once for all experts behind it, or the
         weights did if they are fewer bytes; or of moving parameters and gradients, if that takes longer."""
         passes = self.model.micro_batches * 2 * (self.forward_passes + 1) * self.model.moe_layers
-        return max([self._moving_seconds, *(passes * self._crossing_seconds(link) for link in self._links)])
+        return max(
+            [self._moving_seconds, *(passes * self._crossing_seconds(link) for link in self._links)]
+        )
 
     def floor(self, *, compression: float = 1.0) -> float:
         """Return a lower bound on the seconds of any plan on this layout.
@@ -693,7 +783,12 @@ class StepCostModel:
         model, crossing = self.model, 0.0
         compute = model.moe_layers * self._expert_seconds
         if not model.overlapped:
-            crossing = 2 * model.moe_layers * max([0.0, *map(self._crossing_seconds, self._links)]) / compression
+            crossing = (
+                2
+                * model.moe_layers
+                * max([0.0, *map(self._crossing_seconds, self._links)])
+                / compression
+            )
         dense, experts = self._unit_seconds
         units, attention = (
             model.num_layers * dense + model.moe_layers * experts,
@@ -701,7 +796,10 @@ class StepCostModel:
         )
         gathering = [
             (moves * units - passes * attention) * model.gathers_per_block
-            for passes, moves in ((1, self._gather_ratio), (2, self._gather_ratio + (not model.is_frozen)))
+            for passes, moves in (
+                (1, self._gather_ratio),
+                (2, self._gather_ratio + (not model.is_frozen)),
+            )
         ]
         passes = (self.forward_passes - 1) * max(compute, crossing)
         passes += max(compute, crossing, gathering[0]) + max(
@@ -732,7 +830,9 @@ class StepCostModel:
     def held_parameters(self) -> float:
         """Parameters of a rank's shards."""
         dense = self.model.dense_parameters / self.grid.tp + self.model.shared_parameters
-        return self.model.replicas * (dense / self.grid.dp + self.model.expert_parameters / self.grid.world)
+        return self.model.replicas * (
+            dense / self.grid.dp + self.model.expert_parameters / self.grid.world
+        )
 
     @property
     def stepped_parameters(self) -> float:
@@ -745,10 +845,14 @@ class StepCostModel:
     def block_parameters(self) -> tuple[float, float]:
         """Parameters of a block on a rank before sharding over data-parallel ranks: dense ones, and experts'."""
         model = self.model
-        dense = (model.dense_parameters - model.embeddings * model.vocab * model.layer.dim) / model.num_layers
+        dense = (
+            model.dense_parameters - model.embeddings * model.vocab * model.layer.dim
+        ) / model.num_layers
         dense = dense / self.grid.tp + model.shared_parameters / model.num_layers
         # A stage of dense blocks alone has no experts.
-        return dense, model.expert_parameters / max(model.moe_layers, 1) / (self.grid.ep * self.grid.etp)
+        return dense, model.expert_parameters / max(model.moe_layers, 1) / (
+            self.grid.ep * self.grid.etp
+        )
 
     @property
     def root_parameters(self) -> float:
@@ -769,7 +873,8 @@ class StepCostModel:
     def _unit_seconds(self) -> tuple[float, float]:
         """Seconds of scattering a block's dense gradients over dp, and its experts' over edp."""
         dense, experts = (
-            reduce_seconds(self.cluster, self.grid, count * self._gradient_bytes, stride, shards) / 2
+            reduce_seconds(self.cluster, self.grid, count * self._gradient_bytes, stride, shards)
+            / 2
             for count, stride, shards in zip(self.block_parameters, self._strides, self._num_shards)
         )
         return dense, experts
@@ -780,7 +885,11 @@ class StepCostModel:
         model = self.model
         dense, experts = (
             reduce_seconds(
-                self.cluster, self.grid, count * self._gradient_bytes / shards, stride * shards, model.replicas
+                self.cluster,
+                self.grid,
+                count * self._gradient_bytes / shards,
+                stride * shards,
+                model.replicas,
             )
             for count, stride, shards in zip(self.block_parameters, self._strides, self._num_shards)
         )
@@ -823,7 +932,9 @@ class StepCostModel:
         return num_bytes / link.slowest(self.cluster.nodes)
 
 
-def layer_passes(cluster: ClusterSpec, grid: Grid, layer: Workload, *, deepep: bool) -> tuple[LayerPass, LayerPass]:
+def layer_passes(
+    cluster: ClusterSpec, grid: Grid, layer: Workload, *, deepep: bool
+) -> tuple[LayerPass, LayerPass]:
     """Return the forward and the backward pass of an MoE layer of another system under even routing.
 
     Experts take their products and their activations' traffic (`compute.py`), twice as long backward. Their rows are sorted
@@ -842,10 +953,13 @@ def layer_passes(cluster: ClusterSpec, grid: Grid, layer: Workload, *, deepep: b
     rates, per_expert = rates_of(cluster, layer.products or layer.dtype), np.array([padded])
     work, units = layer.matrices * layer.dim * layer.hidden / grid.etp, layer.hidden / grid.etp
     seconds = rates.product_seconds(per_expert, 2.0 * work, work * layer.weight_bytes, grouped=True)
-    seconds += rates.traffic_seconds(per_expert, layer.dim, units, layer.matrices, layer.element_bytes)
+    seconds += rates.traffic_seconds(
+        per_expert, layer.dim, units, layer.matrices, layer.element_bytes
+    )
     further = (
         [
-            float(frozen_seconds(per_expert, units, layer, rates, is_backward=is_backward)[0]) * experts
+            float(frozen_seconds(per_expert, units, layer, rates, is_backward=is_backward)[0])
+            * experts
             for is_backward in (False, True)
         ]
         if layer.frozen_bytes
@@ -862,13 +976,17 @@ def layer_passes(cluster: ClusterSpec, grid: Grid, layer: Workload, *, deepep: b
     )
 
 
-def _all_to_all(cluster: ClusterSpec, grid: Grid, layer: Workload, deepep: bool) -> tuple[dict[str, float], float]:
+def _all_to_all(
+    cluster: ClusterSpec, grid: Grid, layer: Workload, deepep: bool
+) -> tuple[dict[str, float], float]:
     """Return the seconds for which each link is busy with an all-to-all, and its latency."""
     group, per_node = grid.ep * grid.etp, grid.ranks_per_node or grid.world
     if group == 1:
         return {}, 0.0
     topology = one_node(cluster, grid.world, grid.ranks_per_node)
-    source, other = (each.ravel() for each in np.meshgrid(np.arange(per_node), np.arange(group), indexing="ij"))
+    source, other = (
+        each.ravel() for each in np.meshgrid(np.arange(per_node), np.arange(group), indexing="ij")
+    )
     target = source // group * group + other
     row = layer.dim * layer.element_bytes / grid.tp
     sent = np.full(len(source), layer.copies / grid.ep * row)
@@ -881,11 +999,15 @@ def _all_to_all(cluster: ClusterSpec, grid: Grid, layer: Workload, deepep: bool)
         )
     apart = source != target
     load = topology.loads(source[apart], target[apart], sent[apart], np.ones(int(apart.sum())))
-    return {topology.names[link]: float(busy) for link, busy in zip(load.links, load.seconds)}, load.latency
+    return {
+        topology.names[link]: float(busy) for link, busy in zip(load.links, load.seconds)
+    }, load.latency
 
 
 @lru_cache(maxsize=4096)
-def reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: int, ranks: int) -> float:
+def reduce_seconds(
+    cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: int, ranks: int
+) -> float:
     """Return the seconds of an all-reduce in every group of ranks that are `stride` apart, all groups at once.
 
     It consists of a reduce-scatter inside nodes, an all-reduce between ranks of equal place, and an all-gather inside
@@ -905,15 +1027,23 @@ def reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, stride: i
     inside = min(ranks, max(1, per_node // stride))
     nodes = ranks // inside
     devices = np.arange(per_node)
-    mates = devices // (stride * inside) * (stride * inside) + (devices + stride) % (stride * inside)
+    mates = devices // (stride * inside) * (stride * inside) + (devices + stride) % (
+        stride * inside
+    )
     rings = [
         (target, 2 * (count - 1) / count * num_bytes / parts, 2.0 * (count - 1))
-        for target, count, parts in ((mates, inside, 1), (devices + max(per_node, stride), nodes, inside))
+        for target, count, parts in (
+            (mates, inside, 1),
+            (devices + max(per_node, stride), nodes, inside),
+        )
         if count > 1
     ]
     targets, sent, messages = zip(*rings)
     return topology.loads(
-        np.tile(devices, len(rings)), np.concatenate(targets), np.repeat(sent, per_node), np.repeat(messages, per_node)
+        np.tile(devices, len(rings)),
+        np.concatenate(targets),
+        np.repeat(sent, per_node),
+        np.repeat(messages, per_node),
     ).alone
 
 
@@ -929,7 +1059,10 @@ def all_reduce_seconds(cluster: ClusterSpec, grid: Grid, num_bytes: float, ranks
         num_bytes: bytes of one rank's values.
         ranks: ranks of a group.
     """
-    by_rings, per_node = reduce_seconds(cluster, grid, num_bytes, 1, ranks), grid.ranks_per_node or grid.world
+    by_rings, per_node = (
+        reduce_seconds(cluster, grid, num_bytes, 1, ranks),
+        grid.ranks_per_node or grid.world,
+    )
     if not 2 < ranks <= per_node or num_bytes == 0 or not any(link.adds for link in cluster.links):
         return by_rings
     devices = np.arange(per_node)

@@ -48,10 +48,13 @@ def rank_memory(cost_model: StepCostModel, kept_bytes: float, buffers: float) ->
     if not model.gathers_per_block:
         whole_parameters = cost_model.whole_parameters
         return Memory(
-            weights=whole_parameters * layer.element_bytes + narrow * _multiplied_parameters(cost_model),
+            weights=whole_parameters * layer.element_bytes
+            + narrow * _multiplied_parameters(cost_model),
             # Sharded gradients of one block are whole while they are reduced.
             gradients=(
-                held_parameters + sum(cost_model.block_parameters) if model.sharded == "gradients" else whole_parameters
+                held_parameters + sum(cost_model.block_parameters)
+                if model.sharded == "gradients"
+                else whole_parameters
             )
             * size,
             optimizer=cost_model.stepped_parameters * 3 * size,
@@ -83,24 +86,43 @@ def _kept_bytes(cost_model: StepCostModel, moe_bytes: float) -> float:
     row, dim = layer.tokens * layer.element_bytes / grid.tp, layer.dim
     # Bytes of a product's kept input over those of a wide value: normed inputs, experts' rows, activations' results.
     read = model.narrow_bytes / layer.element_bytes or 1.0
-    attention = (model.attention_kept or 5.5 * dim) - model.attention_up_kept * ("mla_up_proj" in recomputed)
+    attention = (model.attention_kept or 5.5 * dim) - model.attention_up_kept * (
+        "mla_up_proj" in recomputed
+    )
     around = (attention + 2 * dim - dim * ("layernorm" in recomputed) - dim * (1 - read)) * row
     inner = layer.matrices - 1 + model.keeps_activated * read
     dense = (dim + inner * model.inner * ("mlp" not in recomputed)) * row
-    shared = inner * model.shared_hidden * layer.tokens * layer.element_bytes * ("shared_experts" not in recomputed)
+    shared = (
+        inner
+        * model.shared_hidden
+        * layer.tokens
+        * layer.element_bytes
+        * ("shared_experts" not in recomputed)
+    )
     activated = (
         cost_model.activated_values
         * layer.element_bytes
         * (model.keeps_activated and "moe_act" not in recomputed)
         * read
     )
-    activated -= cost_model.activated_values / layer.hidden * grid.etp * dim * layer.element_bytes * (1 - read)
+    activated -= (
+        cost_model.activated_values
+        / layer.hidden
+        * grid.etp
+        * dim
+        * layer.element_bytes
+        * (1 - read)
+    )
     sparse = dim * row if "moe" in recomputed else moe_bytes + activated + shared
     recomputed_norms = dim * row * ("layernorm" in recomputed)
     if "block" in recomputed:
         return model.alive * model.num_layers * dim * row + around + max(sparse, dense)
     dense_layers = model.num_layers - model.moe_layers
-    blocks = model.num_layers * (around - recomputed_norms) + model.moe_layers * sparse + dense_layers * dense
+    blocks = (
+        model.num_layers * (around - recomputed_norms)
+        + model.moe_layers * sparse
+        + dense_layers * dense
+    )
     return model.alive * blocks
 
 
@@ -108,7 +130,8 @@ def _multiplied_parameters(cost_model: StepCostModel) -> float:
     """Parameters of a rank that narrow products read: all but embeddings, output and routers."""
     model = cost_model.model
     wide = (
-        model.embeddings * model.vocab * model.layer.dim + model.moe_layers * model.layer.dim * model.layer.num_experts
+        model.embeddings * model.vocab * model.layer.dim
+        + model.moe_layers * model.layer.dim * model.layer.num_experts
     )
     return cost_model.whole_parameters - wide / cost_model.grid.tp
 
@@ -119,7 +142,11 @@ def least_bytes(cost_model: StepCostModel) -> float:
     stream = model.layer.tokens * model.layer.dim * model.layer.element_bytes / grid.tp
     size = model.parameter_bytes
     if not model.gathers_per_block:
-        gradients = cost_model.held_parameters if model.sharded == "gradients" else cost_model.whole_parameters
+        gradients = (
+            cost_model.held_parameters
+            if model.sharded == "gradients"
+            else cost_model.whole_parameters
+        )
         whole_bytes = cost_model.whole_parameters * model.layer.element_bytes + gradients * size
         return whole_bytes + cost_model.stepped_parameters * 3 * size + model.num_layers * stream
     return cost_model.held_parameters * 4 * size + model.num_layers * stream

@@ -145,7 +145,11 @@ class Digits:
         )
         target = digits @ self.strides
         is_other = target != source
-        return Pairs(source[is_other], target[is_other], np.tile(counts, len(sources))[is_other].astype(np.float64))
+        return Pairs(
+            source[is_other],
+            target[is_other],
+            np.tile(counts, len(sources))[is_other].astype(np.float64),
+        )
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,9 @@ def box_of(digits: Digits, layout: Layout) -> Box:
     """Return the box of the pieces that a layout holds."""
     flow = FLOWS[layout.flow]
     spread = digits.axes(layout.spread) | (digits.axis("tp") if layout.whole_tp else frozenset())
-    origin = frozenset(range(len(digits.sizes))) if flow.origins is None else digits.axes(flow.origins)
+    origin = (
+        frozenset(range(len(digits.sizes))) if flow.origins is None else digits.axes(flow.origins)
+    )
     expert = digits.axes(flow.homes)
     free = {"all": expert, "rank": frozenset(), "node": expert & digits.local}[layout.experts]
     return Box(origin, expert, spread & origin, free)
@@ -211,7 +217,9 @@ def pieces_of_step(
                 possible &= source_digits[:, digit] == target_digits[:, digit]
         bases.append(base)
         offsets.append(offset)
-    num_differences = np.bincount(((offsets[1][:, None] - offsets[0]) % step[1]).reshape(-1), minlength=step[1])
+    num_differences = np.bincount(
+        ((offsets[1][:, None] - offsets[0]) % step[1]).reshape(-1), minlength=step[1]
+    )
     pieces: np.ndarray = possible * num_differences[(step[0] - bases[1] + bases[0]) % step[1]]
     return pieces
 
@@ -233,7 +241,9 @@ class GroupPlaces(NodeMap):
 
     def switch_to_group_of(self, member: int) -> GroupPlaces:
         """Switch to the group that contains a rank, and return self."""
-        self._base = member - self._value(member, self._upper, True) - self._value(member, self._lower, True)
+        self._base = (
+            member - self._value(member, self._upper, True) - self._value(member, self._lower, True)
+        )
         return self
 
     @property
@@ -269,5 +279,6 @@ class GroupPlaces(NodeMap):
 
     def _value(self, rank: int, radix: list[tuple[int, int, int]], in_ranks: bool) -> int:
         return sum(
-            rank // stride % size * (stride if in_ranks else member_stride) for stride, size, member_stride in radix
+            rank // stride % size * (stride if in_ranks else member_stride)
+            for stride, size, member_stride in radix
         )

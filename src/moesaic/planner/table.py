@@ -50,10 +50,14 @@ class TableSettings:
 
     def __post_init__(self) -> None:
         if not (self.rows_per_bucket > 0 and math.isfinite(self.rows_per_bucket)):
-            raise InputError(f"rows_per_bucket={self.rows_per_bucket}: must be a finite number above 0")
+            raise InputError(
+                f"rows_per_bucket={self.rows_per_bucket}: must be a finite number above 0"
+            )
         for name in ("hysteresis", "optimism", "drift"):
             if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}: choose a share of at least 0 and below 1")
+                raise InputError(
+                    f"{name}={getattr(self, name)}: choose a share of at least 0 and below 1"
+                )
 
 
 @dataclass
@@ -116,7 +120,10 @@ class Race:
     def _end_round(self) -> None:
         """Drop the slower half of the plans, or find that step times drifted."""
         if self._round:
-            ratios = [median_low(self.seconds[plan][-1]) / median_low(self.seconds[plan][-2]) for plan in self.left]
+            ratios = [
+                median_low(self.seconds[plan][-1]) / median_low(self.seconds[plan][-2])
+                for plan in self.left
+            ]
             self.is_void = abs(math.log(median(ratios))) > math.log1p(self._drift)
         ranked = sorted(self.left, key=lambda plan: (self.median(plan), self.left.index(plan)))
         self.left = ranked[: max(len(ranked) // 2, 1)]
@@ -193,7 +200,10 @@ class PlanTable:
         else:
             seconds = self.estimates()
             best = min(self.allowed, key=lambda plan: (seconds[plan], plan))
-            if self.running is None or seconds[best] < (1 - self.settings.hysteresis) * seconds[self.running]:
+            if (
+                self.running is None
+                or seconds[best] < (1 - self.settings.hysteresis) * seconds[self.running]
+            ):
                 self._run(best, "faster")
         assert self.running is not None
         return self.running
@@ -243,7 +253,9 @@ class PlanTable:
         if plan is not None:
             self._trial_left = race.steps + (plan != self.running)
             return self._run(plan, "trial")
-        self.timed = {number: race.median(number) for number in race.seconds if race.seconds[number][0]}
+        self.timed = {
+            number: race.median(number) for number in race.seconds if race.seconds[number][0]
+        }
         self.race = None
         self._recent.clear()
         return self._run(race.left[0], "fastest")
@@ -253,7 +265,9 @@ class PlanTable:
         if len(self._recent) < RECENT or self.running is None:
             return False
         before = self._entries_of(self.bucket_of(self._loads[-1]))[self.running].measured
-        spread = median(abs(math.log(seconds / median(before))) for seconds in before) if before else 0.0
+        spread = (
+            median(abs(math.log(seconds / median(before))) for seconds in before) if before else 0.0
+        )
         return abs(median(self._recent)) > max(math.log1p(self.settings.drift), 4 * spread)
 
     def estimates(self) -> list[float]:
@@ -271,7 +285,9 @@ class PlanTable:
         usual = median(of_plan.values()) if of_plan else 1.0
         by_load = [
             [
-                median(entry.measured) if len(entry.measured) >= KEPT else entry.predicted * of_plan.get(plan, usual)
+                median(entry.measured)
+                if len(entry.measured) >= KEPT
+                else entry.predicted * of_plan.get(plan, usual)
                 for plan, entry in enumerate(self._entries_of(self.bucket_of(load)))
             ]
             for load in self._loads
@@ -284,9 +300,17 @@ class PlanTable:
             "version": VERSION,
             "rows_per_bucket": self.settings.rows_per_bucket,
             "plans": [asdict(plan) for plan in self.plans],
-            "measured": {str(bucket): [each.measured for each in entries] for bucket, entries in self.entries.items()},
+            "measured": {
+                str(bucket): [each.measured for each in entries]
+                for bucket, entries in self.entries.items()
+            },
             "loads": list(self._loads),
-            "counts": [self.steps, self.explored, self.switches, self.races if self.race is None else 0],
+            "counts": [
+                self.steps,
+                self.explored,
+                self.switches,
+                self.races if self.race is None else 0,
+            ],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -295,7 +319,10 @@ class PlanTable:
         Raises:
             InputError: if the state has another version, other buckets or other plans, or is damaged.
         """
-        if state.get("version") != VERSION or state.get("rows_per_bucket") != self.settings.rows_per_bucket:
+        if (
+            state.get("version") != VERSION
+            or state.get("rows_per_bucket") != self.settings.rows_per_bucket
+        ):
             raise InputError(
                 f"has version {state.get('version')} and buckets of {state.get('rows_per_bucket')} rows, but this table has "
                 f"version {VERSION} and {self.settings.rows_per_bucket:g}: start anew, or set rows_per_bucket back"
@@ -308,7 +335,14 @@ class PlanTable:
                     entry.measured = _numbers(seconds, least=math.ulp(0.0))[:KEPT]
             self._loads.extend(_numbers(state["loads"], least=0.0))
             self.steps, self.explored, self.switches, self.races = map(_whole, state["counts"])
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
+        except (
+            ValueError,
+            KeyError,
+            IndexError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+        ) as error:
             raise InputError(f"is damaged ({error!r}): delete the file to start anew") from error
 
     def _entries_of(self, bucket: int) -> list[Entry]:
@@ -334,7 +368,11 @@ class PlanTable:
         self.switches += self.running is not None
         self._unsettled = 1
         self.running = plan
-        self.decisions.append(Decision(step=self.steps - 1, bucket=self.bucket_of(self._loads[-1]), plan=plan, why=why))
+        self.decisions.append(
+            Decision(
+                step=self.steps - 1, bucket=self.bucket_of(self._loads[-1]), plan=plan, why=why
+            )
+        )
 
 
 def _whole(value: Any) -> int:

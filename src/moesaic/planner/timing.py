@@ -57,10 +57,16 @@ class Simulated:
             return "compute"
         link = max(self.link_seconds, key=lambda name: self.link_seconds[name], default="")
         lane = max(self.lane_seconds, key=lambda name: self.lane_seconds[name])
-        return link if link and self.link_seconds[link] >= 0.5 * self.lane_seconds[lane] else f"start-up on lane {lane}"
+        return (
+            link
+            if link and self.link_seconds[link] >= 0.5 * self.lane_seconds[lane]
+            else f"start-up on lane {lane}"
+        )
 
 
-def timed(cluster: ClusterSpec, program: Program, volumes: AbstractVolumes, dtype: str) -> Simulated:
+def timed(
+    cluster: ClusterSpec, program: Program, volumes: AbstractVolumes, dtype: str
+) -> Simulated:
     """Simulate a program.
 
     Args:
@@ -72,7 +78,9 @@ def timed(cluster: ClusterSpec, program: Program, volumes: AbstractVolumes, dtyp
     slots = {slot.name: slot for slot in program.slots}
     rates, host = rates_of(cluster, dtype), cluster.host
     shape = (len(program.tasks), volumes.num_actors)
-    compute = np.array([compute_seconds(task, slots, volumes, rates) for task in program.tasks]).reshape(shape)
+    compute = np.array(
+        [compute_seconds(task, slots, volumes, rates) for task in program.tasks]
+    ).reshape(shape)
     speeds, topology = np.array(cluster.speeds), volumes.topology
     if len(speeds) and volumes.num_actors == topology.world:
         # The rates are the slowest device's.
@@ -132,10 +140,14 @@ def _links(volumes: AbstractVolumes, movements: list[list[Movement]]) -> dict[st
     busy = np.zeros(volumes.topology.num_links)
     for movement in (part for of_task in movements for part in of_task):
         busy[movement.load.links] += movement.load.seconds
-    return {volumes.topology.names[link]: float(busy[link]) for link in np.flatnonzero(busy).tolist()}
+    return {
+        volumes.topology.names[link]: float(busy[link]) for link in np.flatnonzero(busy).tolist()
+    }
 
 
-def _lanes(program: Program, volumes: AbstractVolumes, movements: list[list[Movement]]) -> dict[str, float]:
+def _lanes(
+    program: Program, volumes: AbstractVolumes, movements: list[list[Movement]]
+) -> dict[str, float]:
     """Return the seconds of each lane's movements one after the other, on the rank with the largest sum."""
     spent: dict[str, np.ndarray] = {}
     for task, of_task in zip(program.tasks, movements):

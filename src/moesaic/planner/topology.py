@@ -73,7 +73,9 @@ class Topology:
         InputError: if the ranks do not fit the cluster.
     """
 
-    def __init__(self, spec: ClusterSpec, world: int, ranks_per_node: int | None, *, block: int | None = None) -> None:
+    def __init__(
+        self, spec: ClusterSpec, world: int, ranks_per_node: int | None, *, block: int | None = None
+    ) -> None:
         self.spec, self.world = spec, world
         self.ranks_per_node = check_fit(spec, world, ranks_per_node)
         self.block = world if block is None else block
@@ -91,7 +93,9 @@ class Topology:
             for unit in range(self._num_units(link)):
                 rate = self._rate(link, unit)
                 inbound |= set() if link.shared else {len(self.names) + 1}
-                for name in (link.name,) if link.shared else (f"{link.name} out", f"{link.name} in"):
+                for name in (
+                    (link.name,) if link.shared else (f"{link.name} out", f"{link.name} in")
+                ):
                     self.names.append(f"{name} {unit}" if self._num_units(link) > 1 else name)
                     seconds_per_byte.append(1 / rate)
         self._peers = len(self.names)
@@ -103,7 +107,10 @@ class Topology:
         if spec.host.messages == "in_turn":
             for rank in range(self.block):
                 for suffix in ("", " inside its node"):
-                    self.names += [f"sends of rank {rank}{suffix}", f"receives of rank {rank}{suffix}"]
+                    self.names += [
+                        f"sends of rank {rank}{suffix}",
+                        f"receives of rank {rank}{suffix}",
+                    ]
                     seconds_per_byte += [0.0, 0.0]
         self.seconds_per_byte = np.array(seconds_per_byte)
         self.arrives = np.isin(np.arange(len(self.names)), list(inbound))
@@ -114,7 +121,9 @@ class Topology:
         """Number of directed links, including the ports of ranks if a rank sends its messages one after the other."""
         return len(self.names)
 
-    def loads(self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray) -> Load:
+    def loads(
+        self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, messages: np.ndarray
+    ) -> Load:
         """Return the load of messages on the links.
 
         Args:
@@ -146,7 +155,10 @@ class Topology:
         total = np.zeros((2, len(self.names)))
         latency, slowest = np.zeros(len(source)), np.zeros(len(source))
         source_devices, target_devices = self.devices_of(source), self.devices_of(target)
-        nodes = source_devices // self.spec.devices_per_node, target_devices // self.spec.devices_per_node
+        nodes = (
+            source_devices // self.spec.devices_per_node,
+            target_devices // self.spec.devices_per_node,
+        )
         inside = nodes[0] == nodes[1]
         on_tree = np.ones(len(source), dtype=bool)
         for number, peer in enumerate(self.spec.peers):
@@ -157,7 +169,10 @@ class Topology:
                     & (target_devices % self.spec.devices_per_node == second_end)
                 )
                 first = self._peers + nodes[0][on_peer] % self._nodes * 2 * len(self.spec.peers)
-                seconds = num_bytes[on_peer] * 8e-9 / peer.gbps + messages[on_peer] * peer.message_us * 1e-6
+                seconds = (
+                    num_bytes[on_peer] * 8e-9 / peer.gbps
+                    + messages[on_peer] * peer.message_us * 1e-6
+                )
                 at = first + 2 * number + direction + np.zeros(int(on_peer.sum()), dtype=np.int64)
                 np.add.at(total[0], at, seconds)
                 np.add.at(total[1], at, messages[on_peer])
@@ -170,23 +185,34 @@ class Topology:
                 continue
             num_blocks = self._num_blocks(link)
             for side, devices in enumerate(
-                (source_devices[used],) if link.shared else (source_devices[used], target_devices[used])
+                (source_devices[used],)
+                if link.shared
+                else (source_devices[used], target_devices[used])
             ):
                 at = first + self._unit_of(link, devices) * (1 if link.shared else 2) + side
                 byte_seconds = self.seconds_per_byte[at]
                 if link.sizes:
                     link_bytes = np.bincount(at, weights=num_bytes[used] * num_blocks)
-                    byte_seconds = byte_seconds / np.interp(np.log(link_bytes[at]), np.log(link.sizes), link.size_share)
+                    byte_seconds = byte_seconds / np.interp(
+                        np.log(link_bytes[at]), np.log(link.sizes), link.size_share
+                    )
                 if link.users:
                     units, inverse = np.unique(at, return_inverse=True)
                     num_users = np.array(
                         [
-                            len({*source_devices[used][at == one_link], *target_devices[used][at == one_link]})
+                            len(
+                                {
+                                    *source_devices[used][at == one_link],
+                                    *target_devices[used][at == one_link],
+                                }
+                            )
                             for one_link in units
                         ]
                     )[inverse]
                     byte_seconds = byte_seconds / np.interp(num_users, link.users, link.users_share)
-                byte_seconds, message_seconds = _by_connections(link, at, byte_seconds, messages[used] * num_blocks)
+                byte_seconds, message_seconds = _by_connections(
+                    link, at, byte_seconds, messages[used] * num_blocks
+                )
                 seconds = num_bytes[used] * byte_seconds + messages[used] * message_seconds
                 np.add.at(total[0], at, seconds * num_blocks)
                 np.add.at(total[1], at, messages[used] * num_blocks)
@@ -196,7 +222,9 @@ class Topology:
 
     def devices_of(self, ranks: np.ndarray) -> np.ndarray:
         """Return the device of the cluster that each rank uses."""
-        return ranks // self.ranks_per_node * self.spec.devices_per_node + ranks % self.ranks_per_node
+        return (
+            ranks // self.ranks_per_node * self.spec.devices_per_node + ranks % self.ranks_per_node
+        )
 
     def _uses(
         self, link: Link, source_devices: np.ndarray, target_devices: np.ndarray, inside: np.ndarray
@@ -209,7 +237,9 @@ class Topology:
 
     def _unit_of(self, link: Link, devices: np.ndarray) -> np.ndarray:
         """Return the number of the level's link that each device is behind."""
-        units: np.ndarray = devices % self._devices // link.devices if self._folded else devices // link.devices
+        units: np.ndarray = (
+            devices % self._devices // link.devices if self._folded else devices // link.devices
+        )
         return units
 
     def _num_units(self, link: Link) -> int:

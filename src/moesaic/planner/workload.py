@@ -55,20 +55,41 @@ class Workload:
     counted once per chunk. For other n the mean is estimated."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "num_experts", "top_k", "dim", "hidden", "matrices", "groups", "top_groups"):
+        for name in (
+            "tokens",
+            "num_experts",
+            "top_k",
+            "dim",
+            "hidden",
+            "matrices",
+            "groups",
+            "top_groups",
+        ):
             if not 1 <= getattr(self, name) < 2**31:
-                raise InputError(f"workload.{name}={getattr(self, name)}: must be at least 1, and below 2^31")
+                raise InputError(
+                    f"workload.{name}={getattr(self, name)}: must be at least 1, and below 2^31"
+                )
         if self.top_k > self.num_experts:
-            raise InputError(f"workload.top_k={self.top_k}: choose at most num_experts={self.num_experts}")
-        if self.num_experts % self.groups or self.top_groups > self.groups or self.top_k > self.reachable:
+            raise InputError(
+                f"workload.top_k={self.top_k}: choose at most num_experts={self.num_experts}"
+            )
+        if (
+            self.num_experts % self.groups
+            or self.top_groups > self.groups
+            or self.top_k > self.reachable
+        ):
             raise InputError(
                 f"workload.groups={self.groups}, top_groups={self.top_groups}: groups must divide num_experts="
                 f"{self.num_experts}, and top_groups of them hold top_k={self.top_k} experts"
             )
         if self.dtype not in ELEMENT_BYTES:
-            raise InputError(f"workload.dtype={self.dtype!r}: choose one of {', '.join(ELEMENT_BYTES)}")
+            raise InputError(
+                f"workload.dtype={self.dtype!r}: choose one of {', '.join(ELEMENT_BYTES)}"
+            )
         if self.products not in (None, *ELEMENT_BYTES):
-            raise InputError(f"workload.products={self.products!r}: choose one of {', '.join(ELEMENT_BYTES)}")
+            raise InputError(
+                f"workload.products={self.products!r}: choose one of {', '.join(ELEMENT_BYTES)}"
+            )
         check_above_zero("workload.capacity_factor", self.capacity_factor)
 
     @property
@@ -135,7 +156,9 @@ def zipf_counts(groups: int, workload: Workload, *, exponent: float, seed: int) 
     return _rounded(np.tile((shares / shares.sum())[order], (groups, 1)), workload)
 
 
-def dirichlet_counts(groups: int, workload: Workload, *, concentration: float, seed: int) -> np.ndarray:
+def dirichlet_counts(
+    groups: int, workload: Workload, *, concentration: float, seed: int
+) -> np.ndarray:
     """Return counts whose shares are drawn from a Dirichlet distribution for each group; their mean over groups is
     even.
 
@@ -148,7 +171,9 @@ def dirichlet_counts(groups: int, workload: Workload, *, concentration: float, s
         seed: for the draw.
     """
     check_above_zero("concentration", concentration)
-    shares = np.random.default_rng(seed).dirichlet(np.full(workload.num_experts, concentration), size=groups)
+    shares = np.random.default_rng(seed).dirichlet(
+        np.full(workload.num_experts, concentration), size=groups
+    )
     return _rounded(shares, workload)
 
 
@@ -162,14 +187,25 @@ def read_counts(path: Path) -> np.ndarray:
         raise InputError(f"counts {path}: unknown kind of file, use .npy or .csv")
     try:
         is_array = path.suffix == ".npy"
-        table = read_array(path) if is_array else np.loadtxt(read_text(path).splitlines(), delimiter=",", ndmin=2)
+        table = (
+            read_array(path)
+            if is_array
+            else np.loadtxt(read_text(path).splitlines(), delimiter=",", ndmin=2)
+        )
     except OSError as error:
         raise InputError(f"counts {path}: cannot be read ({error.strerror or error})") from error
     except (ValueError, EOFError, TokenError, MemoryError, OverflowError) as error:
-        raise InputError(f"counts {path}: does not parse ({' '.join(str(error).split())})") from error
+        raise InputError(
+            f"counts {path}: does not parse ({' '.join(str(error).split())})"
+        ) from error
     if not isinstance(table, np.ndarray) or table.dtype.kind not in "iuf":
         raise InputError(f"counts {path}: must be an array of numbers")
-    if table.ndim != 2 or not np.isfinite(table).all() or (table < 0).any() or (table != np.floor(table)).any():
+    if (
+        table.ndim != 2
+        or not np.isfinite(table).all()
+        or (table < 0).any()
+        or (table != np.floor(table)).any()
+    ):
         raise InputError(
             f"counts {path}: must be a table of whole numbers of at least 0: a row per group, a column per expert"
         )

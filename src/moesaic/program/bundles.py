@@ -65,7 +65,9 @@ def bundles(program: Program) -> tuple[tuple[int, ...], ...]:
     finished: list[tuple[int, ...]] = []
     open_bundle: list[int] = []
     for number, task in enumerate(program.tasks):
-        if open_bundle and not _may_join(task, [program.tasks[member] for member in open_bundle], slots):
+        if open_bundle and not _may_join(
+            task, [program.tasks[member] for member in open_bundle], slots
+        ):
             finished.append(tuple(open_bundle))
             open_bundle = []
         open_bundle.append(number)
@@ -79,12 +81,20 @@ def _may_join(task: Task, bundle: list[Task], slots: dict[str, Slot]) -> bool:
     """Return whether a task may be sent together with the small movements of a bundle."""
     kind = slots[task.writes[0]].kind
     waits = any(_needs(task, other) for other in bundle)
-    return not waits and _same_route(bundle[0], task, slots) and _is_move(task) and kind in (*_SMALL, *_LARGE)
+    return (
+        not waits
+        and _same_route(bundle[0], task, slots)
+        and _is_move(task)
+        and kind in (*_SMALL, *_LARGE)
+    )
 
 
 def _same_route(small: Task, task: Task, slots: dict[str, Slot]) -> bool:
     """Return whether two movements use the same links in the same direction, with rows of the same chunk."""
-    routes = [(move.op, move.lane, move.group, move.stage, slots[move.writes[0]].layout.step) for move in (small, task)]
+    routes = [
+        (move.op, move.lane, move.group, move.stage, slots[move.writes[0]].layout.step)
+        for move in (small, task)
+    ]
     chunks = [slots[move.writes[0]].layout.chunk for move in (small, task)]
     return routes[0] == routes[1] and (chunks[0] == chunks[1] or None in chunks)
 

@@ -74,7 +74,10 @@ class Compiled:
     @property
     def capacity_multiple(self) -> int:
         """The multiple to which a padded capacity is rounded up, so that its rows split evenly over tp, shards and chunks."""
-        blocks = max(codec_spec(codec).rows_per_block for codec in (self.plan.codec, self.plan.backward_codec))
+        blocks = max(
+            codec_spec(codec).rows_per_block
+            for codec in (self.plan.codec, self.plan.backward_codec)
+        )
         chunks = self.plan.chunks
         return math.lcm(self.grid.tp, self.grid.etp * chunks, blocks * chunks)
 
@@ -125,11 +128,17 @@ class Compiled:
 
     @cached_property
     def _under(self) -> Callable[[Plan], Compiled]:
-        return cache(partial(compile_plan, grid=replace(self.grid, etp_inner=1), bias="b" in self.logical.inputs))
+        return cache(
+            partial(
+                compile_plan, grid=replace(self.grid, etp_inner=1), bias="b" in self.logical.inputs
+            )
+        )
 
     @cached_property
     def _index(self) -> Callable[[int], LayoutIndex]:
-        return cache(partial(LayoutIndex, self.grid, num_chunks=self.plan.chunks, replicates=self.replicates))
+        return cache(
+            partial(LayoutIndex, self.grid, num_chunks=self.plan.chunks, replicates=self.replicates)
+        )
 
     @cached_property
     def _held(self) -> Callable[[LayoutIndex, ExpertSizes], HeldBytes]:
@@ -151,7 +160,14 @@ def compile_plan(plan: Plan, grid: Grid, *, bias: bool = False) -> Compiled:
     # What follows the transpose changes nothing before it, so plans that differ there share both programs.
     usual = Plan(all_to_all=plan.all_to_all if plan.crossing is not Crossing.LINK else "linear")
     logical, transposed, grid = _logical(
-        replace(plan, all_to_all=usual.all_to_all, order=usual.order, overlap_gather=usual.overlap_gather), grid, bias
+        replace(
+            plan,
+            all_to_all=usual.all_to_all,
+            order=usual.order,
+            overlap_gather=usual.overlap_gather,
+        ),
+        grid,
+        bias,
     )
     programs = []
     for program, codec in ((logical, plan.codec), (transposed, plan.backward_codec)):
@@ -190,7 +206,9 @@ def moving(compiled: Compiled) -> Compiled:
             f"sample placement clashes with memory_budget={plan.memory_budget}, whose slices cut samples: leave "
             "memory_budget unset"
         )
-    logical, forward, backward = map(relocate, (compiled.logical, compiled.forward, compiled.backward))
+    logical, forward, backward = map(
+        relocate, (compiled.logical, compiled.forward, compiled.backward)
+    )
     validate(forward)
     validate(backward)
     return replace(compiled, logical=logical, forward=forward, backward=backward)
@@ -231,7 +249,11 @@ def _logical(plan: Plan, grid: Grid, bias: bool) -> tuple[Program, Program, Grid
     program = multicast(program, grid) if plan.crossing is Crossing.MULTICAST else fused
     if plan.gather_weights is not None:
         program, grid = gather_weights(program, plan.gather_weights, grid)
-    program = replicate(program, plan.chunks, grid) if plan.replicates else split_capacity(program, plan.chunks)
+    program = (
+        replicate(program, plan.chunks, grid)
+        if plan.replicates
+        else split_capacity(program, plan.chunks)
+    )
     program = split_peers(program, plan.peer_groups, grid)
     return program, transpose(program), grid
 
@@ -240,6 +262,8 @@ def _rounds_apart(program: Program) -> bool:
     """Return whether ranks that must agree on a row receive it in separate messages, only some of which a codec rounds."""
     ends = [(task, program.slot(task.writes[0])) for task in program.moves() if "ep" in task.group]
     agreeing = [
-        any(slot.on(axis) is State.IDENTICAL for axis in task.group) for task, slot in ends if slot.kind is Kind.ROWS
+        any(slot.on(axis) is State.IDENTICAL for axis in task.group)
+        for task, slot in ends
+        if slot.kind is Kind.ROWS
     ]
     return program.is_redundant or any(agreeing)

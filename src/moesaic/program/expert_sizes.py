@@ -25,7 +25,9 @@ class ExpertSizes:
     element_bytes: int
 
     @classmethod
-    def stacked(cls, dim: int, units: int, matrices: int, element_bytes: int, *, bias: bool = False) -> ExpertSizes:
+    def stacked(
+        cls, dim: int, units: int, matrices: int, element_bytes: int, *, bias: bool = False
+    ) -> ExpertSizes:
         """Return the sizes of built-in experts, which keep the results of all matrices that read the token.
 
         Args:

@@ -62,8 +62,12 @@ class Grid:
                 f"choose ep * etp as a divisor of {self.world}"
             )
         if self.etp % self.etp_inner:
-            raise InputError(f"mesh.etp={self.etp} does not split into parts of {self.etp_inner}: choose a divisor")
-        if self.ranks_per_node is not None and (self.ranks_per_node < 1 or self.world % self.ranks_per_node):
+            raise InputError(
+                f"mesh.etp={self.etp} does not split into parts of {self.etp_inner}: choose a divisor"
+            )
+        if self.ranks_per_node is not None and (
+            self.ranks_per_node < 1 or self.world % self.ranks_per_node
+        ):
             raise InputError(
                 f"mesh.ranks_per_node={self.ranks_per_node} does not divide the {self.world} ranks: "
                 f"choose a divisor of {self.world}"
@@ -104,7 +108,11 @@ class Grid:
         Only ep ranks if each replica of the experts is on one node or has one ep rank per node, since the two levels
         coincide then.
         """
-        return (self.nodes_per_replica, self.ep) if 1 < self.nodes_per_replica < self.ep else (self.ep,)
+        return (
+            (self.nodes_per_replica, self.ep)
+            if 1 < self.nodes_per_replica < self.ep
+            else (self.ep,)
+        )
 
     @property
     def has_shards_inside_nodes(self) -> bool:

@@ -59,19 +59,29 @@ class HeldBytes:
         experts: memory of the layer's experts.
     """
 
-    def __init__(self, programs: tuple[Program, Program], shapes: AbstractLayoutIndex, experts: ExpertSizes) -> None:
+    def __init__(
+        self, programs: tuple[Program, Program], shapes: AbstractLayoutIndex, experts: ExpertSizes
+    ) -> None:
         self.shapes, self.experts, self._legs = shapes, experts, cache(legs_by_hop)
         forward, backward = (_Walk(program, shapes, experts) for program in programs)
-        names = [name for name in programs[1].inputs if name in forward.slots and name in backward.slots]
+        names = [
+            name for name in programs[1].inputs if name in forward.slots and name in backward.slots
+        ]
         kept_bytes = _total_bytes([backward.slot_bytes(name) for name in names])
-        kept_bytes += _total_bytes([forward.kept_inside(task) for task in programs[0].tasks if task.op is Op.EXPERT])
+        kept_bytes += _total_bytes(
+            [forward.kept_inside(task) for task in programs[0].tasks if task.op is Op.EXPERT]
+        )
         steps = [*forward.steps(set(names)), *backward.steps(set())]
         sum_bytes = max(WIDE, experts.element_bytes)
         tokens, weights = forward.slots["x"].layout, forward.slots["w"].layout
-        sums = _bytes_of(tokens, experts.dim * sum_bytes) + _bytes_of(weights, experts.unit_numbers * sum_bytes)
+        sums = _bytes_of(tokens, experts.dim * sum_bytes) + _bytes_of(
+            weights, experts.unit_numbers * sum_bytes
+        )
         if sum_bytes > experts.element_bytes:
             sums += _bytes_of(tokens, experts.dim * experts.element_bytes)
-        self._terms = list(dict.fromkeys(term for step in (*steps, kept_bytes, sums) for term in step))
+        self._terms = list(
+            dict.fromkeys(term for step in (*steps, kept_bytes, sums) for term in step)
+        )
         self._steps = np.unique(self._table(steps), axis=0)
         self._kept, self._sums = self._table([kept_bytes, sums])
 
@@ -91,14 +101,18 @@ class HeldBytes:
 
     def _rows(self, sizes: CallSizes) -> np.ndarray:
         """Return the rows of each term on each rank, (world, terms)."""
-        return np.stack([self._term_rows(term, sizes) for term in self._terms], axis=1).astype(np.float64)
+        return np.stack([self._term_rows(term, sizes) for term in self._terms], axis=1).astype(
+            np.float64
+        )
 
     def _term_rows(self, term: _Term, sizes: CallSizes) -> np.ndarray:
         if not isinstance(term, _Hop):
             return sizes.rows_of_ranks(term)
         source, target, *ends = self._paths(term)
         rows = sizes.moved(term.move).between(source, target)
-        return np.bincount(ends[term.arrives], weights=rows, minlength=sizes.grid.world).astype(np.int64)
+        return np.bincount(ends[term.arrives], weights=rows, minlength=sizes.grid.world).astype(
+            np.int64
+        )
 
     def _paths(self, term: _Hop) -> np.ndarray:
         """Return source and target of each packet of a hop, and of the leg that it takes, (4, packets) int64."""
@@ -119,7 +133,9 @@ class _Walk:
         self.program, self.shapes, self.experts = program, shapes, experts
         self.slots = {slot.name: slot for slot in program.slots}
         self._codecs = {task.of: task.codec for task in program.tasks if task.op is Op.PACK}
-        between = any(task.lane is Lane.INTER for task in program.tasks if task.op in (Op.MOVE, Op.HOP))
+        between = any(
+            task.lane is Lane.INTER for task in program.tasks if task.op in (Op.MOVE, Op.HOP)
+        )
         self._slowest = Lane.INTER if between else Lane.INTRA
 
     def slot_bytes(self, name: str) -> Bytes:
@@ -135,12 +151,17 @@ class _Walk:
         """Return the bytes of `numbers` numbers per row of an expert task and per shard of the hidden width that the
         task computes."""
         rows = next(self.slots[name] for name in task.reads if self.slots[name].kind is Kind.ROWS)
-        weights = next(self.slots[name] for name in task.reads if self.slots[name].layout.flow == "weights")
+        weights = next(
+            self.slots[name] for name in task.reads if self.slots[name].layout.flow == "weights"
+        )
         pieces_by_rank = [
-            len(self.shapes.pieces(weights.layout, rank).number) for rank in range(self.shapes.grid.world)
+            len(self.shapes.pieces(weights.layout, rank).number)
+            for rank in range(self.shapes.grid.world)
         ]
         shards = max(
-            1, max(pieces_by_rank) // max(1, len(self.shapes.experts(weights.layout, int(np.argmax(pieces_by_rank)))))
+            1,
+            max(pieces_by_rank)
+            // max(1, len(self.shapes.experts(weights.layout, int(np.argmax(pieces_by_rank))))),
         )
         return _bytes_of(rows.layout, numbers * shards * self.experts.element_bytes)
 
@@ -186,20 +207,28 @@ class _Walk:
         if task.op is Op.HOP:
             row_bytes = self.coded(source, self._codecs.get(task.of, ""))
             sends = _Hop(move, task.link, task.group, task.hop, arrives=False)
-            return _bytes_of(sends, row_bytes), _bytes_of(sends._replace(arrives=True), row_bytes), False
+            return (
+                _bytes_of(sends, row_bytes),
+                _bytes_of(sends._replace(arrives=True), row_bytes),
+                False,
+            )
         world = range(self.shapes.grid.world)
         sent, received = (
-            [matches_of(move, rank) for rank in world] for matches_of in (self.shapes.sent, self.shapes.received)
+            [matches_of(move, rank) for rank in world]
+            for matches_of in (self.shapes.sent, self.shapes.received)
         )
         source_pieces, target_pieces = (
-            [self.shapes.pieces(layout, rank) for rank in world] for layout in (move.source, move.target)
+            [self.shapes.pieces(layout, rank) for rank in world]
+            for layout in (move.source, move.target)
         )
         leaves = _bytes_of(source.layout, self._row_bytes(source) * _max_uses(sent, source_pieces))
         if not joined and _is_whole(sent, source_pieces):
             leaves = Counter()
         if source.layout.flow == "weights":
             leaves += self.slot_bytes(task.reads[0])  # packed
-        arrives = _bytes_of(target.layout, self._row_bytes(target) * _max_uses(received, target_pieces))
+        arrives = _bytes_of(
+            target.layout, self._row_bytes(target) * _max_uses(received, target_pieces)
+        )
         return leaves, arrives, not joined and _is_whole(received, target_pieces)
 
     def stays(self, task: Task) -> bool:
@@ -213,7 +242,9 @@ class _Walk:
         if not codec or not is_coded(codec) or slot.kind not in (Kind.ROWS, Kind.TOKENS):
             return size
         dtype = DTYPES[self.experts.element_bytes]
-        return int(np.ceil(codec_spec(codec).num_bytes(CODED_ROWS, self.experts.dim, dtype) / CODED_ROWS))
+        return int(
+            np.ceil(codec_spec(codec).num_bytes(CODED_ROWS, self.experts.dim, dtype) / CODED_ROWS)
+        )
 
     def scratch(self, task: Task) -> Bytes:
         """Return the temporary bytes of a task while it runs, besides the slots that it reads and writes."""
@@ -224,7 +255,9 @@ class _Walk:
             return self._inside(task, self.experts.backward)
         if task.op is Op.COMBINE and size < WIDE:  # rows and their sums in float32
             rows, tokens = self.slots[task.reads[0]].layout, self.slots[task.writes[0]].layout
-            return _bytes_of(rows, self.experts.dim * WIDE) + _bytes_of(tokens, self.experts.dim * WIDE)
+            return _bytes_of(rows, self.experts.dim * WIDE) + _bytes_of(
+                tokens, self.experts.dim * WIDE
+            )
         if task.op is Op.UNPACK:
             return self.slot_bytes(task.writes[0])
         if task.op is Op.ADD and size < WIDE:
@@ -251,7 +284,9 @@ class _Alive:
         self._last_use: dict[str, int] = {}
         """By slot, the last bundle that reads or writes it."""
         allocated_before = {"x", "w", "b", *(name for name in program.inputs if name.endswith("'"))}
-        self._alive = {name: walk.slot_bytes(name) for name in program.inputs if name not in allocated_before}
+        self._alive = {
+            name: walk.slot_bytes(name) for name in program.inputs if name not in allocated_before
+        }
         forward = {task.name: task for task in program.tasks if task.op is Op.EXPERT_GRAD}
         self._alive |= {f"{name}*": walk.kept_inside(task) for name, task in forward.items()}
         for number, bundle in enumerate(self.bundles):
@@ -262,7 +297,9 @@ class _Alive:
                     self._last_use[self._storage(name)] = number
         for name in (*stay, *program.outputs):
             self._last_use[self._storage(name)] = len(self.bundles)
-        self._last_use |= {f"{task.name}*": len(self.bundles) for task in program.tasks if task.op is Op.EXPERT}
+        self._last_use |= {
+            f"{task.name}*": len(self.bundles) for task in program.tasks if task.op is Op.EXPERT
+        }
 
     def settle(self, name: str) -> None:
         """Let the messages that carry a slot arrive, if it is in flight."""
@@ -272,8 +309,14 @@ class _Alive:
         flight = self._flights.pop(bundle_number)
         if self._walk.program.tasks[self.bundles[bundle_number][0]].lane is self._walk._slowest:
             self._deferred = Counter()
-        landed = [slot_name for slot_name, other_number in self.arriving.items() if other_number == bundle_number]
-        packets = {slot_name for slot_name in landed if self._walk.slots[slot_name].kind is Kind.PACKETS}
+        landed = [
+            slot_name
+            for slot_name, other_number in self.arriving.items()
+            if other_number == bundle_number
+        ]
+        packets = {
+            slot_name for slot_name in landed if self._walk.slots[slot_name].kind is Kind.PACKETS
+        }
         for slot_name in landed:
             del self.arriving[slot_name]
             if slot_name not in self._arrive_in_place | packets:
@@ -281,7 +324,9 @@ class _Alive:
         self._record(*flight)
         for slot_name in landed:
             if slot_name in self._arrive_in_place | packets:
-                self._alive[slot_name] = flight[1] if slot_name in packets else self._walk.slot_bytes(slot_name)
+                self._alive[slot_name] = (
+                    flight[1] if slot_name in packets else self._walk.slot_bytes(slot_name)
+                )
 
     def depart(self, number: int, tasks: Sequence[Task]) -> None:
         """Send the messages of a bundle of movements, or of a hop."""
@@ -308,7 +353,9 @@ class _Alive:
                 source = walk.slots[task.of[0]]
                 self._alive[name] = walk.slot_bytes(task.of[0])
                 if walk.coded(source, task.codec) < walk.coded(source, ""):
-                    self._alive[name] = self._alive[name] + _bytes_of(source.layout, walk.coded(source, task.codec))
+                    self._alive[name] = self._alive[name] + _bytes_of(
+                        source.layout, walk.coded(source, task.codec)
+                    )
             else:
                 self._alive[name] = walk.slot_bytes(name)
         if task.op is Op.EXPERT:
@@ -320,7 +367,9 @@ class _Alive:
 
     def free(self, number: int) -> None:
         """Free slots that no later task reads. A slot that is sent without a copy lives until its messages have arrived."""
-        for name in [name for name in self._alive if self._last_use.get(self._storage(name), -1) <= number]:
+        for name in [
+            name for name in self._alive if self._last_use.get(self._storage(name), -1) <= number
+        ]:
             freed = self._alive.pop(name)
             if number in self._flights and not self._flights[number][0]:
                 self._flights[number].append(freed)
@@ -332,7 +381,9 @@ class _Alive:
 
     def _record(self, *extra: Bytes) -> None:
         flying = [buffers for flight in self._flights.values() for buffers in flight]
-        self.bytes_by_step.append(_total_bytes([*self._alive.values(), *flying, self._deferred, *extra]))
+        self.bytes_by_step.append(
+            _total_bytes([*self._alive.values(), *flying, self._deferred, *extra])
+        )
 
 
 def _bytes_of(term: _Term, size: int) -> Bytes:
@@ -348,9 +399,14 @@ def _total_bytes(parts: Iterable[Mapping[_Term, int]]) -> Bytes:
 
 def _is_whole(matches: Sequence, slots: Sequence) -> bool:
     """Return whether the messages of every rank are all rows of a slot, in its order."""
-    return all(match.in_order and len(match.places) == len(slot.number) for match, slot in zip(matches, slots))
+    return all(
+        match.in_order and len(match.places) == len(slot.number)
+        for match, slot in zip(matches, slots)
+    )
 
 
 def _max_uses(matches: Sequence, slots: Sequence) -> int:
     """Return the largest number of times that a slot's rows occur in its messages."""
-    return max(-(-len(match.places) // max(1, len(slot.number))) for match, slot in zip(matches, slots))
+    return max(
+        -(-len(match.places) // max(1, len(slot.number))) for match, slot in zip(matches, slots)
+    )

@@ -107,13 +107,19 @@ class Held:
     homes: np.ndarray | None = None
     """(origins, chunks) int64: the only rank that holds these pieces. None: no such restriction."""
 
-    def by(self, origin: np.ndarray, expert: np.ndarray, chunk: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def by(
+        self, origin: np.ndarray, expert: np.ndarray, chunk: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return (rank, position among the given pieces) of every rank that holds one of them, (pairs,) int64 each.
 
         Args:
             origin, expert, chunk: (n,) each, of the given pieces.
         """
-        piece = np.arange(len(origin)) if self.inside is None else np.flatnonzero(self.inside[origin, expert])
+        piece = (
+            np.arange(len(origin))
+            if self.inside is None
+            else np.flatnonzero(self.inside[origin, expert])
+        )
         axes = [(self.origins, origin), (self.experts, expert), (self.chunks, chunk)]
         for table, number in axes:
             is_held = np.logical_or.reduce(table, axis=0)
@@ -127,7 +133,8 @@ class Held:
             origin_held, order = np.nonzero(self.origins[ranks].T)
             ranks = ranks[order]
             holders = np.bincount(
-                origin_held * num_kinds + kind_of_rank[ranks], minlength=self.origins.shape[1] * num_kinds
+                origin_held * num_kinds + kind_of_rank[ranks],
+                minlength=self.origins.shape[1] * num_kinds,
             )
             pair = origin[piece] * num_kinds + kind_of_expert[expert[piece]]
             selected = runs((np.cumsum(holders) - holders)[pair], holders[pair])
@@ -137,8 +144,13 @@ class Held:
             counts = [count[number[piece]] for count, (_, number) in zip(ranks_per_index, axes)]
             smallest = min(range(3), key=lambda axis: int(counts[axis].sum()))
             table, number = axes.pop(smallest)
-            starts = (np.cumsum(ranks_per_index[smallest]) - ranks_per_index[smallest])[number[piece]]
-            rank, piece = np.nonzero(table.T)[1][runs(starts, counts[smallest])], np.repeat(piece, counts[smallest])
+            starts = (np.cumsum(ranks_per_index[smallest]) - ranks_per_index[smallest])[
+                number[piece]
+            ]
+            rank, piece = (
+                np.nonzero(table.T)[1][runs(starts, counts[smallest])],
+                np.repeat(piece, counts[smallest]),
+            )
         for table, number in axes:
             if table.all():
                 continue
@@ -173,10 +185,16 @@ class Held:
             rows: (origins, experts, chunks) int64: rows of every piece; chunks at the end may be left out.
         """
         assert self.homes is None, "pieces that have homes are held one by one"
-        table = rows.astype(np.float64) if self.inside is None else (rows * self.inside[:, :, None]).astype(np.float64)
+        table = (
+            rows.astype(np.float64)
+            if self.inside is None
+            else (rows * self.inside[:, :, None]).astype(np.float64)
+        )
         (expert_sets, expert_set), (chunk_sets, chunk_set) = self._distinct_sets
         # (origins, chunks, sets of experts), then (origins, sets of experts, sets of chunks)
-        per_origin = (table.swapaxes(1, 2) @ expert_sets.T).swapaxes(1, 2) @ chunk_sets.T[: rows.shape[2]]
+        per_origin = (table.swapaxes(1, 2) @ expert_sets.T).swapaxes(1, 2) @ chunk_sets.T[
+            : rows.shape[2]
+        ]
         rank, origin = np.divmod(np.flatnonzero(self.origins), self.origins.shape[1])
         rows_held = per_origin[origin, expert_set[rank], chunk_set[rank]]
         return np.bincount(rank, rows_held, len(self.origins))
@@ -185,7 +203,9 @@ class Held:
 def distinct_rows(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the different rows of a bool table and the number of each row among them, as `np.unique` of axis 0 does."""
     packed = np.packbits(table, axis=1)
-    _, first, number = np.unique(packed.view(f"S{packed.shape[1]}").ravel(), return_index=True, return_inverse=True)
+    _, first, number = np.unique(
+        packed.view(f"S{packed.shape[1]}").ravel(), return_index=True, return_inverse=True
+    )
     return table[first], number
 
 
@@ -222,7 +242,12 @@ class AbstractLayoutIndex(ABC):
             raise InputError(
                 f"num_experts={num_experts} does not split over mesh.ep={grid.ep}: choose ep as a divisor of it"
             )
-        self.grid, self.num_experts, self.num_chunks, self.replicates = grid, num_experts, num_chunks, replicates
+        self.grid, self.num_experts, self.num_chunks, self.replicates = (
+            grid,
+            num_experts,
+            num_chunks,
+            replicates,
+        )
         self._all_chunks = num_chunks + grid.ep * replicates
         self._base = max(num_experts, grid.nodes_per_replica)
         self.results: dict[tuple[Any, ...], Any] = {}
@@ -264,9 +289,15 @@ class AbstractLayoutIndex(ABC):
     def node_experts(self, rank: int) -> range:
         """Return the experts of which a shard is stored on a rank's node, within the rank's replica of the experts."""
         grid = self.grid
-        mates = (peer for peer in grid.group(rank, ("ep", "etp")) if grid.node_of(peer) == grid.node_of(rank))
+        mates = (
+            peer
+            for peer in grid.group(rank, ("ep", "etp"))
+            if grid.node_of(peer) == grid.node_of(rank)
+        )
         local = list(map(self.local_experts, mates))
-        return range(min(experts.start for experts in local), max(experts.stop for experts in local))
+        return range(
+            min(experts.start for experts in local), max(experts.stop for experts in local)
+        )
 
     def experts(self, layout: Layout, rank: int) -> np.ndarray:
         """Return the second index of a layout's pieces: experts, nodes (node_tokens), ep ranks (rank_tokens), or 0
@@ -277,12 +308,21 @@ class AbstractLayoutIndex(ABC):
             experts = self.experts(replace(layout, flow="copies"), rank)
             return np.unique(experts // (self.num_experts // self.grid.ep))
         if layout.chunk == "near":
-            node, shard = self.grid.group(rank, ("node",)), partial(self.grid.coordinate, axis="etp")
-            return np.unique([self.local_experts(mate) for mate in node if shard(mate) == shard(rank)])
+            node, shard = (
+                self.grid.group(rank, ("node",)),
+                partial(self.grid.coordinate, axis="etp"),
+            )
+            return np.unique(
+                [self.local_experts(mate) for mate in node if shard(mate) == shard(rank)]
+            )
         if layout.experts == "all":
             flow = FLOWS[layout.flow]
-            return np.arange(self.num_experts if flow.is_per_expert else prod(map(self.grid.size, flow.homes)))
-        return np.array(self.local_experts(rank) if layout.experts == "rank" else self.node_experts(rank))
+            return np.arange(
+                self.num_experts if flow.is_per_expert else prod(map(self.grid.size, flow.homes))
+            )
+        return np.array(
+            self.local_experts(rank) if layout.experts == "rank" else self.node_experts(rank)
+        )
 
     def number(self, origin: np.ndarray, expert: np.ndarray, chunk: np.ndarray) -> np.ndarray:
         """Return the numbers of pieces."""
@@ -293,7 +333,10 @@ class AbstractLayoutIndex(ABC):
         """Return whether a movement leaves all rows of a rank where they are, for any counts."""
         sent, received = self.sent(move, rank), self.received(move, rank)
         counts = [len(self.pieces(layout, rank).number) for layout in (move.source, move.target)]
-        all_stay = sent.peers == received.peers == (rank,) and counts == [len(sent.places), len(received.places)]
+        all_stay = sent.peers == received.peers == (rank,) and counts == [
+            len(sent.places),
+            len(received.places),
+        ]
         return all_stay and not move.is_for_helpers and np.array_equal(sent.places, received.places)
 
 
@@ -310,7 +353,13 @@ class LayoutIndex(AbstractLayoutIndex):
     """
 
     def __init__(
-        self, grid: Grid, num_experts: int, num_chunks: int = 1, *, replicates: bool = False, parts: int | None = None
+        self,
+        grid: Grid,
+        num_experts: int,
+        num_chunks: int = 1,
+        *,
+        replicates: bool = False,
+        parts: int | None = None,
     ) -> None:
         super().__init__(grid, num_experts, num_chunks, replicates=replicates)
         self._parts = num_chunks if parts is None else parts
@@ -320,7 +369,9 @@ class LayoutIndex(AbstractLayoutIndex):
     def pieces(self, layout: Layout, rank: int) -> Pieces:
         """Return the pieces that a slot of a layout holds on a rank."""
         chunks = self._chunks(layout, rank)
-        grids = np.meshgrid(self.experts(layout, rank), self._origins(layout, rank), chunks, indexing="ij")
+        grids = np.meshgrid(
+            self.experts(layout, rank), self._origins(layout, rank), chunks, indexing="ij"
+        )
         expert, origin, chunk = (values.reshape(-1) for values in grids)
         if layout.step is not None:
             inside = self._ahead(origin, expert, layout.step[1]) == layout.step[0]
@@ -337,8 +388,14 @@ class LayoutIndex(AbstractLayoutIndex):
             self.num_experts if flow.is_per_expert else prod(map(size, flow.homes)),
             self._all_chunks if flow.is_cut else 1,
         )
-        origins, experts, chunks = (np.zeros((self.grid.world, width), dtype=bool) for width in widths)
-        for table, numbers in ((origins, self._origins), (experts, self.experts), (chunks, self._chunks)):
+        origins, experts, chunks = (
+            np.zeros((self.grid.world, width), dtype=bool) for width in widths
+        )
+        for table, numbers in (
+            (origins, self._origins),
+            (experts, self.experts),
+            (chunks, self._chunks),
+        ):
             for rank in range(self.grid.world):
                 table[rank, numbers(layout, rank)] = True
         inside = None
@@ -358,7 +415,9 @@ class LayoutIndex(AbstractLayoutIndex):
             found = self._exchanged(move, members)
             sent = _by_member(members, found.source, found.target, found.source_place)
             received = _by_member(members, found.target, found.source, found.target_place)
-            self._matched |= {(move, member): pair for member, pair in zip(members, zip(sent, received))}
+            self._matched |= {
+                (move, member): pair for member, pair in zip(members, zip(sent, received))
+            }
         return self._matched[(move, rank)]
 
     def _exchanged(self, move: Move, members: tuple[int, ...]) -> _Exchanged:
@@ -366,7 +425,8 @@ class LayoutIndex(AbstractLayoutIndex):
         held_numbers = [self.pieces(move.source, member).number for member in members]
         wanted_numbers = [self.pieces(move.target, member).number for member in members]
         holder, target = (
-            np.repeat(np.arange(len(members)), list(map(len, lists))) for lists in (held_numbers, wanted_numbers)
+            np.repeat(np.arange(len(members)), list(map(len, lists)))
+            for lists in (held_numbers, wanted_numbers)
         )
         source_place, target_place = (
             np.concatenate([np.arange(len(piece_numbers)) for piece_numbers in lists])
@@ -376,7 +436,12 @@ class LayoutIndex(AbstractLayoutIndex):
         # Sorted by piece, then rank: the lowest rank that holds a piece comes first.
         keys = number * len(members) + holder
         order = np.argsort(keys, kind="stable")
-        keys, number, holder, source_place = keys[order], number[order], holder[order], source_place[order]
+        keys, number, holder, source_place = (
+            keys[order],
+            number[order],
+            holder[order],
+            source_place[order],
+        )
         first, end = (np.searchsorted(number, wanted, side=side) for side in ("left", "right"))
         missing = np.unique(target[first == end]).tolist()
         assert not missing, (
@@ -387,8 +452,12 @@ class LayoutIndex(AbstractLayoutIndex):
             position = runs(first, count)
             target, target_place = np.repeat(target, count), np.repeat(target_place, count)
         elif len(keys):  # the target's own piece, else the lowest rank's
-            own_position = np.minimum(np.searchsorted(keys, wanted * len(members) + target), len(keys) - 1)
-            position = np.where(keys[own_position] == wanted * len(members) + target, own_position, first)
+            own_position = np.minimum(
+                np.searchsorted(keys, wanted * len(members) + target), len(keys) - 1
+            )
+            position = np.where(
+                keys[own_position] == wanted * len(members) + target, own_position, first
+            )
         else:
             position = first
         return _Exchanged(holder[position], target, source_place[position], target_place)
@@ -403,7 +472,9 @@ class LayoutIndex(AbstractLayoutIndex):
         if layout.chunk == "here":
             return np.array([self.num_chunks + self.grid.coordinate(rank, "ep")])
         assert isinstance(layout.chunk, int)
-        start, end = (self.num_chunks * chunk // self._parts for chunk in (layout.chunk, layout.chunk + 1))
+        start, end = (
+            self.num_chunks * chunk // self._parts for chunk in (layout.chunk, layout.chunk + 1)
+        )
         return np.arange(start, end)
 
     def _origins(self, layout: Layout, rank: int) -> np.ndarray:
@@ -434,14 +505,20 @@ class _Exchanged(NamedTuple):
     """Position in the target's slot."""
 
 
-def _by_member(members: tuple[int, ...], own: np.ndarray, peer: np.ndarray, places: np.ndarray) -> list[Matched]:
+def _by_member(
+    members: tuple[int, ...], own: np.ndarray, peer: np.ndarray, places: np.ndarray
+) -> list[Matched]:
     """Return the exchanged pieces of each member of a group, peer after peer, from the member and the peer of each piece."""
     order = np.lexsort((peer, own))
     cuts = np.searchsorted(own[order], np.arange(len(members) + 1))
     found = []
     for begin, end in pairwise(cuts):
         selected = order[begin:end]
-        starts = np.flatnonzero(np.diff(peer[selected], prepend=-1, append=-1)) if len(selected) else np.zeros(1, int)
+        starts = (
+            np.flatnonzero(np.diff(peer[selected], prepend=-1, append=-1))
+            if len(selected)
+            else np.zeros(1, int)
+        )
         peers = tuple(members[index] for index in peer[selected][starts[:-1]].tolist())
         found.append(Matched(peers, starts, places[selected]))
     return found

@@ -58,7 +58,11 @@ class PlacedIndex(AbstractLayoutIndex):
             return all_pieces
         is_home = self._targets()[0][all_pieces.origin, all_pieces.chunk] == rank
         number = all_pieces.number[is_home]
-        indices = (all_pieces.origin[is_home], all_pieces.expert[is_home], all_pieces.chunk[is_home])
+        indices = (
+            all_pieces.origin[is_home],
+            all_pieces.expert[is_home],
+            all_pieces.chunk[is_home],
+        )
         return Pieces(number, *indices, np.argsort(number, kind="stable"))
 
     def held(self, layout: Layout) -> Held:
@@ -74,7 +78,9 @@ class PlacedIndex(AbstractLayoutIndex):
         if not isinstance(copies, Placed):
             return None
         pieces = self.pieces(copies, rank)
-        later: np.ndarray = (self._targets()[1][pieces.origin, pieces.chunk] - pieces.chunk) * self.length
+        later: np.ndarray = (
+            self._targets()[1][pieces.origin, pieces.chunk] - pieces.chunk
+        ) * self.length
         return later
 
     @memoised
@@ -87,12 +93,17 @@ class PlacedIndex(AbstractLayoutIndex):
         if not (isinstance(move.source, Placed) or isinstance(move.target, Placed)):
             return self._of_all_calls.matched(move, rank)
         members = self.grid.group(rank, move.group)
-        source_pieces, target_numbers = self.pieces(move.source, rank), self.pieces(move.target, rank).number
+        source_pieces, target_numbers = (
+            self.pieces(move.source, rank),
+            self.pieces(move.target, rank).number,
+        )
         sent, received = [], []
         for peer in members:
             positions = find(source_pieces, self.pieces(move.target, peer).number)
             sent.append((peer, positions[positions >= 0]))
-            received.append((peer, np.flatnonzero(find(self.pieces(move.source, peer), target_numbers) >= 0)))
+            received.append(
+                (peer, np.flatnonzero(find(self.pieces(move.source, peer), target_numbers) >= 0))
+            )
         return joined(sent), joined(received)
 
 
@@ -107,5 +118,11 @@ def placed_sizes(grid: Grid, copies: np.ndarray, shapes: PlacedIndex, units: int
     """
     tokens = np.full(grid.world, copies.shape[1] * shapes.length)
     return CallSizes(
-        grid, copies.sum(1), tokens, shapes.num_chunks, units=units, shapes=shapes, parts=copies.transpose(0, 2, 1)
+        grid,
+        copies.sum(1),
+        tokens,
+        shapes.num_chunks,
+        units=units,
+        shapes=shapes,
+        parts=copies.transpose(0, 2, 1),
     )

@@ -85,7 +85,9 @@ class StaticPlan:
         }
         for name, known in names.items():
             if getattr(self, name) not in known:
-                raise InputError(f"plan.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(known)}")
+                raise InputError(
+                    f"plan.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(known)}"
+                )
         for name in ("codec", "backward_codec"):
             if not getattr(self, name):
                 raise InputError(f"plan.{name}='' is unknown: write {NO_CODEC} for no codec")
@@ -99,7 +101,9 @@ class StaticPlan:
         if self.chunks > MOST_CHUNKS:
             raise InputError(f"plan.chunks={self.chunks}: must be at most {MOST_CHUNKS}")
         if self.gather_weights is not None and self.gather_weights < 0:
-            raise InputError(f"plan.gather_weights={self.gather_weights}: choose 0, or a divisor of mesh.etp")
+            raise InputError(
+                f"plan.gather_weights={self.gather_weights}: choose 0, or a divisor of mesh.etp"
+            )
 
     @property
     def program(self) -> Program:
@@ -153,7 +157,9 @@ def plan_in_words(plan: Plan) -> str:
     words: list[str] = [plan.schedule, plan.all_to_all]
     words += [f"{plan.chunks} chunks"] * (plan.chunks > 1) + ["fused"] * plan.fuse
     words += [] if plan.gather_weights is None else [f"r = {plan.gather_weights}"]
-    words += [f"{plan.peer_groups} peer groups"] * (plan.peer_groups > 1) + ["overlapped gather"] * plan.overlap_gather
+    words += [f"{plan.peer_groups} peer groups"] * (plan.peer_groups > 1) + [
+        "overlapped gather"
+    ] * plan.overlap_gather
     words += [f"{plan.codec} forward"] * is_coded(plan.codec)
     words += [f"{plan.backward_codec} backward"] * is_coded(plan.backward_codec)
     words += [f"replication {plan.replication}"] * plan.replicates

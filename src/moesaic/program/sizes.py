@@ -16,7 +16,16 @@ import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
-from moesaic.program.layouts import AbstractLayoutIndex, LayoutIndex, Matched, Move, Pieces, find, memoised, runs
+from moesaic.program.layouts import (
+    AbstractLayoutIndex,
+    LayoutIndex,
+    Matched,
+    Move,
+    Pieces,
+    find,
+    memoised,
+    runs,
+)
 from moesaic.program.replications import NOTHING, Replications
 from moesaic.program.task import FLOWS, HELPERS, ONCE, Flow, Layout
 
@@ -81,7 +90,9 @@ class MovedRows:
             legs: (4, packets): source and target of each packet, then source and target of its leg, as `legs_by_hop`
                 returns them.
         """
-        return moved_rows(self.world, legs[2] * self.world + legs[3], self.between(legs[0], legs[1]))
+        return moved_rows(
+            self.world, legs[2] * self.world + legs[3], self.between(legs[0], legs[1])
+        )
 
 
 def _stands_at(ascending: np.ndarray, position: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -178,7 +189,10 @@ class CallSizes:
         }
         if node_tokens is not None:
             nodes = sum(grid.cast_levels) - grid.ep
-            self._rows["node_tokens"], self._rows["rank_tokens"] = node_tokens[:, :nodes], node_tokens[:, nodes:]
+            self._rows["node_tokens"], self._rows["rank_tokens"] = (
+                node_tokens[:, :nodes],
+                node_tokens[:, nodes:],
+            )
         self.results: dict[tuple[Any, ...], Any] = {}
         """Results of memoised methods."""
 
@@ -187,9 +201,15 @@ class CallSizes:
         """Return the experts of which a rank computes replicated copies, (num_experts,) bool."""
         mates = self.grid.group(rank, ("ep", "etp"))
         origins = sorted({origin for mate in mates for origin in self.grid.group(mate, ("tp",))})
-        helper, origin, expert = self._replicated.helper, self._replicated.origin, self._replicated.expert
+        helper, origin, expert = (
+            self._replicated.helper,
+            self._replicated.origin,
+            self._replicated.expert,
+        )
         helped = np.zeros(self.num_experts, dtype=bool)
-        helped[expert[(helper == self.grid.coordinate(rank, "ep")) & np.isin(origin, origins)]] = True
+        helped[expert[(helper == self.grid.coordinate(rank, "ep")) & np.isin(origin, origins)]] = (
+            True
+        )
         return helped
 
     def held(self, layout: Layout, rank: int) -> np.ndarray:
@@ -197,7 +217,11 @@ class CallSizes:
         if layout.chunk == "here":
             return np.flatnonzero(self.helped(rank))
         experts = self.shapes.experts(layout, rank)
-        return experts[self._needs_weights(layout, rank)[experts]] if layout.chunk == "near" else experts
+        return (
+            experts[self._needs_weights(layout, rank)[experts]]
+            if layout.chunk == "near"
+            else experts
+        )
 
     def _needs_weights(self, layout: Layout, rank: int) -> np.ndarray:
         """Return the experts whose weights replicated copies need on the rank ("here") or its node ("near"),
@@ -208,7 +232,11 @@ class CallSizes:
     def _helped_on_node(self, rank: int) -> np.ndarray:
         """Return the experts of which ranks with this one's shards on its node compute replicated copies."""
         shard = self.grid.coordinate(rank, "etp")
-        mates = [mate for mate in self.grid.group(rank, ("local",)) if self.grid.coordinate(mate, "etp") == shard]
+        mates = [
+            mate
+            for mate in self.grid.group(rank, ("local",))
+            if self.grid.coordinate(mate, "etp") == shard
+        ]
         on_node: np.ndarray = np.any([self.helped(mate) for mate in mates], axis=0)
         return on_node
 
@@ -223,10 +251,16 @@ class CallSizes:
     def rows_of_ranks(self, layout: Layout) -> np.ndarray:
         """Return the number of rows that a slot of this layout has on each rank, (world,) int64."""
         held = self.shapes.held(layout)
-        if held.homes is None and layout.chunk not in HELPERS and not self._may_be_replicated(layout):
+        if (
+            held.homes is None
+            and layout.chunk not in HELPERS
+            and not self._may_be_replicated(layout)
+        ):
             return held.sums(self._rows[layout.flow]).astype(np.int64)
         rank, piece = self._held_by(layout)
-        return np.bincount(rank, self._pieces(layout.flow)[3][piece], self.grid.world).astype(np.int64)
+        return np.bincount(rank, self._pieces(layout.flow)[3][piece], self.grid.world).astype(
+            np.int64
+        )
 
     @memoised
     def offsets(self, layout: Layout, rank: int) -> np.ndarray:
@@ -257,7 +291,9 @@ class CallSizes:
         width = int((num_experts - experts[:, ::-1].argmax(1) - first).max())
         rank, piece = self._held_by(layout, True)
         _, expert, _, rows = self._pieces(layout.flow, True)
-        table = np.bincount(rank * width + expert[piece] - first[rank], rows[piece], self.grid.world * width)
+        table = np.bincount(
+            rank * width + expert[piece] - first[rank], rows[piece], self.grid.world * width
+        )
         return table.astype(np.int64).reshape(self.grid.world, width)
 
     @memoised
@@ -272,7 +308,11 @@ class CallSizes:
         A tensor-parallel group that routes all its tokens together numbers them together, so its copies start at 0. The
         tokens sent to a node or to an ep rank are numbered per origin and chunk.
         """
-        return Runs(self._find_bases(tokens, copies, rank), np.diff(self.offsets(copies, rank)), is_constant=True)
+        return Runs(
+            self._find_bases(tokens, copies, rank),
+            np.diff(self.offsets(copies, rank)),
+            is_constant=True,
+        )
 
     @memoised
     def part_rows(self, part: Layout, whole: Layout, rank: int) -> Runs:
@@ -300,7 +340,9 @@ class CallSizes:
         """Return one entry per piece that is sent: source * world + target, and its rows, (n,) int64 each."""
         world, rows = self.grid.world, self._pieces(move.source.flow)[3]
         group = np.array([self.grid.group(rank, move.group)[0] for rank in range(world)])
-        (holder, held), (target, wanted) = (self._held_by(layout) for layout in (move.source, move.target))
+        (holder, held), (target, wanted) = (
+            self._held_by(layout) for layout in (move.source, move.target)
+        )
         wanted_keys = group[target] * len(rows) + wanted
         # Sorted by piece, then by holder.
         held_by_rank = np.sort((group[holder] * len(rows) + held) * world + holder)
@@ -322,10 +364,14 @@ class CallSizes:
             f"{move.target}"
         )
         count = end - first
-        return holder[runs(first, count)] * world + np.repeat(target, count), np.repeat(rows[wanted], count)
+        return holder[runs(first, count)] * world + np.repeat(target, count), np.repeat(
+            rows[wanted], count
+        )
 
     @memoised
-    def _pieces(self, flow: Flow, by_expert: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _pieces(
+        self, flow: Flow, by_expert: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return origin, expert, chunk and rows of all pieces of a flow that have rows, (n,) each.
 
         The experts of one home are held together, so they are merged under their first expert. They are kept apart with
@@ -341,13 +387,20 @@ class CallSizes:
         found = origin, home * experts_per_home, chunk, merged[origin, home, chunk]
         if flow == "copies" and not self._replicated.is_empty:
             origin, expert, helper, amount = self._replicated
-            helped = origin, expert // experts_per_home * experts_per_home, self.num_chunks + helper, amount
+            helped = (
+                origin,
+                expert // experts_per_home * experts_per_home,
+                self.num_chunks + helper,
+                amount,
+            )
             return tuple(np.concatenate([found, helped], axis=1))
         return found
 
     def _may_be_replicated(self, layout: Layout) -> bool:
         """Return whether slots of a layout have pieces of replicated copies."""
-        return self.shapes.replicates and layout.flow == "copies" and not isinstance(layout.chunk, int)
+        return (
+            self.shapes.replicates and layout.flow == "copies" and not isinstance(layout.chunk, int)
+        )
 
     def _rows_of(self, layout: Layout, pieces: Pieces) -> np.ndarray:
         """Return the number of rows of each of a slot's pieces, (pieces,) int64."""
@@ -367,7 +420,9 @@ class CallSizes:
         origin, expert, chunk, _ = self._pieces(layout.flow, by_expert)
         rank, piece = self.shapes.held(layout).by(origin, expert, chunk)
         if layout.is_on_demand:
-            tables = np.stack([self._needs_weights(layout, member) for member in range(self.grid.world)])
+            tables = np.stack(
+                [self._needs_weights(layout, member) for member in range(self.grid.world)]
+            )
             is_needed = tables[rank, expert[piece]]
             rank, piece = rank[is_needed], piece[is_needed]
         return rank, piece
@@ -394,7 +449,10 @@ class CallSizes:
 
     def _find_bases(self, tokens: Layout, copies: Layout, rank: int) -> np.ndarray:
         """Return the base of each piece of the copies; see `token_bases`."""
-        copy_pieces, later = self.shapes.pieces(copies, rank), self.shapes.tokens_later(copies, rank)
+        copy_pieces, later = (
+            self.shapes.pieces(copies, rank),
+            self.shapes.tokens_later(copies, rank),
+        )
         if later is not None:
             return later
         token_pieces = self.shapes.pieces(tokens, rank)
@@ -405,8 +463,14 @@ class CallSizes:
             ep_rank = copy_pieces.expert
             if copies.flow != "rank_tokens":
                 ep_rank = ep_rank // (self.num_experts // grid.ep)
-            destination = ep_rank if tokens.flow == "rank_tokens" else ep_rank // (grid.ep // grid.nodes_per_replica)
-            position = find(token_pieces, self.shapes.number(copy_pieces.origin, destination, copy_pieces.chunk))
+            destination = (
+                ep_rank
+                if tokens.flow == "rank_tokens"
+                else ep_rank // (grid.ep // grid.nodes_per_replica)
+            )
+            position = find(
+                token_pieces, self.shapes.number(copy_pieces.origin, destination, copy_pieces.chunk)
+            )
         else:
             position = np.searchsorted(token_pieces.origin, copy_pieces.origin)
         return self.offsets(tokens, rank)[:-1][position]

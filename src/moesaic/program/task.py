@@ -232,18 +232,27 @@ class Program:
     @property
     def routes_slices(self) -> bool:
         """Whether each rank of a tensor-parallel group routes a slice of its tokens, as under S1 (forward programs only)."""
-        return self.slot("x").on("tp") is State.IDENTICAL and self.slot("gates").on("tp") is State.SHARDED
+        return (
+            self.slot("x").on("tp") is State.IDENTICAL
+            and self.slot("gates").on("tp") is State.SHARDED
+        )
 
     @property
     def is_redundant(self) -> bool:
         """Whether each rank of a tensor-parallel group sends all tokens of the group, as under the baseline."""
         indices = [slot for slot in map(self.slot, self.inputs) if slot.kind is Kind.INDEX]
-        return any(slot.on("tp") is State.IDENTICAL and not slot.layout.whole_tp for slot in indices)
+        return any(
+            slot.on("tp") is State.IDENTICAL and not slot.layout.whole_tp for slot in indices
+        )
 
     @property
     def delivers_at_once(self) -> bool:
         """Whether one movement over ep and etp sends rows to all shards of their experts, and one returns the sums."""
-        rows = [task for task in self.moves() if self.slot(task.reads[0]).kind is Kind.ROWS and "ep" in task.group]
+        rows = [
+            task
+            for task in self.moves()
+            if self.slot(task.reads[0]).kind is Kind.ROWS and "ep" in task.group
+        ]
         return [task.group for task in rows] == [("ep", "etp")] * 2
 
     def slot(self, name: str) -> Slot:

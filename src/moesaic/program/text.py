@@ -24,7 +24,9 @@ def to_text(program: Program) -> str:
     width = max(len(slot.name) for slot in program.slots)
     for slot in program.slots:
         states = " ".join(f"{axis}:{state.value}" for axis, state in slot.state) or "-"
-        lines.append(f"slot  {slot.name:<{width}}  {slot.kind.value:<6}  {states:<12}  {_layout_text(slot.layout)}")
+        lines.append(
+            f"slot  {slot.name:<{width}}  {slot.kind.value:<6}  {states:<12}  {_layout_text(slot.layout)}"
+        )
     named = max(len(task.name) for task in program.tasks)
     for task in program.tasks:
         arrow = f"{' '.join(task.reads)} -> {' '.join(task.writes)}"
@@ -39,7 +41,9 @@ def to_text(program: Program) -> str:
 def _extras_text(task: Task) -> str:
     extras = [f"^{task.power}", f"^{task.dual_power}"] if task.op is Op.SCALE else []
     extras += [f"of={'/'.join(task.of)}"] if task.of else []
-    extras += [f"{key}={value}" for key, value in (("link", task.link), ("codec", task.codec)) if value]
+    extras += [
+        f"{key}={value}" for key, value in (("link", task.link), ("codec", task.codec)) if value
+    ]
     extras += [f"hop={task.hop}"] if task.op is Op.HOP else []
     return "".join(f"  {extra}" for extra in extras)
 

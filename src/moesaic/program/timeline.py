@@ -87,7 +87,9 @@ class Timeline:
         return hidden / total
 
 
-def lay_out(program: Program, seconds: Mapping[str, float], *, host_runs_compute: bool = False) -> Timeline:
+def lay_out(
+    program: Program, seconds: Mapping[str, float], *, host_runs_compute: bool = False
+) -> Timeline:
     """Return the timeline of a program as its executor runs it: one thread issues the tasks in list order.
 
     Each lane runs its tasks one after the other, in list order. A task starts when its lane is free and all tasks whose
@@ -115,7 +117,9 @@ def lay_out(program: Program, seconds: Mapping[str, float], *, host_runs_compute
     return Timeline(program.name, tuple(spans))
 
 
-def place(free: Free, lane: Lane, seconds: float, ready: float, host_runs_compute: bool) -> tuple[Free, float]:
+def place(
+    free: Free, lane: Lane, seconds: float, ready: float, host_runs_compute: bool
+) -> tuple[Free, float]:
     """Return when the resources are free after one more task is issued, and when that task starts.
 
     Args:
@@ -175,7 +179,15 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
     for row, lane in enumerate(LANES):
         if timeline.on(lane):
             events.append(_name("thread_name", row, lane.value))
-            events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": row, "args": {"sort_index": row}})
+            events.append(
+                {
+                    "ph": "M",
+                    "name": "thread_sort_index",
+                    "pid": 0,
+                    "tid": row,
+                    "args": {"sort_index": row},
+                }
+            )
     for span in timeline.spans:
         events.append(
             {

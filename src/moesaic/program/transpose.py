@@ -61,14 +61,18 @@ class _Transposition:
         self.program = program
         self.slots = {cotangent(name): dual(program.slot(name)) for name in program.outputs}
         self.tasks: list[Task] = []
-        self._readers = Counter(name for task in program.tasks for name in task.reads if _flows(program, name))
+        self._readers = Counter(
+            name for task in program.tasks for name in task.reads if _flows(program, name)
+        )
         self._shares: dict[str, list[str]] = {}
 
     def add(self, task: Task) -> None:
         """Append the transpose of a task, and the sums of cotangents that are complete with it."""
         differentiable = [name for name in task.reads if _flows(self.program, name)]
         others = (
-            task.reads if task.op is Op.EXPERT else tuple(name for name in task.reads if name not in differentiable)
+            task.reads
+            if task.op is Op.EXPERT
+            else tuple(name for name in task.reads if name not in differentiable)
         )
         self.tasks.append(
             replace(
@@ -101,7 +105,9 @@ class _Transposition:
         total = dual(self.program.slot(name))
         self.slots[total.name] = total
         reads = tuple(self._shares[name])
-        self.tasks.append(Task(name=f"{total.name}+", op=Op.ADD, reads=reads, writes=(total.name,), stage=stage))
+        self.tasks.append(
+            Task(name=f"{total.name}+", op=Op.ADD, reads=reads, writes=(total.name,), stage=stage)
+        )
 
 
 def saved(program: Program) -> tuple[str, ...]:
@@ -111,7 +117,8 @@ def saved(program: Program) -> tuple[str, ...]:
         name
         for task in program.tasks
         for name in task.reads
-        if task.op is Op.EXPERT or (task.op in (Op.PERMUTE, Op.COMBINE) and not _flows(program, name))
+        if task.op is Op.EXPERT
+        or (task.op in (Op.PERMUTE, Op.COMBINE) and not _flows(program, name))
     ]
     return tuple(name for name in dict.fromkeys(names) if name not in fetched)
 
@@ -122,7 +129,11 @@ def _fetches(program: Program) -> list[Task]:
     The weights of replicated copies are fetched once and kept for the backward pass.
     """
     written = [(task, program.slot(task.writes[0])) for task in program.tasks]
-    return [task for task, slot in written if slot.kind is Kind.WEIGHT and slot.layout.chunk not in HELPERS]
+    return [
+        task
+        for task, slot in written
+        if slot.kind is Kind.WEIGHT and slot.layout.chunk not in HELPERS
+    ]
 
 
 def cotangent(name: str) -> str:
@@ -132,7 +143,11 @@ def cotangent(name: str) -> str:
 
 def dual(slot: Slot) -> Slot:
     """Return the cotangent of a slot: the same rows, with the dual state on every axis."""
-    return replace(slot, name=cotangent(slot.name), state=tuple((axis, state.dual) for axis, state in slot.state))
+    return replace(
+        slot,
+        name=cotangent(slot.name),
+        state=tuple((axis, state.dual) for axis, state in slot.state),
+    )
 
 
 def _flows(program: Program, name: str) -> bool:
@@ -155,5 +170,8 @@ def up_to_experts(program: Program, wanted: Collection[str]) -> Program:
             tasks.append(task)
             slots.update(task.reads)
     return replace(
-        program, name=f"{program.name}, up to the experts", tasks=tuple(reversed(tasks)), outputs=tuple(wanted)
+        program,
+        name=f"{program.name}, up to the experts",
+        tasks=tuple(reversed(tasks)),
+        outputs=tuple(wanted),
     )

@@ -40,21 +40,31 @@ def validate(program: Program) -> None:
     names: set[str] = set()
     for task in program.tasks:
         if task.name in names:
-            raise ProgramError(f"two tasks are called {task.name}: give each task a name of its own")
+            raise ProgramError(
+                f"two tasks are called {task.name}: give each task a name of its own"
+            )
         names.add(task.name)
         for name in (*task.reads, *task.writes):
             if name not in known:
-                raise ProgramError(f"task {task.name}: slot {name} is not declared: add a Slot of this name")
+                raise ProgramError(
+                    f"task {task.name}: slot {name} is not declared: add a Slot of this name"
+                )
         for name in task.reads:
             if name not in written:
                 ring = _cycle(program, task)
                 if ring:
                     circle = " -> ".join((*ring, ring[0]))
-                    raise ProgramError(f"tasks wait for each other: {circle}: let one of them read another slot")
-                raise ProgramError(f"task {task.name} reads {name} before anything writes it: put its writer first")
+                    raise ProgramError(
+                        f"tasks wait for each other: {circle}: let one of them read another slot"
+                    )
+                raise ProgramError(
+                    f"task {task.name} reads {name} before anything writes it: put its writer first"
+                )
         for name in task.writes:
             if name in written:
-                raise ProgramError(f"task {task.name} writes {name}, which is written already: write another slot")
+                raise ProgramError(
+                    f"task {task.name} writes {name}, which is written already: write another slot"
+                )
             written.add(name)
         if task.op is Op.MOVE:
             collective(program, task.name)
@@ -62,7 +72,9 @@ def validate(program: Program) -> None:
             _check_expert(program, task)
     for name in program.outputs:
         if name not in written:
-            raise ProgramError(f"output {name} is never written: let a task write it, or take it out of the outputs")
+            raise ProgramError(
+                f"output {name} is never written: let a task write it, or take it out of the outputs"
+            )
 
 
 def validate_schedule(program: Program) -> None:
@@ -78,18 +90,30 @@ def validate_schedule(program: Program) -> None:
     for task in program.moves():
         unknown = [axis for axis in task.group if axis not in get_args(Axis)]
         if unknown:
-            raise ProgramError(f"{where}: task {task.name} moves over {task.group!r}: give a tuple of axes")
+            raise ProgramError(
+                f"{where}: task {task.name} moves over {task.group!r}: give a tuple of axes"
+            )
     validate(program)
     for task in program.moves():
         _check_layouts(program, task, where)
     read = {name for task in program.tasks for name in task.reads}
-    for name in (name for task in program.tasks for name in task.writes if name not in {*read, *program.outputs}):
+    for name in (
+        name
+        for task in program.tasks
+        for name in task.writes
+        if name not in {*read, *program.outputs}
+    ):
         raise ProgramError(f"{where}: nothing reads {name}: read it, or take its task out")
     x, y = program.slot("x"), program.slot(program.outputs[0])
     if (x.kind, x.layout, x.state) != (y.kind, y.layout, y.state):
-        states = [", ".join(f"{axis} {state.name}" for axis, state in slot.state) or "sharded" for slot in (x, y)]
+        states = [
+            ", ".join(f"{axis} {state.name}" for axis, state in slot.state) or "sharded"
+            for slot in (x, y)
+        ]
         have = [f"{_layout(slot)} and {state}" for slot, state in zip((x, y), states)]
-        raise ProgramError(f"{where}: x has {have[0]}, but {y.name} has {have[1]}: let it be like x")
+        raise ProgramError(
+            f"{where}: x has {have[0]}, but {y.name} has {have[1]}: let it be like x"
+        )
 
 
 def _check_layouts(program: Program, task: Task, where: str) -> None:
@@ -112,7 +136,11 @@ def _check_layouts(program: Program, task: Task, where: str) -> None:
 def _layout(slot: Slot) -> str:
     """Return a slot's layout as code, without fields that have their defaults."""
     usual, layout = Layout(), slot.layout
-    names = [field.name for field in fields(Layout) if getattr(layout, field.name) != getattr(usual, field.name)]
+    names = [
+        field.name
+        for field in fields(Layout)
+        if getattr(layout, field.name) != getattr(usual, field.name)
+    ]
     return f"Layout({', '.join(f'{name}={getattr(layout, name)!r}' for name in names)})"
 
 
@@ -147,7 +175,10 @@ def _check_expert(program: Program, task: Task) -> None:
 
 def reduces(source: Slot, target: Slot) -> bool:
     """Return whether a movement sums: the source is partial on an axis on which the target is not."""
-    return any(state is State.PARTIAL and target.on(axis) is not State.PARTIAL for axis, state in source.state)
+    return any(
+        state is State.PARTIAL and target.on(axis) is not State.PARTIAL
+        for axis, state in source.state
+    )
 
 
 def collective(program: Program, task_name: str) -> str:
@@ -173,7 +204,11 @@ def collective(program: Program, task_name: str) -> str:
             allowed = ", ".join(sorted(to.value for at, to in _CHANGES if at is before))
             raise ProgramError(
                 f"task {task_name}: no collective takes {axis} from {before.value} to {after.value}: "
-                + (f"let {target.name} be {allowed}" if allowed else f"let {source.name} be in another state")
+                + (
+                    f"let {target.name} be {allowed}"
+                    if allowed
+                    else f"let {source.name} be in another state"
+                )
             )
         words.add(_CHANGES[(before, after)])
     if words == {"exchange", "gather"}:

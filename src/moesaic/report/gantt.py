@@ -21,7 +21,16 @@ from moesaic.planner.search import PlannedStep
 from moesaic.program.task import Lane
 from moesaic.program.text import NAMES
 from moesaic.program.timeline import LANES, Timeline
-from moesaic.report.style import WHOLE, Picture, bars, charts_page, figure, ordered_colours, part_colour, rounded
+from moesaic.report.style import (
+    WHOLE,
+    Picture,
+    bars,
+    charts_page,
+    figure,
+    ordered_colours,
+    part_colour,
+    rounded,
+)
 
 _ROW = 58
 """Height of a lane, in pixels."""
@@ -49,7 +58,9 @@ def gantt(timeline: Timeline, until: float | None = None) -> go.Figure:
         timeline: the timeline.
         until: end of the time axis in seconds, to give several charts one scale; None for the timeline's end.
     """
-    chunks = sorted({span.chunk for span in timeline.spans}, key=lambda chunk: (chunk is not None, chunk or 0))
+    chunks = sorted(
+        {span.chunk for span in timeline.spans}, key=lambda chunk: (chunk is not None, chunk or 0)
+    )
     names = {chunk: "all chunks" if chunk is None else f"chunk {chunk}" for chunk in chunks}
     all_bars = [
         Bar(span.lane.value, names[span.chunk], span.task, span.start, span.end, span.stage.value)
@@ -72,7 +83,13 @@ def _draw(
 ) -> go.Figure:
     """Draw bars in rows, the first one on top, on an axis that ends at `until` seconds."""
     name, length = unit
-    chart = figure(f"time ({name})", "", height=96 + _ROW * max(len(rows), 1), legend=True, categoryorder="array")
+    chart = figure(
+        f"time ({name})",
+        "",
+        height=96 + _ROW * max(len(rows), 1),
+        legend=True,
+        categoryorder="array",
+    )
     for part, colour in colours.items():
         own = [bar for bar in all_bars if bar.part == part]
         lengths = [(bar.end - bar.start) / length for bar in own]
@@ -90,10 +107,15 @@ def _draw(
             **text,
         )
         chart.add_trace(trace)
-    chart.update_yaxes(categoryarray=rows[::-1], showgrid=False, nticks=None, range=[-0.5, len(rows) - 0.5])
+    chart.update_yaxes(
+        categoryarray=rows[::-1], showgrid=False, nticks=None, range=[-0.5, len(rows) - 0.5]
+    )
     chart.update_xaxes(range=[0, rounded(until / length) or 1], showgrid=True)
     chart.update_layout(
-        barmode="overlay", bargap=0.25, hovermode="closest", uniformtext={"mode": "hide", "minsize": 11}
+        barmode="overlay",
+        bargap=0.25,
+        hovermode="closest",
+        uniformtext={"mode": "hide", "minsize": 11},
     )
     return chart
 
@@ -113,7 +135,10 @@ def write_gantt(timelines: Mapping[str, Timeline], path: Path) -> Path:
     if not timelines:
         raise InputError(f"{path}: no timeline to draw: give at least one")
     until = max(timeline.makespan for timeline in timelines.values())
-    charts = [Picture(title, in_words(timeline), gantt(timeline, until)) for title, timeline in timelines.items()]
+    charts = [
+        Picture(title, in_words(timeline), gantt(timeline, until))
+        for title, timeline in timelines.items()
+    ]
     return charts_page(path, "timeline", " and ".join(timelines), NAMES, charts)
 
 
@@ -136,7 +161,12 @@ def in_words(timeline: Timeline) -> str:
     return line
 
 
-ROWS = {Lane.COMPUTE: "computing", Lane.HOST: "computing", Lane.INTRA: "inside nodes", Lane.INTER: "between nodes"}
+ROWS = {
+    Lane.COMPUTE: "computing",
+    Lane.HOST: "computing",
+    Lane.INTRA: "inside nodes",
+    Lane.INTER: "between nodes",
+}
 """Lane -> its row in a step's chart."""
 COMPUTING, WAITING = ROWS[Lane.COMPUTE], "waiting"
 FURTHER = "further micro-batches"
@@ -154,7 +184,9 @@ def bars_of(job: Job, best: PlannedStep, timelines: Mapping[str, Timeline]) -> l
     seconds_each = all_bars[-1].end
     end, optimizer = count * seconds_each, best.estimate.parts.get("optimizer", 0.0)
     if count > 1:
-        all_bars.append(Bar(COMPUTING, FURTHER, f"{count - 1} more like the first", seconds_each, end))
+        all_bars.append(
+            Bar(COMPUTING, FURTHER, f"{count - 1} more like the first", seconds_each, end)
+        )
     if optimizer:
         all_bars.append(Bar(COMPUTING, "optimizer", "optimizer", end, end + optimizer))
     return all_bars
@@ -181,7 +213,9 @@ def _micro_batch(job: Job, best: PlannedStep, timelines: Mapping[str, Timeline])
             for row, start, end in _busy(timeline):
                 yield Bar(row, part, what, now + scale * start, now + scale * end)
         elif seconds > 0:
-            yield Bar(WAITING if part == "parameters" else COMPUTING, part, what, now, now + seconds)
+            yield Bar(
+                WAITING if part == "parameters" else COMPUTING, part, what, now, now + seconds
+            )
         now += seconds
 
 
@@ -219,7 +253,9 @@ def _busy(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
     """Yield (row, start, end) of each interval in which a row of a program is busy. Adjoining spans are merged."""
     for row in dict.fromkeys(ROWS.values()):
         merged: list[list[float]] = []
-        for start, end in sorted((span.start, span.end) for span in timeline.spans if ROWS[span.lane] == row):
+        for start, end in sorted(
+            (span.start, span.end) for span in timeline.spans if ROWS[span.lane] == row
+        ):
             if merged and start <= merged[-1][1]:
                 merged[-1][1] = max(end, merged[-1][1])
             else:
@@ -230,7 +266,11 @@ def _busy(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
 def step_gantt(all_bars: Sequence[Bar]) -> go.Figure:
     """Draw the bars of a step. The axis first shows the first micro-batch; a double click shows the whole step."""
     until = max(bar.end for bar in all_bars if bar.part not in (FURTHER, "optimizer"))
-    rows = [row for row in (*dict.fromkeys(ROWS.values()), WAITING) if any(bar.row == row for bar in all_bars)]
+    rows = [
+        row
+        for row in (*dict.fromkeys(ROWS.values()), WAITING)
+        if any(bar.row == row for bar in all_bars)
+    ]
     colours = {bar.part: part_colour(bar.part) for bar in all_bars}
     end = min(1.05 * until, max(bar.end for bar in all_bars))
     return _draw(all_bars, rows, colours, unit_of(until), end, textposition="none")

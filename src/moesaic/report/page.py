@@ -106,7 +106,12 @@ def report_text(runs: Sequence[RunSummary], drawn: Drawn) -> str:
         *[section for run in runs if (section := plans_section(run))],
         *[section for run, colour in coloured if (section := balance_section(run, colour))],
         *[
-            Section(title="Experts of", run=run.name, colour=colour, charts=[*layer_charts(run), *load_maps(run)])
+            Section(
+                title="Experts of",
+                run=run.name,
+                colour=colour,
+                charts=[*layer_charts(run), *load_maps(run)],
+            )
             for run, colour in coloured
             if run.layers
         ],
@@ -119,7 +124,11 @@ def report_text(runs: Sequence[RunSummary], drawn: Drawn) -> str:
         runs=[{"name": run.name, "colour": colour} for run, colour in coloured],
         words=[f"{run.name}: {phrase}." for run in runs for phrase in run.stragglers],
         cards=cards(runs),
-        sections=[each for each in sections if each.table or any(chart.figure.data for chart in each.charts)],
+        sections=[
+            each
+            for each in sections
+            if each.table or any(chart.figure.data for chart in each.charts)
+        ],
         configuration=configuration(runs),
     )
 
@@ -129,15 +138,21 @@ def loss_over_steps(runs: Sequence[RunSummary]) -> Picture:
 
     The initial axis excludes the first steep drop, which would flatten the rest of the curve.
     """
-    is_of_bytes = all(run.over_steps("val_loss") == run.over_steps("val_nats_per_byte") for run in runs)
-    chart = figure(STEP, f"loss (nats/{'byte' if is_of_bytes else 'token'})", height=340, legend=True)
+    is_of_bytes = all(
+        run.over_steps("val_loss") == run.over_steps("val_nats_per_byte") for run in runs
+    )
+    chart = figure(
+        STEP, f"loss (nats/{'byte' if is_of_bytes else 'token'})", height=340, legend=True
+    )
     firsts, every, validations = [], [], []
     for index, run in enumerate(runs):
         loss, validation = run.over_steps("loss"), run.over_steps("val_loss")
         every += [*loss.values, *validation.values]
         firsts += [validation.values[0]] if len(validation) > 2 else []
         name = f"{run.name}, training"
-        chart.add_trace(line(name, loss.steps, loss.values, run_colour(index), width=1, opacity=0.55))
+        chart.add_trace(
+            line(name, loss.steps, loss.values, run_colour(index), width=1, opacity=0.55)
+        )
         if validation:
             name = f"{run.name}, validation"
             validations.append(_validation(name, validation.steps, validation.values, index))
@@ -152,7 +167,9 @@ def loss_over_steps(runs: Sequence[RunSummary]) -> Picture:
 def validation_over_time(runs: Sequence[RunSummary]) -> Picture:
     """Draw validation loss over training time, which takes the cost of a step into account."""
     unit, length = time_unit(max(run.training_seconds for run in runs))
-    chart = figure(f"training time ({unit})", "validation loss (nats/byte)", height=340, legend=True)
+    chart = figure(
+        f"training time ({unit})", "validation loss (nats/byte)", height=340, legend=True
+    )
     for index, run in enumerate(runs):
         losses = run.over_steps("val_nats_per_byte").values
         if losses:
@@ -164,8 +181,20 @@ def validation_over_time(runs: Sequence[RunSummary]) -> Picture:
 
 
 def _validation(name: str, x: Sequence[float], y: Sequence[float], index: int) -> go.Scatter:
-    marker = {"symbol": RUN_SYMBOLS[index % len(RUN_SYMBOLS)], "line": {"color": "#ffffff", "width": 1}}
-    return line(name, x, y, run_colour(index), width=2.2, mode="lines+markers", marker=marker, showlegend=True)
+    marker = {
+        "symbol": RUN_SYMBOLS[index % len(RUN_SYMBOLS)],
+        "line": {"color": "#ffffff", "width": 1},
+    }
+    return line(
+        name,
+        x,
+        y,
+        run_colour(index),
+        width=2.2,
+        mode="lines+markers",
+        marker=marker,
+        showlegend=True,
+    )
 
 
 def over_steps(runs: Sequence[RunSummary]) -> list[Picture]:
@@ -174,25 +203,40 @@ def over_steps(runs: Sequence[RunSummary]) -> list[Picture]:
     for name in dict.fromkeys(name for run in runs for name in run.auxiliary):
         words = name.replace("_", " ")
         rows.append(
-            (f"Auxiliary loss: {words}", "Before its coefficient, averaged over the MoE layers.", words, name, {})
+            (
+                f"Auxiliary loss: {words}",
+                "Before its coefficient, averaged over the MoE layers.",
+                words,
+                name,
+                {},
+            )
         )
     pictures = [
-        Picture(title, caption, _per_run(runs, [run.over_steps(name) for run in runs], axis, **options))
+        Picture(
+            title, caption, _per_run(runs, [run.over_steps(name) for run in runs], axis, **options)
+        )
         for title, caption, axis, name, options in rows
     ]
     if sum(bool(run.layers) for run in runs) > 1:
-        means = [mean_over_layers([layer.over_steps("max_violation") for layer in run.layers]) for run in runs]
+        means = [
+            mean_over_layers([layer.over_steps("max_violation") for layer in run.layers])
+            for run in runs
+        ]
         caption = "Mean over each run's MoE layers; 0 is balanced."
         pictures.append(Picture("Balance compared", caption, _per_run(runs, means, "mean MaxVio")))
     return pictures
 
 
-def _per_run(runs: Sequence[RunSummary], series: Sequence[Series], title: str, **y_axis: str) -> go.Figure:
+def _per_run(
+    runs: Sequence[RunSummary], series: Sequence[Series], title: str, **y_axis: str
+) -> go.Figure:
     """Draw a line for each run that has the number. A run has the same colour in all charts."""
     chart = figure(STEP, title, height=270, legend=len(runs) > 1, rangemode="tozero", **y_axis)
     for index, (run, values) in enumerate(zip(runs, series)):
         if values:
-            chart.add_trace(line(run.name, values.steps, values.values, run_colour(index), showlegend=True))
+            chart.add_trace(
+                line(run.name, values.steps, values.values, run_colour(index), showlegend=True)
+            )
             if chart.data[1:]:  # equal numbers would hide each other
                 chart.data[-1].line.dash = "dash"
     return chart
@@ -202,7 +246,9 @@ def layer_charts(run: RunSummary) -> list[Picture]:
     """Draw the balance of a run's MoE layers over steps. The first chart has the legend of all."""
     pictures = []
     for title, caption, axis, name, options in OF_LAYERS:
-        series = {f"layer {index}": layer.over_steps(name) for index, layer in enumerate(run.layers)}
+        series = {
+            f"layer {index}": layer.over_steps(name) for index, layer in enumerate(run.layers)
+        }
         pictures.append(Picture(title, caption, per_layer(series, axis, **options)))
         pictures[-1].figure.update_layout(showlegend=len(pictures) == 1)
     return pictures
@@ -213,7 +259,9 @@ def per_layer(series: Mapping[str, Series], title: str, **y_axis: str) -> go.Fig
     chart = figure(STEP, title, height=280, legend=True, **{"rangemode": "tozero", **y_axis})
     is_shallow = len(series) <= MOST_NAMED
     for (name, values), colour in zip(series.items(), ordered_colours(len(series))):
-        chart.add_trace(line(name, values.steps, values.values, colour, width=1.4, showlegend=is_shallow))
+        chart.add_trace(
+            line(name, values.steps, values.values, colour, width=1.4, showlegend=is_shallow)
+        )
     if len(series) > 1:
         mean = mean_over_layers(list(series.values()))
         chart.add_trace(line("mean", mean.steps, mean.values, INK, width=2.6, showlegend=True))
@@ -238,7 +286,11 @@ def balance_section(run: RunSummary, colour: str) -> Section | None:
 
     The numbers come from the first rank's metrics; they hold for all ranks, since these decide from the same counts.
     """
-    lines = [each for each in run.lines if each["kind"] == "train" and isinstance(each.get("balance"), dict)]
+    lines = [
+        each
+        for each in run.lines
+        if each["kind"] == "train" and isinstance(each.get("balance"), dict)
+    ]
     if not lines:
         return None
     steps, layers = [each["step"] for each in lines], [each["balance"]["layers"] for each in lines]
@@ -246,26 +298,47 @@ def balance_section(run: RunSummary, colour: str) -> Section | None:
     for name, title in (("rows_alone", "left alone"), ("rows", "as decided")):
         if any(name in layer for of_line in layers for layer in of_line):
             loads = [
-                _mean([max(rows) * len(rows) / sum(rows) for rows in _having(name, each) if any(rows)], 1.0)
+                _mean(
+                    [
+                        max(rows) * len(rows) / sum(rows)
+                        for rows in _having(name, each)
+                        if any(rows)
+                    ],
+                    1.0,
+                )
                 for each in layers
             ]
-            busiest.add_trace(line(title, steps, loads, part_colour(title), width=2.2, showlegend=True))
+            busiest.add_trace(
+                line(title, steps, loads, part_colour(title), width=2.2, showlegend=True)
+            )
     moved = figure(STEP, "MiB per call, all ranks", height=300, legend=True)
     for name, title in BYTES.items():
         if any(name in layer for of_line in layers for layer in of_line):
             sizes = [_mean(_having(name, each), 0.0) / MEBIBYTE for each in layers]
-            moved.add_trace(line(title, steps, sizes, part_colour(title), width=2.0, showlegend=True))
+            moved.add_trace(
+                line(title, steps, sizes, part_colour(title), width=2.0, showlegend=True)
+            )
     chosen = [sum(map(Counter, _having("options", each)), Counter[str]()) for each in layers]
-    options = figure(STEP, "share of the calls", height=300, legend=True, rangemode="tozero", tickformat="~%")
+    options = figure(
+        STEP, "share of the calls", height=300, legend=True, rangemode="tozero", tickformat="~%"
+    )
     for name in sorted({name for counts in chosen for name in counts}):
         shares = [counts[name] / max(counts.total(), 1) for counts in chosen]
         options.add_trace(line(name, steps, shares, part_colour(name), width=2.0, showlegend=True))
     pictures = [
         Picture(
-            "Load of the busiest rank", "Relative to the mean load, averaged over the layers; 1 is balanced.", busiest
+            "Load of the busiest rank",
+            "Relative to the mean load, averaged over the layers; 1 is balanced.",
+            busiest,
         ),
-        Picture("Bytes that moved", "Per call, forward and backward, averaged over the layers.", moved),
-        Picture("Decisions", "How often the layers ran each option since the previous line of metrics.", options),
+        Picture(
+            "Bytes that moved", "Per call, forward and backward, averaged over the layers.", moved
+        ),
+        Picture(
+            "Decisions",
+            "How often the layers ran each option since the previous line of metrics.",
+            options,
+        ),
     ]
     return Section(title="Balance of", run=run.name, colour=colour, charts=pictures)
 
@@ -289,7 +362,11 @@ def plans_section(run: RunSummary) -> Section | None:
         f"{last['switches']} changes of plan, {percent(last['explored_share'])} of the steps on trial; at the end "
         f"{last['running']} runs."
     )
-    rows = [(str(step), why, str(bucket), plan) for entry in plans for step, why, bucket, plan in entry["decisions"]]
+    rows = [
+        (str(step), why, str(bucket), plan)
+        for entry in plans
+        for step, why, bucket, plan in entry["decisions"]
+    ]
     table = Table(("Step", "Why", "Load", "Plan from then on"), rows[-SHOWN:])
     return Section(title="Plans of", run=run.name, text=text, table=table)
 

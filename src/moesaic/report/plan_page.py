@@ -21,7 +21,17 @@ from moesaic.program.plan import plan_in_words
 from moesaic.program.text import NAMES
 from moesaic.program.timeline import Timeline
 from moesaic.report.gantt import bars_of, gantt, in_words, step_gantt, unit_of
-from moesaic.report.style import INK, Picture, Table, bars, charts_page, figure, line, part_colour, run_colour
+from moesaic.report.style import (
+    INK,
+    Picture,
+    Table,
+    bars,
+    charts_page,
+    figure,
+    line,
+    part_colour,
+    run_colour,
+)
 from moesaic.report.summary import Card, amount, percent
 
 
@@ -91,7 +101,16 @@ def write_plan_page(title: str, answer: PlanAnswer, path: Path) -> Path:
             f"the rest: {cluster.source}",
         ],
     }
-    return charts_page(path, "plan", title, lead, pictures, cards=tiles(answer), table=ranking(named), folded=folded)
+    return charts_page(
+        path,
+        "plan",
+        title,
+        lead,
+        pictures,
+        cards=tiles(answer),
+        table=ranking(named),
+        folded=folded,
+    )
 
 
 def tiles(answer: PlanAnswer) -> list[Card]:
@@ -103,12 +122,32 @@ def tiles(answer: PlanAnswer) -> list[Card]:
     name = best.estimate.bottleneck
     rows = [
         ("Step time", _time(best.seconds), f"{fast} to {slow} by the errors for published steps"),
-        ("Memory of a rank", f"{best.memory.total / GIB:.1f} GiB", f"of {answer.cluster.device.memory_gib:g} GiB"),
-        ("Cost", f"{speed.price(answer.price):,.0f}", f"a trillion tokens, at {answer.price:g} a device and hour"),
-        ("Bottleneck", name, f"busy for {percent(best.estimate.limits[name] / best.seconds)} of the step"),
-        ("Speed", f"{speed.tokens_per_second:,.0f}", f"tokens/s and device, {low:,.0f} to {high:,.0f}"),
+        (
+            "Memory of a rank",
+            f"{best.memory.total / GIB:.1f} GiB",
+            f"of {answer.cluster.device.memory_gib:g} GiB",
+        ),
+        (
+            "Cost",
+            f"{speed.price(answer.price):,.0f}",
+            f"a trillion tokens, at {answer.price:g} a device and hour",
+        ),
+        (
+            "Bottleneck",
+            name,
+            f"busy for {percent(best.estimate.limits[name] / best.seconds)} of the step",
+        ),
+        (
+            "Speed",
+            f"{speed.tokens_per_second:,.0f}",
+            f"tokens/s and device, {low:,.0f} to {high:,.0f}",
+        ),
         ("MFU", percent(speed.utilization), "of the data sheet's rate"),
-        ("Over the bound", f"{best.seconds / answer.result.bound_seconds:.2f}", "times the least step of any layout"),
+        (
+            "Over the bound",
+            f"{best.seconds / answer.result.bound_seconds:.2f}",
+            "times the least step of any layout",
+        ),
         ("Parameters", total, f"{active} active"),
     ]
     return [Card(title, (value,), note) for title, value, note in rows]
@@ -128,7 +167,9 @@ def ranking(named: Mapping[str, PlannedStep]) -> Table:
     return Table(heads, rows)
 
 
-def stacked(named: Mapping[str, Mapping[str, float]], unit: str, *, limit: float | None = None) -> go.Figure:
+def stacked(
+    named: Mapping[str, Mapping[str, float]], unit: str, *, limit: float | None = None
+) -> go.Figure:
     """Draw stacked bars.
 
     Args:
@@ -138,7 +179,14 @@ def stacked(named: Mapping[str, Mapping[str, float]], unit: str, *, limit: float
     """
     chart = figure(unit, "", height=140 + 34 * len(named), legend=True)
     for part in dict.fromkeys(part for parts in named.values() for part in parts):
-        chart.add_trace(bars(part, list(named), [parts.get(part, 0.0) for parts in named.values()], part_colour(part)))
+        chart.add_trace(
+            bars(
+                part,
+                list(named),
+                [parts.get(part, 0.0) for parts in named.values()],
+                part_colour(part),
+            )
+        )
     chart.update_yaxes(autorange="reversed", dtick=1)
     chart.update_layout(barmode="stack", hovermode="closest", legend={"traceorder": "normal"})
     if limit is not None:
@@ -161,13 +209,21 @@ def roofline(best: PlannedStep, cluster: ClusterSpec, layer: Workload) -> go.Fig
     chart = figure("rows of an expert", "TFLOP/s", height=340, legend=True, type="log")
     chart.update_xaxes(type="log")
     memory = np.minimum(2 * rows * rates.memory / layer.element_bytes, rates.grouped_flops) / 1e12
-    chart.add_trace(line("memory and the best rate", rows.tolist(), memory.tolist(), run_colour(6), width=1.2))
-    chart.add_trace(line("reached", rows.tolist(), reached(rows).tolist(), run_colour(0), width=2.4))
+    chart.add_trace(
+        line("memory and the best rate", rows.tolist(), memory.tolist(), run_colour(6), width=1.2)
+    )
+    chart.add_trace(
+        line("reached", rows.tolist(), reached(rows).tolist(), run_colour(0), width=2.4)
+    )
     if cluster.device.peak_tflops:
         ends = [float(rows[0]), float(rows[-1])]
-        chart.add_trace(line("data sheet", ends, [cluster.device.peak_tflops] * 2, run_colour(1), width=1.2))
+        chart.add_trace(
+            line("data sheet", ends, [cluster.device.peak_tflops] * 2, run_colour(1), width=1.2)
+        )
     plan_rate = float(reached(np.array([plan_rows]))[0])
-    chart.add_trace(line(f"experts of the best plan, {plan_rows:,.0f} rows", [plan_rows], [plan_rate], INK))
+    chart.add_trace(
+        line(f"experts of the best plan, {plan_rows:,.0f} rows", [plan_rows], [plan_rate], INK)
+    )
     return chart
 
 

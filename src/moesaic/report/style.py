@@ -45,7 +45,13 @@ orange for experts and activations, green for parameters and weights, pink for r
 STEP = "optimizer step"
 MOST_COLUMNS = 200
 """Largest number of columns of a heatmap. If there are more steps, the loads of neighbouring ones are added up."""
-LOAD_COLOURS = ((0.0, "#8c510a"), (0.25, "#d8b365"), (0.5, "#f5f5f5"), (0.75, "#67a9cf"), (1.0, "#2166ac"))
+LOAD_COLOURS = (
+    (0.0, "#8c510a"),
+    (0.25, "#d8b365"),
+    (0.5, "#f5f5f5"),
+    (0.75, "#67a9cf"),
+    (1.0, "#2166ac"),
+)
 """Brown for less than the mean load, white for the mean, blue for more; colour-blind readers can distinguish them."""
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 GRID = "#e8ebf0"
@@ -105,7 +111,9 @@ def ordered_colours(count: int) -> list[str]:
     return list(sample_colorscale("Viridis", places))
 
 
-def figure(x_title: str, y_title: str, *, height: int = 300, legend: bool = False, **y_axis: Any) -> go.Figure:
+def figure(
+    x_title: str, y_title: str, *, height: int = 300, legend: bool = False, **y_axis: Any
+) -> go.Figure:
     """Return an empty chart with titled axes; `y_axis` holds options of the vertical axis."""
     chart = go.Figure(layout={"template": TEMPLATE, "height": height, "showlegend": legend})
     chart.update_xaxes(title_text=x_title)
@@ -114,7 +122,13 @@ def figure(x_title: str, y_title: str, *, height: int = 300, legend: bool = Fals
 
 
 def line(
-    name: str, x: Sequence[float], y: Sequence[float], colour: str, *, width: float = 1.6, **options: Any
+    name: str,
+    x: Sequence[float],
+    y: Sequence[float],
+    colour: str,
+    *,
+    width: float = 1.6,
+    **options: Any,
 ) -> go.Scatter:
     """Return a line for a chart. Escapes its name, which may be user input; a single point becomes a marker."""
     mode = options.pop("mode", "lines")
@@ -149,7 +163,12 @@ def expert_loads(steps: Sequence[int], loads: Sequence[Sequence[float]]) -> go.F
             zmax=2,
             colorscale=[list(stop) for stop in LOAD_COLOURS],
             hovertemplate="step %{x}<br>expert %{y}<br>%{z:.2f} of the mean load<extra></extra>",
-            colorbar={"title": {"text": "load / mean", "side": "right"}, **ticks, "thickness": 10, "outlinewidth": 0},
+            colorbar={
+                "title": {"text": "load / mean", "side": "right"},
+                **ticks,
+                "thickness": 10,
+                "outlinewidth": 0,
+            },
         )
     )
     chart.update_layout(hovermode="closest")
@@ -181,7 +200,9 @@ def load_shares(
 def bars(name: str, y: Sequence[str], x: Sequence[float], colour: str, **options: Any) -> go.Bar:
     """Return horizontal bars for a chart: a row and a length each, of one colour."""
     values = [rounded(value) for value in x]
-    return go.Bar(name=name, orientation="h", y=list(y), x=values, marker={"color": colour}, **options)
+    return go.Bar(
+        name=name, orientation="h", y=list(y), x=values, marker={"color": colour}, **options
+    )
 
 
 def rounded(value: float) -> float:
@@ -241,7 +262,9 @@ class Drawn:
 
     def as_json(self) -> Markup:
         """Return the charts as members of a JavaScript object: element id -> figure."""
-        text = ",\n".join(f'"{name}": {plotly.io.to_json(chart)}' for name, chart in self.figures.items())
+        text = ",\n".join(
+            f'"{name}": {plotly.io.to_json(chart)}' for name, chart in self.figures.items()
+        )
         assert "</" not in text  # plotly escapes <, so that no name can close the script element
         return Markup(text)
 
@@ -255,14 +278,19 @@ def page_text(template: str, drawn: Drawn, **content: Any) -> str:
         **content: variables of the template.
     """
     pages = Environment(
-        loader=PackageLoader("moesaic.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=PackageLoader("moesaic.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
     )
     return pages.get_template(template).render(
         drawn=drawn, version=__version__, plotly_js=Markup(get_plotlyjs()), **content
     )
 
 
-def charts_page(path: Path, what: str, title: str, lead: str, charts: Sequence[Picture], **further: Any) -> Path:
+def charts_page(
+    path: Path, what: str, title: str, lead: str, charts: Sequence[Picture], **further: Any
+) -> Path:
     """Write a page of charts below each other, and return its path.
 
     Args:
@@ -277,7 +305,9 @@ def charts_page(path: Path, what: str, title: str, lead: str, charts: Sequence[P
         InputError: the file cannot be written.
     """
     content = {"cards": (), "table": None, "folded": {}} | further
-    text = page_text("charts.html", Drawn(), what=what, title=title, lead=lead, charts=charts, **content)
+    text = page_text(
+        "charts.html", Drawn(), what=what, title=title, lead=lead, charts=charts, **content
+    )
     return save_page(text, path)
 
 
@@ -293,5 +323,7 @@ def save_page(text: str, path: Path, *, typed: bool = True) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path, text, typed=typed)
     except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror}): choose another place") from error
+        raise InputError(
+            f"{path}: cannot be written ({error.strerror}): choose another place"
+        ) from error
     return path

@@ -37,7 +37,9 @@ which a wait counts; a slow link's wait relative to the median of the other link
 def stragglers(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Return a phrase for each slow rank, late rank and slow link."""
     tables = [line["ranks"] for line in lines if _is_sound(line.get("ranks"))]
-    tables = [table for table in tables if len(table["compute"]) == len(tables[-1]["compute"])][-LINES:]
+    tables = [table for table in tables if len(table["compute"]) == len(tables[-1]["compute"])][
+        -LINES:
+    ]
     if not tables or len(tables[0]["compute"]) < 2:
         return []
     seconds, compute, waited = (
@@ -68,11 +70,19 @@ def _phrases(seconds: float, compute: np.ndarray, waited: np.ndarray) -> list[st
     for rank in range(world):
         for peer in range(world):
             other_waits = [
-                waited[a, b] for a in range(world) for b in range(world) if a != b and {a, b} != {rank, peer}
+                waited[a, b]
+                for a in range(world)
+                for b in range(world)
+                if a != b and {a, b} != {rank, peer}
             ]
             usual = median(other_waits) if other_waits else 0.0
             is_slow = waited[rank, peer] > max(WAITS * seconds, APART * usual)
-            if rank != peer and not {rank, peer} & slow and is_slow and waited[rank, peer] >= waited[peer, rank]:
+            if (
+                rank != peer
+                and not {rank, peer} & slow
+                and is_slow
+                and waited[rank, peer] >= waited[peer, rank]
+            ):
                 phrases.append(
                     f"the link from rank {peer} to rank {rank} is slow: rank {rank} waits for its messages for "
                     f"{waited[rank, peer] / seconds:.0%} of the steps"
@@ -83,7 +93,9 @@ def _phrases(seconds: float, compute: np.ndarray, waited: np.ndarray) -> list[st
 def _is_sound(ranks: Any) -> bool:
     """Whether the times in a line are numbers, for the same number of ranks each."""
     try:
-        shapes = [np.asarray(ranks[name], dtype=float).shape for name in ("seconds", "compute", "waited")]
+        shapes = [
+            np.asarray(ranks[name], dtype=float).shape for name in ("seconds", "compute", "waited")
+        ]
     except (KeyError, TypeError, ValueError):
         return False
     return len(shapes[0]) == 1 and shapes[1] == shapes[0] and shapes[2] == shapes[0] * 2
@@ -169,7 +181,11 @@ class RunSummary:
     def headline(self) -> dict[str, Any]:
         """Return the headline numbers as data for JSON, with None for numbers that the run does not have."""
         try:
-            sizes = self.config["batch_size"] * self.config["accumulation"] * self.config["model"]["seq_len"]
+            sizes = (
+                self.config["batch_size"]
+                * self.config["accumulation"]
+                * self.config["model"]["seq_len"]
+            )
             tokens = int(self.steps * sizes)
         except (KeyError, TypeError):
             tokens = None
@@ -184,12 +200,16 @@ class RunSummary:
             "training_seconds": self.training_seconds,
             "last_train_loss": self.over_steps("loss").last,
             "last_val_nats_per_byte": self.over_steps("val_nats_per_byte").last,
-            "best_val_nats_per_byte": min(self.over_steps("val_nats_per_byte").values, default=None),
+            "best_val_nats_per_byte": min(
+                self.over_steps("val_nats_per_byte").values, default=None
+            ),
             "tokens_per_second_median": self.over_steps("tokens_per_second").median,
             "mfu_median": self.over_steps("mfu").median,
             "max_violation_per_layer": violations,
             "max_violation_mean": _mean(violations),
-            "dead_experts": sum(int(layer.over_steps("dead_experts").last or 0) for layer in self.layers),
+            "dead_experts": sum(
+                int(layer.over_steps("dead_experts").last or 0) for layer in self.layers
+            ),
             "dropped_copies": dropped,
             "dropped_share": dropped / copies if copies else None,
         }
@@ -217,7 +237,9 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
     for folder in folders:
         others = [other.parts for other in folders if other != folder]
         length = 1
-        while length < len(folder.parts) and any(other[-length:] == folder.parts[-length:] for other in others):
+        while length < len(folder.parts) and any(
+            other[-length:] == folder.parts[-length:] for other in others
+        ):
             length += 1
         names.append("/".join(part.strip("/") for part in folder.parts[-length:]) or str(folder))
     return names
@@ -240,11 +262,15 @@ def summarise(folder: Path, name: str) -> RunSummary:
     if not is_there:
         raise InputError(f"{folder}: no such folder: name the folder that moesaic train wrote")
     if not (folder / "config.json").exists():
-        raise InputError(f"{folder}: no run there (config.json is missing): name the folder of a run")
+        raise InputError(
+            f"{folder}: no run there (config.json is missing): name the folder of a run"
+        )
     config = read_table(folder / "config.json")
     lines = read_metrics(folder)
     if not lines:
-        raise InputError(f"{folder / 'metrics.jsonl'}: holds no line yet: wait for the run's first log_every steps")
+        raise InputError(
+            f"{folder / 'metrics.jsonl'}: holds no line yet: wait for the run's first log_every steps"
+        )
     with damage_as_input_error(folder):
         return _summary(folder, name, config, lines)
 
@@ -269,7 +295,9 @@ def damage_as_input_error(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _summary(folder: Path, name: str, config: dict[str, Any], lines: list[dict[str, Any]]) -> RunSummary:
+def _summary(
+    folder: Path, name: str, config: dict[str, Any], lines: list[dict[str, Any]]
+) -> RunSummary:
     train = [line for line in lines if line["kind"] == "train"]
     evals = [line for line in lines if line["kind"] == "eval"]
     with_layers = [line for line in train if line.get("layers")]
@@ -299,19 +327,27 @@ def _series(lines: Sequence[dict[str, Any]], key: str) -> Series:
 
 def _all_series(lines: Sequence[dict[str, Any]]) -> dict[str, Series]:
     """Return every number of some lines over the steps, by name."""
-    names = dict.fromkeys(name for line in lines for name, value in line.items() if _is_number(value))
+    names = dict.fromkeys(
+        name for line in lines for name, value in line.items() if _is_number(value)
+    )
     return {name: _series(lines, name) for name in names if name != "step"}
 
 
 def _layer(with_layers: Sequence[dict[str, Any]], index: int) -> LayerSeries:
-    rows = [{"step": line["step"], **line["layers"][index]} for line in with_layers if index < len(line["layers"])]
+    rows = [
+        {"step": line["step"], **line["layers"][index]}
+        for line in with_layers
+        if index < len(line["layers"])
+    ]
     for row in rows:
         copies = sum(row.get("tokens_per_expert", ()))
         row["dropped_share"] = row.get("dropped", 0) / copies if copies else 0.0
     return LayerSeries(
         numbers=_all_series(rows),
         load_steps=tuple(row["step"] for row in rows if row.get("tokens_per_expert")),
-        loads=tuple(tuple(row["tokens_per_expert"]) for row in rows if row.get("tokens_per_expert")),
+        loads=tuple(
+            tuple(row["tokens_per_expert"]) for row in rows if row.get("tokens_per_expert")
+        ),
         dropped=sum(row.get("dropped", 0) for row in rows),
     )
 
@@ -320,7 +356,9 @@ def mean_over_layers(series: Sequence[Series]) -> Series:
     """Return the mean of several series, at the steps that all of them have."""
     if not series:
         return Series()
-    tables = [dict(zip(series_of_layer.steps, series_of_layer.values)) for series_of_layer in series]
+    tables = [
+        dict(zip(series_of_layer.steps, series_of_layer.values)) for series_of_layer in series
+    ]
     steps = tuple(step for step in series[0].steps if all(step in table for table in tables))
     return Series(steps, tuple(fmean(table[step] for table in tables) for step in steps))
 
@@ -352,7 +390,11 @@ class Card:
 def cards(runs: Sequence[RunSummary]) -> list[Card]:
     """Return the headline cards. A card is left out if no run has its number."""
     steps = {run.steps for run in runs}
-    trained = f"in {min(steps):,} to {max(steps):,} steps" if len(steps) > 1 else f"in {min(steps):,} steps"
+    trained = (
+        f"in {min(steps):,} to {max(steps):,} steps"
+        if len(steps) > 1
+        else f"in {min(steps):,} steps"
+    )
     rows: list[tuple[str, str, str, Callable[[Any], str]]] = [
         ("last_val_nats_per_byte", "Validation loss", "nats/byte, last", "{:.3f}".format),
         ("best_val_nats_per_byte", "Best validation", "nats/byte, lowest", "{:.3f}".format),
@@ -368,7 +410,9 @@ def cards(runs: Sequence[RunSummary]) -> list[Card]:
     for name, title, note, text in rows:
         values = [of_run[name] for of_run in numbers]
         if any(value is not None for value in values):
-            shown.append(Card(title, tuple(NONE if value is None else text(value) for value in values), note))
+            shown.append(
+                Card(title, tuple(NONE if value is None else text(value) for value in values), note)
+            )
     return shown
 
 

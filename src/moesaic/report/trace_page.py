@@ -22,7 +22,11 @@ def write_trace_page(trace: Trace, loads: Sequence[LayerLoad], path: Path) -> Pa
     """
     shown = drawn_layers(len(loads))
     pictures = [
-        Picture("MaxVio", "Largest load over mean load, minus 1; 0 is balanced.", violations(trace.steps, loads)),
+        Picture(
+            "MaxVio",
+            "Largest load over mean load, minus 1; 0 is balanced.",
+            violations(trace.steps, loads),
+        ),
         *(
             Picture(
                 f"Load of the experts, layer {load.layer}",
@@ -32,14 +36,19 @@ def write_trace_page(trace: Trace, loads: Sequence[LayerLoad], path: Path) -> Pa
             for load in (loads[number] for number in shown)
         ),
     ]
-    left_out = "" if len(shown) == len(loads) else f" The charts show {len(shown)} of {len(loads)} layers."
+    left_out = (
+        "" if len(shown) == len(loads) else f" The charts show {len(shown)} of {len(loads)} layers."
+    )
     lead = f"{trace_in_words(trace)}.{left_out}"
     return charts_page(path, "trace", Path(trace.name).name, lead, pictures)
 
 
 def violations(steps: Sequence[int], loads: Sequence[LayerLoad]) -> go.Figure:
     """Draw MaxVio over steps: a line per layer, and the mean of the layers."""
-    return per_layer({f"layer {load.layer}": Series(tuple(steps), load.max_violation) for load in loads}, "MaxVio")
+    return per_layer(
+        {f"layer {load.layer}": Series(tuple(steps), load.max_violation) for load in loads},
+        "MaxVio",
+    )
 
 
 def trace_in_words(trace: Trace) -> str:

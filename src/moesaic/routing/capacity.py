@@ -88,13 +88,17 @@ class Capacity(AbstractCapacity):
     counts padding tokens too."""
 
     def __post_init__(self) -> None:
-        if self.factor is not None and not (isinstance(self.factor, Real) and 0 < self.factor < math.inf):
+        if self.factor is not None and not (
+            isinstance(self.factor, Real) and 0 < self.factor < math.inf
+        ):
             raise InputError(
                 f"a capacity factor must be a finite number above 0, got {self.factor!r}: write Dropless() to drop nothing, "
                 "or Capacity.fitted() for the smallest capacity without drops"
             )
         if self.order not in ("position", "score"):
-            raise InputError(f'order={self.order!r} is unknown: write order="position" or order="score"')
+            raise InputError(
+                f'order={self.order!r} is unknown: write order="position" or order="score"'
+            )
         if self.scope not in ("mesh", "rank"):
             raise InputError(f'scope={self.scope!r} is unknown: write scope="mesh" or scope="rank"')
         if self.padded and (self.fit or self.scope != "rank"):
@@ -104,7 +108,12 @@ class Capacity(AbstractCapacity):
 
     @classmethod
     def fixed(
-        cls, factor: float, *, order: Order = "position", scope: Scope = "mesh", padded: bool = False
+        cls,
+        factor: float,
+        *,
+        order: Order = "position",
+        scope: Scope = "mesh",
+        padded: bool = False,
     ) -> Capacity:
         """Return a capacity of `ceil(factor * top_k * tokens / num_experts)` rows per expert; further copies are dropped."""
         return cls(factor=factor, fit=False, order=order, scope=scope, padded=padded)
@@ -120,7 +129,9 @@ class Capacity(AbstractCapacity):
         return math.ceil(num_tokens * (self.factor * top_k / num_experts))
 
     @classmethod
-    def fitted(cls, *, at_most: float | None = None, order: Order = "position", scope: Scope = "mesh") -> Capacity:
+    def fitted(
+        cls, *, at_most: float | None = None, order: Order = "position", scope: Scope = "mesh"
+    ) -> Capacity:
         """Return the smallest capacity that drops nothing, limited to the factor `at_most`, above which copies are dropped."""
         return cls(factor=at_most, fit=True, order=order, scope=scope)
 
@@ -222,4 +233,6 @@ def count(expert_N: Tensor, alive_N: Tensor | None, num_experts: int) -> Tensor:
         num_experts: number of experts.
     """
     ones = torch.ones_like(expert_N) if alive_N is None else alive_N.to(expert_N.dtype)
-    return torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device).scatter_add_(0, expert_N, ones)
+    return torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device).scatter_add_(
+        0, expert_N, ones
+    )

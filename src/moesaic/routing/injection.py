@@ -145,7 +145,9 @@ class BackwardPasses(Base):  # type: ignore[misc, valid-type]
         if not self._is_wrapped and not _are_same(parameters, self._watched):
             return True
         is_clear = all(parameter.grad is None for parameter in self._watched)
-        return _versions(self._watched) != self._versions or (is_clear and (self._had_gradient or not self._is_wrapped))
+        return _versions(self._watched) != self._versions or (
+            is_clear and (self._had_gradient or not self._is_wrapped)
+        )
 
     def _end(self) -> None:
         """Record the layer's parameters and gradients at the end of a backward pass."""
@@ -220,15 +222,25 @@ class InjectLossCompiled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, loss: Tensor, scale: Tensor | None, passes: BackwardPasses, share: float, is_half: bool
+        ctx: Any,
+        y: Tensor,
+        loss: Tensor,
+        scale: Tensor | None,
+        passes: BackwardPasses,
+        share: float,
+        is_half: bool,
     ) -> Tensor:
-        ctx.scale = scale  # not saved for backward: the scale may be set again between forward and backward
+        ctx.scale = (
+            scale  # not saved for backward: the scale may be set again between forward and backward
+        )
         ctx.passes, ctx.share, ctx.is_half, ctx.loss_dtype = passes, share, is_half, loss.dtype
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        weight = injected_weight(grad_y, ctx.passes, ctx.is_half) if ctx.scale is None else ctx.scale
+        weight = (
+            injected_weight(grad_y, ctx.passes, ctx.is_half) if ctx.scale is None else ctx.scale
+        )
         return grad_y, weight.to(ctx.loss_dtype) * ctx.share, None, None, None, None
 
 
@@ -283,7 +295,9 @@ class InjectsLosses(nn.Module):
         out: Tensor = InjectLossCompiled.apply(y, loss, scale, self.passes, share, is_half)
         return out
 
-    def _inject_between_graphs(self, y: Tensor, loss: Tensor, share: float, is_half: bool) -> Tensor:
+    def _inject_between_graphs(
+        self, y: Tensor, loss: Tensor, share: float, is_half: bool
+    ) -> Tensor:
         return self._inject_now(y, loss, share, is_half)
 
     if not TAKES_OBJECTS:  # the decorator imports torch's compiler, which takes seconds
@@ -292,9 +306,13 @@ class InjectsLosses(nn.Module):
     def _inject_now(self, y: Tensor, loss: Tensor, share: float, is_half: bool) -> Tensor:
         injection = Injection(self, loss, share, is_half)
         self._was_compiled = False
-        if torch._C._current_graph_task_id() == -1:  # otherwise a checkpoint is recomputing in a backward pass
+        if (
+            torch._C._current_graph_task_id() == -1
+        ):  # otherwise a checkpoint is recomputing in a backward pass
             self._injections = [
-                reference for reference in self._injections if (earlier := reference()) and earlier.loss is not None
+                reference
+                for reference in self._injections
+                if (earlier := reference()) and earlier.loss is not None
             ]
             self._injections.append(weakref.ref(injection))
         injected: Tensor = InjectLoss.apply(y, loss, injection)
@@ -312,7 +330,11 @@ class InjectsLosses(nn.Module):
         return [loss for loss in losses if loss is not None]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("passes", "_injections")}
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("passes", "_injections")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -321,7 +343,12 @@ class InjectsLosses(nn.Module):
 
 def _trainable(layer: nn.Module) -> list[nn.Parameter]:
     members = (module._parameters.values() for module in layer.modules())
-    return [each for parameters in members for each in parameters if each is not None and each.requires_grad]
+    return [
+        each
+        for parameters in members
+        for each in parameters
+        if each is not None and each.requires_grad
+    ]
 
 
 def _are_same(some: list[nn.Parameter], others: list[nn.Parameter]) -> bool:

@@ -78,24 +78,36 @@ class RouterStatistics:
         """
         num_tokens, num_experts = scores.probs.shape
         dtype, device = scores.probs.dtype, scores.probs.device
-        valid = torch.ones(num_tokens, dtype=dtype, device=device) if valid_T is None else valid_T.to(dtype)
+        valid = (
+            torch.ones(num_tokens, dtype=dtype, device=device)
+            if valid_T is None
+            else valid_T.to(dtype)
+        )
         copies_N = torch.ones_like(choice.expert) if alive_N is None else alive_N.long()
         sequence_T, cell = None, choice.expert
         if num_sequences > 1:
-            length = max(num_tokens // num_sequences, 1) if sequence_length is None else sequence_length
+            length = (
+                max(num_tokens // num_sequences, 1) if sequence_length is None else sequence_length
+            )
             sequence_T = (torch.arange(num_tokens, device=device) + first_token) // length
             cell = sequence_T[choice.token] * num_experts + choice.expert
             sequence_T = None if sequence_length is None else sequence_T
         counts = copies_N.new_zeros(num_sequences * num_experts).scatter_add(0, cell, copies_N)
         counts_GE = counts.view(num_sequences, num_experts)
-        step_counts_E = counts_GE.sum(0) if earlier_counts_E is None else counts_GE.sum(0) + earlier_counts_E
+        step_counts_E = (
+            counts_GE.sum(0) if earlier_counts_E is None else counts_GE.sum(0) + earlier_counts_E
+        )
         importance_E = None
         if with_importance:
             # Dense, then a sum over tokens: index_add with a gradient uses atomics on CUDA, in an order that varies.
             pair = choice.token * num_experts + choice.expert
-            weight_TE = weight_N.new_zeros(num_tokens * num_experts).scatter(0, pair, weight_N * copies_N.to(dtype))
+            weight_TE = weight_N.new_zeros(num_tokens * num_experts).scatter(
+                0, pair, weight_N * copies_N.to(dtype)
+            )
             importance_E = weight_TE.view(num_tokens, num_experts).sum(0)
-        squares_T = scores.logits.logsumexp(-1).square() * valid if with_logsumexp else valid.new_zeros(())
+        squares_T = (
+            scores.logits.logsumexp(-1).square() * valid if with_logsumexp else valid.new_zeros(())
+        )
         probs = scores.probs if valid_T is None else scores.probs * valid.unsqueeze(1)
         return cls(
             counts_GE=counts_GE.to(dtype),
@@ -108,10 +120,17 @@ class RouterStatistics:
 
     def parts(self) -> list[Tensor]:
         """Return all sums except `step_counts_E`, (n,) each, differentiable; `torch.cat` of them is (n,) float."""
-        parts = [self.counts_GE.flatten(), self.probs_GE.flatten(), self.tokens_G, self.importance_E]
+        parts = [
+            self.counts_GE.flatten(),
+            self.probs_GE.flatten(),
+            self.tokens_G,
+            self.importance_E,
+        ]
         return [each for each in (*parts, self.logsumexp_squared.unsqueeze(0)) if each is not None]
 
-    def joined(self, packed_Pn: Tensor, slices: int, earlier_counts_E: Tensor | None) -> RouterStatistics:
+    def joined(
+        self, packed_Pn: Tensor, slices: int, earlier_counts_E: Tensor | None
+    ) -> RouterStatistics:
         """Return the sums over several ranks; the sequences of all ranks are concatenated.
 
         Args:
@@ -123,15 +142,21 @@ class RouterStatistics:
         cells, ranks = num_sequences * num_experts, len(packed_Pn)
         widths = [cells, cells, num_sequences, 0 if self.importance_E is None else num_experts, 1]
         counts, probs, tokens, importance, squares = packed_Pn.split(widths, dim=1)
-        counts_GE = counts.view(ranks // slices, slices, num_sequences, num_experts).sum(1).flatten(0, 1)
+        counts_GE = (
+            counts.view(ranks // slices, slices, num_sequences, num_experts).sum(1).flatten(0, 1)
+        )
         step_counts_E = counts_GE.sum(0)
         return RouterStatistics(
             counts_GE=counts_GE,
-            probs_GE=probs.view(ranks // slices, slices, num_sequences, num_experts).sum(1).flatten(0, 1),
+            probs_GE=probs.view(ranks // slices, slices, num_sequences, num_experts)
+            .sum(1)
+            .flatten(0, 1),
             tokens_G=tokens.view(ranks // slices, slices, num_sequences).sum(1).flatten(),
             importance_E=None if self.importance_E is None else importance.sum(0),
             logsumexp_squared=squares.sum(),
-            step_counts_E=step_counts_E if earlier_counts_E is None else step_counts_E + earlier_counts_E,
+            step_counts_E=step_counts_E
+            if earlier_counts_E is None
+            else step_counts_E + earlier_counts_E,
         )
 
 
@@ -235,7 +260,9 @@ class LoadBalance(AbstractLoss):
             counts.shape[1] * share / statistics.tokens_G.sum().clamp_min(1)
         )  # the loss is linear in the probabilities
         probs = statistics.probs_GE
-        weighed = _TimesOfFirstPass.apply(probs, slope) if self.level == "global_batch" else probs * slope
+        weighed = (
+            _TimesOfFirstPass.apply(probs, slope) if self.level == "global_batch" else probs * slope
+        )
         total: Tensor = weighed.sum()
         return total
 

@@ -60,7 +60,9 @@ class NodeTokens:
     @property
     def indices(self) -> Mapping[str, Tensor]:
         """The INDEX inputs, by name, of a program with multicast."""
-        by_node = {} if self.node_token_index is None else {"node_token_index": self.node_token_index}
+        by_node = (
+            {} if self.node_token_index is None else {"node_token_index": self.node_token_index}
+        )
         return {**by_node, "rank_token_index": self.rank_token_index, "copy_index": self.copy_index}
 
     @property
@@ -68,12 +70,15 @@ class NodeTokens:
         assert self.visits is not None
         counts = self.of_all
         return places_of(
-            self.visits.flatten(), None if counts is None else int(counts[self.rank, : len(self.visits)].sum())
+            self.visits.flatten(),
+            None if counts is None else int(counts[self.rank, : len(self.visits)].sum()),
         )
 
     @property
     def _num_stops(self) -> int | None:
-        return None if self.of_all is None else int(self.of_all[self.rank, -len(self.stops) :].sum())
+        return (
+            None if self.of_all is None else int(self.of_all[self.rank, -len(self.stops) :].sum())
+        )
 
 
 def find_node_tokens(
@@ -94,10 +99,16 @@ def find_node_tokens(
     if num_chunks > 1:
         cell = cell + _chunk_of(expert, num_experts, num_chunks)
     last = grid.ep * num_chunks * tokens
-    place = (cell * tokens + token).clamp_max(last)  # unsent copies go to one extra cell, which is cut off
-    stops = torch.zeros(last + 1, dtype=torch.bool, device=place.device).index_fill_(0, place, True)[:last]
+    place = (cell * tokens + token).clamp_max(
+        last
+    )  # unsent copies go to one extra cell, which is cut off
+    stops = torch.zeros(last + 1, dtype=torch.bool, device=place.device).index_fill_(
+        0, place, True
+    )[:last]
     stops = stops.view(grid.ep, num_chunks, tokens)
-    copy_index = _numbered(stops).flatten().index_select(0, place.clamp_max(last - 1)).int().unsqueeze(1)
+    copy_index = (
+        _numbered(stops).flatten().index_select(0, place.clamp_max(last - 1)).int().unsqueeze(1)
+    )
     counts = stops.sum(2)
     if len(grid.cast_levels) == 1:
         return NodeTokens(counts, copy_index, stops, None)
@@ -129,5 +140,7 @@ def _chunk_of(expert: Tensor, num_experts: int, num_chunks: int) -> Tensor:
     counts_E = count(expert, None, num_experts + 1)
     start_E = counts_E.cumsum(0) - counts_E
     place = torch.arange(len(expert), device=expert.device) - start_E[expert]
-    cuts_EC = counts_E.unsqueeze(1) * torch.arange(1, num_chunks + 1, device=expert.device) // num_chunks
+    cuts_EC = (
+        counts_E.unsqueeze(1) * torch.arange(1, num_chunks + 1, device=expert.device) // num_chunks
+    )
     return (place.unsqueeze(1) >= cuts_EC[expert]).sum(1)

@@ -38,7 +38,9 @@ ANNOUNCES = -1
 """The first number of a message that announces the length of the next message. In other messages it is a number of tokens."""
 CALLS = "call the layer identically on every rank"
 """The advice in an error message if ranks call a layer differently."""
-SEQUENCES = "pad the batch with sequences whose mask is False, or choose another level of LoadBalance"
+SEQUENCES = (
+    "pad the batch with sequences whose mask is False, or choose another level of LoadBalance"
+)
 """The advice in an error message if ranks have different numbers of sequences."""
 
 
@@ -86,7 +88,15 @@ class Gathered:
         with torch.no_grad():  # `cat` makes all parts float64, as the digest is
             hashed = peers.weights_hash(tokens.device)
             message = torch.cat(
-                [*sizes, nonfinite.view(1), hashed, counts_KE.reshape(-1), *sums, extras.to(digest), digest]
+                [
+                    *sizes,
+                    nonfinite.view(1),
+                    hashed,
+                    counts_KE.reshape(-1),
+                    *sums,
+                    extras.to(digest),
+                    digest,
+                ]
             )
         return cls(
             peers.gather(message),
@@ -121,7 +131,11 @@ class Gathered:
     def counts(self) -> Tensor:
         """(P, K, E) int64: copies before capacity, by rank, choice and expert."""
         width = self.num_slots * self.num_experts
-        return self.values[:, _SIZES : _SIZES + width].long().view(-1, self.num_slots, self.num_experts)
+        return (
+            self.values[:, _SIZES : _SIZES + width]
+            .long()
+            .view(-1, self.num_slots, self.num_experts)
+        )
 
     @cached_property
     def _all_on_host(self) -> np.ndarray:
@@ -155,7 +169,9 @@ class Gathered:
         """(P, m) float64: the values from every rank's `Peers.extras`, on the host."""
         return self.on_host[:, -_DIGEST - self.num_extras : -_DIGEST]
 
-    def statistics(self, local: RouterStatistics, peers: Peers, earlier_counts_E: Tensor | None) -> RouterStatistics:
+    def statistics(
+        self, local: RouterStatistics, peers: Peers, earlier_counts_E: Tensor | None
+    ) -> RouterStatistics:
         """Return the statistics of all ranks' tokens, differentiable in this rank's part.
 
         Args:
@@ -164,7 +180,9 @@ class Gathered:
             earlier_counts_E: (E,) int64, copies of the optimizer step before this call, over all ranks.
         """
         own = torch.cat(local.parts())
-        others = self.values[:, _SIZES + self.num_slots * self.num_experts : -_DIGEST - self.num_extras].to(own)
+        others = self.values[
+            :, _SIZES + self.num_slots * self.num_experts : -_DIGEST - self.num_extras
+        ].to(own)
         rows = [own if place == peers.place else others[place] for place in range(peers.number)]
         return local.joined(torch.stack(rows), peers.slices, earlier_counts_E)
 
@@ -253,10 +271,18 @@ class Peers:
     def weights_hash(self, device: torch.device) -> Tensor:
         """Return a hash of `weights`, (1,) int64; 0 if there is nothing to compare them with."""
         hashed = hash_of(self.weights.values()) if self.number > self.slices else None
-        return torch.zeros(1, dtype=torch.int64, device=device) if hashed is None else hashed.view(1)
+        return (
+            torch.zeros(1, dtype=torch.int64, device=device) if hashed is None else hashed.view(1)
+        )
 
     def extras(
-        self, choice: Choice, alive_N: Tensor | None, num_tokens: int, num_experts: int, *, may_drop: bool
+        self,
+        choice: Choice,
+        alive_N: Tensor | None,
+        num_tokens: int,
+        num_experts: int,
+        *,
+        may_drop: bool,
     ) -> Tensor:
         """Return the further values that this rank sends with its counts: counts of node tokens.
 
@@ -272,13 +298,22 @@ class Peers:
         Returns:
             (m,) float64; m is the same in every call on every rank.
         """
-        node_tokens = torch.zeros(self._node_tokens_length, dtype=torch.float64, device=choice.expert.device)
+        node_tokens = torch.zeros(
+            self._node_tokens_length, dtype=torch.float64, device=choice.expert.device
+        )
         if self._find_node_tokens is not None and not may_drop:
-            return self._counts_of_node_tokens(choice, alive_N, num_tokens, num_experts, node_tokens)
+            return self._counts_of_node_tokens(
+                choice, alive_N, num_tokens, num_experts, node_tokens
+            )
         return node_tokens
 
     def _counts_of_node_tokens(
-        self, choice: Choice, alive_N: Tensor | None, num_tokens: int, num_experts: int, padding: Tensor
+        self,
+        choice: Choice,
+        alive_N: Tensor | None,
+        num_tokens: int,
+        num_experts: int,
+        padding: Tensor,
     ) -> Tensor:
         """Return the counts of this rank's node tokens, padded to the length of `padding`; `padding` if they do not fit."""
         assert self._find_node_tokens is not None
@@ -289,7 +324,9 @@ class Peers:
             token, expert = token[alive_N], expert[alive_N]
         order = stable_order(expert)
         self._sorted_experts = (expert, order)
-        node_tokens = self._find_node_tokens(token.index_select(0, order), expert.index_select(0, order), num_tokens)
+        node_tokens = self._find_node_tokens(
+            token.index_select(0, order), expert.index_select(0, order), num_tokens
+        )
         empty = len(padding) - node_tokens.counts.numel()
         if empty < 0:
             return padding
@@ -355,8 +392,12 @@ class Peers:
         heads = torch.stack(all_gather(self._transport, ranks, head)).cpu()
         self.check(heads[:, -len(self.digest) :], ranks, together=not self.skips_digests)
         if bool((heads[:, 0] != ANNOUNCES).any() | (heads[:, 1] != len(message)).any()):
-            settings = ", ".join(f"{name}={as_text(value)}" for name, value in self._settings.items())
-            raise InputError(f"ranks call a layer differently; rank {self._transport.rank}: {settings}: {CALLS}")
+            settings = ", ".join(
+                f"{name}={as_text(value)}" for name, value in self._settings.items()
+            )
+            raise InputError(
+                f"ranks call a layer differently; rank {self._transport.rank}: {settings}: {CALLS}"
+            )
         self.length = len(message)
 
     def call_with(self, settings: Mapping[str, object]) -> bool:
@@ -368,7 +409,9 @@ class Peers:
         if settings == self._settings:
             return False
         self._settings = dict(settings)
-        text = json.dumps({name: as_text(value) for name, value in settings.items()}, sort_keys=True).encode()
+        text = json.dumps(
+            {name: as_text(value) for name, value in settings.items()}, sort_keys=True
+        ).encode()
         self.digest = _as_numbers(
             hashlib.blake2b(self._plan_digest + text, digest_size=len(self._plan_digest)).digest()
         )
@@ -407,7 +450,9 @@ def hash_of(tensors: Iterable[Tensor]) -> Tensor | None:
     """
     total: Tensor | None = None
     for tensor in tensors:
-        matrix = tensor.detach().reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1).contiguous()
+        matrix = (
+            tensor.detach().reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1).contiguous()
+        )
         words = matrix.view(_WORDS.get(matrix.element_size(), torch.int32))
         height, width = words.shape
         squares = torch.arange(1, 2 * (height + width), 2, device=words.device).square_()

@@ -27,7 +27,11 @@ def encoded(choice: Choice, top_k: int) -> Tensor:
         top_k: experts per token.
     """
     assert choice.per_token == top_k
-    expert = choice.expert if choice.sent is None else torch.where(choice.sent, choice.expert, -1 - choice.expert)
+    expert = (
+        choice.expert
+        if choice.sent is None
+        else torch.where(choice.sent, choice.expert, -1 - choice.expert)
+    )
     return expert.view(-1, top_k)
 
 
@@ -61,7 +65,9 @@ def replayed(routers: Sequence[AbstractRouter], experts: Callable[[int], Tensor]
             router.__dict__.pop("choose", None)
 
 
-def own_choice(router: AbstractRouter) -> Callable[[Scores, int, Tensor | None, Tensor | None], Choice]:
+def own_choice(
+    router: AbstractRouter,
+) -> Callable[[Scores, int, Tensor | None, Tensor | None], Choice]:
     """Return a router's own `choose`, even inside `replayed`; predictions of its choices use this method.
 
     A prediction from recorded choices would be right more often than in the recorded run, and decisions that depend on the
@@ -85,8 +91,13 @@ def _recorded(router: AbstractRouter, place: int, experts: Callable[[int], Tenso
                 f"replay: {tuple(recorded.shape)} recorded choices for {num_tokens} tokens with top_k={top_k}: "
                 "replay a trace of the same model and batch"
             )
-        if recorded.numel() and int(torch.where(recorded < 0, -1 - recorded, recorded).max()) >= router.num_experts:
-            raise InputError(f"replay: a recorded expert is not among the {router.num_experts}: replay another trace")
+        if (
+            recorded.numel()
+            and int(torch.where(recorded < 0, -1 - recorded, recorded).max()) >= router.num_experts
+        ):
+            raise InputError(
+                f"replay: a recorded expert is not among the {router.num_experts}: replay another trace"
+            )
         return decoded(recorded)
 
     return choice

@@ -123,21 +123,29 @@ def route(
         peers: the ranks that route the other tokens of the call; None on one rank.
     """
     device = x_TD.device.type
-    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+    with (
+        torch.autocast(device, enabled=False)
+        if torch.is_autocast_enabled(device)
+        else nullcontext()
+    ):
         fused = router.fused(top_k) if all(map(_fused_sum, losses)) else None
         given = None if replay is None else replay.choice
         if fused is not None and given is None and router.recorded is not None:
             given = router.recorded(len(x_TD), top_k, x_TD.device)
         is_fused = fused is not None and (given is None or given.sent is None)
         if fused is not None and is_fused:
-            scored = _choose_at_once(fused, x_TD, losses, batch.valid_T, given, reduced=peers is None)
+            scored = _choose_at_once(
+                fused, x_TD, losses, batch.valid_T, given, reduced=peers is None
+            )
         else:
             scored = _choose_in_steps(router, x_TD, top_k, losses, batch, replay)
         record, earlier = replay, scored.earlier
         if record is None:
             rules = _Rules(top_k, capacity, len(x_TD), router.num_experts, batch.valid_T, peers)
             record = _decide(rules, scored)
-            record = record._replace(noise=scored.noise, earlier_counts=None if earlier is None else earlier.clone())
+            record = record._replace(
+                noise=scored.noise, earlier_counts=None if earlier is None else earlier.clone()
+            )
         sums, known = scored.sums, scored.values
         if sums is not None and peers is not None and record.gathered is not None:
             if is_fused:
@@ -145,11 +153,15 @@ def route(
             else:
                 sums = record.gathered.statistics(sums, peers, record.earlier_counts)
         loss, values = _evaluate(losses, sums, known)
-    routing = _routing(record, scored.weight_N, len(x_TD), router.num_experts, values, scored.logits)
+    routing = _routing(
+        record, scored.weight_N, len(x_TD), router.num_experts, values, scored.logits
+    )
     return Routed(routing, record, loss)
 
 
-def route_chosen(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: Peers | None = None) -> Routed:
+def route_chosen(
+    expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: Peers | None = None
+) -> Routed:
     """Return the dropless routing of tokens whose experts and weights the caller has chosen; exchanges counts with the peers.
 
     Args:
@@ -159,7 +171,9 @@ def route_chosen(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, peers: 
     """
     num_tokens, top_k = expert_TK.shape
     index = torch.arange(num_tokens * top_k, device=expert_TK.device)
-    choice = Choice(index // max(top_k, 1), expert_TK.reshape(-1), index % max(top_k, 1), per_token=top_k)
+    choice = Choice(
+        index // max(top_k, 1), expert_TK.reshape(-1), index % max(top_k, 1), per_token=top_k
+    )
     weight_N = weight_TK.reshape(-1).to(torch.promote_types(weight_TK.dtype, torch.float32))
     detached = weight_N.detach()
     counted = _Counted.of(choice, detached, None, None, num_tokens, num_experts)
@@ -173,7 +187,9 @@ def _without_padding(x_TD: Tensor, valid_T: Tensor | None) -> Tensor:
     return x_TD if valid_T is None else x_TD.masked_fill(~valid_T.unsqueeze(1), 0.0)
 
 
-def _scores(router: AbstractRouter, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
+def _scores(
+    router: AbstractRouter, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None
+) -> Scores:
     """Return a router's scores. Backward computes those of 16-bit tokens again: no float32 copy of the tokens is kept."""
     if x_TD.dtype.itemsize >= 4:
         return router.scores(x_TD, noise, token_ids)
@@ -206,7 +222,9 @@ class _Counted(NamedTuple):
         return cls(
             count(choice.expert, alive_N, num_experts),
             (is_wrong if alive_N is None else is_wrong & alive_N).sum(),
-            torch.full((), num_tokens, device=weight_N.device) if valid_T is None else valid_T.sum(),
+            torch.full((), num_tokens, device=weight_N.device)
+            if valid_T is None
+            else valid_T.sum(),
         )
 
 
@@ -248,7 +266,9 @@ def _choose_at_once(
     """Score, choose and weigh in one operation; `reduced` says whether the losses follow from this rank's tokens alone."""
     logits = fused.logits(_without_padding(x_TD, valid_T))
     fields = [_fused_sum(loss) for loss in losses]
-    wanted = WantedSums("balance" in fields or (bool(losses) and not reduced), "z" in fields, reduced)
+    wanted = WantedSums(
+        "balance" in fields or (bool(losses) and not reduced), "z" in fields, reduced
+    )
     expert = None if given is None else given.expert
     chosen = choose(logits, fused.rule, wanted, bias=fused.bias, valid_T=valid_T, expert=expert)
     choice = Choice(chosen.token, chosen.expert, chosen.slot, per_token=fused.rule.top_k)
@@ -284,12 +304,16 @@ def _choose_in_steps(
     choice = router.choose(scores, top_k, batch.valid_T, noise) if replay is None else replay.choice
     weight_N = router.weigh(scores, choice, top_k)
     alive_N = _alive(choice, batch.valid_T)
-    counted = _Counted.of(choice, weight_N.detach(), alive_N, batch.valid_T, len(x), router.num_experts)
+    counted = _Counted.of(
+        choice, weight_N.detach(), alive_N, batch.valid_T, len(x), router.num_experts
+    )
     earlier = batch.earlier_counts if replay is None else replay.earlier_counts
     if replay is None and earlier is not None and batch.step_total is not None:
         earlier = batch.step_total(earlier + counted.requested) - counted.requested
     sums = _sums(losses, scores, choice, weight_N, alive_N, batch, earlier)
-    return _Scored(choice, weight_N, alive_N, counted, sums, scores.logits, earlier=earlier, noise=noise)
+    return _Scored(
+        choice, weight_N, alive_N, counted, sums, scores.logits, earlier=earlier, noise=noise
+    )
 
 
 class _Rules(NamedTuple):
@@ -316,11 +340,23 @@ def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
         if capacity.spans_mesh and top_k > 1:
             cell = choice.slot * num_experts + choice.expert
             counts_KE = count(cell, alive_N, top_k * num_experts).view(top_k, -1)
-        extras = peers.extras(choice, alive_N, num_tokens, num_experts, may_drop=not capacity.never_drops)
-        gathered = Gathered.exchange(
-            peers, counts_KE, None if valid is None else num_valid, num_tokens, nonfinite, scored.sums, extras
+        extras = peers.extras(
+            choice, alive_N, num_tokens, num_experts, may_drop=not capacity.never_drops
         )
-        requested, num_valid, nonfinite = gathered.counts.sum((0, 1)), gathered.valid.sum(), gathered.nonfinite.sum()
+        gathered = Gathered.exchange(
+            peers,
+            counts_KE,
+            None if valid is None else num_valid,
+            num_tokens,
+            nonfinite,
+            scored.sums,
+            extras,
+        )
+        requested, num_valid, nonfinite = (
+            gathered.counts.sum((0, 1)),
+            gathered.valid.sum(),
+            gathered.nonfinite.sum(),
+        )
         if capacity.spans_mesh:
             rows = capacity.rows(requested, num_valid, top_k)
             before_KE = places_before(gathered.counts)[peers.place]
@@ -334,7 +370,9 @@ def _decide(rules: _Rules, scored: _Scored) -> RoutingRecord:
     by_rank = _by_rank(gathered, capacity, top_k)
     if gathered is not None:
         gathered.sent = by_rank
-    return RoutingRecord(None, choice, requested, num_valid, nonfinite, rows, sent, None, gathered, by_rank)
+    return RoutingRecord(
+        None, choice, requested, num_valid, nonfinite, rows, sent, None, gathered, by_rank
+    )
 
 
 def _by_rank(gathered: Gathered | None, capacity: AbstractCapacity, top_k: int) -> Tensor | None:
@@ -348,7 +386,10 @@ def _by_rank(gathered: Gathered | None, capacity: AbstractCapacity, top_k: int) 
         rows = capacity.rows(counts_PKE.sum((0, 1)), gathered.valid.sum(), top_k)
         return kept_copies(counts_PKE, rows)
     limited = gathered.tokens if capacity.is_padded else gathered.valid
-    of_ranks = [capacity.rows(counts_E, tokens, top_k) for counts_E, tokens in zip(counts_PKE.sum(1), limited)]
+    of_ranks = [
+        capacity.rows(counts_E, tokens, top_k)
+        for counts_E, tokens in zip(counts_PKE.sum(1), limited)
+    ]
     limits = [rows for rows in of_ranks if rows is not None]
     return kept_copies(counts_PKE, torch.stack(limits) if limits else None)
 
@@ -438,7 +479,9 @@ def _sums(
 def _linear(own: Tensor, total: Tensor, factors: Tensor) -> Tensor:
     """Return the product of factors and sums over all ranks' tokens, differentiable in this rank's part of the sums, `own`."""
     shape = own.shape
-    return with_gradient(own, lambda _: total.dot(factors), lambda grad: (grad * factors).view(shape))
+    return with_gradient(
+        own, lambda _: total.dot(factors), lambda grad: (grad * factors).view(shape)
+    )
 
 
 def _values_over_ranks(
@@ -449,7 +492,9 @@ def _values_over_ranks(
     values = list[Tensor]()
     for loss in losses:
         if _fused_sum(loss) == "balance":
-            slope = balance_slope(record.requested, record.num_valid, record.choice.per_token or 1, None, probs.dtype)
+            slope = balance_slope(
+                record.requested, record.num_valid, record.choice.per_token or 1, None, probs.dtype
+            )
             values.append(_linear(own.probs_GE, probs, slope))
         else:
             share = record.num_valid.clamp_min(1).to(probs.dtype).reciprocal().view(1)

@@ -100,7 +100,9 @@ class AbstractRouter(KeepsFloat32, ABC):
             token_ids: (tokens,) int64 vocabulary ids, or None.
         """
 
-    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+    def choose(
+        self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
+    ) -> Choice:
         """Pick experts for the tokens, by default the `top_k` highest by `rank_by`. The choice is not differentiable.
 
         Args:
@@ -201,7 +203,9 @@ class LinearRouter(AbstractRouter):
     ) -> None:
         super().__init__(dim, num_experts)
         self.weight = linear_scores(dim, num_experts, device, dtype)
-        self.logit_bias = nn.Parameter(torch.zeros(num_experts, device=device, dtype=dtype)) if bias else None
+        self.logit_bias = (
+            nn.Parameter(torch.zeros(num_experts, device=device, dtype=dtype)) if bias else None
+        )
         self.scale = check_scale(scale)
 
     @torch.no_grad()
@@ -230,7 +234,9 @@ class SoftmaxWeights(AbstractRouter):
 
     def _set_normalize(self, normalize: str) -> None:
         if normalize not in ("before", "after"):
-            raise InputError(f'normalize={normalize!r} is unknown: write normalize="before" or normalize="after"')
+            raise InputError(
+                f'normalize={normalize!r} is unknown: write normalize="before" or normalize="after"'
+            )
         self.normalize = normalize
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:
@@ -262,7 +268,9 @@ class LimitedRouter(AbstractRouter):
         super().__init__(inner.dim, inner.num_experts)
         if not inner.takes_best_ranked:
             wrapper = type(self).__name__
-            raise InputError(f"{wrapper} cannot wrap {type(inner).__name__}: give it a router that ranks by scores")
+            raise InputError(
+                f"{wrapper} cannot wrap {type(inner).__name__}: give it a router that ranks by scores"
+            )
         self.inner = inner
 
     @property
@@ -307,7 +315,9 @@ def is_whole(value: object) -> bool:
 def check_top_k(top_k: int, num_experts: int) -> None:
     """Raise InputError if `top_k` experts cannot be chosen out of `num_experts`."""
     if not is_whole(top_k) or not 1 <= top_k <= num_experts:
-        raise InputError(f"top_k={top_k} does not fit num_experts={num_experts}: choose 1 <= top_k <= {num_experts}")
+        raise InputError(
+            f"top_k={top_k} does not fit num_experts={num_experts}: choose 1 <= top_k <= {num_experts}"
+        )
 
 
 def check_scale(scale: object) -> float:
@@ -318,7 +328,10 @@ def check_scale(scale: object) -> float:
 
 
 def linear_scores(
-    dim: int, num_experts: int, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None
+    dim: int,
+    num_experts: int,
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
     """Return a router matrix, (num_experts, dim), drawn uniformly from +-1/sqrt(dim) as `nn.Linear` does."""
     return nn.Parameter(draw_linear(torch.empty(num_experts, dim, device=device, dtype=dtype)))

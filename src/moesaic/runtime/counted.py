@@ -27,4 +27,6 @@ class CountedCall(NamedTuple):
 def check_order(order: np.ndarray, num_experts: int) -> None:
     """Raise InputError if an order does not name each expert once."""
     if not np.array_equal(np.sort(np.asarray(order)), np.arange(num_experts)):
-        raise InputError(f"an order of experts must name each of 0 to {num_experts - 1} once, got {list(order)}")
+        raise InputError(
+            f"an order of experts must name each of 0 to {num_experts - 1} once, got {list(order)}"
+        )

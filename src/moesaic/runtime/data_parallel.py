@@ -55,7 +55,9 @@ def average_gradients(module: nn.Module, mesh: Mesh) -> None:
         InputError: `mesh` is no `Mesh`.
     """
     if not isinstance(mesh, Mesh):
-        raise InputError(f"average_gradients: mesh={mesh!r} is no Mesh: give the mesh of the module's layers")
+        raise InputError(
+            f"average_gradients: mesh={mesh!r} is no Mesh: give the mesh of the module's layers"
+        )
     expert_ids = {id(parameter) for parameter in expert_parameters(module)}
     buckets: dict[tuple[Axis, torch.dtype], list[Tensor]] = {}
     for parameter in module.parameters():
@@ -77,8 +79,14 @@ def average_gradients(module: nn.Module, mesh: Mesh) -> None:
 
 def _average(gradients: list[Tensor], axis: Axis, mesh: Mesh) -> None:
     """Sum gradients of one dtype over an axis, in one all-reduce, and divide them by dp, in place."""
-    joined = gradients[0].flatten() if len(gradients) == 1 else torch.cat([each.flatten() for each in gradients])
-    summed = all_reduce_sum(mesh.transport, mesh.grid.group(mesh.rank, (axis,)), joined) / mesh.grid.dp
+    joined = (
+        gradients[0].flatten()
+        if len(gradients) == 1
+        else torch.cat([each.flatten() for each in gradients])
+    )
+    summed = (
+        all_reduce_sum(mesh.transport, mesh.grid.group(mesh.rank, (axis,)), joined) / mesh.grid.dp
+    )
     for gradient, average in zip(gradients, summed.split([each.numel() for each in gradients])):
         gradient.copy_(average.view_as(gradient))
 
@@ -105,7 +113,9 @@ class DataRanks:
             self._groups, self._is_fixed = () if group is None else (group,), True
         elif not self._is_fixed:
             for parameter in parameters:
-                if is_dtensor(parameter) and any(place.is_shard() for place in parameter.placements):
+                if is_dtensor(parameter) and any(
+                    place.is_shard() for place in parameter.placements
+                ):
                     self._groups = tuple(parameter.device_mesh.get_all_groups())
                     return
 

@@ -101,7 +101,9 @@ class DeepEP:
         deepep: DeepEP = mesh.shared[cls]
         return deepep
 
-    def dispatch(self, x: Tensor, expert: Tensor, weight: Tensor, *, num_experts: int, most_tokens: int) -> Received:
+    def dispatch(
+        self, x: Tensor, expert: Tensor, weight: Tensor, *, num_experts: int, most_tokens: int
+    ) -> Received:
         """Send each token once to every rank that has one of its experts; differentiable.
 
         Args:
@@ -118,14 +120,18 @@ class DeepEP:
             )
             self._buffers[key] = most_tokens, buffer
         routes: list[DispatchRoute] = []
-        rows, weights, experts = _Dispatch.apply(*self._buffers[key], num_experts, routes, x, weight, expert)
+        rows, weights, experts = _Dispatch.apply(
+            *self._buffers[key], num_experts, routes, x, weight, expert
+        )
         return Received(rows, experts, weights, routes[0])
 
     def combine(self, rows: Tensor, received: Received) -> Tensor:
         """Sum each token's rows at its origin: (R, dim) -> (tokens, dim); differentiable."""
         route = received.route
         return with_gradient(
-            rows, lambda rows: route.combine(rows)[0], lambda d_sums: route.redispatch(d_sums.contiguous())
+            rows,
+            lambda rows: route.combine(rows)[0],
+            lambda d_sums: route.redispatch(d_sums.contiguous()),
         )
 
 
@@ -170,7 +176,9 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
         InputError: if the tokens' products are not in bfloat16, or the router is not one in which each token chooses top_k.
     """
     if compute_dtype(x_TD.dtype, x_TD.device) is not torch.bfloat16:
-        raise InputError("plan.all_to_all=deepep moves bfloat16: train with --precision bfloat16, or choose multicast")
+        raise InputError(
+            "plan.all_to_all=deepep moves bfloat16: train with --precision bfloat16, or choose multicast"
+        )
     top_k = routed.record.choice.per_token
     if top_k is None:
         raise InputError(
@@ -182,13 +190,21 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
     expert, weight = routed.record.choice.expert, routing.weight
     if sent is not None:
         expert = expert.masked_fill(~sent, -1)
-        weight = weight if routing.has_unsent else weight.new_zeros(len(expert)).masked_scatter(sent, weight)
+        weight = (
+            weight
+            if routing.has_unsent
+            else weight.new_zeros(len(expert)).masked_scatter(sent, weight)
+        )
     most_tokens = int(gathered.on_host[:, 1].max())
 
     def run(x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
         assert gate is not None
         received = deepep.dispatch(
-            x, expert.view(-1, top_k), gate.view(-1, top_k), num_experts=experts.num_experts, most_tokens=most_tokens
+            x,
+            expert.view(-1, top_k),
+            gate.view(-1, top_k),
+            num_experts=experts.num_experts,
+            most_tokens=most_tokens,
         )
         is_local = received.expert >= 0
         token, slot = is_local.nonzero(as_tuple=True)
@@ -197,7 +213,9 @@ def run_by_deepep(deepep: DeepEP, experts: AbstractExperts, x_TD: Tensor, routed
         counts = torch.bincount(local_expert, minlength=num_local)
         order = sort_by_expert(token, local_expert, counts, len(received.x), None)
         gates = received.weight[token, slot][order.order]
-        out = experts.compute(ExpertCall(sharded, common, permute(received.x, order), gates, order.ends))
+        out = experts.compute(
+            ExpertCall(sharded, common, permute(received.x, order), gates, order.ends)
+        )
         return deepep.combine(unpermute(out, order, dtype=x.dtype), received)
 
     y: Tensor = experts(x_TD.to(torch.bfloat16), weight.float(), run=run)

@@ -76,7 +76,11 @@ class Script:
     @cached_property
     def slowest(self) -> TransportLane:
         """The lane whose messages take longest: "inter" if any message crosses nodes, else "intra"."""
-        lanes = {transport_lane(step.tasks[0]) for step in self.steps if step.tasks[0].op in (Op.MOVE, Op.HOP)}
+        lanes = {
+            transport_lane(step.tasks[0])
+            for step in self.steps
+            if step.tasks[0].op in (Op.MOVE, Op.HOP)
+        }
         return "inter" if "inter" in lanes else "intra"
 
 
@@ -110,12 +114,18 @@ _GATHER = (Op.COMBINE, Op.EXPERT, Op.EXPERT_GRAD, Op.MOVE, Op.PACK, Op.TAKE)
 
 def _gathered(program: Program, outputs: frozenset[str] | None) -> frozenset[str]:
     """Return the slots of rows that only tasks of `_GATHER` read. A run that returns all slots returns them in order."""
-    names = {slot.name for slot in program.slots if slot.kind is Kind.ROWS} if outputs is not None else set()
+    names = (
+        {slot.name for slot in program.slots if slot.kind is Kind.ROWS}
+        if outputs is not None
+        else set()
+    )
     moving = (task for task in program.tasks if task.op not in _GATHER)
     return frozenset(names.difference(*(task.reads for task in moving)))
 
 
-def _unread_after(groups: Sequence[Sequence[Task]], outputs: frozenset[str] | None) -> list[list[str]]:
+def _unread_after(
+    groups: Sequence[Sequence[Task]], outputs: frozenset[str] | None
+) -> list[list[str]]:
     """Return, for each step, the slots that are read or written there for the last time and are not outputs."""
     unread: list[list[str]] = [[] for _ in groups]
     if outputs is None:
@@ -127,7 +137,9 @@ def _unread_after(groups: Sequence[Sequence[Task]], outputs: frozenset[str] | No
             if task.op in (Op.EXPERT, Op.EXPERT_GRAD):
                 last_use[kept(task.name)] = number
     for name, number in last_use.items():
-        if name not in outputs and name != "w":  # "w" is stored anyway, and every movement of weights reads its shape
+        if (
+            name not in outputs and name != "w"
+        ):  # "w" is stored anyway, and every movement of weights reads its shape
             unread[number].append(name)
     return unread
 
@@ -146,7 +158,10 @@ class _Arriving:
 
 
 def interpret(
-    program: Program, values: Mapping[str, Value], call: Call, outputs: Collection[str] | None = None
+    program: Program,
+    values: Mapping[str, Value],
+    call: Call,
+    outputs: Collection[str] | None = None,
 ) -> Steps:
     """Run a program for one rank.
 
@@ -174,8 +189,14 @@ def interpret(
             if handle.transfer.lane == script.slowest:
                 call.finish()  # while the messages are in flight
             yield handle
-        landed = [name] if handle is None else [each for each, other in arriving.items() if other.handle is handle]
-        for landed_name in landed:  # all slots of these messages, so that no reference to the buffers remains
+        landed = (
+            [name]
+            if handle is None
+            else [each for each, other in arriving.items() if other.handle is handle]
+        )
+        for (
+            landed_name
+        ) in landed:  # all slots of these messages, so that no reference to the buffers remains
             value = arriving.pop(landed_name).settle()
             if isinstance(value, Packets):
                 packets[landed_name] = value
@@ -221,10 +242,14 @@ def _issue(
         settles = [settle]
     has_messages = bool(transfer.sends or transfer.receives)
     handle = (yield transfer) if has_messages else None
-    arriving.update({each.writes[0]: _Arriving(handle, settled) for each, settled in zip(step.tasks, settles)})
+    arriving.update(
+        {each.writes[0]: _Arriving(handle, settled) for each, settled in zip(step.tasks, settles)}
+    )
 
 
-def _run_local(task: Task, script: Script, environment: Environment, packets: dict[str, Packets], call: Call) -> None:
+def _run_local(
+    task: Task, script: Script, environment: Environment, packets: dict[str, Packets], call: Call
+) -> None:
     """Run a task that needs no other rank, and store its result."""
     if task.op is Op.PACK:
         value = environment[task.reads[0]]
@@ -240,7 +265,11 @@ def _run_local(task: Task, script: Script, environment: Environment, packets: di
 
 def _store(name: str, value: Value, environment: Environment, script: Script) -> None:
     """Store a slot's value; move its rows into order unless all that reads the slot gathers."""
-    environment[name] = value.in_order() if isinstance(value, IndexedRows) and name not in script.gathered else value
+    environment[name] = (
+        value.in_order()
+        if isinstance(value, IndexedRows) and name not in script.gathered
+        else value
+    )
 
 
 def drive(steps: Steps, transport: AbstractTransport) -> Environment:
@@ -283,12 +312,16 @@ class LayerRun:
 
     def take_tags(self) -> None:
         """Reserve the tags of both programs. All ranks do so for the same calls in the same order."""
-        forward, backward = (len(program.tasks) for program in (self.compiled.forward, self.compiled.backward))
+        forward, backward = (
+            len(program.tasks) for program in (self.compiled.forward, self.compiled.backward)
+        )
         self.call.first_tag = self.transport.take_tags(forward + backward)
         self.backward_tag = self.call.first_tag + forward
 
 
-def run_program(run: LayerRun, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Tensor:
+def run_program(
+    run: LayerRun, x: Tensor, gates: Tensor, sharded: Weights, common: Weights
+) -> Tensor:
     """Run dispatch, experts and combine: (tokens, dim) -> (tokens, dim); differentiable.
 
     All ranks call it in the same order, including ranks without tokens.
@@ -300,7 +333,9 @@ def run_program(run: LayerRun, x: Tensor, gates: Tensor, sharded: Weights, commo
         sharded: the parameters of this rank's experts that etp splits: this rank's shards.
         common: the parameters that all shards of an expert have in common.
     """
-    y: Tensor = RunProgram.apply(run, torch.is_grad_enabled(), len(sharded), x, gates, *sharded, *common)
+    y: Tensor = RunProgram.apply(
+        run, torch.is_grad_enabled(), len(sharded), x, gates, *sharded, *common
+    )
     return y
 
 
@@ -309,13 +344,21 @@ class RunProgram(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: LayerRun, has_grad: bool, num_sharded: int, x: Tensor, gates: Tensor, *weights: Tensor
+        ctx: Any,
+        run: LayerRun,
+        has_grad: bool,
+        num_sharded: int,
+        x: Tensor,
+        gates: Tensor,
+        *weights: Tensor,
     ) -> Tensor:
         """Run the forward program, and keep what the backward program reads if there will be a backward pass."""
         names = kept_names(run.compiled.logical) if has_grad and any(ctx.needs_input_grad) else ()
         inputs = inputs_of(run, x, gates, weights[:num_sharded], weights[num_sharded:])
         upload_tables(run, x.device)
-        environment = drive(interpret(run.compiled.forward, inputs, run.call, {*names, "y"}), run.transport)
+        environment = drive(
+            interpret(run.compiled.forward, inputs, run.call, {*names, "y"}), run.transport
+        )
         del inputs
         flat, ctx.layout = flattened(environment, names)
         ctx.save_for_backward(*flat)
@@ -331,8 +374,12 @@ class RunProgram(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Run the backward program."""
         run: LayerRun = ctx.run
-        if ctx.was_run:  # a peer may still be receiving messages of the previous backward pass of this graph
-            run = replace(run, backward_tag=run.transport.take_tags(len(run.compiled.backward.tasks)))
+        if (
+            ctx.was_run
+        ):  # a peer may still be receiving messages of the previous backward pass of this graph
+            run = replace(
+                run, backward_tag=run.transport.take_tags(len(run.compiled.backward.tasks))
+            )
         ctx.was_run = True
         kept_values = by_name(ctx.saved_tensors, ctx.layout)
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained, nothing else references them
@@ -342,12 +389,23 @@ class RunProgram(torch.autograd.Function):
 def upload_tables(run: LayerRun, device: torch.device) -> None:
     """Copy all tables that both programs of a call read to the device, in one transfer."""
     if device.type != "cpu":
-        scripts = (script_of(program, None) for program in (run.compiled.forward, run.compiled.backward))
-        tasks = ((task, script.slots) for script in scripts for step in script.steps for task in step.tasks)
-        run.call.indices.upload([table for task, slots in tasks for table in tables(task, slots, run.call)], device)
+        scripts = (
+            script_of(program, None) for program in (run.compiled.forward, run.compiled.backward)
+        )
+        tasks = (
+            (task, script.slots)
+            for script in scripts
+            for step in script.steps
+            for task in step.tasks
+        )
+        run.call.indices.upload(
+            [table for task, slots in tasks for table in tables(task, slots, run.call)], device
+        )
 
 
-def inputs_of(run: LayerRun, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Environment:
+def inputs_of(
+    run: LayerRun, x: Tensor, gates: Tensor, sharded: Weights, common: Weights
+) -> Environment:
     """Return the forward program's inputs by name."""
     values: Environment = {"x": x, "gates": gates, **run.indices, "w": sharded}
     if common:

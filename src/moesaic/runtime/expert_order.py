@@ -52,7 +52,11 @@ class ExpertOrder:
         check_order(experts, len(self.experts))
         self.experts = np.array(experts, dtype=np.int64)
         is_plain = np.array_equal(self.experts, np.arange(len(self.experts)))
-        self._slot = None if is_plain else torch.from_numpy(np.append(np.argsort(self.experts), len(self.experts)))
+        self._slot = (
+            None
+            if is_plain
+            else torch.from_numpy(np.append(np.argsort(self.experts), len(self.experts)))
+        )
 
     def slots(self, experts: Tensor) -> Tensor:
         """Return the slot of each expert, int64. The number that means "no expert" stays as it is."""
@@ -92,7 +96,9 @@ class ExpertOrder:
             return
         ranks = len(record.by_rank)
         self._recorded[ranks] = (
-            self._recorded[ranks] + record.by_rank if ranks in self._recorded else record.by_rank.clone()
+            self._recorded[ranks] + record.by_rank
+            if ranks in self._recorded
+            else record.by_rank.clone()
         )
 
     def take(self, grid: Grid) -> np.ndarray:

@@ -205,7 +205,9 @@ class ExpertParallel:
         self._tp_place = grid.coordinate(self.rank, "tp")
         by_deepep = compiled.plan.crossing is Crossing.DEEPEP
         if by_deepep and weight_first:
-            raise InputError('apply_weight="before" clashes with plan.all_to_all=deepep: choose multicast')
+            raise InputError(
+                'apply_weight="before" clashes with plan.all_to_all=deepep: choose multicast'
+            )
         assert deepep is not None or not by_deepep
         state = self._prepare(compiled, deepep() if deepep is not None and by_deepep else None)
         self._states: dict[Plan | bytes, _PlanState] = {_plan_key(plan): state}
@@ -219,9 +221,12 @@ class ExpertParallel:
         duplicate.auto = None  # the copy keeps its present plan
         duplicate._order = copy.deepcopy(self._order, memo)
         duplicate._states = {
-            key: duplicate._prepare(state.compiled, state.deepep) for key, state in self._states.items()
+            key: duplicate._prepare(state.compiled, state.deepep)
+            for key, state in self._states.items()
         }
-        duplicate._activate(next(state for state in duplicate._states.values() if state.compiled is self.compiled))
+        duplicate._activate(
+            next(state for state in duplicate._states.values() if state.compiled is self.compiled)
+        )
         return duplicate
 
     def use(self, plan: Plan | Compiled, experts: AbstractExperts) -> None:
@@ -303,14 +308,18 @@ class ExpertParallel:
         if self.auto is not None and replay is None:
             self.auto(len(x_TD), top_k, dtype)
         settings = {"dtype": dtype, "top_k": top_k, "capacity": capacity, "losses": losses}
-        if any(loss.needs_sequences for loss in losses):  # sums per sequence are exchanged with the counts
+        if any(
+            loss.needs_sequences for loss in losses
+        ):  # sums per sequence are exchanged with the counts
             settings["sequences"] = batch.num_sequences
         if self.peers.call_with({f"call.{name}": value for name, value in settings.items()}):
             self._digests_checked = False
         if replay is None:
             batch = replace(batch, noise=self._draw(router, x_TD))
         named = router.named_parameters("router")
-        self.peers.weights = {name: weight for name, weight in named if not hasattr(weight, "placements")}
+        self.peers.weights = {
+            name: weight for name, weight in named if not hasattr(weight, "placements")
+        }
         sharing: AbstractContextManager[None] = nullcontext()
         if self.compiled.routes_slices:
             own_slice = share_of(len(x_TD), self._tp_place, self.grid.tp)
@@ -391,7 +400,9 @@ class ExpertParallel:
         """Return a routing to the slots of the experts."""
         return routing if self._order is None else self._order.in_slots(routing)
 
-    def _counted(self, experts: AbstractExperts, routed: Routed, routing: Routing, dtype: torch.dtype) -> CallInputs:
+    def _counted(
+        self, experts: AbstractExperts, routed: Routed, routing: Routing, dtype: torch.dtype
+    ) -> CallInputs:
         """Return the inputs of a call whose counts all ranks have on the host. `routing` has slots for experts."""
         self.check_digests(routed)
         self.peers.skips_digests = False
@@ -399,12 +410,16 @@ class ExpertParallel:
         if routing.has_unsent:  # unsent copies come last
             assert routed.record.gathered is not None
             order = order[: int(routed.record.gathered.sent_on_host[self.peers.place].sum())]
-        token, expert, gates = (t.index_select(0, order) for t in (routing.token, routing.expert, routing.weight))
+        token, expert, gates = (
+            t.index_select(0, order) for t in (routing.token, routing.expert, routing.weight)
+        )
         copies, tokens = counts_of(routed.record, self.compiled)
         if self.compiled.is_multicast:
             node_tokens = self.peers.node_tokens(routed.record.choice, routed.record.gathered)
             if node_tokens is None:
-                node_tokens = self._node_tokens(token, expert, routing.num_tokens, int(copies[self.rank].sum()))
+                node_tokens = self._node_tokens(
+                    token, expert, routing.num_tokens, int(copies[self.rank].sum())
+                )
             elif len(node_tokens.copy_index) != len(order):
                 node_tokens = replace(node_tokens, copy_index=node_tokens.copy_index[: len(order)])
         copies = copies if self._order is None else self._order.columns(copies)
@@ -414,7 +429,13 @@ class ExpertParallel:
         )  # fmt: skip
 
     def _padded(
-        self, experts: AbstractExperts, routed: Routed, routing: Routing, dtype: torch.dtype, *, rows: int
+        self,
+        experts: AbstractExperts,
+        routed: Routed,
+        routing: Routing,
+        dtype: torch.dtype,
+        *,
+        rows: int,
     ) -> CallInputs:
         """Return the inputs of a call under a padded capacity, which needs no counts. `routing` has slots for experts."""
         always = routing.token.device.type == "cpu"
@@ -422,7 +443,9 @@ class ExpertParallel:
             self.check_digests(routed, together=always)
         self.peers.skips_digests = not always
         order = self.peers.order(routing.expert)
-        token, expert, gates = (t.index_select(0, order) for t in (routing.token, routing.expert, routing.weight))
+        token, expert, gates = (
+            t.index_select(0, order) for t in (routing.token, routing.expert, routing.weight)
+        )
         gates, token = pad_copies(gates, token, expert, self.num_experts, rows)
         copies, tokens = even_counts(self.compiled, self.num_experts, routing.num_tokens, rows)
         return CallInputs(
@@ -430,12 +453,18 @@ class ExpertParallel:
             copies=copies, tokens=tokens, num_tokens=routing.num_tokens, dtype=dtype, padded_rows=rows,
         )  # fmt: skip
 
-    def _run(self, inputs: CallInputs, x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights) -> Tensor:
+    def _run(
+        self, inputs: CallInputs, x: Tensor, gate: Tensor | None, sharded: Weights, common: Weights
+    ) -> Tensor:
         """Run a call with the parameters that `AbstractExperts.forward` passes."""
         assert gate is not None
         experts, x, units = inputs.experts, x.to(inputs.dtype), inputs.experts.num_units(sharded)
-        counted = CountedCall(inputs.copies, inputs.tokens, units, partial(experts.sizes, sharded, inputs.dtype))
-        chosen = inputs.choose(counted) if inputs.choose else self.calls.choose(inputs.record, counted)
+        counted = CountedCall(
+            inputs.copies, inputs.tokens, units, partial(experts.sizes, sharded, inputs.dtype)
+        )
+        chosen = (
+            inputs.choose(counted) if inputs.choose else self.calls.choose(inputs.record, counted)
+        )
         node_tokens = inputs.node_tokens
         if node_tokens is not None:
             node_tokens = None if chosen.run_slices else self._with_all_counts(node_tokens)
@@ -444,9 +473,16 @@ class ExpertParallel:
             rank=self.rank, sizes=sizes, experts=experts, weight_first=self.weight_first, codecs=self.codecs,
             has_empty_rows=inputs.padded_rows is not None, indices=indices,
         )  # fmt: skip
-        own = {"index": inputs.token.unsqueeze(1)} if node_tokens is None else dict(node_tokens.indices)
+        own = (
+            {"index": inputs.token.unsqueeze(1)}
+            if node_tokens is None
+            else dict(node_tokens.indices)
+        )
         run = LayerRun(chosen.compiled, self.transport, call, own)
-        cast = [tuple(in_dtype(weight, inputs.dtype) for weight in weights) for weights in (sharded, common)]
+        cast = [
+            tuple(in_dtype(weight, inputs.dtype) for weight in weights)
+            for weights in (sharded, common)
+        ]
         if chosen.run_slices is not None:
             return chosen.run_slices(self._uncut_call(run, inputs, units), x, gate, *cast)
         run.take_tags()
@@ -463,7 +499,11 @@ class ExpertParallel:
             return self._padded_tables[key]
         table = None if node_tokens is None else node_tokens.of_all
         sizes = chosen.compiled.sizes(
-            inputs.copies, inputs.tokens, units=units, node_tokens=table, replicated=chosen.replicated
+            inputs.copies,
+            inputs.tokens,
+            units=units,
+            node_tokens=table,
+            replicated=chosen.replicated,
         )
         tables = sizes, Indices()
         if inputs.padded_rows is not None:
@@ -499,7 +539,9 @@ class ExpertParallel:
                 f"a padded capacity needs tokens that split over mesh.tp={self.grid.tp}, got {num_tokens}: pad the batch"
             )
         rows = capacity.fixed_rows(
-            num_tokens // (self.grid.tp if self.compiled.routes_slices else 1), top_k, self.num_experts
+            num_tokens // (self.grid.tp if self.compiled.routes_slices else 1),
+            top_k,
+            self.num_experts,
         )
         return -(-rows // self.compiled.capacity_multiple) * self.compiled.capacity_multiple
 
@@ -512,7 +554,9 @@ class ExpertParallel:
         if torch.compiler.is_compiling():
             return
         wrapper = DistributedDataParallel._get_active_ddp_module()
-        if wrapper is not None and not all(hasattr(parameter, "_ddp_ignored") for parameter in parameters):
+        if wrapper is not None and not all(
+            hasattr(parameter, "_ddp_ignored") for parameter in parameters
+        ):
             raise InputError(UnpreparedForDDP.REFUSAL)
 
     def _draw(self, router: AbstractRouter, x_TD: Tensor) -> Tensor | None:
@@ -521,7 +565,9 @@ class ExpertParallel:
         if self.grid.tp == 1 or router.draw(0, x_TD.device) is None:
             return router.draw(len(x_TD), x_TD.device)
         seed = torch.randint(2**62, (1,))
-        seed = broadcast(self.transport, self._tensor_group, seed.to(x_TD.device), self._tensor_group[0])
+        seed = broadcast(
+            self.transport, self._tensor_group, seed.to(x_TD.device), self._tensor_group[0]
+        )
         with torch.random.fork_rng([x_TD.device] if x_TD.is_cuda else []):
             torch.manual_seed(int(seed))
             return router.draw(len(x_TD), x_TD.device)
@@ -529,7 +575,10 @@ class ExpertParallel:
     def _is_due(self) -> bool:
         """Return whether ranks compare digests in a call that needs no counts on the host."""
         self._unchecked_calls += 1
-        return self._unchecked_calls % CHECKED_CALLS == 0 and not torch.cuda.is_current_stream_capturing()
+        return (
+            self._unchecked_calls % CHECKED_CALLS == 0
+            and not torch.cuda.is_current_stream_capturing()
+        )
 
     def check_digests(self, routed: Routed, *, together: bool = True) -> None:
         """Raise InputError on every rank if ranks run different programs, or a recomputation runs others than its forward pass,
@@ -550,7 +599,12 @@ class ExpertParallel:
         hashes = routed.record.gathered.hashes_on_host.reshape(-1, self.peers.slices)
         if (hashes != hashes[0]).any():
             values = {name: description(weight) for name, weight in self.peers.weights.items()}
-            check_same(self.transport, values, peers=self.peers.ranks, advice=dict.fromkeys(values, DRIFTED))
+            check_same(
+                self.transport,
+                values,
+                peers=self.peers.ranks,
+                advice=dict.fromkeys(values, DRIFTED),
+            )
 
     def _with_all_counts(self, node_tokens: NodeTokens) -> NodeTokens:
         """Return node tokens with the counts of every rank, which are exchanged now unless they were before."""
@@ -569,21 +623,29 @@ class ExpertParallel:
         origins = (self.rank,) if is_alone else self._tensor_group
         return UncutCall(run, origins, inputs.token, inputs.expert, find, inputs.tokens, units)
 
-    def _node_tokens(self, token: Tensor, expert: Tensor, num_tokens: int, num_copies: int) -> NodeTokens:
+    def _node_tokens(
+        self, token: Tensor, expert: Tensor, num_tokens: int, num_copies: int
+    ) -> NodeTokens:
         """Find the node tokens of the `num_copies` copies that this rank sends."""
         if not self.compiled.routes_slices and self.grid.tp > 1:
             counts_E = count(expert, None, self.num_experts)
             start_E = counts_E.cumsum(0) - counts_E
             place = torch.arange(len(expert), device=expert.device) - start_E[expert]
-            first, end = (counts_E * each // self.grid.tp for each in (self._tp_place, self._tp_place + 1))
+            first, end = (
+                counts_E * each // self.grid.tp for each in (self._tp_place, self._tp_place + 1)
+            )
             own = (place >= first[expert]) & (place < end[expert])
             own_places = places_of(own, num_copies)
             token, expert = token[own_places], expert[own_places]
         return _find_nodes(self.num_experts, self.compiled, token, expert, num_tokens)
 
 
-def _find_nodes(num_experts: int, compiled: Compiled, token: Tensor, expert: Tensor, num_tokens: int) -> NodeTokens:
-    return find_node_tokens(token, expert, num_experts, num_tokens, compiled.plan.chunks, compiled.grid)
+def _find_nodes(
+    num_experts: int, compiled: Compiled, token: Tensor, expert: Tensor, num_tokens: int
+) -> NodeTokens:
+    return find_node_tokens(
+        token, expert, num_experts, num_tokens, compiled.plan.chunks, compiled.grid
+    )
 
 
 def _plan_key(plan: Plan | Compiled) -> Plan | bytes:
@@ -605,14 +667,18 @@ def counts_of(record: RoutingRecord, compiled: Compiled) -> tuple[np.ndarray, np
     return _tp_share(copies, place[:, None], grid.tp), _tp_share(tokens, place, grid.tp)
 
 
-def even_counts(compiled: Compiled, num_experts: int, num_tokens: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+def even_counts(
+    compiled: Compiled, num_experts: int, num_tokens: int, rows: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return `counts_of` for the case that every rank routes `num_tokens` tokens and sends each expert `rows` rows.
 
     Nothing is read from the device.
     """
     grid = compiled.grid
     ranks = 1 if compiled.is_redundant or compiled.routes_slices else grid.tp
-    return np.full((grid.world, num_experts), rows // ranks), np.full(grid.world, num_tokens // ranks)
+    return np.full((grid.world, num_experts), rows // ranks), np.full(
+        grid.world, num_tokens // ranks
+    )
 
 
 def _tp_share(counts: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
@@ -620,7 +686,9 @@ def _tp_share(counts: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
     return counts * (place + 1) // size - counts * place // size
 
 
-def pad_copies(gates: Tensor, token: Tensor, expert: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
+def pad_copies(
+    gates: Tensor, token: Tensor, expert: Tensor, num_experts: int, rows: int
+) -> tuple[Tensor, Tensor]:
     """Pad every expert's copies to the same number of rows; padding rows have token -1 and weight 0.
 
     Args:
@@ -635,8 +703,12 @@ def pad_copies(gates: Tensor, token: Tensor, expert: Tensor, num_experts: int, r
     """
     counts_E = count(expert, None, num_experts + 1)
     start_E = counts_E.cumsum(0) - counts_E
-    num_rows = num_experts * rows  # copies that no expert takes go to one more row, which is cut off
-    row = (expert * rows + torch.arange(len(expert), device=expert.device) - start_E[expert]).clamp_max(num_rows)
+    num_rows = (
+        num_experts * rows
+    )  # copies that no expert takes go to one more row, which is cut off
+    row = (
+        expert * rows + torch.arange(len(expert), device=expert.device) - start_E[expert]
+    ).clamp_max(num_rows)
     padded = gates.new_zeros(num_rows + 1).scatter(0, row, gates)[:num_rows]
     return padded, token.new_full((num_rows + 1,), -1).scatter(0, row, token)[:num_rows]
 
@@ -644,7 +716,9 @@ def pad_copies(gates: Tensor, token: Tensor, expert: Tensor, num_experts: int, r
 @contextmanager
 def parameters_as(module: nn.Module, value_of: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
     """Return a context in which a module computes with `value_of` each of its parameters."""
-    parameters = [(part, name, value) for part in module.modules() for name, value in part._parameters.items()]
+    parameters = [
+        (part, name, value) for part in module.modules() for name, value in part._parameters.items()
+    ]
     try:
         for part, name, value in parameters:
             part._parameters[name] = value if value is None else value_of(value)  # type: ignore[assignment]

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 outside_graphs = torch.compiler.disable(
-    partial.__call__, reason="a MoE layer on a mesh runs programs over connections: compile without fullgraph"
+    partial.__call__,
+    reason="a MoE layer on a mesh runs programs over connections: compile without fullgraph",
 )
 """Calls a `partial` and returns its result, outside of the graphs of `torch.compile`."""

@@ -58,22 +58,30 @@ def _pending_move(
     source, target = slots[task.reads[0]], slots[task.writes[0]]
     sizes, rank = call.sizes, call.rank
     outgoing, incoming = sizes.outgoing(move, rank), sizes.incoming(move, rank)
-    value = _as_rows(source, environment, call, travels=bool(outgoing.runs.total), is_gradient=move.reduce)
+    value = _as_rows(
+        source, environment, call, travels=bool(outgoing.runs.total), is_gradient=move.reduce
+    )
     # States also mark sums over axes of size 1. If as many token rows arrive as the slot has, each arrives exactly once.
     sums = move.reduce and not incoming.is_whole
     if sums and target.layout.flow not in ("weights", "bias"):
         sums = incoming.runs.total != sizes.num_rows(target.layout, rank)
     if target.layout.flow != "weights":
-        return PendingMove(value, outgoing, incoming, sums, partial(_place_rows, move, incoming, call, sums))
+        return PendingMove(
+            value, outgoing, incoming, sums, partial(_place_rows, move, incoming, call, sums)
+        )
     weights, num_experts = environment[source.name], sizes.num_held(target.layout, rank)
-    no_weights = call.experts.first(weights, 0) if num_experts == 0 and isinstance(weights, tuple) else None
+    no_weights = (
+        call.experts.first(weights, 0) if num_experts == 0 and isinstance(weights, tuple) else None
+    )
 
     def finish(parts: list[Tensor]) -> Value:
         if move.reduce and not incoming.runs.total:
             return ()  # no rank computed rows for this rank's experts: return no gradient instead of zeros
         if no_weights is not None:
             return no_weights
-        return call.experts.unpack(rows(_place_rows(move, incoming, call, sums, parts)), num_experts)
+        return call.experts.unpack(
+            rows(_place_rows(move, incoming, call, sums, parts)), num_experts
+        )
 
     return PendingMove(value, outgoing, incoming, sums, finish)
 
@@ -127,11 +135,15 @@ def _read_bundled(
     return finish(list(received.split(arriving.splits[number].counts)))
 
 
-def _place_rows(move: Move, incoming: Splits, call: Call, sums: bool, parts: list[Tensor]) -> Tensor | IndexedRows:
+def _place_rows(
+    move: Move, incoming: Splits, call: Call, sums: bool, parts: list[Tensor]
+) -> Tensor | IndexedRows:
     """Return the written slot from the received rows and those that stayed; without a copy if they are the slot already."""
     if incoming.is_whole and len(parts) == 1:
         return parts[0]
-    return placed(parts, incoming.runs, call.sizes.num_rows(move.target, call.rank), sums, call.indices)
+    return placed(
+        parts, incoming.runs, call.sizes.num_rows(move.target, call.rank), sums, call.indices
+    )
 
 
 def _single_move(
@@ -145,13 +157,18 @@ def _single_move(
     outgoing, incoming = pending.outgoing, pending.incoming
     leaving = take(pending.value, outgoing.runs, indices)
     sends = dict(zip(outgoing.peers, leaving.split(outgoing.counts)))
-    counts = [0 if pending.sums and peer == rank else n for peer, n in zip(incoming.peers, incoming.counts)]
+    counts = [
+        0 if pending.sums and peer == rank else n
+        for peer, n in zip(incoming.peers, incoming.counts)
+    ]
     joined = leaving.new_empty(sum(counts), leaving.shape[1])
     parts = dict(zip(incoming.peers, joined.split(counts)))
     receives = _to_others(parts, rank)
     own_rows = sends.pop(rank, None)
     if rank in parts and own_rows is not None:
-        if pending.sums:  # parts are added peer by peer, so that 16-bit rows are widened one part at a time
+        if (
+            pending.sums
+        ):  # parts are added peer by peer, so that 16-bit rows are widened one part at a time
             parts[rank] = own_rows
         else:
             parts[rank].copy_(own_rows)
@@ -205,17 +222,26 @@ class Bundle:
         indices: the call's index tensors.
     """
 
-    def __init__(self, splits: Sequence[Splits], values: Sequence[Tensor], indices: Indices) -> None:
+    def __init__(
+        self, splits: Sequence[Splits], values: Sequence[Tensor], indices: Indices
+    ) -> None:
         self._indices = indices
         self.splits, size = splits, min(value.element_size() for value in values)
         self._widths = [value.shape[1] * value.element_size() // size for value in values]
         order = sorted(range(len(splits)), key=lambda number: -self._widths[number])
         self._widest, widest_width = order[0], self._widths[order[0]]
         widest = values[self._widest]
-        self._unit, self._device = widest.dtype if widest.element_size() == size else _UNITS[size], widest.device
+        self._unit, self._device = (
+            widest.dtype if widest.element_size() == size else _UNITS[size],
+            widest.device,
+        )
         counts = [dict(zip(split.peers, split.counts)) for split in splits]
         self._starts: list[dict[int, int]] = [{} for _ in splits]
-        self._peers, self._cuts, offset = sorted({peer for split in splits for peer in split.peers}), [], 0
+        self._peers, self._cuts, offset = (
+            sorted({peer for split in splits for peer in split.peers}),
+            [],
+            0,
+        )
         for peer in self._peers:
             message_start = offset
             for number in order:
@@ -239,7 +265,9 @@ class Bundle:
                     part, IndexedRows
                 ):  # a launch beside each message's own, instead of moving the rows twice
                     units = _viewed(part.source.contiguous(), self._unit)
-                    for index, message in zip(part.index.split(split.counts), self._messages(memory, number)):
+                    for index, message in zip(
+                        part.index.split(split.counts), self._messages(memory, number)
+                    ):
                         torch.index_select(units, 0, index, out=message.view(-1, units.shape[1]))
                     continue
                 units = _viewed(part.contiguous(), self._unit).reshape(-1)
@@ -254,13 +282,19 @@ class Bundle:
             index, value = torch.from_numpy(source), values[self._widest]
             if isinstance(value, IndexedRows):
                 index, value = value.index.index_select(0, index), value.source
-            torch.index_select(_viewed(value.contiguous(), self._unit), 0, index, out=memory.view(-1, width))
+            torch.index_select(
+                _viewed(value.contiguous(), self._unit), 0, index, out=memory.view(-1, width)
+            )
         for number, (split, value) in enumerate(zip(self.splits, values)):
             if number != self._widest and split.runs.total:
                 units = _viewed(take(value, split.runs, self._indices).contiguous(), self._unit)
-                memory.scatter_(0, self._unit_offsets(number, self._row_offsets(number)), units.reshape(-1))
+                memory.scatter_(
+                    0, self._unit_offsets(number, self._row_offsets(number)), units.reshape(-1)
+                )
 
-    def read(self, memory: Tensor, number: int, dtype: torch.dtype, *, in_place: bool) -> Tensor | IndexedRows:
+    def read(
+        self, memory: Tensor, number: int, dtype: torch.dtype, *, in_place: bool
+    ) -> Tensor | IndexedRows:
         """Return the rows of a movement: (rows, width). On a CPU, the rows of the widest remain in the messages.
 
         Args:
@@ -271,7 +305,9 @@ class Bundle:
         """
         split, width = self.splits[number], self._widths[number]
         if memory.device.type != "cpu":
-            joined = _viewed(torch.cat(self._messages(memory, number) or [memory[:0]]).view(-1, width), dtype)
+            joined = _viewed(
+                torch.cat(self._messages(memory, number) or [memory[:0]]).view(-1, width), dtype
+            )
             if not in_place or split.is_whole:
                 return joined
             return IndexedRows(joined, self._indices.inverse(split.runs, memory.device), split.runs)
@@ -283,7 +319,9 @@ class Bundle:
         if number == self._widest:
             lying = _viewed(memory.view(-1, width), dtype)
             return IndexedRows(lying, torch.from_numpy(offsets // width), split.runs)
-        return _viewed(memory.index_select(0, self._unit_offsets(number, offsets)).view(-1, width), dtype)
+        return _viewed(
+            memory.index_select(0, self._unit_offsets(number, offsets)).view(-1, width), dtype
+        )
 
     def _messages(self, memory: Tensor, number: int) -> list[Tensor]:
         """Return each peer's part of a movement, peer by peer, as slices of `memory`."""
@@ -298,12 +336,17 @@ class Bundle:
         split, width = self.splits[number], self._widths[number]
         counts = np.array(split.counts, dtype=np.int64)
         starts = np.array([self._starts[number][peer] for peer in split.peers], dtype=np.int64)
-        return np.repeat(starts - (counts.cumsum() - counts) * width, counts) + np.arange(split.runs.total) * width
+        return (
+            np.repeat(starts - (counts.cumsum() - counts) * width, counts)
+            + np.arange(split.runs.total) * width
+        )
 
     def _unit_offsets(self, number: int, row_offsets: np.ndarray) -> Tensor:
         """Return the offset in memory of every unit of the rows that start at `row_offsets`."""
         width = self._widths[number]
-        return torch.from_numpy(row_offsets if width == 1 else (row_offsets[:, None] + np.arange(width)).reshape(-1))
+        return torch.from_numpy(
+            row_offsets if width == 1 else (row_offsets[:, None] + np.arange(width)).reshape(-1)
+        )
 
 
 Pair = tuple[int, int]
@@ -356,7 +399,9 @@ def start_hop(
         else:
             order.setdefault(leg.source, []).append((pair, size))
     receives = {
-        peer: torch.empty(sum(size for _, size in packets), dtype=torch.uint8, device=arriving.device)
+        peer: torch.empty(
+            sum(size for _, size in packets), dtype=torch.uint8, device=arriving.device
+        )
         for peer, packets in order.items()
     }
     sends = {peer: torch.cat(parts) for peer, parts in leaving.items()}
@@ -365,7 +410,9 @@ def start_hop(
 
 
 def _split_messages(
-    arriving: Packets, receives: Mapping[int, Tensor], order: Mapping[int, Sequence[tuple[Pair, int]]]
+    arriving: Packets,
+    receives: Mapping[int, Tensor],
+    order: Mapping[int, Sequence[tuple[Pair, int]]],
 ) -> Packets:
     """Return `arriving` with the packets of the received messages; `order` has each message's packets and their bytes."""
     for peer, packets in order.items():
@@ -374,7 +421,9 @@ def _split_messages(
     return arriving
 
 
-def unpack(task: Task, slots: Mapping[str, Slot], sources: list[Packets], call: Call) -> Tensor | IndexedRows:
+def unpack(
+    task: Task, slots: Mapping[str, Slot], sources: list[Packets], call: Call
+) -> Tensor | IndexedRows:
     """Decode what arrived and put it in place. Rows from several ranks are summed in the order of the ranks."""
     codec, first, move = call.codecs(task.codec or "none"), sources[0], move_of(task, slots)
     items = {pair: item for packets in sources for pair, item in packets.items.items()}
@@ -387,11 +436,15 @@ def unpack(task: Task, slots: Mapping[str, Slot], sources: list[Packets], call: 
         elif count:
             parts.append(codec.decode(items[(peer, call.rank)], count, first.dim, first.dtype))
     parts = parts or [torch.empty(0, first.dim, dtype=first.dtype, device=first.device)]
-    return placed(parts, incoming.runs, call.sizes.num_rows(move.target, call.rank), move.reduce, call.indices)
+    return placed(
+        parts, incoming.runs, call.sizes.num_rows(move.target, call.rank), move.reduce, call.indices
+    )
 
 
 @lru_cache(maxsize=4096)
-def _legs(link: str, grid: Grid, group: tuple[Axis, ...], rank: int, hop: int) -> tuple[tuple[Pair, Leg], ...]:
+def _legs(
+    link: str, grid: Grid, group: tuple[Axis, ...], rank: int, hop: int
+) -> tuple[tuple[Pair, Leg], ...]:
     """Return the packets that leave or reach a rank in a hop, with their legs, sorted by source, then target."""
     ranks = grid.group(rank, group)
     places = NodeMap(grid, ranks)

@@ -56,7 +56,9 @@ class RoutingCache:
 
     def write(self, layer: RoutingCached, record: RoutingRecord) -> None:
         """Append a record of the first pass, here and to those surrounding routing caches that are recording."""
-        self._records.setdefault(layer, []).append(Cached(record, self._before[layer], _generators()))
+        self._records.setdefault(layer, []).append(
+            Cached(record, self._before[layer], _generators())
+        )
         outer = self._outer.get(layer)
         if outer is not None and not outer.is_replaying:
             outer.write(layer, record)
@@ -91,15 +93,21 @@ class RoutingCached(nn.Module):
         self.routing_cache: RoutingCache | None = None
 
 
-def replay_contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def replay_contexts(
+    module: nn.Module,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of the first pass and of the recomputation, for `context_fn` of torch's checkpoint.
 
     Args:
         module: the checkpointed module; every MoE layer in it records and replays.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, RoutingCached)]
-    routing_cache = RoutingCache({layer: layer.routing_cache for layer in layers if layer.routing_cache is not None})
-    return _Caching(layers, routing_cache, replays=False), _Caching(layers, routing_cache, replays=True)
+    routing_cache = RoutingCache(
+        {layer: layer.routing_cache for layer in layers if layer.routing_cache is not None}
+    )
+    return _Caching(layers, routing_cache, replays=False), _Caching(
+        layers, routing_cache, replays=True
+    )
 
 
 def checkpoint(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +123,9 @@ def checkpoint(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Returns:
         The module's result.
     """
-    return torch_checkpoint(module, *args, use_reentrant=False, context_fn=partial(replay_contexts, module), **kwargs)
+    return torch_checkpoint(
+        module, *args, use_reentrant=False, context_fn=partial(replay_contexts, module), **kwargs
+    )
 
 
 def is_recomputing() -> bool:
@@ -138,7 +148,10 @@ def count_in_graph(counts: Tensor, requested: Tensor) -> None:
 
 def _generators() -> tuple[Tensor, ...]:
     """Return the states of the random generators: the CPU's, and the current GPU's if CUDA is in use."""
-    return (torch.get_rng_state(), *((torch.cuda.get_rng_state(),) if torch.cuda.is_initialized() else ()))
+    return (
+        torch.get_rng_state(),
+        *((torch.cuda.get_rng_state(),) if torch.cuda.is_initialized() else ()),
+    )
 
 
 def _set_generators(states: tuple[Tensor, ...]) -> None:
@@ -156,7 +169,9 @@ class _Caching(AbstractContextManager[None]):
         replays: replay instead of recording.
     """
 
-    def __init__(self, layers: list[RoutingCached], routing_cache: RoutingCache, *, replays: bool) -> None:
+    def __init__(
+        self, layers: list[RoutingCached], routing_cache: RoutingCache, *, replays: bool
+    ) -> None:
         self._layers, self._routing_cache, self._replays = layers, routing_cache, replays
         self._before: list[list[RoutingCache | None]] = []
 

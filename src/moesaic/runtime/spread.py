@@ -60,7 +60,11 @@ def fitting(
     if choices.crossing is Crossing.DEEPEP:
         fields["why deepep cannot run"] = deepep.missing()
     of_weights = {f"weights.{name}": value for name, value in (weights or {}).items()}
-    check_same(transport, {**fields, **(settings or {}), **of_weights}, advice=dict.fromkeys(of_weights, ADVICE))
+    check_same(
+        transport,
+        {**fields, **(settings or {}), **of_weights},
+        advice=dict.fromkeys(of_weights, ADVICE),
+    )
     if fields.get("why deepep cannot run"):
         raise InputError(
             f"plan.all_to_all=deepep: {deepep.missing()}: choose multicast, which sends a token once per node"
@@ -68,7 +72,9 @@ def fitting(
     return compiled_for(plan, grid, transport, experts)
 
 
-def compiled_for(plan: Plan | Compiled, grid: Grid, transport: AbstractTransport, experts: AbstractExperts) -> Compiled:
+def compiled_for(
+    plan: Plan | Compiled, grid: Grid, transport: AbstractTransport, experts: AbstractExperts
+) -> Compiled:
     """Return the compiled plan of a layer, without communication. The arguments are those of `fitting`.
 
     Raises:
@@ -126,7 +132,9 @@ def described(module: nn.Module, *, values: bool) -> dict[str, str]:
     descriptions = {}
     for name, tensor in module.state_dict().items():
         if is_dtensor(tensor):
-            raise InputError(f"MoE.parallelize: {name} is sharded already: call parallelize first, then fully_shard")
+            raise InputError(
+                f"MoE.parallelize: {name} is sharded already: call parallelize first, then fully_shard"
+            )
         descriptions[name] = description(tensor, values=values)
     return descriptions
 
@@ -143,11 +151,17 @@ def fingerprint(tensor: Tensor) -> str:
     It is a polynomial in odd multipliers modulo 2**64: a difference in a single word is always detected.
     """
     data = as_bytes(tensor.detach().contiguous())
-    words = F.pad(data, (0, -len(data) % 8)).view(torch.int64) if len(data) % 8 else data.view(torch.int64)
+    words = (
+        F.pad(data, (0, -len(data) % 8)).view(torch.int64)
+        if len(data) % 8
+        else data.view(torch.int64)
+    )
     factors = (2 * torch.arange(min(_WORDS, len(words)), device=words.device) + 1) * _ODD
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for piece in words.split(_WORDS):
-        mixed = piece ^ (piece >> 32 & 0xFFFFFFFF)  # low bits of a float64 that was a float32 are all zero
+        mixed = piece ^ (
+            piece >> 32 & 0xFFFFFFFF
+        )  # low bits of a float64 that was a float32 are all zero
         total = total * _ODD + (mixed * factors[: len(piece)]).sum()
     return f"{int(total) % 2**64:016x}"
 
@@ -164,7 +178,9 @@ def take_first(module: nn.Module, transport: AbstractTransport) -> None:
             tensor.copy_(broadcast(transport, everyone, tensor.to(transport.device), 0))
 
 
-def shard_experts(experts: AbstractExperts, grid: Grid, rank: int, device_mesh: DeviceMesh | None) -> None:
+def shard_experts(
+    experts: AbstractExperts, grid: Grid, rank: int, device_mesh: DeviceMesh | None
+) -> None:
     """Keep only this rank's shard of every parameter, in place.
 
     Args:

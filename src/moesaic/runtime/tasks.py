@@ -78,8 +78,12 @@ class Indices:
         if not new:
             return
         flat = [_as_numbers(table) for table in new.values()]
-        on_device = uploaded(np.concatenate(flat).astype(np.int32), device).split([len(numbers) for numbers in flat])
-        self._tables |= {key: (table, numbers) for (key, table), numbers in zip(new.items(), on_device)}
+        on_device = uploaded(np.concatenate(flat).astype(np.int32), device).split(
+            [len(numbers) for numbers in flat]
+        )
+        self._tables |= {
+            key: (table, numbers) for (key, table), numbers in zip(new.items(), on_device)
+        }
 
     def of(self, runs: Runs, device: torch.device) -> Tensor:
         """Return the row numbers of runs: (total,), int32 on a GPU, int64 on a CPU."""
@@ -145,7 +149,9 @@ class Call:
     known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Results that tasks derived from counts and indices, for later tasks, including those of the backward pass. `replace` does
     not copy them to a new call."""
-    deferred_wgrad: dict[str, DeferredWgrad] = field(default_factory=dict, init=False, repr=False, compare=False)
+    deferred_wgrad: dict[str, DeferredWgrad] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     """Deferred wgrad by slot of the weights' gradient. It must run before the slot is read."""
 
     def finish(self, names: Iterable[str] | None = None) -> None:
@@ -166,7 +172,9 @@ def tables(task: Task, slots: Slots, call: Call) -> Iterator[Runs | np.ndarray]:
             if task.op is not Op.PACK:
                 yield sizes.incoming(move, rank).runs
     elif task.op in (Op.TAKE, Op.JOIN):
-        whole, parts = (task.reads[0], task.writes) if task.op is Op.TAKE else (task.writes[0], task.reads)
+        whole, parts = (
+            (task.reads[0], task.writes) if task.op is Op.TAKE else (task.writes[0], task.reads)
+        )
         for part in parts:
             yield sizes.part_rows(slots[part].layout, slots[whole].layout, rank)
     elif task.op in (Op.PERMUTE, Op.COMBINE):
@@ -235,13 +243,19 @@ def part_of(value: Tensor | IndexedRows, runs: Runs, indices: Indices) -> Tensor
         return take(value, runs, indices)
     if runs.are_all_of(len(value.index)):
         return value
-    return IndexedRows(value.source, value.index.index_select(0, indices.of(runs, value.index.device)))
+    return IndexedRows(
+        value.source, value.index.index_select(0, indices.of(runs, value.index.device))
+    )
 
 
 def take(value: Tensor | IndexedRows, runs: Runs, indices: Indices) -> Tensor:
     """Return some rows of a value, contiguous. If they lie in this order, they are returned without a copy."""
     if isinstance(value, IndexedRows):
-        if value.runs is not None and _are_same(value.runs, runs) and len(value.source) == runs.total:
+        if (
+            value.runs is not None
+            and _are_same(value.runs, runs)
+            and len(value.source) == runs.total
+        ):
             return value.source
         part = part_of(value, runs, indices)
         assert isinstance(part, IndexedRows)
@@ -251,7 +265,9 @@ def take(value: Tensor | IndexedRows, runs: Runs, indices: Indices) -> Tensor:
     return value.index_select(0, indices.of(runs, value.device))
 
 
-def placed(parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indices: Indices) -> Tensor | IndexedRows:
+def placed(
+    parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indices: Indices
+) -> Tensor | IndexedRows:
     """Return rows in their target places, which are all filled. With `sums`, rows with the same place are summed in order.
 
     16-bit rows are summed in float32. A single part, of which no rows are summed, is returned without a copy.
@@ -267,7 +283,9 @@ def placed(parts: Sequence[Tensor], runs: Runs, num_rows: int, sums: bool, indic
     if not sums or runs.are_all_of(num_rows):
         joined = parts[0] if len(parts) == 1 else torch.cat(list(parts))
         in_order = runs.are_all_of(num_rows)
-        return joined if in_order else IndexedRows(joined, indices.inverse(runs, joined.device), runs)
+        return (
+            joined if in_order else IndexedRows(joined, indices.inverse(runs, joined.device), runs)
+        )
     places_by_part = indices.of(runs, parts[0].device).split([len(part) for part in parts])
     dtype = accumulate_dtype(parts[0].dtype)
     out = torch.zeros(num_rows, parts[0].shape[1], dtype=dtype, device=parts[0].device)
@@ -308,7 +326,11 @@ def _add_values(values: list[Value]) -> Value:
     if all(isinstance(value, Tensor) for value in values):
         return _tensor_sum(list(map(rows, values)))
     present = [value for value in (parameters(value) for value in values) if value]
-    return present[0] if len(present) == 1 else tuple(_tensor_sum(list(parameters)) for parameters in zip(*present))
+    return (
+        present[0]
+        if len(present) == 1
+        else tuple(_tensor_sum(list(parameters)) for parameters in zip(*present))
+    )
 
 
 def _tensor_sum(values: list[Tensor]) -> Tensor:
@@ -329,7 +351,9 @@ def _index_of(tokens: str, index: str, slots: Slots, value: Tensor, call: Call) 
     if indexed is None:
         bases = call.sizes.token_bases(layout, slots[index].layout, call.rank)
         num_tokens = call.sizes.num_rows(layout, call.rank)
-        indexed = call.known[key] = Indexed(value, bases, num_tokens, call.indices, has_empty=call.has_empty_rows)
+        indexed = call.known[key] = Indexed(
+            value, bases, num_tokens, call.indices, has_empty=call.has_empty_rows
+        )
     return indexed
 
 
@@ -352,7 +376,9 @@ def _expert(task: Task, slots: Slots, reads: list[Value], call: Call) -> Environ
     gate = None if call.weight_first else gates
     y_rows, placed_out = _as_they_came(reads[0], x_rows, call)
     places = Places(x=x_rows, y=y_rows)
-    out, activations = call.experts.run(ExpertCall(sharded, common, tokens, gate, ends, shards, places))
+    out, activations = call.experts.run(
+        ExpertCall(sharded, common, tokens, gate, ends, shards, places)
+    )
     return {task.writes[0]: placed_out(out), kept(task.name): activations}
 
 
@@ -367,7 +393,9 @@ def _as_they_came(
     return places, lambda written: IndexedRows(written, places, runs)
 
 
-def _expert_grad(task: Task, slots: Slots, reads: list[Value], environment: Environment, call: Call) -> Environment:
+def _expert_grad(
+    task: Task, slots: Slots, reads: list[Value], environment: Environment, call: Call
+) -> Environment:
     (dy, y_rows), (tokens, x_rows) = (_where_it_lies(value, call) for value in reads[:2])
     gates = rows(reads[2]).squeeze(1)
     sharded, common = _weights(reads[3:])
@@ -382,7 +410,10 @@ def _expert_grad(task: Task, slots: Slots, reads: list[Value], environment: Envi
     gate = None if call.weight_first else gates
     deferred_wgrad: DeferredWgrad | None = [] if call.may_defer_wgrad else None
     d_rows, d_gates, *d_weights = call.experts.gradients(
-        ExpertCall(sharded, common, inputs, gate, ends, shards, places), activations, dy.contiguous(), deferred_wgrad
+        ExpertCall(sharded, common, inputs, gate, ends, shards, places),
+        activations,
+        dy.contiguous(),
+        deferred_wgrad,
     )
     if deferred_wgrad:
         call.deferred_wgrad[task.writes[2]] = deferred_wgrad
@@ -411,7 +442,9 @@ def _ends(slot: Slot, tokens: Tensor, call: Call) -> Tensor:
 def _shards(slot: Slot, call: Call) -> int:
     """Return how many shards of an expert process a slot's rows."""
     assert slot.kind is Kind.ROWS
-    return math.prod(call.sizes.grid.size(axis) for axis, state in slot.state if state is State.REPLICATED)
+    return math.prod(
+        call.sizes.grid.size(axis) for axis, state in slot.state if state is State.REPLICATED
+    )
 
 
 class Indexed:
@@ -426,7 +459,9 @@ class Indexed:
         has_empty: some rows may have no token.
     """
 
-    def __init__(self, index: Tensor, bases: Runs, num_tokens: int, indices: Indices, *, has_empty: bool) -> None:
+    def __init__(
+        self, index: Tensor, bases: Runs, num_tokens: int, indices: Indices, *, has_empty: bool
+    ) -> None:
         self.index, self.num_tokens = index, num_tokens
         self.is_full = index >= 0 if has_empty else None
         """(rows, 1) bool: which rows have a token; None if all have."""
@@ -443,10 +478,20 @@ class Indexed:
         """
         source = values.source if isinstance(values, IndexedRows) else values
         accumulate = accumulate_dtype(source.dtype)
-        if self.num_tokens and len(self.places) and (source.device.type != "cpu" or source.dtype == accumulate):
+        if (
+            self.num_tokens
+            and len(self.places)
+            and (source.device.type != "cpu" or source.dtype == accumulate)
+        ):
             dispatch = self._dispatch
-            if isinstance(values, IndexedRows) and source.device.type != "cpu" and len(source) != len(self.places):
-                source = values.in_order()  # what a GPU without Triton sums has as many rows as the index
+            if (
+                isinstance(values, IndexedRows)
+                and source.device.type != "cpu"
+                and len(source) != len(self.places)
+            ):
+                source = (
+                    values.in_order()
+                )  # what a GPU without Triton sums has as many rows as the index
             elif isinstance(values, IndexedRows):
                 lies = values.index.long().index_select(0, dispatch.by_token)
                 dispatch = replace(dispatch, by_token=lies)

@@ -14,7 +14,12 @@ import torch
 from moesaic.balance import replication_policy
 from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
-from moesaic.balance.replication.policy import AbstractChooser, AbstractReplicationPolicy, CallDecision, Replicated
+from moesaic.balance.replication.policy import (
+    AbstractChooser,
+    AbstractReplicationPolicy,
+    CallDecision,
+    Replicated,
+)
 from moesaic.balance.selector.options import option_plans
 from moesaic.codecs import CODECS, codec_spec, is_coded
 from moesaic.errors import InputError
@@ -28,7 +33,14 @@ from moesaic.program.plan import NO_REPLICATION, Crossing, Order, Plan
 from moesaic.program.replications import Replications
 from moesaic.routing.capacity import AbstractCapacity, Capacity, Dropless
 from moesaic.routing.losses import AbstractLoss, Importance, LoadBalance, ZLoss
-from moesaic.routing.routers import ROUTERS, CosineTopK, Hash, RouterFactory, SigmoidTopK, group_limited_sigmoid
+from moesaic.routing.routers import (
+    ROUTERS,
+    CosineTopK,
+    Hash,
+    RouterFactory,
+    SigmoidTopK,
+    group_limited_sigmoid,
+)
 
 T = TypeVar("T")
 Precision = Literal["float64", "float32", "autocast"]
@@ -88,10 +100,23 @@ class Case:
     @property
     def is_exact(self) -> bool:
         """Whether the expected values include the codecs' rounding. If not, they are those of the layer without codecs."""
-        by_rows = all(codec_spec(codec).rows_per_block == 1 for codec in (self.plan.codec, self.plan.backward_codec))
+        by_rows = all(
+            codec_spec(codec).rows_per_block == 1
+            for codec in (self.plan.codec, self.plan.backward_codec)
+        )
         plain = self.plan.program.delivers_at_once and self.plan.crossing is Crossing.LINK
-        plain = plain and not self.capacity.is_padded and not self.plan.replicates and not self.experts_move
-        plain = plain and self.plan.gather_weights is None and self.precision == "float64" and self.experts != "modules"
+        plain = (
+            plain
+            and not self.capacity.is_padded
+            and not self.plan.replicates
+            and not self.experts_move
+        )
+        plain = (
+            plain
+            and self.plan.gather_weights is None
+            and self.precision == "float64"
+            and self.experts != "modules"
+        )
         return self.plan.is_lossless or (by_rows and plain)
 
     @property
@@ -99,7 +124,9 @@ class Case:
         """Largest error that passes, relative to the largest expected value."""
         if self.is_exact:
             return TOLERANCES[self.precision]
-        lossy = sum(codec_spec(codec).tolerance for codec in (self.plan.codec, self.plan.backward_codec))
+        lossy = sum(
+            codec_spec(codec).tolerance for codec in (self.plan.codec, self.plan.backward_codec)
+        )
         return TOLERANCES[self.precision] + lossy
 
     @property
@@ -151,8 +178,12 @@ def draw_case(seed: int, *, world: int | None = None) -> Case:
                 codec_named(codec)
         except InputError:
             continue
-        case = _with_placement(random.Random(f"placement {seed}"), _draw_rest(rng, seed, grid, plan))
-        return _with_budget(random.Random(f"budget {seed}"), _with_moves(random.Random(f"moves {seed}"), case))
+        case = _with_placement(
+            random.Random(f"placement {seed}"), _draw_rest(rng, seed, grid, plan)
+        )
+        return _with_budget(
+            random.Random(f"budget {seed}"), _with_moves(random.Random(f"moves {seed}"), case)
+        )
 
 
 def _ordered_early(plan: Plan) -> Plan:
@@ -183,14 +214,18 @@ def draw_plan(rng: random.Random) -> Plan:
     codec = rng.choice((*LOSSY, "zfp:16")) if rng.random() < 0.15 else "none"
     backward_codec = rng.choice(LOSSY) if is_coded(codec) and rng.random() < 0.3 else "none"
     return Plan(
-        schedule=rng.choice([name for name in SCHEDULES for _ in range(1 + SCHEDULES[name](False).delivers_at_once)]),
+        schedule=rng.choice(
+            [name for name in SCHEDULES for _ in range(1 + SCHEDULES[name](False).delivers_at_once)]
+        ),
         fuse=rng.random() < 0.2,
         gather_weights=rng.choice([0, 1, 2]) if rng.random() < 0.3 else None,
         chunks=rng.choice([1, 1, 1, 2, 3]),
         peer_groups=rng.choice([1, 1, 1, 1, 2, 4]),
         overlap_gather=rng.random() < 0.2,
         all_to_all=_mostly(
-            rng, Plan().link, [*(name for name in ALL_TO_ALLS if name != Plan().link), "multicast", "multicast"]
+            rng,
+            Plan().link,
+            [*(name for name in ALL_TO_ALLS if name != Plan().link), "multicast", "multicast"],
         ),
         codec=codec,
         backward_codec=backward_codec,
@@ -210,7 +245,9 @@ def _mostly(rng: random.Random, usual: T, others: Sequence[T]) -> T:
 
 def _draw_grid(rng: random.Random, world: int) -> Grid:
     divisors = [size for size in (1, 2, 4, 8) if world % size == 0]
-    pairs = [(ep, etp) for ep in divisors for etp in divisors if etp <= 4 and world % (ep * etp) == 0]
+    pairs = [
+        (ep, etp) for ep in divisors for etp in divisors if etp <= 4 and world % (ep * etp) == 0
+    ]
     ep, etp = rng.choice(pairs)
     return Grid(
         world=world,
@@ -224,13 +261,17 @@ def _draw_grid(rng: random.Random, world: int) -> Grid:
 
 def _draw_rest(rng: random.Random, seed: int, grid: Grid, plan: Plan) -> Case:
     one_sees_all = grid.dp == 1 and (not plan.program.routes_slices or grid.tp == 1)
-    router = rng.choice([name for name in DRAWN_ROUTERS if one_sees_all or not looks_across_tokens(name)])
+    router = rng.choice(
+        [name for name in DRAWN_ROUTERS if one_sees_all or not looks_across_tokens(name)]
+    )
     num_experts = grid.ep * rng.choice([1, 1, 2, 3])
     while not fitting_top_k(router, num_experts):
         num_experts += grid.ep
     micro_batches = rng.choice([1, 1, 1, 1, 2])
     longest = rng.choice([1, 3, 5, 5])
-    lengths = tuple(tuple(rng.randint(0, longest) for _ in range(grid.dp)) for _ in range(micro_batches))
+    lengths = tuple(
+        tuple(rng.randint(0, longest) for _ in range(grid.dp)) for _ in range(micro_batches)
+    )
     capacity = _draw_capacity(rng)
     even = rng.random() < 0.2
     if even and plan.crossing is Crossing.LINK and not plan.replicates and rng.random() < 0.5:
@@ -266,8 +307,12 @@ def _with_placement(rng: random.Random, case: Case) -> Case:
     if not alone or case.grid.world == 1 or rng.random() > 0.4:
         return case
     plan = replace(case.plan, codec="none", backward_codec="none")
-    if rng.random() < 0.5:  # most plans return results home first; half of the cases get a plan that need not
-        plan = replace(plan, schedule="s1", replication="none", gather_weights=None, all_to_all=plan.link)
+    if (
+        rng.random() < 0.5
+    ):  # most plans return results home first; half of the cases get a plan that need not
+        plan = replace(
+            plan, schedule="s1", replication="none", gather_weights=None, all_to_all=plan.link
+        )
     elif not (plan.replicates or case.capacity.is_padded) and rng.random() < 0.3:
         plan = replace(plan, replication="arbiter")
     try:
@@ -295,7 +340,9 @@ def _with_moves(rng: random.Random, case: Case) -> Case:
     """Let the plan's policy decide in some of the cases that replicate, and move experts in some of those with ep above 1."""
     share = {"none": 0.0, "shadow": 0.5, "arbiter": 0.5}.get(case.plan.replication, 1.0)
     splits = case.grid.ep > 1
-    return replace(case, by_policy=rng.random() < share, experts_move=splits and rng.random() < 0.25)
+    return replace(
+        case, by_policy=rng.random() < share, experts_move=splits and rng.random() < 0.25
+    )
 
 
 def draw_top_k(rng: random.Random, router: str, num_experts: int) -> int:
@@ -307,7 +354,10 @@ def draw_top_k(rng: random.Random, router: str, num_experts: int) -> int:
 def _draw_capacity(rng: random.Random) -> AbstractCapacity:
     if rng.random() < 0.4:
         return Dropless()
-    scope, order = rng.choice(["mesh", "mesh", "rank"]), rng.choice(["position", "position", "score"])
+    scope, order = (
+        rng.choice(["mesh", "mesh", "rank"]),
+        rng.choice(["position", "position", "score"]),
+    )
     factor = rng.choice([0.3, 0.7, 1.0, 1.5])
     kind = rng.choice(["fixed", "fixed", "fitted", "at_most"])
     if kind == "fixed":
@@ -380,7 +430,9 @@ class _Drawing(AbstractChooser):
         program = list(self._plans)[int(rng.integers(len(self._plans)))]
         replicated = None
         if self._plans[program].replicates:
-            replicated = Replications.of(limited_to_existing(load, random_replication(load.grid, load.home, rng)))
+            replicated = Replications.of(
+                limited_to_existing(load, random_replication(load.grid, load.home, rng))
+            )
         return CallDecision(option=program, program=program, replicated=replicated, seconds={})
 
 
@@ -400,7 +452,9 @@ def small_router(name: str, num_experts: int, top_k: int) -> RouterFactory:
     options: dict[str, RouterFactory] = {
         "cosine": partial(CosineTopK, projection=3, temperature=0.5),
         "hash": partial(Hash, buckets=16),
-        "group_limited": partial(group_limited_sigmoid, num_groups=2, top_groups=top_groups, bias_rate=0.1),
+        "group_limited": partial(
+            group_limited_sigmoid, num_groups=2, top_groups=top_groups, bias_rate=0.1
+        ),
         "sigmoid": partial(SigmoidTopK, bias_rate=0.1),
     }
     return options.get(name, ROUTERS[name])
@@ -435,5 +489,7 @@ def draws_noise(name: str) -> bool:
 def _trained(name: str) -> tuple[bool, bool]:
     num_experts = next(count for count in range(1, 9) if fitting_top_k(name, count))
     with torch.random.fork_rng(devices=[]):
-        router = small_router(name, num_experts, fitting_top_k(name, num_experts)[0])(DIM, num_experts).train()
+        router = small_router(name, num_experts, fitting_top_k(name, num_experts)[0])(
+            DIM, num_experts
+        ).train()
         return router.looks_across_tokens, router.draw(1, torch.device("cpu")) is not None

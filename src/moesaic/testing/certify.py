@@ -48,7 +48,14 @@ from moesaic.layer import MoE
 from moesaic.program.grid import Axis, Grid
 from moesaic.routing.losses import LoadBalance
 from moesaic.routing.routers import SoftmaxTopK
-from moesaic.testing.reference import Copy, ratio, reference_choice, reference_loss, reference_output, relative
+from moesaic.testing.reference import (
+    Copy,
+    ratio,
+    reference_choice,
+    reference_loss,
+    reference_output,
+    relative,
+)
 
 
 @dataclass(frozen=True)
@@ -206,13 +213,22 @@ SITUATIONS = (
     Situation("even", "the same number of tokens on every rank", (6,)),
     Situation("uneven", "ranks hold different numbers of tokens", (5, 1, 9, 2), is_unequal=True),
     Situation("empty rank", "a rank holds no token", (4, 0, 3, 5), is_unequal=True),
-    Situation("one owner", "all tokens go to the experts of the first rank", (6, 3), experts=_first_ones),
+    Situation(
+        "one owner", "all tokens go to the experts of the first rank", (6, 3), experts=_first_ones
+    ),
     Situation("idle owner", "the experts of a rank get no token", (6, 3), experts=_last_half),
     Situation("no tokens", "no rank holds any token", (0,)),
     Situation("accumulation", "two backward passes before a step", (4, 7), calls=2),
-    Situation("frozen tokens", "only experts and routing weights need gradients", (4, 0, 7), tokens_learn=False),
+    Situation(
+        "frozen tokens",
+        "only experts and routing weights need gradients",
+        (4, 0, 7),
+        tokens_learn=False,
+    ),
     Situation("recomputation", "under torch.utils.checkpoint", (4, 7), recomputes=True),
-    Situation("summed", "the gradient of the output is one number, expanded", (4, 7), is_summed=True),
+    Situation(
+        "summed", "the gradient of the output is one number, expanded", (4, 7), is_summed=True
+    ),
 )
 """The situations that `certify` tries by default with experts."""
 LAYER_SITUATIONS = (
@@ -220,7 +236,13 @@ LAYER_SITUATIONS = (
     Situation("uneven", "ranks hold different numbers of tokens", (9, 3, 12, 5), is_unequal=True),
     Situation("one expert", "the same, and one expert per token", (9, 3, 12, 5), top_k=1),
     Situation("empty rank", "a rank holds no token", (8, 0, 5, 3), is_unequal=True),
-    Situation("capacity", "copies beyond a rank's even share are dropped; one expert per token", (16,), 1, 1.0),
+    Situation(
+        "capacity",
+        "copies beyond a rank's even share are dropped; one expert per token",
+        (16,),
+        1,
+        1.0,
+    ),
 )
 """The situations that `certify` tries by default with whole layers."""
 
@@ -248,7 +270,11 @@ class Certified:
         """Return a line that says whether the quantity is right, and how far it is off."""
         if self.failed:
             return f"{self.situation}: {self.failed}"
-        by = f", {self.factor:.4g} times what it should be" if self.factor is not None and not self.holds() else ""
+        by = (
+            f", {self.factor:.4g} times what it should be"
+            if self.factor is not None and not self.holds()
+            else ""
+        )
         return f"{self.situation}: {self.quantity} {'right' if self.holds() else 'wrong'}, {self.error:.1e}{by}"
 
 
@@ -284,9 +310,13 @@ def certify(
     assert group is not None, "start a process group first"
     # The comparison has a process group of its own: a rank that raises may leave messages of the experts pending. The group is
     # never destroyed, since a later group of the same ranks would take its name and find its stale addresses in the store.
-    compare_group = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    compare_group = dist.new_group(
+        dist.get_process_group_ranks(group), use_local_synchronization=True
+    )
     findings, is_over = [], False
-    for situation in situations or (LAYER_SITUATIONS if issubclass(system, AbstractMoELayer) else SITUATIONS):
+    for situation in situations or (
+        LAYER_SITUATIONS if issubclass(system, AbstractMoELayer) else SITUATIONS
+    ):
         has_no_limit = situation.capacity is not None and not system.has_capacity
         if has_no_limit or (situation.is_unequal and system.shares_tokens):
             continue
@@ -296,12 +326,16 @@ def certify(
             with _poisoned() if poisons else nullcontext():
                 results, failures = _attempted(partial(_run, system, drawn), compare_group)
             is_over = len(set(failures)) > 1
-            of_ranks = (f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure)
+            of_ranks = (
+                f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure
+            )
             failed = "; ".join(of_ranks) if is_over else failures[0]
         if failed:
             findings.append(Certified(situation.name, "all", torch.inf, None, failed))
         else:
-            findings += [Certified(situation.name, *each) for each in _compared(system, drawn, results)]
+            findings += [
+                Certified(situation.name, *each) for each in _compared(system, drawn, results)
+            ]
     return findings
 
 
@@ -322,9 +356,15 @@ def system_named(name: str) -> type[AbstractRoutedExperts] | type[AbstractMoELay
         sys.path.insert(0, str(path.resolve().parent if path.suffix == ".py" else Path.cwd()))
         system = getattr(import_module(path.stem if path.suffix == ".py" else where), what)
     except (ImportError, ValueError, AttributeError) as error:
-        raise InputError(f"{name}: {error}: write package.module:Class or path/to/file.py:Class") from error
-    if not (isinstance(system, type) and issubclass(system, AbstractRoutedExperts | AbstractMoELayer)):
-        raise InputError(f"{name}: must be a class derived from AbstractRoutedExperts or AbstractMoELayer")
+        raise InputError(
+            f"{name}: {error}: write package.module:Class or path/to/file.py:Class"
+        ) from error
+    if not (
+        isinstance(system, type) and issubclass(system, AbstractRoutedExperts | AbstractMoELayer)
+    ):
+        raise InputError(
+            f"{name}: must be a class derived from AbstractRoutedExperts or AbstractMoELayer"
+        )
     return system
 
 
@@ -379,10 +419,20 @@ def _draw(
         calls.append([])
         for rank in range(1 if shares else group.size()):
             count = situation.tokens[rank % len(situation.tokens)]
-            chosen = torch.rand(count, num_experts, generator=generator).topk(situation.top_k).indices
-            gates = torch.rand(count, situation.top_k, generator=generator, dtype=torch.float64).to(dtype)
-            dy = torch.ones(1, 1, dtype=dtype).expand(count, dim) if situation.is_summed else normal(count, dim)
-            calls[-1].append((normal(count, dim), situation.experts(chosen, num_experts), gates, dy))
+            chosen = (
+                torch.rand(count, num_experts, generator=generator).topk(situation.top_k).indices
+            )
+            gates = torch.rand(count, situation.top_k, generator=generator, dtype=torch.float64).to(
+                dtype
+            )
+            dy = (
+                torch.ones(1, 1, dtype=dtype).expand(count, dim)
+                if situation.is_summed
+                else normal(count, dim)
+            )
+            calls[-1].append(
+                (normal(count, dim), situation.experts(chosen, num_experts), gates, dy)
+            )
         calls[-1] *= group.size() if shares else 1
     return _Drawn(situation, LayerSpec(weights, group, situation.top_k, situation.capacity), calls)
 
@@ -391,7 +441,9 @@ Results = dict[str, list[Tensor]]
 """Quantity -> its tensors on one rank."""
 
 
-def _attempted(run: Callable[[], Results], group: dist.ProcessGroup) -> tuple[list[Results], list[str]]:
+def _attempted(
+    run: Callable[[], Results], group: dist.ProcessGroup
+) -> tuple[list[Results], list[str]]:
     """Run the code under test on every rank, and return the results and the exceptions ("" for none) of all ranks."""
     result, failed = {}, ""
     try:
@@ -406,14 +458,21 @@ def _attempted(run: Callable[[], Results], group: dist.ProcessGroup) -> tuple[li
 def _run(system: type[AbstractRoutedExperts] | type[AbstractMoELayer], drawn: _Drawn) -> Results:
     """Run a system on this rank."""
     layer, situation, loss = system(drawn.spec), drawn.situation, None
-    dense = nn.Parameter(torch.ones_like(drawn.spec.router[0]))  # scales tokens, as a norm before the layer does
+    dense = nn.Parameter(
+        torch.ones_like(drawn.spec.router[0])
+    )  # scales tokens, as a norm before the layer does
     results: Results = {"output": [], "tokens": [], "gates": []}
     for call in drawn.calls:
         tokens, experts, weights, dy = call[drawn.spec.group.rank()]
-        x, gates = tokens.clone().requires_grad_(situation.tokens_learn), weights.clone().requires_grad_()
+        x, gates = (
+            tokens.clone().requires_grad_(situation.tokens_learn),
+            weights.clone().requires_grad_(),
+        )
         given = () if isinstance(layer, AbstractMoELayer) else (experts, gates)
         run: Callable[..., Any] = (
-            partial(checkpoint, layer.run, use_reentrant=False) if situation.recomputes else layer.run
+            partial(checkpoint, layer.run, use_reentrant=False)
+            if situation.recomputes
+            else layer.run
         )
         y = run(x, *given) if given or not situation.tokens_learn else run(x * dense)
         if isinstance(layer, AbstractMoELayer):
@@ -427,11 +486,16 @@ def _run(system: type[AbstractRoutedExperts] | type[AbstractMoELayer], drawn: _D
     if isinstance(layer, AbstractMoELayer):
         assert gradients.router is not None, "gradients() of a whole layer includes the router's"
         results["router"] = [gradients.router.clone()]
-        results["experts"] = [each.clone() for each in gradients.experts]  # `clip` changes gradients in place
+        results["experts"] = [
+            each.clone() for each in gradients.experts
+        ]  # `clip` changes gradients in place
         results |= _clipped(layer, dense, drawn.spec.group)
         if loss is not None:
             results["auxiliary"] = _run_loss(system(drawn.spec), tokens)  # type: ignore[arg-type]
-    return {name: [each.detach().double().cpu() for each in tensors] for name, tensors in results.items()}
+    return {
+        name: [each.detach().double().cpu() for each in tensors]
+        for name, tensors in results.items()
+    }
 
 
 def _clipped(layer: AbstractMoELayer, dense: nn.Parameter, group: dist.ProcessGroup) -> Results:
@@ -444,7 +508,11 @@ def _clipped(layer: AbstractMoELayer, dense: nn.Parameter, group: dist.ProcessGr
         return {}
     clipped = layer.gradients()
     assert clipped.router is not None
-    gradients: Results = {"router": [clipped.router], "experts": clipped.experts, "dense": [dense.grad]}
+    gradients: Results = {
+        "router": [clipped.router],
+        "experts": clipped.experts,
+        "dense": [dense.grad],
+    }
     return {"gradient norm": [torch.tensor(norm)]} | {
         f"{name} after clipping": each for name, each in gradients.items()
     }
@@ -469,7 +537,9 @@ Found = tuple[str, float, float | None]
 
 
 def _compared(
-    system: type[AbstractRoutedExperts] | type[AbstractMoELayer], drawn: _Drawn, actual: list[Results]
+    system: type[AbstractRoutedExperts] | type[AbstractMoELayer],
+    drawn: _Drawn,
+    actual: list[Results],
 ) -> list[Found]:
     """Return the findings for the results of all ranks."""
     is_whole = issubclass(system, AbstractMoELayer)
@@ -480,34 +550,52 @@ def _compared(
         errors = [_capacity_error(twin, x, each["output"][0], drawn) for x, each in zip(xs, actual)]
         return [("capacity", max(errors), None)]
     expected = _expected(twin, drawn, is_whole, system.shares_tokens)
-    names = ["output", *(["tokens"] if drawn.situation.tokens_learn else []), *([] if is_whole else ["gates"])]
+    names = [
+        "output",
+        *(["tokens"] if drawn.situation.tokens_learn else []),
+        *([] if is_whole else ["gates"]),
+    ]
     if is_whole and not system.shares_tokens:
         router = torch.stack([own["router"][0] for own in actual]).sum(0)
         actual = [own | {"router": [router]} for own in actual]
-    names += [*(["router"] if is_whole else []), "experts", *(name for name in CLIPPED if name in actual[0])]
+    names += [
+        *(["router"] if is_whole else []),
+        "experts",
+        *(name for name in CLIPPED if name in actual[0]),
+    ]
     found: list[Found] = [(name, *_difference(actual, expected, name)) for name in names]
     if "auxiliary" in actual[0]:
         values, routers = zip(*(each["auxiliary"] for each in actual))
-        found.append(_compared_losses(twin, drawn, torch.stack(values), torch.stack(routers).sum(0)))
+        found.append(
+            _compared_losses(twin, drawn, torch.stack(values), torch.stack(routers).sum(0))
+        )
     return found
 
 
-def _difference(actual: list[Results], expected: list[Results], name: str) -> tuple[float, float | None]:
+def _difference(
+    actual: list[Results], expected: list[Results], name: str
+) -> tuple[float, float | None]:
     """Return a quantity's error over all ranks, and the factor that explains it or None."""
     a, b = ([tensor for own in ranks for tensor in own[name]] for ranks in (actual, expected))
     if [tensor.shape for tensor in a] != [tensor.shape for tensor in b]:
         return torch.inf, None
     a_all, b_all = (torch.cat([tensor.flatten() for tensor in side]) for side in (a, b))
-    return relative(a_all, b_all, least=1e-2), ratio(a_all, b_all)  # what should be 0 still has rounding errors
+    return relative(a_all, b_all, least=1e-2), ratio(
+        a_all, b_all
+    )  # what should be 0 still has rounding errors
 
 
 def _dense_layer(spec: LayerSpec, *, normalizes: bool) -> MoE:
     """Return the reference's layer with the weights of a system, in float64."""
     weights, (_, hidden, dim) = spec.weights, spec.weights.w1.shape
     options = {"normalize": "before"}
-    twin = MoE(dim, hidden, weights.num_experts, spec.top_k, router_options=options, losses=()).double()
+    twin = MoE(
+        dim, hidden, weights.num_experts, spec.top_k, router_options=options, losses=()
+    ).double()
     assert isinstance(twin.router, SoftmaxTopK)
-    twin.router.normalize = "after" if normalizes else "before"  # a layer of ours is refused "after" with top_k=1
+    twin.router.normalize = (
+        "after" if normalizes else "before"
+    )  # a layer of ours is refused "after" with top_k=1
     values = {"w13": torch.stack([weights.w1, weights.w3], 1), "w2": weights.w2}
     with torch.no_grad():
         twin.router.get_parameter("weight").copy_(spec.router)
@@ -523,14 +611,21 @@ def _choice(twin: MoE, x: Tensor) -> tuple[Tensor, Tensor, list[Copy]]:
 
 def _expected(twin: MoE, drawn: _Drawn, is_whole: bool, shares: bool) -> list[Results]:
     """Return the results that each rank must have."""
-    world, dense = drawn.spec.group.size(), torch.zeros_like(drawn.spec.router[0], dtype=torch.float64)
-    expected: list[Results] = [{"output": [], "tokens": [], "gates": []} for _ in range(1 if shares else world)]
+    world, dense = (
+        drawn.spec.group.size(),
+        torch.zeros_like(drawn.spec.router[0], dtype=torch.float64),
+    )
+    expected: list[Results] = [
+        {"output": [], "tokens": [], "gates": []} for _ in range(1 if shares else world)
+    ]
     for call in drawn.calls:
         for own, (tokens, experts, weights, dy) in zip(expected, call):
             x, gates = tokens.double().requires_grad_(), weights.double().requires_grad_()
             chosen = experts.tolist()
             given = [
-                Copy(t, e, slot, gates[t, slot]) for t, of_token in enumerate(chosen) for slot, e in enumerate(of_token)
+                Copy(t, e, slot, gates[t, slot])
+                for t, of_token in enumerate(chosen)
+                for slot, e in enumerate(of_token)
             ]
             y = reference_output(twin, x, _choice(twin, x)[2] if is_whole else given)
             ((y * dy.double()).sum() + 0 * (x.sum() + gates.sum())).backward()
@@ -544,15 +639,27 @@ def _expected(twin: MoE, drawn: _Drawn, is_whole: bool, shares: bool) -> list[Re
         twin.experts.get_parameter("w2"),
         twin.router.get_parameter("weight"),
     )
-    w13, w2, router = (torch.zeros_like(each) if each.grad is None else each.grad for each in parameters)
+    w13, w2, router = (
+        torch.zeros_like(each) if each.grad is None else each.grad for each in parameters
+    )
     w1, w3 = w13.unbind(1)
     whole = MoEWeights(w1, w3, w2, router)
-    norm = torch.stack([tensor.square().sum() for tensor in (router, dense, *whole.experts)]).sum().sqrt()
+    norm = (
+        torch.stack([tensor.square().sum() for tensor in (router, dense, *whole.experts)])
+        .sum()
+        .sqrt()
+    )
     by = (MAX_NORM / norm).clamp(max=1)
     of_ranks = []
     for rank, own in enumerate(expected * world if shares else expected):
-        gradients = {"router": [router], "experts": whole._part(rank, world).experts, "dense": [dense]}
-        clipped = {f"{name} after clipping": [by * each for each in own] for name, own in gradients.items()}
+        gradients = {
+            "router": [router],
+            "experts": whole._part(rank, world).experts,
+            "dense": [dense],
+        }
+        clipped = {
+            f"{name} after clipping": [by * each for each in own] for name, own in gradients.items()
+        }
         of_ranks.append(own | gradients | clipped | {"gradient norm": [norm]})
     return of_ranks
 
@@ -578,9 +685,13 @@ def _compared_losses(twin: MoE, drawn: _Drawn, values: Tensor, router: Tensor) -
             losses = losses.detach()
             factor = float((values * losses).sum() / losses.square().sum())
             shares = (1.0,) if tokens == "own tokens" else (1.0, 1 / len(xs))
-            of_gradient = min(relative(router, share * factor * gradient, least=1e-2) for share in shares)
+            of_gradient = min(
+                relative(router, share * factor * gradient, least=1e-2) for share in shares
+            )
             error = max(relative(values, factor * losses, least=1e-2), of_gradient)
-            found.append((f"auxiliary loss over {scope}", torch.inf if math.isnan(factor) else error, factor))
+            found.append(
+                (f"auxiliary loss over {scope}", torch.inf if math.isnan(factor) else error, factor)
+            )
     return min(found, key=lambda each: each[1])
 
 
@@ -588,7 +699,9 @@ def _balance_loss(twin: MoE, x: Tensor, choices: int) -> Tensor:
     """Return the load-balance loss over tokens, with loads from the first `choices` choices of each token."""
     (logits, probs, copies), every = _choice(twin, x), torch.ones(len(x), dtype=torch.bool)
     counted = [each for each in copies if each.slot < choices]
-    return reference_loss(LoadBalance(1.0), logits, probs, counted, every, torch.zeros(len(x)), twin.step_counts)
+    return reference_loss(
+        LoadBalance(1.0), logits, probs, counted, every, torch.zeros(len(x)), twin.step_counts
+    )
 
 
 def _capacity_error(twin: MoE, x: Tensor, y: Tensor, drawn: _Drawn) -> float:
@@ -647,13 +760,23 @@ class Rank:
         assert len(parts) == len(peers), f"{len(parts)} parts for the {len(peers)} ranks of {axes}"
         counts = self.all_gather(torch.tensor([len(part) for part in parts]), *axes)
         place = peers.index(self.number)
-        received = [part.new_empty(int(row[place]), *part.shape[1:]) for part, row in zip(parts, counts)]
+        received = [
+            part.new_empty(int(row[place]), *part.shape[1:]) for part, row in zip(parts, counts)
+        ]
         received[place] = parts[place].detach().clone()
         sends = {
-            peer: part.detach().contiguous() for peer, part in zip(peers, parts) if peer != self.number and len(part)
+            peer: part.detach().contiguous()
+            for peer, part in zip(peers, parts)
+            if peer != self.number and len(part)
         }
-        receives = {peer: buffer for peer, buffer in zip(peers, received) if peer != self.number and len(buffer)}
-        transport.wait(transport.issue(Transfer(self.number, transport.take_tags(1), sends, receives)))
+        receives = {
+            peer: buffer
+            for peer, buffer in zip(peers, received)
+            if peer != self.number and len(buffer)
+        }
+        transport.wait(
+            transport.issue(Transfer(self.number, transport.take_tags(1), sends, receives))
+        )
         return received
 
 
@@ -712,15 +835,23 @@ def assert_equivalent(
     """
     generator = torch.Generator().manual_seed(seed)
     counts = [tokens[group % len(tokens)] for group in range(grid.dp)]
-    xs, dys = ([torch.randn(n, dim, generator=generator, dtype=torch.float64) for n in counts] for _ in range(2))
+    xs, dys = (
+        [torch.randn(n, dim, generator=generator, dtype=torch.float64) for n in counts]
+        for _ in range(2)
+    )
     leaf = torch.cat(xs).requires_grad_()
     reference.zero_grad()
     reference_y = reference(leaf)
     ((reference_y * torch.cat(dys)).sum() / grid.dp).backward()
     assert leaf.grad is not None
-    expected_y, expected_dx = reference_y.detach().split(counts), (leaf.grad * grid.dp).split(counts)
+    expected_y, expected_dx = (
+        reference_y.detach().split(counts),
+        (leaf.grad * grid.dp).split(counts),
+    )
     zeros = {name: torch.zeros_like(parameter) for name, parameter in reference.named_parameters()}
-    gradients = zeros | {name: p.grad.clone() for name, p in reference.named_parameters() if p.grad is not None}
+    gradients = zeros | {
+        name: p.grad.clone() for name, p in reference.named_parameters() if p.grad is not None
+    }
 
     def run(transport: AbstractTransport) -> dict[str, tuple[Tensor, Tensor]]:
         rank = Rank(Mesh(grid, transport))
@@ -729,14 +860,25 @@ def assert_equivalent(
         y = layer(x)
         (y * dys[group]).sum().backward()
         finish(layer, rank)
-        pairs = {"output": (y.detach(), expected_y[group]), "gradient of the input": (x.grad, expected_dx[group])}
-        pairs |= {f"gradient of {n}": (p.grad, shard(n, gradients, rank)) for n, p in layer.named_parameters()}
-        return {what: (torch.zeros_like(right) if a is None else a, right) for what, (a, right) in pairs.items()}
+        pairs = {
+            "output": (y.detach(), expected_y[group]),
+            "gradient of the input": (x.grad, expected_dx[group]),
+        }
+        pairs |= {
+            f"gradient of {n}": (p.grad, shard(n, gradients, rank))
+            for n, p in layer.named_parameters()
+        }
+        return {
+            what: (torch.zeros_like(right) if a is None else a, right)
+            for what, (a, right) in pairs.items()
+        }
 
     _check(run_ranks(grid.world, run, seed=seed), grid, tolerance)
 
 
-def _check(by_rank: Sequence[dict[str, tuple[Tensor, Tensor]]], grid: Grid, tolerance: float) -> None:
+def _check(
+    by_rank: Sequence[dict[str, tuple[Tensor, Tensor]]], grid: Grid, tolerance: float
+) -> None:
     """Raise an AssertionError for the first wrong value of {quantity: (actual, expected)} of all ranks."""
     for what in dict.fromkeys(name for of_rank in by_rank for name in of_rank):
         pairs = {rank: of_rank[what] for rank, of_rank in enumerate(by_rank) if what in of_rank}
@@ -746,8 +888,14 @@ def _check(by_rank: Sequence[dict[str, tuple[Tensor, Tensor]]], grid: Grid, tole
                 continue
             says = f"shape {tuple(actual.shape)}, expected {tuple(right.shape)}"
             if actual.shape == right.shape:
-                factor = ratio(*(torch.cat([each.flatten() for each in side]) for side in zip(*pairs.values())))
-                by = "no single factor explains it" if factor is None else f"it is {factor:.4g} times what it should be"
+                factor = ratio(
+                    *(torch.cat([each.flatten() for each in side]) for side in zip(*pairs.values()))
+                )
+                by = (
+                    "no single factor explains it"
+                    if factor is None
+                    else f"it is {factor:.4g} times what it should be"
+                )
                 says = f"relative error {error:.1e}: {by}"
             mesh = f"tp={grid.tp} ep={grid.ep} etp={grid.etp} of {grid.world} ranks"
             raise AssertionError(f"{what} on {mesh}, rank {rank}: {says}")

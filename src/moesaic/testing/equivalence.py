@@ -83,7 +83,9 @@ def expert_placement_of(layer: MoE, mesh: Mesh) -> ExpertPlacement:
         layer: the layer, on the mesh.
         mesh: must have ep above 1.
     """
-    return ExpertPlacement([layer], mesh, torch.optim.SGD(layer.experts.parameters(), lr=0.1), every=1)
+    return ExpertPlacement(
+        [layer], mesh, torch.optim.SGD(layer.experts.parameters(), lr=0.1), every=1
+    )
 
 
 def shuffle_experts(case: Case, layer: MoE, mesh: Mesh) -> Callable[[], None]:
@@ -149,7 +151,10 @@ class Ran:
         for quantity, *values in self._values():
             errors[quantity] = max(errors.get(quantity, 0.0), _error(quantity, *values))
         if self.case.replicates_bits:
-            firsts = [self.results[self.case.grid.group(rank, ("tp",))[0]] for rank in range(self.case.grid.world)]
+            firsts = [
+                self.results[self.case.grid.group(rank, ("tp",))[0]]
+                for rank in range(self.case.grid.world)
+            ]
             errors["tensor group agrees"] = max(map(_difference, firsts, self.results))
         return errors
 
@@ -160,10 +165,17 @@ class Ran:
         for quantity, *values in self._values():
             like = next((value for value in values if value is not None), None)
             if like is not None and not _error(quantity, *values) <= self.case.tolerance:
-                actual, expected = (torch.zeros_like(like) if value is None else value for value in values)
-                wrong.setdefault(quantity, []).append((actual.double().flatten(), expected.double().flatten()))
+                actual, expected = (
+                    torch.zeros_like(like) if value is None else value for value in values
+                )
+                wrong.setdefault(quantity, []).append(
+                    (actual.double().flatten(), expected.double().flatten())
+                )
         within = max(self.case.tolerance, 1e-9)
-        factors = {quantity: ratio(*map(torch.cat, zip(*pairs)), within=within) for quantity, pairs in wrong.items()}
+        factors = {
+            quantity: ratio(*map(torch.cat, zip(*pairs)), within=within)
+            for quantity, pairs in wrong.items()
+        }
         return {quantity: factor for quantity, factor in factors.items() if factor is not None}
 
     @property
@@ -219,7 +231,9 @@ def compile_case(case: Case, change: Change | None = None) -> Compiled:
     return compiled if change is None else change(compiled)
 
 
-def run_rank(case: Case, work: CaseData, compiled: Compiled, mesh: Mesh, norm: Norm | None = None) -> Values:
+def run_rank(
+    case: Case, work: CaseData, compiled: Compiled, mesh: Mesh, norm: Norm | None = None
+) -> Values:
     """Run one rank's part of a case, which is one step of training. All ranks call it together.
 
     Args:
@@ -236,14 +250,19 @@ def run_rank(case: Case, work: CaseData, compiled: Compiled, mesh: Mesh, norm: N
     group = case.grid.coordinate(mesh.rank, "dp")
     for micro, share in enumerate(work.shares):
         set_loss_scale(layer, share)
-        values |= _forward_backward(case, layer, work.batches[micro][group], share, micro, relocator)
+        values |= _forward_backward(
+            case, layer, work.batches[micro][group], share, micro, relocator
+        )
         if case.evaluate and micro == 0:
             values["evaluation", ""] = _evaluate(case, layer, work.batches[micro][group])
     data_parallel.average_gradients(layer, mesh)
     take_home()
     values["counts", "step"] = layer.step_counts.clone()
     layer.finish_step()
-    values |= {(quantity_of(name), name): _local(parameter.grad) for name, parameter in layer.named_parameters()}
+    values |= {
+        (quantity_of(name), name): _local(parameter.grad)
+        for name, parameter in layer.named_parameters()
+    }
     values |= {("router state", name): buffer for name, buffer in layer.router.named_buffers()}
     if norm is not None:
         values["gradient norm", ""] = torch.tensor(norm(layer, mesh), dtype=torch.float64)
@@ -262,7 +281,9 @@ def _forward_backward(
     x = batch.x.detach().clone().requires_grad_()
     torch.default_generator.manual_seed(batch.seed)
     with _precision(case):
-        y, routing = call_relocated(relocator, layer, x, recompute=case.recompute, mask=batch.mask, token_ids=batch.ids)
+        y, routing = call_relocated(
+            relocator, layer, x, recompute=case.recompute, mask=batch.mask, token_ids=batch.ids
+        )
     ((y * batch.dy).sum() * share).backward()
     assert x.grad is not None
     return {
@@ -283,7 +304,11 @@ def _evaluate(case: Case, layer: MoE, batch: GroupBatch) -> Tensor:
 
 
 def _precision(case: Case) -> AbstractContextManager[object]:
-    return torch.autocast("cpu", dtype=torch.bfloat16) if case.precision == "autocast" else nullcontext()
+    return (
+        torch.autocast("cpu", dtype=torch.bfloat16)
+        if case.precision == "autocast"
+        else nullcontext()
+    )
 
 
 def _local(gradient: Tensor | None) -> Tensor | None:
@@ -299,7 +324,11 @@ def _error(quantity: str, actual: Tensor | None, expected: Tensor | None) -> flo
 
 def _difference(first: Values, other: Values) -> float:
     """Return 1 if two ranks of a tensor-parallel group differ in any bit of their results, else 0."""
-    same = {"output", "input gradient", *(key[0] for key in other if key[0].endswith("gradient"))} - {"expert gradient"}
+    same = {
+        "output",
+        "input gradient",
+        *(key[0] for key in other if key[0].endswith("gradient")),
+    } - {"expert gradient"}
     pairs = ((first[key], value) for key, value in other.items() if key[0] in same)
     return float(any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs))
 

@@ -50,11 +50,15 @@ class Travel:
         for group, count in enumerate(tokens):
             start = sum(tokens[:group])
             for expert in range(case.num_experts):
-                chosen = [token for token, e in copies if e == expert and start <= token < start + count]
+                chosen = [
+                    token for token, e in copies if e == expert and start <= token < start + count
+                ]
                 for place, token in enumerate(chosen):
                     length, position = (count, token - start) if slices else (len(chosen), place)
                     tp = next(
-                        t for t in range(grid.tp) if length * t // grid.tp <= position < length * (t + 1) // grid.tp
+                        t
+                        for t in range(grid.tp)
+                        if length * t // grid.tp <= position < length * (t + 1) // grid.tp
                     )
                     origin[(token, expert)] = group * grid.tp + tp
         return cls(case, origin)
@@ -64,7 +68,11 @@ class Travel:
         grid = self.case.grid
         home = expert // (self.case.num_experts // grid.ep)
         peers = grid.group(origin, ("ep", "etp"))
-        return next(r for r in peers if grid.coordinate(r, "ep") == home and grid.coordinate(r, "etp") == shard)
+        return next(
+            r
+            for r in peers
+            if grid.coordinate(r, "ep") == home and grid.coordinate(r, "etp") == shard
+        )
 
 
 def coded_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy], travel: Travel) -> Tensor:
@@ -82,18 +90,26 @@ def coded_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy], travel: Travel) 
     return torch.zeros_like(x_TD).index_add(0, tokens, torch.stack(rows)) if rows else 0 * x_TD
 
 
-def _shard_output(twin: MoE, expert: int, shard: int, shards: int, row: Tensor, weight: Tensor) -> Tensor:
+def _shard_output(
+    twin: MoE, expert: int, shard: int, shards: int, row: Tensor, weight: Tensor
+) -> Tensor:
     """Return one shard's summand of an expert's weighted result, (dim,)."""
     experts = twin.experts
-    assert isinstance(experts, (GatedExperts, PlainExperts)), "the codec is followed through built-in experts only"
+    assert isinstance(experts, (GatedExperts, PlainExperts)), (
+        "the codec is followed through built-in experts only"
+    )
     if twin.apply_weight == "before":
         row = weight * row
 
     def read(name: str) -> Tensor:
         out: Tensor = getattr(experts, f"w{name}")[expert].chunk(shards)[shard] @ row
-        return out + getattr(experts, f"b{name}")[expert].chunk(shards)[shard] if experts.bias else out
+        return (
+            out + getattr(experts, f"b{name}")[expert].chunk(shards)[shard] if experts.bias else out
+        )
 
-    hidden = F.silu(read("1")) * read("3") if isinstance(experts, GatedExperts) else F.gelu(read("1"))
+    hidden = (
+        F.silu(read("1")) * read("3") if isinstance(experts, GatedExperts) else F.gelu(read("1"))
+    )
     out: Tensor = experts.w2[expert].chunk(shards, 1)[shard] @ hidden
     if experts.bias:
         out = out + experts.get_parameter("b2")[expert] / shards
@@ -135,7 +151,10 @@ def expect(case: Case, work: CaseData) -> list[Values]:
     The gradient of the input is that of a rank's own backward pass: dp times the gradient of the total.
     """
     twin, grid = in_float64(work.layer), case.grid
-    leaves = [[batch.x.detach().double().clone().requires_grad_() for batch in of_groups] for of_groups in work.batches]
+    leaves = [
+        [batch.x.detach().double().clone().requires_grad_() for batch in of_groups]
+        for of_groups in work.batches
+    ]
     total, of_groups = torch.zeros((), dtype=torch.float64), [Values() for _ in range(grid.dp)]
     whole: Values = {}
     for micro, (share, xs, batches) in enumerate(zip(work.shares, leaves, work.batches)):
@@ -144,17 +163,26 @@ def expect(case: Case, work: CaseData) -> list[Values]:
         total = total + share * ((result.y * cotangents).sum() / grid.dp + result.loss)
         twin.step_counts += torch.tensor(result.requested)
         sent = torch.bincount(
-            torch.tensor([expert for _, expert in result.rows], dtype=torch.int64), minlength=case.num_experts
+            torch.tensor([expert for _, expert in result.rows], dtype=torch.int64),
+            minlength=case.num_experts,
         )
-        whole |= {("counts", f"requested {micro}"): torch.tensor(result.requested), ("counts", f"sent {micro}"): sent}
-        whole |= {("auxiliary loss", f"{name} {micro}"): loss.detach() for name, loss in result.losses.items()}
+        whole |= {
+            ("counts", f"requested {micro}"): torch.tensor(result.requested),
+            ("counts", f"sent {micro}"): sent,
+        }
+        whole |= {
+            ("auxiliary loss", f"{name} {micro}"): loss.detach()
+            for name, loss in result.losses.items()
+        }
         _store(of_groups, ("output", str(micro)), _by_group(result.y.detach(), batches))
         if case.evaluate and micro == 0:
             _store(of_groups, ("evaluation", ""), _evaluate(case, twin, xs, batches))
     whole["counts", "step"] = twin.step_counts.clone()
     flat = [x for xs in leaves for x in xs]
     variables = [*flat, *twin.parameters()]
-    flat_grads = torch.autograd.grad(total + 0 * sum(x.sum() for x in flat), variables, allow_unused=True)
+    flat_grads = torch.autograd.grad(
+        total + 0 * sum(x.sum() for x in flat), variables, allow_unused=True
+    )
     for micro in range(len(leaves)):
         dxs = flat_grads[micro * grid.dp : (micro + 1) * grid.dp]
         _store(of_groups, ("input gradient", str(micro)), [grid.dp * dx for dx in dxs])
@@ -181,7 +209,9 @@ def _store(of_groups: list[Values], key: tuple[str, str], values: Sequence[Tenso
         own[key] = value
 
 
-def _own_part(case: Case, work: CaseData, name: str, gradient: Tensor | None, rank: int) -> Tensor | None:
+def _own_part(
+    case: Case, work: CaseData, name: str, gradient: Tensor | None, rank: int
+) -> Tensor | None:
     """Return the part of a parameter's gradient that a rank has."""
     if gradient is None or quantity_of(name) != "expert gradient" or case.experts == "modules":
         return gradient
@@ -199,7 +229,12 @@ def _pass(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[GroupBa
 
     def coded(twin: MoE, x_TD: Tensor, sent: Sequence[Copy]) -> Tensor:
         order = [(copy.token, copy.expert) for copy in sent]
-        return coded_output(twin, x_TD, sent, Travel.of(case, order, [batch.x.shape[:2].numel() for batch in batches]))
+        return coded_output(
+            twin,
+            x_TD,
+            sent,
+            Travel.of(case, order, [batch.x.shape[:2].numel() for batch in batches]),
+        )
 
     masks = [batch.mask.flatten() for batch in batches if batch.mask is not None]
     return reference(
@@ -220,7 +255,10 @@ def _slices(case: Case, batches: Sequence[GroupBatch]) -> list[range]:
     domains, start = [], 0
     for batch in batches:
         count = batch.x.shape[:2].numel()
-        domains += [range(start + count * i // parts, start + count * (i + 1) // parts) for i in range(parts)]
+        domains += [
+            range(start + count * i // parts, start + count * (i + 1) // parts)
+            for i in range(parts)
+        ]
         start += count
     return domains
 
@@ -243,7 +281,9 @@ def _sequence_of(batches: Sequence[GroupBatch]) -> Tensor:
     return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
 
 
-def _evaluate(case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[GroupBatch]) -> list[Tensor]:
+def _evaluate(
+    case: Case, twin: MoE, xs: Sequence[Tensor], batches: Sequence[GroupBatch]
+) -> list[Tensor]:
     twin.eval()
     with torch.no_grad():
         y_TD = _pass(case, twin, xs, batches).y

@@ -23,7 +23,8 @@ MARKER = "moe_meshes"
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker."""
     config.addinivalue_line(
-        "markers", f"{MARKER}(max_ranks=4, axes=('tp', 'ep', 'etp')): the meshes that moe_mesh goes through"
+        "markers",
+        f"{MARKER}(max_ranks=4, axes=('tp', 'ep', 'etp')): the meshes that moe_mesh goes through",
     )
 
 
@@ -35,7 +36,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     marker = metafunc.definition.get_closest_marker(MARKER)
     meshes = small_meshes(**(marker.kwargs if marker else {}))
-    metafunc.parametrize("moe_mesh", meshes, ids=[f"{m.world}-tp{m.tp}-ep{m.ep}-etp{m.etp}" for m in meshes])
+    metafunc.parametrize(
+        "moe_mesh", meshes, ids=[f"{m.world}-tp{m.tp}-ep{m.ep}-etp{m.etp}" for m in meshes]
+    )
 
 
 @pytest.fixture

@@ -90,11 +90,15 @@ def reference(
     if top_k is None:
         top_k = twin.top_k if twin.training or twin.eval_top_k is None else twin.eval_top_k
     if capacity is None:
-        capacity = twin.capacity if twin.training or twin.eval_capacity is None else twin.eval_capacity
+        capacity = (
+            twin.capacity if twin.training or twin.eval_capacity is None else twin.eval_capacity
+        )
     x_TD = x.reshape(-1, twin.dim)
     num_tokens, num_experts = len(x_TD), twin.num_experts
     if sequence_T is None:
-        sequence_T = torch.arange(num_tokens) // (num_tokens // math.prod(x.shape[:-2]) if x.numel() else 1)
+        sequence_T = torch.arange(num_tokens) // (
+            num_tokens // math.prod(x.shape[:-2]) if x.numel() else 1
+        )
     valid_T = torch.ones(num_tokens, dtype=torch.bool) if mask is None else mask.reshape(-1)
     noise = twin.router.draw(num_tokens, x.device) if noise is None else noise
     ids_T = None if token_ids is None else token_ids.reshape(-1)
@@ -103,9 +107,13 @@ def reference(
     y_TD = (output or reference_output)(twin, x_TD, sent)
     if twin.shared is not None:
         is_padding = ~valid_T.unsqueeze(1)  # rows of padding may hold anything, NaN included
-        y_TD = y_TD + reference_shared(twin, x_TD.masked_fill(is_padding, 0.0)).masked_fill(is_padding, 0.0)
+        y_TD = y_TD + reference_shared(twin, x_TD.masked_fill(is_padding, 0.0)).masked_fill(
+            is_padding, 0.0
+        )
     losses = {
-        loss.name: reference_loss(loss, logits, probs, copies, valid_T, sequence_T, twin.step_counts)
+        loss.name: reference_loss(
+            loss, logits, probs, copies, valid_T, sequence_T, twin.step_counts
+        )
         for loss in twin.losses
     }
     zero = torch.zeros((), dtype=torch.float64)
@@ -133,7 +141,9 @@ def _admitted(
         is_even = domains is not None and capacity.is_padded
         counted = len(tokens) if is_even else int(valid_T[tokens.start : tokens.stop].sum())
         limit = reference_limit(capacity, _per_expert(inside, num_experts), counted, top_k)
-        sent += reference_admission(inside, limit, "score" if capacity.admits_by_score else "position")
+        sent += reference_admission(
+            inside, limit, "score" if capacity.admits_by_score else "position"
+        )
     return sent
 
 
@@ -142,7 +152,12 @@ def _per_expert(copies: Sequence[Copy], num_experts: int) -> list[int]:
 
 
 def reference_choice(
-    twin: MoE, x_TD: Tensor, valid_T: Tensor, noise: Tensor | None, token_ids: Tensor | None, top_k: int
+    twin: MoE,
+    x_TD: Tensor,
+    valid_T: Tensor,
+    noise: Tensor | None,
+    token_ids: Tensor | None,
+    top_k: int,
 ) -> tuple[Tensor, Tensor, list[Copy]]:
     """Return the logits (T, E), the probabilities (T, E) and the valid tokens' copies before capacity, all float64."""
     router, valid = twin.router, valid_T.tolist()
@@ -152,8 +167,12 @@ def reference_choice(
         choice = router.choose(scores, top_k, None if all(valid) else valid_T, noise)
         alive = [True] * len(choice.token) if choice.sent is None else choice.sent.tolist()
         weights = router.weigh(scores, choice, top_k).unbind()
-        entries = zip(choice.token.tolist(), choice.expert.tolist(), choice.slot.tolist(), weights, alive)
-        copies = [Copy(t, e, slot, weight) for t, e, slot, weight, sent in entries if sent and valid[t]]
+        entries = zip(
+            choice.token.tolist(), choice.expert.tolist(), choice.slot.tolist(), weights, alive
+        )
+        copies = [
+            Copy(t, e, slot, weight) for t, e, slot, weight, sent in entries if sent and valid[t]
+        ]
         return scores.logits, scores.probs, copies
 
     logits = x_TD @ router.weight.T
@@ -166,14 +185,23 @@ def reference_choice(
         gates = 1 / (1 + (-logits).exp())
         probs, rank_by = gates / gates.sum(1, keepdim=True), gates + router.bias
         sums_to_one = router.normalize
-    best = [sorted(range(twin.num_experts), key=lambda e: (-row[e], e))[:top_k] for row in rank_by.tolist()]
+    best = [
+        sorted(range(twin.num_experts), key=lambda e: (-row[e], e))[:top_k]
+        for row in rank_by.tolist()
+    ]
     chosen_TK = gates.gather(1, torch.tensor(best, dtype=torch.int64).view(-1, top_k))
-    weights_TK = router.scale * (chosen_TK / chosen_TK.sum(1, keepdim=True) if sums_to_one else chosen_TK)
+    weights_TK = router.scale * (
+        chosen_TK / chosen_TK.sum(1, keepdim=True) if sums_to_one else chosen_TK
+    )
     places = [(t, e, slot) for t, of_token in enumerate(best) for slot, e in enumerate(of_token)]
     return (
         logits,
         probs,
-        [Copy(*place, weight) for place, weight in zip(places, weights_TK.flatten().unbind()) if valid[place[0]]],
+        [
+            Copy(*place, weight)
+            for place, weight in zip(places, weights_TK.flatten().unbind())
+            if valid[place[0]]
+        ],
     )
 
 
@@ -181,8 +209,12 @@ def _tables(copies: Sequence[Copy], num_tokens: int, num_experts: int) -> tuple[
     """Return two (tokens, experts) float64 tables: the routing weight of each copy, and 1 for each copy; 0 elsewhere."""
     at = tuple(torch.tensor([c[axis] for c in copies], dtype=torch.int64) for axis in range(2))
     zeros = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
-    weights = torch.stack([c.weight for c in copies]) if copies else torch.zeros(0, dtype=torch.float64)
-    return zeros.index_put(at, weights.double()), zeros.index_put(at, torch.ones(len(copies), dtype=torch.float64))
+    weights = (
+        torch.stack([c.weight for c in copies]) if copies else torch.zeros(0, dtype=torch.float64)
+    )
+    return zeros.index_put(at, weights.double()), zeros.index_put(
+        at, torch.ones(len(copies), dtype=torch.float64)
+    )
 
 
 def reference_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy]) -> Tensor:
@@ -190,7 +222,10 @@ def reference_output(twin: MoE, x_TD: Tensor, sent: Sequence[Copy]) -> Tensor:
     y_TD = torch.zeros_like(x_TD)
     for e in sorted({c.expert for c in sent}):
         own = [c for c in sent if c.expert == e]
-        token, weight = torch.tensor([c.token for c in own]), torch.stack([c.weight for c in own]).unsqueeze(1)
+        token, weight = (
+            torch.tensor([c.token for c in own]),
+            torch.stack([c.weight for c in own]).unsqueeze(1),
+        )
         if twin.apply_weight == "before":
             out = reference_expert(twin.experts, e, weight * x_TD[token])
         else:
@@ -203,17 +238,30 @@ def reference_shared(twin: MoE, row: Tensor) -> Tensor:
     """Return the shared expert's gated output for one token, (dim,), or for several, (rows, dim)."""
     assert twin.shared is not None
     added = reference_expert(twin.shared, 0, row)
-    return added if twin.shared_gate is None else added / (1 + (-row @ twin.shared_gate.weight.T).exp())
+    return (
+        added
+        if twin.shared_gate is None
+        else added / (1 + (-row @ twin.shared_gate.weight.T).exp())
+    )
 
 
 def reference_expert(experts: AbstractExperts, expert: int, row: Tensor) -> Tensor:
     """Return one expert's output for one row, (dim,), or for several, (rows, dim), unweighted."""
     if isinstance(experts, ModuleExperts):
-        return cast(Tensor, list(experts.experts.children())[expert](row.view(-1, experts.dim)).view(row.shape))
-    assert isinstance(experts, (GatedExperts, PlainExperts)), f"no reference for {type(experts).__name__}"
+        return cast(
+            Tensor,
+            list(experts.experts.children())[expert](row.view(-1, experts.dim)).view(row.shape),
+        )
+    assert isinstance(experts, (GatedExperts, PlainExperts)), (
+        f"no reference for {type(experts).__name__}"
+    )
 
     def linear(number: int, inputs: Tensor) -> Tensor:
-        bias = getattr(experts, f"b{number}")[expert] if experts.bias else torch.zeros((), dtype=inputs.dtype)
+        bias = (
+            getattr(experts, f"b{number}")[expert]
+            if experts.bias
+            else torch.zeros((), dtype=inputs.dtype)
+        )
         return inputs @ getattr(experts, f"w{number}")[expert].T + bias
 
     hidden, clamp = linear(1, row), experts.clamp
@@ -236,7 +284,9 @@ def reference_activation(x: Tensor, name: str) -> Tensor:
     return torch.where(x > 0, x if name == "relu" else x * x, 0)
 
 
-def reference_limit(capacity: AbstractCapacity, requested: Sequence[int], num_valid: int, top_k: int) -> int | None:
+def reference_limit(
+    capacity: AbstractCapacity, requested: Sequence[int], num_valid: int, top_k: int
+) -> int | None:
     """Return the largest number of rows that an expert accepts; None for no limit."""
     if not isinstance(capacity, Capacity):
         return None
@@ -246,7 +296,9 @@ def reference_limit(capacity: AbstractCapacity, requested: Sequence[int], num_va
     return min(limit, max(requested)) if capacity.fit else limit
 
 
-def reference_admission(copies: Sequence[Copy], limit: int | None, order: str = "position") -> list[Copy]:
+def reference_admission(
+    copies: Sequence[Copy], limit: int | None, order: str = "position"
+) -> list[Copy]:
     """Return the copies that the capacity admits: all first choices in turn, then all second choices, while experts have room.
 
     Args:
@@ -262,7 +314,8 @@ def reference_admission(copies: Sequence[Copy], limit: int | None, order: str = 
     load: dict[int, int] = {}
     sent = []
     in_order = sorted(
-        enumerate(copies), key=lambda n: (n[1].slot, -best[n[1].token] if order == "score" else 0.0, n[1].token)
+        enumerate(copies),
+        key=lambda n: (n[1].slot, -best[n[1].token] if order == "score" else 0.0, n[1].token),
     )
     for index, turn in in_order:
         if load.get(turn.expert, 0) < limit:
@@ -307,11 +360,15 @@ def reference_loss(
         return len(load_E) * (load_E / load_E.sum().clamp_min(1) * probs[inside_T].mean(0)).sum()
 
     if loss.level != "sequence":
-        return balance(valid_T, copies_TE.sum(0) + (earlier_E if loss.level == "global_batch" else 0))
+        return balance(
+            valid_T, copies_TE.sum(0) + (earlier_E if loss.level == "global_batch" else 0)
+        )
     total = 0 * logits.sum()
     for sequence in set(sequence_T[valid_T].tolist()):
         inside = (sequence_T == sequence) & valid_T
-        total = total + balance(inside, copies_TE[inside].sum(0)) * int(inside.sum()) / int(valid_T.sum())
+        total = total + balance(inside, copies_TE[inside].sum(0)) * int(inside.sum()) / int(
+            valid_T.sum()
+        )
     return total
 
 

@@ -72,11 +72,25 @@ def on_ranks(
         preload: see `start_ranks`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        start_ranks(world, _process, world, folder, timeout_seconds, backend, function, arguments, preload=preload)
-        return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+        start_ranks(
+            world,
+            _process,
+            world,
+            folder,
+            timeout_seconds,
+            backend,
+            function,
+            arguments,
+            preload=preload,
+        )
+        return [
+            pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)
+        ]
 
 
-def start_ranks(world: int, function: Callable[..., object], *arguments: object, preload: Sequence[str] = ()) -> None:
+def start_ranks(
+    world: int, function: Callable[..., object], *arguments: object, preload: Sequence[str] = ()
+) -> None:
     """Call `function(rank, *arguments)` in `world` processes and wait for them. If one fails, all are terminated.
 
     Importing torch takes longer than most ranks run. On Linux, processes are therefore forked from a server that imports this
@@ -141,7 +155,9 @@ class ProcessCase:
 def run_on_gloo(jobs: Sequence[ProcessCase]) -> list[Ran]:
     """Run cases, all of one world size, with a process for each rank; return each job's results with the expected ones."""
     world = jobs[0].case.grid.world
-    assert all(job.case.grid.world == world for job in jobs), "cases of one call have one world size"
+    assert all(job.case.grid.world == world for job in jobs), (
+        "cases of one call have one world size"
+    )
     results_by_rank = on_ranks(world, _run_all, list(jobs), timeout_seconds=TIMEOUT_SECONDS)
     return [
         Ran(job.case, expect(job.case, draw_workload(job.case)), list(results))
@@ -154,10 +170,16 @@ def _run_all(jobs: Sequence[ProcessCase]) -> list[Values]:
     for job in jobs:
         grid = job.case.grid
         mesh = Mesh.create(
-            tp=grid.tp, ep=grid.ep, etp=grid.etp, innermost=grid.innermost, ranks_per_node=grid.ranks_per_node
+            tp=grid.tp,
+            ep=grid.ep,
+            etp=grid.etp,
+            innermost=grid.innermost,
+            ranks_per_node=grid.ranks_per_node,
         )
         with job.patch():
-            results.append(run_rank(job.case, draw_workload(job.case), compile_case(job.case), mesh, _norm))
+            results.append(
+                run_rank(job.case, draw_workload(job.case), compile_case(job.case), mesh, _norm)
+            )
     return results
 
 
@@ -198,7 +220,9 @@ class Evidence:
         worst: Errors = {}
         for each in self.loopback:
             if each.case.is_exact and each.case.precision == "float64":
-                worst |= {name: max(error, worst.get(name, 0.0)) for name, error in each.errors.items()}
+                worst |= {
+                    name: max(error, worst.get(name, 0.0)) for name, error in each.errors.items()
+                }
         return worst
 
     @property
@@ -223,7 +247,9 @@ def gather_evidence(
         progress: called with ("cases", cases done so far) and ("worlds", world sizes done so far).
     """
     evidence = Evidence()
-    for checked in _run_parts([seeds[start : start + PART] for start in range(0, len(seeds), PART)], workers):
+    for checked in _run_parts(
+        [seeds[start : start + PART] for start in range(0, len(seeds), PART)], workers
+    ):
         evidence.loopback += checked
         progress("cases", len(evidence.loopback))
     evidence.loopback.sort(key=lambda each: each.case.seed)
@@ -242,7 +268,9 @@ def _run_parts(parts: Sequence[Sequence[int]], workers: int) -> Iterator[list[Ch
     if workers == 1:
         yield from map(run_part, parts)
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)
+    ) as pool:
         for future in as_completed([pool.submit(run_part, part) for part in parts]):
             yield future.result()
 
@@ -260,7 +288,9 @@ def check_case(case: Case) -> Checked:
         differing = disagreements(runs) if case.plan.is_lossless and case.replicates_bits else []
     except Exception as error:  # a bug may raise anything, and the suite must report it
         return Checked(
-            case, {}, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+            case,
+            {},
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}",
         )
     return Checked(case, ran.errors, ", ".join([*ran.wrong, *differing[:3]]))
 
@@ -280,9 +310,14 @@ def observed() -> Iterator[list[Observed]]:
     runs: list[Observed] = []
 
     def watching(
-        program: Program, values: Mapping[str, Value], call: Call, wanted: Collection[str] | None = None
+        program: Program,
+        values: Mapping[str, Value],
+        call: Call,
+        wanted: Collection[str] | None = None,
     ) -> Generator[Transfer | Handle, Handle | None, Environment]:
-        environment = yield from interpret(program, values, call)  # without `wanted`, so that every slot is computed
+        environment = yield from interpret(
+            program, values, call
+        )  # without `wanted`, so that every slot is computed
         runs.append(Observed(program, call, environment))
         return environment
 
@@ -310,7 +345,9 @@ def disagreements(runs: list[Observed]) -> list[str]:
             for rank, other in _replicas(slot, grid):
                 first, second = (together[r].values.get(slot.name) for r in (rank, other))
                 if first is not None and second is not None and not _same(first, second):
-                    lines.add(f"{program.name}: {slot.name} differs between ranks {rank} and {other}")
+                    lines.add(
+                        f"{program.name}: {slot.name} differs between ranks {rank} and {other}"
+                    )
     return sorted(lines)
 
 

@@ -63,7 +63,13 @@ def draw_workload(case: Case) -> CaseData:
         x, dy = torch.randn(2, *shape, DIM, generator=generator, dtype=torch.float64)
         mask = torch.rand(shape, generator=generator) < 0.7 if case.padding else None
         ids = torch.randint(0, 50, shape, generator=generator)
-        return GroupBatch((x + case.skew * lean).to(dtype), dy.to(dtype), mask, ids, case.seed + 100 * micro + group)
+        return GroupBatch(
+            (x + case.skew * lean).to(dtype),
+            dy.to(dtype),
+            mask,
+            ids,
+            case.seed + 100 * micro + group,
+        )
 
     micro_batches = range(len(case.lengths))
     batches = [[batch(micro, group) for group in range(case.grid.dp)] for micro in micro_batches]
@@ -74,7 +80,9 @@ def _cloned(module: M) -> M:
     """Return a deep copy of `module`; faster than `copy.deepcopy`, which took a tenth of a case's time."""
     twin = copy.copy(module)
     for name, value in vars(module).items():
-        if isinstance(value, dict):  # of hooks: those that are registered on the copy must not affect the original
+        if isinstance(
+            value, dict
+        ):  # of hooks: those that are registered on the copy must not affect the original
             setattr(twin, name, copy.copy(value))
         elif isinstance(value, Tensor):
             setattr(twin, name, value.clone())
@@ -82,8 +90,12 @@ def _cloned(module: M) -> M:
         name: None if value is None else nn.Parameter(value.detach().clone())
         for name, value in module._parameters.items()
     }
-    twin._buffers = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
-    twin._modules = {name: None if part is None else _cloned(part) for name, part in module._modules.items()}
+    twin._buffers = {
+        name: None if value is None else value.clone() for name, value in module._buffers.items()
+    }
+    twin._modules = {
+        name: None if part is None else _cloned(part) for name, part in module._modules.items()
+    }
     return twin
 
 
@@ -93,7 +105,9 @@ def _build_layer(case: Case) -> MoE:
         "swiglu": "swiglu",
         "gelu": partial(PlainExperts, activation="gelu", bias=True),
         "modules": lambda dim, hidden, count: ModuleExperts(
-            lambda: nn.Sequential(nn.Linear(dim, hidden), nn.Tanh(), nn.Linear(hidden, dim)), dim, count
+            lambda: nn.Sequential(nn.Linear(dim, hidden), nn.Tanh(), nn.Linear(hidden, dim)),
+            dim,
+            count,
         ),
     }[case.experts]
     with torch.random.fork_rng(devices=[]):

@@ -135,7 +135,9 @@ def _layer_faults(trace: Trace, layer: int) -> list[str]:
         for micro in range(shape.accumulation):
             if trace.holds == "tokens":
                 experts = trace.experts(layer, step, micro)
-                chosen = np.sort(np.where(experts < 0, -1 - experts.astype(np.int64), experts), axis=1)
+                chosen = np.sort(
+                    np.where(experts < 0, -1 - experts.astype(np.int64), experts), axis=1
+                )
                 repeats = (chosen[:, 1:] == chosen[:, :-1]).any(axis=1)
                 repeated_tokens += int(repeats.sum())
                 num_copies += experts.size
@@ -163,8 +165,14 @@ def _gaps(steps: list[int]) -> str:
     if not len(distances):
         return ""
     usual_distance = Counter(distances.tolist()).most_common(1)[0][0]
-    gaps = [(steps[place], steps[place + 1]) for place in np.flatnonzero(distances != usual_distance)]
+    gaps = [
+        (steps[place], steps[place + 1]) for place in np.flatnonzero(distances != usual_distance)
+    ]
     if not gaps:
         return ""
-    examples = ", ".join(f"{start} to {stop}" for start, stop in gaps[:4]) + (", ..." if len(gaps) > 4 else "")
-    return f"{len(gaps)} in steps {steps_in_words(steps)} that are {usual_distance} apart: {examples}"
+    examples = ", ".join(f"{start} to {stop}" for start, stop in gaps[:4]) + (
+        ", ..." if len(gaps) > 4 else ""
+    )
+    return (
+        f"{len(gaps)} in steps {steps_in_words(steps)} that are {usual_distance} apart: {examples}"
+    )

@@ -50,7 +50,9 @@ class Trace:
         self.shape, self.holds, self.name = parts[0].shape, parts[0].holds, name
         self._parts = parts
         self._place = {
-            int(step): (number, row) for number, part in enumerate(parts) for row, step in enumerate(part.steps)
+            int(step): (number, row)
+            for number, part in enumerate(parts)
+            for row, step in enumerate(part.steps)
         }
         self._last: tuple[int, np.ndarray] | None = None
 
@@ -77,7 +79,9 @@ class Trace:
         for previous, following in pairwise(headers):
             if previous.steps[-1] >= following.steps[0]:
                 names = f"{previous.path.name} and {following.path.name}"
-                raise InputError(f"trace {path}: {names} both hold step {int(following.steps[0])}: remove one")
+                raise InputError(
+                    f"trace {path}: {names} both hold step {int(following.steps[0])}: remove one"
+                )
         return cls(headers, str(path))
 
     @property
@@ -96,7 +100,9 @@ class Trace:
         table = self._table(layer, step, micro)
         return table.astype(np.int64) if self.holds == "counts" else samples_of(table, self.shape)
 
-    def counts(self, layer: int, step: int, micro: int = 0, *, groups: int | None = None) -> np.ndarray:
+    def counts(
+        self, layer: int, step: int, micro: int = 0, *, groups: int | None = None
+    ) -> np.ndarray:
         """Return the number of copies that each data-parallel group has for each expert, (groups, num_experts) int64.
 
         These are the counts that the simulator reads. Without tensor parallelism each rank is a group.
@@ -115,7 +121,11 @@ class Trace:
             raise InputError(
                 f"trace {self.name}: {self.shape.sequences} sequences do not split into {num_groups} groups: choose a divisor"
             )
-        return self.samples(layer, step, micro).reshape(num_groups, -1, self.shape.num_experts).sum(axis=1)
+        return (
+            self.samples(layer, step, micro)
+            .reshape(num_groups, -1, self.shape.num_experts)
+            .sum(axis=1)
+        )
 
     def experts(self, layer: int, step: int, micro: int = 0) -> np.ndarray:
         """Return every token's experts, best first, (sequences * seq_len, top_k); -1 - expert for choices that were not sent.
@@ -134,7 +144,10 @@ class Trace:
         layers, micros = range(self.shape.num_layers), range(self.shape.accumulation)
         return np.array(
             [
-                [sum(self.samples(layer, step, micro).sum(0) for micro in micros) for layer in layers]
+                [
+                    sum(self.samples(layer, step, micro).sum(0) for micro in micros)
+                    for layer in layers
+                ]
                 for step in self.steps
             ]
         )
@@ -143,7 +156,12 @@ class Trace:
         """Yield the segments with their tables; each gets `source` in place of its own."""
         for number, part in enumerate(self._parts):
             yield TraceSegment(
-                self.shape, self.holds, part.steps, self._read_segment(number), part.groups, source or {}
+                self.shape,
+                self.holds,
+                part.steps,
+                self._read_segment(number),
+                part.groups,
+                source or {},
             )
 
     def _table(self, layer: int, step: int, micro: int) -> np.ndarray:
@@ -151,14 +169,18 @@ class Trace:
             ("layer", layer, self.shape.num_layers), ("micro-batch", micro, self.shape.accumulation)
         ):  # fmt: skip
             if not 0 <= index < size:
-                raise InputError(f"trace {self.name}: has no {noun} {index}: choose 0 to {size - 1}")
+                raise InputError(
+                    f"trace {self.name}: has no {noun} {index}: choose 0 to {size - 1}"
+                )
         number, row = self._find(step)
         table: np.ndarray = self._read_segment(number)[row, micro, layer]
         return table
 
     def _find(self, step: int) -> tuple[int, int]:
         if step not in self._place:
-            raise InputError(f"trace {self.name}: has no step {step}, only {steps_in_words(self.steps)}")
+            raise InputError(
+                f"trace {self.name}: has no step {step}, only {steps_in_words(self.steps)}"
+            )
         return self._place[step]
 
     def _read_segment(self, number: int) -> np.ndarray:
@@ -251,7 +273,9 @@ class TraceShape:
             if not isinstance(value, int) or value < 1:
                 raise InputError(f"trace: {name}={value!r}: must be a whole number of at least 1")
         if self.top_k > self.num_experts:
-            raise InputError(f"trace: top_k={self.top_k}: choose at most num_experts={self.num_experts}")
+            raise InputError(
+                f"trace: top_k={self.top_k}: choose at most num_experts={self.num_experts}"
+            )
 
     @property
     def tokens(self) -> int:
@@ -260,7 +284,9 @@ class TraceShape:
 
     def table(self, holds: Holds) -> tuple[int, ...]:
         """Return the shape of a step's table."""
-        last = (self.sequences, self.num_experts) if holds == "counts" else (self.tokens, self.top_k)
+        last = (
+            (self.sequences, self.num_experts) if holds == "counts" else (self.tokens, self.top_k)
+        )
         return (self.accumulation, self.num_layers, *last)
 
     def dtype(self, holds: Holds) -> np.dtype[Any]:
@@ -290,7 +316,9 @@ class TraceSegment:
     def before(self, step: int) -> TraceSegment:
         """Return the steps before `step`."""
         count = int(np.searchsorted(self.steps, step))
-        return TraceSegment(self.shape, self.holds, self.steps[:count], self.table[:count], self.groups, self.source)
+        return TraceSegment(
+            self.shape, self.holds, self.steps[:count], self.table[:count], self.groups, self.source
+        )
 
 
 @dataclass(frozen=True)
@@ -318,7 +346,9 @@ def write_segment(segment: TraceSegment, path: Path, *, typed: bool = False) -> 
     }  # fmt: skip
     table = {TABLES[segment.holds]: segment.table.astype(segment.shape.dtype(segment.holds))}
     data = io.BytesIO()
-    np.savez_compressed(data, allow_pickle=False, header=np.array(json.dumps(header)), steps=segment.steps, **table)
+    np.savez_compressed(
+        data, allow_pickle=False, header=np.array(json.dumps(header)), steps=segment.steps, **table
+    )
     try:
         if typed:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -341,20 +371,30 @@ def read_header(path: Path) -> Header:
     arrays = _read_arrays(path, ("header", "steps"))
     try:
         header = json.loads(str(arrays["header"]))
-        is_trace = isinstance(header, dict) and header.get("format") == FORMAT and type(header.get("version")) is int
+        is_trace = (
+            isinstance(header, dict)
+            and header.get("format") == FORMAT
+            and type(header.get("version")) is int
+        )
     except (ValueError, RecursionError):
         is_trace = False
     if not is_trace:
-        raise InputError(f"trace {path}: is not a routing trace: make one with moesaic train --record-routing counts")
+        raise InputError(
+            f"trace {path}: is not a routing trace: make one with moesaic train --record-routing counts"
+        )
     if header["version"] > VERSION:
         raise InputError(
             f"trace {path}: has version {header['version']}, this Moesaic reads up to {VERSION}: upgrade it"
         )
     try:
         shape = TraceShape(**header["shape"])
-        segment = Header(path, shape, header["holds"], arrays["steps"], int(header["groups"]), header["source"])
+        segment = Header(
+            path, shape, header["holds"], arrays["steps"], int(header["groups"]), header["source"]
+        )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise InputError(f"trace {path}: its header is damaged ({error}): record it again") from error
+        raise InputError(
+            f"trace {path}: its header is damaged ({error}): record it again"
+        ) from error
     steps = segment.steps
     if (
         not isinstance(segment.holds, str)
@@ -383,7 +423,11 @@ def read_table(header: Header) -> np.ndarray:
         raise InputError(
             f"trace {path}: its table has shape {table.shape}, its header says {expected}: record it again"
         )
-    low, high = (0, shape.seq_len) if header.holds == "counts" else (-shape.num_experts, shape.num_experts - 1)
+    low, high = (
+        (0, shape.seq_len)
+        if header.holds == "counts"
+        else (-shape.num_experts, shape.num_experts - 1)
+    )
     if table.dtype.kind not in "iu" or (table < low).any() or (table > high).any():
         raise InputError(
             f"trace {path}: its table holds other values than whole numbers from {low} to {high}: record it again"

@@ -53,12 +53,20 @@ def read_frozen(saved: Checkpoint, model: nn.Module, config: ModelConfig, vocab_
         InputError: the checkpoint is of another architecture, or of a run with adapters.
     """
     require_architecture(saved, config, vocab_size)
-    experts = {name: module for name, module in model.named_modules() if isinstance(module, FourBitExperts)}
+    experts = {
+        name: module for name, module in model.named_modules() if isinstance(module, FourBitExperts)
+    }
     prefixes = tuple(f"{name}." for name in experts)
-    targets = {f"model.{n}": t.detach() for n, t in model.state_dict().items() if not n.startswith(prefixes)}
+    targets = {
+        f"model.{n}": t.detach()
+        for n, t in model.state_dict().items()
+        if not n.startswith(prefixes)
+    }
     stored = {name for name in shard_sizes(saved.folder) if name.startswith("model.")}
     of_experts = {
-        (path, field): f"model.{path}.{name}" for path, each in experts.items() for field, name in _stored_names(each)
+        (path, field): f"model.{path}.{name}"
+        for path, each in experts.items()
+        for field, name in _stored_names(each)
     }
     if stored != targets.keys() | set(of_experts.values()):
         raise InputError(
@@ -92,5 +100,7 @@ def _stored_names(experts: FourBitExperts) -> list[tuple[str, str]]:
 def _as_stored(whole: Tensor, parameter: Tensor, experts: FourBitExperts, field: str) -> Tensor:
     """Return a tensor of this rank's part of a weight as a view that is sharded and shaped as checkpoints store it."""
     if isinstance(parameter, DTensor):
-        whole = DTensor.from_local(whole, parameter.device_mesh, parameter.placements, run_check=False)
+        whole = DTensor.from_local(
+            whole, parameter.device_mesh, parameter.placements, run_check=False
+        )
     return whole if experts.gated or not field.startswith("up") else whole.squeeze(1)

@@ -64,13 +64,20 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
     is_last_rank = world == 1 and dist.is_initialized()
     if not (settings.searches or (settings.is_auto and (is_last_rank or not fits))):
         return config
-    if settings.searches and (configured.tp, configured.ep, configured.etp, config.layer_plan) != (1, 1, 1, Plan()):
+    if settings.searches and (configured.tp, configured.ep, configured.etp, config.layer_plan) != (
+        1,
+        1,
+        1,
+        Plan(),
+    ):
         raise InputError(
             "planner.plan=search finds mesh.tp, mesh.ep, mesh.etp and plan, and predicts without balance.replication and "
             "balance.memory_budget: leave them out"
         )
     if world == 1:
-        return replace(config, mesh=replace(configured, tp=1, ep=1, etp=1), planner=replace(settings, plan=""))
+        return replace(
+            config, mesh=replace(configured, tp=1, ep=1, etp=1), planner=replace(settings, plan="")
+        )
     on_cpu = config.device.startswith("cpu") or not torch.cuda.is_available()
     layout = find_layout(
         asdict(config), world, ranks_of_a_node(configured.ranks_per_node),
@@ -81,9 +88,15 @@ def with_planned(config: TrainConfig, say: Callable[[str], None] = lambda _: Non
         f"{1e3 * layout.seconds:.1f} ms"
     )
     mesh = replace(configured, **{name: getattr(layout.grid, name) for name in MESH})
-    plan = replace(layout.plan, replication=config.balance.replication, memory_budget=config.balance.memory_budget)
+    plan = replace(
+        layout.plan,
+        replication=config.balance.replication,
+        memory_budget=config.balance.memory_budget,
+    )
     planner_plan = "" if settings.searches else settings.plan
-    return replace(config, mesh=mesh, planner=replace(settings, plan=planner_plan)).with_layer_plan(plan)
+    return replace(config, mesh=mesh, planner=replace(settings, plan=planner_plan)).with_layer_plan(
+        plan
+    )
 
 
 def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
@@ -92,10 +105,16 @@ def _with_file(config: TrainConfig, path: Path) -> TrainConfig:
     for name in MESH:
         configured, planned = getattr(config.mesh, name), getattr(mesh, name)
         if configured not in (planned, getattr(MeshConfig(), name)):
-            raise InputError(f"mesh.{name}={configured} and {path} with {planned} contradict each other: leave one out")
+            raise InputError(
+                f"mesh.{name}={configured} and {path} with {planned} contradict each other: leave one out"
+            )
     if config.layer_plan not in (plan, Plan()):
-        raise InputError(f"plan or balance and planner.plan={path} contradict each other: leave one out")
-    return replace(config, mesh=mesh, planner=replace(config.planner, plan="")).with_layer_plan(plan)
+        raise InputError(
+            f"plan or balance and planner.plan={path} contradict each other: leave one out"
+        )
+    return replace(config, mesh=mesh, planner=replace(config.planner, plan="")).with_layer_plan(
+        plan
+    )
 
 
 def _by_rule(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
@@ -108,12 +127,16 @@ def _by_rule(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
     if mesh is None:
         return config
     is_double = config.precision == "float64"
-    simulator, layer = known_cluster(replace(config, precision="auto") if is_double else config, mesh.grid)
+    simulator, layer = known_cluster(
+        replace(config, precision="auto") if is_double else config, mesh.grid
+    )
     if is_double:
         layer = replace(layer, dim=layer.dim * ELEMENT_BYTES["fp64"] // ELEMENT_BYTES[layer.dtype])
     chosen = choose(simulator, layer, mesh.grid)
     say(f"plan parm: Algorithm 1 chooses {plan_in_words(chosen)} on {name_of(mesh.grid)}")
-    plan = replace(config.layer_plan, schedule=chosen.schedule, overlap_gather=chosen.overlap_gather)
+    plan = replace(
+        config.layer_plan, schedule=chosen.schedule, overlap_gather=chosen.overlap_gather
+    )
     return replace(config, planner=replace(planner, plan="")).with_layer_plan(plan)
 
 
@@ -150,13 +173,20 @@ def find_candidates(config: TrainConfig) -> Candidates | None:
         if ranks.is_first:
             assert ranks.mesh is not None
             predictor = Predictor.of(
-                asdict(config), ranks.mesh.grid, config.layer_plan, cluster=config.planner.cluster, plans=PLANS
+                asdict(config),
+                ranks.mesh.grid,
+                config.layer_plan,
+                cluster=config.planner.cluster,
+                plans=PLANS,
             )
     return Candidates(ranks.from_first(None if predictor is None else predictor.plans), predictor)
 
 
 def start_auto(
-    run: RunState, candidates: Candidates | None, clock: Callable[[], float], say: Callable[[str], None]
+    run: RunState,
+    candidates: Candidates | None,
+    clock: Callable[[], float],
+    say: Callable[[str], None],
 ) -> AutoPlan | None:
     """Let a run's MoE layers choose their plan while they train, if it is configured. All ranks call it together.
 
@@ -188,7 +218,10 @@ def start_auto(
     even = run.config.batch_size * model.seq_len * moe.top_k / moe.num_experts
     auto.prefill(candidates.plans, candidates.predictor, load, even, TABLE)
     seconds = auto.table.estimates() if auto.table is not None else []
-    words = [f"{plan_in_words(plan)} ({1e3 * each:.1f} ms)" for plan, each in zip(candidates.plans, seconds)]
+    words = [
+        f"{plan_in_words(plan)} ({1e3 * each:.1f} ms)"
+        for plan, each in zip(candidates.plans, seconds)
+    ]
     say(f"planner: {len(candidates.plans)} plans, predicted steps: {'; '.join(words)}")
     return auto
 
@@ -203,7 +236,9 @@ def _saved_table(run: RunState, say: Callable[[str], None]) -> dict[str, Any] | 
             reason = str(error)
     saved, reason = run.ranks.from_first((saved, reason))
     if reason:
-        say(f"plan auto: the checkpoint's plan table is unusable ({reason}), so plans are timed anew")
+        say(
+            f"plan auto: the checkpoint's plan table is unusable ({reason}), so plans are timed anew"
+        )
     return saved
 
 
@@ -215,7 +250,9 @@ def _require_plannable(config: TrainConfig, ranks: Ranks) -> None:
             "planner.plan=auto: one process has no plan to choose: start several ranks with torchrun, or leave it off"
         )
     if config.model.is_dense:
-        raise InputError('planner.plan=auto: model.ffn="dense" has no MoE layers to plan: leave it off')
+        raise InputError(
+            'planner.plan=auto: model.ffn="dense" has no MoE layers to plan: leave it off'
+        )
     if moe.limits_each_rank:
         raise InputError(
             f"planner.plan=auto clashes with a capacity per rank (model.moe.capacity={moe.capacity}): which tokens it drops "

@@ -73,7 +73,11 @@ def make_calls(config: TrainConfig, grid: Grid) -> CallsOf | None:
         InputError: if the cluster does not fit the run.
     """
     name = config.balance.replication
-    return None if name == NO_REPLICATION else calls_by(replication_policy(name, costs_in(config, grid)))
+    return (
+        None
+        if name == NO_REPLICATION
+        else calls_by(replication_policy(name, costs_in(config, grid)))
+    )
 
 
 def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
@@ -82,14 +86,20 @@ def hold_to_budget(model: nn.Module, plan: Plan, device: torch.device) -> None:
         return
     for module in model.modules():
         if isinstance(module, MoE):
-            module.parallelize(Mesh(Grid(world=1), NoTransport(device)), Plan(memory_budget=plan.memory_budget))
+            module.parallelize(
+                Mesh(Grid(world=1), NoTransport(device)), Plan(memory_budget=plan.memory_budget)
+            )
 
 
 def budget_values(model: nn.Module) -> dict[str, list[dict[str, int]]]:
     """Return what each MoE layer did to meet its memory budget since the previous call, as metrics; empty without a
     budget."""
     layers = [module.on_mesh for module in model.modules() if isinstance(module, MoE)]
-    balanced = [on_mesh.calls for on_mesh in layers if on_mesh is not None and isinstance(on_mesh.calls, BalancedCalls)]
+    balanced = [
+        on_mesh.calls
+        for on_mesh in layers
+        if on_mesh is not None and isinstance(on_mesh.calls, BalancedCalls)
+    ]
     if not any(calls.compiled.plan.memory_budget is not None for calls in balanced):
         return {}
     return {"memory_budget": [asdict(calls.budget.take()) for calls in balanced]}
@@ -195,7 +205,9 @@ class DecisionMeter:
     def take(self) -> None:
         """Record the decisions of the forward passes since the previous call."""
         for number, layer in enumerate(self._layers):
-            self._decisions[number] += decisions_of(None if layer.on_mesh is None else layer.on_mesh.calls)
+            self._decisions[number] += decisions_of(
+                None if layer.on_mesh is None else layer.on_mesh.calls
+            )
         relocator = self._model.relocator if isinstance(self._model, MovingGPT) else None
         if isinstance(relocator, WatchedRelocator):
             for trip in relocator.trips:
@@ -232,9 +244,13 @@ def summary(decisions: Sequence[CallDecision]) -> dict[str, Any]:
     if not decisions:
         return {}
     moved = [decision.moved() for decision in decisions]
-    alone, decided = (np.array([each[side].rows for each in moved]).mean(0).tolist() for side in (0, 1))
+    alone, decided = (
+        np.array([each[side].rows for each in moved]).mean(0).tolist() for side in (0, 1)
+    )
     mean: dict[str, Sequence[float]] = {
-        "copies_replicated": [0 if each.replicated is None else each.replicated.total for each in decisions],
+        "copies_replicated": [
+            0 if each.replicated is None else each.replicated.total for each in decisions
+        ],
         "decision_seconds": [each.decision_seconds for each in decisions],
         "token_bytes_alone": [each.token_bytes for each, _ in moved],
         "token_bytes": [each.token_bytes for _, each in moved],

@@ -32,7 +32,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moesaic.configfile import override
 from moesaic.errors import InputError
-from moesaic.files import MOST_TEXT, WRITING, entries, folder_below, kind_of, leftovers, read_text, refuse_link, write
+from moesaic.files import (
+    MOST_TEXT,
+    WRITING,
+    entries,
+    folder_below,
+    kind_of,
+    leftovers,
+    read_text,
+    refuse_link,
+    write,
+)
 from moesaic.models.config import ModelConfig
 from moesaic.routing.routers import ON_MESH, ROUTERS, options_of
 from moesaic.train.distributed_checkpoint import (
@@ -186,7 +196,9 @@ def save_checkpoint(
         "format": FORMAT, "step": step, "model_config": asdict(model_config), "vocab_size": vocab_size, "extra": extra
     }  # fmt: skip
     tensors = {f"model.{name}": tensor for name, tensor in held_state(model).items()}
-    tensors |= {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(model, optimizer).items()}
+    tensors |= {
+        f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(model, optimizer).items()
+    }
     with _reporting_write_errors(target, unfinished, ranks):
         if ranks.is_first:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -209,7 +221,12 @@ def _write_texts(unfinished: Path, texts: Mapping[str, str], sums: dict[str, str
         sums[name] = checksum(unfinished / name)
     lines = [f"{value}  {name}\n" for name, value in sorted(sums.items())]
     write(unfinished / SUMS, "".join(lines))
-    for name in (*texts, SUMS, SHARDS, ""):  # all files must be on disk before the folder gets its final name
+    for name in (
+        *texts,
+        SUMS,
+        SHARDS,
+        "",
+    ):  # all files must be on disk before the folder gets its final name
         flush(unfinished / name)
 
 
@@ -222,7 +239,9 @@ def _publish(unfinished: Path, target: Path, keep_last: int) -> None:
     os.replace(unfinished, target)
     flush(folder)
     checkpoints = list_checkpoints(folder)
-    kept = [path for path in checkpoints if _step_of(path) <= step and path.name.startswith("step-")][-keep_last:]
+    kept = [
+        path for path in checkpoints if _step_of(path) <= step and path.name.startswith("step-")
+    ][-keep_last:]
     for path in checkpoints:
         if path not in kept:
             remove_checkpoint(path)
@@ -232,7 +251,11 @@ def remove_checkpoint(path: Path) -> None:
     """Delete the files of a checkpoint, unless it is a link. Delete its folder too unless it holds other files."""
     if kind_of(path) != "a folder":
         return
-    unfinished = [file for name in (STATE, SUMS, CONFIG, TOKENIZER, PLAN_TABLE) for file in leftovers(path / name)]
+    unfinished = [
+        file
+        for name in (STATE, SUMS, CONFIG, TOKENIZER, PLAN_TABLE)
+        for file in leftovers(path / name)
+    ]
     for file in (*_own_files(path), *unfinished):
         with suppress(OSError):
             file.unlink()
@@ -256,7 +279,11 @@ def _reporting_write_errors(target: Path, unfinished: Path, ranks: Ranks) -> Ite
                 who = f"by rank {rank}: "
             full = getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause)
             text = " ".join(str(cause).split())
-            reason = f"{who}the disk is full: free space" if full else f"{who}{text:.300}: check the folder"
+            reason = (
+                f"{who}the disk is full: free space"
+                if full
+                else f"{who}{text:.300}: check the folder"
+            )
             raise InputError(
                 f"checkpoint {target} could not be written, {reason}; earlier checkpoints are intact"
             ) from error
@@ -266,7 +293,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a run, oldest first. An earlier checkpoint of a step (`.replaced-*`) comes before the
     newer one of that step."""
     checkpoints = [path for path in entries(folder) if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(checkpoints, key=lambda path: (_step_of(path), path.name.startswith("step-"), path.name))
+    return sorted(
+        checkpoints, key=lambda path: (_step_of(path), path.name.startswith("step-"), path.name)
+    )
 
 
 def _step_of(path: Path) -> int:
@@ -279,8 +308,13 @@ def _step_of(path: Path) -> int:
 def _own_files(path: Path) -> list[Path]:
     """Return the files in a checkpoint's folder that saving wrote, by name; none through a link."""
     shards = path / SHARDS
-    inside = [*entries(path, typed=True), *(entries(shards) if kind_of(shards) == "a folder" else [])]
-    return [file for file in inside if file.is_file() and _is_own(file.relative_to(path).as_posix())]
+    inside = [
+        *entries(path, typed=True),
+        *(entries(shards) if kind_of(shards) == "a folder" else []),
+    ]
+    return [
+        file for file in inside if file.is_file() and _is_own(file.relative_to(path).as_posix())
+    ]
 
 
 def _is_own(name: str) -> bool:
@@ -345,11 +379,24 @@ def load_into(
     """
     require_architecture(checkpoint, config, vocab_size)
     try:
-        restore(checkpoint.folder, model, optimizer, names=model.names if isinstance(model, PipelinedGPT) else None)
+        restore(
+            checkpoint.folder,
+            model,
+            optimizer,
+            names=model.names if isinstance(model, PipelinedGPT) else None,
+        )
     except InputError:
         raise
-    except (ValueError, RuntimeError, CheckpointException) as error:  # the fields agree, but not the saved model
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    except (
+        ValueError,
+        RuntimeError,
+        CheckpointException,
+    ) as error:  # the fields agree, but not the saved model
+        cause = (
+            next(iter(error.failures.values()))[0]
+            if isinstance(error, CheckpointException)
+            else error
+        )
         reason = " ".join(str(cause).split())
         raise InputError(
             f"the checkpoint of step {checkpoint.step} does not fit the model that this Moesaic builds ({reason:.200}): "
@@ -388,12 +435,16 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     if any(sparse):
         values |= {f"model.moe.router_options.{name}": value for name, value in options.items()}
     else:
-        unused |= {name for name in values if name.startswith("model.moe.") and name != "model.moe.experts"}
+        unused |= {
+            name for name in values if name.startswith("model.moe.") and name != "model.moe.experts"
+        }
         unused.add("model.moe_every")
     if all(sparse):
         unused.add("model.dense_hidden")
     if block.positions == "learned":
-        unused.discard("model.seq_len")  # it is the number of rows of the table of learned positions
+        unused.discard(
+            "model.seq_len"
+        )  # it is the number of rows of the table of learned positions
         unused |= {"model.block.rope_theta", "model.block.rope_factor"}
     return {name: value for name, value in values.items() if name not in unused}
 
@@ -472,7 +523,10 @@ def _require_checksums(path: Path, sums: dict[str, str]) -> None:
     """Raise _DamagedError for a file that differs from its checksum or has none, and FileNotFoundError for a missing
     file."""
     for name, expected in sums.items():
-        if checksum(path / name, at_most=None if name.startswith(SHARDS) else MOST_TEXT) != expected:
+        if (
+            checksum(path / name, at_most=None if name.startswith(SHARDS) else MOST_TEXT)
+            != expected
+        ):
             raise _DamagedError(f"{name} does not match its checksum")
     for file in _own_files(path):
         name = file.relative_to(path).as_posix()

@@ -94,9 +94,17 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
             raise InputError(f"optimizer.lr={self.lr}: must be above 0 and finite")
-        for name in ("clip_norm", "weight_decay", "expert_lr_scale", "router_lr_scale", "warmup_steps"):
+        for name in (
+            "clip_norm",
+            "weight_decay",
+            "expert_lr_scale",
+            "router_lr_scale",
+            "warmup_steps",
+        ):
             if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(f"optimizer.{name}={getattr(self, name)}: must be 0 or more and finite")
+                raise InputError(
+                    f"optimizer.{name}={getattr(self, name)}: must be 0 or more and finite"
+                )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"optimizer.betas={self.betas}: both must be at least 0 and below 1")
         if not 0 <= self.final_share <= 1:
@@ -136,7 +144,9 @@ class MeshConfig:
             raise InputError(
                 f"mesh.parts_per_stage={self.parts_per_stage}: one stage has the whole model: choose mesh.pp above 1"
             )
-        _require_at_least_one(self, "tp", "ep", "etp", "pp", "parts_per_stage", "ranks_per_node", prefix="mesh.")
+        _require_at_least_one(
+            self, "tp", "ep", "etp", "pp", "parts_per_stage", "ranks_per_node", prefix="mesh."
+        )
 
     @property
     def least_ranks(self) -> int:
@@ -161,7 +171,9 @@ class PlannerConfig:
 
     def __post_init__(self) -> None:
         if self.rule and not self.cluster:
-            raise InputError(f"planner.plan={self.plan} needs the times of collectives from planner.cluster: name one")
+            raise InputError(
+                f"planner.plan={self.plan} needs the times of collectives from planner.cluster: name one"
+            )
 
     @property
     def is_auto(self) -> bool:
@@ -217,7 +229,9 @@ class BalanceConfig:
         ):  # fmt: skip
             known = (UNMOVED, *policies)
             if value not in known:
-                raise InputError(f"balance.{name}={value!r} is unknown: choose one of {', '.join(known)}")
+                raise InputError(
+                    f"balance.{name}={value!r} is unknown: choose one of {', '.join(known)}"
+                )
         _require_at_least_one(self, "experts_every", prefix="balance.")
 
     @property
@@ -339,13 +353,19 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.plan, Plan):
-            raise InputError("plan: is a StaticPlan here; replication and memory_budget are fields of balance")
-        _require_at_least_one(self, "steps", "batch_size", "accumulation", "log_every", "nonfinite_steps", "threads")
+            raise InputError(
+                "plan: is a StaticPlan here; replication and memory_budget are fields of balance"
+            )
+        _require_at_least_one(
+            self, "steps", "batch_size", "accumulation", "log_every", "nonfinite_steps", "threads"
+        )
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed={self.seed}: choose 0 or more, below 2**63")
         for name in ("start_patience", "patience"):
             if not 1 <= getattr(self, name) <= MOST_PATIENCE:
-                raise InputError(f"{name}={getattr(self, name)}: must be from 1 to {MOST_PATIENCE:g} seconds")
+                raise InputError(
+                    f"{name}={getattr(self, name)}: must be from 1 to {MOST_PATIENCE:g} seconds"
+                )
         if self.on_spike == "rollback" and self.replay_routing:
             raise InputError(
                 "on_spike=rollback clashes with replay_routing, since a trace fixes the order of samples: leave one out"
@@ -370,13 +390,17 @@ class TrainConfig:
             divisions.append(("mesh.ep", mesh.ep, "model.moe.num_experts", model.moe.num_experts))
             divisions.append(("mesh.etp", mesh.etp, "model.moe.hidden", model.moe.hidden))
         if not all(sparse):
-            divisions.append(("mesh.tp", mesh.tp, "the dense layers' inner width", model.active_hidden))
+            divisions.append(
+                ("mesh.tp", mesh.tp, "the dense layers' inner width", model.active_hidden)
+            )
         if mesh.sequence_parallel:
             positions = "the positions of a sequence (for mesh.sequence_parallel)"
             divisions.append(("mesh.tp", mesh.tp, positions, model.seq_len))
         for axis, ranks, name, size in divisions:
             if size % ranks:
-                raise InputError(f"{axis}={ranks} does not divide {name}={size}: choose sizes that divide")
+                raise InputError(
+                    f"{axis}={ranks} does not divide {name}={size}: choose sizes that divide"
+                )
 
     def _check_stages(self) -> None:
         stages, parts, option = self.mesh.pp, self.mesh.parts_per_stage, f"mesh.pp={self.mesh.pp}"
@@ -411,9 +435,13 @@ class TrainConfig:
             return
         if self.model.is_dense:
             raise InputError(f'{option}: model.ffn="dense" has no experts to move: leave it none')
-        is_planned = self.planner.file or self.planner.searches  # such a mesh is checked once it is known
+        is_planned = (
+            self.planner.file or self.planner.searches
+        )  # such a mesh is checked once it is known
         if self.mesh.ep == 1 and not is_planned:
-            raise InputError(f"{option} with mesh.ep=1, where every rank has all experts: choose an ep above 1")
+            raise InputError(
+                f"{option} with mesh.ep=1, where every rank has all experts: choose an ep above 1"
+            )
 
     def _check_samples(self) -> None:
         option, block = f"balance.samples={self.balance.samples}", self.model.block
@@ -426,8 +454,14 @@ class TrainConfig:
                 "model.block.norm=post_layer: a norm after the residual needs samples that stay",
             ),
             (block.dropout > 0, "model.block.dropout: its masks need samples that stay"),
-            (self.mesh.sequence_parallel, "mesh.sequence_parallel, which gives each rank a part of every sample"),
-            (self.planner.is_auto, "planner.plan=auto, whose plans are predicted for samples that stay"),
+            (
+                self.mesh.sequence_parallel,
+                "mesh.sequence_parallel, which gives each rank a part of every sample",
+            ),
+            (
+                self.planner.is_auto,
+                "planner.plan=auto, whose plans are predicted for samples that stay",
+            ),
         )
         for holds, what in reasons:
             if holds:
@@ -437,12 +471,16 @@ class TrainConfig:
     def layer_plan(self) -> Plan:
         """The plan of the MoE layers: `plan`, with replication and memory budget from `balance`."""
         static = {part.name: getattr(self.plan, part.name) for part in fields(StaticPlan)}
-        return Plan(**static, replication=self.balance.replication, memory_budget=self.balance.memory_budget)
+        return Plan(
+            **static, replication=self.balance.replication, memory_budget=self.balance.memory_budget
+        )
 
     def with_layer_plan(self, plan: Plan) -> TrainConfig:
         """Return a configuration with `plan` as its `layer_plan`."""
         static = StaticPlan(**{part.name: getattr(plan, part.name) for part in fields(StaticPlan)})
-        balance = replace(self.balance, memory_budget=plan.memory_budget, replication=plan.replication)
+        balance = replace(
+            self.balance, memory_budget=plan.memory_budget, replication=plan.replication
+        )
         return replace(self, plan=static, balance=balance)
 
     @property
@@ -456,4 +494,8 @@ class TrainConfig:
         model, tokens = self.model, self.batch_size * self.model.seq_len
         if model.ffn == "dense":
             return tokens, model.dim, model.active_hidden
-        return max(1, tokens * model.moe.top_k // model.moe.num_experts), model.dim, model.moe.hidden
+        return (
+            max(1, tokens * model.moe.top_k // model.moe.num_experts),
+            model.dim,
+            model.moe.hidden,
+        )

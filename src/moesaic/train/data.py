@@ -75,10 +75,14 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
     Raises:
         InputError: if data is missing, empty or unreadable, or has ids outside the vocabulary.
     """
-    files, root = (find_files(config.path, "data.path"), None) if config.path else standard_library()
+    files, root = (
+        (find_files(config.path, "data.path"), None) if config.path else standard_library()
+    )
     val_files = find_files(config.val, "data.val") if config.val else []
     if val_files and (files[0].suffix == ".bin") != (val_files[0].suffix == ".bin"):
-        raise InputError("data.path and data.val: .bin files and text files are mixed: give one kind in both")
+        raise InputError(
+            "data.path and data.val: .bin files and text files are mixed: give one kind in both"
+        )
     if files[0].suffix == ".bin":
         return _load_bin(config, files, val_files, tokenizer_file)
     tokenizer = make_tokenizer(config, tokenizer_file)
@@ -90,7 +94,10 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
     files = [path for path in files if path.stat().st_size] or files[:1]
     if not val_files and len(files) >= FEW_FILES:
         files, val_files = split_by_name(files, config.val_share, root)
-    train_documents, val_documents = _read(files, config.text_field), _read(val_files, config.text_field)
+    train_documents, val_documents = (
+        _read(files, config.text_field),
+        _read(val_files, config.text_field),
+    )
     if not val_documents:
         whole = b"\0".join(train_documents)
         cut = int(len(whole) * (1 - config.val_share))
@@ -99,7 +106,9 @@ def load_corpus(config: DataConfig, tokenizer_file: Path | None = None) -> Corpu
         train=_join(tokenizer, train_documents),
         val=_join(tokenizer, val_documents),
         tokenizer=tokenizer,
-        vocab_size=config.vocab_size if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size,
+        vocab_size=config.vocab_size
+        if isinstance(tokenizer, ByteTokenizer)
+        else tokenizer.vocab_size,
         val_bytes=sum(map(len, val_documents)) + len(val_documents) - 1,
         description=f"{len(files) + len(val_files)} files" + (f" of {root}" if root else ""),
     )
@@ -136,7 +145,9 @@ def find_files(patterns: tuple[str, ...], where: str) -> list[Path]:
         else:
             matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
             if not matches:
-                raise InputError(f"{where}: nothing at {pattern}: give a text file, a folder, a glob or a .bin file")
+                raise InputError(
+                    f"{where}: nothing at {pattern}: give a text file, a folder, a glob or a .bin file"
+                )
             files.update(match for match in matches if match.is_file())
     if not files:
         raise InputError(f"{where}: no text or .bin files in {', '.join(patterns)}")
@@ -158,11 +169,14 @@ def _data_files(folder: Path, where: str) -> list[Path]:
     return [
         path
         for path in folder.rglob("*")
-        if path.is_file() and not any(name.startswith(".") for name in path.relative_to(folder).parts)
+        if path.is_file()
+        and not any(name.startswith(".") for name in path.relative_to(folder).parts)
     ]
 
 
-def split_by_name(files: list[Path], share: float, root: Path | None) -> tuple[list[Path], list[Path]]:
+def split_by_name(
+    files: list[Path], share: float, root: Path | None
+) -> tuple[list[Path], list[Path]]:
     """Set files aside for validation by a hash of their names, so that adding files never moves others between the two
     parts.
 
@@ -251,7 +265,13 @@ class Batches:
         size = self.batch_size // self.part[1]
         first = index * self.batch_size + self.part[0] * size
         places = range(first, first + size)
-        return as_batch(self.tokens, [self._window(place) for place in places], self.seq_len, self.objective, places)
+        return as_batch(
+            self.tokens,
+            [self._window(place) for place in places],
+            self.seq_len,
+            self.objective,
+            places,
+        )
 
     def _window(self, place: int) -> int:
         epoch, within = divmod(place, self.num_windows)
@@ -292,8 +312,12 @@ def as_batch(
         seeds: a seed for each window; None takes the windows' numbers.
     """
     rows = [tokens[w * seq_len : (w + 1) * seq_len + 1].astype(np.int64) for w in windows]
-    inputs, targets = objective(np.array(rows, dtype=np.int64).reshape(-1, seq_len + 1), seeds or windows)
-    return torch.from_numpy(np.ascontiguousarray(inputs)), torch.from_numpy(np.ascontiguousarray(targets))
+    inputs, targets = objective(
+        np.array(rows, dtype=np.int64).reshape(-1, seq_len + 1), seeds or windows
+    )
+    return torch.from_numpy(np.ascontiguousarray(inputs)), torch.from_numpy(
+        np.ascontiguousarray(targets)
+    )
 
 
 def _read(files: list[Path], field: str) -> list[bytes]:
@@ -313,7 +337,9 @@ def _join(tokenizer: AbstractTokenizer, documents: list[bytes]) -> np.ndarray:
     return np.concatenate(parts[1:]) if parts else np.empty(0, dtype=np.uint8)
 
 
-def _load_bin(config: DataConfig, files: list[Path], val_files: list[Path], tokenizer_file: Path | None) -> Corpus:
+def _load_bin(
+    config: DataConfig, files: list[Path], val_files: list[Path], tokenizer_file: Path | None
+) -> Corpus:
     arrays = [_map_bin(path, config) for path in files]
     whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     if val_files:
@@ -322,7 +348,9 @@ def _load_bin(config: DataConfig, files: list[Path], val_files: list[Path], toke
         cut = int(len(whole) * (1 - config.val_share))
         train, val = whole[:cut], whole[cut:]
     tokenizer = make_tokenizer(config, tokenizer_file) if config.tokenizer else None
-    return Corpus(train, val, tokenizer, config.vocab_size, max(len(val), 1), f"{len(files)} token files")
+    return Corpus(
+        train, val, tokenizer, config.vocab_size, max(len(val), 1), f"{len(files)} token files"
+    )
 
 
 def _bin_dtype(path: Path, config: DataConfig) -> np.dtype[Any]:

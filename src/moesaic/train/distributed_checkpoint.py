@@ -62,7 +62,9 @@ def checksum(path: Path, *, at_most: int | None = None) -> str:
     return digest.hexdigest()
 
 
-def require_read_back(written: Mapping[str, Tensor], read: Mapping[str, Tensor], share: float = 0.0) -> None:
+def require_read_back(
+    written: Mapping[str, Tensor], read: Mapping[str, Tensor], share: float = 0.0
+) -> None:
     """Check that tensors read back from disk as they were written.
 
     Args:
@@ -75,7 +77,9 @@ def require_read_back(written: Mapping[str, Tensor], read: Mapping[str, Tensor],
     """
     for name, tensor in written.items():
         expected, actual = tensor.detach().cpu(), read[name].detach().cpu()
-        difference = (expected.double() - actual.double()).abs().max() if share and expected.numel() else 0.0
+        difference = (
+            (expected.double() - actual.double()).abs().max() if share and expected.numel() else 0.0
+        )
         is_same = (
             difference <= share * expected.double().abs().max()
             if share and expected.numel()
@@ -108,7 +112,9 @@ def stage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return staged
 
 
-def write_shards(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, group: str | None = None) -> dict[str, str]:
+def write_shards(
+    folder: Path, tensors: dict[str, Tensor], ranks: Ranks, group: str | None = None
+) -> dict[str, str]:
     """Write every rank's shards into `folder / SHARDS`, flush them and read them back. All ranks call it.
 
     Args:
@@ -129,7 +135,12 @@ def write_shards(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, group: 
     members = None if group is None else _resolve_process_group(GroupName(group))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about CPU copies of tensors of a GPU's mesh
-        state_dict_saver.save(tensors, checkpoint_id=folder / SHARDS, process_group=members, no_dist=ranks.mesh is None)
+        state_dict_saver.save(
+            tensors,
+            checkpoint_id=folder / SHARDS,
+            process_group=members,
+            no_dist=ranks.mesh is None,
+        )
     del members
     files = sorted(path for path in (folder / SHARDS).iterdir() if path.is_file())
     own_files = files[ranks.rank :: ranks.world]
@@ -137,9 +148,14 @@ def write_shards(folder: Path, tensors: dict[str, Tensor], ranks: Ranks, group: 
         flush(path)
     sums = {f"{SHARDS}/{path.name}": checksum(path) for path in own_files}
     read = read_into(folder, {name: torch.empty_like(tensor) for name, tensor in tensors.items()})
-    for has_copies, share in ((False, 0.0), (True, ROUNDING)):  # of copies only one is written, maybe another rank's
+    for has_copies, share in (
+        (False, 0.0),
+        (True, ROUNDING),
+    ):  # of copies only one is written, maybe another rank's
         compared = {
-            name: tensor for name, tensor in tensors.items() if (num_copies(tensor, ranks.world) > 1) == has_copies
+            name: tensor
+            for name, tensor in tensors.items()
+            if (num_copies(tensor, ranks.world) > 1) == has_copies
         }
         require_read_back(
             {n: local_part(tensor) for n, tensor in compared.items()},
@@ -165,9 +181,13 @@ def read_into(folder: Path, targets: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def read_whole(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Return the full tensors of a checkpoint with names that start with `prefix`, which is removed."""
-    targets = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in shard_sizes(folder).items()}
+    targets = {
+        name: torch.empty(size, dtype=dtype) for name, (size, dtype) in shard_sizes(folder).items()
+    }
     targets = {name: tensor for name, tensor in targets.items() if name.startswith(prefix)}
-    return {name.removeprefix(prefix): tensor for name, tensor in read_into(folder, targets).items()}
+    return {
+        name.removeprefix(prefix): tensor for name, tensor in read_into(folder, targets).items()
+    }
 
 
 def restore(
@@ -188,14 +208,20 @@ def restore(
         ValueError: if the names of the checkpoint's tensors differ from the model's; the message names one.
     """
     sizes = shard_sizes(folder)
-    targets: dict[str, Tensor] = {f"model.{name}": tensor.detach() for name, tensor in held_state(model).items()}
+    targets: dict[str, Tensor] = {
+        f"model.{name}": tensor.detach() for name, tensor in held_state(model).items()
+    }
     saved = {name for name in sizes if name.startswith("model.")}
     expected = targets.keys() if names is None else {f"model.{name}" for name in names}
     if saved != expected:
         mismatched = sorted(saved ^ expected)
-        raise ValueError(f"{len(mismatched)} tensors are in only one of the two, such as {mismatched[0]}")
+        raise ValueError(
+            f"{len(mismatched)} tensors are in only one of the two, such as {mismatched[0]}"
+        )
     if optimizer is not None:
-        targets |= _empty_state(model, optimizer, {name: size for name, size in sizes.items() if name not in saved})
+        targets |= _empty_state(
+            model, optimizer, {name: size for name, size in sizes.items() if name not in saved}
+        )
     read_into(folder, targets)
 
 
@@ -206,7 +232,9 @@ def shard_sizes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def _empty_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, sizes: dict[str, tuple[torch.Size, torch.dtype]]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sizes: dict[str, tuple[torch.Size, torch.dtype]],
 ) -> dict[str, Tensor]:
     """Give every parameter zeroed optimizer state of the listed names, sharded like the parameter. Return the state by
     name."""
@@ -218,7 +246,9 @@ def _empty_state(
         if name not in parameters:  # belongs to another pipeline stage
             continue
         parameter = parameters[name]
-        scalar = torch.zeros((), dtype=dtype, device=parameter.device)  # fused AdamW counts steps on the device
+        scalar = torch.zeros(
+            (), dtype=dtype, device=parameter.device
+        )  # fused AdamW counts steps on the device
         state = optimizer.state[parameter]
         if key not in state:
             state[key] = torch.zeros_like(parameter.detach()) if size else scalar

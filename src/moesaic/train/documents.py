@@ -39,7 +39,9 @@ def read_documents(path: Path, field: str) -> list[bytes]:
         except OSError as error:
             raise InputError(f"data: {path} cannot be read ({error.strerror})") from error
         except MemoryError as error:
-            raise InputError(f"data: {path} is larger than this process's memory: split it") from error
+            raise InputError(
+                f"data: {path} is larger than this process's memory: split it"
+            ) from error
         if b"\0" in data:
             raise InputError(
                 f"data: {path} is not text, it has zero bytes: leave it out, convert it to UTF-8, or name it .bin if it holds "
@@ -79,7 +81,9 @@ def _rows(path: Path, field: str) -> Iterator[bytes]:
         for row in (
             datasets.load_from_disk(str(path))
             if path.is_dir()
-            else datasets.load_dataset(TABLES[path.suffix], data_files=str(path), split="train", streaming=True)
+            else datasets.load_dataset(
+                TABLES[path.suffix], data_files=str(path), split="train", streaming=True
+            )
         ):
             if row[field] is not None:
                 yield row[field].encode("utf-8")

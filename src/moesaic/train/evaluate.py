@@ -70,7 +70,11 @@ def evaluate(
 def largest_parameter(model: nn.Module, ranks: Ranks) -> float:
     """Return the largest absolute value of all parameters on all ranks. The result is not finite if any parameter is
     not."""
-    parts = [local_part(parameter.detach()) for parameter in model.parameters() if parameter.is_floating_point()]
+    parts = [
+        local_part(parameter.detach())
+        for parameter in model.parameters()
+        if parameter.is_floating_point()
+    ]
     largest = nn.utils.get_total_norm([part for part in parts if part.numel()], math.inf)
     if ranks.mesh is not None:  # a maximum over ranks may drop a NaN
         largest = largest.nan_to_num(nan=math.inf)

@@ -120,9 +120,16 @@ def launch(patience: float = TrainConfig.start_patience) -> Launch:
         torch.cuda.set_device(dist.get_node_local_rank(0) % torch.cuda.device_count())
     if dist.is_torchelastic_launched():
         threading.Thread(
-            target=_end_when_parent_is_gone, args=(os.getppid(),), name="moesaic-launcher", daemon=True
+            target=_end_when_parent_is_gone,
+            args=(os.getppid(),),
+            name="moesaic-launcher",
+            daemon=True,
         ).start()
-    timeout, rank, world = timedelta(seconds=patience), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout, rank, world = (
+        timedelta(seconds=patience),
+        int(os.environ["RANK"]),
+        int(os.environ["WORLD_SIZE"]),
+    )
 
     def unmet(why: object) -> str:
         return (
@@ -140,12 +147,18 @@ def launch(patience: float = TrainConfig.start_patience) -> Launch:
             raise dist.DistStoreError(f"rank{'s' * (',' in missing)} {missing} did not come")
         handle_ends(roll, lambda: "in the start; start the run again")
         with (
-            _ends_after(patience + 2 * ANSWER_SECONDS, lambda: unmet(f"{store_keeper()} {roll.fate(0)}")),
+            _ends_after(
+                patience + 2 * ANSWER_SECONDS, lambda: unmet(f"{store_keeper()} {roll.fate(0)}")
+            ),
             naming_dead_ranks(roll, "while the ranks met: start the run again"),
         ):
-            dist.init_process_group(backend, store=roll.store, rank=rank, world_size=world, timeout=timeout)
+            dist.init_process_group(
+                backend, store=roll.store, rank=rank, world_size=world, timeout=timeout
+            )
     except (dist.DistError, TrainingError) as error:
-        refusal = error if isinstance(error, TrainingError) else TrainingError(unmet(_first_line(error)))
+        refusal = (
+            error if isinstance(error, TrainingError) else TrainingError(unmet(_first_line(error)))
+        )
         if not Launch(roll).fails_first(refusal):
             sys.exit(1)
         raise refusal from error
@@ -181,12 +194,16 @@ def meet(store: Store, rank: int, world: int, patience: float) -> tuple[Roll, st
             roll = Roll(PrefixStore(f"moesaic/{attempt}", store), rank, world)
             roll.sign()
             roll.store.set(f"came/{rank}", "")
-            store.set_timeout(timedelta(seconds=patience + ANSWER_SECONDS / 2))  # rank 0 may have come last
+            store.set_timeout(
+                timedelta(seconds=patience + ANSWER_SECONDS / 2)
+            )  # rank 0 may have come last
             return roll
 
         try:
             roll = ask_store(answered, patience + ANSWER_SECONDS)
-            missing = ask_store(lambda: roll.store.get("missing").decode(), patience + ANSWER_SECONDS)
+            missing = ask_store(
+                lambda: roll.store.get("missing").decode(), patience + ANSWER_SECONDS
+            )
         except ConnectionError as error:
             raise dist.DistStoreError("rank 0 did not answer") from error
     else:
@@ -202,7 +219,9 @@ def _never_came(roll: Roll, store: Store, word: str, patience: float) -> set[int
     missing, until = set(range(1, roll.world)), time.monotonic() + patience
     while missing and time.monotonic() <= until:
         for other in missing:
-            if store.check([f"moesaic/comes/{other}"]):  # may be of an earlier attempt; its rank then comes later
+            if store.check(
+                [f"moesaic/comes/{other}"]
+            ):  # may be of an earlier attempt; its rank then comes later
                 store.set(f"moesaic/answer/{store.get(f'moesaic/comes/{other}').decode()}", word)
         missing = {other for other in missing if not roll.store.check([f"came/{other}"])}
         time.sleep(0.02)
@@ -217,7 +236,11 @@ def _open_store(rank: int, patience: float) -> Store:
     Raises:
         DistError: nothing answers in time.
     """
-    host, port, is_kept_here = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank == 0 and _is_of_rank_0()
+    host, port, is_kept_here = (
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        rank == 0 and _is_of_rank_0(),
+    )
     until = time.monotonic() + patience
     while not is_kept_here:
         try:
@@ -228,7 +251,16 @@ def _open_store(rank: int, patience: float) -> Store:
                 raise dist.DistStoreError(f"{store_keeper()} does not answer: {error}") from error
             time.sleep(0.1)
     seconds = min(patience, ANSWER_SECONDS)
-    opened = partial(TCPStore, host, port, None, is_kept_here, timedelta(seconds=seconds), False, multi_tenant=True)
+    opened = partial(
+        TCPStore,
+        host,
+        port,
+        None,
+        is_kept_here,
+        timedelta(seconds=seconds),
+        False,
+        multi_tenant=True,
+    )
     try:
         return opened() if is_kept_here else ask_store(opened, 2 * seconds)
     except ConnectionError as error:
@@ -266,7 +298,11 @@ def _end_when_parent_is_gone(parent: int) -> None:
     """Ask this process to save and end once its parent process is gone."""
     while os.getppid() == parent:
         time.sleep(1)
-    print(f"moesaic: torchrun (process {parent}) is gone: its ranks save and end", file=sys.stderr, flush=True)
+    print(
+        f"moesaic: torchrun (process {parent}) is gone: its ranks save and end",
+        file=sys.stderr,
+        flush=True,
+    )
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -293,7 +329,9 @@ def _is_one_of_several() -> bool:
         )
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         if not variables[name].isdecimal():
-            raise InputError(f"{name}={variables[name]}: must be a whole number: correct what the launcher sets")
+            raise InputError(
+                f"{name}={variables[name]}: must be a whole number: correct what the launcher sets"
+            )
     return True
 
 
@@ -350,7 +388,9 @@ class Roll:
         """
         others = [rank for rank in range(self.world) if rank != self.rank]
         before = {rank: self._entry("beats", rank) for rank in others}
-        for _ in range(30):  # a process may still exist for a moment after its connections are closed
+        for _ in range(
+            30
+        ):  # a process may still exist for a moment after its connections are closed
             dead = {rank: fate for rank in others if (fate := self.fate(rank)).startswith(GONE)}
             if dead:
                 return dead
@@ -358,7 +398,11 @@ class Roll:
         elsewhere = [rank for rank in others if before[rank] and self._is_elsewhere(rank)]
         if elsewhere:  # only a heartbeat shows whether a process on another machine lives
             time.sleep(2 * self._pause)
-        dead = {rank: self.fate(rank) for rank in elsewhere if self._entry("beats", rank) == before[rank]}
+        dead = {
+            rank: self.fate(rank)
+            for rank in elsewhere
+            if self._entry("beats", rank) == before[rank]
+        }
         return {0: self.fate(0)} if self._is_lost else dead
 
     def fail(self) -> int:
@@ -372,14 +416,22 @@ class Roll:
         until, others = time.monotonic() + 2 * ANSWER_SECONDS, set(range(1, self.world))
         while self.is_kept_by_rank_0 and self.rank == 0 and others and time.monotonic() < until:
             others = {rank for rank in others if not self._entry("left", rank)}
-            others = {rank for rank in others if self._process(rank) and not self.fate(rank).startswith(GONE)}
+            others = {
+                rank
+                for rank in others
+                if self._process(rank) and not self.fate(rank).startswith(GONE)
+            }
             time.sleep(0.1)
 
     def _entry(self, what: str, rank: int) -> str:
         """Return what a rank wrote about itself into the store; empty if it wrote nothing, or rank 0 is gone with it."""
         key = f"roll/{what}/{rank}"
         try:
-            return self.store.get(key).decode() if not self._is_lost and self.store.check([key]) else ""
+            return (
+                self.store.get(key).decode()
+                if not self._is_lost and self.store.check([key])
+                else ""
+            )
         except RuntimeError:
             if not self.is_kept_by_rank_0:
                 raise
@@ -412,12 +464,16 @@ def naming_dead_ranks(roll: Roll, when: str) -> Iterator[None]:
         raise
     except RuntimeError as error:
         with suppress(ValueError):  # not in the main thread
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's SIGTERM would come before the message
+            signal.signal(
+                signal.SIGTERM, signal.SIG_IGN
+            )  # torchrun's SIGTERM would come before the message
         try:
             dead = roll.dead()
         except RuntimeError:
             why = "the process that kept their store is gone or cut off, look at what its node said last"
-            raise TrainingError(f"rank {roll.rank} lost the others: {why} (here: {_first_line(error)})") from error
+            raise TrainingError(
+                f"rank {roll.rank} lost the others: {why} (here: {_first_line(error)})"
+            ) from error
         if not dead:
             if not any(word in str(error) for word in CONNECTION_WORDS):
                 raise

@@ -71,7 +71,9 @@ class TrainResult:
     """True if a signal ended the run early; it can be resumed."""
 
 
-def train(config: TrainConfig, *, console: Console | None = None, task: TrainingTask = DECODER) -> TrainResult:
+def train(
+    config: TrainConfig, *, console: Console | None = None, task: TrainingTask = DECODER
+) -> TrainResult:
     """Train a model as configured. If a process group is initialised, all its ranks train together.
 
     Args:
@@ -102,7 +104,9 @@ def train(config: TrainConfig, *, console: Console | None = None, task: Training
             if next_sample_step is not None:  # the step whose samples come next
                 run.left_out = next_sample_step - run.step
                 returns[run.step] += 1
-            trainer = Trainer(run, console if run.ranks.is_first else Console(quiet=True), candidates)
+            trainer = Trainer(
+                run, console if run.ranks.is_first else Console(quiet=True), candidates
+            )
         trainer.rolls_back = config.on_spike == "rollback" and returns[run.step] < MOST_RETURNS
         try:
             return trainer.run()
@@ -115,17 +119,23 @@ def train(config: TrainConfig, *, console: Console | None = None, task: Training
 
 def _watch_start(config: TrainConfig) -> Watch:
     """Return a watch over the ranks while they have no model yet."""
-    return Watch(nn.Module(), None, config.start_patience, lambda: "the start", lambda: "start the run again")
+    return Watch(
+        nn.Module(), None, config.start_patience, lambda: "the start", lambda: "start the run again"
+    )
 
 
 class Trainer:
     """Runs the steps of a `RunState`."""
 
-    def __init__(self, run: RunState, console: Console, candidates: Candidates | None = None) -> None:
+    def __init__(
+        self, run: RunState, console: Console, candidates: Candidates | None = None
+    ) -> None:
         self.state, self.config, self.model = run, run.config, run.model
         self.console = console
         self.ranks = run.ranks
-        self.peak = None  # ranks on CPUs share the cores, so that no rate measured on one of them is theirs
+        self.peak = (
+            None  # ranks on CPUs share the cores, so that no rate measured on one of them is theirs
+        )
         if run.device.type != "cpu":
             self.peak = self.ranks.world * matmul_flops_per_second(run.device, run.dtype)
         self.meter = LoadMeter()
@@ -133,13 +143,19 @@ class Trainer:
         self.routing = RoutingObserver(run)
         self.decisions = DecisionMeter(run.model, run.dtype.itemsize)
         self.spikes = Spikes()
-        self.moe_layers = {name: part for name, part in run.model.named_modules() if isinstance(part, MoE)}
+        self.moe_layers = {
+            name: part for name, part in run.model.named_modules() if isinstance(part, MoE)
+        }
         self._layers: Sequence[int] = range(len(self.moe_layers))
         """Numbers of the model's MoE layers on this rank."""
         if isinstance(run.model, PipelinedGPT):
             self._layers = run.model.layers
         self._watch = Watch(
-            run.model, run.claim, run.config.patience, lambda: f"step {self.state.step + 1}", run.advice
+            run.model,
+            run.claim,
+            run.config.patience,
+            lambda: f"step {self.state.step + 1}",
+            run.advice,
         )
         self.rolls_back = False
         """Whether a loss spike rolls the run back to its last checkpoint."""
@@ -150,9 +166,15 @@ class Trainer:
         self._collapsed: set[str] = set()
         self._metrics: Metrics | None = None
         """None on all ranks but the first."""
-        self._say: Callable[[str], None] = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-        self.auto = start_auto(run, candidates, lambda: self.clock.seconds, lambda line: self._say(line))
-        self.experts = ExpertMover(run.config, run.model, run.ranks.mesh, run.optimizer, min(run.dtype.itemsize, 4))
+        self._say: Callable[[str], None] = partial(
+            console.print, highlight=False, markup=False, soft_wrap=True
+        )
+        self.auto = start_auto(
+            run, candidates, lambda: self.clock.seconds, lambda line: self._say(line)
+        )
+        self.experts = ExpertMover(
+            run.config, run.model, run.ranks.mesh, run.optimizer, min(run.dtype.itemsize, 4)
+        )
 
     def run(self) -> TrainResult:
         """Train until the last step or a signal, under a watch over the ranks. Return how the run ended."""
@@ -162,7 +184,9 @@ class Trainer:
             with (
                 self._watch,
                 stop_requests() as stop,
-                TrainingProgress(config.steps, state.step, console=self.console, label=state.folder.name) as progress,
+                TrainingProgress(
+                    config.steps, state.step, console=self.console, label=state.folder.name
+                ) as progress,
             ):
                 self._open_metrics()
                 self._say = progress.say
@@ -201,13 +225,17 @@ class Trainer:
             if self._metrics is not None:
                 self._metrics.close()
             handle.remove()
-        return TrainResult(state.folder, state.step, val_loss, self.clock.seconds, state.step < config.steps)
+        return TrainResult(
+            state.folder, state.step, val_loss, self.clock.seconds, state.step < config.steps
+        )
 
     def _open_metrics(self) -> None:
         folder, step = self.state.folder, self.state.step
         with self.ranks.together():
             if self.ranks.is_first:
-                self._metrics = Metrics(folder, step, tensorboard=self.config.tensorboard, say=self._say)
+                self._metrics = Metrics(
+                    folder, step, tensorboard=self.config.tensorboard, say=self._say
+                )
 
     def _log(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Write a line of metrics, on the first rank."""
@@ -247,7 +275,12 @@ class Trainer:
             self.experts.after_step()
         if not logs:
             return {}
-        return {"loss": float(loss), "grad_norm": float(norm), "lr": rate, **self._mean_losses(auxiliary)}
+        return {
+            "loss": float(loss),
+            "grad_norm": float(norm),
+            "lr": rate,
+            **self._mean_losses(auxiliary),
+        }
 
     def _gradient_norm(self) -> Tensor:
         if isinstance(self.model, PipelinedGPT):
@@ -286,17 +319,26 @@ class Trainer:
     def _batch(self, micro: int) -> tuple[Tensor, Tensor]:
         """Return the tokens and targets of one micro-batch of the current step."""
         state = self.state
-        tokens, targets = state.batches.get((state.step + state.left_out) * self.config.accumulation + micro)
+        tokens, targets = state.batches.get(
+            (state.step + state.left_out) * self.config.accumulation + micro
+        )
         return tokens.to(state.device), targets.to(state.device)
 
-    def _run_in_turn(self, model: GPT, *, again: bool) -> tuple[Tensor, list[list[dict[str, Tensor]]]]:
+    def _run_in_turn(
+        self, model: GPT, *, again: bool
+    ) -> tuple[Tensor, list[list[dict[str, Tensor]]]]:
         """Run forward and backward of all micro-batches, one after another."""
         count, state = self.config.accumulation, self.state
-        loss = torch.zeros((), device=state.device, dtype=torch.promote_types(state.dtype, torch.float32))
+        loss = torch.zeros(
+            (), device=state.device, dtype=torch.promote_types(state.dtype, torch.float32)
+        )
         auxiliary = []
         for micro in range(count):
             tokens, targets = self._batch(micro)
-            with self.routing.call(state.step, micro, again=again), autocast(state.device, state.dtype):
+            with (
+                self.routing.call(state.step, micro, again=again),
+                autocast(state.device, state.dtype),
+            ):
                 output = model(tokens, targets)
             assert output.loss is not None
             (output.loss / count).backward()
@@ -332,9 +374,16 @@ class Trainer:
             return {}
         transport = self.ranks.mesh.transport
         now = [self.clock.seconds, transport.compute, *transport.waited]
-        since, self._reported_times = [value - before for value, before in zip(now, self._reported_times)], now
+        since, self._reported_times = (
+            [value - before for value, before in zip(now, self._reported_times)],
+            now,
+        )
         table = [[round(value, 6) for value in row] for row in self.ranks.gathered(since)]
-        seconds, compute, waited = ([row[0] for row in table], [row[1] for row in table], [row[2:] for row in table])
+        seconds, compute, waited = (
+            [row[0] for row in table],
+            [row[1] for row in table],
+            [row[2:] for row in table],
+        )
         return {"ranks": {"seconds": seconds, "compute": compute, "waited": waited}}
 
     def _skip_step(self, wrong: str) -> None:
@@ -346,7 +395,9 @@ class Trainer:
             layer.step_counts.zero_()
         self._skipped_in_row += 1
         if self._skipped_in_row == most:
-            raise self._not_finite(f"{wrong}, as were the {most - 1} before it" if most > 1 else wrong, origin)
+            raise self._not_finite(
+                f"{wrong}, as were the {most - 1} before it" if most > 1 else wrong, origin
+            )
         state.step += 1
         state.skipped += 1
         self._log("skipped", state.step, {"why": wrong, "origin": origin})
@@ -373,9 +424,15 @@ class Trainer:
         self._log("spike", step, {"loss": loss, "usual": usual, "rolled_back": rolls_back})
         line = f"the loss of step {step} leaps to {loss:.4g} from {usual:.4g}"
         if rolls_back:
-            self._say(f"{line}: going back to {self.state.checkpoints()[-1]}, the samples since are left out")
+            self._say(
+                f"{line}: going back to {self.state.checkpoints()[-1]}, the samples since are left out"
+            )
             raise LossSpikeError
-        hint = "" if self.config.on_spike == "rollback" else "; --on-spike rollback would take the run back"
+        hint = (
+            ""
+            if self.config.on_spike == "rollback"
+            else "; --on-spike rollback would take the run back"
+        )
         self._say(f"{line}, and the run goes on{hint}")
 
     def _balance(self) -> list[dict[str, object]]:
@@ -395,11 +452,17 @@ class Trainer:
     def _mean_losses(self, auxiliary: list[list[dict[str, Tensor]]]) -> dict[str, float]:
         """Return each auxiliary loss, averaged over the layers and micro-batches of a step."""
         means = [
-            {name: float(torch.stack([losses[name] for losses in calls]).mean()) for name in calls[0]}
+            {
+                name: float(torch.stack([losses[name] for losses in calls]).mean())
+                for name in calls[0]
+            }
             for calls in zip(*auxiliary)
         ]
         layers = self._gather_layers(means)
-        return {name: sum(layer[name] for layer in layers) / len(layers) for name in (layers[0] if layers else ())}
+        return {
+            name: sum(layer[name] for layer in layers) / len(layers)
+            for name in (layers[0] if layers else ())
+        }
 
     def _evaluate(self) -> float:
         """Measure and log the validation loss. Return it in nats per byte."""
@@ -409,10 +472,14 @@ class Trainer:
             batch_size=self.config.batch_size, dtype=state.dtype, ranks=self.ranks,
         )  # fmt: skip
         if not math.isfinite(evaluation.per_byte):
-            wrong = f"the validation loss of step {state.step} is not finite ({evaluation.per_token})"
+            wrong = (
+                f"the validation loss of step {state.step} is not finite ({evaluation.per_token})"
+            )
             raise self._not_finite(wrong, weights_not_finite(self.model, self.ranks))
         with self.experts.at_home():
-            require_same_weights(self.model, self.ranks, state.step, self.state.advice(), align=False)
+            require_same_weights(
+                self.model, self.ranks, state.step, self.state.advice(), align=False
+            )
         losses = {"val_loss": evaluation.per_token, "val_nats_per_byte": evaluation.per_byte}
         self._log("eval", state.step, {**losses, "seconds": self.clock.seconds})
         speed = self.clock.tokens_per_second

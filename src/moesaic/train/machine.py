@@ -45,7 +45,9 @@ def matmul_flops_per_second(
     """
     rows, width, columns = shape or (8192 if device.type == "cuda" else 1024,) * 3
     generator = torch.Generator(device).manual_seed(0)  # the global generator belongs to the run
-    a, b = (torch.randn(n, width, device=device, generator=generator).to(dtype) for n in (rows, columns))
+    a, b = (
+        torch.randn(n, width, device=device, generator=generator).to(dtype) for n in (rows, columns)
+    )
     seconds, out = [], a.new_empty(rows, columns)
     for _ in range(24):
         start = time.perf_counter()
@@ -63,7 +65,9 @@ def pick_precision(name: str, device: torch.device, shape: tuple[int, int, int])
         return dtype
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    low, full = (matmul_flops_per_second(device, dtype, shape) for dtype in (torch.bfloat16, torch.float32))
+    low, full = (
+        matmul_flops_per_second(device, dtype, shape) for dtype in (torch.bfloat16, torch.float32)
+    )
     return torch.bfloat16 if low >= BFLOAT16_PAYS_FROM * full else torch.float32
 
 

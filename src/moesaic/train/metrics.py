@@ -106,7 +106,9 @@ def event_files(folder: Path, start_step: int) -> SummaryWriter:
         raise InputError(
             "tensorboard=true needs the package tensorboard: pip install tensorboard, or tensorboard=false"
         ) from error
-    return SummaryWriter(str(folder_below(folder / "tensorboard")), purge_step=start_step + 1 if start_step else None)
+    return SummaryWriter(
+        str(folder_below(folder / "tensorboard")), purge_step=start_step + 1 if start_step else None
+    )
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
@@ -138,7 +140,11 @@ def _parsed(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
             if number < len(lines):
                 damages.append(f"line {number} is damaged ({error})")
             continue
-        if isinstance(values, dict) and type(values.get("step")) is int and isinstance(values.get("kind"), str):
+        if (
+            isinstance(values, dict)
+            and type(values.get("step")) is int
+            and isinstance(values.get("kind"), str)
+        ):
             parsed.append(values)
         else:
             damages.append(f"line {number} is not one of a run's metrics")
@@ -154,8 +160,14 @@ def _lines_up_to(path: Path, start_step: int, say: Callable[[str], None]) -> lis
 
 
 def _unwritable(path: Path, error: OSError) -> InputError:
-    reason = "the disk is full: free space" if error.errno == errno.ENOSPC else f"{error.strerror}: check the folder"
-    return InputError(f"metrics {path} could not be written, {reason}; resume from the last checkpoint then")
+    reason = (
+        "the disk is full: free space"
+        if error.errno == errno.ENOSPC
+        else f"{error.strerror}: check the folder"
+    )
+    return InputError(
+        f"metrics {path} could not be written, {reason}; resume from the last checkpoint then"
+    )
 
 
 def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:

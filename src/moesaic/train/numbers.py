@@ -80,7 +80,9 @@ def wrong_numbers(loss: Tensor, norm: Tensor, step: int) -> str:
     return f"the {what} of step {step} is not finite ({float(loss)}, gradient norm {float(norm)})"
 
 
-def collapsed_routers(layers: Sequence[LoadStatistics], names: Sequence[str], top_k: int) -> dict[str, str]:
+def collapsed_routers(
+    layers: Sequence[LoadStatistics], names: Sequence[str], top_k: int
+) -> dict[str, str]:
     """Return a message for each layer with a router that sends nearly all tokens to the same `top_k` experts."""
     messages = {}
     for name, load in zip(names, layers):
@@ -102,7 +104,9 @@ def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) ->
         repeat: runs the step's forward and backward passes again.
     """
     weights = not_finite(model)
-    forward, backward = _first_faults(model, repeat)  # stages are ordered as activations and gradients flow
+    forward, backward = _first_faults(
+        model, repeat
+    )  # stages are ordered as activations and gradients flow
     in_order = forward and (ranks.stage, *forward), backward and (-ranks.stage, *backward)
     reports = ranks.gathered((weights, *in_order))
     faulty_weights = _faulty_weights_in_words([report[0] for report in reports])
@@ -113,7 +117,9 @@ def find_origin(model: nn.Module, ranks: Ranks, repeat: Callable[[], object]) ->
         if any(faults):
             *_, name, detail = min(fault for fault in faults if fault)
             where = [rank for rank, fault in enumerate(faults) if fault and fault[2] == name]
-            return f"{what.format(name)} is the first that is not finite, on {in_words(where)}{detail}"
+            return (
+                f"{what.format(name)} is the first that is not finite, on {in_words(where)}{detail}"
+            )
     return "nothing was wrong when the step was repeated, so suspect the hardware of a rank"
 
 
@@ -154,19 +160,27 @@ Fault = tuple[int, str, str]
 """How many values were sound before the first that is not finite, the name of its module, and details."""
 
 
-def _first_faults(model: nn.Module, repeat: Callable[[], object]) -> tuple[Fault | None, Fault | None]:
+def _first_faults(
+    model: nn.Module, repeat: Callable[[], object]
+) -> tuple[Fault | None, Fault | None]:
     """Repeat a step; return the first fault of this rank's forward pass and of its backward pass, where there is one."""
     seen: Counter[str] = Counter()
     faults: dict[str, Fault] = {}
 
-    def check(what: str, name: str, tensors: Sequence[Tensor], detail: Callable[[], str] = str) -> None:
+    def check(
+        what: str, name: str, tensors: Sequence[Tensor], detail: Callable[[], str] = str
+    ) -> None:
         if what not in faults and not all(bool(tensor.isfinite().all()) for tensor in tensors):
             faults[what] = seen[what], name, detail()
         seen[what] += 1
 
     def check_output(name: str, module: nn.Module, _: Any, output: Any) -> None:
         parts = output if isinstance(output, tuple) else (output,)
-        tensors = [local_part(part) for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
+        tensors = [
+            local_part(part)
+            for part in parts
+            if isinstance(part, Tensor) and part.is_floating_point()
+        ]
         routing = next((part for part in parts if isinstance(part, Routing)), None)
         check(
             "forward",
@@ -176,10 +190,14 @@ def _first_faults(model: nn.Module, repeat: Callable[[], object]) -> tuple[Fault
         )
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: check("backward", name, [local_part(gradient)]))
+                tensor.register_hook(
+                    lambda gradient: check("backward", name, [local_part(gradient)])
+                )
 
     hooks = [
-        module.register_forward_hook(partial(check_output, name)) for name, module in model.named_modules() if name
+        module.register_forward_hook(partial(check_output, name))
+        for name, module in model.named_modules()
+        if name
     ]
     try:
         repeat()
@@ -198,7 +216,9 @@ def _expert_of(y: Tensor, routing: Routing) -> str:
     return f", expert {of_experts.most_common(1)[0][0]}" if of_experts else ""
 
 
-def require_same_weights(model: nn.Module, ranks: Ranks, step: int, advice: str, *, align: bool) -> None:
+def require_same_weights(
+    model: nn.Module, ranks: Ranks, step: int, advice: str, *, align: bool
+) -> None:
     """Check that ranks with the same part of a tensor hold the same numbers. All ranks call it.
 
     Under some plans the ranks of a tensor-parallel group sum in different orders, so copies differ in their last bits.
@@ -214,11 +234,16 @@ def require_same_weights(model: nn.Module, ranks: Ranks, step: int, advice: str,
     """
     if ranks.mesh is None:
         return
-    shared = {name: tensor for name, tensor in model.state_dict().items() if num_copies(tensor, ranks.world) > 1}
+    shared = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if num_copies(tensor, ranks.world) > 1
+    }
     sums = [_checksum(local_part(tensor.detach())) for tensor in shared.values()]
     values = torch.stack(sums).tolist() if sums else []
     own_sums = {
-        (name, _shard_coordinates(tensor)): tuple(value) for (name, tensor), value in zip(shared.items(), values)
+        (name, _shard_coordinates(tensor)): tuple(value)
+        for (name, tensor), value in zip(shared.items(), values)
     }
     sums_of_ranks: list[dict[tuple[str, Any], tuple[int, int]]] = ranks.gathered(own_sums)
     by_copy: dict[tuple[str, Any], dict[int, tuple[int, int]]] = {}
@@ -232,14 +257,20 @@ def require_same_weights(model: nn.Module, ranks: Ranks, step: int, advice: str,
         {key: local_part(shared[key[0]].detach()).cpu() for key in differing if key in own_sums}
     )
     for key in differing:
-        copies = {rank: parts[key].double() for rank, parts in enumerate(parts_of_ranks) if key in parts}
+        copies = {
+            rank: parts[key].double() for rank, parts in enumerate(parts_of_ranks) if key in parts
+        }
         usual = torch.stack(list(copies.values())).nanmedian(0).values
         differences = {rank: _difference(tensor, usual) for rank, tensor in copies.items()}
         if max(differences.values(), default=0.0) <= ROUNDING * float(usual.abs().max()):
             if align and key in own_sums:
                 local_part(shared[key[0]].detach()).copy_(copies[min(copies)])
             continue
-        drifted = [rank for rank in copies if differences[rank] > 0] if len(copies) > 2 else sorted(copies)
+        drifted = (
+            [rank for rank in copies if differences[rank] > 0]
+            if len(copies) > 2
+            else sorted(copies)
+        )
         what = "disagrees with the other ranks" if len(drifted) == 1 else "disagree"
         raise TrainingError(
             f"after step {step} {in_words(drifted)} {what} on {key[0]}, by up to {max(differences.values()):.3g}: suspect "
@@ -250,7 +281,13 @@ def require_same_weights(model: nn.Module, ranks: Ranks, step: int, advice: str,
 def _difference(one: Tensor, other: Tensor) -> float:
     """Return the largest absolute difference of two tensors; infinite if only one of them has a NaN at some place."""
     is_same = (one == other) | (one.isnan() & other.isnan())
-    return float((one - other).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(is_same, 0.0).max())
+    return float(
+        (one - other)
+        .abs()
+        .nan_to_num(nan=math.inf, posinf=math.inf)
+        .masked_fill(is_same, 0.0)
+        .max()
+    )
 
 
 def _shard_coordinates(tensor: Tensor) -> tuple[int, ...]:

@@ -16,22 +16,33 @@ DECAY_SHARE = 0.2
 """Share of the steps after the warm-up over which the wsd schedule decays (Hu et al. 2024 take 10 to 20 %)."""
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
+def make_optimizer(
+    model: nn.Module, config: OptimizerConfig, device: torch.device
+) -> torch.optim.AdamW:
     """Return AdamW of all parameters that are not frozen, with decay on matrices only; routers, norms and biases have none.
 
     AdamW's fused kernels process a parameter group together, so parameters on different meshes get separate groups. A
     group's `rate` is the multiple of the step's learning rate that it uses.
     """
-    routers = {id(p) for m in model.modules() if isinstance(m, AbstractRouter) for p in m.parameters()}
+    routers = {
+        id(p) for m in model.modules() if isinstance(m, AbstractRouter) for p in m.parameters()
+    }
     rates = dict.fromkeys(routers, config.router_lr_scale)
     expert_rate = config.expert_lr_scale
-    rates |= {id(p): expert_rate for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
+    rates |= {
+        id(p): expert_rate
+        for m in model.modules()
+        if isinstance(m, MoE)
+        for p in m.experts.parameters()
+    }
     groups: dict[tuple[bool, float, object], list[nn.Parameter]] = {}
     for decays in (True, False):
         for parameter in filter(lambda each: each.requires_grad, model.parameters()):
             if (parameter.dim() >= 2 and id(parameter) not in routers) == decays:
                 mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-                groups.setdefault((decays, rates.get(id(parameter), 1.0), mesh), []).append(parameter)
+                groups.setdefault((decays, rates.get(id(parameter), 1.0), mesh), []).append(
+                    parameter
+                )
     described = [
         {"params": parameters, "weight_decay": config.weight_decay if decays else 0.0, "rate": rate}
         for (decays, rate, _), parameters in groups.items()

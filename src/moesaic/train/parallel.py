@@ -80,18 +80,28 @@ def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool)
     if hasattr(model, "embedding"):
         styles["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)
     if getattr(model, "unembedding", None) is not None:
-        styles["unembedding"] = SplitParameters({"weight": 0}, input_layout=None, output_layout=None)
+        styles["unembedding"] = SplitParameters(
+            {"weight": 0}, input_layout=None, output_layout=None
+        )
     for name, module in model.named_modules():
         if isinstance(module, StackedLinear):
             inputs = Replicate() if module.input_is_whole else outside
-            styles[name] = SplitParameters({"weight": 1, "bias": 1}, input_layout=inputs, output_layout=None)
+            styles[name] = SplitParameters(
+                {"weight": 1, "bias": 1}, input_layout=inputs, output_layout=None
+            )
         elif isinstance(module, RowLinear):
             styles[name] = SplitParameters({"weight": 1}, input_layout=None, output_layout=outside)
         elif isinstance(module, Dense):
             experts = module.expert
-            dims = {own: dim for own in experts.names[0] if (dim := experts.shard_dim(own)) is not None}
+            dims = {
+                own: dim for own in experts.names[0] if (dim := experts.shard_dim(own)) is not None
+            }
             styles[name] = SplitParameters(dims, input_layout=outside, output_layout=outside)
-        elif isinstance(module, Attention) and module.q_norm is not None and module.k_norm is not None:
+        elif (
+            isinstance(module, Attention)
+            and module.q_norm is not None
+            and module.k_norm is not None
+        ):
             module.q_norm.different_over = module.k_norm.different_over = tp
     parallelize_module(model, tp, styles, src_data_rank=None)
     if by_position:
@@ -103,7 +113,9 @@ def split_dense(model: GPT | PipelinedGPT, tp: DeviceMesh, *, by_position: bool)
                 module.register_forward_hook(partial(_split_positions, tp))
         for name in getattr(model, "last_norms", GPT.last_norms):
             if hasattr(model, name):
-                getattr(model, name).register_forward_hook(lambda _, __, y: move(y, tp, Shard(1), Replicate()))
+                getattr(model, name).register_forward_hook(
+                    lambda _, __, y: move(y, tp, Shard(1), Replicate())
+                )
 
 
 class SplitParameters(ParallelStyle):
@@ -119,7 +131,11 @@ class SplitParameters(ParallelStyle):
     """
 
     def __init__(
-        self, dims: Mapping[str, int], *, input_layout: Placement | None, output_layout: Placement | None
+        self,
+        dims: Mapping[str, int],
+        *,
+        input_layout: Placement | None,
+        output_layout: Placement | None,
     ) -> None:
         super().__init__()
         self.dims, self.input_layout, self.output_layout = dims, input_layout, output_layout
@@ -127,7 +143,10 @@ class SplitParameters(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             assert self.input_layout is not None
-            return (move(inputs[0], mesh, self.input_layout, Replicate(), gradient=Partial()), *inputs[1:])
+            return (
+                move(inputs[0], mesh, self.input_layout, Replicate(), gradient=Partial()),
+                *inputs[1:],
+            )
 
         def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
             assert self.output_layout is not None
@@ -147,11 +166,17 @@ class SplitParameters(ParallelStyle):
                 continue
             placement: Placement = Shard(self.dims[name])
             split = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+            module.register_parameter(
+                name, nn.Parameter(split, requires_grad=parameter.requires_grad)
+            )
 
 
 def move(
-    x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, gradient: Placement | None = None
+    x: Tensor,
+    mesh: DeviceMesh,
+    source: Placement,
+    target: Placement,
+    gradient: Placement | None = None,
 ) -> Tensor:
     """Return this rank's part of a tensor after changing its placement; differentiable.
 
@@ -161,7 +186,9 @@ def move(
         target: the new placement.
         gradient: placement of the result's gradient; None for the same as the result.
     """
-    redistributed = DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target])
+    redistributed = DTensor.from_local(x, mesh, [source], run_check=False).redistribute(
+        placements=[target]
+    )
     return redistributed.to_local(grad_placements=None if gradient is None else [gradient])
 
 

@@ -94,7 +94,13 @@ class PipelinedGPT(nn.Module):
     """
 
     def __init__(
-        self, whole: GPT, config: TrainConfig, stages: DeviceMesh, dp: int, dtype: torch.dtype, device: torch.device
+        self,
+        whole: GPT,
+        config: TrainConfig,
+        stages: DeviceMesh,
+        dp: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.config = whole.config
@@ -105,7 +111,9 @@ class PipelinedGPT(nn.Module):
         count = self.pp * config.mesh.parts_per_stage
         numbers = range(self.stage, count, self.pp)
         self.parts = [Part(whole, number, count, dtype) for number in numbers]
-        self.blocks = nn.ModuleDict({name: block for part in self.parts for name, block in part.blocks.items()})
+        self.blocks = nn.ModuleDict(
+            {name: block for part in self.parts for name, block in part.blocks.items()}
+        )
         self.is_tied = whole.unembedding is None
         if self.stage == 0:
             self.positions, self.embedding_norm = whole.positions, whole.embedding_norm
@@ -121,13 +129,17 @@ class PipelinedGPT(nn.Module):
         length = config.model.seq_len // (config.mesh.tp if config.mesh.sequence_parallel else 1)
         self._activation_shape = length, config.model.dim
         self._zero = torch.zeros((), dtype=whole.embedding.weight.dtype, device=device)
-        self._schedule = self._make_schedule(config, [(number, count) for number in numbers], config.batch_size // dp)
+        self._schedule = self._make_schedule(
+            config, [(number, count) for number in numbers], config.batch_size // dp
+        )
 
     def _make_schedule(
         self, config: TrainConfig, places: Sequence[tuple[int, int]], rows: int
     ) -> Schedule1F1B | ScheduleInterleaved1F1B:
         tokens = torch.empty(rows, config.model.seq_len, dtype=torch.int64, device="meta")
-        x = torch.empty(rows, *self._activation_shape, dtype=self._zero.dtype, device="meta", requires_grad=True)
+        x = torch.empty(
+            rows, *self._activation_shape, dtype=self._zero.dtype, device="meta", requires_grad=True
+        )
         device, group = self._zero.device, self.stages["pp"].get_group()
         pipeline_stages = [
             PipelineStage(part, *place, device, tokens if part.is_first else x, x, group=group)
@@ -139,10 +151,14 @@ class PipelinedGPT(nn.Module):
             return token_loss(logits, targets) / micro
 
         if len(pipeline_stages) > 1:
-            return ScheduleInterleaved1F1B(list(pipeline_stages), micro, loss_fn=loss_of, scale_grads=False)
+            return ScheduleInterleaved1F1B(
+                list(pipeline_stages), micro, loss_fn=loss_of, scale_grads=False
+            )
         return Schedule1F1B(pipeline_stages[0], micro, loss_fn=loss_of, scale_grads=False)
 
-    def run_step(self, batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[list[Routing]]]:
+    def run_step(
+        self, batches: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, list[list[Routing]]]:
         """Add up the gradients of a step's micro-batches.
 
         Args:
@@ -157,7 +173,9 @@ class PipelinedGPT(nn.Module):
         """
         tokens, targets = (torch.cat(tensors) for tensors in zip(*batches))
         losses: list[Tensor] = []
-        ends: dict[str, Any] = {"target": targets, "losses": losses} if self.stage == self.pp - 1 else {}
+        ends: dict[str, Any] = (
+            {"target": targets, "losses": losses} if self.stage == self.pp - 1 else {}
+        )
         self._clear_routings()
         try:
             inputs = (tokens,) if self.stage == 0 else ()
@@ -169,7 +187,9 @@ class PipelinedGPT(nn.Module):
         self._add_embeddings()
         loss = torch.stack(losses).sum().detach() if losses else self._zero
         routings = zip(*(part.routings for part in self.parts))
-        return loss, [[routing for of_part in of_parts for routing in of_part] for of_parts in routings]
+        return loss, [
+            [routing for of_part in of_parts for routing in of_part] for of_parts in routings
+        ]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
         """Evaluate the full model, stage after stage. All ranks call it together.
@@ -186,7 +206,12 @@ class PipelinedGPT(nn.Module):
         group, x = self.stages["pp"].get_group(), tokens
         for part in self.parts:
             if not part.is_first:
-                x = torch.empty(len(tokens), *self._activation_shape, dtype=self._zero.dtype, device=tokens.device)
+                x = torch.empty(
+                    len(tokens),
+                    *self._activation_shape,
+                    dtype=self._zero.dtype,
+                    device=tokens.device,
+                )
                 if x.numel():
                     dist.recv(x, group=group, group_src=(self.stage - 1) % self.pp)
             x = part(x, tokens)

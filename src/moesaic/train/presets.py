@@ -32,7 +32,9 @@ PUBLISHED: dict[str, Any] = {
 def preset(name: str, settings: dict[str, Any] | None = None) -> TrainConfig:
     """Return the configuration that trains a model of `planner/presets.py`; None: with the settings that `RUNS` has for it."""
     config = override(TrainConfig(out=f"runs/{name}"), asdict(MODELS[name]), source=name)
-    if config.model.moe.top_k == 1:  # the weight of one expert of one would be 1, and the router would learn nothing
+    if (
+        config.model.moe.top_k == 1
+    ):  # the weight of one expert of one would be 1, and the router would learn nothing
         config = override(config, {"model": {"moe": {"router": "switch"}}}, source=name)
     return override(config, settings or RUNS.get(name, PUBLISHED), source=name)
 

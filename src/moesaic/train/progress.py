@@ -17,7 +17,9 @@ from moesaic.errors import in_one_line
 class TrainingProgress:
     """A progress bar for a run of `steps` steps, as a context manager."""
 
-    def __init__(self, steps: int, done: int, *, console: Console | None = None, label: str = "training") -> None:
+    def __init__(
+        self, steps: int, done: int, *, console: Console | None = None, label: str = "training"
+    ) -> None:
         self.console = console or Console()
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -36,7 +38,10 @@ class TrainingProgress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._progress.stop()
 

@@ -34,7 +34,9 @@ class Ranks:
 
     def __init__(self, mesh: Mesh | None = None, stages: DeviceMesh | None = None) -> None:
         self.mesh, self.stages = mesh, stages
-        self.pp, self.stage = (1, 0) if stages is None else (stages.size(0), stages.get_local_rank("pp"))
+        self.pp, self.stage = (
+            (1, 0) if stages is None else (stages.size(0), stages.get_local_rank("pp"))
+        )
         of_stage = 1 if mesh is None else mesh.grid.world
         self.rank: int = 0 if mesh is None else self.stage * of_stage + mesh.rank
         self.world: int = self.pp * of_stage
@@ -73,9 +75,7 @@ class Ranks:
         if self.mesh is None:
             return ""
         grid, stages = self.mesh.grid, f"pp {self.pp}, each " if self.pp > 1 else ""
-        return (
-            f" x {self.world} ranks ({stages}dp {grid.dp}, tp {grid.tp}; edp {grid.edp}, ep {grid.ep}, etp {grid.etp})"
-        )
+        return f" x {self.world} ranks ({stages}dp {grid.dp}, tp {grid.tp}; edp {grid.edp}, ep {grid.ep}, etp {grid.etp})"
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks, on its device; the tensor itself for one process."""
@@ -140,7 +140,9 @@ class Ranks:
             if refusal is not None:
                 raise refusal
             return
-        refusals = self.gathered(None if refusal is None else (type(refusal) is InputError, str(refusal)))
+        refusals = self.gathered(
+            None if refusal is None else (type(refusal) is InputError, str(refusal))
+        )
         for refused in refusals:
             if refused is not None:
                 is_input, text = refused
@@ -186,7 +188,9 @@ def _make_meshes(config: TrainConfig, device_type: DeviceType) -> tuple[Mesh, De
         transport=mesh_config.transport,
         group=group,
     )
-    if stages is not None:  # on all ranks, whatever layers a stage has: torch names a group by the number of groups
+    if (
+        stages is not None
+    ):  # on all ranks, whatever layers a stage has: torch names a group by the number of groups
         _ = mesh.dense, mesh.sparse
     return mesh, stages
 

@@ -86,7 +86,9 @@ class RoutingObserver:
         if recorder is not None and micro == 0 and recorder.is_full:
             recorder.flush()
         recording = nullcontext() if recorder is None else recorder.recording(step, micro)
-        replaying = nullcontext() if self._replay is None else self._replaying(self._replay, step, micro)
+        replaying = (
+            nullcontext() if self._replay is None else self._replaying(self._replay, step, micro)
+        )
         with recording, replaying:
             yield
 
@@ -102,7 +104,9 @@ class RoutingObserver:
     @contextmanager
     def _replaying(self, trace: Trace, step: int, micro: int) -> Iterator[None]:
         def experts(place: int) -> Tensor:
-            return torch.from_numpy(trace.experts(place, step, micro)[self._places.tokens(place)].astype(np.int64))
+            return torch.from_numpy(
+                trace.experts(place, step, micro)[self._places.tokens(place)].astype(np.int64)
+            )
 
         with replayed([layer.router for layer in self._places.layers], experts):
             yield
@@ -136,7 +140,11 @@ class _Places:
         """Return whether this rank records what a layer routes here. Otherwise another rank of its tensor-parallel group
         routes the same tokens and records them."""
         mesh = self._ranks.mesh
-        return mesh is None or self._routes_slices(place) or mesh.grid.coordinate(self._ranks.rank, "tp") == 0
+        return (
+            mesh is None
+            or self._routes_slices(place)
+            or mesh.grid.coordinate(self._ranks.rank, "tp") == 0
+        )
 
     def _routes_slices(self, place: int) -> bool:
         """Return whether each rank of a tensor-parallel group routes a slice of the group's tokens (S1)."""
@@ -152,11 +160,21 @@ class _Recorder:
 
     def __init__(self, config: TrainConfig, ranks: Ranks, places: _Places, folder: Path) -> None:
         assert config.record_routing != "none"
-        self._shape, self._holds, self._ranks, self._folder = shape_of(config), config.record_routing, ranks, folder
+        self._shape, self._holds, self._ranks, self._folder = (
+            shape_of(config),
+            config.record_routing,
+            ranks,
+            folder,
+        )
         self._places = places
         self._source = {
             "router": config.model.moe.router,
-            "mesh": {"world": ranks.world, "dp": ranks.dp, "ep": config.mesh.ep, "etp": config.mesh.etp},
+            "mesh": {
+                "world": ranks.world,
+                "dp": ranks.dp,
+                "ep": config.mesh.ep,
+                "etp": config.mesh.etp,
+            },
         }
         self._steps: list[int] = []
         self._tables: list[np.ndarray] = []
@@ -164,7 +182,9 @@ class _Recorder:
     @property
     def is_full(self) -> bool:
         """Whether the segment is to be written."""
-        return len(self._steps) >= max(1, min(SEGMENT_STEPS, SEGMENT_BYTES // self._shape.bytes_per_step(self._holds)))
+        return len(self._steps) >= max(
+            1, min(SEGMENT_STEPS, SEGMENT_BYTES // self._shape.bytes_per_step(self._holds))
+        )
 
     @contextmanager
     def recording(self, step: int, micro: int) -> Iterator[None]:
@@ -180,7 +200,9 @@ class _Recorder:
                 layer.routing_cache = earlier
         if micro == 0:
             self._steps.append(step)
-        tables = [self._table(place, routing_cache.records[layer]) for place, layer in enumerate(layers)]
+        tables = [
+            self._table(place, routing_cache.records[layer]) for place, layer in enumerate(layers)
+        ]
         self._tables.append(np.stack(tables).astype(self._shape.dtype(self._holds)))
 
     def flush(self) -> None:
@@ -196,8 +218,12 @@ class _Recorder:
                 table[...] = total.numpy()
         with self._ranks.together():
             if self._ranks.is_first:
-                whole = np.stack(tables).reshape(len(steps), self._shape.accumulation, *tables[0].shape)
-                segment = TraceSegment(self._shape, self._holds, np.array(steps), whole, self._ranks.dp, self._source)
+                whole = np.stack(tables).reshape(
+                    len(steps), self._shape.accumulation, *tables[0].shape
+                )
+                segment = TraceSegment(
+                    self._shape, self._holds, np.array(steps), whole, self._ranks.dp, self._source
+                )
                 write_segment(segment, self._folder / segment_name(steps[0]))
                 flush(self._folder)
 
@@ -220,7 +246,11 @@ class _Recorder:
     def _table(self, place: int, record: RoutingRecord) -> np.ndarray:
         """Return a call's part of the table, zero for all other tokens: the tokens' experts, or counts per sequence."""
         choice, shape, tokens = record.choice, self._shape, self._places.tokens(place)
-        rows, columns = (shape.tokens, shape.top_k) if self._holds == "tokens" else (shape.sequences, shape.num_experts)
+        rows, columns = (
+            (shape.tokens, shape.top_k)
+            if self._holds == "tokens"
+            else (shape.sequences, shape.num_experts)
+        )
         table = np.zeros((rows, columns), dtype=np.int64)
         if not self._places.are_recorded(place):
             return table
@@ -228,7 +258,12 @@ class _Recorder:
             table[tokens] = encoded(choice, shape.top_k).cpu().numpy()
             return table
         sequence = torch.from_numpy(tokens // shape.seq_len).to(choice.token.device)[choice.token]
-        return count(sequence * columns + choice.expert, choice.sent, table.size).cpu().numpy().reshape(rows, columns)
+        return (
+            count(sequence * columns + choice.expert, choice.sent, table.size)
+            .cpu()
+            .numpy()
+            .reshape(rows, columns)
+        )
 
 
 class _RecordingCache(RoutingCache):
@@ -257,9 +292,13 @@ def check_routing(config: TrainConfig, step: int = 0) -> Trace | None:
     """
     if config.record_routing == "none" and not config.replay_routing:
         return None
-    option = "replay_routing" if config.replay_routing else f"record_routing={config.record_routing}"
+    option = (
+        "replay_routing" if config.replay_routing else f"record_routing={config.record_routing}"
+    )
     if not any(config.model.is_sparse(layer) for layer in range(config.model.num_layers)):
-        raise InputError(f"{option}: the model has no MoE layers: set model.ffn=moe, or leave it out")
+        raise InputError(
+            f"{option}: the model has no MoE layers: set model.ffn=moe, or leave it out"
+        )
     by_token = bool(config.replay_routing) or config.record_routing == "tokens"
     if by_token and config.model.moe.router == "expert_choice":
         raise InputError(
@@ -271,7 +310,9 @@ def check_routing(config: TrainConfig, step: int = 0) -> Trace | None:
     path = Path(config.replay_routing)
     out = Path(config.out).resolve()
     if out in (path.resolve(), *path.resolve().parents):
-        raise InputError(f"replay_routing={path}: lies in out={config.out}, which this run writes: choose another out")
+        raise InputError(
+            f"replay_routing={path}: lies in out={config.out}, which this run writes: choose another out"
+        )
     trace = Trace.open(path)
     problems = differences(trace.shape, shape_of(config))
     if problems:
@@ -316,9 +357,16 @@ def prune(folder: Path, step: int) -> None:
             try:
                 path.unlink()
             except OSError as error:
-                raise InputError(f"trace {path}: cannot be removed ({error.strerror}): check the folder") from error
+                raise InputError(
+                    f"trace {path}: cannot be removed ({error.strerror}): check the folder"
+                ) from error
         elif header.steps[-1] >= step:
             whole = TraceSegment(
-                header.shape, header.holds, header.steps, read_table(header), header.groups, header.source
+                header.shape,
+                header.holds,
+                header.steps,
+                read_table(header),
+                header.groups,
+                header.source,
             )
             write_segment(whole.before(step), path)

@@ -22,7 +22,13 @@ from moesaic.configfile import read_table
 from moesaic.errors import InputError, TrainingError
 from moesaic.files import WRITING, entries, kind_of, leftovers, open_to_append, read_text, write
 from moesaic.traces.trace import FOLDER, PATTERN
-from moesaic.train.checkpoint import CONFIG, TOKENIZER, find_copy, list_checkpoints, remove_checkpoint
+from moesaic.train.checkpoint import (
+    CONFIG,
+    TOKENIZER,
+    find_copy,
+    list_checkpoints,
+    remove_checkpoint,
+)
 from moesaic.train.metrics import METRICS
 
 try:
@@ -57,7 +63,10 @@ class RunFolder:
             InputError: if the folder holds anything else.
         """
         try:
-            early = {LOCK, *(path.name for path in leftovers(self.path / CONFIG))}  # all that a killed start may leave
+            early = {
+                LOCK,
+                *(path.name for path in leftovers(self.path / CONFIG)),
+            }  # all that a killed start may leave
             names = sorted(entry.name for entry in self.path.iterdir() if entry.name not in early)
         except FileNotFoundError:
             return False
@@ -93,7 +102,9 @@ class RunFolder:
         """
         try:
             self._lock = _locked(self.path / LOCK)
-            for path in (path for name in (CONFIG, *OWN_FILES) for path in leftovers(self.path / name)):
+            for path in (
+                path for name in (CONFIG, *OWN_FILES) for path in leftovers(self.path / name)
+            ):
                 path.unlink()
         except OSError as error:
             raise unwritable(self.path, error) from error
@@ -112,11 +123,15 @@ class RunFolder:
             raise unwritable(self.path, error) from error
         self.claim()
         if self.is_a_run():
-            raise InputError(f"out={self.path}: another run has begun there meanwhile: choose another --out")
+            raise InputError(
+                f"out={self.path}: another run has begun there meanwhile: choose another --out"
+            )
 
     def clear(self) -> None:
         """Delete an earlier run's files except `config.json`, and those of its folders that are then empty."""
-        checkpoints, events, traces = (self.path / name for name in (CHECKPOINTS, "tensorboard", FOLDER))
+        checkpoints, events, traces = (
+            self.path / name for name in (CHECKPOINTS, "tensorboard", FOLDER)
+        )
         files = [*entries(events, "events.out.tfevents.*"), *entries(traces, PATTERN)]
         files += entries(self.path, FLIGHT.format(library="*", rank="*"), typed=True)
         for path in (*list_checkpoints(checkpoints), *entries(checkpoints, f"{WRITING}*")):
@@ -186,7 +201,11 @@ def is_marked(path: Path) -> bool:
         table = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(table, dict) and all(name in table for name in MARKS) and isinstance(table["model"], dict)
+    return (
+        isinstance(table, dict)
+        and all(name in table for name in MARKS)
+        and isinstance(table["model"], dict)
+    )
 
 
 def _locked(path: Path) -> IO[bytes]:
@@ -203,17 +222,31 @@ def _locked(path: Path) -> IO[bytes]:
             owner = _read_owner(file.read(500).decode(errors="replace"))
             if is_ours is False or (owner and not _is_gone(owner)):
                 file.close()
-                who = "process {process} on {host}, started {started},".format(**owner) if owner else "another process"
-                hint = "" if is_ours is False else f" (if it has ended, delete {path}: this file system knows no locks)"
+                who = (
+                    "process {process} on {host}, started {started},".format(**owner)
+                    if owner
+                    else "another process"
+                )
+                hint = (
+                    ""
+                    if is_ours is False
+                    else f" (if it has ended, delete {path}: this file system knows no locks)"
+                )
                 raise InputError(
                     f"out={path.parent}: {who} trains into it: wait for it or end it, or choose another --out{hint}"
                 )
-        if _has_name(file, path):  # the previous owner may have deleted it, and another process recreated it
+        if _has_name(
+            file, path
+        ):  # the previous owner may have deleted it, and another process recreated it
             break
         file.close()
     file.truncate(0)
     started = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    file.write(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "started": started}).encode())
+    file.write(
+        json.dumps(
+            {"process": os.getpid(), "host": socket.gethostname(), "started": started}
+        ).encode()
+    )
     return file
 
 
@@ -230,7 +263,11 @@ def _read_owner(text: str) -> dict[str, Any] | None:
     with suppress(ValueError, RecursionError):
         owner = json.loads(text)
         if isinstance(owner, dict) and owner.keys() == {"process", "host", "started"}:
-            return owner if isinstance(owner["process"], int) and 0 < owner["process"] < 2**31 else None
+            return (
+                owner
+                if isinstance(owner["process"], int) and 0 < owner["process"] < 2**31
+                else None
+            )
     return None
 
 

@@ -133,13 +133,27 @@ class _ListUnpickler(pickle.Unpickler):
 
 def _metadata(record: Any, others: list[str] | None) -> Metadata:
     fields = _fields(record, "Metadata")
-    entries = {_typed(name, str): entry for name, entry in _typed(fields["state_dict_metadata"], dict).items()}
+    entries = {
+        _typed(name, str): entry
+        for name, entry in _typed(fields["state_dict_metadata"], dict).items()
+    }
     if others is not None:
-        others += [name for name, entry in entries.items() if type(entry).__name__ == "BytesStorageMetadata"]
+        others += [
+            name
+            for name, entry in entries.items()
+            if type(entry).__name__ == "BytesStorageMetadata"
+        ]
         entries = {name: entry for name, entry in entries.items() if name not in set(others)}
-    tensors: dict[str, STORAGE_TYPES] = {name: _tensor_metadata(entry) for name, entry in entries.items()}
-    places = {_metadata_index(key): _storage_info(place) for key, place in _typed(fields["storage_data"], dict).items()}
-    places = {index: place for index, place in places.items() if others is None or index.fqn in tensors}
+    tensors: dict[str, STORAGE_TYPES] = {
+        name: _tensor_metadata(entry) for name, entry in entries.items()
+    }
+    places = {
+        _metadata_index(key): _storage_info(place)
+        for key, place in _typed(fields["storage_data"], dict).items()
+    }
+    places = {
+        index: place for index, place in places.items() if others is None or index.fqn in tensors
+    }
     return Metadata(tensors, storage_data=places, version=_typed(fields.get("version", ""), str))
 
 
@@ -153,7 +167,10 @@ def _tensor_metadata(record: Any) -> TensorStorageMetadata:
     return TensorStorageMetadata(
         TensorProperties(dtype=dtype),
         _torch_size(fields["size"]),
-        [ChunkStorageMetadata(_torch_size(chunk["offsets"]), _torch_size(chunk["sizes"])) for chunk in chunks],
+        [
+            ChunkStorageMetadata(_torch_size(chunk["offsets"]), _torch_size(chunk["sizes"]))
+            for chunk in chunks
+        ],
     )
 
 

@@ -35,9 +35,7 @@ def say_ends(command: str) -> None:
 def end_by(number: int, command: str, *, says: bool = True) -> None:
     """End this process by a signal as if nothing handled it, after a line if `says`."""
     if says:
-        line = (
-            f"{command}: ended by {signal.Signals(number).name} while no step ran: checkpoints that were saved stay\n"
-        )
+        line = f"{command}: ended by {signal.Signals(number).name} while no step ran: checkpoints that were saved stay\n"
         with suppress(OSError):  # the terminal may be gone
             os.write(2, line.encode())
     signal.signal(number, signal.SIG_DFL)

@@ -39,7 +39,14 @@ from moesaic.train.optimizer import make_optimizer
 from moesaic.train.parallel import parallelize
 from moesaic.train.pipeline import PipelinedGPT
 from moesaic.train.ranks import Ranks
-from moesaic.train.run_folder import CHECKPOINTS, HANG, RunFolder, is_marked, read_config, unwritable
+from moesaic.train.run_folder import (
+    CHECKPOINTS,
+    HANG,
+    RunFolder,
+    is_marked,
+    read_config,
+    unwritable,
+)
 from moesaic.train.task import DECODER, TrainingTask
 from moesaic.train.tokenizer import AbstractTokenizer, HubTokenizer, make_tokenizer
 
@@ -168,14 +175,25 @@ def _open(
         earlier = saved or base
         corpus = task.load_corpus(config, earlier.folder / TOKENIZER if earlier else None)
         part = (ranks.dp_index, ranks.dp)
-        batches = Batches(corpus.train, config.model.seq_len, config.batch_size, config.seed, part, corpus.objective)
+        batches = Batches(
+            corpus.train,
+            config.model.seq_len,
+            config.batch_size,
+            config.seed,
+            part,
+            corpus.objective,
+        )
         corpus_hash = fingerprint(corpus.train)
         eval_windows = even_windows(corpus.val, config.model.seq_len, config.evaluate.sequences)
-    ranks.require_same("the training data", corpus_hash, "give every rank the same files in data.path")
+    ranks.require_same(
+        "the training data", corpus_hash, "give every rank the same files in data.path"
+    )
     with ranks.together():
         model = _build(config, task.make_model, corpus.vocab_size, device, dtype, ranks)
         if saved is None:
-            announce(f"{folder.name}: drawing {model.num_parameters() / 1e6:,.2f} M parameters on {device}")
+            announce(
+                f"{folder.name}: drawing {model.num_parameters() / 1e6:,.2f} M parameters on {device}"
+            )
         _materialise(model, config, device, draw=saved is None)
         if base is not None:
             read_frozen(base, model, config.model, corpus.vocab_size)
@@ -274,15 +292,21 @@ def _build(
     return model
 
 
-def _materialise(model: GPT | PipelinedGPT, config: TrainConfig, device: torch.device, *, draw: bool) -> None:
+def _materialise(
+    model: GPT | PipelinedGPT, config: TrainConfig, device: torch.device, *, draw: bool
+) -> None:
     """Allocate this rank's part of a model. Draw it from the seed, so that no value depends on the mesh, unless the weights
     will be read from a file."""
     try:
         for part in model.parts if isinstance(model, PipelinedGPT) else [model]:
             part.to_empty(device=device)
-        reset_weights(model, config.model.num_layers, SeededDraw(config.seed, model) if draw else draw_nothing)
+        reset_weights(
+            model, config.model.num_layers, SeededDraw(config.seed, model) if draw else draw_nothing
+        )
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
+        if not isinstance(
+            error, MemoryError | torch.OutOfMemoryError
+        ) and "allocate memory" not in str(error):
             raise
         raise InputError(
             f"the model does not fit the memory of {device} ({' '.join(str(error).split()):.200}): make model.dim, "
@@ -290,7 +314,9 @@ def _materialise(model: GPT | PipelinedGPT, config: TrainConfig, device: torch.d
         ) from error
 
 
-def _find_base(config: TrainConfig, saved: Checkpoint | None, say: Callable[[str], None]) -> Checkpoint | None:
+def _find_base(
+    config: TrainConfig, saved: Checkpoint | None, say: Callable[[str], None]
+) -> Checkpoint | None:
     """Return the checkpoint that adapters adapt, which is the one of `saved` if that is given; None without adapters."""
     if not config.adapters.base and saved is not None and saved.extra.get("base"):
         raise InputError(
@@ -300,7 +326,9 @@ def _find_base(config: TrainConfig, saved: Checkpoint | None, say: Callable[[str
         return None
     path, out = Path(config.adapters.base), Path(config.out).resolve()
     if out in (path.resolve(), *path.resolve().parents):
-        raise InputError(f"adapters.base={path}: lies in out={config.out}, which this run writes: choose another out")
+        raise InputError(
+            f"adapters.base={path}: lies in out={config.out}, which this run writes: choose another out"
+        )
     base = load_checkpoint(path / CHECKPOINTS, say)
     if saved is not None and saved.extra.get("base") != identity(base):
         raise InputError(
@@ -331,7 +359,9 @@ class Trained:
             InputError: if the run's data were `.bin` tokens, which have no text.
         """
         if self.text is None:
-            raise InputError(f"{self.folder}: the run was trained on .bin tokens, whose text is not known")
+            raise InputError(
+                f"{self.folder}: the run was trained on .bin tokens, whose text is not known"
+            )
         return self.text
 
 
@@ -356,7 +386,9 @@ def load_trained(folder: Path, device: str = "auto", task: TrainingTask = DECODE
         raise InputError(f"{error}: name the folder that moesaic train wrote") from error
     config = override(TrainConfig(), table, source=str(folder / CONFIG))
     saved = load_checkpoint(folder / CHECKPOINTS, say)
-    tokenizer = make_tokenizer(config.data, saved.folder / TOKENIZER) if saved.extra["has_text"] else None
+    tokenizer = (
+        make_tokenizer(config.data, saved.folder / TOKENIZER) if saved.extra["has_text"] else None
+    )
     with torch.device("meta"):
         model = task.make_model(config, saved.vocab_size)
         if config.adapters.base:
@@ -400,8 +432,13 @@ def _require_resumable(saved: Checkpoint) -> None:
     """Raise InputError if a checkpoint's description lacks fields that a run needs to resume."""
     extra = saved.extra
     try:
-        sound = extra["precision"] in ("float32", "bfloat16", "float64") and 0 <= extra["seconds"] < math.inf
-        sound = sound and all(type(extra[name]) is int and extra[name] >= 0 for name in ("skipped", "left_out"))
+        sound = (
+            extra["precision"] in ("float32", "bfloat16", "float64")
+            and 0 <= extra["seconds"] < math.inf
+        )
+        sound = sound and all(
+            type(extra[name]) is int and extra[name] >= 0 for name in ("skipped", "left_out")
+        )
         sound = sound and isinstance(extra["train_tokens"], str) and type(extra["has_text"]) is bool
         torch.Generator().set_state(_generator_state(extra["rng"]["cpu"]))
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
@@ -433,7 +470,9 @@ def _require_same_data(fingerprint_now: str, saved: Checkpoint) -> None:
         )
 
 
-def _warn_of_changes(config: TrainConfig, saved: Checkpoint, folder: Path, say: Callable[[str], None]) -> None:
+def _warn_of_changes(
+    config: TrainConfig, saved: Checkpoint, folder: Path, say: Callable[[str], None]
+) -> None:
     """Print one line with the settings that decide the course of training and differ from the checkpoint's."""
     path = saved.folder / CONFIG
     if not is_marked(folder / CONFIG):
@@ -443,7 +482,9 @@ def _warn_of_changes(config: TrainConfig, saved: Checkpoint, folder: Path, say: 
     except InputError as error:
         say(f"{folder}: the run's earlier settings cannot be compared with these ({error})")
         return
-    changed = [line for line in differing_fields(config, before) if line.startswith(_DECIDE_THE_COURSE)]
+    changed = [
+        line for line in differing_fields(config, before) if line.startswith(_DECIDE_THE_COURSE)
+    ]
     if changed:
         say(f"{folder}: resumed with other settings, {', '.join(changed)} (now and before)")
 

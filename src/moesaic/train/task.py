@@ -39,5 +39,7 @@ def make_decoder(config: TrainConfig, vocab_size: int) -> GPT:
     return (MovingGPT if config.balance.moves_samples else GPT)(config.model, vocab_size)
 
 
-DECODER = TrainingTask(make_model=make_decoder, load_corpus=lambda config, file: load_corpus(config.data, file))
+DECODER = TrainingTask(
+    make_model=make_decoder, load_corpus=lambda config, file: load_corpus(config.data, file)
+)
 """A language model that predicts the next token."""

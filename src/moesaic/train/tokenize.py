@@ -50,8 +50,12 @@ def pack(out: Path, paths: Sequence[str], data: DataConfig) -> Packed:
     counts = np.zeros((len(sources), 2), dtype=np.int64)
     with writing(out, typed=True) as file:
         for index, files in enumerate(sources):
-            for document in (document for path in files for document in read_documents(path, data.text_field)):
-                ids = np.append(tokenizer.encode(document), tokenizer.separator).astype(dtype.newbyteorder("<"))
+            for document in (
+                document for path in files for document in read_documents(path, data.text_field)
+            ):
+                ids = np.append(tokenizer.encode(document), tokenizer.separator).astype(
+                    dtype.newbyteorder("<")
+                )
                 file.write(ids.tobytes())
                 counts[index] += (len(ids), 1)
     return _describe(out, dtype.name, tokenizer, counts)
@@ -65,7 +69,12 @@ def _describe(out: Path, dtype: str, tokenizer: AbstractTokenizer, counts: np.nd
         tokenizer_path = out.with_suffix(".tokenizer.json")
         write(tokenizer_path, tokenizer.text)
     packed = Packed(
-        out, dtype, tokenizer.vocab_size, tuple(counts[:, 0].tolist()), tuple(counts[:, 1].tolist()), tokenizer_path
+        out,
+        dtype,
+        tokenizer.vocab_size,
+        tuple(counts[:, 0].tolist()),
+        tuple(counts[:, 1].tolist()),
+        tokenizer_path,
     )
     table = {"dtype": dtype, "vocab_size": packed.vocab_size, "separator": tokenizer.separator, "tokens": packed.tokens,
              "documents": packed.documents}  # fmt: skip

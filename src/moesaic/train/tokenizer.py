@@ -52,7 +52,9 @@ class ByteTokenizer(AbstractTokenizer):
         byte_level = tokenizers.pre_tokenizers.ByteLevel
         letters = set(byte_level.alphabet())
         others = iter(sorted(letters - {chr(byte) for byte in range(BYTES)}))
-        vocabulary = {chr(byte) if chr(byte) in letters else next(others): byte for byte in range(BYTES)}
+        vocabulary = {
+            chr(byte) if chr(byte) in letters else next(others): byte for byte in range(BYTES)
+        }
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
         tokenizer.pre_tokenizer = byte_level(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -94,15 +96,21 @@ class HubTokenizer(AbstractTokenizer):
             raise InputError(
                 f"{path}: the tokenizer is missing: restore it, or name another with data.tokenizer"
             ) from error
-        except Exception as error:  # the library raises Exception itself for a file that does not parse
-            raise InputError(f"{path}: the tokenizer is damaged ({error}): restore it, or name another") from error
+        except (
+            Exception
+        ) as error:  # the library raises Exception itself for a file that does not parse
+            raise InputError(
+                f"{path}: the tokenizer is damaged ({error}): restore it, or name another"
+            ) from error
 
     @property
     def text(self) -> str:
         return str(self._tokenizer.to_str(pretty=True))
 
     def encode(self, data: bytes) -> np.ndarray:
-        ids = self._tokenizer.encode(data.decode("utf-8", errors="replace"), add_special_tokens=False).ids
+        ids = self._tokenizer.encode(
+            data.decode("utf-8", errors="replace"), add_special_tokens=False
+        ).ids
         return np.asarray(ids, dtype=np.uint16 if self.vocab_size <= 65_536 else np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -114,7 +122,9 @@ def _library() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise InputError(f"data.tokenizer needs the package tokenizers: {to_install('.[data]')}") from error
+        raise InputError(
+            f"data.tokenizer needs the package tokenizers: {to_install('.[data]')}"
+        ) from error
     return tokenizers
 
 

@@ -96,11 +96,15 @@ class Watch:
         self._names = {id(part): name for name, part in model.named_modules() if name}
         layers = {name: part for name, part in model.named_modules() if isinstance(part, MoE)}
         self._layers = {id(part.experts): name for name, part in layers.items()}
-        self._transports = {part.on_mesh.transport for part in layers.values() if part.on_mesh is not None}
+        self._transports = {
+            part.on_mesh.transport for part in layers.values() if part.on_mesh is not None
+        }
         self._folder, self._patience, self._step, self._advice = folder, patience, step, advice
         self._pause = min(5.0, patience / 10)
         self._answer_seconds = min(ANSWER_SECONDS, patience / 2)
-        self._round_seconds = 2 * self._pause + 1  # seconds in which every live rank has read the store once
+        self._round_seconds = (
+            2 * self._pause + 1
+        )  # seconds in which every live rank has read the store once
         self._main = threading.get_ident()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -113,7 +117,9 @@ class Watch:
             # prefix of torch's group, where the ranks signed before they met.
             store: Any = dist.distributed_c10d._get_default_store()
             try:
-                self._roll = ask_store(partial(self._sign, getattr(store, "underlying_store", store)), ANSWER_SECONDS)
+                self._roll = ask_store(
+                    partial(self._sign, getattr(store, "underlying_store", store)), ANSWER_SECONDS
+                )
             except ConnectionError:
                 raise TrainingError(f"{store_keeper()} does not answer, {self._when()}") from None
             self._store: Store = self._roll.store
@@ -132,7 +138,10 @@ class Watch:
         return roll
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._thread is None:
             return
@@ -170,10 +179,17 @@ class Watch:
             beats, before, num_bytes = beats + 1, (place, num_bytes), _moved_bytes()
             # A stopped process (or machine) does not hang, so each round counts no more seconds than it may take.
             now = time.monotonic()
-            still, last_look = still + min(now - last_look, 2 * self._pause + self._answer_seconds), now
+            still, last_look = (
+                still + min(now - last_look, 2 * self._pause + self._answer_seconds),
+                now,
+            )
             # The place alone is not enough: a thread that waits for a GPU in every step is always seen at that wait.
             main = sys._current_frames()[self._main]
-            place = (self._step(), [transport.next_tag for transport in self._transports], _place_of(main))
+            place = (
+                self._step(),
+                [transport.next_tag for transport in self._transports],
+                _place_of(main),
+            )
             if place != before[0]:
                 still = 0.0
             makes_progress = self._is_long and (place, num_bytes) != before
@@ -192,8 +208,13 @@ class Watch:
             except ConnectionError:
                 if is_over:
                     alone = f"{self._step()} has stood still for {self._patience:g} s: rank {self._rank} is {self._activity()}"
-                    keeper = f"rank 0 {self._roll.fate(0)}, " if self._roll.is_kept_by_rank_0 else ""
-                    self._end(f"{alone}, {keeper}and nothing answers where the ranks' store was; {self._advice()}", [])
+                    keeper = (
+                        f"rank 0 {self._roll.fate(0)}, " if self._roll.is_kept_by_rank_0 else ""
+                    )
+                    self._end(
+                        f"{alone}, {keeper}and nothing answers where the ranks' store was; {self._advice()}",
+                        [],
+                    )
 
     def _exchange(self, beats: int, is_over: bool, makes_progress: bool) -> tuple[bool, int, int]:
         """Write a heartbeat, and give the run up if `is_over`.
@@ -204,13 +225,19 @@ class Watch:
         """
         self._roll.beat(beats)
         is_given_up = bool(self._store.add("watch/given_up", int(is_over)))
-        return is_given_up, self._store.add("watch/works", int(makes_progress)), self._store.add("roll/failures", 0)
+        return (
+            is_given_up,
+            self._store.add("watch/works", int(makes_progress)),
+            self._store.add("roll/failures", 0),
+        )
 
     def _is_given_up(self) -> bool:
         """Return whether the run was given up; False if the store does not answer in time, since an error waits to be
         reported."""
         try:
-            return bool(ask_store(partial(self._store.add, "watch/given_up", 0), self._answer_seconds))
+            return bool(
+                ask_store(partial(self._store.add, "watch/given_up", 0), self._answer_seconds)
+            )
         except ConnectionError:
             return False
 
@@ -226,11 +253,19 @@ class Watch:
                     self._folder.write(FLIGHT.format(library=library, rank=self._rank), dump())
         time.sleep(self._round_seconds)
         keys = [f"watch/position/{rank}" for rank in range(self._world)]
-        positions = [Position(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
+        positions = [
+            Position(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])
+        ]
         if positions[0].rank == self._rank:
             present = {position.rank for position in positions}
-            silent = {rank: self._roll.fate(rank) for rank in range(self._world) if rank not in present}
-            more = f"; moesaic why-hung {self._folder.path} shows every rank's calls" if self._folder else ""
+            silent = {
+                rank: self._roll.fate(rank) for rank in range(self._world) if rank not in present
+            }
+            more = (
+                f"; moesaic why-hung {self._folder.path} shows every rank's calls"
+                if self._folder
+                else ""
+            )
             line = describe_hang(self._step(), self._patience, positions, silent)
             self._end(f"{line}; {self._advice()}{more}", positions)
         time.sleep(self._round_seconds)  # the lowest rank speaks first
@@ -245,7 +280,9 @@ class Watch:
         print(in_one_line(f"moesaic train: {line}"), file=sys.stderr, flush=True)
         try:
             raise TrainingError(line)
-        except TrainingError as error:  # torchrun's summary shows the exception that is being handled
+        except (
+            TrainingError
+        ) as error:  # torchrun's summary shows the exception that is being handled
             get_error_handler().record_exception(error)
         self._leave()
 
@@ -260,7 +297,9 @@ class Watch:
         at, waits_for = self._activity(), {}
         handle = next(_locals(self._frames().values(), Handle), None)
         if handle is not None:
-            waits_for = {str(peer): tensor.nbytes for peer, tensor in handle.transfer.receives.items()}
+            waits_for = {
+                str(peer): tensor.nbytes for peer, tensor in handle.transfer.receives.items()
+            }
         stack = [
             f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
             for frame in reversed(list(_outward(self._frames()[self._main])))
@@ -273,18 +312,34 @@ class Watch:
         run = next(_locals(frames.values(), LayerRun), None)
         if run is not None:
             name = self._layers.get(id(run.call.experts), "of no name")
-            backward = any(frame.f_code is run_backward.__code__ for frame in _all_frames(frames.values()))
+            backward = any(
+                frame.f_code is run_backward.__code__ for frame in _all_frames(frames.values())
+            )
             task = next(
-                (_task_in_words(frame) for frame in _all_frames(frames.values()) if frame.f_code is drive.__code__), ""
+                (
+                    _task_in_words(frame)
+                    for frame in _all_frames(frames.values())
+                    if frame.f_code is drive.__code__
+                ),
+                "",
             )
             return f"in {'backward' if backward else 'forward'} of layer {name}{task}"
         main = list(_outward(frames[self._main]))
         place = next((frame for frame in main if _is_own(frame)), main[0])
-        waits = next((frame.f_code.co_name for frame in main if "distributed_c10d" in frame.f_code.co_filename), "")
+        waits = next(
+            (
+                frame.f_code.co_name
+                for frame in main
+                if "distributed_c10d" in frame.f_code.co_filename
+            ),
+            "",
+        )
         module = next((name_of for frame in main if (name_of := self._module_name(frame))), "")
         words = [f"in {waits}" if waits else "", f"of module {module}" if module else ""]
         file = place.f_code.co_filename.removeprefix(_OWN)
-        return " ".join([*filter(None, words), f"at {file}:{place.f_lineno} in {place.f_code.co_name}"])
+        return " ".join(
+            [*filter(None, words), f"at {file}:{place.f_lineno} in {place.f_code.co_name}"]
+        )
 
     def _module_name(self, frame: FrameType) -> str:
         """Return the name of the module that a frame works on; empty if none."""
@@ -298,23 +353,36 @@ class Watch:
         return {number: frame for number, frame in sys._current_frames().items() if number != own}
 
 
-def describe_hang(step: str, patience: float, positions: Sequence[Position], silent: Mapping[int, str]) -> str:
+def describe_hang(
+    step: str, patience: float, positions: Sequence[Position], silent: Mapping[int, str]
+) -> str:
     """Return one line that says which ranks have not arrived, and where the others wait."""
     parts = [f"rank {rank} {fate}" for rank, fate in silent.items()]
     waiting: dict[str, list[Position]] = {}
     for position in positions:
         waiting.setdefault(position.at, []).append(position)
-    for at, group in sorted(waiting.items(), key=lambda item: len(item[1])):  # the smallest group comes first
+    for at, group in sorted(
+        waiting.items(), key=lambda item: len(item[1])
+    ):  # the smallest group comes first
         bytes_of: Counter[str] = Counter()
         for position in group:
             bytes_of.update(position.waits_for)
         own = [position.rank for position in group]
         elsewhere = {peer: size for peer, size in bytes_of.items() if int(peer) not in own}
-        missing = ", ".join(f"{size:,} bytes of rank {peer}" for peer, size in sorted((elsewhere or bytes_of).items()))
+        missing = ", ".join(
+            f"{size:,} bytes of rank {peer}"
+            for peer, size in sorted((elsewhere or bytes_of).items())
+        )
         verb = "is" if len(group) == 1 else "are"
-        parts.append(f"{in_words(own)} {verb} {at}" + (f", waiting for {missing}" if missing else ""))
+        parts.append(
+            f"{in_words(own)} {verb} {at}" + (f", waiting for {missing}" if missing else "")
+        )
     line = f"{step} has stood still for {patience:g} s: {'; '.join(parts)}"
-    return f"{line}: all are there, so look at the links between their nodes" if len(parts) == 1 else line
+    return (
+        f"{line}: all are there, so look at the links between their nodes"
+        if len(parts) == 1
+        else line
+    )
 
 
 def read_hang(folder: Path) -> tuple[str, list[Position]]:
@@ -328,9 +396,13 @@ def read_hang(folder: Path) -> tuple[str, list[Position]]:
         table = json.loads(read_bytes(path, at_most=MOST_TEXT))
         return str(table["line"]), [Position(**position) for position in table["ranks"]]
     except FileNotFoundError:
-        raise InputError(f"{path}: there is none: no run in {folder} was given up because it stood still") from None
+        raise InputError(
+            f"{path}: there is none: no run in {folder} was given up because it stood still"
+        ) from None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read ({type(error).__name__}): it is damaged, delete it") from error
+        raise InputError(
+            f"{path}: cannot be read ({type(error).__name__}): it is damaged, delete it"
+        ) from error
 
 
 def _task_in_words(frame: FrameType) -> str:
@@ -360,7 +432,11 @@ def _place_of(innermost: FrameType) -> list[tuple[int, int]]:
     """Return a value that changes when a thread moves on. Frames inside a wait are left out, since a wait may loop
     while no message arrives."""
     frames = list(_outward(innermost))
-    waits = [number for number, frame in enumerate(frames) if frame.f_code.co_name == "wait" and _is_own(frame)]
+    waits = [
+        number
+        for number, frame in enumerate(frames)
+        if frame.f_code.co_name == "wait" and _is_own(frame)
+    ]
     return [(id(frame.f_code), frame.f_lasti) for frame in frames[waits[-1] + 1 if waits else 0 :]]
 
 
@@ -370,7 +446,10 @@ def _moved_bytes() -> int:
     for path in Path("/proc/self/task").glob("*/io"):
         with suppress(OSError):
             if path.parent.name != own:
-                num_bytes += sum(int(line.split()[1]) for line in path.read_text(encoding="ascii").splitlines()[:2])
+                num_bytes += sum(
+                    int(line.split()[1])
+                    for line in path.read_text(encoding="ascii").splitlines()[:2]
+                )
     return num_bytes
 
 

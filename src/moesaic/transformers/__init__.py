@@ -18,7 +18,12 @@ except ImportError as error:
         f"moesaic.transformers needs transformers 5.23 or later ({error}): {to_install('.[transformers]')}"
     ) from None
 
-from moesaic.transformers.expert_parallel import MoesaicEP, distributed_config, register_plan, use_plan
+from moesaic.transformers.expert_parallel import (
+    MoesaicEP,
+    distributed_config,
+    register_plan,
+    use_plan,
+)
 from moesaic.transformers.lora import adopt_adapters, experts_forward
 from moesaic.transformers.nf4 import FourBitExpertsConfig
 from moesaic.transformers.resume import Resumable

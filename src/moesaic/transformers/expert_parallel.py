@@ -32,7 +32,13 @@ from moesaic.experts.experts import AbstractExperts
 from moesaic.program.compile import Compiled
 from moesaic.program.plan import Plan
 from moesaic.transformers.experts import family_experts, gate_of, refusal, warn
-from moesaic.transformers.lora import FamilyFrozenExperts, adopt_at_first_call, hidden_of, is_four_bit, is_frozen
+from moesaic.transformers.lora import (
+    FamilyFrozenExperts,
+    adopt_at_first_call,
+    hidden_of,
+    is_four_bit,
+    is_frozen,
+)
 
 
 class MoesaicEP(EPImplementation):
@@ -52,7 +58,12 @@ class MoesaicEP(EPImplementation):
     """
 
     def __init__(
-        self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, *, plan: Plan | Compiled | None = None
+        self,
+        experts: nn.Module,
+        ep_mesh: DeviceMesh,
+        tp_mesh: DeviceMesh,
+        *,
+        plan: Plan | Compiled | None = None,
     ) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         reason = None if is_four_bit(experts) else refusal(experts)
@@ -60,13 +71,17 @@ class MoesaicEP(EPImplementation):
             reason = "has its own gate or norm, which Moesaic's programs cannot run on other ranks"
         self.instead: AllToAllEP | None = None
         if reason is not None:
-            warn(f"{type(experts).__name__} {reason}: transformers' own all_to_all sends its tokens")
+            warn(
+                f"{type(experts).__name__} {reason}: transformers' own all_to_all sends its tokens"
+            )
             self.instead = AllToAllEP(experts, ep_mesh, tp_mesh)
             return
         tp = tp_mesh.size() if ep_mesh.size() % tp_mesh.size() == 0 else 1
         mesh = Mesh.from_device_mesh(ep_mesh, tp=tp)
         self._experts = weakref.ref(experts)
-        self.run = ChosenExperts(self._spread(experts), hidden_of(experts), experts.parameters, mesh, plan)
+        self.run = ChosenExperts(
+            self._spread(experts), hidden_of(experts), experts.parameters, mesh, plan
+        )
         experts._moesaic = self  # where `use_plan` finds it
         adopt_at_first_call(experts)
 
@@ -94,7 +109,11 @@ class MoesaicEP(EPImplementation):
 
     def _spread(self, experts: nn.Module) -> AbstractExperts:
         number = self.num_local_experts * self.ep_mesh.size()
-        return FamilyFrozenExperts(experts, number) if is_frozen(experts) else family_experts(experts, number)
+        return (
+            FamilyFrozenExperts(experts, number)
+            if is_frozen(experts)
+            else family_experts(experts, number)
+        )
 
 
 def register_plan(name: str, plan: Plan | Compiled) -> None:
@@ -113,7 +132,9 @@ def register_plan(name: str, plan: Plan | Compiled) -> None:
     if name in registry and not isinstance(registry[name], partial):
         raise InputError(f"ep_implementation={name!r} is taken: choose another name for the plan")
     if not isinstance(plan, Plan | Compiled):
-        raise InputError(f"register_plan: a plan is a moesaic.Plan, not {type(plan).__name__}: write Plan(...)")
+        raise InputError(
+            f"register_plan: a plan is a moesaic.Plan, not {type(plan).__name__}: write Plan(...)"
+        )
     EPImplementationInterface.register(name, partial(MoesaicEP, plan=plan))
 
 
@@ -139,7 +160,9 @@ def use_plan(model: nn.Module, plan: Plan | Compiled) -> None:
         implementation.run.use_plan(plan)
 
 
-def distributed_config(ep_size: int, *, ep_implementation: str = "moesaic", **options: Any) -> DistributedConfig:
+def distributed_config(
+    ep_size: int, *, ep_implementation: str = "moesaic", **options: Any
+) -> DistributedConfig:
     """Return the configuration that spreads a model's experts over ranks, for `from_pretrained(distributed_config=...)`.
 
     Unlike `DistributedConfig` itself it sets `fsdp_size` if none is given, so that every tensor-parallel group has its own
@@ -154,7 +177,11 @@ def distributed_config(ep_size: int, *, ep_implementation: str = "moesaic", **op
         InputError: ep_size does not divide the processes that share a model.
     """
     if options.get("fsdp_size") is None and ep_size > 1:
-        world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        world = (
+            dist.get_world_size()
+            if dist.is_initialized()
+            else int(os.environ.get("WORLD_SIZE", "1"))
+        )
         tp, others = (
             (options.get("tp_size") or 1),
             (options.get("pp_size") or 1) * (options.get("dp_replicate_size") or 1),

@@ -60,9 +60,14 @@ class Matrices:
         up, down = (getattr(module, name) for name in names)
         if module.is_transposed:
             up, down = up.transpose(1, 2), down.transpose(1, 2)
-        biases = [getattr(module, f"{name}_bias") for name in names] if module.has_bias else [None, None]
+        biases = (
+            [getattr(module, f"{name}_bias") for name in names] if module.has_bias else [None, None]
+        )
         return cls(
-            split_inputs(module, up), None if biases[0] is None else split_inputs(module, biases[0]), down, biases[1]
+            split_inputs(module, up),
+            None if biases[0] is None else split_inputs(module, biases[0]),
+            down,
+            biases[1],
         )
 
 
@@ -70,7 +75,11 @@ def split_inputs(module: Any, whole: Tensor) -> Tensor:
     """Split (E, C H, ...) into (E, C, H, ...), the gate's rows first."""
     if not module.has_gate:
         return whole.unsqueeze(1)
-    return whole.unflatten(1, (2, -1)) if module.is_concatenated else whole.unflatten(1, (-1, 2)).transpose(1, 2)
+    return (
+        whole.unflatten(1, (2, -1))
+        if module.is_concatenated
+        else whole.unflatten(1, (-1, 2)).transpose(1, 2)
+    )
 
 
 def refusal(module: Any) -> str | None:
@@ -105,7 +114,9 @@ def _recognised(module: Any) -> Gate | None:
     own_ids = {id(parameter) for parameter in module._parameters.values()}
     if module.has_post_expert_norm or any(id(each) not in own_ids for each in module.parameters()):
         return None  # a norm after the expert, or a gate with parameters
-    points = torch.tensor([0.0, 0.01, 0.3, 1.0, 2.5, 6.0, 9.0, 30.0, 300.0], dtype=torch.float64, device="cpu")
+    points = torch.tensor(
+        [0.0, 0.01, 0.3, 1.0, 2.5, 6.0, 9.0, 30.0, 300.0], dtype=torch.float64, device="cpu"
+    )
     points = torch.cat([points, -points[1:]])
     gate, up = (each.reshape(1, -1) for each in torch.meshgrid(points, points, indexing="ij"))
     if module.has_gate:
@@ -117,7 +128,9 @@ def _recognised(module: Any) -> Gate | None:
         computed = module.act_fn(pre[0])
     for candidate in _candidates(module):
         expected = hidden_rows(pre, candidate.activation, candidate.clamp)
-        if computed.shape == expected.shape and torch.allclose(computed.double(), expected, rtol=1e-6, atol=1e-6):
+        if computed.shape == expected.shape and torch.allclose(
+            computed.double(), expected, rtol=1e-6, atol=1e-6
+        ):
             return candidate
     return None
 
@@ -125,9 +138,20 @@ def _recognised(module: Any) -> Gate | None:
 def _candidates(module: Any) -> Iterator[Gate]:
     """Yield the gates that a module may have, with limits and slopes that it stores under the usual attribute names."""
     yield from map(Gate, ACTIVATIONS)
-    values = {name: getattr(module, name, None) for name in ("limit", "swiglu_limit", "alpha", "swiglu_alpha")}
-    numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float) and value > 0}
-    limits = [value for name, value in numbers.items() if name.endswith("limit")] if module.has_gate else []
+    values = {
+        name: getattr(module, name, None)
+        for name in ("limit", "swiglu_limit", "alpha", "swiglu_alpha")
+    }
+    numbers = {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and value > 0
+    }
+    limits = (
+        [value for name, value in numbers.items() if name.endswith("limit")]
+        if module.has_gate
+        else []
+    )
     for limit in limits:
         for alpha in (1.0, *(value for name, value in numbers.items() if name.endswith("alpha"))):
             for offset in (0.0, 1.0):
@@ -148,7 +172,9 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
     """
     dtype, gate, matrices = compute_dtype(x.dtype, x.device), gate_of(module), Matrices.of(module)
     up, down = matrices.up.to(dtype), matrices.down.to(dtype)
-    up_bias, down_bias = (None if each is None else each.to(dtype) for each in (matrices.up_bias, matrices.down_bias))
+    up_bias, down_bias = (
+        None if each is None else each.to(dtype) for each in (matrices.up_bias, matrices.down_bias)
+    )
     gates, ends = weight.index_select(0, permutation.order), permutation.ends
     if gate is not None:
         work = ExpertWork(
@@ -160,7 +186,11 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
 
     def product(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
         out = grouped_matmul(rows, matrix, ends)
-        return out if bias is None else out + bias.repeat_interleave(counts, dim=0, output_size=len(rows))
+        return (
+            out
+            if bias is None
+            else out + bias.repeat_interleave(counts, dim=0, output_size=len(rows))
+        )
 
     rows = permute(x.to(dtype), permutation)
     pre = product(rows, up.flatten(1, 2), None if up_bias is None else up_bias.flatten(1))
@@ -173,7 +203,9 @@ def run_tokens(module: Any, x: Tensor, weight: Tensor, permutation: Permutation)
     return unpermute(out * gates.to(out.dtype).unsqueeze(1), permutation, dtype=x.dtype)
 
 
-def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """Run a module's experts on Moesaic's kernels. If these cannot, warn once and run the module's own loop.
 
     Args:
@@ -188,22 +220,30 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     reason = refusal(self)
     if reason is not None:
         warn(f"{type(self).__name__} {reason}: transformers' own loop over experts runs instead")
-        output: Tensor = type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
+        output: Tensor = type(self).forward.__wrapped__(
+            self, hidden_states, top_k_index, top_k_weights
+        )
         return output
     weight, permutation = sorted_copies(self, top_k_index, top_k_weights)
     return run_tokens(self, hidden_states, weight, permutation)
 
 
-def sorted_copies(module: Any, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[Tensor, Permutation]:
+def sorted_copies(
+    module: Any, top_k_index: Tensor, top_k_weights: Tensor
+) -> tuple[Tensor, Permutation]:
     """Return the routing weights of the copies for this rank's experts, (R,), and what sorts the copies by expert."""
     num_tokens, top_k = top_k_index.shape
     expert, weight = top_k_index.reshape(-1).long(), top_k_weights.reshape(-1)
-    token = torch.arange(num_tokens, device=expert.device).repeat_interleave(top_k, output_size=len(expert))
+    token = torch.arange(num_tokens, device=expert.device).repeat_interleave(
+        top_k, output_size=len(expert)
+    )
     if module._is_expert_parallel:
         local = (expert < module.num_experts).nonzero().squeeze(1)
         token, expert, weight = (each.index_select(0, local) for each in (token, expert, weight))
     counts = count(expert, None, module.num_experts)
-    return weight, sort_by_expert(token, expert, counts, num_tokens, None if module._is_expert_parallel else top_k)
+    return weight, sort_by_expert(
+        token, expert, counts, num_tokens, None if module._is_expert_parallel else top_k
+    )
 
 
 def warn(line: str) -> None:
@@ -226,8 +266,16 @@ def family_experts(module: nn.Module, num_experts: int) -> BorrowedExperts:
         matrices = Matrices.of(module)
         ups = [parameter for parameter in (matrices.up, matrices.up_bias) if parameter is not None]
         reading = ups if gated else [parameter.squeeze(1) for parameter in ups]
-        return (reading[0], matrices.down, *reading[1:]), () if matrices.down_bias is None else (matrices.down_bias,)
+        return (reading[0], matrices.down, *reading[1:]), () if matrices.down_bias is None else (
+            matrices.down_bias,
+        )
 
     return BorrowedExperts(
-        dim, num_experts, read=read, gated=gated, activation=gate.activation, clamp=gate.clamp, bias=bias
+        dim,
+        num_experts,
+        read=read,
+        gated=gated,
+        activation=gate.activation,
+        clamp=gate.clamp,
+        bias=bias,
     )

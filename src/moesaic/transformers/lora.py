@@ -46,7 +46,10 @@ def groups_name(name: str) -> str:
 
 def scales_of(module: nn.Module, name: str) -> Tensor:
     """Return the scales of this rank's part of a weight in NF4, float32."""
-    scales, groups = local_part(getattr(module, scales_name(name))), getattr(module, groups_name(name), None)
+    scales, groups = (
+        local_part(getattr(module, scales_name(name))),
+        getattr(module, groups_name(name), None),
+    )
     return scales if groups is None else nf4.expand(scales, local_part(groups))
 
 
@@ -92,14 +95,20 @@ def _weights_of(module: Any) -> FrozenWeights:
         up, down = (local_part(getattr(module, name)) for name in names)
         up_scales, down_scales = (scales_of(module, name) for name in names)
         parts = (2 if module.has_gate else 1, -1)
-        biases = [local_part(getattr(module, f"{name}_bias")) for name in names] if module.has_bias else [None, None]
+        biases = (
+            [local_part(getattr(module, f"{name}_bias")) for name in names]
+            if module.has_bias
+            else [None, None]
+        )
         weights = FrozenWeights(
             up=up.unflatten(1, parts), down=down, up_scales=up_scales.unflatten(1, parts), down_scales=down_scales,
             up_bias=None if biases[0] is None else split_inputs(module, biases[0]), down_bias=biases[1],
         )  # fmt: skip
     else:
         own = Matrices.of(module)
-        weights = FrozenWeights(up=own.up, down=own.down, up_bias=own.up_bias, down_bias=own.down_bias)
+        weights = FrozenWeights(
+            up=own.up, down=own.down, up_bias=own.up_bias, down_bias=own.down_bias
+        )
     for name, wrapper in adapters_of(module).items():
         inner, outer = factors(wrapper)
         if name == "down_proj":
@@ -135,7 +144,11 @@ def factors(wrapper: Any) -> tuple[Tensor, Tensor]:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor; the gradient is sharded like the tensor."""
-    return tensor.to_local(grad_placements=tensor.placements) if isinstance(tensor, DTensor) else tensor
+    return (
+        tensor.to_local(grad_placements=tensor.placements)
+        if isinstance(tensor, DTensor)
+        else tensor
+    )
 
 
 def is_frozen(experts: nn.Module) -> bool:
@@ -143,7 +156,9 @@ def is_frozen(experts: nn.Module) -> bool:
     return is_four_bit(experts) or bool(adapters_of(experts))
 
 
-def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """Run a module's experts as `experts.experts_forward` does; those in NF4 as frozen experts, with their adapters.
 
     Args:
@@ -202,7 +217,9 @@ def adopt_adapters(model: nn.Module) -> None:
         if module is None or wrapper.parameter_name in adapters_of(module):
             continue
         adapters_of(module)[wrapper.parameter_name] = wrapper
-        wrapper._activate_lora = nullcontext  # does nothing: PEFT would change the whole weight during a call
+        wrapper._activate_lora = (
+            nullcontext  # does nothing: PEFT would change the whole weight during a call
+        )
         implementation = getattr(module, "_moesaic", None)
         if implementation is not None:
             _cut(wrapper, implementation.ep_mesh)
@@ -230,7 +247,11 @@ def _as_peft_made(model: nn.Module) -> list[Any]:
 
     def made(module: Any) -> tuple[bool, int, int]:
         is_parameter = hasattr(module, "parameter_name")
-        return is_parameter, place[module.get_base_layer()] if is_parameter else place[module], -place[module]
+        return (
+            is_parameter,
+            place[module.get_base_layer()] if is_parameter else place[module],
+            -place[module],
+        )
 
     return sorted(place, key=made)
 
@@ -262,10 +283,18 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
         return DTensor.from_local(part, mesh, [Shard(name == "lora_B")], run_check=False)
 
     def gather(_: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
-        for key, tensor in [(key, state[key]) for key in _factor_keys(wrapper, prefix) if key in state]:
+        for key, tensor in [
+            (key, state[key]) for key in _factor_keys(wrapper, prefix) if key in state
+        ]:
             joined = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if ".lora_B." in key[len(prefix) - 1 :]:  # ranks lie side by side, where PEFT counts experts fastest
-                joined = joined.view(len(joined), ranks, -1, whole // ranks).transpose(1, 2).reshape(len(joined), -1)
+            if (
+                ".lora_B." in key[len(prefix) - 1 :]
+            ):  # ranks lie side by side, where PEFT counts experts fastest
+                joined = (
+                    joined.view(len(joined), ranks, -1, whole // ranks)
+                    .transpose(1, 2)
+                    .reshape(len(joined), -1)
+                )
             state[key] = joined
 
     def cut(_: Any, state: dict[str, Any], prefix: str, *__: Any) -> None:
@@ -279,12 +308,18 @@ def _cut(wrapper: Any, mesh: DeviceMesh) -> None:
     for name in ("lora_A", "lora_B"):
         for linear in getattr(wrapper, name).values():
             old = linear.weight
-            instead[old] = linear.weight = nn.Parameter(part_of(name, old.detach()), requires_grad=old.requires_grad)
-            old.data = old.data.new_empty(0)  # a trainer's optimizer may hold it until its first step
+            instead[old] = linear.weight = nn.Parameter(
+                part_of(name, old.detach()), requires_grad=old.requires_grad
+            )
+            old.data = old.data.new_empty(
+                0
+            )  # a trainer's optimizer may hold it until its first step
     wrapper.num_experts = whole // ranks
     wrapper.register_state_dict_post_hook(gather)
     wrapper.register_load_state_dict_pre_hook(cut)
-    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: _exchange_parameters(optimizer, instead))
+    handle = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: _exchange_parameters(optimizer, instead)
+    )
     weakref.finalize(wrapper, handle.remove)
 
 
@@ -296,7 +331,9 @@ def _exchange_parameters(optimizer: Optimizer, instead: dict[nn.Parameter, nn.Pa
     own = set(instead.values())
     for group in optimizer.param_groups:
         group["params"][:] = [instead.get(each, each) for each in group["params"]]
-        if own & set(group["params"]) and not all(isinstance(each, DTensor) for each in group["params"]):
+        if own & set(group["params"]) and not all(
+            isinstance(each, DTensor) for each in group["params"]
+        ):
             group |= {name: False for name in ("fused", "foreach") if name in group}
 
 
@@ -308,8 +345,13 @@ def _factor_keys(wrapper: Any, prefix: str) -> Iterator[str]:
 
 def added(wrapper: Any, module: Any, adapter: str) -> Tensor:
     """Return what an adapter adds to this rank's part of a weight, in the weight's own layout and the adapter's dtype."""
-    inner, outer = (local_part(layers[adapter].weight.detach()) for layers in (wrapper.lora_A, wrapper.lora_B))
-    outer = outer.reshape(len(outer), -1, wrapper.num_experts).permute(2, 0, 1) * wrapper.scaling[adapter]
+    inner, outer = (
+        local_part(layers[adapter].weight.detach()) for layers in (wrapper.lora_A, wrapper.lora_B)
+    )
+    outer = (
+        outer.reshape(len(outer), -1, wrapper.num_experts).permute(2, 0, 1)
+        * wrapper.scaling[adapter]
+    )
     delta = outer @ inner.reshape(wrapper.num_experts, -1, inner.shape[1])
     return delta.transpose(1, 2) if module.is_transposed else delta
 
@@ -328,8 +370,12 @@ def _replace_merging(wrapper: Any, module: Any) -> None:
         if not isinstance(parameter, DTensor):
             return delta
         if parameter.to_local().shape != delta.shape:
-            raise InputError("merge: experts have copies on several ranks: save the adapters, and merge in one process")
-        return DTensor.from_local(delta.contiguous(), parameter.device_mesh, parameter.placements, run_check=False)
+            raise InputError(
+                "merge: experts have copies on several ranks: save the adapters, and merge in one process"
+            )
+        return DTensor.from_local(
+            delta.contiguous(), parameter.device_mesh, parameter.placements, run_check=False
+        )
 
     wrapper.get_delta_weight = delta_weight
 
@@ -360,7 +406,9 @@ class _Mean:
         joined = torch.cat([gradient.flatten().float() for gradient in gradients])
         dist.all_reduce(joined, group=self._group)
         joined /= dist.get_world_size(self._group)
-        for gradient, mean in zip(gradients, joined.split([gradient.numel() for gradient in gradients])):
+        for gradient, mean in zip(
+            gradients, joined.split([gradient.numel() for gradient in gradients])
+        ):
             gradient.copy_(mean.view(gradient.shape))
 
 
@@ -368,8 +416,15 @@ def _average(model: nn.Module, wrappers: Sequence[Any], implementation: Any) -> 
     """Make the gradients of all adapters those of the mean of the ranks' losses, and whole adapters those of the first rank."""
     world, mesh = dist.get_world_size(), implementation.ep_mesh
     if implementation.tp_mesh.size() > 1 or world % mesh.size():
-        raise InputError("adapters of experts on several ranks need tp_size=1 and pp_size=1: change distributed_config")
-    layers = [linear for wrapper in wrappers for each in (wrapper.lora_A, wrapper.lora_B) for linear in each.values()]
+        raise InputError(
+            "adapters of experts on several ranks need tp_size=1 and pp_size=1: change distributed_config"
+        )
+    layers = [
+        linear
+        for wrapper in wrappers
+        for each in (wrapper.lora_A, wrapper.lora_B)
+        for linear in each.values()
+    ]
     of_experts = [linear.weight for linear in layers if linear.weight.requires_grad]
     copies = world // mesh.size()
     for weight in of_experts:
@@ -377,7 +432,9 @@ def _average(model: nn.Module, wrappers: Sequence[Any], implementation: Any) -> 
     if copies > 1 and of_experts:
         places: list[int] = [0] * world
         dist.all_gather_object(places, mesh.get_local_rank())
-        alike = [[rank for rank in range(world) if places[rank] == place] for place in range(mesh.size())]
+        alike = [
+            [rank for rank in range(world) if places[rank] == place] for place in range(mesh.size())
+        ]
         _Mean(of_experts, dist.new_subgroups_by_enumeration(alike)[0])
     known = {id(weight) for weight in of_experts}
     others = [

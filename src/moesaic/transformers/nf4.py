@@ -19,7 +19,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moesaic.errors import InputError
 from moesaic.kernels import nf4
 from moesaic.transformers.experts import FLAGS, refusal, split_inputs
-from moesaic.transformers.lora import adopt_at_first_call, groups_name, local_part, scales_name, scales_of
+from moesaic.transformers.lora import (
+    adopt_at_first_call,
+    groups_name,
+    local_part,
+    scales_name,
+    scales_of,
+)
 
 METHOD = "moesaic_nf4_experts"
 
@@ -73,7 +79,9 @@ class FourBitExpertsQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
         found = [module for module in model.modules() if four_bit_weights(module)]
         if not found:
-            raise InputError(f"{type(model).__name__} has no experts that can be in NF4: leave quantization_config out")
+            raise InputError(
+                f"{type(model).__name__} has no experts that can be in NF4: leave quantization_config out"
+            )
         for module in found:
             for name in four_bit_weights(module):
                 weight = module._parameters[name]
@@ -84,8 +92,12 @@ class FourBitExpertsQuantizer(HfQuantizer):
                         "leave quantization_config out"
                     )
                 blocks, double = width // nf4.BLOCK, self.quantization_config.double
-                kinds: list[tuple[str, tuple[int, ...], torch.dtype]] = [(name, (height, width // 2), torch.uint8)]
-                kinds.append((scales_name(name), (height, blocks), torch.uint8 if double else torch.float32))
+                kinds: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+                    (name, (height, width // 2), torch.uint8)
+                ]
+                kinds.append(
+                    (scales_name(name), (height, blocks), torch.uint8 if double else torch.float32)
+                )
                 groups = (1 + -(-height * blocks // nf4.GROUP),)
                 kinds += [(groups_name(name), groups, torch.float32)] if double else []
                 for own, size, dtype in kinds:
@@ -107,7 +119,9 @@ class FourBitExpertsQuantizer(HfQuantizer):
 class _Quantize(ConversionOps):
     """Quantizes one weight of this rank's experts; blocks lie along the input width, and a gate's rows come first."""
 
-    def convert(self, input_dict: dict[str, Any], model: Any = None, **others: Any) -> dict[str, Tensor]:
+    def convert(
+        self, input_dict: dict[str, Any], model: Any = None, **others: Any
+    ) -> dict[str, Tensor]:
         """Return codes and scales, by name. A weight may be read while its experts are iterated."""
         found: dict[str, Tensor] = {}
         for full_name, value in input_dict.items():
@@ -118,10 +132,14 @@ class _Quantize(ConversionOps):
                 expert = expert.mT if module.is_transposed else expert
                 if name != "down_proj":
                     expert = split_inputs(module, expert.unsqueeze(0)).flatten(0, 2)
-                codes, scales = (nf4.recover if expert.dtype == torch.float32 else nf4.quantize)(expert)
+                codes, scales = (nf4.recover if expert.dtype == torch.float32 else nf4.quantize)(
+                    expert
+                )
                 parts = {full_name: codes, scales_name(full_name): scales}
                 if hasattr(module, groups_name(name)):
-                    parts |= zip((scales_name(full_name), groups_name(full_name)), nf4.compress(scales))
+                    parts |= zip(
+                        (scales_name(full_name), groups_name(full_name)), nf4.compress(scales)
+                    )
                 for own, part in parts.items():
                     if number == 0:
                         found[own] = part.new_empty(len(weight), *part.shape)
@@ -131,7 +149,9 @@ class _Quantize(ConversionOps):
 
 def dequantized(module: Any, name: str) -> Tensor:
     """Return the numbers that this rank's part of a weight in NF4 stands for, in the family's layout, float32."""
-    weight = nf4.dequantize(local_part(getattr(module, name)), scales_of(module, name), torch.float32)
+    weight = nf4.dequantize(
+        local_part(getattr(module, name)), scales_of(module, name), torch.float32
+    )
     if name == "gate_up_proj" and not module.is_concatenated:
         weight = weight.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
     return weight.mT if module.is_transposed else weight
@@ -143,4 +163,8 @@ def four_bit_weights(module: Any) -> tuple[str, ...]:
         return ()
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     can = all(name in module._parameters for name in names)
-    return names if can and (refusal(module) is None or hasattr(module, "moesaic_whole_shapes")) else ()
+    return (
+        names
+        if can and (refusal(module) is None or hasattr(module, "moesaic_whole_shapes"))
+        else ()
+    )

@@ -49,20 +49,31 @@ class Resumable:
         if args is None or not isinstance(model, PreTrainedModel):
             super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
             return
-        asked, args.save_only_model = args.save_only_model, True  # else transformers refuses a sharded model here
+        asked, args.save_only_model = (
+            args.save_only_model,
+            True,
+        )  # else transformers refuses a sharded model here
         try:
             super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
         finally:
             args.save_only_model = asked
-        if not asked and getattr(model, "is_distributed_loading_by_transformers", False) and self.model is not model:
-            raise InputError("Resumable: adapters on several ranks are not resumed: pass save_only_model=True")
+        if (
+            not asked
+            and getattr(model, "is_distributed_loading_by_transformers", False)
+            and self.model is not model
+        ):
+            raise InputError(
+                "Resumable: adapters on several ranks are not resumed: pass save_only_model=True"
+            )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Read a checkpoint's weights as `from_pretrained` does, under the names of its files."""
         if not isinstance(self.model, PreTrainedModel):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
             return
-        kind: Any = next(each for each in type(self.model).__mro__ if not issubclass(each, FSDPModule))
+        kind: Any = next(
+            each for each in type(self.model).__mro__ if not issubclass(each, FSDPModule)
+        )
         spread = getattr(self.model.config, "distributed_config", None)
         options = {} if spread is None else {"distributed_config": replace(spread)}
         read = kind.from_pretrained(resume_from_checkpoint, dtype=self.model.dtype, **options)
@@ -76,7 +87,9 @@ class Resumable:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with _alone():
-            save_optimizer_distributed(self.model, _inner(self.optimizer), str(Path(output_dir) / OPTIMIZER))
+            save_optimizer_distributed(
+                self.model, _inner(self.optimizer), str(Path(output_dir) / OPTIMIZER)
+            )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
@@ -100,7 +113,11 @@ def _for_groups(schedule: dict[str, Any], groups: int) -> dict[str, Any]:
     written = len(schedule["_last_lr"])
     if written == groups:
         return schedule
-    of_group = {key: value for key, value in schedule.items() if isinstance(value, list) and len(value) == written}
+    of_group = {
+        key: value
+        for key, value in schedule.items()
+        if isinstance(value, list) and len(value) == written
+    }
     differ = [key for key, value in of_group.items() if any(each != value[0] for each in value)]
     if differ:
         raise InputError(

@@ -27,17 +27,42 @@ def card(model_type: str, receipt: Mapping[str, Any], before: str = "") -> str:
     kept = [line for line in head[1].splitlines() if line.startswith(KEPT)] if head else []
     made_from = receipt.get("source", {}).get("format")
     rows = {
-        "made by": f"Moesaic {__version__}" + (f", from a checkpoint in the format {made_from}" if made_from else ""),
+        "made by": f"Moesaic {__version__}"
+        + (f", from a checkpoint in the format {made_from}" if made_from else ""),
         "parameters": f"{receipt['parameters']:,}" if "parameters" in receipt else None,
-        "tensors, bytes": f"{receipt['tensors']:,}, {receipt['bytes']:,}" if "tensors" in receipt else None,
-        "made sparse": ", ".join(f"{name} {value}" for name, value in (receipt.get("upcycled") or {}).items()),
-        "not converted": first_names(receipt["left_behind"]) if receipt.get("left_behind") else None,
-        "largest difference of logits to the source": (receipt["logits"] or {}).get("largest_difference"),
-        "verified": "every element, by the hashes in receipt.json: `moesaic convert verify`" if made_from else None,
+        "tensors, bytes": f"{receipt['tensors']:,}, {receipt['bytes']:,}"
+        if "tensors" in receipt
+        else None,
+        "made sparse": ", ".join(
+            f"{name} {value}" for name, value in (receipt.get("upcycled") or {}).items()
+        ),
+        "not converted": first_names(receipt["left_behind"])
+        if receipt.get("left_behind")
+        else None,
+        "largest difference of logits to the source": (receipt["logits"] or {}).get(
+            "largest_difference"
+        ),
+        "verified": "every element, by the hashes in receipt.json: `moesaic convert verify`"
+        if made_from
+        else None,
     }
     table = [f"| {name} | {value} |" for name, value in rows.items() if value not in (None, "")]
-    metadata = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- moe", "- moesaic", *kept]
-    use = ["```python", "from transformers import AutoModelForCausalLM", "", "# or this folder's name on the hub"]
+    metadata = [
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- moe",
+        "- moesaic",
+        *kept,
+    ]
+    use = [
+        "```python",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        "# or this folder's name on the hub",
+    ]
     use += ['model = AutoModelForCausalLM.from_pretrained(".")', "```"]
     title = f"# A Mixture-of-Experts model ({model_type})"
-    return "\n".join(["---", *metadata, "---", "", title, "", "| | |", "|---|---|", *table, "", *use, ""])
+    return "\n".join(
+        ["---", *metadata, "---", "", title, "", "| | |", "|---|---|", *table, "", *use, ""]
+    )

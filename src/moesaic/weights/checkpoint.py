@@ -13,7 +13,15 @@ import numpy as np
 
 from moesaic.errors import InputError
 from moesaic.weights.hub import Hub, Moesaic
-from moesaic.weights.layout import GatheredTensor, Layout, Readable, first_names, full_region, identity, pieces
+from moesaic.weights.layout import (
+    GatheredTensor,
+    Layout,
+    Readable,
+    first_names,
+    full_region,
+    identity,
+    pieces,
+)
 from moesaic.weights.megatron import Megatron
 from moesaic.weights.model import AbstractFormat, Architecture
 from moesaic.weights.torchtitan import Torchtitan
@@ -56,7 +64,11 @@ class Checkpoint:
             present = [source_name for source_name in tensor.source_names if source_name in sources]
             if not present:
                 continue
-            counts = {sources[source_name].read(()).tobytes() for source_name in present} if state == COUNTER else ()
+            counts = (
+                {sources[source_name].read(()).tobytes() for source_name in present}
+                if state == COUNTER
+                else ()
+            )
             if len(present) < len(tensor.source_names) or len(counts) > 1:
                 raise InputError(
                     f"{state} is not the same for all of {first_names(tensor.source_names)}, which become one tensor"
@@ -72,18 +84,24 @@ class Checkpoint:
             the hash of each expert.
         """
         layout = identity(self.model.shapes)
-        return {state or "weights": self._digests(self.into(layout, state)) for state in self.tensors}
+        return {
+            state or "weights": self._digests(self.into(layout, state)) for state in self.tensors
+        }
 
     def _digests(self, tensors: Mapping[str, Readable]) -> dict[str, Any]:
         digests: dict[str, Any] = {}
         for name in sorted(tensors):
             tensor, experts = tensors[name], self.model.experts_of(name)
             if experts is None or not tensor.shape:
-                digests[name] = _updated(hashlib.sha256(), tensor, full_region(tensor.shape)).hexdigest()
+                digests[name] = _updated(
+                    hashlib.sha256(), tensor, full_region(tensor.shape)
+                ).hexdigest()
                 continue
             hashes = digests.setdefault(experts, [hashlib.sha256() for _ in range(tensor.shape[0])])
             for expert, running in enumerate(hashes):
-                _updated(running, tensor, (range(expert, expert + 1), *full_region(tensor.shape[1:])))
+                _updated(
+                    running, tensor, (range(expert, expert + 1), *full_region(tensor.shape[1:]))
+                )
         return {
             name: [running.hexdigest() for running in entry] if isinstance(entry, list) else entry
             for name, entry in digests.items()
@@ -94,7 +112,10 @@ def _updated(running: Any, tensor: Readable, region: tuple[range, ...]) -> Any:
     """Add a tensor's dtype and its elements in a region to a hash, buffer by buffer, and return the hash."""
     running.update(str(tensor.dtype).encode())
     for piece in pieces(tuple(len(dim) for dim in region), tensor.dtype.itemsize):
-        absolute = tuple(range(whole.start + dim.start, whole.start + dim.stop) for whole, dim in zip(region, piece))
+        absolute = tuple(
+            range(whole.start + dim.start, whole.start + dim.stop)
+            for whole, dim in zip(region, piece)
+        )
         running.update(tensor.read(absolute).data)
     return running
 
@@ -109,7 +130,9 @@ def format_of(folder: Path) -> str:
         raise InputError(f"{folder}: no folder there: name the folder that holds the checkpoint")
     names = [name for name, format in FORMATS.items() if format.recognises(folder)]
     if not names:
-        raise InputError(f"{folder}: no checkpoint of {', '.join(FORMATS)} there: name the folder that holds its files")
+        raise InputError(
+            f"{folder}: no checkpoint of {', '.join(FORMATS)} there: name the folder that holds its files"
+        )
     return names[0]
 
 
@@ -135,7 +158,9 @@ def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Chec
     weights = {str(format.stored_name(name, None)): name for name in layout.shapes}
     missing = weights.keys() - stored.keys()
     if missing:
-        raise InputError(f"{folder}: {len(missing)} tensors of the model are missing: {first_names(missing)}")
+        raise InputError(
+            f"{folder}: {len(missing)} tensors of the model are missing: {first_names(missing)}"
+        )
     tensors = {name: stored[stored_name] for stored_name, name in weights.items()}
     checkpoint = Checkpoint(model, layout, {None: tensors}, left_behind=others)
     for stored_name, name in weights.items():
@@ -150,7 +175,9 @@ def open_checkpoint(folder: Path, format_name: str, model: Architecture) -> Chec
             f"{folder}: {len(extra - ignorable)} tensors are unknown to the model: {first_names(extra - ignorable)}"
         )
     checkpoint.left_behind += sorted(ignorable)
-    checkpoint.tensors[None] = {name: format.converted(name, t, to_model=True) for name, t in tensors.items()}
+    checkpoint.tensors[None] = {
+        name: format.converted(name, t, to_model=True) for name, t in tensors.items()
+    }
     return checkpoint
 
 
@@ -169,15 +196,28 @@ def _without_copies(
     places = {block.tensor: str(format.stored_name(block.stored, None)) for block in blocks}
     pairs = {places[name]: places[twin] for name, twin in model.tied.items()}
     tensors = dict(stored)
-    for name, twin in pairs.items():  # as transformers does, whichever of the two is there stands for both
+    for (
+        name,
+        twin,
+    ) in pairs.items():  # as transformers does, whichever of the two is there stands for both
         tensors |= {
-            n: stored[other] for n, other in ((name, twin), (twin, name)) if n not in stored and other in stored
+            n: stored[other]
+            for n, other in ((name, twin), (twin, name))
+            if n not in stored and other in stored
         }
-    if all(name not in tensors or _equal(tensors[name], tensors[twin]) for name, twin in pairs.items()):
+    if all(
+        name not in tensors or _equal(tensors[name], tensors[twin]) for name, twin in pairs.items()
+    ):
         copies = [
-            f"{n}: equal to {twin}, to which it is tied" for n, twin in pairs.items() if {n, twin} <= stored.keys()
+            f"{n}: equal to {twin}, to which it is tied"
+            for n, twin in pairs.items()
+            if {n, twin} <= stored.keys()
         ]
-        return model, {name: tensor for name, tensor in tensors.items() if name not in pairs}, copies
+        return (
+            model,
+            {name: tensor for name, tensor in tensors.items() if name not in pairs},
+            copies,
+        )
     return untied, tensors, []
 
 
@@ -186,7 +226,8 @@ def _equal(one: Readable, other: Readable) -> bool:
     return one is other or (
         (one.dtype, one.shape) == (other.dtype, other.shape)
         and all(
-            np.array_equal(one.read(region), other.read(region)) for region in pieces(one.shape, one.dtype.itemsize)
+            np.array_equal(one.read(region), other.read(region))
+            for region in pieces(one.shape, one.dtype.itemsize)
         )
     )
 
@@ -200,10 +241,14 @@ def _check_shape(checkpoint: Checkpoint, name: str, place: str) -> None:
         raise InputError(
             f"{place} is {list(shape)}, and the configuration makes it {list(expected)}: use the model's own configuration"
         )
-    checkpoint.left_behind.append(f"{name}: rows {expected[0]} to {shape[0] - 1}, which pad the vocabulary")
+    checkpoint.left_behind.append(
+        f"{name}: rows {expected[0]} to {shape[0] - 1}, which pad the vocabulary"
+    )
 
 
-def _states(checkpoint: Checkpoint, format: AbstractFormat, stored: Mapping[str, Readable]) -> set[str]:
+def _states(
+    checkpoint: Checkpoint, format: AbstractFormat, stored: Mapping[str, Readable]
+) -> set[str]:
     """Add the optimizer states that are stored to the checkpoint, and return their stored names."""
     stored_names = set()
     for name, shape in checkpoint.layout.shapes.items():
@@ -215,5 +260,7 @@ def _states(checkpoint: Checkpoint, format: AbstractFormat, stored: Mapping[str,
             if stored[place].shape == (() if state == COUNTER else shape) or name in PADDED:
                 checkpoint.tensors.setdefault(state, {})[name] = stored[place]
             else:
-                checkpoint.left_behind.append(f"{place}: is {list(stored[place].shape)}, its parameter {list(shape)}")
+                checkpoint.left_behind.append(
+                    f"{place}: is {list(stored[place].shape)}, its parameter {list(shape)}"
+                )
     return stored_names

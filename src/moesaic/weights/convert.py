@@ -91,7 +91,9 @@ def _write_words(target: Path, receipt: dict[str, Any], card_before: str) -> Non
     write(target / RECEIPT, json.dumps(receipt, indent=1) + "\n")
 
 
-def _named(before: Checkpoint, layout: Layout, format: AbstractFormat) -> tuple[dict[str, Readable], list[str]]:
+def _named(
+    before: Checkpoint, layout: Layout, format: AbstractFormat
+) -> tuple[dict[str, Readable], list[str]]:
     """Return the tensors to write by their names in a format, and the optimizer states that the format cannot store."""
     named: dict[str, Readable] = {}
     unplaced = []
@@ -101,7 +103,9 @@ def _named(before: Checkpoint, layout: Layout, format: AbstractFormat) -> tuple[
             if place is None:
                 unplaced.append(f"{state} of {name}")
             else:
-                named[place] = format.converted(name, tensor, to_model=False) if state is None else tensor
+                named[place] = (
+                    format.converted(name, tensor, to_model=False) if state is None else tensor
+                )
     return named, unplaced
 
 
@@ -113,8 +117,14 @@ def _others(folder: Path) -> dict[str, bytes]:
     """
     others = {}
     for path in sorted(folder.iterdir()):
-        is_ours = path.name in ("config.json", RECEIPT) or path.name.endswith(".index.json") or "quant" in path.name
-        if (path.suffix not in (".json", ".txt", ".model", ".jinja") and path.name != CARD) or is_ours:
+        is_ours = (
+            path.name in ("config.json", RECEIPT)
+            or path.name.endswith(".index.json")
+            or "quant" in path.name
+        )
+        if (
+            path.suffix not in (".json", ".txt", ".model", ".jinja") and path.name != CARD
+        ) or is_ours:
             continue
         # The hub's cache keeps a model's files in models--NAME/blobs, and in models--NAME/snapshots/COMMIT links to them.
         home, cache = folder.resolve(), folder.resolve().parent.parent
@@ -126,7 +136,9 @@ def _others(folder: Path) -> dict[str, bytes]:
         try:
             others[path.name] = read_bytes(path, at_most=MOST_TEXT)
         except OSError as error:
-            raise InputError(f"{str(path)!r}: cannot be read ({error.strerror}): take it away") from error
+            raise InputError(
+                f"{str(path)!r}: cannot be read ({error.strerror}): take it away"
+            ) from error
     return others
 
 
@@ -171,7 +183,9 @@ def verify(out: str | Path) -> dict[str, Any]:
     """
     folder = Path(out)
     if not (folder / RECEIPT).exists():
-        raise InputError(f"{folder / RECEIPT} is missing: no conversion finished here, convert again")
+        raise InputError(
+            f"{folder / RECEIPT} is missing: no conversion finished here, convert again"
+        )
     format, digests, left_behind, logits = _read_receipt(folder / RECEIPT)
     model = Architecture(read_config(folder, None))
     if lost := left_behind & model.tied.keys():
@@ -191,20 +205,33 @@ def verify(out: str | Path) -> dict[str, Any]:
                 continue
             prefix = ""
             if isinstance(digest, list) and isinstance(actual_digest, list):
-                differing = (i for i, pair in enumerate(zip(digest, actual_digest)) if pair[0] != pair[1])
+                differing = (
+                    i for i, pair in enumerate(zip(digest, actual_digest)) if pair[0] != pair[1]
+                )
                 prefix = f"expert {next(differing, min(len(digest), len(actual_digest)))} of "
             raise InputError(
                 f"{folder}: {prefix}{name} ({state}) is not what the receipt says: convert or fetch it again"
             )
-    return {"tensors": sum(len(each) for each in actual.values()), "experts": experts, "states": list(digests)}
+    return {
+        "tensors": sum(len(each) for each in actual.values()),
+        "experts": experts,
+        "states": list(digests),
+    }
 
 
 def _read_receipt(path: Path) -> tuple[str, dict[str, dict[str, Any]], set[str], dict[str, float]]:
     """Return (the format written, digests by state and tensor, entries left behind, the logits' difference) of a receipt."""
     try:
         receipt = json.loads(read_text(path))
-        format, digests, left_behind = receipt["target"]["format"], receipt["sha256"], set(receipt["left_behind"])
-        logits = {name: float(value) for name, value in (receipt["logits"] or {"largest_difference": 0}).items()}
+        format, digests, left_behind = (
+            receipt["target"]["format"],
+            receipt["sha256"],
+            set(receipt["left_behind"]),
+        )
+        logits = {
+            name: float(value)
+            for name, value in (receipt["logits"] or {"largest_difference": 0}).items()
+        }
         if (
             format in FORMATS
             and all(isinstance(each, dict) for each in digests.values())

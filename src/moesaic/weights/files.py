@@ -37,7 +37,16 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from moesaic.errors import InputError
 from moesaic.files import kind_of, open_file, read_bytes, read_text, write, writing
 from moesaic.train.shard_metadata import MOST_LIST, read_list
-from moesaic.weights.layout import Readable, Region, first_names, full_region, integer, pieces, ranges, volume
+from moesaic.weights.layout import (
+    Readable,
+    Region,
+    first_names,
+    full_region,
+    integer,
+    pieces,
+    ranges,
+    volume,
+)
 
 CODES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
@@ -85,13 +94,19 @@ class Part:
                 tensor: Any = torch.load(view, weights_only=True)
         except Exception as error:  # a damaged archive may raise anything
             reason = " ".join(str(error).split())
-            raise InputError(f"{self.path}: byte {self.start}: is damaged ({reason:.200}): fetch it again") from error
+            raise InputError(
+                f"{self.path}: byte {self.start}: is damaged ({reason:.200}): fetch it again"
+            ) from error
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != self.sizes:
             raise InputError(
                 f"{self.path}: byte {self.start} holds no tensor of shape {list(self.sizes)}: two checkpoints are mixed"
             )
         storage: Any = tensor.untyped_storage()
-        begin = self.start + storage._checkpoint_offset + int(tensor.storage_offset()) * tensor.dtype.itemsize
+        begin = (
+            self.start
+            + storage._checkpoint_offset
+            + int(tensor.storage_offset()) * tensor.dtype.itemsize
+        )
         return begin, tuple(tensor.stride())
 
 
@@ -115,7 +130,10 @@ class Stored:
             ]
             rows = [dim[local] for dim, local in zip(whole, inside)]
             if all(rows):
-                local = tuple(slice(row[0] - start, row[-1] - start + 1, row.step) for row, start in zip(rows, starts))
+                local = tuple(
+                    slice(row[0] - start, row[-1] - start + 1, row.step)
+                    for row, start in zip(rows, starts)
+                )
                 out[tuple(inside)] = _mapped(part, self.dtype)[local]
         return out.reshape([len(dim) for dim in at if isinstance(dim, range)])
 
@@ -129,7 +147,9 @@ def opened(path: Path) -> BinaryIO:
     try:
         return open_file(path)
     except OSError as error:
-        raise InputError(f"{str(path)!r}: cannot be read ({error.strerror}): fetch it again") from error
+        raise InputError(
+            f"{str(path)!r}: cannot be read ({error.strerror}): fetch it again"
+        ) from error
 
 
 def require_room(target: Path) -> None:
@@ -185,7 +205,10 @@ def _mapped(part: Part, dtype: torch.dtype) -> np.ndarray:
     if strides is None:
         return np.memmap(part.path, kind, "r", start, part.sizes)
     span = sum((size - 1) * stride for size, stride in zip(part.sizes, strides)) + 1
-    flat, steps = np.memmap(part.path, kind, "r", start, (span,)), [each * kind.itemsize for each in strides]
+    flat, steps = (
+        np.memmap(part.path, kind, "r", start, (span,)),
+        [each * kind.itemsize for each in strides],
+    )
     return np.lib.stride_tricks.as_strided(flat, part.sizes, steps, writeable=False)
 
 
@@ -201,19 +224,27 @@ def read_safetensors(folder: Path) -> dict[str, Stored]:
         listed = _index(folder / INDEX)
         paths = [folder / name for name in sorted(set(listed.values()))]
     elif len(paths) > 1:
-        raise InputError(f"{folder / INDEX} is missing, and there are {len(paths)} safetensors files: fetch it")
+        raise InputError(
+            f"{folder / INDEX} is missing, and there are {len(paths)} safetensors files: fetch it"
+        )
     tensors: dict[str, Stored] = {}
     for path in paths:
         if not path.exists():
-            raise InputError(f"{path} is missing: the index lists {len(paths)} files, fetch this one")
+            raise InputError(
+                f"{path} is missing: the index lists {len(paths)} files, fetch this one"
+            )
         for name, stored in _header(path).items():
             if listed is not None and listed.get(name) != path.name:
                 where = f"in {listed[name]}" if name in listed else "nowhere"
-                raise InputError(f"{path} holds {name}, which the index lists {where}: two checkpoints are mixed")
+                raise InputError(
+                    f"{path} holds {name}, which the index lists {where}: two checkpoints are mixed"
+                )
             tensors[name] = stored
     missing = [] if listed is None else sorted(listed.keys() - tensors.keys())
     if missing:
-        raise InputError(f"{folder / listed[missing[0]]} lacks {first_names(missing)}: two checkpoints are mixed")  # type: ignore[index]
+        raise InputError(
+            f"{folder / listed[missing[0]]} lacks {first_names(missing)}: two checkpoints are mixed"
+        )  # type: ignore[index]
     return tensors
 
 
@@ -227,7 +258,9 @@ def _header(path: Path) -> dict[str, Stored]:
                 raise ValueError("the header is longer than the file, or than a header may be")
             header = json.loads(file.read(length), object_pairs_hook=_unique)
             header.pop("__metadata__", None)
-            tensors = {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
+            tensors = {
+                name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()
+            }
             spans = sorted((entry["data_offsets"], name) for name, entry in header.items())
             if any(end > start for ((_, end), _), ((start, _), _) in pairwise(spans)):
                 raise ValueError("two tensors overlap")
@@ -235,7 +268,9 @@ def _header(path: Path) -> dict[str, Stored]:
         except InputError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise InputError(f"{path}: is not a safetensors file, or its header is damaged: fetch it again") from None
+            raise InputError(
+                f"{path}: is not a safetensors file, or its header is damaged: fetch it again"
+            ) from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -256,9 +291,13 @@ def _stored(path: Path, name: str, entry: dict[str, Any], begin: int, size: int)
     if not all(type(each) is int and each >= 0 for each in (*shape, start, end)):
         raise ValueError("a size or an offset is not a whole number")
     if begin + end > size:
-        raise InputError(f"{path}: has {size:,} bytes and needs {begin + end:,} for {name}: fetch it again")
+        raise InputError(
+            f"{path}: has {size:,} bytes and needs {begin + end:,} for {name}: fetch it again"
+        )
     if math.prod(shape) * dtype.itemsize != end - start:
-        raise InputError(f"{path}: {name} of {shape} does not fit into {end - start:,} bytes: fetch it again")
+        raise InputError(
+            f"{path}: {name} of {shape} does not fit into {end - start:,} bytes: fetch it again"
+        )
     return Stored(dtype, shape, (Part(path, begin + start, (0,) * len(shape), shape),))
 
 
@@ -267,7 +306,8 @@ def _index(path: Path) -> dict[str, str]:
     try:
         listed = json.loads(read_text(path))["weight_map"]
         if all(
-            name.endswith(".safetensors") and len(name) < 256 and Path(name).name == name for name in listed.values()
+            name.endswith(".safetensors") and len(name) < 256 and Path(name).name == name
+            for name in listed.values()
         ):
             file_names: dict[str, str] = listed
             return file_names
@@ -290,7 +330,9 @@ def write_safetensors(folder: Path, tensors: Mapping[str, Readable]) -> None:
     several, total = len(files) > 1, 0
     file_of: dict[str, str] = {}
     for number, shard in enumerate(files, 1):
-        name = f"model-{number:05}-of-{len(files):05}.safetensors" if several else "model.safetensors"
+        name = (
+            f"model-{number:05}-of-{len(files):05}.safetensors" if several else "model.safetensors"
+        )
         file_of |= dict.fromkeys(shard, name)
         total += _write_file(folder / name, shard)
     if several:
@@ -304,7 +346,11 @@ def _write_file(path: Path, tensors: Mapping[str, Readable]) -> int:
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
-        header[name] = {"dtype": codes[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": codes[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with writing(path) as file:
@@ -339,7 +385,9 @@ def read_dcp(folder: Path) -> tuple[dict[str, Stored], list[str]]:
             with opened(path) as file:
                 sizes[place.relative_path] = os.fstat(file.fileno()).st_size
         if place.offset + place.length > sizes[place.relative_path]:
-            raise InputError(f"{path}: ends before {index.fqn}: it is cut off or of another checkpoint, fetch it again")
+            raise InputError(
+                f"{path}: ends before {index.fqn}: it is cut off or of another checkpoint, fetch it again"
+            )
         entry = metadata.state_dict_metadata[index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
         offsets = tuple(index.offset or (0,) * len(entry.size))
@@ -353,7 +401,9 @@ def read_dcp(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
         if sum(volume(full_region(part.sizes)) for part in parts[name]) < math.prod(entry.size):
-            raise InputError(f"{folder}: parts of {name} are in no file: the checkpoint is incomplete")
+            raise InputError(
+                f"{folder}: parts of {name} are in no file: the checkpoint is incomplete"
+            )
         tensors[name] = Stored(entry.properties.dtype, tuple(entry.size), tuple(parts[name]))
     return tensors, others
 
@@ -370,7 +420,9 @@ def write_dcp(folder: Path, tensors: Mapping[str, Readable]) -> None:
                 offsets, start = torch.Size(row.start for row in region), file.tell()
                 torch.save(torch.from_numpy(tensor.read(region)).view(tensor.dtype), file)
                 chunks.append(ChunkStorageMetadata(offsets, torch.Size(len(row) for row in region)))
-                places[MetadataIndex(name, offsets, number)] = _StorageInfo(DCP_FILE, start, file.tell() - start)
+                places[MetadataIndex(name, offsets, number)] = _StorageInfo(
+                    DCP_FILE, start, file.tell() - start
+                )
             properties = TensorProperties(dtype=tensor.dtype)
             entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
     metadata = Metadata(entries, storage_data=places, version=CURRENT_DCP_VERSION)

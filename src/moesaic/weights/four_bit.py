@@ -50,7 +50,10 @@ class FourBit:
             kind = torch.uint8
             if (self.values.shape, self.groups.shape) != ((256,), (-(-blocks // self.size),)):
                 return False
-        same = math.prod(self.shape) == 2 * self.codes.shape[0] == nf4.BLOCK * blocks and min(self.shape) > 0
+        same = (
+            math.prod(self.shape) == 2 * self.codes.shape[0] == nf4.BLOCK * blocks
+            and min(self.shape) > 0
+        )
         return same and (self.codes.dtype, self.scales.dtype) == (torch.uint8, kind)
 
     def read(self, at: Region) -> Tensor:
@@ -63,8 +66,12 @@ class FourBit:
         if self.values is not None and self.groups is not None:
             of_each = _whole(self.groups)[torch.arange(first, last) // self.size]
             scales = _whole(self.values)[scales.int()] * of_each + self.offset
-        codes = torch.from_numpy(self.codes.read((range(first * half, last * half),))).view(torch.uint8)
-        numbers = nf4.dequantize(codes, scales, torch.float32)[start - first * nf4.BLOCK :][: end - start]
+        codes = torch.from_numpy(self.codes.read((range(first * half, last * half),))).view(
+            torch.uint8
+        )
+        numbers = nf4.dequantize(codes, scales, torch.float32)[start - first * nf4.BLOCK :][
+            : end - start
+        ]
         within = tuple(slice(dim.start, dim.stop, dim.step) for dim in others)
         picked = numbers.view(-1, *self.shape[1:])[(slice(None, None, rows.step), *within)]
         return picked.reshape([len(dim) for dim in at if isinstance(dim, range)])
@@ -85,7 +92,12 @@ def of_linear(stored: Mapping[str, Stored], weight: str, folder: Path) -> Comput
             offset=float(sizes["nested_offset"]) if is_nested else 0.0,
         )
         is_nf4 = sizes["quant_type"] == "nf4" and sizes["blocksize"] == nf4.BLOCK
-        if is_nf4 and math.isfinite(found.offset) and all(type(n) is int for n in found.shape) and found.fits():
+        if (
+            is_nf4
+            and math.isfinite(found.offset)
+            and all(type(n) is int for n in found.shape)
+            and found.fits()
+        ):
             return Computed(torch.float32, found.shape, found.read)
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError):
         pass

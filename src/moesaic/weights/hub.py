@@ -45,14 +45,30 @@ class Hub(AbstractFormat):
 
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
         tables = [
-            t for t in get_model_conversion_mapping(model.model, add_legacy=False) if not isinstance(t, PrefixChange)
+            t
+            for t in get_model_conversion_mapping(model.model, add_legacy=False)
+            if not isinstance(t, PrefixChange)
         ]
-        model.model._weight_conversions = tables  # otherwise each call below looks the tables up again
-        converters = [(table.reverse_transform(), table) for table in tables if isinstance(table, WeightConverter)]
+        model.model._weight_conversions = (
+            tables  # otherwise each call below looks the tables up again
+        )
+        converters = [
+            (table.reverse_transform(), table)
+            for table in tables
+            if isinstance(table, WeightConverter)
+        ]
         for tensor, shape in model.shapes.items():
-            used = [table for reverse, table in converters if reverse.rename_source_key(tensor)[1] is not None]
-            kinds = {type(operation).__name__ for converter in used for operation in converter.operations}
-            hub_tensors = revert_weight_conversion(model.model, {tensor: torch.empty(shape, device="meta")})
+            used = [
+                table
+                for reverse, table in converters
+                if reverse.rename_source_key(tensor)[1] is not None
+            ]
+            kinds = {
+                type(operation).__name__ for converter in used for operation in converter.operations
+            }
+            hub_tensors = revert_weight_conversion(
+                model.model, {tensor: torch.empty(shape, device="meta")}
+            )
             if not kinds:
                 (name,) = hub_tensors
                 yield StoredBlock(name, full_region(shape), tensor, full_region(shape))
@@ -62,7 +78,9 @@ class Hub(AbstractFormat):
                 else:
                     yield from _unstacked(tensor, shape, list(hub_tensors))
             else:
-                raise InputError(f"the hub's names for {tensor} result from {', '.join(sorted(kinds))}: not supported")
+                raise InputError(
+                    f"the hub's names for {tensor} result from {', '.join(sorted(kinds))}: not supported"
+                )
 
 
 def _unstacked(tensor: str, shape: tuple[int, ...], names: list[str]) -> Iterator[StoredBlock]:

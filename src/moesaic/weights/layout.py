@@ -51,7 +51,9 @@ class Computed:
 
     def read(self, at: Region) -> np.ndarray:
         """Return the elements in a region; the same in every call."""
-        return self.make(at).contiguous().view(getattr(torch, f"int{8 * self.dtype.itemsize}")).numpy()
+        return (
+            self.make(at).contiguous().view(getattr(torch, f"int{8 * self.dtype.itemsize}")).numpy()
+        )
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,9 @@ def volume(region: Region) -> int:
 
 def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[range, ...]]:
     """Yield contiguous regions of at most `BUFFER` bytes (or one row) that cover a tensor in row-major order."""
-    inner = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) * itemsize <= BUFFER), len(shape))
+    inner = next(
+        (d for d in range(len(shape)) if math.prod(shape[d + 1 :]) * itemsize <= BUFFER), len(shape)
+    )
     if inner >= len(shape):
         yield full_region(shape)
         return
@@ -148,7 +152,9 @@ class BlockIndex:
     """Blocks by the name of their stored tensor and, for blocks of a single expert or layer, by its number."""
 
     def __init__(self) -> None:
-        self._blocks: dict[str, dict[int | None, list[StoredBlock]]] = defaultdict(lambda: defaultdict(list))
+        self._blocks: dict[str, dict[int | None, list[StoredBlock]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
 
     def add(self, block: StoredBlock) -> None:
         """Add a block to the index."""
@@ -162,7 +168,11 @@ class BlockIndex:
         """Yield (block, the part of the block inside the region) for each block of a tensor that overlaps a region."""
         blocks = self._blocks[name]
         outer = region[0] if region else ()
-        for number in (*([outer] if isinstance(outer, int) else outer), None) if len(blocks) > 1 else list(blocks):
+        for number in (
+            (*([outer] if isinstance(outer, int) else outer), None)
+            if len(blocks) > 1
+            else list(blocks)
+        ):
             for block in blocks.get(number, ()):
                 part = block.cut(region)
                 if part is not None:
@@ -183,7 +193,12 @@ class Layout:
     """
 
     def __init__(
-        self, blocks: Iterable[StoredBlock], shapes: Mapping[str, tuple[int, ...]], title: str, *, copies: bool = False
+        self,
+        blocks: Iterable[StoredBlock],
+        shapes: Mapping[str, tuple[int, ...]],
+        title: str,
+        *,
+        copies: bool = False,
     ) -> None:
         self.by_stored, self.by_tensor = BlockIndex(), BlockIndex()
         sizes: dict[str, int] = defaultdict(int)
@@ -197,7 +212,9 @@ class Layout:
             self.shapes[block.stored] = tuple(map(max, extent, ends))
         lost = [name for name, shape in shapes.items() if sizes[name] != math.prod(shape)]
         if lost:
-            raise InputError(f"{title} has no place for {first_names(lost)}: convert this model to another format")
+            raise InputError(
+                f"{title} has no place for {first_names(lost)}: convert this model to another format"
+            )
         for name, shape in () if copies else self.shapes.items():
             assert math.prod(shape) == sum(
                 volume(part.at) for _, part in self.by_stored.cuts(name, full_region(shape))
@@ -206,7 +223,11 @@ class Layout:
 
 def identity(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
     """Return the layout in which every tensor is stored as the model has it in memory."""
-    return Layout((StoredBlock(n, full_region(s), n, full_region(s)) for n, s in shapes.items()), shapes, "the model")
+    return Layout(
+        (StoredBlock(n, full_region(s), n, full_region(s)) for n, s in shapes.items()),
+        shapes,
+        "the model",
+    )
 
 
 @dataclass(frozen=True)
@@ -227,8 +248,14 @@ class GatheredTensor:
     @cached_property
     def source_names(self) -> list[str]:
         """Names of the source's stored tensors from which this tensor is gathered."""
-        own_parts = [part for _, part in self.layout.by_stored.cuts(self.name, full_region(self.shape))]
-        source_blocks = (block for own in own_parts for block, _ in self.source.by_tensor.cuts(own.tensor, own.index))
+        own_parts = [
+            part for _, part in self.layout.by_stored.cuts(self.name, full_region(self.shape))
+        ]
+        source_blocks = (
+            block
+            for own in own_parts
+            for block, _ in self.source.by_tensor.cuts(own.tensor, own.index)
+        )
         return list(dict.fromkeys(block.tensor for block in source_blocks))
 
     @cached_property

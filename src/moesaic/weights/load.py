@@ -43,10 +43,15 @@ def load_model(source: str | Path, **options: Any) -> Any:
     """
     folder = Path(source)
     if not folder.is_dir():
-        patterns: dict[str, Any] = {"allow_patterns": ["*.json", "*.safetensors"], "ignore_patterns": ["*/*"]}
+        patterns: dict[str, Any] = {
+            "allow_patterns": ["*.json", "*.safetensors"],
+            "ignore_patterns": ["*/*"],
+        }
         of_hub = {name: options.pop(name) for name in OF_HUB if name in options}
         folder = Path(snapshot_download(str(source), **patterns, **of_hub))
-    checkpoint = open_checkpoint(folder, format_of(folder), Architecture(read_config(folder, None, LOADED)))
+    checkpoint = open_checkpoint(
+        folder, format_of(folder), Architecture(read_config(folder, None, LOADED))
+    )
     architecture = checkpoint.model
     tensors = checkpoint.into(identity(architecture.shapes))
     state: dict[str, Any] = {name: Sliced(tensor) for name, tensor in tensors.items()}
@@ -55,11 +60,17 @@ def load_model(source: str | Path, **options: Any) -> Any:
             for name in (f"{path}.{weight}" for weight in four_bit_weights(module)):
                 state[name] = OneByOne(state[name], range(module.num_experts))
     dtype = options.pop("torch_dtype", "auto") if "dtype" not in options else options["dtype"]
-    options["dtype"] = (architecture.config.dtype or torch.bfloat16) if dtype in ("auto", None) else dtype
+    options["dtype"] = (
+        (architecture.config.dtype or torch.bfloat16) if dtype in ("auto", None) else dtype
+    )
     if (folder / "generation_config.json").exists():
         options.setdefault("generation_config", GenerationConfig.from_pretrained(folder))
-    loaded = type(architecture.model).from_pretrained(None, config=architecture.config, state_dict=state, **options)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with `output_loading_info=True`
+    loaded = type(architecture.model).from_pretrained(
+        None, config=architecture.config, state_dict=state, **options
+    )
+    model = (
+        loaded[0] if isinstance(loaded, tuple) else loaded
+    )  # a tuple with `output_loading_info=True`
     model.name_or_path = str(source)
     del model._weight_conversions  # none was used, and saving needs those of the family
     return loaded
@@ -80,8 +91,12 @@ class Sliced:
         region = whole if at is Ellipsis else tuple(dim[part] for dim, part in zip(whole, at))
         out = torch.empty([len(dim) for dim in region], dtype=self.tensor.dtype)
         for piece in pieces(tuple(out.shape), out.itemsize):
-            read = self.tensor.read(tuple(dim[part.start : part.stop] for dim, part in zip(region, piece)))
-            out[tuple(slice(part.start, part.stop) for part in piece)] = torch.from_numpy(read).view(out.dtype)
+            read = self.tensor.read(
+                tuple(dim[part.start : part.stop] for dim, part in zip(region, piece))
+            )
+            out[tuple(slice(part.start, part.stop) for part in piece)] = torch.from_numpy(
+                read
+            ).view(out.dtype)
         return out
 
 

@@ -66,8 +66,16 @@ def compare(old: Tensor, new: Tensor, out: Path) -> dict[str, Any]:
     old, new = old.double(), new.double()
     alike = ~old.isfinite() & ((old == new) | (old.isnan() & new.isnan()))
     difference = (old - new)[~alike].abs()
-    largest, most = (float(each.max()) if each.numel() else 0.0 for each in (difference, old[old.isfinite()].abs()))
-    found = {"tokens": TOKENS, "largest_difference": largest, "largest": most, "not_finite": int(alike.sum())}
+    largest, most = (
+        float(each.max()) if each.numel() else 0.0
+        for each in (difference, old[old.isfinite()].abs())
+    )
+    found = {
+        "tokens": TOKENS,
+        "largest_difference": largest,
+        "largest": most,
+        "not_finite": int(alike.sum()),
+    }
     require_alike(found, str(out))
     return found
 
@@ -87,7 +95,9 @@ def _logits(side: Side) -> Tensor:
     try:
         model = _loaded(side)
         if side.checkpoint.model.experts:
-            model.set_experts_implementation("eager")  # the default implementation does not support float64
+            model.set_experts_implementation(
+                "eager"
+            )  # the default implementation does not support float64
         tokens = fixed_text(model.config.get_text_config().vocab_size)
         logits: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
     except InputError:
@@ -105,27 +115,46 @@ def _loaded(side: Side) -> Any:
     """Return the model as transformers loads it from the hub's files; else filled with the tensors of the checkpoint."""
     model = side.checkpoint.model
     tensors = side.checkpoint.into(identity(model.shapes))
-    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors.values()) else torch.float32
+    wide = (
+        torch.float64
+        if any(tensor.dtype == torch.float64 for tensor in tensors.values())
+        else torch.float32
+    )
     if side.format != "hf" or not _can_load(side):
         values = {name: _values(tensor) for name, tensor in tensors.items()}
-        return type(model.model).from_pretrained(None, config=model.config, state_dict=values, dtype=wide)
+        return type(model.model).from_pretrained(
+            None, config=model.config, state_dict=values, dtype=wide
+        )
     config, quantized = copy.deepcopy(side.config), quantization(side.folder / "config.json")
     if quantized:
         config.quantization_config = quantized | {"dequantize": True}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        side.folder, config=config, dtype=torch.bfloat16 if quantized else wide, local_files_only=True
+        side.folder,
+        config=config,
+        dtype=torch.bfloat16 if quantized else wide,
+        local_files_only=True,
     ).to(wide)
     theirs = loaded.state_dict()
     others = [name for name, tensor in tensors.items() if not _same(_values(tensor), theirs[name])]
     if others:
-        raise InputError(f"{side.folder}: transformers loads {first_names(others)} with other values than this program")
+        raise InputError(
+            f"{side.folder}: transformers loads {first_names(others)} with other values than this program"
+        )
     return loaded
 
 
 def _can_load(side: Side) -> bool:
     """Whether transformers reads the weights right: it takes the blocks of an fp8 matrix for equal ones, the last too."""
-    matrices = [t for t in side.checkpoint.tensors[None].values() if isinstance(t, Computed) and len(t.shape) == 2]
-    return all(n % size == 0 for matrix in matrices for n, size in zip(matrix.shape, block_size(side.folder)))
+    matrices = [
+        t
+        for t in side.checkpoint.tensors[None].values()
+        if isinstance(t, Computed) and len(t.shape) == 2
+    ]
+    return all(
+        n % size == 0
+        for matrix in matrices
+        for n, size in zip(matrix.shape, block_size(side.folder))
+    )
 
 
 def _values(tensor: Readable) -> Tensor:
@@ -135,4 +164,6 @@ def _values(tensor: Readable) -> Tensor:
 def _same(ours: Tensor, theirs: Tensor) -> bool:
     """Whether two tensors are equal in the dtype of the second; what is not a number equals what is not."""
     ours = ours.to(theirs.dtype)
-    return ours.shape == theirs.shape and bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all())
+    return ours.shape == theirs.shape and bool(
+        ((ours == theirs) | (ours.isnan() & theirs.isnan())).all()
+    )

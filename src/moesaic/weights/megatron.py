@@ -18,7 +18,16 @@ from moesaic.errors import InputError
 from moesaic.files import write, writing
 from moesaic.weights.files import opened, read_dcp, write_dcp
 from moesaic.weights.layout import Computed, Readable, Region, StoredBlock
-from moesaic.weights.model import LAYER, AbstractFormat, Architecture, Part, Place, Rules, by_rules, half
+from moesaic.weights.model import (
+    LAYER,
+    AbstractFormat,
+    Architecture,
+    Part,
+    Place,
+    Rules,
+    by_rules,
+    half,
+)
 
 OUTSIDE = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
@@ -35,7 +44,9 @@ def grouped(projection: str) -> Place:
 
     def place(part: Part, config: Any) -> Iterator[tuple[str, range, range]]:
         groups, heads = config.num_key_value_heads, config.num_attention_heads
-        kinds = 2 if config.model_type == "qwen3_next" else 1  # q_proj holds each head's query rows, then its gate rows
+        kinds = (
+            2 if config.model_type == "qwen3_next" else 1
+        )  # q_proj holds each head's query rows, then its gate rows
         shared, own_kinds = heads // groups, kinds if projection == "q" else 1
         num_heads = heads if projection == "q" else groups
         width = part.shape[part.rows] // (num_heads * own_kinds)
@@ -44,7 +55,9 @@ def grouped(projection: str) -> Place:
             group, head_in_group = divmod(head, shared) if projection == "q" else (head, 0)
             for kind in range(own_kinds):
                 row = (head * own_kinds + kind) * width
-                target = (group * (shared * kinds + 2) + first + kind * shared + head_in_group) * width
+                target = (
+                    group * (shared * kinds + 2) + first + kind * shared + head_in_group
+                ) * width
                 yield "", range(row, row + width), range(target, target + width)
 
     return place
@@ -154,11 +167,17 @@ class Megatron(AbstractFormat):
             return folder
         with opened(mark) as file:
             iteration = file.read(100).decode(errors="replace").strip()
-        return folder / (f"iter_{int(iteration):07}" if iteration.isdecimal() and len(iteration) < 10 else self.folder)
+        return folder / (
+            f"iter_{int(iteration):07}"
+            if iteration.isdecimal() and len(iteration) < 10
+            else self.folder
+        )
 
     def recognises(self, folder: Path) -> bool:
         inside = self._inside(folder)
-        return (inside / ".metadata").exists() and OUTSIDE["model.embed_tokens.weight"] in read_dcp(inside)[0]
+        return (inside / ".metadata").exists() and OUTSIDE["model.embed_tokens.weight"] in read_dcp(
+            inside
+        )[0]
 
     def read(self, folder: Path) -> tuple[Mapping[str, Readable], list[str]]:
         tensors, others = read_dcp(self._inside(folder))
@@ -167,7 +186,11 @@ class Megatron(AbstractFormat):
     def write(self, folder: Path, tensors: Mapping[str, Readable]) -> None:
         inside = folder / self.folder
         write_dcp(inside, tensors)
-        kind = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+        kind = {
+            "sharded_backend": "torch_dist",
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+        }
         text = json.dumps(kind | {"common_backend_version": 1})
         write(inside / "metadata.json", text)
         with writing(inside / "common.pt") as file:
@@ -207,7 +230,15 @@ class Megatron(AbstractFormat):
         sparse = {int(name.split(".")[2]) for name in model.experts}
 
         def rules(layer: int) -> Rules:
-            attention = LINEAR_ATTENTION if layer in linear else LATENT_ATTENTION if latent else ATTENTION
+            attention = (
+                LINEAR_ATTENTION if layer in linear else LATENT_ATTENTION if latent else ATTENTION
+            )
             return {**attention, **(SPARSE if layer in sparse else DENSE)}
 
-        return by_rules(model, OUTSIDE, rules, "decoder.layers." if uniform else "decoder.layers.{}.", stacked=uniform)
+        return by_rules(
+            model,
+            OUTSIDE,
+            rules,
+            "decoder.layers." if uniform else "decoder.layers.{}.",
+            stacked=uniform,
+        )

@@ -74,7 +74,9 @@ class Architecture:
         self.config = config
         layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
         if not 0 < layers <= MOST_LAYERS:
-            raise InputError(f"{config.model_type}: num_hidden_layers={layers}: must be from 1 to {MOST_LAYERS}")
+            raise InputError(
+                f"{config.model_type}: num_hidden_layers={layers}: must be from 1 to {MOST_LAYERS}"
+            )
         try:
             with torch.device("meta"):
                 self.model = transformers.AutoModelForCausalLM.from_config(config)
@@ -91,11 +93,17 @@ class Architecture:
             )
         self.tied: dict[str, str] = self.model.all_tied_weights_keys
         """Name of a tied weight -> the name whose tensor it shares, under which alone it is stored."""
-        self.shapes = {n: tuple(t.shape) for n, t in self.model.state_dict().items() if n not in self.tied}
+        self.shapes = {
+            n: tuple(t.shape) for n, t in self.model.state_dict().items() if n not in self.tied
+        }
         if empty := [name for name, shape in self.shapes.items() if 0 in shape]:
-            raise InputError(f"{config.model_type}: the configuration's sizes make {first_names(empty)} empty")
+            raise InputError(
+                f"{config.model_type}: the configuration's sizes make {first_names(empty)} empty"
+            )
         self.experts = {
-            n: m for n, m in self.model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "has_gate")
+            n: m
+            for n, m in self.model.named_modules()
+            if hasattr(m, "is_transposed") and hasattr(m, "has_gate")
         }
         """The modules that hold stacked experts, by name."""
 
@@ -122,7 +130,11 @@ class Architecture:
     def whole(self, tensor: str) -> Part:
         """Return a whole tensor as a part."""
         experts = self.experts_of(tensor)
-        turned = experts is not None and self.experts[experts].is_transposed and not tensor.endswith("bias")
+        turned = (
+            experts is not None
+            and self.experts[experts].is_transposed
+            and not tensor.endswith("bias")
+        )
         return Part(tensor, tensor, full_region(self.shapes[tensor]), turned, experts is not None)
 
     def parts(self, tensor: str) -> list[Part]:
@@ -140,7 +152,11 @@ class Architecture:
             dim = len(index) - 1 if whole.transposed or kind else 1
             both = index[dim]
             half = len(both) // 2
-            index[dim] = both[number * half : (number + 1) * half] if module.is_concatenated else both[number::2]
+            index[dim] = (
+                both[number * half : (number + 1) * half]
+                if module.is_concatenated
+                else both[number::2]
+            )
             parts.append(replace(whole, name=f"{experts}.{name}{kind}", index=tuple(index)))
         return parts
 
@@ -170,7 +186,9 @@ def read_config(folder: Path, config_path: Path | None, methods: Sequence[str] =
     place = config_path or folder
     path = place / "config.json" if place.is_dir() else place
     if not path.exists():
-        raise InputError(f"{path}: no configuration there: name the model's transformers config.json with --config")
+        raise InputError(
+            f"{path}: no configuration there: name the model's transformers config.json with --config"
+        )
     try:
         table = json.loads(read_text(path), object_hook=_table)
         table.pop("quantization_config", None)  # weights are dequantized as they are read

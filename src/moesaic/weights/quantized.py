@@ -54,28 +54,41 @@ def dequantized(stored: Mapping[str, Stored], folder: Path) -> dict[str, Readabl
         if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in stored:
             weight = name.removesuffix(BLOCKS)
             scales = stored[weight + SCALES]
-            if (tensor.dtype, scales.dtype, tensor.shape) != (torch.uint8, torch.uint8, (*scales.shape[:3], 16)):
-                raise InputError(f"{folder}: {name} and {weight + SCALES} are not mxfp4 of one shape: fetch them again")
+            if (tensor.dtype, scales.dtype, tensor.shape) != (
+                torch.uint8,
+                torch.uint8,
+                (*scales.shape[:3], 16),
+            ):
+                raise InputError(
+                    f"{folder}: {name} and {weight + SCALES} are not mxfp4 of one shape: fetch them again"
+                )
             experts, rows, groups = scales.shape
             make = partial(_from_mxfp4, tensor, scales)
             tensors[weight] = Computed(torch.bfloat16, (experts, 32 * groups, rows), make)
             del tensors[name], tensors[weight + SCALES]
         elif tensor.dtype in FP8:
             found = stored.get(name + FP8_SCALE)
-            fits = found is not None and found.shape == tuple(-(-n // size) for n, size in zip(tensor.shape, sizes))
+            fits = found is not None and found.shape == tuple(
+                -(-n // size) for n, size in zip(tensor.shape, sizes)
+            )
             if found is None or not fits or len(tensor.shape) != 2 or found.dtype not in FP8_SCALES:
                 raise InputError(
                     f"{folder}: {name} is fp8 without scales of {list(sizes)} blocks in {_names(FP8_SCALES)}: "
                     "correct quantization_config.weight_block_size, or convert the checkpoint that it was quantized from"
                 )
-            tensors[name] = Computed(torch.bfloat16, tensor.shape, partial(_from_fp8, tensor, found, sizes))
+            tensors[name] = Computed(
+                torch.bfloat16, tensor.shape, partial(_from_fp8, tensor, found, sizes)
+            )
             del tensors[name + FP8_SCALE]
         elif name.endswith(four_bit.STATE):
             weight = name.removesuffix(four_bit.STATE)
             tensors[weight] = four_bit.of_linear(stored, weight, folder)
             for part in four_bit.PARTS:
                 tensors.pop(weight + part, None)
-        elif tensor.dtype == torch.uint8 and (absmax := name.removesuffix("_proj") + "_absmax") in stored:
+        elif (
+            tensor.dtype == torch.uint8
+            and (absmax := name.removesuffix("_proj") + "_absmax") in stored
+        ):
             hidden = _table(folder / "config.json").get("hidden_size")
             width = hidden if type(hidden) is int else 0
             tensors[name] = four_bit.of_experts(tensor, stored[absmax], name, width, folder)
@@ -112,7 +125,11 @@ def block_size(folder: Path) -> tuple[int, int]:
     """Return (rows, columns) of the fp8 blocks that share a scale."""
     path = folder / "config.json"
     sizes = quantization(path).get("weight_block_size") or [128, 128]
-    if isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes):
+    if (
+        isinstance(sizes, list)
+        and len(sizes) == 2
+        and all(type(size) is int and size > 0 for size in sizes)
+    ):
         return sizes[0], sizes[1]
     raise InputError(
         f"{path}: quantization_config.weight_block_size is not two numbers above 0, such as [128, 128]: restore the file"

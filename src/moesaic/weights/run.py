@@ -98,7 +98,9 @@ def _compared(trained: Trained, out: Path) -> dict[str, Any]:
         if isinstance(module, MoE):
             module.eval_capacity = Dropless()
     tokens = fixed_text(trained.model.vocab_size)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, local_files_only=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.float32, local_files_only=True
+    )
     return compare(trained.model.eval()(tokens).logits, theirs.eval()(input_ids=tokens).logits, out)
 
 
@@ -117,10 +119,14 @@ def to_hub(trained: Trained) -> Any:
     values = hub_values(trained.model)
     placed = {value.untyped_storage().data_ptr() for value in values.values()}
     tensors = trained.model.state_dict().items()
-    if lost := [name for name, tensor in tensors if tensor.untyped_storage().data_ptr() not in placed]:
+    if lost := [
+        name for name, tensor in tensors if tensor.untyped_storage().data_ptr() not in placed
+    ]:
         raise InputError(f"{trained.folder}: the hub's model has no place for {first_names(lost)}")
     missing, unknown = model.load_state_dict(values, strict=False)
-    not_loaded = [name for name in missing if not (name == "lm_head.weight" and config.tie_word_embeddings)]
+    not_loaded = [
+        name for name in missing if not (name == "lm_head.weight" and config.tie_word_embeddings)
+    ]
     if not_loaded or unknown:
         raise InputError(
             f"{trained.folder}: transformers {transformers.__version__} has other names for the tensors, "
@@ -147,18 +153,27 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
         (block.norm != "rms", f"model.block.norm={block.norm}"),
         (block.positions == "learned", f"model.block.positions={block.positions}"),
         (block.bias, "model.block.bias=true"),
-        (shape.conv_width > 1, f"model.conv_width={shape.conv_width}, the short convolutions: train with conv_width=1"),
+        (
+            shape.conv_width > 1,
+            f"model.conv_width={shape.conv_width}, the short convolutions: train with conv_width=1",
+        ),
         (shape.is_dense, f"model.ffn={shape.ffn}"),
         (moe.experts != "swiglu", f"model.moe.experts={moe.experts}"),
         (moe.router != "softmax", f"model.moe.router={moe.router}"),
         (moe.shared_hidden > 0, f"model.moe.shared_hidden={moe.shared_hidden}"),
-        (not all(sparse) and not normed, f"model.moe_every={shape.moe_every} without model.block.qk_norm"),
+        (
+            not all(sparse) and not normed,
+            f"model.moe_every={shape.moe_every} without model.block.qk_norm",
+        ),
     )
     for holds, what in reasons:
         if holds:
             raise InputError(f"{where}: Mixtral and Qwen3-MoE do not support {what}")
     factor = block.rope_factor
-    rope: dict[str, Any] = {"rope_type": "default" if factor == 1 else "linear", "rope_theta": block.rope_theta}
+    rope: dict[str, Any] = {
+        "rope_type": "default" if factor == 1 else "linear",
+        "rope_theta": block.rope_theta,
+    }
     common: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": shape.dim,
@@ -177,7 +192,10 @@ def hub_config(shape: ModelConfig, vocab_size: int, where: str) -> Any:
     }
     if not normed:
         return transformers.MixtralConfig(
-            **common, intermediate_size=moe.hidden, num_local_experts=moe.num_experts, sliding_window=None
+            **common,
+            intermediate_size=moe.hidden,
+            num_local_experts=moe.num_experts,
+            sliding_window=None,
         )
     return transformers.Qwen3MoeConfig(
         **common,
@@ -202,16 +220,22 @@ def hub_values(model: GPT) -> dict[str, Tensor]:
         prefix = f"model.layers.{number}"
         values[f"{prefix}.input_layernorm.weight"] = block.attention_norm.weight
         values[f"{prefix}.post_attention_layernorm.weight"] = block.ffn_norm.weight
-        values |= {f"{prefix}.self_attn.{name}": value for name, value in _attention(block.attention).items()}
+        values |= {
+            f"{prefix}.self_attn.{name}": value
+            for name, value in _attention(block.attention).items()
+        }
         if isinstance(block.ffn, MoE):
             experts = block.ffn.experts
             values[f"{prefix}.mlp.gate.weight"] = block.ffn.router.get_parameter("weight")
-            values[f"{prefix}.mlp.experts.gate_up_proj"] = experts.get_parameter("w13").flatten(1, 2)
+            values[f"{prefix}.mlp.experts.gate_up_proj"] = experts.get_parameter("w13").flatten(
+                1, 2
+            )
             values[f"{prefix}.mlp.experts.down_proj"] = experts.get_parameter("w2")
         else:
             names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
             values |= {
-                f"{prefix}.mlp.{theirs}.weight": getattr(block.ffn.expert, ours)[0] for theirs, ours in names.items()
+                f"{prefix}.mlp.{theirs}.weight": getattr(block.ffn.expert, ours)[0]
+                for theirs, ours in names.items()
             }
     detached: dict[str, Tensor] = {name: value.detach() for name, value in values.items()}
     return detached
@@ -225,7 +249,12 @@ def _attention(attention: Attention) -> dict[str, Tensor]:
         assert attention.q is not None
         assert attention.kv is not None
         (q,), (k, v) = attention.q.weight, attention.kv.weight
-    weights = {"q_proj.weight": q, "k_proj.weight": k, "v_proj.weight": v, "o_proj.weight": attention.out.weight}
+    weights = {
+        "q_proj.weight": q,
+        "k_proj.weight": k,
+        "v_proj.weight": v,
+        "o_proj.weight": attention.out.weight,
+    }
     for name, norm in (("q_norm", attention.q_norm), ("k_norm", attention.k_norm)):
         if norm is not None:
             weights[f"{name}.weight"] = norm.weight

@@ -92,5 +92,9 @@ class Torchtitan(AbstractFormat):
     def blocks(self, model: Architecture, names: Collection[str]) -> Iterator[StoredBlock]:
         latent = any("kv_a_proj_with_mqa" in name for name in model.shapes)
         biased = any(module.has_bias for module in model.experts.values())
-        rules: Rules = {**COMMON, **(LATENT_ATTENTION if latent else ATTENTION), **(WITH_BIAS if biased else SWIGLU)}
+        rules: Rules = {
+            **COMMON,
+            **(LATENT_ATTENTION if latent else ATTENTION),
+            **(WITH_BIAS if biased else SWIGLU),
+        }
         return by_rules(model, OUTSIDE, lambda layer: rules, "layers.{}.")

@@ -19,7 +19,15 @@ import transformers
 
 from moesaic.errors import InputError
 from moesaic.weights.checkpoint import Checkpoint
-from moesaic.weights.layout import Computed, Layout, Readable, Region, StoredBlock, full_region, identity
+from moesaic.weights.layout import (
+    Computed,
+    Layout,
+    Readable,
+    Region,
+    StoredBlock,
+    full_region,
+    identity,
+)
 from moesaic.weights.model import LAYER, Architecture, Part
 
 
@@ -41,10 +49,14 @@ class Upcycling:
     def __post_init__(self) -> None:
         shards = self.granularity
         if shards < 1 or shards & (shards - 1):
-            raise InputError(f"granularity={shards}: give a power of two, so that a shard's output is scaled exactly")
+            raise InputError(
+                f"granularity={shards}: give a power of two, so that a shard's output is scaled exactly"
+            )
         for name in ("num_experts", "top_k"):
             if getattr(self, name) < 1 or getattr(self, name) % shards:
-                raise InputError(f"{name}={getattr(self, name)}: give a multiple of granularity={shards}")
+                raise InputError(
+                    f"{name}={getattr(self, name)}: give a multiple of granularity={shards}"
+                )
         if self.top_k > self.num_experts:
             raise InputError(f"top_k={self.top_k}: give at most num_experts={self.num_experts}")
 
@@ -53,13 +65,20 @@ INTO = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
 """Dense model type -> the sparse type that differs in its feed-forward layers only and normalises routing weights."""
 
 
-def _router(shape: tuple[int, ...], dtype: torch.dtype, settings: Upcycling, layer: int) -> Computed:
+def _router(
+    shape: tuple[int, ...], dtype: torch.dtype, settings: Upcycling, layer: int
+) -> Computed:
     """Return a router with rows from a normal distribution. All shards of one copy have the same row."""
 
     def make(at: Region) -> torch.Tensor:
         generator = torch.Generator().manual_seed(settings.seed * 100_003 + layer)
-        copies = torch.randn(shape[0] // settings.granularity, shape[1], generator=generator) * settings.router_std
-        index = tuple(dim if isinstance(dim, int) else slice(dim.start, dim.stop, dim.step) for dim in at)
+        copies = (
+            torch.randn(shape[0] // settings.granularity, shape[1], generator=generator)
+            * settings.router_std
+        )
+        index = tuple(
+            dim if isinstance(dim, int) else slice(dim.start, dim.stop, dim.step) for dim in at
+        )
         return copies.repeat_interleave(settings.granularity, 0).to(dtype)[index]
 
     return Computed(dtype, shape, make)
@@ -68,7 +87,9 @@ def _router(shape: tuple[int, ...], dtype: torch.dtype, settings: Upcycling, lay
 def _scaled(tensor: Readable, factor: int) -> Computed:
     """Return a tensor times a power of two; exact unless an element leaves the dtype's range."""
     return Computed(
-        tensor.dtype, tensor.shape, lambda at: torch.from_numpy(tensor.read(at)).view(tensor.dtype) * factor
+        tensor.dtype,
+        tensor.shape,
+        lambda at: torch.from_numpy(tensor.read(at)).view(tensor.dtype) * factor,
     )
 
 
@@ -91,8 +112,14 @@ def upcycled(dense: Checkpoint, settings: Upcycling) -> Checkpoint:
                 matrix = part.name.rpartition(".")[2]
                 stored = f"model.layers.{match[1]}.mlp.{matrix}_proj.weight"
                 dense_weight = weights[stored]
-                tensors[stored] = _scaled(dense_weight, settings.granularity) if matrix == "down" else dense_weight
-                blocks += _shards(part, stored, dense_weight.shape, settings, cut=1 if matrix == "down" else 0)
+                tensors[stored] = (
+                    _scaled(dense_weight, settings.granularity)
+                    if matrix == "down"
+                    else dense_weight
+                )
+                blocks += _shards(
+                    part, stored, dense_weight.shape, settings, cut=1 if matrix == "down" else 0
+                )
             continue
         if name in weights:
             tensors[name] = weights[name]
@@ -101,12 +128,18 @@ def upcycled(dense: Checkpoint, settings: Upcycling) -> Checkpoint:
             norm = weights[f"model.layers.{match[1]}.input_layernorm.weight"]
             tensors[name] = _router(shape, norm.dtype, settings, int(match[1]))
         blocks.append(StoredBlock(name, full_region(shape), name, full_region(shape)))
-    dropped = [f"optimizer state {state}: upcycled weights have none" for state in dense.tensors if state is not None]
+    dropped = [
+        f"optimizer state {state}: upcycled weights have none"
+        for state in dense.tensors
+        if state is not None
+    ]
     layout = Layout(blocks, model.shapes, "the dense model", copies=True)
     return Checkpoint(model, layout, {None: tensors}, left_behind=dense.left_behind + dropped)
 
 
-def _shards(part: Part, stored: str, shape: tuple[int, ...], settings: Upcycling, *, cut: int) -> Iterator[StoredBlock]:
+def _shards(
+    part: Part, stored: str, shape: tuple[int, ...], settings: Upcycling, *, cut: int
+) -> Iterator[StoredBlock]:
     """Yield the blocks that give each expert its shard of a dense matrix: some rows or, if `cut` is 1, columns."""
     width = shape[cut] // settings.granularity
     for expert in range(settings.num_experts):
@@ -120,9 +153,13 @@ def _sparse_config(config: Any, settings: Upcycling) -> Any:
     """Return the configuration of the sparse model."""
     kind, table = INTO.get(config.model_type), config.to_dict()
     if kind is None:
-        raise InputError(f"{config.model_type} cannot be upcycled: take a dense model of type {', '.join(INTO)}")
+        raise InputError(
+            f"{config.model_type} cannot be upcycled: take a dense model of type {', '.join(INTO)}"
+        )
     if table.get("attention_bias") or table.get("mlp_bias"):
-        raise InputError(f"{config.model_type} with biases in attention or mlp cannot be upcycled: {kind} has none")
+        raise InputError(
+            f"{config.model_type} with biases in attention or mlp cannot be upcycled: {kind} has none"
+        )
     if config.intermediate_size % settings.granularity:
         raise InputError(
             f"granularity={settings.granularity}: must divide intermediate_size={config.intermediate_size}"
@@ -134,6 +171,10 @@ def _sparse_config(config: Any, settings: Upcycling) -> Any:
     if kind == "mixtral":
         table |= {"num_local_experts": settings.num_experts, "intermediate_size": width}
     else:
-        table |= {"num_experts": settings.num_experts, "moe_intermediate_size": width, "norm_topk_prob": True}
+        table |= {
+            "num_experts": settings.num_experts,
+            "moe_intermediate_size": width,
+            "norm_topk_prob": True,
+        }
         table |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     return transformers.AutoConfig.for_model(kind, **table)

@@ -16,7 +16,11 @@ from torch import Tensor
 from helpers import refused
 from moesaic.balance.machine import Machine
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
-from moesaic.balance.replication.policy import AbstractChooser, AbstractReplicationPolicy, CallDecision
+from moesaic.balance.replication.policy import (
+    AbstractChooser,
+    AbstractReplicationPolicy,
+    CallDecision,
+)
 from moesaic.balance.replication.shadow import Shadow
 from moesaic.balance.run.calls import calls_by
 from moesaic.balance.selector.arbiter import Arbiter
@@ -36,12 +40,18 @@ GRIDS = {
     "tp": Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2),
     "copies": Grid(world=4, ep=2, ranks_per_node=2),
 }
-DEAR = ReplicationCosts(machine=Machine(tflops=1e-6, inter_gbps=1e-3, intra_gbps=1e-3, inter_latency_us=0))
+DEAR = ReplicationCosts(
+    machine=Machine(tflops=1e-6, inter_gbps=1e-3, intra_gbps=1e-3, inter_latency_us=0)
+)
 """Costs by which replication pays even for the tiny sizes of tests."""
 
 
 def spread_over(
-    layer: MoE, grid: Grid, transport: AbstractTransport, plan: Plan, policy: AbstractReplicationPolicy | None
+    layer: MoE,
+    grid: Grid,
+    transport: AbstractTransport,
+    plan: Plan,
+    policy: AbstractReplicationPolicy | None,
 ) -> MoE:
     layer = copy.deepcopy(layer)
     calls = None if policy is None else calls_by(policy)
@@ -56,7 +66,9 @@ def lean(layer: MoE, by: float) -> None:
         weight[0] += by
 
 
-def test_the_true_arbiter_replicates_under_skew_and_nothing_under_even_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_true_arbiter_replicates_under_skew_and_nothing_under_even_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     mesh, whole = GRIDS["ep"], make_layer()
     ran: list[Any] = []
     programs: list[dict[str, Compiled]] = []
@@ -81,7 +93,9 @@ def test_the_true_arbiter_replicates_under_skew_and_nothing_under_even_loads(mon
             plain, x = copy.deepcopy(layer), tokens_of(transport.rank, 12).abs()
             layer.parallelize(Mesh(mesh, transport), work, calls=calls_by(Arbiter(costs=DEAR)))
             plain.parallelize(Mesh(mesh, transport), Plan())
-            same = same and all(torch.allclose(a, b, atol=1e-10) for a, b in zip(step(layer, x), step(plain, x)))
+            same = same and all(
+                torch.allclose(a, b, atol=1e-10) for a, b in zip(step(layer, x), step(plain, x))
+            )
             (verdict,) = layer.on_mesh.calls.take()
             names.append(verdict.option)
             rows += [max(each.rows) for each in verdict.moved()]
@@ -98,8 +112,12 @@ def test_the_true_arbiter_replicates_under_skew_and_nothing_under_even_loads(mon
     assert any(policy in names[1] for policy in ("shadow", "spill", "redundant"))
     assert rows[3] < rows[2]
     first = [each[names[0]] for each in programs]
-    assert sum(any(each is one for one in first) for each in ran) == 4, "the very program of a plan without replication"
-    assert first[0] is first[1] is work.under(first[0].plan), "layers share what their plan compiles"
+    assert sum(any(each is one for one in first) for each in ran) == 4, (
+        "the very program of a plan without replication"
+    )
+    assert first[0] is first[1] is work.under(first[0].plan), (
+        "layers share what their plan compiles"
+    )
     assert sum(each.replicates for each in ran) == 4
 
 
@@ -126,7 +144,9 @@ def test_a_recomputation_runs_what_its_forward_pass_chose() -> None:
 
     def rank(transport: AbstractTransport) -> tuple[int, list[tuple[Tensor, Tensor]]]:
         asked: list[int] = []
-        layer = spread_over(whole, mesh, transport, Plan(replication="arbiter"), Counting(seed=5, asked=asked))
+        layer = spread_over(
+            whole, mesh, transport, Plan(replication="arbiter"), Counting(seed=5, asked=asked)
+        )
         plain = spread_over(whole, mesh, transport, Plan(), None)
         inputs = [tokens_of(transport.rank, seed=number).requires_grad_() for number in range(4)]
         outputs = [checkpoint(layer, x) for x in inputs]
@@ -160,7 +180,9 @@ def test_arbiters_of_two_layers_remember_apart() -> None:
 def test_ranks_with_other_settings_are_refused() -> None:
     def check(policies: list[Any], plan: Plan) -> None:
         def rank(transport: AbstractTransport) -> None:
-            layer = spread_over(make_layer(), GRIDS["ep"], transport, plan, policies[transport.rank])
+            layer = spread_over(
+                make_layer(), GRIDS["ep"], transport, plan, policies[transport.rank]
+            )
             step(layer, tokens_of(transport.rank, 8))
 
         assert "ranks [2] run another plan" in refused(run_ranks, 4, rank)

@@ -46,7 +46,9 @@ def test_what_a_move_saves_by_hand() -> None:
     bits = 8 * 16 * 2 * 2  # forward and backward
     assert saved_seconds(move, COSTS, dim=16) == pytest.approx(bits * (4000 / 1e9 - 2000 / 8e9) / 4)
     forward = ReplicationCosts(machine=COSTS.machine, element_bytes=2, backward=False)
-    assert saved_seconds(move, forward, dim=16) == pytest.approx(saved_seconds(move, COSTS, dim=16) / 2)
+    assert saved_seconds(move, forward, dim=16) == pytest.approx(
+        saved_seconds(move, COSTS, dim=16) / 2
+    )
 
 
 def made() -> MoveArbiter:
@@ -58,7 +60,9 @@ def test_samples_move_first_and_go_on_while_that_gains_more() -> None:
     each = saved_seconds(saving(1000), COSTS, 16)
     for _ in range(4):
         assert arbiter.prefers_moving()
-        arbiter.note_move(saving(1000), verdict(2 * each, 1.5 * each), 16)  # half against three quarters
+        arbiter.note_move(
+            saving(1000), verdict(2 * each, 1.5 * each), 16
+        )  # half against three quarters
 
 
 def test_they_stay_where_replication_gains_more_and_try_again_now_and_then() -> None:
@@ -80,7 +84,9 @@ def test_the_margin_keeps_either_choice() -> None:
     each = saved_seconds(saving(1000), COSTS, 16)
     arbiter = made()
     arbiter.prefers_moving()
-    arbiter.note_move(saving(1000), verdict(2 * each, 0.96 * each), 16)  # 0.5 moving, 0.48 replication
+    arbiter.note_move(
+        saving(1000), verdict(2 * each, 0.96 * each), 16
+    )  # 0.5 moving, 0.48 replication
     assert arbiter.prefers_moving()
     arbiter.note_move(saving(1000), verdict(2 * each, 0.8 * each), 16)
     assert not arbiter.prefers_moving()

@@ -86,7 +86,9 @@ ID_OF = [HASHED.index(expert) for expert in range(8)]
 
 def ids(shares: list[int]) -> Tensor:
     """Return token ids of which the given numbers go to each expert."""
-    return torch.tensor([ID_OF[expert] for expert, count in enumerate(shares) for _ in range(count)])
+    return torch.tensor(
+        [ID_OF[expert] for expert, count in enumerate(shares) for _ in range(count)]
+    )
 
 
 PLANS = {
@@ -126,7 +128,10 @@ def _peak_bytes(plan: Plan, shares: tuple[int, ...]) -> tuple[int, BudgetUse]:
         with Alive() as alive:
             layer(x, token_ids=ids(list(shares))).sin().sum().backward()
         calls = layer.on_mesh.calls
-        return alive.peak_bytes, calls.budget.take() if plan.memory_budget is not None else BudgetUse()  # type: ignore[attr-defined]
+        return (
+            alive.peak_bytes,
+            calls.budget.take() if plan.memory_budget is not None else BudgetUse(),
+        )  # type: ignore[attr-defined]
 
     found = run_ranks(FOUR.world, rank)
     assert all(use == found[0][1] for _, use in found), "all ranks count the same"
@@ -141,7 +146,9 @@ def test_no_rank_holds_more_bytes_than_the_budget_whatever_the_routing(plan: str
     budget = balanced * 3 // 2
     limited = replace(PLANS[plan], memory_budget=budget)
     if plan == "s1":
-        assert peak_bytes(limited, [TOKENS // 8] * 8) == (balanced, BudgetUse(calls=1)), "a budget that is not needed"
+        assert peak_bytes(limited, [TOKENS // 8] * 8) == (balanced, BudgetUse(calls=1)), (
+            "a budget that is not needed"
+        )
     for shares in (SKEWED, [TOKENS, *[0] * 7]):
         bounded, use = peak_bytes(limited, shares)
         assert (
@@ -149,7 +156,9 @@ def test_no_rank_holds_more_bytes_than_the_budget_whatever_the_routing(plan: str
         )  # which keep within it by themselves
         assert bounded <= budget + ROUTED
         if plan in ("s1", "hier2d"):
-            assert peak_bytes(PLANS[plan], shares)[0] > 1.3 * budget, "without a budget it grows with the skew"
+            assert peak_bytes(PLANS[plan], shares)[0] > 1.3 * budget, (
+                "without a budget it grows with the skew"
+            )
 
 
 def test_slices_that_fit_beside_each_other_are_not_run_again() -> None:
@@ -160,7 +169,9 @@ def test_slices_that_fit_beside_each_other_are_not_run_again() -> None:
         bounded, use = peak_bytes(Plan(memory_budget=int(share * whole)), [TOKENS, *[0] * 7])
         assert bounded <= share * whole + ROUTED
         seen[share] = use
-    assert seen[0.85].kept_slices == seen[0.85].slices == 2, "everything is kept, and nothing runs twice"
+    assert seen[0.85].kept_slices == seen[0.85].slices == 2, (
+        "everything is kept, and nothing runs twice"
+    )
     assert 1 <= seen[0.35].kept_slices < seen[0.35].slices
 
 
@@ -190,7 +201,9 @@ def told_bytes(plan: Plan, shares: list[int]) -> float:
         decision = policy.start({name: each.plan for name, each in programs.items()}).choose(load)
         work, replicated = programs[decision.program], decision.replicated
     own = tuple(weight[:2] for weight in whole.experts.weights()[0])
-    call = CountedCall(copies, copies.sum(1), 2 * WIDTH, lambda: whole.experts.sizes(own, torch.float32))
+    call = CountedCall(
+        copies, copies.sum(1), 2 * WIDTH, lambda: whole.experts.sizes(own, torch.float32)
+    )
     return float(MemoryBudget(work, 8).peak(work, replicated, call).max())
 
 
@@ -204,7 +217,9 @@ def test_a_budget_that_nothing_fits_is_refused_in_one_line_that_tells_one_that_f
         return layer.on_mesh.calls.budget.take()  # type: ignore[attr-defined, no-any-return]
 
     found = refused(run, 1000)
-    assert re.search(r"plan\.memory_budget=1000: a call of 12 tokens on a rank holds \d+ bytes", found)
+    assert re.search(
+        r"plan\.memory_budget=1000: a call of 12 tokens on a rank holds \d+ bytes", found
+    )
     enough = int(re.findall(r"holds (\d+) bytes", found)[0])
     assert run(enough).slices == 24
     refused(run, enough - 1)
@@ -245,7 +260,9 @@ class Everything(AbstractReplicationPolicy):
 
 
 @pytest.mark.parametrize(("schedule", "ranks_per_node"), [("s1", 2), ("s2", 4)])
-def test_what_is_over_the_budget_is_spilled_before_anything_is_cut(schedule: str, ranks_per_node: int) -> None:
+def test_what_is_over_the_budget_is_spilled_before_anything_is_cut(
+    schedule: str, ranks_per_node: int
+) -> None:
     """All 240 copies go to rank 0, which has a budget of 150."""
     grid = Grid(world=4, ep=4, ranks_per_node=ranks_per_node)
     whole = MoE(DIM, 8, 4, 1, router="hash", losses=()).double()
@@ -277,21 +294,30 @@ def test_where_nothing_is_replicated_a_call_is_that_of_the_plan_without_replicat
     grid = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
     whole = make_layer("biases")
 
-    def sent(transport: AbstractTransport, x: Tensor, replication: str, much: bool) -> tuple[list[Any], Tensor]:
+    def sent(
+        transport: AbstractTransport, x: Tensor, replication: str, much: bool
+    ) -> tuple[list[Any], Tensor]:
         recorder = Recorder(transport)
         layer, policy = copy.deepcopy(whole), None if replication == "none" else Everything(much)
         plan = Plan(schedule="s2", replication=replication, chunks=2)
-        layer.parallelize(Mesh(grid, recorder), plan, calls=None if policy is None else calls_by(policy))
+        layer.parallelize(
+            Mesh(grid, recorder), plan, calls=None if policy is None else calls_by(policy)
+        )
         before = len(recorder.ranges)
         y = layer(x)
         y.sin().sum().backward()
         return [(each.length, each.messages) for each in recorder.ranges[before:]], y.detach()
 
     def rank(transport: AbstractTransport, x: Tensor) -> list[Any]:
-        return [sent(transport, x, *how) for how in (("none", False), ("shadow", False), ("shadow", True))]
+        return [
+            sent(transport, x, *how)
+            for how in (("none", False), ("shadow", False), ("shadow", True))
+        ]
 
     for (plain, y), (empty, y_empty), (replicated, y_replicated) in every_rank(grid, rank):  # type: ignore[misc]
-        assert empty == plain, "the same tasks, and the same messages of as many bytes between the same ranks"
+        assert empty == plain, (
+            "the same tasks, and the same messages of as many bytes between the same ranks"
+        )
         assert torch.equal(y_empty, y)
         assert replicated != plain
         torch.testing.assert_close(y_replicated, y)
@@ -323,12 +349,16 @@ def test_slices_draw_the_same_random_numbers_again() -> None:
     """The layer is linear in x except for a dropout, so x times its gradient sums to y only if the masks are the same."""
 
     def dropping(dim: int, hidden: int, count: int) -> ModuleExperts:
-        return ModuleExperts(lambda: nn.Sequential(nn.Linear(dim, dim, bias=False), nn.Dropout(0.5)), dim, count)
+        return ModuleExperts(
+            lambda: nn.Sequential(nn.Linear(dim, dim, bias=False), nn.Dropout(0.5)), dim, count
+        )
 
     torch.manual_seed(0)
     whole = MoE(DIM, 4, 8, 2, router="hash", experts=dropping, losses=()).double()
     x = tokens_of(0, 30).requires_grad_()
-    y = on_mesh(whole, Grid(world=1), NoTransport(), Plan(memory_budget=7))(x, token_ids=torch.arange(30))
+    y = on_mesh(whole, Grid(world=1), NoTransport(), Plan(memory_budget=7))(
+        x, token_ids=torch.arange(30)
+    )
     y.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close((x * x.grad).sum(), y.sum())
@@ -350,5 +380,7 @@ def test_half_precision_gradients_are_summed_in_float32() -> None:
 
 def test_a_padded_capacity_clashes_with_a_budget() -> None:
     layer = on_mesh(make_layer(), Grid(world=1), NoTransport(), Plan(memory_budget=4))
-    with pytest.raises(InputError, match=r"padded capacity clashes with memory_budget=4.*leave memory_budget unset"):
+    with pytest.raises(
+        InputError, match=r"padded capacity clashes with memory_budget=4.*leave memory_budget unset"
+    ):
         layer(tokens_of(0), capacity=Capacity.fixed(1.0, scope="rank", padded=True))

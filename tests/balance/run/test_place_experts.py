@@ -36,7 +36,9 @@ FOLDED = Grid(world=4, tp=2, ep=2, etp=2, ranks_per_node=2)
 COPIES = Grid(world=4, ep=2, innermost="ep", ranks_per_node=2)
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, amsgrad=True),
+    "adamw": lambda parameters: torch.optim.AdamW(
+        parameters, lr=0.05, weight_decay=0.1, amsgrad=True
+    ),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
 }
 
@@ -46,7 +48,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def step(
-    layer: MoE, mesh: Mesh, optimizer: torch.optim.Optimizer, number: int, capacity: AbstractCapacity | None = None
+    layer: MoE,
+    mesh: Mesh,
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    capacity: AbstractCapacity | None = None,
 ) -> list[Tensor]:
     """Run one training step; return the output and the input's gradient."""
     x = tokens_of(mesh.grid.coordinate(mesh.rank, "dp"), seed=number).requires_grad_()
@@ -65,7 +71,11 @@ def state_of(layer: MoE, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     found = []
     for parameter in layer.parameters():
         found.append(parameter.detach().clone())
-        found += [v.clone() for _, v in sorted(optimizer.state[parameter].items()) if isinstance(v, Tensor)]
+        found += [
+            v.clone()
+            for _, v in sorted(optimizer.state[parameter].items())
+            if isinstance(v, Tensor)
+        ]
     return found
 
 
@@ -80,9 +90,16 @@ def trained(
 ) -> tuple[list[Tensor], list[Moved]]:
     """Train a layer, with the plans in turn; return all results that a rank sees, and the moves."""
     kind = "biases" if whole.experts.names[1] else "swiglu"
-    layer, mesh = on_mesh(whole, grid, transport, compiled(plans[0], grid, kind)), Mesh(grid, transport)
+    layer, mesh = (
+        on_mesh(whole, grid, transport, compiled(plans[0], grid, kind)),
+        Mesh(grid, transport),
+    )
     optimizer = make(layer.parameters())
-    placement = None if placer is None else ExpertPlacement([layer], mesh, optimizer, every=EVERY, placer=placer)
+    placement = (
+        None
+        if placer is None
+        else ExpertPlacement([layer], mesh, optimizer, every=EVERY, placer=placer)
+    )
     found, moves = [], []
     for number in range(STEPS):
         if len(plans) > 1:
@@ -98,7 +115,11 @@ def trained(
 
 
 def assert_same_training(
-    whole: MoE, grid: Grid, plans: list[Plan], make: Optimizer, capacity: AbstractCapacity | None = None
+    whole: MoE,
+    grid: Grid,
+    plans: list[Plan],
+    make: Optimizer,
+    capacity: AbstractCapacity | None = None,
 ) -> list[list[Moved]]:
     def rank(transport: AbstractTransport) -> tuple[list[Tensor], list[Tensor], list[Moved]]:
         placer = GivenOrders([np.array(order) for order in ORDERS])
@@ -118,7 +139,9 @@ def assert_same_training(
     [(TWO, "biases", "momentum"), (FOUR, "swiglu", "adamw"), (COPIES, "modules", "adamw")],
     ids=str,
 )
-def test_training_with_moving_experts_is_training_without(grid: Grid, kind: str, optimizer: str) -> None:
+def test_training_with_moving_experts_is_training_without(
+    grid: Grid, kind: str, optimizer: str
+) -> None:
     whole = make_layer(kind, losses=(LoadBalance(0.1),), router="sigmoid")
     assert_same_training(whole, grid, [Plan()], OPTIMIZERS[optimizer])
 
@@ -134,8 +157,16 @@ def test_what_moves_is_counted_and_nothing_else_is_sent() -> None:
         step(layer, Mesh(FOUR, recorder), optimizer, 0)
         placement = ExpertPlacement([layer], Mesh(FOUR, recorder), optimizer, every=1)
         before = len(recorder.ranges)
-        moves = [placement.place([np.array(order)]) for order in ([0, 1, 2, 3], [1, 0, 2, 3], [1, 3, 2, 0])]
-        large = [m.num_bytes for each in recorder.ranges[before:] for m in each.messages if m.num_bytes >= expert / 8]
+        moves = [
+            placement.place([np.array(order)])
+            for order in ([0, 1, 2, 3], [1, 0, 2, 3], [1, 3, 2, 0])
+        ]
+        large = [
+            m.num_bytes
+            for each in recorder.ranges[before:]
+            for m in each.messages
+            if m.num_bytes >= expert / 8
+        ]
         return moves, sum(large)
 
     results = run_ranks(4, rank)
@@ -153,17 +184,22 @@ def test_weights_lie_where_the_order_says_and_come_home() -> None:
 
     def rank(transport: AbstractTransport, _: Tensor) -> None:
         layer = on_mesh(whole, grid, transport, Plan(schedule="s2"))
-        placement = ExpertPlacement([layer], Mesh(grid, transport), adamw(layer.parameters()), every=1)
+        placement = ExpertPlacement(
+            [layer], Mesh(grid, transport), adamw(layer.parameters()), every=1
+        )
         placement.place([order])
         for name in ("w13", "w2"):
             source = whole.experts.get_parameter(name).detach()
             assert torch.equal(
-                layer.experts.get_parameter(name), part_of(whole, source[order], name, grid, transport.rank)
+                layer.experts.get_parameter(name),
+                part_of(whole, source[order], name, grid, transport.rank),
             )
         with placement.at_home():
             assert placement.orders[0].tolist() == [0, 1, 2, 3]
             for name, value in layer.experts.state_dict().items():
-                mine = part_of(whole, whole.experts.get_parameter(name).detach(), name, grid, transport.rank)
+                mine = part_of(
+                    whole, whole.experts.get_parameter(name).detach(), name, grid, transport.rank
+                )
                 assert torch.equal(value, mine)
         assert placement.orders[0].tolist() == order.tolist()
         for what in (layer.state_dict, lambda: layer.load_state_dict({})):
@@ -191,7 +227,11 @@ def test_decides_from_the_load_of_training_since_the_last_decision() -> None:
         for number in range(4):
             layer.train()
             x = tokens_of(transport.rank, seed=number).requires_grad_()
-            y, routing = (checkpoint(layer, x, return_routing=True)) if number % 2 else layer(x, return_routing=True)
+            y, routing = (
+                (checkpoint(layer, x, return_routing=True))
+                if number % 2
+                else layer(x, return_routing=True)
+            )
             counts += routing.requested
             y.sum().backward()  # a recomputation counts no token twice
             average_gradients(layer, mesh)

@@ -69,7 +69,9 @@ def test_samples_that_move_find_experts_that_moved() -> None:
 
     def run(transport: AbstractTransport, layer: MoE) -> tuple[Tensor, np.ndarray, np.ndarray]:
         following = Following(layer.router, 2, layer.on_mesh.order)
-        trip = Relocator(Mesh(grid, transport), Given([after]), ends_home=False).start([following] * 2, 2, 3)
+        trip = Relocator(Mesh(grid, transport), Given([after]), ends_home=False).start(
+            [following] * 2, 2, 3
+        )
         move = trip.next()
         y = trip.take_home(MovingMoE(layer)(tokens_of(transport.rank).view(2, 3, -1), move=move))
         assert move.load.following is not None

@@ -32,7 +32,9 @@ CUTS = ("trainer", "experts")
 
 def build(mesh: Mesh, cut: str) -> MoE:
     torch.manual_seed(0)
-    layer = MoE(DIM, HIDDEN, EXPERTS, 2, experts=lambda d, h, n: PlainExperts(d, h, n, bias=True), losses=()).double()
+    layer = MoE(
+        DIM, HIDDEN, EXPERTS, 2, experts=lambda d, h, n: PlainExperts(d, h, n, bias=True), losses=()
+    ).double()
     layer.parallelize(mesh, Plan())
     edp = mesh.grid.edp
 
@@ -73,9 +75,14 @@ def train(mesh: Mesh, cut: str, moves: bool) -> list[Tensor]:
 def _process(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=300))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=300)
+    )
     mesh = Mesh.create(ep=2)
-    torch.save([[train(mesh, cut, moves) for moves in (True, False)] for cut in CUTS], Path(folder) / f"{rank}.pt")
+    torch.save(
+        [[train(mesh, cut, moves) for moves in (True, False)] for cut in CUTS],
+        Path(folder) / f"{rank}.pt",
+    )
     leave()
 
 

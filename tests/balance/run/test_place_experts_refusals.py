@@ -29,7 +29,11 @@ def test_refusals_are_one_line_and_move_nothing() -> None:
         optimizer = adamw(layer.parameters())
         mesh = Mesh(TWO, transport)
         placement = ExpertPlacement([layer], mesh, optimizer, every=1)
-        wrong = [[np.array([0, 0, 1, 2])], [], [np.array([1, 0, 2, 3] if transport.rank else [0, 1, 3, 2])]]
+        wrong = [
+            [np.array([0, 0, 1, 2])],
+            [],
+            [np.array([1, 0, 2, 3] if transport.rank else [0, 1, 3, 2])],
+        ]
         for orders in wrong:
             said.append(refusal(lambda orders=orders: placement.place(orders)))
         step(layer, mesh, optimizer, 0)
@@ -38,7 +42,9 @@ def test_refusals_are_one_line_and_move_nothing() -> None:
         for strange in (torch.zeros(7), [torch.zeros(2)]):
             optimizer.state[w1] = {**state, "odd": strange}
             said.append(refusal(lambda: placement.place([np.array([1, 0, 3, 2])])))
-        optimizer.state[w1] = {**state, "rank": torch.zeros(2 + transport.rank, 4)} if transport.rank else state
+        optimizer.state[w1] = (
+            {**state, "rank": torch.zeros(2 + transport.rank, 4)} if transport.rank else state
+        )
         said.append(refusal(lambda: placement.place([np.array([1, 0, 3, 2])])))
         assert torch.equal(w1, before)
         assert placement.orders[0].tolist() == [0, 1, 2, 3]
@@ -64,19 +70,27 @@ def test_layers_and_meshes_that_cannot_are_refused() -> None:
     optimizer = adamw(plain.parameters())
     alone = Grid(world=2, etp=2)
     level = LinkLevel(name="node", group=(0, 1), share=0.5)
-    gated = make_layer(router=lambda dim, count: TopologyRouter(SoftmaxTopK(dim, count), grid=TWO, levels=[level]))
+    gated = make_layer(
+        router=lambda dim, count: TopologyRouter(SoftmaxTopK(dim, count), grid=TWO, levels=[level])
+    )
 
     def rank(transport: AbstractTransport) -> None:
         layer = on_mesh(plain, TWO, transport, Plan())
         for make, words in (
-            (lambda: ExpertPlacement([plain], Mesh(TWO, transport), optimizer, every=1), "a layer is on no mesh"),
+            (
+                lambda: ExpertPlacement([plain], Mesh(TWO, transport), optimizer, every=1),
+                "a layer is on no mesh",
+            ),
             (
                 lambda: ExpertPlacement([layer], Mesh(alone, transport), optimizer, every=1),
                 "with mesh.ep=1 every rank has all",
             ),
             (
                 lambda: ExpertPlacement(
-                    [on_mesh(gated, TWO, transport, Plan())], Mesh(TWO, transport), optimizer, every=1
+                    [on_mesh(gated, TWO, transport, Plan())],
+                    Mesh(TWO, transport),
+                    optimizer,
+                    every=1,
                 ),
                 "TopologyRouter",
             ),
@@ -97,25 +111,36 @@ def test_gradients_master_copies_and_buffers_move_too(kind: str) -> None:
 
     def rank(transport: AbstractTransport) -> list[float]:
         layer = on_mesh(whole, TWO, transport, Plan())
-        masters = {parameter: parameter.detach().clone().float() for parameter in layer.experts.parameters()}
+        masters = {
+            parameter: parameter.detach().clone().float()
+            for parameter in layer.experts.parameters()
+        }
         optimizer = adamw(masters.values())
         if isinstance(layer.experts, ModuleExperts):
             for module in layer.experts.experts.children():
-                module.register_buffer("number", next(module.parameters()).detach().flatten()[:1].clone())
+                module.register_buffer(
+                    "number", next(module.parameters()).detach().flatten()[:1].clone()
+                )
         for parameter, master in masters.items():
             parameter.grad, master.grad = parameter.detach() * 3, master * 2
         optimizer.step()
         tied = [*zip(masters, masters.values())]
-        placement = ExpertPlacement([layer], Mesh(TWO, transport), optimizer, every=1, masters=masters)
+        placement = ExpertPlacement(
+            [layer], Mesh(TWO, transport), optimizer, every=1, masters=masters
+        )
         placement.place([order])
         wrong = []
         for parameter, master in tied:
             wrong.append(float((parameter.grad - parameter.detach() * 3).abs().max()))
             wrong.append(float((master.grad - parameter.detach().float() * 2).abs().max()))
-            wrong.append(float((optimizer.state[master]["exp_avg"] - 0.1 * master.grad).abs().max()))
+            wrong.append(
+                float((optimizer.state[master]["exp_avg"] - 0.1 * master.grad).abs().max())
+            )
         if isinstance(layer.experts, ModuleExperts):
             for module in layer.experts.experts.children():
-                wrong.append(float((module.number - next(module.parameters()).detach().flatten()[0]).abs()))
+                wrong.append(
+                    float((module.number - next(module.parameters()).detach().flatten()[0]).abs())
+                )
         return wrong
 
     for wrong in run_ranks(2, rank):

@@ -57,7 +57,9 @@ def test_a_plan_that_balances_nothing_enters_no_balancing_code(plan: Plan) -> No
 
 
 def test_what_balances_is_entered_where_it_is_on() -> None:
-    assert {"balance/selector/arbiter.py", "balance/run/calls.py"} <= entered(Plan(replication="arbiter"))
+    assert {"balance/selector/arbiter.py", "balance/run/calls.py"} <= entered(
+        Plan(replication="arbiter")
+    )
     assert BUDGET in entered(Plan(memory_budget=8))
     assert entered(Plan(), placed=True) == {ORDER}
 

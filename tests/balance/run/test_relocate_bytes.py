@@ -44,13 +44,17 @@ def local_batch() -> torch.Tensor:
     return x
 
 
-def sent(placer: AbstractPlacer, *, rides: bool, backward: bool = False) -> tuple[int, tuple[Volume, Volume]]:
+def sent(
+    placer: AbstractPlacer, *, rides: bool, backward: bool = False
+) -> tuple[int, tuple[Volume, Volume]]:
     """Return the bytes between nodes of a pass through both layers, and the volumes that the first decision predicted."""
     found = passes(placer, rides=rides, backward=backward)
     return sum(crossed for crossed, _ in found), found[0][1].moves[0].volumes()
 
 
-def passes(placer: AbstractPlacer, *, rides: bool, backward: bool = False) -> list[tuple[int, SampleTrip]]:
+def passes(
+    placer: AbstractPlacer, *, rides: bool, backward: bool = False
+) -> list[tuple[int, SampleTrip]]:
     """Return the bytes that each rank sends to the other node, and its trip."""
     whole, x = layers(), local_batch()
 
@@ -58,7 +62,9 @@ def passes(placer: AbstractPlacer, *, rides: bool, backward: bool = False) -> li
         mine, mesh = copy.deepcopy(whole), Mesh(GRID, transport)
         for layer in mine:
             layer.parallelize(mesh, Plan())
-        trip = Relocator(mesh, placer).start([Following(layer.router, 2) for layer in mine], SLOTS, LENGTH)
+        trip = Relocator(mesh, placer).start(
+            [Following(layer.router, 2) for layer in mine], SLOTS, LENGTH
+        )
         h = x[SLOTS * transport.rank : SLOTS * transport.rank + SLOTS].clone().requires_grad_()
         for layer in mine:
             move = trip.next()
@@ -67,7 +73,9 @@ def passes(placer: AbstractPlacer, *, rides: bool, backward: bool = False) -> li
         if backward:
             h.sum().backward()
         crossed = sum(
-            n for (a, b), n in transport.mailbox.bytes_sent.items() if a == transport.rank and a // 2 != b // 2
+            n
+            for (a, b), n in transport.mailbox.bytes_sent.items()
+            if a == transport.rank and a // 2 != b // 2
         )
         return crossed, trip
 

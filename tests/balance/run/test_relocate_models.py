@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from helpers import pairwise, thinned
 from moesaic.balance.run.moving import MovingMoE
-from moesaic.balance.run.relocate import Following, Relocator, SampleMove, sample_dropout, samples_of
+from moesaic.balance.run.relocate import (
+    Following,
+    Relocator,
+    SampleMove,
+    sample_dropout,
+    samples_of,
+)
 from moesaic.balance.run.residual import Residual
 from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, TwoStage
 from moesaic.comm.loopback import run_ranks
@@ -96,7 +102,9 @@ class Block(nn.Module):
             apply_weight=case.weight,  # type: ignore[arg-type]
         )
 
-    def forward(self, x: Tensor, mask: Tensor | None, before: Tensor, move: SampleMove | None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None, before: Tensor, move: SampleMove | None
+    ) -> Tensor:
         """Run the block. `before` has the samples that are here; after the layer, `move` knows the new ones."""
         pre = self.case.norm == "before"
         q, k, v = self.qkv(self.norms[0](x) if pre else x).chunk(3, dim=-1)
@@ -105,7 +113,9 @@ class Block(nn.Module):
         x = x if pre else self.norms[0](x)
         if self.case.rides and move is not None:
             residual = Residual(x, self.norms[1] if pre else None)
-            x = MovingMoE(self.moe)(self.norms[1](x) if pre else x, mask=mask, move=move, residual=residual)
+            x = MovingMoE(self.moe)(
+                self.norms[1](x) if pre else x, mask=mask, move=move, residual=residual
+            )
             direct = move.load is not None and move.load.is_direct
             assert move.rides == (direct and self.case.weight == "after" and not self.case.shared)
             return x if pre else self.norms[1](x)
@@ -126,7 +136,9 @@ class Model(nn.Module):
         self.case = case
         self.blocks = nn.ModuleList(Block(case, number) for number in range(2))
 
-    def forward(self, x: Tensor, goal: Tensor, mask: Tensor | None, relocator: Relocator | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, goal: Tensor, mask: Tensor | None, relocator: Relocator | None = None
+    ) -> Tensor:
         """Return the loss of each sample that is here at the end."""
         if relocator is None:
             samples = torch.arange(len(x))
@@ -134,7 +146,9 @@ class Model(nn.Module):
                 x = block(x, mask, samples, None)
             return ((x - goal).sin() ** 2).mean((1, 2))
         layers = [block.moe for block in self.blocks]
-        trip = relocator.start([Following(layer.router, layer.top_k) for layer in layers], len(x), x.shape[1])
+        trip = relocator.start(
+            [Following(layer.router, layer.top_k) for layer in layers], len(x), x.shape[1]
+        )
         for block in self.blocks:
             given = (x, None if mask is None else trip.bring(mask), trip.samples, trip.next())
             x = checkpoint(block, *given) if self.case.recompute else block(*given)
@@ -159,7 +173,10 @@ SAMPLE_PLACERS = {"random": RandomHomes, "two_stage": partial(TwoStage, least_ga
 def batch(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
     generator = torch.Generator().manual_seed(1)
     samples = case.grid.world * SLOTS  # a tensor group has those of all its ranks
-    x, goal = (torch.randn(samples, LENGTH, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
+    x, goal = (
+        torch.randn(samples, LENGTH, DIM, generator=generator, dtype=torch.float64)
+        for _ in range(2)
+    )
     mask = torch.rand(samples, LENGTH, generator=generator) > 0.3 if case.masked else None
     return x, goal, mask
 
@@ -183,7 +200,11 @@ def run_case(case: Case, *, seed: int = 0) -> list[dict[str, Any]]:
         loss = model(leaf, goal[mine], None if mask is None else mask[mine], relocator).mean()
         loss.backward()
         average_gradients(model, mesh)
-        return {"loss": loss.detach(), "dx": leaf.grad, **{name: p.grad for name, p in model.named_parameters()}}
+        return {
+            "loss": loss.detach(),
+            "dx": leaf.grad,
+            **{name: p.grad for name, p in model.named_parameters()},
+        }
 
     return run_ranks(case.grid.world, rank, seed=seed)
 
@@ -197,7 +218,9 @@ def check(case: Case, *, seed: int = 0) -> None:
     loss.backward()
     found, grid = run_case(case, seed=seed), case.grid
     close = {"rtol": 1e-10, "atol": 1e-12}
-    torch.testing.assert_close(torch.stack([each["loss"] for each in found]).mean(), loss.detach(), **close)
+    torch.testing.assert_close(
+        torch.stack([each["loss"] for each in found]).mean(), loss.detach(), **close
+    )
     of_groups = torch.cat([each["dx"] for each in found[:: grid.tp]])
     torch.testing.assert_close(of_groups / grid.dp, x.grad, **close)
     for name, parameter in alone.named_parameters():
@@ -208,12 +231,19 @@ def check(case: Case, *, seed: int = 0) -> None:
                 first = grid.coordinate(rank, "ep") * count
                 dim = alone.blocks[0].moe.experts.shard_dim(name.rpartition(".")[2])
                 expected = expected[first : first + count]
-                expected = expected if dim is None else expected.chunk(grid.etp, dim)[grid.coordinate(rank, "etp")]
-            torch.testing.assert_close(each[name], expected, **close, msg=lambda text, n=name: f"{n}: {text}")
+                expected = (
+                    expected
+                    if dim is None
+                    else expected.chunk(grid.etp, dim)[grid.coordinate(rank, "etp")]
+                )
+            torch.testing.assert_close(
+                each[name], expected, **close, msg=lambda text, n=name: f"{n}: {text}"
+            )
 
 
 @pytest.mark.parametrize(
-    ("placer", "dropout", "norm", "top_k"), pairwise(SAMPLE_PLACERS, (0.0, 0.4), ("before", "after"), (1, 2))
+    ("placer", "dropout", "norm", "top_k"),
+    pairwise(SAMPLE_PLACERS, (0.0, 0.4), ("before", "after"), (1, 2)),
 )
 def test_moving_samples_changes_nothing(placer: str, dropout: float, norm: str, top_k: int) -> None:
     check(Case(placer=placer, dropout=dropout, norm=norm, top_k=top_k))
@@ -237,11 +267,19 @@ def test_moving_samples_changes_nothing(placer: str, dropout: float, norm: str, 
             Case(rides=True, weight="before", top_k=1),
             Case(rides=True, masked=True, recompute=True, grid=SHARDS, placer="two_stage"),
             *(
-                Case(grid=grid, plan=plan, rides=bool(n % 2), dropout=0.4 * (1 - n % 2), ends_home=bool(n % 2))
+                Case(
+                    grid=grid,
+                    plan=plan,
+                    rides=bool(n % 2),
+                    dropout=0.4 * (1 - n % 2),
+                    ends_home=bool(n % 2),
+                )
                 for n, (grid, plan) in enumerate(HOME_FIRST)
             ),
             Case(grid=TENSOR, placer="two_stage", masked=True, recompute=True, rides=True),
-            Case(grid=Grid(world=4, tp=4, ep=4, ranks_per_node=2), rides=True, masked=True, shared=4),
+            Case(
+                grid=Grid(world=4, tp=4, ep=4, ranks_per_node=2), rides=True, masked=True, shared=4
+            ),
         ],
         every=4,
     ),

@@ -12,7 +12,15 @@ from torch import Tensor
 from moesaic.balance.run.moving import MovingMoE
 from moesaic.balance.run.relocate import Following, Relocator, Rest
 from moesaic.balance.run.residual import Residual
-from moesaic.balance.samples import AbstractPlacer, Given, Homes, SampleLoad, TwoStage, Volume, Weighed
+from moesaic.balance.samples import (
+    AbstractPlacer,
+    Given,
+    Homes,
+    SampleLoad,
+    TwoStage,
+    Volume,
+    Weighed,
+)
 from moesaic.comm.loopback import run_ranks
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport
@@ -58,11 +66,18 @@ def test_one_move_is_enough_to_go_on() -> None:
 
 def test_where_an_arbiter_asks_nobody_nothing_is_counted() -> None:
     rest = Rest()
-    assert [rest.begins(3, moved) for moved in ([False], [None], [None, None], [False])] == [False, False, False, True]
+    assert [rest.begins(3, moved) for moved in ([False], [None], [None, None], [False])] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_policies_that_decide_rest_and_others_do_not() -> None:
-    assert [placer.rest for placer in (Stay(), Given([]), TwoStage(), Weighed(), TwoStage(rest=0))] == [0, 0, 15, 15, 0]
+    assert [
+        placer.rest for placer in (Stay(), Given([]), TwoStage(), Weighed(), TwoStage(rest=0))
+    ] == [0, 0, 15, 15, 0]
 
 
 @pytest.mark.parametrize("moves", [set(), {3, 4}], ids=["nobody moves", "some move later"])
@@ -70,9 +85,17 @@ def test_passes_that_rest_tell_nothing_and_compute_the_same(moves: set[int]) -> 
     layers = [make_layer(seed=seed) for seed in range(3)]
 
     def forward(mine: list, x: Tensor, relocator: Relocator | None) -> Tensor:
-        trip = None if relocator is None else relocator.start([Following(layer.router, 2) for layer in mine], 2, 3)
+        trip = (
+            None
+            if relocator is None
+            else relocator.start([Following(layer.router, 2) for layer in mine], 2, 3)
+        )
         for layer in mine:
-            x = layer(x) + x if trip is None else MovingMoE(layer)(x, move=trip.next(), residual=Residual(x))
+            x = (
+                layer(x) + x
+                if trip is None
+                else MovingMoE(layer)(x, move=trip.next(), residual=Residual(x))
+            )
         return x
 
     def rank(transport: AbstractTransport) -> tuple[list[float], list[int], int]:
@@ -93,7 +116,9 @@ def test_passes_that_rest_tell_nothing_and_compute_the_same(moves: set[int]) -> 
 
     for errors, messages, asked in run_ranks(4, rank):
         assert max(errors) < 1e-12
-        if moves:  # asked twice in a pass of three layers: still, moved, still, still, then it rests
+        if (
+            moves
+        ):  # asked twice in a pass of three layers: still, moved, still, still, then it rests
             assert asked == 8
             assert max(messages[4:]) < min(messages[:4])
         else:

@@ -68,10 +68,14 @@ def test_only_samples_that_leave_cross_links() -> None:
 
 def gpt_config(**options: Any) -> ModelConfig:
     moe = MoEConfig(num_experts=4, top_k=2, hidden=8, z_loss=0.01, **options.pop("moe", {}))
-    return ModelConfig(**{"dim": 8, "num_layers": 2, "num_heads": 2, "seq_len": 6, "moe": moe, **options})
+    return ModelConfig(
+        **{"dim": 8, "num_layers": 2, "num_heads": 2, "seq_len": 6, "moe": moe, **options}
+    )
 
 
-def gpt_step(model: GPT, tokens: Tensor, targets: Tensor, mask: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+def gpt_step(
+    model: GPT, tokens: Tensor, targets: Tensor, mask: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
     output = model(tokens, targets, mask=mask)
     output.loss.backward()
     return output.loss.detach(), [routing.counts for routing in output.routings]
@@ -87,7 +91,9 @@ OPTIONS: list[dict[str, Any]] = [
     thinned(itertools.product(OPTIONS, (True, False), (True, False)), every=4),
     ids=str,
 )
-def test_a_language_model_computes_the_same(options: dict[str, Any], ends_home: bool, padded: bool) -> None:
+def test_a_language_model_computes_the_same(
+    options: dict[str, Any], ends_home: bool, padded: bool
+) -> None:
     """Compared with the same mesh without placement: mean loss, every gradient, every expert's load. Without padding, the
     residual is sent with the results."""
     torch.manual_seed(0)
@@ -107,9 +113,17 @@ def test_a_language_model_computes_the_same(options: dict[str, Any], ends_home: 
                     block.ffn.parallelize(mesh, Plan(chunks=2))
             model.relocator = Relocator(mesh, Given(homes), ends_home=ends_home) if moves else None
             mine = slice(2 * transport.rank, 2 * transport.rank + 2)
-            loss, counts = gpt_step(model, tokens[mine], targets[mine], None if mask is None else mask[mine])
+            loss, counts = gpt_step(
+                model, tokens[mine], targets[mine], None if mask is None else mask[mine]
+            )
             average_gradients(model, mesh)
-            found.append((loss, counts, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+            found.append(
+                (
+                    loss,
+                    counts,
+                    {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+                )
+            )
         return found
 
     ranks = run_ranks(4, rank)
@@ -144,14 +158,18 @@ def test_in_evaluation_samples_stay() -> None:
     """In evaluation, ranks may have different numbers of samples."""
     model = MovingGPT(gpt_config(), 11).eval()
     model.relocator = Relocator(Mesh(Grid(world=1), NoTransport()))
-    output = model(torch.zeros(1, 4, dtype=torch.int64), caches=[KeyValueCache() for _ in model.blocks])
+    output = model(
+        torch.zeros(1, 4, dtype=torch.int64), caches=[KeyValueCache() for _ in model.blocks]
+    )
     assert output.logits.shape == (1, 4, 11)
     assert model.relocator.trip is None
 
 
 def test_the_prediction_is_what_the_next_router_makes_of_this_layers_input() -> None:
     first, second = make_layer(seed=1), make_layer(seed=2)
-    expected = [second(tokens_of(rank, 6).view(2, 3, DIM), return_routing=True)[1] for rank in range(4)]
+    expected = [
+        second(tokens_of(rank, 6).view(2, 3, DIM), return_routing=True)[1] for rank in range(4)
+    ]
 
     def rank(transport: AbstractTransport) -> tuple[np.ndarray, np.ndarray | None, int]:
         mesh = Mesh(FOUR, transport)
@@ -171,7 +189,10 @@ def test_the_prediction_is_what_the_next_router_makes_of_this_layers_input() -> 
         for at, routing in enumerate(expected):
             for sample in range(2):
                 here = routing.expert[routing.token // 3 == sample]
-                assert following[2 * at + sample].tolist() == torch.bincount(here, minlength=4).tolist()
+                assert (
+                    following[2 * at + sample].tolist()
+                    == torch.bincount(here, minlength=4).tolist()
+                )
 
 
 def limited(dim: int, num_experts: int) -> TopologyRouter:
@@ -180,7 +201,12 @@ def limited(dim: int, num_experts: int) -> TopologyRouter:
 
 
 def run_trip(
-    transport: AbstractTransport, *, plan: Plan | None = None, samples: int = 2, length: int = 3, **options: Any
+    transport: AbstractTransport,
+    *,
+    plan: Plan | None = None,
+    samples: int = 2,
+    length: int = 3,
+    **options: Any,
 ) -> Tensor:
     """Return one layer's call in a trip of two layers."""
     layer, mesh = make_layer(**options.pop("layer", {})), Mesh(FOUR, transport)
@@ -197,8 +223,14 @@ def run_trip(
     [
         ({"layer": {"router": "noisy"}}, r"router NoisyTopK, which draws random numbers"),
         ({"layer": {"router": "expert_choice"}}, r"router ExpertChoice, whose choice.*choose one"),
-        ({"layer": {"router": limited}}, r"router TopologyRouter, whose choice for a token depends on its rank"),
-        ({"x": torch.zeros(3, 3, DIM, dtype=torch.float64)}, r"got 9 tokens, the trip was started for 2 samples of 3"),
+        (
+            {"layer": {"router": limited}},
+            r"router TopologyRouter, whose choice for a token depends on its rank",
+        ),
+        (
+            {"x": torch.zeros(3, 3, DIM, dtype=torch.float64)},
+            r"got 9 tokens, the trip was started for 2 samples of 3",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -214,7 +246,9 @@ def test_samples_that_do_not_split_evenly_are_refused_on_every_rank() -> None:
 
     texts = set(run_ranks(4, lambda transport: rank(transport, 3 if transport.rank == 2 else 2, 3)))
     assert len(texts) == 1
-    assert "rank 0 has 2 of 3 tokens, rank 2 has 3 of 3: give every rank equally many" in texts.pop()
+    assert (
+        "rank 0 has 2 of 3 tokens, rank 2 has 3 of 3: give every rank equally many" in texts.pop()
+    )
     texts = set(run_ranks(4, lambda transport: rank(transport, 2, 4 if transport.rank == 3 else 3)))
     assert "rank 3 has 2 of 4" in texts.pop()
 
@@ -224,7 +258,9 @@ def test_each_rank_of_a_tensor_group_must_answer_for_as_many_samples() -> None:
         relocator = Relocator(Mesh(Grid(world=4, tp=2, ep=4), transport))
         relocator.start([Following(make_layer().router, 2)], 3, 3)
 
-    assert "mesh.tp=2 needs a multiple of 2 samples per tensor group, got 3" in refused(run_ranks, 4, rank)
+    assert "mesh.tp=2 needs a multiple of 2 samples per tensor group, got 3" in refused(
+        run_ranks, 4, rank
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
@@ -258,8 +294,12 @@ def test_a_layer_on_no_mesh_cannot_move_samples() -> None:
 
 
 def test_a_residual_cannot_go_before_it_is_decided_where() -> None:
-    trip = Relocator(Mesh(Grid(world=1), NoTransport())).start([Following(make_layer().router, 2)] * 2, 2, 3)
-    assert "call the layer with this move first" in refused(lambda: trip.next().carry(torch.zeros(2, 3, DIM)))
+    trip = Relocator(Mesh(Grid(world=1), NoTransport())).start(
+        [Following(make_layer().router, 2)] * 2, 2, 3
+    )
+    assert "call the layer with this move first" in refused(
+        lambda: trip.next().carry(torch.zeros(2, 3, DIM))
+    )
 
 
 def test_caches_forbid_moving() -> None:

@@ -25,7 +25,11 @@ UNINTERPRETED = (
 if IS_INTERPRETED:
     collect_ignore = list(UNINTERPRETED)
 elif not CAN_RUN:
-    collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in UNINTERPRETED]
+    collect_ignore = [
+        path.name
+        for path in Path(__file__).parent.glob("test_*.py")
+        if path.name not in UNINTERPRETED
+    ]
 
 
 if CAN_RUN and IS_INTERPRETED:

@@ -31,7 +31,9 @@ def one_layer(monkeypatch, device):
     for module in (on_gpu, timing):
         monkeypatch.setattr(module, "in_turn", once)
     random = Inputs.random
-    monkeypatch.setattr(Inputs, "random", staticmethod(lambda layer, _, dtype: random(layer, device, dtype)))
+    monkeypatch.setattr(
+        Inputs, "random", staticmethod(lambda layer, _, dtype: random(layer, device, dtype))
+    )
     monkeypatch.setattr(on_gpu, "chosen", lambda names, dry: [TINY])
 
 
@@ -40,7 +42,9 @@ def rows_of(folder: Path) -> dict[str, dict]:
 
 
 @pytest.mark.random
-def test_measure_from_checks_to_claims_and_once_more_from_its_files(one_layer, tmp_path, monkeypatch):
+def test_measure_from_checks_to_claims_and_once_more_from_its_files(
+    one_layer, tmp_path, monkeypatch
+):
     assert on_gpu.measure(tmp_path, dry=True) == 0
     rows = rows_of(tmp_path)
     row = rows[TINY.name]
@@ -62,7 +66,8 @@ def test_measure_from_checks_to_claims_and_once_more_from_its_files(one_layer, t
 
 def test_tune_writes_every_tile_and_stops_at_the_deadline(one_layer, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "moesaic_lab.device.search.candidates", lambda shape, device: iter([default_tile(shape, device)])
+        "moesaic_lab.device.search.candidates",
+        lambda shape, device: iter([default_tile(shape, device)]),
     )
     for product in PRODUCTS:
         on_gpu.tune(tmp_path, TINY.name, product, "60", dry=True)
@@ -100,10 +105,19 @@ def test_grouped_mm_computes_the_same_layer(device, layer):
     inputs = Inputs.random(layer, device, torch.float32)
     implementation = grouped_mm(inputs)
     y = implementation.forward()
-    assert max(errors(inputs, y.detach(), torch.autograd.grad(y, implementation.leaves, inputs.dy)).values()) < 1e-4
+    assert (
+        max(
+            errors(
+                inputs, y.detach(), torch.autograd.grad(y, implementation.leaves, inputs.dy)
+            ).values()
+        )
+        < 1e-4
+    )
 
 
-def imitated_sonic(x, scores, token, expert, gate_up, bias, down, other_bias, num_experts, stream, activation):
+def imitated_sonic(
+    x, scores, token, expert, gate_up, bias, down, other_bias, num_experts, stream, activation
+):
     """Compute what sonicmoe.functional.moe_general_routing_inputs documents: gate and up rows interleaved, experts last."""
     assert (bias, other_bias, activation) == (None, None, "swiglu")
     assert [each.stride()[1] for each in (gate_up, down)] == [1, 1]
@@ -112,7 +126,9 @@ def imitated_sonic(x, scores, token, expert, gate_up, bias, down, other_bias, nu
     for e in range(num_experts):
         rows = (expert == e).nonzero().squeeze(1)
         read = x[token[rows].long()]
-        hidden = torch.nn.functional.silu(read @ gate_up[0::2, :, e].T) * (read @ gate_up[1::2, :, e].T)
+        hidden = torch.nn.functional.silu(read @ gate_up[0::2, :, e].T) * (
+            read @ gate_up[1::2, :, e].T
+        )
         y = y.index_add(0, token[rows], scores[rows, None] * (hidden @ down[:, :, e].T))
     return y, None
 
@@ -143,9 +159,13 @@ def test_sonic_moe_computes_the_same_layer(sonic_moe, device):
     assert max(errors(inputs, y.detach(), (d_x, None, d_w2, d_weight)).values()) < 1e-4
 
 
-def test_sonic_moe_is_timed_beside_ours_without_a_search_of_its_own(one_layer, sonic_moe, tmp_path, monkeypatch):
+def test_sonic_moe_is_timed_beside_ours_without_a_search_of_its_own(
+    one_layer, sonic_moe, tmp_path, monkeypatch
+):
     random = Inputs.random  # as replaced by one_layer
-    monkeypatch.setattr(Inputs, "random", staticmethod(lambda layer, at, _: random(layer, at, torch.float32)))
+    monkeypatch.setattr(
+        Inputs, "random", staticmethod(lambda layer, at, _: random(layer, at, torch.float32))
+    )
     assert on_gpu.measure_sonic(tmp_path, dry=True) == 0
     rows = rows_of(tmp_path)
     row = rows[f"sonic.{TINY.name}"]

@@ -34,9 +34,21 @@ def both(monkeypatch, device, logits, rule, wanted, *, valid=None, bias=None, gi
         place = device if by_triton else "cpu"
         leaf = logits.detach().clone().to(place).requires_grad_()
         options = {"valid_T": valid, "bias": bias, "expert": given}
-        chosen = choose(leaf, rule, wanted, **{k: None if v is None else v.to(place) for k, v in options.items()})
-        used = chosen.weight, *([chosen.balance] if wanted.balance else []), *([chosen.z] if wanted.z else [])
-        sum((each * torch.linspace(-1, 2, each.numel(), device=place).view_as(each)).sum() for each in used).backward()
+        chosen = choose(
+            leaf,
+            rule,
+            wanted,
+            **{k: None if v is None else v.to(place) for k, v in options.items()},
+        )
+        used = (
+            chosen.weight,
+            *([chosen.balance] if wanted.balance else []),
+            *([chosen.z] if wanted.z else []),
+        )
+        sum(
+            (each * torch.linspace(-1, 2, each.numel(), device=place).view_as(each)).sum()
+            for each in used
+        ).backward()
         results.append((ChoiceResult(*(each.detach().cpu() for each in chosen)), leaf.grad.cpu()))
     return results
 
@@ -46,7 +58,9 @@ def check(expected, actual):
     for name in ("expert", "token", "slot", "counts", "nonfinite", "num_valid"):
         assert torch.equal(getattr(torch_chosen, name), getattr(chosen, name)), name
     for name in ("weight", "balance", "z"):
-        torch.testing.assert_close(getattr(chosen, name), getattr(torch_chosen, name), equal_nan=True)
+        torch.testing.assert_close(
+            getattr(chosen, name), getattr(torch_chosen, name), equal_nan=True
+        )
     torch.testing.assert_close(grad, torch_grad, equal_nan=True, atol=1e-5, rtol=1e-4)
 
 
@@ -60,7 +74,9 @@ def test_the_kernels_do_what_the_torch_functions_do(rule, sums, size, padded, de
     logits = (torch.randn(size) * 2).round(decimals=1)  # with ties
     valid = torch.rand(size[0]) < 0.7 if padded else None
     bias = torch.randn(size[1]) * 0.1 if RULES[rule].by_sigmoid else None
-    expected, actual = both(monkeypatch, device, logits, RULES[rule], SUMS[sums], valid=valid, bias=bias)
+    expected, actual = both(
+        monkeypatch, device, logits, RULES[rule], SUMS[sums], valid=valid, bias=bias
+    )
     check(expected, actual)
 
 
@@ -69,7 +85,9 @@ def test_odd_rows_are_chosen_and_counted_as_by_torch(rule, device, monkeypatch):
     """NaN, infinities and equal zeros."""
     logits = torch.tensor(list(ODD_LOGITS.values()))
     logits = torch.cat([logits, logits.flip(1)], 1)[:, :8].contiguous()
-    torch_chosen, chosen = (result[0] for result in both(monkeypatch, device, logits, RULES[rule], SUMS["no sums"]))
+    torch_chosen, chosen = (
+        result[0] for result in both(monkeypatch, device, logits, RULES[rule], SUMS["no sums"])
+    )
     assert torch.equal(chosen.expert, torch_chosen.expert)
     assert torch.equal(chosen.counts, torch_chosen.counts)
     assert torch.equal(chosen.nonfinite, torch_chosen.nonfinite)
@@ -77,7 +95,12 @@ def test_odd_rows_are_chosen_and_counted_as_by_torch(rule, device, monkeypatch):
 
 
 def test_given_experts_are_used_again(device, monkeypatch):
-    logits, given = torch.randn(6, 8), torch.tensor([[7, 0], [1, 2], [3, 4], [0, 1], [5, 6], [2, 7]]).flatten()
-    expected, actual = both(monkeypatch, device, logits, RULES["softmax"], SUMS["losses"], given=given)
+    logits, given = (
+        torch.randn(6, 8),
+        torch.tensor([[7, 0], [1, 2], [3, 4], [0, 1], [5, 6], [2, 7]]).flatten(),
+    )
+    expected, actual = both(
+        monkeypatch, device, logits, RULES["softmax"], SUMS["losses"], given=given
+    )
     check(expected, actual)
     assert torch.equal(actual[0].expert, given)

@@ -44,7 +44,10 @@ def run_layer(dtype: torch.dtype, *, gated: bool) -> None:
     """Run a layer forward and backward on zeros."""
     order = sort(torch.zeros(TOKENS * TOP_K, dtype=torch.int32), EXPERTS)
     up = zeros(EXPERTS, 2 if gated else 1, HIDDEN, DIM, dtype=dtype)
-    down, weight = zeros(EXPERTS, DIM, HIDDEN, dtype=dtype), zeros(TOKENS * TOP_K, dtype=torch.float32)
+    down, weight = (
+        zeros(EXPERTS, DIM, HIDDEN, dtype=dtype),
+        zeros(TOKENS * TOP_K, dtype=torch.float32),
+    )
     x, activation = zeros(TOKENS, DIM, dtype=dtype), "silu" if gated else "gelu"
     moe_mlp(x, up, down, weight, *order, top_k=TOP_K, activation=activation).sum().backward()
 
@@ -52,11 +55,25 @@ def run_layer(dtype: torch.dtype, *, gated: bool) -> None:
 def check(kernels: list[CompiledKernel], capability: int) -> set[str]:
     """Check compiled kernels against the limits of the device; return the names of those that use its tensor cores."""
     room = DEVICES[capability].shared_bytes
-    assert {kernel.name: kernel.shared_bytes for kernel in kernels if kernel.shared_bytes > room} == {}
-    assert {kernel.name: kernel.spilled_bytes for kernel in kernels if kernel.spilled_bytes > SPILLED_BYTES} == {}
+    assert {
+        kernel.name: kernel.shared_bytes for kernel in kernels if kernel.shared_bytes > room
+    } == {}
+    assert {
+        kernel.name: kernel.spilled_bytes
+        for kernel in kernels
+        if kernel.spilled_bytes > SPILLED_BYTES
+    } == {}
     assert [kernel.name for kernel in kernels if kernel.is_serialized] == []
-    assert [kernel.name for kernel in kernels if FLOAT_ATOMIC.search(kernel.ptx)] == [], "the same bits in every run"
-    expected = "tcgen05.mma" if capability >= 100 else "wgmma.mma_async" if capability >= 90 else "mma.sync"
+    assert [kernel.name for kernel in kernels if FLOAT_ATOMIC.search(kernel.ptx)] == [], (
+        "the same bits in every run"
+    )
+    expected = (
+        "tcgen05.mma"
+        if capability >= 100
+        else "wgmma.mma_async"
+        if capability >= 90
+        else "mma.sync"
+    )
     return {kernel.name for kernel in kernels if expected in kernel.ptx}
 
 
@@ -67,7 +84,10 @@ def test_what_gpt_oss_runs_fits_the_registers(capability, tmp_path):
     """Biases and clamped SwiGLU, forward and backward."""
     rows = TOKENS * TOP_K
     token = torch.zeros(rows, dtype=torch.int64)
-    made = [zeros(EXPERTS, *sizes).detach() for sizes in ((2, HIDDEN, DIM), (2, HIDDEN), (DIM, HIDDEN), (DIM,))]
+    made = [
+        zeros(EXPERTS, *sizes).detach()
+        for sizes in ((2, HIDDEN, DIM), (2, HIDDEN), (DIM, HIDDEN), (DIM,))
+    ]
     work = ExpertWork(
         x=zeros(TOKENS, DIM).detach(), gates=torch.zeros(rows), gates_first=False, activation="silu",
         dispatch=Dispatch(token=token, by_token=token, starts=torch.arange(0, rows, TOP_K), per_token=TOP_K),
@@ -83,7 +103,11 @@ def test_what_gpt_oss_runs_fits_the_registers(capability, tmp_path):
 
 HOPPER = (90, torch.bfloat16, True)
 """The layer that is compiled in every run of the tests."""
-LAYERS = [(capability, *form) for capability in DEVICES for form in ((torch.bfloat16, True), (torch.float16, False))]
+LAYERS = [
+    (capability, *form)
+    for capability in DEVICES
+    for form in ((torch.bfloat16, True), (torch.float16, False))
+]
 
 
 @pytest.mark.parametrize(
@@ -96,8 +120,13 @@ def test_a_layer_runs_on_the_tensor_cores(capability, dtype, gated, tmp_path):
         run_layer(dtype, gated=gated)
     assert check(kernels, capability) == PRODUCTS
     if capability == 90:
-        widths = {each.name: set(re.findall(r"wgmma\.mma_async\.\S*?m64n(\d+)k", each.ptx)) for each in kernels}
-        assert widths["_up_kernel"] == {"128"}, "gate and up in one instruction, whose operands shared memory can feed"
+        widths = {
+            each.name: set(re.findall(r"wgmma\.mma_async\.\S*?m64n(\d+)k", each.ptx))
+            for each in kernels
+        }
+        assert widths["_up_kernel"] == {"128"}, (
+            "gate and up in one instruction, whose operands shared memory can feed"
+        )
         (ptx,) = (each.ptx for each in kernels if each.name == "_down_grad_kernel")
         accesses = re.findall(r"\b(ld|st)\.global\.v4", ptx)
         waits = list(itertools.pairwise(accesses)).count(("ld", "st"))
@@ -127,7 +156,9 @@ def test_hopper_fetches_weights_by_descriptor(tmp_path):
         rows_times(zeros(TOKENS, DIM), zeros(1, HIDDEN, DIM), ends, tile, transposed=True)
         up(zeros(TOKENS, DIM), zeros(1, 1, HIDDEN, DIM), ends, tile, activation="silu")
     assert check(kernels, 90) == {"_rows_kernel", "_up_kernel"}
-    assert all("cp.async.bulk.tensor" in kernel.ptx for kernel in kernels if kernel.name in PRODUCTS)
+    assert all(
+        "cp.async.bulk.tensor" in kernel.ptx for kernel in kernels if kernel.name in PRODUCTS
+    )
 
 
 @pytest.mark.slow
@@ -137,27 +168,55 @@ def test_weight_gradients_have_the_room_that_their_tile_says(capability, tmp_pat
     rows, token = TOKENS * TOP_K, torch.zeros(TOKENS * TOP_K, dtype=torch.int32)
     p, x, ends = zeros(rows, DIM), zeros(TOKENS, HIDDEN), torch.zeros(EXPERTS, dtype=torch.int32)
     large = torch.empty(2**20, 2**11, dtype=torch.bfloat16, device="meta")
-    shape = Shape(product="weight_grad", rows=rows, num_experts=EXPERTS, columns=HIDDEN, depth=rows, itemsize=2)
+    shape = Shape(
+        product="weight_grad",
+        rows=rows,
+        num_experts=EXPERTS,
+        columns=HIDDEN,
+        depth=rows,
+        itemsize=2,
+    )
     tile = default_tile(shape, DEVICES[capability])
     steps = {}
     with compiling_for(capability, tmp_path) as kernels, torch.no_grad():
-        for name, q, q_token in (("rows", zeros(rows, HIDDEN), None), ("tokens", x, token), ("large", large, token)):
+        for name, q, q_token in (
+            ("rows", zeros(rows, HIDDEN), None),
+            ("tokens", x, token),
+            ("large", large, token),
+        ):
             outer_products(p, q, ends, tile, q_token=q_token)
             steps[name] = kernels[-1].ptx
     assert check(kernels, capability) == {"_outer_kernel"}
-    assert max(each.shared_bytes for each in kernels if each.name == "_outer_kernel") <= shared_bytes(tile, shape)
+    assert max(
+        each.shared_bytes for each in kernels if each.name == "_outer_kernel"
+    ) <= shared_bytes(tile, shape)
     by_descriptor = {name: ptx.count("cp.async.bulk.tensor") for name, ptx in steps.items()}
     assert (
-        (by_descriptor["rows"] > by_descriptor["tokens"] > 0) if capability >= 90 else not any(by_descriptor.values())
+        (by_descriptor["rows"] > by_descriptor["tokens"] > 0)
+        if capability >= 90
+        else not any(by_descriptor.values())
     )
 
 
 def choose_on_device(rule: ChoiceRule, num_experts: int) -> None:
     """Run the kernels of the choice forward and backward on zeros."""
-    logits, wanted = torch.zeros(TOKENS, num_experts), WantedSums(balance=True, z=True, reduced=True)
-    chosen, bias = empty_chosen(logits, rule, wanted), torch.zeros(num_experts) if rule.by_sigmoid else None
+    logits, wanted = (
+        torch.zeros(TOKENS, num_experts),
+        WantedSums(balance=True, z=True, reduced=True),
+    )
+    chosen, bias = (
+        empty_chosen(logits, rule, wanted),
+        torch.zeros(num_experts) if rule.by_sigmoid else None,
+    )
     choose_by_triton(logits, bias, torch.ones(TOKENS, dtype=torch.bool), None, rule, wanted, chosen)
-    numbers = chosen.expert, chosen.counts, chosen.num_valid, chosen.weight, chosen.balance, chosen.z
+    numbers = (
+        chosen.expert,
+        chosen.counts,
+        chosen.num_valid,
+        chosen.weight,
+        chosen.balance,
+        chosen.z,
+    )
     choose_backward_by_triton(ChoiceGradients(logits, None, *numbers), rule, wanted)
 
 
@@ -173,10 +232,20 @@ def test_everything_else_compiles(capability, tmp_path):
                 choose_on_device(rule, num_experts)
         sort(torch.zeros(TOKENS * TOP_K, dtype=torch.int32), EXPERTS)
         weight = torch.zeros(TOKENS * TOP_K)
-        starts, by_token = torch.arange(0, TOKENS * TOP_K, TOP_K), torch.zeros(TOKENS * TOP_K, dtype=torch.int64)
+        starts, by_token = (
+            torch.arange(0, TOKENS * TOP_K, TOP_K),
+            torch.zeros(TOKENS * TOP_K, dtype=torch.int64),
+        )
         for per_token in (TOP_K, 0):
             for weights in (None, weight):
-                sum_tokens(torch.zeros(TOKENS * TOP_K, DIM), by_token, starts, weights, per_token, torch.bfloat16)
+                sum_tokens(
+                    torch.zeros(TOKENS * TOP_K, DIM),
+                    by_token,
+                    starts,
+                    weights,
+                    per_token,
+                    torch.bfloat16,
+                )
         rows = zeros(TOKENS, DIM).detach()
         for codec, encode, decode in (
             (Int8(), quantise.int8_encode, quantise.decode),

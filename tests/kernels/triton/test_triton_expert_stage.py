@@ -30,7 +30,9 @@ def work_of(
     tokens: int = TOKENS,
     dim: int = DIM,
 ) -> ExpertWork:
-    expert = torch.rand(tokens, EXPERTS - 1).argsort(1)[:, :TOP_K].reshape(-1)  # the last expert gets no rows
+    expert = (
+        torch.rand(tokens, EXPERTS - 1).argsort(1)[:, :TOP_K].reshape(-1)
+    )  # the last expert gets no rows
     token = torch.arange(tokens).repeat_interleave(TOP_K)
     if dispatch == "varying":
         sent = torch.rand(len(token)) < 0.7
@@ -67,17 +69,25 @@ def check(work: ExpertWork, wanted: Wanted, tolerance: float) -> None:
     exact = flat(whole_batch.backward(work, exact_pre, dy, wanted))
     for actual, true in zip([y, pre, *mine], [expected, exact_pre, *exact], strict=True):
         assert (actual.shape, actual.dtype) == (true.shape, true.dtype)
-        torch.testing.assert_close(actual, true, atol=tolerance * max(1.0, float(true.abs().max())), rtol=0)
+        torch.testing.assert_close(
+            actual, true, atol=tolerance * max(1.0, float(true.abs().max())), rtol=0
+        )
 
 
 def with_biases(work: ExpertWork) -> ExpertWork:
     made = {"device": work.x.device, "dtype": work.x.dtype}
-    up_bias, down_bias = torch.randn(work.up.shape[:3], **made), torch.randn(len(work.down), work.x.shape[1], **made)
+    up_bias, down_bias = (
+        torch.randn(work.up.shape[:3], **made),
+        torch.randn(len(work.down), work.x.shape[1], **made),
+    )
     return replace(work, up_bias=up_bias, down_bias=down_bias)
 
 
 CLAMP = Clamp(limit=0.75, alpha=1.702, offset=1.0)
-FORMS = (("silu", True, CLAMP), *((name, gated, None) for name in ACTIVATIONS for gated in (False, True)))
+FORMS = (
+    ("silu", True, CLAMP),
+    *((name, gated, None) for name in ACTIVATIONS for gated in (False, True)),
+)
 """(activation, whether there is a gate, clamp). A tight clamp cuts off many pre-activations on either side."""
 
 
@@ -95,22 +105,34 @@ OTHERS = in_turn([*NEAR][::-1], (True, False), ("varying", "rows"))
     [*CASES, *(pytest.param(*case, marks=pytest.mark.random) for case in OTHERS)],
     ids=str,
 )
-def test_every_form_of_expert_stays_near_float64_in_every_dtype(form, dtype, bias, dispatch, device):
+def test_every_form_of_expert_stays_near_float64_in_every_dtype(
+    form, dtype, bias, dispatch, device
+):
     activation, gated, clamp = form
-    work = replace(work_of(device, gated=gated, dispatch=dispatch, dtype=dtype), activation=activation, clamp=clamp)
+    work = replace(
+        work_of(device, gated=gated, dispatch=dispatch, dtype=dtype),
+        activation=activation,
+        clamp=clamp,
+    )
     check_near_float64(with_biases(work) if bias else work, dtype)
 
 
 @pytest.mark.parametrize(("tokens", "dtype"), list(zip((0, 40, 1), NEAR)), ids=str)
 def test_what_gpt_oss_runs_with_no_row_one_and_many(tokens, dtype, device):
     """Biases and clamped SwiGLU, with experts without rows, and rows in several tiles of widths that no tile divides."""
-    work = with_biases(replace(work_of(device, dtype=dtype, tokens=tokens, dim=72), activation="silu", clamp=CLAMP))
+    work = with_biases(
+        replace(work_of(device, dtype=dtype, tokens=tokens, dim=72), activation="silu", clamp=CLAMP)
+    )
     assert expert_stage.supports(work)
     check_near_float64(work, dtype)
 
 
 def check_near_float64(work: ExpertWork, dtype: torch.dtype) -> None:
-    doubles = {name: each.double() for name, each in vars(work).items() if isinstance(each, Tensor) and name != "ends"}
+    doubles = {
+        name: each.double()
+        for name, each in vars(work).items()
+        if isinstance(each, Tensor) and name != "ends"
+    }
     exact_work = replace(work, **doubles)
     y, pre = expert_stage.forward(work, dtype)
     exact_y, exact_pre = whole_batch.forward(exact_work, torch.float64)
@@ -125,7 +147,9 @@ def check_near_float64(work: ExpertWork, dtype: torch.dtype) -> None:
         assert (actual.double() - true).norm() <= NEAR[dtype] * true.norm(), number
 
 
-@pytest.mark.parametrize("wanted", [Wanted(x=False), Wanted(gates=False), Wanted(weights=False)], ids=str)
+@pytest.mark.parametrize(
+    "wanted", [Wanted(x=False), Wanted(gates=False), Wanted(weights=False)], ids=str
+)
 def test_only_the_gradients_that_are_wanted(wanted, device):
     check(with_biases(work_of(device)), wanted, 3e-6)
 
@@ -138,7 +162,10 @@ def test_weights_of_one(bias, device):
 
 def test_biases_may_be_views_of_packed_weights(device):
     work = with_biases(work_of(device))
-    views = (torch.cat([each, each], -1)[..., : each.shape[-1]] for each in (work.up_bias, work.down_bias))
+    views = (
+        torch.cat([each, each], -1)[..., : each.shape[-1]]
+        for each in (work.up_bias, work.down_bias)
+    )
     check(replace(work, **dict(zip(("up_bias", "down_bias"), views))), Wanted(), 3e-6)
 
 
@@ -162,5 +189,8 @@ def test_what_has_no_kernel_runs_as_the_whole_batch_does(device):
     work = work_of(device)
     for other in (replace(work, gates_first=True), work_of(device, dtype=torch.float64)):
         assert not expert_stage.supports(other)
-        assert torch.equal(expert_stage.forward(other, other.x.dtype)[0], whole_batch.forward(other, other.x.dtype)[0])
+        assert torch.equal(
+            expert_stage.forward(other, other.x.dtype)[0],
+            whole_batch.forward(other, other.x.dtype)[0],
+        )
     assert expert_stage.supports(work)

@@ -7,7 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from triton_references import down_grad_reference, outer_products_reference, rows_times_reference, up_reference
+from triton_references import (
+    down_grad_reference,
+    outer_products_reference,
+    rows_times_reference,
+    up_reference,
+)
 
 from helpers import pairwise
 from moesaic.kernels.triton.down_grad import down_grad
@@ -35,7 +40,9 @@ def ends_of(counts: list[int], device: str) -> Tensor:
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
     scale = float(expected.abs().max()) if expected.numel() else 1.0
-    torch.testing.assert_close(actual.double(), expected.double(), atol=tolerance * max(scale, 1.0), rtol=0)
+    torch.testing.assert_close(
+        actual.double(), expected.double(), atol=tolerance * max(scale, 1.0), rtol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,8 +51,16 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
     ids=str,
 )
 def test_rows_times(tile, counts, order, size, device):
-    ends, tile, transposed, (dim, width) = ends_of(counts, device), TILES[tile], order == "(E, N, K)", size
-    x, w = torch.randn(sum(counts) + 3, dim, device=device), torch.randn(len(counts), width, dim, device=device)
+    ends, tile, transposed, (dim, width) = (
+        ends_of(counts, device),
+        TILES[tile],
+        order == "(E, N, K)",
+        size,
+    )
+    x, w = (
+        torch.randn(sum(counts) + 3, dim, device=device),
+        torch.randn(len(counts), width, dim, device=device),
+    )
     stored = w if transposed else w.transpose(1, 2).contiguous()
     actual = rows_times(x, stored, ends, tile, transposed=transposed)
     close(actual[: sum(counts)], rows_times_reference(x, w, ends))
@@ -61,7 +76,9 @@ def test_rows_times_a_slice_of_wider_weights(tile, device):
 
 
 @pytest.mark.parametrize(
-    ("tile", "counts", "gathered"), pairwise(TILES, COUNTS, ("p", "q", None), empty=has_no_rows), ids=str
+    ("tile", "counts", "gathered"),
+    pairwise(TILES, COUNTS, ("p", "q", None), empty=has_no_rows),
+    ids=str,
 )
 def test_outer_products(tile, counts, gathered, device):
     ends, tile = ends_of(counts, device), TILES[tile]
@@ -69,7 +86,12 @@ def test_outer_products(tile, counts, gathered, device):
     token = torch.randint(0, max(1, num_rows), (num_rows,), device=device).to(torch.int32)
     p, q = torch.randn(num_rows, 40, device=device), torch.randn(num_rows, 24, device=device)
     actual = outer_products(
-        p, q, ends, tile, p_token=token if gathered == "p" else None, q_token=token if gathered == "q" else None
+        p,
+        q,
+        ends,
+        tile,
+        p_token=token if gathered == "p" else None,
+        q_token=token if gathered == "q" else None,
     )
     sides = {"p": p, "q": q}
     if gathered:
@@ -87,14 +109,24 @@ def test_outer_products_see_the_rows_of_their_expert_alone(tile, gathered, devic
     for side in (p, q):
         side[21:24], side[44:] = float("inf"), float("nan")
     actual = outer_products(
-        p, q, ends, tile, p_token=token if gathered == "p" else None, q_token=token if gathered == "q" else None
+        p,
+        q,
+        ends,
+        tile,
+        p_token=token if gathered == "p" else None,
+        q_token=token if gathered == "q" else None,
     )
     close(actual[[0, 2]], exact[[0, 2]])
 
 
 @pytest.mark.parametrize(
     ("tile", "counts", "form"),
-    pairwise(TILES, COUNTS, (("silu", True), ("gelu", False), ("relu", False), ("gelu", True)), empty=has_no_rows),
+    pairwise(
+        TILES,
+        COUNTS,
+        (("silu", True), ("gelu", False), ("relu", False), ("gelu", True)),
+        empty=has_no_rows,
+    ),
     ids=str,
 )
 def test_up_and_the_gradient_of_down(tile, counts, form, device):
@@ -108,7 +140,10 @@ def test_up_and_the_gradient_of_down(tile, counts, form, device):
     expected = up_reference(x, matrices, ends, **options)
     for mine, exact in zip((pre, hidden), expected, strict=True):
         close(mine, exact)
-    dy, down = torch.randn(num_rows, dim, device=device), torch.randn(len(counts), dim, width, device=device)
+    dy, down = (
+        torch.randn(num_rows, dim, device=device),
+        torch.randn(len(counts), dim, width, device=device),
+    )
     d_pre, again, parts = down_grad(dy, down, pre, ends, tile, **options)
     expected = down_grad_reference(dy, down, pre, ends, **options)
     for mine, exact in zip((d_pre, again, parts.sum(1)), expected, strict=True):
@@ -119,7 +154,10 @@ def test_backward_makes_the_very_hidden_rows_of_forward(device):
     """Both compute them from the rounded pre-activations, so the gradient of `down` is that of the forward function."""
     ends = ends_of([20, 13], device)
     x = torch.randn(33, 40, device=device, dtype=torch.bfloat16)
-    matrices, down = (torch.randn(2, *size, device=device, dtype=torch.bfloat16) for size in ((2, 24, 40), (40, 24)))
+    matrices, down = (
+        torch.randn(2, *size, device=device, dtype=torch.bfloat16)
+        for size in ((2, 24, 40), (40, 24))
+    )
     options = {"activation": "silu", "weight": torch.rand(33, device=device)}
     pre, hidden = up(x, matrices, ends, SMALL, **options)
     again = down_grad(x, down, pre, ends, replace(SMALL, columns=16), **options)[1]

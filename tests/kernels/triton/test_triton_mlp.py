@@ -42,12 +42,16 @@ def layer(
 ) -> dict[str, Any]:
     num_tokens, top_k, num_experts, dim, hidden = sizes
     expert = torch.rand(num_tokens, num_experts).argsort(1)[:, :top_k].to(torch.int32)
-    expert[expert == 0] = -1 if dropped or num_experts == 1 else min(1, num_experts - 1)  # expert 0 gets no rows
+    expert[expert == 0] = (
+        -1 if dropped or num_experts == 1 else min(1, num_experts - 1)
+    )  # expert 0 gets no rows
     if num_experts == 1 and not dropped:
         expert.zero_()
     return {
         "x": torch.randn(num_tokens, dim, device=device).to(dtype),
-        "up": (torch.randn(num_experts, 2 if gated else 1, hidden, dim, device=device) / dim**0.5).to(dtype),
+        "up": (
+            torch.randn(num_experts, 2 if gated else 1, hidden, dim, device=device) / dim**0.5
+        ).to(dtype),
         "down": (torch.randn(num_experts, dim, hidden, device=device) / hidden**0.5).to(dtype),
         "weight": torch.rand(num_tokens * top_k, device=device),
         "expert": expert,
@@ -56,14 +60,21 @@ def layer(
 
 def leaves_of(inputs: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return copies of the differentiable inputs as leaves, in `dtype` if one is given."""
-    return {name: inputs[name].detach().clone().to(dtype or inputs[name].dtype).requires_grad_() for name in LEAVES}
+    return {
+        name: inputs[name].detach().clone().to(dtype or inputs[name].dtype).requires_grad_()
+        for name in LEAVES
+    }
 
 
-def run(inputs: dict[str, Any], activation: str, tile: Tile | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def run(
+    inputs: dict[str, Any], activation: str, tile: Tile | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     leaves, expert = leaves_of(inputs), inputs["expert"]
     order = sort(expert.reshape(-1).to(inputs["x"].device), len(inputs["up"]))
     tiles = None if tile is None else dict.fromkeys(TILES, tile)
-    return moe_mlp(*leaves.values(), *order, top_k=expert.shape[1], activation=activation, tiles=tiles), leaves
+    return moe_mlp(
+        *leaves.values(), *order, top_k=expert.shape[1], activation=activation, tiles=tiles
+    ), leaves
 
 
 def check(inputs: dict[str, Any], activation: str, tile: Tile | None = None) -> None:
@@ -81,11 +92,16 @@ def check(inputs: dict[str, Any], activation: str, tile: Tile | None = None) -> 
         scale = max(1.0, float(true.abs().max())) if true.numel() else 1.0
         assert actual.dtype == (torch.float32 if name == "weight" else inputs["x"].dtype)
         tolerance = TOLERANCES[inputs["x"].dtype] * scale
-        torch.testing.assert_close(actual.double(), true, atol=tolerance, rtol=0, msg=f"{name} is off: {{}}".format)
+        torch.testing.assert_close(
+            actual.double(), true, atol=tolerance, rtol=0, msg=f"{name} is off: {{}}".format
+        )
 
 
 FORMS = {"swiglu": ("silu", True), "gelu": ("gelu", False)}
-LAYERS = [*((sizes, torch.float32, "swiglu") for sizes in SIZES), (SIZES[2], torch.bfloat16, "gelu")]
+LAYERS = [
+    *((sizes, torch.float32, "swiglu") for sizes in SIZES),
+    (SIZES[2], torch.bfloat16, "gelu"),
+]
 
 
 @pytest.mark.parametrize(("sizes", "dtype", "form"), LAYERS, ids=str)
@@ -101,7 +117,9 @@ def test_copies_that_are_not_sent_add_nothing_and_get_no_gradient(device):
 def test_more_tiles_than_one(device):
     """Every kernel runs several row tiles, column tiles and steps, also with persistent programs."""
     inputs = layer((20, 2, 2, 40, 24), torch.float32, device, gated=True)
-    tile = Tile(rows=16, columns=16, depth=16, warps=4, stages=2, group=2, programs=1, descriptors=1)
+    tile = Tile(
+        rows=16, columns=16, depth=16, warps=4, stages=2, group=2, programs=1, descriptors=1
+    )
     check(inputs, "silu", tile)
 
 

@@ -22,7 +22,9 @@ def test_it_equals_the_product_with_the_dequantized_matrices(device, counts, dty
     spare = 7 if counts == "rows of no expert" else 0
     x = torch.randn(sum(sizes) + spare, width if transposed else height, device=device).to(dtype)
     ends = torch.tensor(sizes, device=device).cumsum(0).int()
-    found = rows_times_by_triton(x, codes, scales, nf4.code_values(x.device), ends, transposed=transposed)
+    found = rows_times_by_triton(
+        x, codes, scales, nf4.code_values(x.device), ends, transposed=transposed
+    )
     matrices = nf4.dequantize(codes, scales, dtype).double()
     assert found.dtype == dtype
     assert found.shape == (len(x), height if transposed else width)

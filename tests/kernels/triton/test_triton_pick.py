@@ -49,23 +49,38 @@ def run(layer, x, **options):
 def check(layer, x, device, request, *, tolerance=2e-5, equal_nan=False, **options):
     expected = run(copy.deepcopy(layer), x, **options)
     request.getfixturevalue("picked")
-    masks = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    masks = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
     actual = run(copy.deepcopy(layer).to(device), x.to(device), **masks)
     for mine, true in zip(actual, expected, strict=True):
         assert (mine is None) == (true is None)
         if mine is not None:
-            torch.testing.assert_close(mine.cpu(), true, atol=tolerance, rtol=tolerance, equal_nan=equal_nan)
+            torch.testing.assert_close(
+                mine.cpu(), true, atol=tolerance, rtol=tolerance, equal_nan=equal_nan
+            )
 
 
 def layer_of(router="softmax", experts="swiglu", **options):
     torch.manual_seed(0)
     top_k = TOP_K.get(router, 2)
-    return MoE(16, 24, 4, top_k, router=lambda d, n: make_router(router, d, n), experts=EXPERTS[experts], **options)
+    return MoE(
+        16,
+        24,
+        4,
+        top_k,
+        router=lambda d, n: make_router(router, d, n),
+        experts=EXPERTS[experts],
+        **options,
+    )
 
 
 @pytest.mark.parametrize("router", thinned(ROUTERS, every=2))
 def test_every_router_gives_what_it_gives_on_a_cpu(router, device, request):
-    layer = layer_of(router).train(router not in ("noisy", "gshard"))  # random draws differ between devices
+    layer = layer_of(router).train(
+        router not in ("noisy", "gshard")
+    )  # random draws differ between devices
     check(layer, torch.randn(13, 16), device, request)
 
 
@@ -120,10 +135,17 @@ def test_order_and_sums_equal_the_cpus(size, weighted, dtype, device, request):
         sent = torch.rand(len(token)) < 0.5
         token, expert = token[sent], expert[sent]
     counts = torch.bincount(expert, minlength=5)
-    rows, weights = torch.randn(len(token), dim).to(dtype), torch.rand(len(token)) if weighted else None
+    rows, weights = (
+        torch.randn(len(token), dim).to(dtype),
+        torch.rand(len(token)) if weighted else None,
+    )
     x = torch.randn(tokens, dim).to(dtype)
     plain = sort_by_expert(token, expert, counts, tokens, per_token)
-    results = [sum_rows(rows, plain.dispatch, weights=weights, dtype=dtype), permute(x, plain), unpermute(rows, plain)]
+    results = [
+        sum_rows(rows, plain.dispatch, weights=weights, dtype=dtype),
+        permute(x, plain),
+        unpermute(rows, plain),
+    ]
     request.getfixturevalue("picked")
     there = [each.to(device) for each in (token, expert, counts)]
     order = sort_by_expert(*there, tokens, per_token)
@@ -146,7 +168,9 @@ def test_order_and_sums_equal_the_cpus(size, weighted, dtype, device, request):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    thinned(itertools.product(("int8", "fp8"), (torch.float32, torch.bfloat16, torch.float64)), every=2),
+    thinned(
+        itertools.product(("int8", "fp8"), (torch.float32, torch.bfloat16, torch.float64)), every=2
+    ),
     ids=str,
 )
 def test_codecs_write_and_read_the_same_bytes(name, dtype, device, request, monkeypatch):
@@ -160,9 +184,13 @@ def test_codecs_write_and_read_the_same_bytes(name, dtype, device, request, monk
     calls = []
     for part in (f"{name}_encode", "decode"):
         kernel = getattr(quantise, part)
-        monkeypatch.setattr(quantise, part, lambda *given, kernel=kernel: calls.append(1) or kernel(*given))
+        monkeypatch.setattr(
+            quantise, part, lambda *given, kernel=kernel: calls.append(1) or kernel(*given)
+        )
     actual = codec.encode(rows.to(device))
     assert torch.equal(actual.cpu(), message)
     apart = torch.cat([actual.new_zeros(3), actual])[3:]
-    torch.testing.assert_close(codec.decode(apart, *rows.shape, dtype).cpu(), decoded, atol=0, rtol=0, equal_nan=True)
+    torch.testing.assert_close(
+        codec.decode(apart, *rows.shape, dtype).cpu(), decoded, atol=0, rtol=0, equal_nan=True
+    )
     assert len(calls) == (0 if dtype == torch.float64 else 2)

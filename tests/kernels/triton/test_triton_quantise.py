@@ -26,7 +26,9 @@ def bad_rows(num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype)
 
 
-@pytest.mark.parametrize(("name", "dtype", "size"), pairwise(OPS, DTYPES, ((1, 1), (7, 300), (6, 128))), ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype", "size"), pairwise(OPS, DTYPES, ((1, 1), (7, 300), (6, 128))), ids=str
+)
 def test_bytes_and_rows_are_the_oracles(name, dtype, size, device):
     (codec, encode), (num_rows, dim) = OPS[name], size
     rows = bad_rows(num_rows, dim, dtype)

@@ -20,10 +20,15 @@ def test_sort_is_stable_and_complete(num_copies, num_experts, sent, device):
         expert[torch.rand(num_copies) < 0.3] = -1
     if sent == "experts that do not exist":
         wrong = torch.tensor([num_experts, num_experts + 1, 2**30, 2**31 - 1, -(2**31), -7])
-        expert = torch.where(torch.rand(num_copies) < 0.4, wrong[torch.randint(0, 6, (num_copies,))], expert)
+        expert = torch.where(
+            torch.rand(num_copies) < 0.4, wrong[torch.randint(0, 6, (num_copies,))], expert
+        )
     if sent == "one expert":
         expert.fill_(num_experts - 1)
-    actual, expected = RowOrder(*sort(expert.to(device), num_experts)), sort_reference(expert, num_experts)
+    actual, expected = (
+        RowOrder(*sort(expert.to(device), num_experts)),
+        sort_reference(expert, num_experts),
+    )
     for name in RowOrder._fields:
         assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
 

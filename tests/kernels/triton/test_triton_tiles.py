@@ -21,7 +21,13 @@ DEVICES = [
     TileDevice(name="Ada", capability=(8, 9), multiprocessors=128, shared_bytes=101_376),
     TileDevice(name="Hopper", capability=(9, 0), multiprocessors=132, shared_bytes=232_448),
 ]
-LAYERS = [(327_680, 128, 768, 256), (262_144, 64, 4096, 2048), (524_288, 256, 4096, 256), (40, 3, 40, 24), (0, 1, 8, 8)]
+LAYERS = [
+    (327_680, 128, 768, 256),
+    (262_144, 64, 4096, 2048),
+    (524_288, 256, 4096, 256),
+    (40, 3, 40, 24),
+    (0, 1, 8, 8),
+]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
@@ -36,15 +42,17 @@ def test_every_tile_on_offer_fits_the_device(device, sizes, itemsize):
             assert shared_bytes(tile, shape) <= device.shared_bytes
             assert not tile.descriptors or device.capability >= (9, 0)
             assert min(tile.rows, tile.columns, tile.depth) >= 16
-            assert not (tile.programs and shape.is_doubled), "the assembler serialises the products of such a tile"
+            assert not (tile.programs and shape.is_doubled), (
+                "the assembler serialises the products of such a tile"
+            )
 
 
 def test_few_rows_per_expert_make_low_tiles():
     device = DEVICES[2]
-    assert [default_tile(shapes(r, 64, 768, 256, 2, gated=True)["down"], device).rows for r in (64 * 20, 64 * 200)] == [
-        32,
-        128,
-    ]
+    assert [
+        default_tile(shapes(r, 64, 768, 256, 2, gated=True)["down"], device).rows
+        for r in (64 * 20, 64 * 200)
+    ] == [32, 128]
 
 
 def test_a_tile_that_spills_or_wastes_is_left_out():
@@ -52,14 +60,21 @@ def test_a_tile_that_spills_or_wastes_is_left_out():
     tile = Tile(rows=128, columns=256, depth=64, warps=4, stages=3)
     assert not fits(tile, shape, DEVICES[2])
     assert fits(Tile(rows=128, columns=256, depth=64, warps=8, stages=3), shape, DEVICES[2])
-    assert not fits(Tile(rows=128, columns=256, depth=64, warps=8, stages=3, programs=2), shape, DEVICES[2])
+    assert not fits(
+        Tile(rows=128, columns=256, depth=64, warps=8, stages=3, programs=2), shape, DEVICES[2]
+    )
 
 
 def test_a_layer_takes_the_nearest_measured_tile_of_its_generation():
-    h200 = TileDevice(name="NVIDIA H200", capability=(9, 0), multiprocessors=132, shared_bytes=232_448)
+    h200 = TileDevice(
+        name="NVIDIA H200", capability=(9, 0), multiprocessors=132, shared_bytes=232_448
+    )
     wide = Tile(rows=128, columns=256, depth=64, warps=8, stages=3, programs=1, descriptors=1)
     measured = shapes(262_144, 128, 4096, 512, 2, gated=True)
-    near, far = shapes(8192 * 8, 64, 2048, 1024, 2, gated=True), shapes(327_680, 128, 768, 256, 2, gated=True)
+    near, far = (
+        shapes(8192 * 8, 64, 2048, 1024, 2, gated=True),
+        shapes(327_680, 128, 768, 256, 2, gated=True),
+    )
     for device in (h200, DEVICES[2]):
         assert [tile_for(shape["down"], device) for shape in (measured, near)] == [wide, wide]
         assert tile_for(measured["up"], device) == replace(wide, columns=128, programs=0)
@@ -71,7 +86,9 @@ def test_a_layer_takes_the_nearest_measured_tile_of_its_generation():
     exact = shapes(262_144, 128, 4096, 512, 4, gated=True)["down"]
     assert tile_for(exact, h200) == default_tile(exact, h200), "float32 has tiles of its own"
     plain = shapes(262_144, 128, 4096, 512, 2, gated=False)["up"]
-    assert tile_for(plain, h200) == default_tile(plain, h200), "a tile with a gate holds its columns twice"
+    assert tile_for(plain, h200) == default_tile(plain, h200), (
+        "a tile with a gate holds its columns twice"
+    )
 
 
 def a_shape() -> Shape:
@@ -98,7 +115,10 @@ def test_search_stays_with_the_default_for_noise_failures_and_deadlines():
     assert search(shape, device, lambda tile: 1.0 if tile == first else 0.99) == (first, True)
     assert search(shape, device, lambda tile: 1 / 0) == (first, False)
     tried: list[Tile] = []
-    assert search(shape, device, lambda tile: tried.append(tile) or 1.0, deadline=0.0) == (first, False)
+    assert search(shape, device, lambda tile: tried.append(tile) or 1.0, deadline=0.0) == (
+        first,
+        False,
+    )
     assert tried == []
 
 
@@ -125,7 +145,9 @@ def test_a_file_serves_only_the_device_it_was_made_on(tmp_path):
 def test_another_file_is_refused_in_one_line(tmp_path, text):
     path = tmp_path / "tiles.json"
     path.write_text(text)
-    assert "is not a file of tuned tiles: delete it, or name another file" in refused(lambda: load(path, DEVICES[0]))
+    assert "is not a file of tuned tiles: delete it, or name another file" in refused(
+        lambda: load(path, DEVICES[0])
+    )
 
 
 def test_tiles_of_unknown_fields_are_refused(tmp_path):

@@ -17,21 +17,46 @@ pytest.importorskip("triton", reason='the GPU extra is not installed: pip instal
 
 ROOT = Path(__file__).parents[3]
 FOUND = sorted(path.parents[1] for path in ROOT.glob("build/triton/*/triton/__init__.py"))
-TRIED = [pytest.param(path, (90, 80)[number % 2], id=path.name) for number, path in enumerate(FOUND)]
-PLUGIN = "import triton\n\ndef pytest_sessionfinish():\n    print('Triton is', triton.__version__)\n"
+TRIED = [
+    pytest.param(path, (90, 80)[number % 2], id=path.name) for number, path in enumerate(FOUND)
+]
+PLUGIN = (
+    "import triton\n\ndef pytest_sessionfinish():\n    print('Triton is', triton.__version__)\n"
+)
 
 
 @pytest.mark.random
 @pytest.mark.skipif(not FOUND, reason="no other Triton is in build/triton: run make test-random")
 @pytest.mark.parametrize(("triton", "capability"), TRIED)
-def test_the_layer_compiles_by_another_triton(triton: Path, capability: int, tmp_path: Path) -> None:
+def test_the_layer_compiles_by_another_triton(
+    triton: Path, capability: int, tmp_path: Path
+) -> None:
     (tmp_path / "named.py").write_text(PLUGIN)
-    paths = os.pathsep.join(filter(None, (str(triton), str(tmp_path), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": paths, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(
+        filter(None, (str(triton), str(tmp_path), os.environ.get("PYTHONPATH")))
+    )
+    environment = os.environ | {
+        "PYTHONPATH": paths,
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+    }
     tests = str(Path(__file__).with_name("test_triton_compiled.py"))
     layer = f"test_a_layer_runs_on_the_tensor_cores and bfloat16 and {capability}"
-    command = [sys.executable, "-m", "pytest", tests, "-k", layer, "-p", "no:cacheprovider", "-p", "named"]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        tests,
+        "-k",
+        layer,
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "named",
+    ]
+    process = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=550, check=False
+    )
     assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-2000:]
     assert "1 passed" in process.stdout
     assert f"Triton is {triton.name}\n" in process.stdout

@@ -28,7 +28,9 @@ def step(layer, x, mask):
     return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # rows of unsent copies hold arbitrary values
+@pytest.mark.filterwarnings(
+    "ignore:.* encountered in:RuntimeWarning"
+)  # rows of unsent copies hold arbitrary values
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [

@@ -56,14 +56,21 @@ class RowOrder(NamedTuple):
 
 def sort_reference(expert: Tensor, num_experts: int) -> RowOrder:
     """Sort copies with a list per expert."""
-    copies = [[i for i, e in enumerate(expert.tolist()) if e == own_expert] for own_expert in range(num_experts)]
+    copies = [
+        [i for i, e in enumerate(expert.tolist()) if e == own_expert]
+        for own_expert in range(num_experts)
+    ]
     order = [i for own_copies in copies for i in own_copies]
     row = [-1] * len(expert)
     for place, i in enumerate(order):
         row[i] = place
-    ends = torch.tensor([len(own_copies) for own_copies in copies], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ends = torch.tensor([len(own_copies) for own_copies in copies], dtype=torch.int32).cumsum(
+        0, dtype=torch.int32
+    )
     filled = order + [0] * (len(expert) - len(order))
-    return RowOrder(torch.tensor(filled, dtype=torch.int32), torch.tensor(row, dtype=torch.int32), ends)
+    return RowOrder(
+        torch.tensor(filled, dtype=torch.int32), torch.tensor(row, dtype=torch.int32), ends
+    )
 
 
 def up_reference(

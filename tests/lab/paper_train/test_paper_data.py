@@ -66,7 +66,9 @@ def test_an_encoders_vocabulary_has_the_mask(tmp_path: Path) -> None:
 def write_rows(path: Path, count: int = 200) -> dict[str, str]:
     draw = random.Random(0)
     pairs = {f"{word:x}" * draw.randint(1, 3): f"-{word}" for word in range(count)}
-    path.write_text("".join(json.dumps({"source": a, "target": b}) + "\n" for a, b in pairs.items()))
+    path.write_text(
+        "".join(json.dumps({"source": a, "target": b}) + "\n" for a, b in pairs.items())
+    )
     return pairs
 
 
@@ -76,7 +78,9 @@ def test_a_pair_is_a_row_and_no_source_is_in_both_parts(tmp_path: Path) -> None:
     found = {}
     for part in (corpus.train, corpus.val):
         for row in part[:-1].reshape(-1, 20):
-            source, target = (bytes(half[half != 0].astype(np.uint8)).decode() for half in (row[:10], row[10:]))
+            source, target = (
+                bytes(half[half != 0].astype(np.uint8)).decode() for half in (row[:10], row[10:])
+            )
             assert row[10] == 0
             assert row[-1] == 0
             assert source not in found

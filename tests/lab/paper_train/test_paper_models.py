@@ -13,7 +13,14 @@ from moesaic.shapes import BlockConfig
 from moesaic_lab.paper_train.models import CentredConv, Encoder, EncoderDecoder, translate
 
 BERT = BlockConfig(kind="encoder", norm="post_layer", positions="learned", bias=True)
-PAIRS = BlockConfig(kind="encoder_decoder", norm="post_layer", positions="learned", kv_heads=2, bias=True, tied=False)
+PAIRS = BlockConfig(
+    kind="encoder_decoder",
+    norm="post_layer",
+    positions="learned",
+    kv_heads=2,
+    bias=True,
+    tied=False,
+)
 
 
 def build(block: BlockConfig, **changes: Any) -> Encoder | EncoderDecoder:
@@ -21,7 +28,9 @@ def build(block: BlockConfig, **changes: Any) -> Encoder | EncoderDecoder:
 
 
 @pytest.mark.parametrize(("width", "seen"), [(4, (-1, 1, -2)), (2, (-1,))])
-def test_a_centred_convolution_mixes_the_positions_around_it(width: int, seen: tuple[int, ...]) -> None:
+def test_a_centred_convolution_mixes_the_positions_around_it(
+    width: int, seen: tuple[int, ...]
+) -> None:
     conv, x = CentredConv(3, width).double(), torch.randn(2, 7, 3, dtype=torch.float64)
     torch.testing.assert_close(conv(x), x)
     torch.nn.init.normal_(conv.taps)
@@ -40,7 +49,9 @@ def test_padding_moves_nothing_in_an_encoder_with_convolutions() -> None:
     ours, tokens = build(BlockConfig(kind="encoder"), conv_width=4), ids(2, LENGTH)
     mask = torch.arange(LENGTH).expand(2, -1) < torch.tensor([[LENGTH], [7]])
     other = torch.where(mask, tokens, ids(2, LENGTH))
-    torch.testing.assert_close(ours(tokens, mask=mask).logits[mask], ours(other, mask=mask).logits[mask])
+    torch.testing.assert_close(
+        ours(tokens, mask=mask).logits[mask], ours(other, mask=mask).logits[mask]
+    )
 
 
 def test_the_block_of_bert_is_that_of_bert_and_padding_moves_nothing() -> None:
@@ -58,11 +69,22 @@ def test_the_block_of_bert_is_that_of_bert_and_padding_moves_nothing() -> None:
         for number, name in enumerate(("query", "key", "value")):
             values[f"{at}.attention.self.{name}.weight"] = attention.qkv.weight[number]
             values[f"{at}.attention.self.{name}.bias"] = attention.qkv.bias[number]
-        values |= {f"{at}.attention.output.dense.{n}": p for n, p in attention.out.named_parameters()}
-        values |= {f"{at}.attention.output.LayerNorm.{n}": p for n, p in block.attention_norm.named_parameters()}
+        values |= {
+            f"{at}.attention.output.dense.{n}": p for n, p in attention.out.named_parameters()
+        }
+        values |= {
+            f"{at}.attention.output.LayerNorm.{n}": p
+            for n, p in block.attention_norm.named_parameters()
+        }
         values |= {f"{at}.output.LayerNorm.{n}": p for n, p in block.ffn_norm.named_parameters()}
-        values |= {f"{at}.intermediate.dense.weight": expert.w1[0], f"{at}.intermediate.dense.bias": expert.b1[0]}
-        values |= {f"{at}.output.dense.weight": expert.w2[0], f"{at}.output.dense.bias": expert.b2[0]}
+        values |= {
+            f"{at}.intermediate.dense.weight": expert.w1[0],
+            f"{at}.intermediate.dense.bias": expert.b1[0],
+        }
+        values |= {
+            f"{at}.output.dense.weight": expert.w2[0],
+            f"{at}.output.dense.bias": expert.b2[0],
+        }
     copy(theirs, values, "cls.predictions.transform", "token_type")
     torch.nn.init.zeros_(theirs.embeddings.token_type_embeddings.weight)
     tokens, mask = ids(2, LENGTH), torch.arange(LENGTH) < torch.tensor([[LENGTH], [7]])

@@ -51,11 +51,15 @@ def test_the_corrected_cost_counts_remote_copies_in_bytes() -> None:
     counts = np.array([[5, 20], [7, 1]])
     compute, move = 3 * 4 * 21 * 2 * 64**2 / 1e12, 4 * 20 * 64 * 4 / 1e9
     assert unshadowed_seconds(MACHINE, counts, "corrected") == pytest.approx(compute + move)
-    assert unshadowed_seconds(MACHINE, counts, "printed") == pytest.approx(compute + 4 * 21 * 64 * 4 / 1e9)
+    assert unshadowed_seconds(MACHINE, counts, "printed") == pytest.approx(
+        compute + 4 * 21 * 64 * 4 / 1e9
+    )
     weights = 2 * (2 * 2 * 64 * 64 * 4) / 1e9
     home = shadowed_seconds(MACHINE, counts, [1], "corrected")
     assert home == pytest.approx(3 * 4 * 32 * 2 * 64**2 / 1e12 + 4 * 7 * 64 * 4 / 1e9 + weights)
-    assert home - shadowed_seconds(MACHINE, counts, [1], "printed") == pytest.approx(4 * 7 * 64 * 4 / 1e9)
+    assert home - shadowed_seconds(MACHINE, counts, [1], "printed") == pytest.approx(
+        4 * 7 * 64 * 4 / 1e9
+    )
 
 
 def test_two_equally_hot_experts_block_the_printed_algorithm() -> None:
@@ -71,9 +75,14 @@ def test_the_corrected_choice_is_never_worse_than_none_by_its_own_cost() -> None
         counts = random.integers(0, 3000, (8, 8)) * (random.random(8) < 0.4)
         chosen = shadows(MACHINE, counts, "corrected")
         plain = unshadowed_seconds(MACHINE, counts, "corrected")
-        assert shadowed_seconds(MACHINE, counts, chosen, "corrected") <= plain + 2 * len(chosen) * 1e-12
+        assert (
+            shadowed_seconds(MACHINE, counts, chosen, "corrected")
+            <= plain + 2 * len(chosen) * 1e-12
+        )
         assert bool(chosen) == any(
-            shadowed_seconds(MACHINE, counts, np.argsort(-counts.sum(0), kind="stable")[:n].tolist(), "corrected")
+            shadowed_seconds(
+                MACHINE, counts, np.argsort(-counts.sum(0), kind="stable")[:n].tolist(), "corrected"
+            )
             < plain
             for n in range(1, 9)
         )
@@ -81,7 +90,9 @@ def test_the_corrected_choice_is_never_worse_than_none_by_its_own_cost() -> None
 
 def test_the_roofline_of_totals_is_exact_and_the_printed_one_is_not() -> None:
     compute, move, workers, rows = 0.03, 0.02, 4, 1000.0
-    machine = FasterMoEMachine(flops=4 * (rows / workers) * 2 * 64**2 / compute, bandwidth=1e9, dim=64)
+    machine = FasterMoEMachine(
+        flops=4 * (rows / workers) * 2 * 64**2 / compute, bandwidth=1e9, dim=64
+    )
     reached = throughput(machine, rows, workers, compute, move)
     assert semi_ideal(machine.flops, ratio(compute, move)) == pytest.approx(reached)
     assert semi_ideal(machine.flops, compute / move, "printed") == pytest.approx(reached)
@@ -117,7 +128,11 @@ def test_zero_gathers_once_more_in_stage_3_than_it_reduces_in_stage_2() -> None:
 def test_equations_1_and_2_are_the_busiest_gpu_and_the_busiest_directed_link() -> None:
     bed = FasterMoEBed(GPT_S)
     counts = np.zeros((16, 16), dtype=np.int64)
-    counts[0, 8], counts[1, 9], counts[2, 2] = 100, 100, 500  # two cross to the other node, one stays where it is
+    counts[0, 8], counts[1, 9], counts[2, 2] = (
+        100,
+        100,
+        500,
+    )  # two cross to the other node, one stays where it is
     computing, moving = bed.predicted(counts)
     assert computing == pytest.approx(3 * bed.machine.compute_seconds(500))
     assert moving == pytest.approx(4 * 200 * 1024 * 4 / bed.nic)

@@ -10,7 +10,14 @@ from moesaic.errors import InputError
 from moesaic_lab.reproduce import fitting
 from moesaic_lab.reproduce.fitting import FITS, Named, refit
 from moesaic_lab.reproduce.papers import HEADLINES, REPRODUCTIONS, TARGETS, times_off
-from moesaic_lab.reproduce.records import PAPERS, Book, Constant, PublishedCell, Reproduction, read_book
+from moesaic_lab.reproduce.records import (
+    PAPERS,
+    Book,
+    Constant,
+    PublishedCell,
+    Reproduction,
+    read_book,
+)
 
 BOOK = read_book()
 QUICK = (
@@ -90,15 +97,24 @@ def test_a_fit_notices_another_figure() -> None:
 def test_errors_are_of_speeds_for_gains_and_in_points_for_points() -> None:
     gain = PublishedCell(name="a.b.c", value=20.0, unit="gain %", source="x")
     assert gain.error(32.0) == pytest.approx(0.1)
-    assert PublishedCell(name="a.b.c", value=-39.0, unit="points", source="x").error(-36.5) == pytest.approx(2.5)
-    assert PublishedCell(name="a.b.c", value=2.0, unit="x", source="x").error(1.5) == pytest.approx(0.25)
+    assert PublishedCell(name="a.b.c", value=-39.0, unit="points", source="x").error(
+        -36.5
+    ) == pytest.approx(2.5)
+    assert PublishedCell(name="a.b.c", value=2.0, unit="x", source="x").error(1.5) == pytest.approx(
+        0.25
+    )
     with pytest.raises(InputError, match="kept back"):
         PublishedCell(name="a.b.c", value=None, unit="x", source="x").error(1.0)
 
 
 def test_a_figure_that_is_printed_twice_counts_once() -> None:
     rows = BOOK.rows(
-        {"parm.s1.b8.m2s4": 3.0, "parm.chosen.b8.m2s4": 3.37, "parm.s1.b8.m2s2": 9.0, "parm.s1.b16.m2s2": 1.0}
+        {
+            "parm.s1.b8.m2s4": 3.0,
+            "parm.chosen.b8.m2s4": 3.37,
+            "parm.s1.b8.m2s2": 9.0,
+            "parm.s1.b16.m2s2": 1.0,
+        }
     )
     made = Reproduction(paper="parm", title="", rows=rows, constants=())
     assert [row.role for row in rows] == ["validation", "validation", "fit", "kept back"]
@@ -123,7 +139,9 @@ def test_figures_of_an_unknown_batch_or_length_are_no_predictions() -> None:
     }
     assert "tutel.swin.infer.fairseq.128" in unknown
     rows = BOOK.rows(dict.fromkeys(sorted(unknown), 100.0) | {"parm.s1.b8.m2s4": 3.37})
-    assert {row.error for row in rows if row.role == "no prediction"} == {None}, "printed or kept back"
+    assert {row.error for row in rows if row.role == "no prediction"} == {None}, (
+        "printed or kept back"
+    )
     assert len(Reproduction(paper="parm", title="", rows=rows, constants=()).errors()) == 1
     assert all(BOOK.cells[name].not_printed for name in unknown)
 
@@ -134,7 +152,8 @@ def test_all_papers_have_a_reproduction_a_target_and_a_headline_that_counts() ->
 
 
 @pytest.mark.parametrize(
-    ("ours", "times"), [(22.0, 1.0), (11.0, 2.0), (44.0, 2.0), (159.0, 159 / 22), (-5.0, float("inf"))]
+    ("ours", "times"),
+    [(22.0, 1.0), (11.0, 2.0), (44.0, 2.0), (159.0, 159 / 22), (-5.0, float("inf"))],
 )
 def test_a_headline_is_off_if_its_gain_is_too_large_too(ours: float, times: float) -> None:
     (row,) = BOOK.rows({"schemoe.layers.gain": ours})
@@ -143,10 +162,14 @@ def test_a_headline_is_off_if_its_gain_is_too_large_too(ours: float, times: floa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("paper", PAPERS)
-def test_a_reproduction_has_every_cell_of_its_paper_with_the_role_that_the_constants_give(paper: str) -> None:
+def test_a_reproduction_has_every_cell_of_its_paper_with_the_role_that_the_constants_give(
+    paper: str,
+) -> None:
     made = REPRODUCTIONS[paper](BOOK)
     inputs = {cell for cell in BOOK.cells if ".all_gather." in cell}
-    assert {row.cell.name for row in made.rows} == {n for n in BOOK.cells if n.startswith(f"{paper}.")} - inputs
+    assert {row.cell.name for row in made.rows} == {
+        n for n in BOOK.cells if n.startswith(f"{paper}.")
+    } - inputs
     used = {cell for constant in BOOK.constants.values() for cell in constant.cells}
     for row in made.rows:
         if row.role == "validation":

@@ -9,9 +9,12 @@ from moesaic_lab.reproduce.records import read_book
 
 
 @pytest.mark.parametrize(
-    ("devices", "model", "intra", "inter"), [(16, "S", 168, 192), (32, "S", 168, 576), (32, "M", 224, 768)]
+    ("devices", "model", "intra", "inter"),
+    [(16, "S", 168, 192), (32, "S", 168, 576), (32, "M", 224, 768)],
 )
-def test_volumes_before_are_those_of_even_routing(devices: int, model: str, intra: float, inter: float) -> None:
+def test_volumes_before_are_those_of_even_routing(
+    devices: int, model: str, intra: float, inter: float
+) -> None:
     """Papers.md 6.7: 4 * 1024 * 2 copies per device of D floats; 7 of J stay on the node, J - 8 leave it."""
     assert before_mib(devices, MODELS[model]) == pytest.approx((intra, inter))
 

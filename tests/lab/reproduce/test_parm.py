@@ -36,12 +36,16 @@ def test_a_cell_of_the_sweep_has_162_layers() -> None:
 def test_the_corrected_rule_is_the_closed_form() -> None:
     """Papers.md 1.5: y = s k f S D = 4 * 20,000; S1 costs 2 y / m + gather of S D, S2 y / m + overlapped of y / m."""
     m, s, y, sd = 2, 4, 80_000.0, 10_000.0
-    level = (y / m + sd) / (y / m)  # of the overlapped rate, at which both cost the same if the others are 1
+    level = (y / m + sd) / (
+        y / m
+    )  # of the overlapped rate, at which both cost the same if the others are 1
     assert corrected(rates(1.0, 1.0, level * 1.01), LAYER, m, s) == "s1"
     assert corrected(rates(1.0, 1.0, level * 0.99), LAYER, m, s) == "s2"
 
 
-def test_the_published_rule_takes_the_overlapped_operation_of_all_of_y_and_the_width_twice() -> None:
+def test_the_published_rule_takes_the_overlapped_operation_of_all_of_y_and_the_width_twice() -> (
+    None
+):
     """Its y is E T M N_ESP with M in T already: 20,000 * 10 * s; at m = 4 it takes SAA of y, so S2 must be m times cheaper."""
     m, sd = 4, 10_000.0
     for s in (1, 4):
@@ -55,7 +59,9 @@ def test_the_published_rule_takes_the_overlapped_operation_of_all_of_y_and_the_w
 def test_operations_are_fitted_to_the_simulated_cluster() -> None:
     """Testbed A, one node: y / m elements of fp32 of which 7/8 leave, a ring over m; 664 us per message."""
     bed = Bed(BOOK, "a")
-    found = operations(bed.runs.simulator, Grid(world=8, tp=4, ep=2, etp=4, ranks_per_node=8), bed.top_k)
+    found = operations(
+        bed.runs.simulator, Grid(world=8, tp=4, ep=2, etp=4, ranks_per_node=8), bed.top_k
+    )
     rate = BOOK.constant("parm.a.link") * 1e9 / 8
     assert found.all_to_all.beta == pytest.approx(4 * 7 / 8 / rate)
     assert found.all_to_all.alpha == pytest.approx(7 * 664e-6)
@@ -106,9 +112,13 @@ def test_the_report_sets_overlap_and_whole_steps_beside_the_table(small: Reprodu
     assert 0.9 < found["parm.saa.a"].ours < 1.3
     for bed in ("a", "b"):
         for model in ("bert", "gpt2"):
-            plain, chosen = (found[f"parm.step.{model}.{bed}.{way}"] for way in ("baseline", "parm"))
+            plain, chosen = (
+                found[f"parm.step.{model}.{bed}.{way}"] for way in ("baseline", "parm")
+            )
             assert plain.role == chosen.role == "no prediction"  # the paper prints no batch
-            assert 1 < plain.ours / chosen.ours < 6, "attention and the output take the same under every schedule"
+            assert 1 < plain.ours / chosen.ours < 6, (
+                "attention and the output take the same under every schedule"
+            )
 
 
 def test_steps_leave_out_the_exchange_of_gradients() -> None:

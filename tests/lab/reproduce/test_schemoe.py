@@ -37,8 +37,12 @@ def test_all_to_alls_are_those_of_equations_16_and_17(size: int) -> None:
     spec = cluster(BOOK)
     start = 109e-6
     intra, inter = (8 * size / 32 / (link.gbps[0] * 1e9) for link in spec.links)
-    linear, pipelined = (exchange_seconds(spec, name, sized(size)) for name in ("linear", "pipelined"))
-    assert linear == pytest.approx(in_turn_all_to_all(32, 4, intra, inter) - intra + start, rel=1e-6)
+    linear, pipelined = (
+        exchange_seconds(spec, name, sized(size)) for name in ("linear", "pipelined")
+    )
+    assert linear == pytest.approx(
+        in_turn_all_to_all(32, 4, intra, inter) - intra + start, rel=1e-6
+    )
     assert pipelined == pytest.approx(pipelined_all_to_all(32, 4, intra, inter) + start, rel=1e-6)
 
 
@@ -52,5 +56,7 @@ def test_the_ablation_falls_row_by_row_and_a_step_is_its_layers_and_the_rest() -
     rows = [bed.seconds(name, ABLATION) for name in ("naive", "zfp", "pipe", "schedule")]
     assert rows == sorted(rows, reverse=True)
     each = bed.step_ms("naive", 13) - bed.step_ms("naive", 12)
-    assert each == pytest.approx(1e3 * bed.seconds("naive", CT_MOE) + BOOK.constant("schemoe.rest.layer"))
+    assert each == pytest.approx(
+        1e3 * bed.seconds("naive", CT_MOE) + BOOK.constant("schemoe.rest.layer")
+    )
     assert bed.all_to_all_ms(24) == pytest.approx(2 * bed.all_to_all_ms(12))

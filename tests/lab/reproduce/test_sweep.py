@@ -14,7 +14,14 @@ from moesaic_lab.reproduce.sweep import sweep_simulator
 
 LAYERS = [
     Workload(
-        tokens=tokens, num_experts=8, top_k=2, dim=dim, hidden=hidden, matrices=2, dtype="fp32", capacity_factor=1.2
+        tokens=tokens,
+        num_experts=8,
+        top_k=2,
+        dim=dim,
+        hidden=hidden,
+        matrices=2,
+        dtype="fp32",
+        capacity_factor=1.2,
     )
     for tokens, dim, hidden in ((1024, 512, 2048), (4096, 1024, 512))
 ]

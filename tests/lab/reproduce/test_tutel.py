@@ -44,7 +44,9 @@ def test_2dh_pays_for_small_messages_on_any_cluster_and_for_large_ones_on_a_larg
     """What the paper says of its figure 18."""
     found = exchanges(BOOK)
     gain = {
-        (gpus, size): found["linear", gpus, size] / found["hier2d", gpus, size] for gpus in WORLDS for size in BYTES
+        (gpus, size): found["linear", gpus, size] / found["hier2d", gpus, size]
+        for gpus in WORLDS
+        for size in BYTES
     }
     assert min(gain[gpus, BYTES[0]] for gpus in WORLDS) > 1
     assert gain[WORLDS[0], BYTES[-1]] < 1 < gain[WORLDS[-1], BYTES[-1]]
@@ -70,8 +72,12 @@ def test_products_message_by_message_are_slower() -> None:
     assert layer.rows_per_message == 1024
     small = TutelLayer(gpus=16, tokens=256, dim=2048, hidden=2048)
     assert bed.seconds(Plan(), layer, flexible=False) > bed.seconds(Plan(), layer)
-    assert bed.seconds(Plan(), small, flexible=False) == bed.seconds(Plan(), small), "here the issuing thread decides"
-    apart, together = (bed.runs(Plan(), small, flexible=flexible)[0].compute_seconds for flexible in (False, True))
+    assert bed.seconds(Plan(), small, flexible=False) == bed.seconds(Plan(), small), (
+        "here the issuing thread decides"
+    )
+    apart, together = (
+        bed.runs(Plan(), small, flexible=flexible)[0].compute_seconds for flexible in (False, True)
+    )
     assert apart > 1.1 * together
 
 
@@ -82,7 +88,10 @@ def test_every_part_of_the_breakdown_helps() -> None:
 
 def test_the_masks_of_fairseq_grow_with_the_square_of_the_tokens() -> None:
     bed = TutelCluster(BOOK)
-    one, two = (bed.einsum_seconds(TutelLayer(gpus=16, tokens=tokens, dim=512, hidden=512)) for tokens in (1024, 2048))
+    one, two = (
+        bed.einsum_seconds(TutelLayer(gpus=16, tokens=tokens, dim=512, hidden=512))
+        for tokens in (1024, 2048)
+    )
     assert two == pytest.approx(4 * one)
 
 
@@ -95,13 +104,18 @@ def test_a_gate_costs_what_its_tokens_and_experts_are_many() -> None:
     passes = 16384 * 4096 * (102 + 32 + 86 + 16) / 1.7e12
     assert many == pytest.approx(product + passes)
     assert bed.gate_seconds(single(2048), passes=FAIRSEQ_GATE) > many
-    assert bed.gate_seconds(single(2048), trains=False) == pytest.approx(product / 3 + 16384 * 4096 * 188 / 1.7e12)
+    assert bed.gate_seconds(single(2048), trains=False) == pytest.approx(
+        product / 3 + 16384 * 4096 * 188 / 1.7e12
+    )
 
 
 def test_no_routing_weight_travels() -> None:
     forward, backward = TutelCluster(BOOK).runs(Plan(all_to_all="hier2d", chunks=2), single(16))
     crossing = {
-        span.task.split("@")[0] for run in (forward, backward) for span in run.timeline.spans if "@" in span.task
+        span.task.split("@")[0]
+        for run in (forward, backward)
+        for span in run.timeline.spans
+        if "@" in span.task
     }
     assert crossing == {"h.0", "h.1", "z.0", "z.1", "out.0'", "out.1'", "rows.0'", "rows.1'"}
 
@@ -112,7 +126,9 @@ def test_parts_of_a_linear_all_to_all_start_up_once_per_expert() -> None:
     one, two = cluster(BOOK, 256), cluster(BOOK, 256, None, 2)
     assert [link.message_us for link in two.links] == [2 * link.message_us for link in one.links]
     assert two.links[1].connection_us == 2 * one.links[1].connection_us
-    whole, parts = (bed.runs(Plan(chunks=chunks), layer)[0].link_seconds["nic out 0"] for chunks in (1, 2))
+    whole, parts = (
+        bed.runs(Plan(chunks=chunks), layer)[0].link_seconds["nic out 0"] for chunks in (1, 2)
+    )
     start_ups = 248 * (one.links[1].message_us + 248 * one.links[1].connection_us) * 1e-6
     assert parts - whole == pytest.approx(
         2 * 3 * start_ups, rel=1e-3

@@ -11,12 +11,7 @@ from moesaic_testbed.bed import Bed, Change, bytes_per_second
 
 
 def test_what_a_bed_derives():
-    bed = Bed(
-        nodes=3,
-        ranks_per_node=2,
-        inter=("200mbit", "1gbit", "500kbit"),
-        intra="2.5gbit",
-    )
+    bed = Bed(nodes=3, ranks_per_node=2, inter=("200mbit", "1gbit", "500kbit"), intra="2.5gbit")
     assert bed.world == 6
     assert [bed.node_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
     assert [bed.inter_bytes_per_second(node) for node in range(3)] == [25e6, 125e6, 62500]
@@ -31,14 +26,34 @@ def test_a_plain_bed_limits_only_links_between_nodes():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("200mbit", 25e6), ("200 Mbit", 25e6), (" 1.5gbit", 187.5e6), ("100kbit", 12500), ("100gbit", 12.5e9)],
+    [
+        ("200mbit", 25e6),
+        ("200 Mbit", 25e6),
+        (" 1.5gbit", 187.5e6),
+        ("100kbit", 12500),
+        ("100gbit", 12.5e9),
+    ],
 )
 def test_rates(text, expected):
     assert bytes_per_second(text, "inter") == expected
 
 
 @pytest.mark.parametrize(
-    "text", ["200mbps", "200", "mbit", "-1mbit", "1e3mbit", "200mbit/s", "", 200, None, "99kbit", "101gbit", "0mbit"]
+    "text",
+    [
+        "200mbps",
+        "200",
+        "mbit",
+        "-1mbit",
+        "1e3mbit",
+        "200mbit/s",
+        "",
+        200,
+        None,
+        "99kbit",
+        "101gbit",
+        "0mbit",
+    ],
 )
 def test_nonsense_rates_name_themselves(text):
     with pytest.raises(InputError, match="inter=") as error:

@@ -30,7 +30,13 @@ def about(word):
         "OMP_NUM_THREADS",
         "GLOO_SOCKET_IFNAME",
     )
-    return word, total, [os.environ[name] for name in names], torch.get_num_threads(), dist.get_backend()
+    return (
+        word,
+        total,
+        [os.environ[name] for name in names],
+        torch.get_num_threads(),
+        dist.get_backend(),
+    )
 
 
 def raise_on(rank):
@@ -62,7 +68,9 @@ def is_running(pid):
 
 
 def rate_of_link():
-    shown = subprocess.run(["tc", "class", "show", "dev", "eth0"], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        ["tc", "class", "show", "dev", "eth0"], capture_output=True, text=True, check=True
+    ).stdout
     return shown.split("rate ")[1].split()[0]
 
 
@@ -97,7 +105,9 @@ def test_an_exception_names_rank_and_place_and_the_bed_lives_on(cluster):
     with pytest.raises(RankError) as error:
         bed.run(raise_on, 1)
     text = str(error.value)
-    assert text.startswith("rank 1 failed: moesaic.errors.InputError: dim=7: must be even\n\nTraceback")
+    assert text.startswith(
+        "rank 1 failed: moesaic.errors.InputError: dim=7: must be even\n\nTraceback"
+    )
     assert "in raise_on" in text
     assert error.value.rank == 1
     assert isinstance(error.value.__cause__, InputError)
@@ -121,9 +131,13 @@ def test_a_rank_that_dies_is_named_and_not_those_that_miss_it(cluster, how, mess
 
 def test_what_cannot_travel_is_refused(cluster):
     bed = cluster(1, 1)
-    with pytest.raises(InputError, match=r"cannot be sent to ranks .* define it at the top level of a module"):
+    with pytest.raises(
+        InputError, match=r"cannot be sent to ranks .* define it at the top level of a module"
+    ):
         bed.run(lambda: None)
-    with pytest.raises(RankError, match="rank 0 failed: TypeError: what the function returned cannot be sent back"):
+    with pytest.raises(
+        RankError, match="rank 0 failed: TypeError: what the function returned cannot be sent back"
+    ):
         bed.run(return_a_lambda)
     with pytest.raises(InputError, match="threads=0: must be at least 1"):
         bed.run(about, 1, threads=0)
@@ -135,7 +149,9 @@ def test_a_module_that_is_not_there_is_an_error_of_the_bed(cluster, monkeypatch)
     bed = cluster(1, 1)
     monkeypatch.setattr(about, "__module__", "moesaic_nowhere")
     monkeypatch.setitem(sys.modules, "moesaic_nowhere", sys.modules[__name__])
-    with pytest.raises(RankError, match=r"^ModuleNotFoundError: No module named 'moesaic_nowhere'") as error:
+    with pytest.raises(
+        RankError, match=r"^ModuleNotFoundError: No module named 'moesaic_nowhere'"
+    ) as error:
         bed.run(about, 1)
     assert error.value.rank is None
 
@@ -156,11 +172,18 @@ def test_two_beds_at_once(cluster):
 
 
 def test_a_link_changes_during_a_run_and_changes_back(cluster):
-    changes = (Change(at_seconds=2, node=1, rate="3mbit"), Change(at_seconds=1, node=1, rate="2mbit"))
+    changes = (
+        Change(at_seconds=2, node=1, rate="3mbit"),
+        Change(at_seconds=1, node=1, rate="2mbit"),
+    )
     bed = cluster(2, 1, changes=changes)
     other, own = bed.run(rates_seen, "3Mbit")
     assert other == ["200Mbit"]
-    rates = ["200Mbit", "2Mbit", "3Mbit"]  # of which a rank that could not look for a second has missed some
+    rates = [
+        "200Mbit",
+        "2Mbit",
+        "3Mbit",
+    ]  # of which a rank that could not look for a second has missed some
     assert own == [rate for rate in rates if rate in own]
     assert bed.run(rate_of_link) == ["200Mbit", "200Mbit"]
 
@@ -171,7 +194,9 @@ def test_commands_get_the_environment_of_torchrun(cluster, capfd, tmp_path):
     script += "while [ $(ls | wc -l) -lt 4 ]; do sleep 0.05; done; exit $RANK"  # the first that fails ends the others
     assert bed.command(["sh", "-c", script], env={"EXTRA": "x"}, cwd=tmp_path) == [0, 1, 2, 3]
     lines = sorted(capfd.readouterr().out.splitlines())
-    assert lines == [f"{rank} {rank % 2} {rank // 2} {rank // 2} 4 10.64.0.2 x {tmp_path}" for rank in range(4)]
+    assert lines == [
+        f"{rank} {rank % 2} {rank // 2} {rank // 2} 4 10.64.0.2 x {tmp_path}" for rank in range(4)
+    ]
     assert bed.command(["moesaic-no-such-command"]) == [127] * 4
     assert "moesaic-no-such-command: No such file or directory" in capfd.readouterr().err
 
@@ -214,7 +239,9 @@ def test_a_function_of_a_script(tmp_path):
             """
         )
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
     if "no emulated cluster" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
     assert (done.stdout, done.stderr) == ("[42, 43]\n", "")

@@ -56,23 +56,21 @@ def test_flags_reach_the_bed(monkeypatch):
         testbed.Change(at_seconds=3, node=0, rate="1gbit"),
     )
     assert beds == [
-        testbed.Bed(
-            nodes=3,
-            ranks_per_node=1,
-            inter="200mbit",
-            per_message=5000,
-            changes=changes,
-        )
+        testbed.Bed(nodes=3, ranks_per_node=1, inter="200mbit", per_message=5000, changes=changes)
     ]
 
 
 def test_the_exit_code_is_that_of_a_rank(cluster_launcher, capfd):
-    assert main(["testbed", "run", "--ranks-per-node", "1", "--", "sh", "-c", "exit $((RANK * 7))"]) == 7
+    assert (
+        main(["testbed", "run", "--ranks-per-node", "1", "--", "sh", "-c", "exit $((RANK * 7))"])
+        == 7
+    )
     assert capfd.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
-    ("codes", "expected"), [([0, 0], 0), ([0, 3, 4], 3), ([-15, 3], 3), ([-9, -15], 137), ([0, -15], 143), ([], 0)]
+    ("codes", "expected"),
+    [([0, 0], 0), ([0, 3, 4], 3), ([-15, 3], 3), ([-9, -15], 137), ([0, -15], 143), ([], 0)],
 )
 def test_one_exit_code_for_all(codes, expected):
     assert exit_code(codes) == expected
@@ -144,8 +142,22 @@ def attend() -> None:
 
 def test_ctrl_c_reaches_ranks_and_lets_them_save(cluster_launcher, tmp_path):
     script = f"trap 'echo saved > {tmp_path}/rank$RANK; exit 0' INT; echo up; while :; do sleep 0.1; done"
-    words = [sys.executable, "-m", "moesaic", "testbed", "run", "--ranks-per-node", "1", "--", "sh", "-c", script]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=attend)
+    words = [
+        sys.executable,
+        "-m",
+        "moesaic",
+        "testbed",
+        "run",
+        "--ranks-per-node",
+        "1",
+        "--",
+        "sh",
+        "-c",
+        script,
+    ]
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=attend
+    )
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does

@@ -59,7 +59,9 @@ def processes(token: str) -> dict[int, dict[str, str]]:
 def child_of(parent: int, running: Iterable[int]) -> int:
     """Return the one process among some that another one started. (Numbers wrap, so the smallest need not be the first.)"""
     (child,) = (
-        pid for pid in running if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == parent
+        pid
+        for pid in running
+        if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == parent
     )
     return child
 
@@ -81,7 +83,9 @@ def outside() -> tuple[str, ...]:
     """Return what a bed could leave on the machine itself."""
     words = (["ip", "-o", "link"], ["ip", "netns", "list"], ["tc", "qdisc", "show"])
     shown = [subprocess.run(w, capture_output=True, text=True, check=True).stdout for w in words]
-    mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if "hosts" in line]
+    mounts = [
+        line for line in Path("/proc/self/mounts").read_text().splitlines() if "hosts" in line
+    ]
     return (*shown, *mounts, Path("/etc/hosts").read_text())
 
 
@@ -108,7 +112,9 @@ def attend() -> None:
 
 def start(body: str, token: str, folder: Path) -> subprocess.Popen[str]:
     script = folder / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT).replace("{body}", body).replace("{torch}", str("bed.run" in body)))
+    script.write_text(
+        textwrap.dedent(SCRIPT).replace("{body}", body).replace("{torch}", str("bed.run" in body))
+    )
     return subprocess.Popen(
         [sys.executable, str(script)], env={**os.environ, TOKEN: token}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, preexec_fn=attend,
@@ -128,7 +134,9 @@ def assert_nothing_is_left(
     The system gives the numbers of namespaces that are gone to new ones, of other beds too, whenever these make them.
     """
     assert wait_until_gone(token) == {}
-    stayed = {who for who, spaces in inhabitants().items() if spaces & used & running.get(who, set())}
+    stayed = {
+        who for who, spaces in inhabitants().items() if spaces & used & running.get(who, set())
+    }
     assert stayed == set()
     assert outside() == before
 
@@ -138,9 +146,13 @@ def test_nothing_is_left(what, ending, token, tmp_path):
     before, mine = outside(), {os.readlink(f"/proc/self/ns/{kind}") for kind in KINDS}
     process = start(WAYS[what], token, tmp_path)
     await_ranks(process)
-    least = 12 if what != "nothing runs" else 4  # parent, launcher, two around the bed, store, ranks
+    least = (
+        12 if what != "nothing runs" else 4
+    )  # parent, launcher, two around the bed, store, ranks
     end = time.monotonic() + 300
-    while len(running := processes(token)) < least and time.monotonic() < end:  # what begins has no environment yet
+    while (
+        len(running := processes(token)) < least and time.monotonic() < end
+    ):  # what begins has no environment yet
         time.sleep(0.05)
     assert len(running) >= least
     everybody = inhabitants()
@@ -157,7 +169,9 @@ def test_nothing_is_left(what, ending, token, tmp_path):
     assert_nothing_is_left(token, used, everybody, before)
 
 
-@pytest.mark.parametrize(("body", "said"), [("1 / 0", "ZeroDivisionError: division by zero"), ("pass", "")])
+@pytest.mark.parametrize(
+    ("body", "said"), [("1 / 0", "ZeroDivisionError: division by zero"), ("pass", "")]
+)
 def test_nothing_is_left_after_an_exception_or_a_normal_end(body, said, token, tmp_path):
     before = outside()
     show = 'print(bed.command(["readlink", "/proc/self/ns/net"]), flush=True)'
@@ -175,7 +189,9 @@ def test_nothing_is_left_after_an_exception_or_a_normal_end(body, said, token, t
 
 def test_a_bed_ends_with_its_parent_though_a_fork_of_it_lives_on(token, tmp_path):
     """The fork has the sockets to the bed too: that they are closed is not what ends it."""
-    body = 'pid = os.fork(); print("up\\n" * (4 if pid else 0), end="", flush=True); time.sleep(1000)'
+    body = (
+        'pid = os.fork(); print("up\\n" * (4 if pid else 0), end="", flush=True); time.sleep(1000)'
+    )
     process = start(body, token, tmp_path)
     await_ranks(process)
     before = set(processes(token))

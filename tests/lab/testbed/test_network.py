@@ -32,7 +32,11 @@ def send(source, target):
 def device_settings():
     import subprocess
 
-    words = (["tc", "-d", "class", "show", "dev", "eth0"], ["tc", "class", "show", "dev", "lo"], ["ip", "-d", "link"])
+    words = (
+        ["tc", "-d", "class", "show", "dev", "eth0"],
+        ["tc", "class", "show", "dev", "lo"],
+        ["ip", "-d", "link"],
+    )
     shown = [subprocess.run(w, capture_output=True, text=True, check=True).stdout for w in words]
     with open("/proc/sys/net/ipv4/tcp_congestion_control", encoding="ascii") as file:
         return (*shown, file.read().strip())
@@ -60,14 +64,18 @@ def assert_crossed(moved, *names):
 @pytest.mark.parametrize("intra", [None, "400mbit"])
 def test_messages_between_nodes_cross_their_links_and_others_stay_inside(cluster, intra):
     bed = cluster(3, 2, intra=intra)
-    assert set(bed.traffic()) == {f"node{node} {end}" for node in range(3) for end in ("up", "down", "inside")}
+    assert set(bed.traffic()) == {
+        f"node{node} {end}" for node in range(3) for end in ("up", "down", "inside")
+    }
     assert_crossed(crossed(bed, 3, 4), "node1 up", "node2 down")
     assert_crossed(crossed(bed, 4, 0), "node2 up", "node0 down")
     assert_crossed(crossed(bed, 2, 3), "node1 inside")
 
 
 def test_rates_and_charges_are_set_where_asked(cluster):
-    found = cluster(2, 1, inter=("150mbit", "1.5gbit"), intra="300mbit", per_message=5000).run(device_settings)
+    found = cluster(2, 1, inter=("150mbit", "1.5gbit"), intra="300mbit", per_message=5000).run(
+        device_settings
+    )
     for (eth0, lo, links, control), rate in zip(found, ("150Mbit", "1500Mbit")):
         assert re.search(rf"rate {rate} .*ceil {rate} .*burst 20[2-4]\d\db.* mpu 5000b", eth0), eth0
         assert "rate 300Mbit ceil 300Mbit" in lo
@@ -89,22 +97,34 @@ def test_shaping_as_text():
         "class replace dev eth0 parent 1: classid 1:1 htb rate 200000000bit burst 20kb cburst 20kb quantum 16384",
         "qdisc replace dev eth0 parent 1:1 handle 2: bfifo limit 33554432",
     ]
-    assert shaping("lo", 1.5, 5000)[1].endswith("htb rate 12bit burst 20kb cburst 20kb quantum 16384 mpu 5000")
+    assert shaping("lo", 1.5, 5000)[1].endswith(
+        "htb rate 12bit burst 20kb cburst 20kb quantum 16384 mpu 5000"
+    )
 
 
 def test_cables_as_data():
     bed = Bed(nodes=3, inter=("1mbit", "2mbit", "3mbit"), per_message=9)
     found = cables(bed)
-    assert [(c.node, c.bytes_per_second, c.per_message) for c in found] == [(0, 125e3, 9), (1, 250e3, 9), (2, 375e3, 9)]
+    assert [(c.node, c.bytes_per_second, c.per_message) for c in found] == [
+        (0, 125e3, 9),
+        (1, 250e3, 9),
+        (2, 375e3, 9),
+    ]
     assert len({address for cable in found for _, _, address in cable.ends}) == 6
     assert namespaces(bed) == ["root", "node0", "node1", "node2"]
 
 
 def rates_of(bed, name):
     """Return what each device of a namespace is limited to, with the charge per packet."""
-    lines = [line.split(" parent 1: classid 1:1 htb rate ") for line in queueing(bed, name) if line.startswith("class")]
+    lines = [
+        line.split(" parent 1: classid 1:1 htb rate ")
+        for line in queueing(bed, name)
+        if line.startswith("class")
+    ]
     return {
-        first.removeprefix("class replace dev "): second.replace(" burst 20kb cburst 20kb quantum 16384", "")
+        first.removeprefix("class replace dev "): second.replace(
+            " burst 20kb cburst 20kb quantum 16384", ""
+        )
         for first, second in lines
     }
 
@@ -112,7 +132,11 @@ def rates_of(bed, name):
 def test_both_ends_of_every_link_have_its_rate():
     bed = Bed(nodes=3, inter=("1mbit", "2mbit", "3mbit"), intra="9mbit", per_message=7)
     assert {name: rates_of(bed, name) for name in namespaces(bed)} == {
-        "root": {"node0": "1000000bit mpu 7", "node1": "2000000bit mpu 7", "node2": "3000000bit mpu 7"},
+        "root": {
+            "node0": "1000000bit mpu 7",
+            "node1": "2000000bit mpu 7",
+            "node2": "3000000bit mpu 7",
+        },
         "node0": {"eth0": "1000000bit mpu 7", "lo": "9000000bit"},
         "node1": {"eth0": "2000000bit mpu 7", "lo": "9000000bit"},
         "node2": {"eth0": "3000000bit mpu 7", "lo": "9000000bit"},
@@ -130,7 +154,9 @@ def test_a_change_is_of_both_ends_and_keeps_the_charge():
         "node1": "class replace dev eth0 parent 1: classid 1:1",
         "root": "class replace dev node1 parent 1: classid 1:1",
     }
-    assert all("rate 5000000bit" in line and "mpu 7" in line for line in changing(bed, 1, "5mbit").values())
+    assert all(
+        "rate 5000000bit" in line and "mpu 7" in line for line in changing(bed, 1, "5mbit").values()
+    )
     assert all("rate 2000000bit" in line for line in changing(bed, 1, None).values())
 
 

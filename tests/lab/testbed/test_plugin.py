@@ -38,7 +38,12 @@ def run_pytest(folder, **environment):
     options = ["-q", "-rs", "-p", "no:cacheprovider", "--rootdir", str(folder)]
     words = [sys.executable, "-m", "pytest", *options, "test_mine.py"]
     done = subprocess.run(
-        words, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+        words,
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.stdout
 

@@ -39,7 +39,9 @@ def test_a_kernel_without_htb(tmp_path, monkeypatch, cluster_launcher):
     for tool in ("ip", "cat"):
         (tmp_path / tool).symlink_to(shutil.which(tool, path="/usr/sbin:/sbin:/usr/bin:/bin"))
     tc = tmp_path / "tc"
-    tc.write_text("#!/bin/sh\necho 'Error: Specified qdisc kind is unknown.' >&2\necho 'more' >&2\nexit 1\n")
+    tc.write_text(
+        "#!/bin/sh\necho 'Error: Specified qdisc kind is unknown.' >&2\necho 'more' >&2\nexit 1\n"
+    )
     tc.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert refusal() == (
@@ -60,22 +62,32 @@ def test_explanations_are_one_line():
     assert explain("strange") == "no emulated cluster on this machine: strange"
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to give up its rights")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to give up its rights"
+)
 def test_root_without_capabilities():
     words = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all", sys.executable, "-c", ASK]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("no emulated cluster on this machine: no namespaces for this user (")
+    assert done.stdout.startswith(
+        "no emulated cluster on this machine: no namespaces for this user ("
+    )
     assert done.stdout.count("\n") == 1
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to become somebody else")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to become somebody else"
+)
 def test_an_ordinary_user(cluster_launcher, tmp_path):
     """Python may lie where only root can look: it is mounted anew, in a mount namespace of this test."""
     base = Path(sys.base_prefix)
-    closed = next((folder for folder in reversed(base.parents) if not folder.stat().st_mode & 1), None)
+    closed = next(
+        (folder for folder in reversed(base.parents) if not folder.stat().st_mode & 1), None
+    )
     aside = tmp_path / "python"
     aside.mkdir()
-    reach = f"mount --bind {base} {aside}; mount -t tmpfs -o mode=755 none {closed}; mkdir -p {base}; "
+    reach = (
+        f"mount --bind {base} {aside}; mount -t tmpfs -o mode=755 none {closed}; mkdir -p {base}; "
+    )
     reach += f"mount --move {aside} {base}"
     become = f"setpriv --reuid {NOBODY} --regid {NOBODY} --clear-groups"
     code = (

@@ -29,7 +29,9 @@ def workload(tokens: int = 1000, experts: int = 16, top_k: int = 2) -> Workload:
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 @pytest.mark.parametrize("max_vio", [0.0, 0.5, 1.0, 2.0, 3.0])
 def test_counts_have_the_max_vio_that_was_asked_for(max_vio, top_k):
-    trace = make_trace(SyntheticRouting(steps=1, top_k=top_k, sequences=4, seq_len=1000, max_vio=max_vio, seed=5))
+    trace = make_trace(
+        SyntheticRouting(steps=1, top_k=top_k, sequences=4, seq_len=1000, max_vio=max_vio, seed=5)
+    )
     actual = trace.samples(0, 0)
     assert (actual.sum(1) == 1000 * top_k).all()
     assert actual.max() <= 1000
@@ -65,8 +67,13 @@ def test_draws_of_any_concentration_are_capped():
         actual = dirichlet_capped(np.full(6, spread), 200, 2, np.random.default_rng(0))
         assert actual.sum(1) == pytest.approx(np.ones(200))
         assert actual.max() <= 0.5
-    assert (np.sort(dirichlet_capped(np.full(6, 1e-3), 200, 2, np.random.default_rng(0)), 1)[:, -2] > 0.49).mean() > 0.9
-    mean = dirichlet_capped(np.array([4.0, 2.0, 1.0, 1.0]), 20000, 1, np.random.default_rng(0)).mean(0)
+    assert (
+        np.sort(dirichlet_capped(np.full(6, 1e-3), 200, 2, np.random.default_rng(0)), 1)[:, -2]
+        > 0.49
+    ).mean() > 0.9
+    mean = dirichlet_capped(
+        np.array([4.0, 2.0, 1.0, 1.0]), 20000, 1, np.random.default_rng(0)
+    ).mean(0)
     assert mean == pytest.approx([0.5, 0.25, 0.125, 0.125], abs=0.01)
 
 
@@ -87,7 +94,13 @@ def test_tokens_choose_distinct_experts_by_their_shares(top_k):
 @pytest.mark.parametrize("max_vio", [0.0, 2.0])
 def test_traces_have_the_locality_and_the_max_vio(local, max_vio, tokens):
     config = SyntheticRouting(
-        steps=3, num_layers=2, sequences=64, seq_len=128, locality=local, max_vio=max_vio, tokens=tokens
+        steps=3,
+        num_layers=2,
+        sequences=64,
+        seq_len=128,
+        locality=local,
+        max_vio=max_vio,
+        tokens=tokens,
     )
     for row in layer_loads(make_trace(config)):
         assert row.locality == pytest.approx(local, abs=0.05)
@@ -96,7 +109,11 @@ def test_traces_have_the_locality_and_the_max_vio(local, max_vio, tokens):
 
 def test_drift_moves_who_is_hot_and_not_how_hot():
     still, slow, wild = (
-        layer_loads(make_trace(SyntheticRouting(steps=80, sequences=4, seq_len=512, max_vio=2.0, drift=drift)))[0]
+        layer_loads(
+            make_trace(
+                SyntheticRouting(steps=80, sequences=4, seq_len=512, max_vio=2.0, drift=drift)
+            )
+        )[0]
         for drift in (0.0, 0.1, 1.0)
     )
     assert still.drift < 0.005 < 0.015 < slow.drift < 0.1 < wild.drift
@@ -110,7 +127,9 @@ def test_drift_moves_who_is_hot_and_not_how_hot():
 
 
 def test_a_seed_is_a_trace_and_layers_differ(tmp_path):
-    config = SyntheticRouting(steps=4, num_layers=2, skew=1.0, drift=0.3, locality=0.3, tokens=True, groups=4)
+    config = SyntheticRouting(
+        steps=4, num_layers=2, skew=1.0, drift=0.3, locality=0.3, tokens=True, groups=4
+    )
     one, other = make_segment(config), make_segment(config)
     assert (one.table == other.table).all()
     assert (one.table[:, :, 0] != one.table[:, :, 1]).any()
@@ -125,12 +144,18 @@ def test_a_seed_is_a_trace_and_layers_differ(tmp_path):
     ("changes", "message"),
     [
         ({"skew": 1.0, "max_vio": 1.0}, "skew=1.0 and max_vio=1.0: give one of them"),
-        ({"max_vio": 8.0}, "max_vio=8.0: these numbers of experts and experts per token allow 0 to 7"),
+        (
+            {"max_vio": 8.0},
+            "max_vio=8.0: these numbers of experts and experts per token allow 0 to 7",
+        ),
         ({"skew": -1.0}, "skew=-1.0: choose an exponent from 0"),
         ({"drift": 1.5}, "drift=1.5: choose 0 to 1"),
         ({"seed": -1}, "seed=-1: must be at least 0"),
         ({"locality": 1.0}, "locality=1.0: choose 0 to 0.99"),
-        ({"groups": 3}, "groups=3: give at least one step, and groups that divide the 16 sequences"),
+        (
+            {"groups": 3},
+            "groups=3: give at least one step, and groups that divide the 16 sequences",
+        ),
         ({"top_k": 17}, "top_k=17: choose at most num_experts=16"),
         ({"num_layers": 0}, "num_layers=0: must be a whole number of at least 1"),
     ],

@@ -21,13 +21,19 @@ from moesaic_lab.vision.sweeps import (
 
 
 def test_capacities_in_inference_are_of_one_trained_model() -> None:
-    rows = one_run(SweepOptions(steps=2), seed=0, capacities=(1.25, 0.1), top_k=1, admit_by="position")
+    rows = one_run(
+        SweepOptions(steps=2), seed=0, capacities=(1.25, 0.1), top_k=1, admit_by="position"
+    )
     assert [row["capacity"] for row in rows] == [1.25, 0.1]
-    assert rows == one_run(SweepOptions(steps=2), seed=0, capacities=(1.25, 0.1), top_k=1, admit_by="position")
+    assert rows == one_run(
+        SweepOptions(steps=2), seed=0, capacities=(1.25, 0.1), top_k=1, admit_by="position"
+    )
     assert all(0 < row["accuracy"] < 1 for row in rows)
 
 
-def test_rows_are_means_over_seeds_beside_what_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_means_over_seeds_beside_what_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[dict[str, Any]] = []
 
     def instead(
@@ -35,7 +41,9 @@ def test_rows_are_means_over_seeds_beside_what_is_published(tmp_path: Path, monk
     ) -> list[dict[str, Any]]:
         asked.append({"seed": seed, **more})
         better = 0.2 if more.get("admit_by") == "score" else 0.0
-        rows = [{"capacity": each, "accuracy": each / 2 + seed / 10 + better} for each in capacities]
+        rows = [
+            {"capacity": each, "accuracy": each / 2 + seed / 10 + better} for each in capacities
+        ]
         return [{"seed": seed, **row} for row in rows or [{"accuracy": 0.5 + seed / 10}]]
 
     monkeypatch.setattr(sweeps, "one_run", instead)
@@ -44,12 +52,19 @@ def test_rows_are_means_over_seeds_beside_what_is_published(tmp_path: Path, monk
     assert measure(SweepOptions(seeds=(0, 1), keep=str(tmp_path)), None, lambda _: None) == rows
     assert len(asked) == 22  # what is kept is not trained again
     assert [row["router"] for row in rows if row["table"] == "13"] == ["switch", "cosine"]
-    first = next(row for row in rows if row["table"] == "12" and row.get("top_k") == 2 and row["capacity"] == 0.5)
+    first = next(
+        row
+        for row in rows
+        if row["table"] == "12" and row.get("top_k") == 2 and row["capacity"] == 0.5
+    )
     assert (first["accuracy"], first["least"], first["most"], first["published"]) == pytest.approx(
         (0.3, 0.25, 0.35, 38.3)
     )
     assert next(row for row in rows if row.get("top_k") == 0)["published"] == DENSE
-    found = {claim.name.removeprefix("vision."): (claim.value, claim.target, claim.holds) for claim in claims(rows)}
+    found = {
+        claim.name.removeprefix("vision."): (claim.value, claim.target, claim.holds)
+        for claim in claims(rows)
+    }
     assert found == {
         "moe_over_dense": (pytest.approx(0.0), pytest.approx(0.0065), False),
         "score_gains_at_least_capacity": (pytest.approx(0.2), pytest.approx(0.1), True),

@@ -52,7 +52,9 @@ def gradients(model: SwinMoE, images: Tensor, labels: Tensor) -> tuple[Tensor, d
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     missing = [name for name, gradient in found.items() if gradient is None]
     assert not missing, missing
-    return loss.detach(), {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
+    return loss.detach(), {
+        name: gradient.clone() for name, gradient in found.items() if gradient is not None
+    }
 
 
 PUBLISHED = [
@@ -66,12 +68,16 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("preset", "experts", "top_k", "total", "active"), PUBLISHED)
-def test_sizes_are_the_published_ones(preset: str, experts: int, top_k: int, total: float, active: float) -> None:
+def test_sizes_are_the_published_ones(
+    preset: str, experts: int, top_k: int, total: float, active: float
+) -> None:
     """Tutel's table 10 counts all but the routers."""
     config = replace(PRESETS[preset], top_k=top_k, num_experts=max(experts, 1))
     with torch.device("meta"):
         model = SwinMoE(config)
-    routers = sum(parameter.numel() for layer in model.moe_layers() for parameter in layer.router.parameters())
+    routers = sum(
+        parameter.numel() for layer in model.moe_layers() for parameter in layer.router.parameters()
+    )
     digits = 0 if total > 1000 else 1
     assert len(model.moe_layers()) == (10 if experts else 0)
     assert round((model.num_parameters() - routers) / 1e6, digits) == total
@@ -84,7 +90,11 @@ def test_sizes_are_the_published_ones(preset: str, experts: int, top_k: int, tot
 def test_every_parameter_has_a_gradient(ffn: str, router: str, norm: str) -> None:
     config = replace(TINY, ffn=ffn, router=router, norm=norm, capacity=Dropless())
     _, found = gradients(drawn(config), *batch(config))
-    zero = [name for name, gradient in found.items() if not gradient.any() or not gradient.isfinite().all()]
+    zero = [
+        name
+        for name, gradient in found.items()
+        if not gradient.any() or not gradient.isfinite().all()
+    ]
     assert zero == []
 
 
@@ -96,7 +106,12 @@ def test_behind_a_norm_the_routing_weight_of_one_expert_is_lost() -> None:
         _, found = gradients(drawn(config), *batch(config))
         share[norm] = max(float(g.norm()) for name, g in found.items() if ".router." in name)
     assert share["post"] < 1e-3 * share["pre"]
-    assert PRESETS["swinv2-moe-b"].norm == PRESETS["swinv2-moe-s"].norm == PRESETS["swin-tiny"].norm == "pre"
+    assert (
+        PRESETS["swinv2-moe-b"].norm
+        == PRESETS["swinv2-moe-s"].norm
+        == PRESETS["swin-tiny"].norm
+        == "pre"
+    )
 
 
 def test_one_batch_is_learnt_by_heart() -> None:
@@ -159,10 +174,15 @@ GRIDS = [
 
 @pytest.mark.parametrize(
     ("grid", "plan", "capacity"),
-    [(*each, capacity) for each, capacity in zip(GRIDS, (Capacity.fixed(1.0), Dropless(), Capacity.fixed(1.0)))],
+    [
+        (*each, capacity)
+        for each, capacity in zip(GRIDS, (Capacity.fixed(1.0), Dropless(), Capacity.fixed(1.0)))
+    ],
     ids=["ep 4", "ep 2, edp 2", "tp 2, ep 2, etp 2"],
 )
-def test_four_ranks_have_the_loss_and_gradients_of_one(grid: Grid, plan: Plan, capacity: Capacity) -> None:
+def test_four_ranks_have_the_loss_and_gradients_of_one(
+    grid: Grid, plan: Plan, capacity: Capacity
+) -> None:
     config = replace(TINY, norm="pre", capacity=capacity)
     whole = drawn(config)
     images, labels = batch(config)
@@ -176,7 +196,11 @@ def test_four_ranks_have_the_loss_and_gradients_of_one(grid: Grid, plan: Plan, c
         mean = F.cross_entropy(model(images.chunk(grid.dp)[group]), labels.chunk(grid.dp)[group])
         mean.backward()
         average_gradients(model, mesh)
-        found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        found = {
+            name: parameter.grad
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
         return mean.detach(), found
 
     results = run_ranks(4, rank)
@@ -184,8 +208,12 @@ def test_four_ranks_have_the_loss_and_gradients_of_one(grid: Grid, plan: Plan, c
     for at, (_, found) in enumerate(results):
         assert found.keys() == expected.keys()
         for name, gradient in found.items():
-            wanted = part_of(expected[name], name, grid, at) if ".experts." in name else expected[name]
-            torch.testing.assert_close(gradient, wanted, msg=lambda text, name=name: f"{name}: {text}")
+            wanted = (
+                part_of(expected[name], name, grid, at) if ".experts." in name else expected[name]
+            )
+            torch.testing.assert_close(
+                gradient, wanted, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def part_of(whole: Tensor, name: str, grid: Grid, rank: int) -> Tensor:
@@ -207,7 +235,9 @@ def by_torch(model: SwinMoE) -> SwinMoE:
 
 @pytest.mark.parametrize("router", ["switch", "noisy"])
 def test_recomputation_changes_no_bit(router: str) -> None:
-    model = drawn(replace(TINY, router=router, top_k=2, capacity=Capacity.fixed(1.0, order="score")))
+    model = drawn(
+        replace(TINY, router=router, top_k=2, capacity=Capacity.fixed(1.0, order="score"))
+    )
     again, calls = by_torch(model), [0]
     for layer in again.moe_layers():
         layer.experts.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
@@ -246,7 +276,10 @@ def test_evaluation_has_a_capacity_of_its_own() -> None:
     assert not torch.allclose(model.train()(images), tight(images))
     assert dropped(copy.deepcopy(model).train(), images) == [0, 0]
     tokens = [8 * 64, 8 * 16]
-    assert all(count >= half for count, half in zip(dropped(model.eval(), images), (t // 2 for t in tokens)))
+    assert all(
+        count >= half
+        for count, half in zip(dropped(model.eval(), images), (t // 2 for t in tokens))
+    )
 
 
 def test_a_config_reaches_its_layers() -> None:
@@ -265,7 +298,9 @@ def test_a_config_reaches_its_layers() -> None:
 
 
 def test_images_of_another_shape_are_refused() -> None:
-    with pytest.raises(InputError, match=r"images of shape \(1, 3, 8, 8\): give \(batch, 2, 8, 8\)"):
+    with pytest.raises(
+        InputError, match=r"images of shape \(1, 3, 8, 8\): give \(batch, 2, 8, 8\)"
+    ):
         SwinMoE(TINY)(torch.randn(1, 3, 8, 8))
     assert SwinMoE(TINY)(torch.randn(0, 2, 8, 8)).shape == (0, 5)
 

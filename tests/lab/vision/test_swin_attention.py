@@ -14,7 +14,9 @@ SHAPES = [(8, 4, 0), (8, 4, 2), (8, 4, 1), (6, 3, 1), (12, 4, 3), (6, 2, 1), (4,
 """Resolution, window, shift."""
 
 
-def drawn(resolution: int, window: int, shift: int, dim: int = 6, heads: int = 2) -> WindowAttention:
+def drawn(
+    resolution: int, window: int, shift: int, dim: int = 6, heads: int = 2
+) -> WindowAttention:
     """A layer whose parameters are all away from where they start, in float64."""
     layer = WindowAttention(dim, heads, resolution=resolution, window=window, shift=shift).double()
     for parameter in layer.parameters():
@@ -35,7 +37,11 @@ def by_pixel_pairs(layer: WindowAttention, image: Tensor) -> Tensor:
     """
     side, window, heads = len(image), layer.window, layer.num_heads
     weights = layer.qkv.weight.unbind()
-    q, k, v = (image @ weights[0].T + layer.q_bias, image @ weights[1].T, image @ weights[2].T + layer.v_bias)
+    q, k, v = (
+        image @ weights[0].T + layer.q_bias,
+        image @ weights[1].T,
+        image @ weights[2].T + layer.v_bias,
+    )
     width = image.shape[2] // heads
     scale = layer.log_scale.exp().clamp(max=100)
     out = torch.zeros_like(image)
@@ -48,11 +54,15 @@ def by_pixel_pairs(layer: WindowAttention, image: Tensor) -> Tensor:
                 for j in range(side)
                 if ((i - layer.shift) // window, (j - layer.shift) // window) == own
             ]
-            apart = torch.tensor([[place(r - i, window), place(c - j, window)] for i, j in seen], dtype=torch.float64)
+            apart = torch.tensor(
+                [[place(r - i, window), place(c - j, window)] for i, j in seen], dtype=torch.float64
+            )
             bias = 16 / (1 + torch.exp(-layer.position_bias(apart)))
             for head in range(heads):
                 part = slice(head * width, (head + 1) * width)
-                cosines = torch.stack([torch.cosine_similarity(q[r, c, part], k[i, j, part], dim=0) for i, j in seen])
+                cosines = torch.stack(
+                    [torch.cosine_similarity(q[r, c, part], k[i, j, part], dim=0) for i, j in seen]
+                )
                 shares = (scale[head] * cosines + bias[:, head]).softmax(0)
                 out[r, c, part] = sum(share * v[i, j, part] for share, (i, j) in zip(shares, seen))
     return out @ layer.out.weight.T + layer.out.bias

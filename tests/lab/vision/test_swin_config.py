@@ -12,11 +12,26 @@ from moesaic_lab.vision.config import PRESETS, SwinConfig
 SMALL, MOE = PRESETS["swinv2-s"], PRESETS["swinv2-moe-s"]
 
 BAD: dict[str, tuple[SwinConfig, dict[str, object]]] = {
-    "swin.image_size=200: must be a multiple of 32, which all stages can halve": (SMALL, {"image_size": 200}),
-    "swin.window=7: must be a divisor of the 48 tokens of a side in stage 0": (SMALL, {"window": 7}),
-    "swin.heads=(3, 6), swin.depths=(2, 2, 18, 2): must be one number per stage each": (SMALL, {"heads": (3, 6)}),
-    "swin.heads=(3, 5, 12, 24): must be a divisor of the width 192 in stage 1": (SMALL, {"heads": (3, 5, 12, 24)}),
-    "swin.heads=(0, 6, 12, 24): must be a divisor of the width 96": (SMALL, {"heads": (0, 6, 12, 24)}),
+    "swin.image_size=200: must be a multiple of 32, which all stages can halve": (
+        SMALL,
+        {"image_size": 200},
+    ),
+    "swin.window=7: must be a divisor of the 48 tokens of a side in stage 0": (
+        SMALL,
+        {"window": 7},
+    ),
+    "swin.heads=(3, 6), swin.depths=(2, 2, 18, 2): must be one number per stage each": (
+        SMALL,
+        {"heads": (3, 6)},
+    ),
+    "swin.heads=(3, 5, 12, 24): must be a divisor of the width 192 in stage 1": (
+        SMALL,
+        {"heads": (3, 5, 12, 24)},
+    ),
+    "swin.heads=(0, 6, 12, 24): must be a divisor of the width 96": (
+        SMALL,
+        {"heads": (0, 6, 12, 24)},
+    ),
     "swin.top_k=33, swin.num_experts=32: must be at most as many as experts": (MOE, {"top_k": 33}),
     "swin.depths=(): must be blocks of at least one stage": (SMALL, {"depths": ()}),
     "swin.depths=(2, 0, 18, 2): must be": (SMALL, {"depths": (2, 0, 18, 2)}),
@@ -49,7 +64,10 @@ def test_moe_layers_stand_in_every_other_block_behind_the_first_two_stages() -> 
     sparse = [place for place in places if MOE.is_sparse(*place)]
     assert sparse == [(2, block) for block in range(1, 18, 2)] + [(3, 1)]
     assert not any(SMALL.is_sparse(*place) for place in places)
-    assert [place for place in places if replace(MOE, dense_stages=0).is_sparse(*place)][:2] == [(0, 1), (1, 1)]
+    assert [place for place in places if replace(MOE, dense_stages=0).is_sparse(*place)][:2] == [
+        (0, 1),
+        (1, 1),
+    ]
 
 
 def test_stages_halve_the_image_and_double_the_width() -> None:
@@ -59,4 +77,9 @@ def test_stages_halve_the_image_and_double_the_width() -> None:
     assert [SMALL.hidden(stage) for stage in stages] == [384, 768, 1536, 3072]
     assert [SMALL.window_of(stage) for stage in stages] == [12, 12, 12, 6]
     assert [SMALL.shift(stage, 0) for stage in stages] == [0, 0, 0, 0]
-    assert [SMALL.shift(stage, 1) for stage in stages] == [6, 6, 0, 0]  # one window has nowhere to go
+    assert [SMALL.shift(stage, 1) for stage in stages] == [
+        6,
+        6,
+        0,
+        0,
+    ]  # one window has nowhere to go

@@ -19,7 +19,10 @@ def numbered(count: int) -> Images:
 
 def test_without_scikit_learn_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(InputError, match=r'the digits need scikit-learn: in a clone .*, pip install "./lab\[vision\]"'):
+    with pytest.raises(
+        InputError,
+        match=r'the digits need scikit-learn: in a clone .*, pip install "./lab\[vision\]"',
+    ):
         load_digits()
 
 
@@ -31,9 +34,14 @@ def test_digits_are_split_whole_and_the_same_each_time() -> None:
     assert (train.pixels.dtype, train.labels.dtype) == (torch.float32, torch.int64)
     assert (float(train.pixels.min()), float(train.pixels.max())) == (-1.0, 1.0)
     every = torch.cat([train.pixels, val.pixels]).flatten(1)
-    labelled = {tuple(row) for row in torch.cat([every, torch.cat([train.labels, val.labels])[:, None]], 1).tolist()}
+    labelled = {
+        tuple(row)
+        for row in torch.cat([every, torch.cat([train.labels, val.labels])[:, None]], 1).tolist()
+    }
     pixels, labels = datasets.load_digits(return_X_y=True)
-    assert labelled == {(*(row / 8 - 1).tolist(), float(label)) for row, label in zip(pixels, labels)}
+    assert labelled == {
+        (*(row / 8 - 1).tolist(), float(label)) for row, label in zip(pixels, labels)
+    }
     assert torch.equal(load_digits()[0].pixels, train.pixels)
     assert not torch.equal(load_digits(seed=1)[0].labels, train.labels)
     assert len(load_digits(val_share=0.5)[1]) == 898
@@ -48,7 +56,10 @@ def test_a_share_that_leaves_nothing_is_refused(share: float) -> None:
 
 def test_every_epoch_has_each_image_once_in_an_order_of_its_own() -> None:
     batches = ImageBatches(numbered(12), 4, seed=3)
-    epochs = [[label for index in range(3) for label in batches.get(3 * epoch + index)[1].tolist()] for epoch in (0, 1)]
+    epochs = [
+        [label for index in range(3) for label in batches.get(3 * epoch + index)[1].tolist()]
+        for epoch in (0, 1)
+    ]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(12))
     assert epochs[0] != epochs[1]
     assert epochs[0] != list(range(12))
@@ -71,7 +82,9 @@ def test_images_keep_their_labels_and_parts_make_the_whole() -> None:
 
 
 def test_varied_images_are_other_ones_each_time_and_parts_make_the_whole() -> None:
-    data = Images(torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1, torch.arange(6))
+    data = Images(
+        torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1, torch.arange(6)
+    )
     whole = ImageBatches(data, 6, varied=True)
     first, again, later = (whole.get(index)[0] for index in (1, 1, 7))
     assert torch.equal(first, again)
@@ -87,7 +100,9 @@ def test_images_are_moved_by_what_is_asked_for() -> None:
     pixels = torch.full((2, 1, 8, 8), -1.0)
     pixels[:, :, 2, 5] = 1.0
     assert torch.allclose(moved(pixels, torch.zeros(2, 4)), pixels, atol=1e-6)
-    right = moved(pixels, torch.tensor([[0.0, 0.0, -1.0, 0.0]]).expand(2, 4))  # an eighth of 8 pixels
+    right = moved(
+        pixels, torch.tensor([[0.0, 0.0, -1.0, 0.0]]).expand(2, 4)
+    )  # an eighth of 8 pixels
     expected = torch.full_like(pixels, -1.0)
     expected[:, :, 2, 6] = 1.0
     torch.testing.assert_close(right, expected, rtol=0, atol=1e-5)
@@ -98,13 +113,17 @@ def test_images_are_moved_by_what_is_asked_for() -> None:
     plus = torch.full((1, 1, 9, 9), -1.0)
     plus[:, :, 4] = plus[:, :, :, 4] = 1.0
     turned = moved(plus, torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
-    torch.testing.assert_close(turned.rot90(1, (2, 3)), turned)  # a cross is alike after a quarter turn
+    torch.testing.assert_close(
+        turned.rot90(1, (2, 3)), turned
+    )  # a cross is alike after a quarter turn
     assert (turned - plus).abs().max() > 0.3
 
 
 @pytest.mark.parametrize("size", [0, 5])
 def test_batches_that_do_not_split_are_refused(size: int) -> None:
-    with pytest.raises(InputError, match=f"batch_size={size} does not split over 2 data parallel groups"):
+    with pytest.raises(
+        InputError, match=f"batch_size={size} does not split over 2 data parallel groups"
+    ):
         ImageBatches(numbered(8), size, part=(0, 2))
 
 

@@ -33,7 +33,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def on_rank(rank: int, world: int, folder: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     store = FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=200))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=200)
+    )
     for name in names:
         train(options(Path(folder) / name, **MESHES[name]), say=lambda _: None)
     leave()
@@ -48,18 +50,30 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("world", "names"), [(2, list(MESHES)), pytest.param(4, ["ep"], marks=pytest.mark.random)], ids=["2", "4"]
+    ("world", "names"),
+    [(2, list(MESHES)), pytest.param(4, ["ep"], marks=pytest.mark.random)],
+    ids=["2", "4"],
 )
-def test_ranks_train_as_one_and_write_the_same_weights(tmp_path: Path, world: int, names: list[str]) -> None:
+def test_ranks_train_as_one_and_write_the_same_weights(
+    tmp_path: Path, world: int, names: list[str]
+) -> None:
     start(world, on_rank, world, str(tmp_path), names)
     ones: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {}
     for name in names:
         ffn = MESHES[name].get("ffn", "preset")
         if ffn not in ones:
-            ones[ffn] = train(options(tmp_path / "one", ffn=ffn), say=lambda _: None), weights(tmp_path / "one")
+            ones[ffn] = (
+                train(options(tmp_path / "one", ffn=ffn), say=lambda _: None),
+                weights(tmp_path / "one"),
+            )
         alone, one = ones[ffn]
-        together, several = json.loads((tmp_path / name / "results.json").read_text()), weights(tmp_path / name)
-        assert together["accuracy"] == pytest.approx(alone["accuracy"], abs=0.01)  # pixels of a part round otherwise
+        together, several = (
+            json.loads((tmp_path / name / "results.json").read_text()),
+            weights(tmp_path / name),
+        )
+        assert together["accuracy"] == pytest.approx(
+            alone["accuracy"], abs=0.01
+        )  # pixels of a part round otherwise
         assert one.keys() == several.keys()
         for key, tensor in one.items():
             torch.testing.assert_close(several[key], tensor, rtol=1e-3, atol=1e-4)
@@ -75,7 +89,12 @@ def test_weights_go_on_and_moe_layers_stay_where_they_are_frozen(tmp_path: Path,
     again = train(options(tmp_path / "b", init=str(tmp_path / "a" / "model.safetensors"), steps=0))
     assert again["accuracy"] == found["accuracy"]
     tight = train(
-        options(tmp_path / "b", init=str(tmp_path / "a" / "model.safetensors"), steps=0, eval_capacity_factor=0.1)
+        options(
+            tmp_path / "b",
+            init=str(tmp_path / "a" / "model.safetensors"),
+            steps=0,
+            eval_capacity_factor=0.1,
+        )
     )
     assert tight["accuracy"] != found["accuracy"]
     train(options(tmp_path / "c", init=str(tmp_path / "a" / "model.safetensors"), freeze_moe=True))
@@ -97,7 +116,9 @@ def test_a_folder_of_pictures_is_learnt(tmp_path: Path) -> None:
     found = train(options(tmp_path / "run", images=str(tmp_path / "pictures"), steps=20))
     assert found["accuracy"] == 1.0
     assert weights(tmp_path / "run")["head.weight"].shape[0] == 2
-    digits = train(options(tmp_path / "other", init=str(tmp_path / "run" / "model.safetensors"), steps=0))
+    digits = train(
+        options(tmp_path / "other", init=str(tmp_path / "run" / "model.safetensors"), steps=0)
+    )
     assert digits["accuracy"] < 0.5  # whose head is new
 
 

@@ -51,11 +51,15 @@ def limits(replica: ReplicaLoad, helped: np.ndarray, budget: int) -> np.ndarray:
     replicates = np.bincount(home, weights=helped.any(1), minlength=ep) > 0
     messages = replica.sent(helped)
     travelling = HELD * messages.sum(0) + messages.sum(1) + AT_HOME * replicates * (len(home) // ep)
-    rows: np.ndarray = np.minimum(budget - size * HELD * helped.sum(0), (budget - size * travelling) * 3 // 2)
+    rows: np.ndarray = np.minimum(
+        budget - size * HELD * helped.sum(0), (budget - size * travelling) * 3 // 2
+    )
     return np.minimum(rows, budget)
 
 
-def within_budget(load: CallLoad, replicated: Replications, budget: int, slices: int = 1) -> Replications | None:
+def within_budget(
+    load: CallLoad, replicated: Replications, budget: int, slices: int = 1
+) -> Replications | None:
     """Return a table of replicated copies with which a call fits a budget in `slices` slices; None if the search finds none.
 
     The excess copies of a place, of its largest expert, are replicated to the place with most room. Few experts thus move many
@@ -76,7 +80,9 @@ def within_budget(load: CallLoad, replicated: Replications, budget: int, slices:
     return spread(replicas, tables)
 
 
-def _fitted(replica: ReplicaLoad, initial: Replications, budget: int, slices: int) -> Replications | None:
+def _fitted(
+    replica: ReplicaLoad, initial: Replications, budget: int, slices: int
+) -> Replications | None:
     """Return a table of replicated copies that fits every place; None if the search finds none."""
     giving, weights = Giving(replica, initial), slices * HELD * rows_for_weights(replica.load)
     for _ in range(giving.helped.size):
@@ -89,7 +95,9 @@ def _fitted(replica: ReplicaLoad, initial: Replications, budget: int, slices: in
     return None
 
 
-def fitting_tables(load: CallLoad, replicated: Replications, budget: int, most_slices: int) -> list[Replications]:
+def fitting_tables(
+    load: CallLoad, replicated: Replications, budget: int, most_slices: int
+) -> list[Replications]:
     """Return tables with which a call fits a budget in the fewest slices for which the search finds any.
 
     Args:
@@ -99,7 +107,9 @@ def fitting_tables(load: CallLoad, replicated: Replications, budget: int, most_s
         most_slices: the largest number of slices.
     """
     mean = load.copies.sum() / len(load.copies)
-    even = min(budget, int(np.ceil(mean * EVEN)))  # under a loose budget it pays to replicate more than necessary
+    even = min(
+        budget, int(np.ceil(mean * EVEN))
+    )  # under a loose budget it pays to replicate more than necessary
     starts = [] if replicated.is_empty else [(replicated, budget)]
     starts += [(NOTHING, budget), *([(NOTHING, even)] if even < budget else [])]
     for slices in range(1, min(most_slices, MOST_TABLES) + 1):
@@ -110,7 +120,9 @@ def fitting_tables(load: CallLoad, replicated: Replications, budget: int, most_s
     return []
 
 
-def seconds(load: CallLoad, costs: ReplicationCosts, replicated: Replications, slices: int, repeated: float) -> float:
+def seconds(
+    load: CallLoad, costs: ReplicationCosts, replicated: Replications, slices: int, repeated: float
+) -> float:
     """Return the modelled seconds of a call in slices.
 
     Weights travel for every slice. Slices that are not kept for the backward pass are dispatched and computed again.
@@ -128,6 +140,15 @@ def seconds(load: CallLoad, costs: ReplicationCosts, replicated: Replications, s
         rows = moved.home + moved.replicated
         repeat_seconds = replica.busiest(rows.sum(0)) * replica.seconds_per_copy / 3
         repeat_seconds += replica.row_bytes * replica.fullest(rows)
-        starts = (slices - 1) * (replica.costs.passes + 1) * (len(rows) - 1) * costs.machine.inter_latency_us * 1e-6
-        worst = max(worst, replica.seconds_of(rows, moved.fetched * slices) + repeated * repeat_seconds + starts)
+        starts = (
+            (slices - 1)
+            * (replica.costs.passes + 1)
+            * (len(rows) - 1)
+            * costs.machine.inter_latency_us
+            * 1e-6
+        )
+        worst = max(
+            worst,
+            replica.seconds_of(rows, moved.fetched * slices) + repeated * repeat_seconds + starts,
+        )
     return worst

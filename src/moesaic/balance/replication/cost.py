@@ -33,7 +33,9 @@ def nodes_of(grid: Grid) -> np.ndarray:
     return np.array([grid.node_of(rank) for rank in range(grid.world)])
 
 
-def seconds_per_byte(machine: Machine, node: np.ndarray, node_links: tuple[float, ...] = ()) -> np.ndarray:
+def seconds_per_byte(
+    machine: Machine, node: np.ndarray, node_links: tuple[float, ...] = ()
+) -> np.ndarray:
     """Return the seconds per byte from each place to each other place, (places, places); 0 within a place.
 
     Args:
@@ -168,7 +170,9 @@ class ReplicaLinks:
     def start_up(self) -> np.ndarray:
         """(ep, ep): seconds per message from place to place, whatever its size; 0 within a place."""
         machine, node = self.costs.machine, self.nodes
-        micro = np.where(node[:, None] == node[None, :], machine.intra_latency_us, machine.inter_latency_us)
+        micro = np.where(
+            node[:, None] == node[None, :], machine.intra_latency_us, machine.inter_latency_us
+        )
         seconds: np.ndarray = micro * 1e-6 * (1 - np.eye(len(node)))
         return seconds
 
@@ -285,7 +289,9 @@ class ReplicaLoad:
         gets = np.zeros(by_home.shape, dtype=bool)
         gets[home, expert, via[home, helper]] = True
         first = gets.sum(1)
-        onward = np.bincount((via * ep + np.arange(ep)).reshape(-1), weights=straight.reshape(-1), minlength=ep * ep)
+        onward = np.bincount(
+            (via * ep + np.arange(ep)).reshape(-1), weights=straight.reshape(-1), minlength=ep * ep
+        )
         weights: np.ndarray = first + onward.reshape(ep, ep).astype(np.int64)
         np.fill_diagonal(weights, 0)
         return weights
@@ -297,7 +303,9 @@ class ReplicaLoad:
             rows: (ep, ep), copies of place i that place j computes.
             weights: (ep, ep), experts whose weights place i sends to place j, as returned by `sent`.
         """
-        return self.closed_form(self.busiest(rows.sum(0)), self.fullest(rows), self.fullest(weights))
+        return self.closed_form(
+            self.busiest(rows.sum(0)), self.fullest(rows), self.fullest(weights)
+        )
 
     def busiest(self, computed: np.ndarray) -> float:
         """Return the load of the place that takes longest, in the copies that a rank of the described speed computes in that
@@ -323,7 +331,9 @@ class ReplicaLoad:
             rows: seconds on the fullest link if each row were one byte, in the shape of `computed`.
             weights: seconds on the fullest link if each expert's weights were one byte, in the shape of `computed`.
         """
-        return self.compute_seconds(computed) + self.travel_seconds(rows) + self.fetch_seconds(weights)
+        return (
+            self.compute_seconds(computed) + self.travel_seconds(rows) + self.fetch_seconds(weights)
+        )
 
     def compute_seconds(self, computed: Seconds) -> Seconds:
         """Return the seconds of products; see `closed_form`."""

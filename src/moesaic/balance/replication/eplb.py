@@ -90,4 +90,6 @@ def from_tables(replica: ReplicaLoad, moved: np.ndarray) -> Replications:
         moved: (num_experts, ep) int64, copies of each expert that each place computes as a helper.
     """
     experts = np.flatnonzero(moved.any(1))
-    return from_origins(replica, replica.copies, experts, np.arange(len(replica.origins)), moved[experts])
+    return from_origins(
+        replica, replica.copies, experts, np.arange(len(replica.origins)), moved[experts]
+    )

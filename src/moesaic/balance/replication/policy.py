@@ -88,7 +88,11 @@ class AbstractReplicationPolicy(ABC):
         """
         table, shape = self.decide(load), (*load.copies.shape, load.grid.ep)
         if not isinstance(table, np.ndarray) or table.dtype.kind != "i" or table.shape != shape:
-            found = f"{table.dtype} {table.shape}" if isinstance(table, np.ndarray) else type(table).__name__
+            found = (
+                f"{table.dtype} {table.shape}"
+                if isinstance(table, np.ndarray)
+                else type(table).__name__
+            )
             raise InputError(
                 f"replication policy {type(self).__name__} decided {found}: return integers of shape {shape}, (world, "
                 "num_experts, ep)"
@@ -116,7 +120,9 @@ class AbstractReplicationPolicy(ABC):
         plain = {
             name: value
             for name, value in sorted(vars(self).items())
-            if value is None or isinstance(value, (bool, int, float, str, tuple, dict)) or is_dataclass(value)
+            if value is None
+            or isinstance(value, (bool, int, float, str, tuple, dict))
+            or is_dataclass(value)
         }
         return f"{type(self).__name__} {plain}"
 
@@ -129,13 +135,17 @@ class _ByTable(AbstractChooser):
 
     def choose(self, load: CallLoad) -> CallDecision:
         replicated = self._policy.replications(load)
-        if (replicated.amount < 1).any() or (replicated.helper == load.home[replicated.expert]).any():
+        if (replicated.amount < 1).any() or (
+            replicated.helper == load.home[replicated.expert]
+        ).any():
             raise InputError(
                 f"replication policy {type(self._policy).__name__} replicates less than a copy, or to load.home: leave it out"
             )
         if replicated.is_empty:
             return CallDecision(option=ALONE, program=ALONE, seconds={})
-        return CallDecision(option=REPLICATED, program=REPLICATED, replicated=replicated, seconds={})
+        return CallDecision(
+            option=REPLICATED, program=REPLICATED, replicated=replicated, seconds={}
+        )
 
 
 def programs_of(compiled: Compiled, policy: AbstractReplicationPolicy) -> dict[str, Compiled]:

@@ -75,6 +75,8 @@ class Published(AbstractReplicaPolicy):
             trip=replica.costs.passes * replica.row_bytes * slowest,
             weights=replica.costs.passes / 2 * replica.weight_bytes * slowest,
         )
-        shadowed = np.isin(np.arange(load.num_experts), shadows_of(replica.copies, load.home, rates))
+        shadowed = np.isin(
+            np.arange(load.num_experts), shadows_of(replica.copies, load.home, rates)
+        )
         place, expert = np.nonzero(shadowed & (places[:, None] != load.home) & (replica.copies > 0))
         return Replications(place, expert, place, replica.copies[place, expert])

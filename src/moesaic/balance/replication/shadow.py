@@ -22,7 +22,9 @@ class Shadow(AbstractReplicaPolicy):
         at_most: most experts that may be replicated to one place, since they need memory for weights and gradients.
     """
 
-    def __init__(self, costs: ReplicationCosts | None = None, *, whole: bool = False, at_most: int = 8) -> None:
+    def __init__(
+        self, costs: ReplicationCosts | None = None, *, whole: bool = False, at_most: int = 8
+    ) -> None:
         super().__init__(costs)
         self.whole, self.at_most = whole, at_most
 

@@ -70,7 +70,9 @@ class Giving:
     @property
     def replicated(self) -> Replications:
         """The replications at the start and those since."""
-        return self._initial.joined(Replications(*np.array(self._given, dtype=np.int64).reshape(-1, 4).T))
+        return self._initial.joined(
+            Replications(*np.array(self._given, dtype=np.int64).reshape(-1, 4).T)
+        )
 
     def give(self, giver: int, room: np.ndarray, weights: int = 0) -> bool:
         """Replicate the excess copies of a place, at most those of one expert to one helper, and return whether any moved.
@@ -83,7 +85,9 @@ class Giving:
         own_experts = np.flatnonzero(self._home == giver)
         expert = int(own_experts[self._staying[:, own_experts].sum(0).argmax()])
         room_left = room - np.where(self.helped[expert], 0, weights)
-        may_help = (self.helped[expert] | (self.helped.sum(0) < MOST_HELPED)) & (self._places != giver)
+        may_help = (self.helped[expert] | (self.helped.sum(0) < MOST_HELPED)) & (
+            self._places != giver
+        )
         helper = int(np.where(may_help, room_left, np.iinfo(np.int64).min).argmax())
         new = 0 if self.helped[expert, helper] else weights
         amount = int(min(room_left[helper], new - room[giver], self._staying[:, expert].sum()))
@@ -91,7 +95,10 @@ class Giving:
             return False
         staying, remaining = self._staying[:, expert], amount
         others = [int(place) for place in np.argsort(-staying, kind="stable") if place != helper]
-        for place in (helper, *others):  # the helper's own tokens first, then those of the places with most of them
+        for place in (
+            helper,
+            *others,
+        ):  # the helper's own tokens first, then those of the places with most of them
             moved = min(remaining, int(staying[place]))
             staying[place] -= moved
             self._given += [(place, expert, helper, moved)] if moved else []

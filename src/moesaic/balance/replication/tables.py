@@ -55,7 +55,12 @@ def rows_of(replica: ReplicaLoad, replicated: Replications) -> Rows:
 
 
 def shadows(
-    replica: ReplicaLoad, price: float = 0.0, *, at_most: int = 8, tries: int = 256, whole: bool = False
+    replica: ReplicaLoad,
+    price: float = 0.0,
+    *,
+    at_most: int = 8,
+    tries: int = 256,
+    whole: bool = False,
 ) -> Replications:
     """Return the shadows of the fastest prefix of the (expert, place) pairs, ordered by copies.
 
@@ -79,7 +84,9 @@ def shadows(
     return Replications(place[:end], expert[:end], place[:end], amount[:end])
 
 
-def shadows_above(replica: ReplicaLoad, least: float, *, at_most: int = 8, whole: bool = False) -> Replications:
+def shadows_above(
+    replica: ReplicaLoad, least: float, *, at_most: int = 8, whole: bool = False
+) -> Replications:
     """Return the shadows of all (place, expert) pairs with enough copies away from home; with `whole`, of all such experts.
 
     Args:
@@ -90,7 +97,9 @@ def shadows_above(replica: ReplicaLoad, least: float, *, at_most: int = 8, whole
     if whole:
         hot = np.flatnonzero(away.sum(0) >= least * total)
         hot = hot[np.argsort(-away.sum(0)[hot], kind="stable")][:at_most]
-        expert, place = (each.reshape(-1) for each in np.meshgrid(hot, np.arange(len(away)), indexing="ij"))
+        expert, place = (
+            each.reshape(-1) for each in np.meshgrid(hot, np.arange(len(away)), indexing="ij")
+        )
         has_copies = away[place, expert] > 0
         place, expert = place[has_copies], expert[has_copies]
     else:
@@ -122,10 +131,14 @@ def least_of(replica: ReplicaLoad, shadows: Replications, *, whole: bool = False
 
 def _away(replica: ReplicaLoad) -> np.ndarray:
     """Return the copies that each place has for experts of other places, (ep, num_experts) int64; 0 for its own experts."""
-    return np.where(np.arange(len(replica.origins))[:, None] == replica.load.home[None, :], 0, replica.copies)
+    return np.where(
+        np.arange(len(replica.origins))[:, None] == replica.load.home[None, :], 0, replica.copies
+    )
 
 
-def _ranked(replica: ReplicaLoad, at_most: int, tries: int, whole: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _ranked(
+    replica: ReplicaLoad, at_most: int, tries: int, whole: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (place, expert) pairs in the order of replication, and for every prefix the most experts on one place."""
     away, ep = _away(replica), len(replica.origins)
     if whole:
@@ -138,7 +151,9 @@ def _ranked(replica: ReplicaLoad, at_most: int, tries: int, whole: bool) -> tupl
     return _fitting(place, expert, ep, at_most)
 
 
-def _fitting(place: np.ndarray, expert: np.ndarray, ep: int, at_most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _fitting(
+    place: np.ndarray, expert: np.ndarray, ep: int, at_most: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the first `at_most` pairs of each place, and for every prefix of these the most experts on one place."""
     held = np.cumsum(place[:, None] == np.arange(ep)[None, :], axis=0)[np.arange(len(place)), place]
     fits = held <= at_most
@@ -156,7 +171,9 @@ def largest(values: np.ndarray, count: int) -> np.ndarray:
     return indices
 
 
-def _prefix_seconds(replica: ReplicaLoad, place: np.ndarray, expert: np.ndarray, amount: np.ndarray) -> np.ndarray:
+def _prefix_seconds(
+    replica: ReplicaLoad, place: np.ndarray, expert: np.ndarray, amount: np.ndarray
+) -> np.ndarray:
     """Return the modelled seconds of every prefix, (n + 1,), starting with the empty one. Relayed weights count once per
     node."""
     ep, links, count = len(replica.origins), replica.links, len(place)
@@ -175,13 +192,19 @@ def _prefix_seconds(replica: ReplicaLoad, place: np.ndarray, expert: np.ndarray,
         return maxima
 
     helps, owns = (np.eye(ep)[each] for each in (place, owner))
-    computed = fullest(rows.sum(0) * links.slowness, amount[:, None] * (helps - owns) * links.slowness)
+    computed = fullest(
+        rows.sum(0) * links.slowness, amount[:, None] * (helps - owns) * links.slowness
+    )
     tokens = fullest(links.busy(rows), -amount[:, None] * links.busy_by(place, owner))
-    weights = fullest(0.0, is_new_message[:, None] * links.busy_by(owner, via) + links.busy_by(via, place))
+    weights = fullest(
+        0.0, is_new_message[:, None] * links.busy_by(owner, via) + links.busy_by(via, place)
+    )
     return replica.closed_form(computed, tokens, weights)
 
 
-def spills(replica: ReplicaLoad, replicated: Replications, limit: float, *, near_first: bool = False) -> Replications:
+def spills(
+    replica: ReplicaLoad, replicated: Replications, limit: float, *, near_first: bool = False
+) -> Replications:
     """Return the further replications that bring places below a limit.
 
     Places above the limit replicate their largest experts to places with room, the emptiest first.
@@ -194,7 +217,9 @@ def spills(replica: ReplicaLoad, replicated: Replications, limit: float, *, near
     """
     ep, home = len(replica.origins), replica.load.home
     staying = replicated.staying(replica.copies)
-    loads = np.bincount(home, staying.sum(0), ep) + np.bincount(replicated.helper, replicated.amount, ep)
+    loads = np.bincount(home, staying.sum(0), ep) + np.bincount(
+        replicated.helper, replicated.amount, ep
+    )
     loads = loads.astype(np.int64)
     limits = replica.limits(limit)
     if (loads <= limits).all():
@@ -246,11 +271,17 @@ def _by_rank(replica: ReplicaLoad, replicated: Replications) -> Replications:
     np.add.at(by_helper, (number, replicated.helper), replicated.amount)
     shared = _overlaps(replica.load.copies[replica.origins[origin], expert[:, None]], by_helper)
     cell, rank, helper = np.nonzero(shared)
-    return Replications(replica.origins[origin[cell], rank], expert[cell], helper, shared[cell, rank, helper])
+    return Replications(
+        replica.origins[origin[cell], rank], expert[cell], helper, shared[cell, rank, helper]
+    )
 
 
 def _matched(
-    replica: ReplicaLoad, staying: np.ndarray, loads: np.ndarray, places: np.ndarray, limits: np.ndarray
+    replica: ReplicaLoad,
+    staying: np.ndarray,
+    loads: np.ndarray,
+    places: np.ndarray,
+    limits: np.ndarray,
 ) -> Replications:
     """Return the replications from those of `places` that are above `limits`, (ep,), to the others of `places`."""
     excess, room = np.maximum((loads - limits)[places], 0), np.maximum((limits - loads)[places], 0)
@@ -272,7 +303,11 @@ def _matched(
 
 
 def from_origins(
-    replica: ReplicaLoad, staying: np.ndarray, experts: np.ndarray, helpers: np.ndarray, replicated: np.ndarray
+    replica: ReplicaLoad,
+    staying: np.ndarray,
+    experts: np.ndarray,
+    helpers: np.ndarray,
+    replicated: np.ndarray,
 ) -> Replications:
     """Return replications with their origins: the helper's own copies are taken first, those of the expert's home last.
 
@@ -290,10 +325,15 @@ def from_origins(
     turn = (replica.load.home[experts][:, None] + 1 + np.arange(ep)[None, :]) % ep
     shared = _overlaps(np.take_along_axis(copies_left, turn, 1), replicated - own_copies)
     expert, origin, helper = np.nonzero(shared)
-    others = Replications(turn[expert, origin], experts[expert], helpers[helper], shared[expert, origin, helper])
+    others = Replications(
+        turn[expert, origin], experts[expert], helpers[helper], shared[expert, origin, helper]
+    )
     expert_index, helper_index = np.nonzero(own_copies)
     return Replications(
-        helpers[helper_index], experts[expert_index], helpers[helper_index], own_copies[expert_index, helper_index]
+        helpers[helper_index],
+        experts[expert_index],
+        helpers[helper_index],
+        own_copies[expert_index, helper_index],
     ).joined(others)
 
 

@@ -23,7 +23,12 @@ from moesaic import named
 from moesaic.balance import replication_policy
 from moesaic.balance.budget import MemoryBudget
 from moesaic.balance.replication.cost import CallLoad, ReplicationCosts
-from moesaic.balance.replication.policy import ALONE, AbstractReplicationPolicy, CallDecision, programs_of
+from moesaic.balance.replication.policy import (
+    ALONE,
+    AbstractReplicationPolicy,
+    CallDecision,
+    programs_of,
+)
 from moesaic.balance.run.relocate import SampleMove
 from moesaic.balance.run.slices import run_slices
 from moesaic.program.compile import Compiled
@@ -52,7 +57,11 @@ class BalancedCalls(AbstractCallPolicy):
     """
 
     def __init__(
-        self, compiled: Compiled, num_experts: int, dim: int, policy: AbstractReplicationPolicy | None = None
+        self,
+        compiled: Compiled,
+        num_experts: int,
+        dim: int,
+        policy: AbstractReplicationPolicy | None = None,
     ) -> None:
         super().__init__(compiled)
         self._num_experts, self._dim = num_experts, dim
@@ -63,7 +72,9 @@ class BalancedCalls(AbstractCallPolicy):
         if compiled.replicates:
             self._policy = policy or replication_policy(compiled.plan.replication)
             self.programs = programs_of(compiled, self._policy)
-            self._chooser = self._policy.start({name: each.plan for name, each in self.programs.items()})
+            self._chooser = self._policy.start(
+                {name: each.plan for name, each in self.programs.items()}
+            )
             self._moves = MoveArbiter(self._policy.costs or ReplicationCosts())
         self._decisions: deque[CallDecision] = deque(maxlen=KEPT)
         self._decided_by_call = WeakIdKeyDictionary()
@@ -74,7 +85,9 @@ class BalancedCalls(AbstractCallPolicy):
         if self._policy is None:
             return self.compiled.digest
         digests = b"".join(each.digest for each in self.programs.values())
-        return hashlib.blake2b(digests + self._policy.settings_text().encode(), digest_size=16).digest()
+        return hashlib.blake2b(
+            digests + self._policy.settings_text().encode(), digest_size=16
+        ).digest()
 
     @property
     def bare(self) -> Compiled:
@@ -128,7 +141,9 @@ class BalancedCalls(AbstractCallPolicy):
                 move.goal = move.before if move.stays else None
         return move.stays
 
-    def note_move(self, record: RoutingRecord, move: SampleMove, copies: np.ndarray, units: int) -> None:
+    def note_move(
+        self, record: RoutingRecord, move: SampleMove, copies: np.ndarray, units: int
+    ) -> None:
         """Record a call in which samples move.
 
         Args:
@@ -178,7 +193,11 @@ class MoveArbiter:
             self._calls = 0
             return True
         moving, margin = self._share, 1 - MARGIN
-        self._moves = moving < 1 and not self._other < margin * moving if self._moves else moving < margin * self._other
+        self._moves = (
+            moving < 1 and not self._other < margin * moving
+            if self._moves
+            else moving < margin * self._other
+        )
         return self._moves
 
     def note_others(self, decision: CallDecision) -> None:
@@ -202,7 +221,11 @@ class MoveArbiter:
             self._tried = move, decision.seconds.get(ALONE, 0.0), dim
         moved = decision.moved
         return replace(
-            decision, option=RELOCATE, program=ALONE, replicated=None, moved=lambda: (moved()[0], moved()[0])
+            decision,
+            option=RELOCATE,
+            program=ALONE,
+            replicated=None,
+            moved=lambda: (moved()[0], moved()[0]),
         )
 
 

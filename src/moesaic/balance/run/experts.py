@@ -51,7 +51,11 @@ class ExpertSlots:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot on this rank."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.slots[0]) if self.slots else 0
+        return (
+            sum(tensor.numel() * tensor.element_size() for tensor in self.slots[0])
+            if self.slots
+            else 0
+        )
 
 
 def expert_slots_of(
@@ -74,10 +78,14 @@ def expert_slots_of(
     state: Mapping[Any, Any] = {} if optimizer is None else optimizer.state
     if isinstance(experts, ModuleExperts):
         return [_module_slots(experts, state, masters)]
-    return [_parameter_slots(name, experts, state, masters) for names in experts.names for name in names]
+    return [
+        _parameter_slots(name, experts, state, masters) for names in experts.names for name in names
+    ]
 
 
-def _parameter_slots(name: str, experts: AbstractExperts, state: Mapping[Any, Any], masters: Masters) -> ExpertSlots:
+def _parameter_slots(
+    name: str, experts: AbstractExperts, state: Mapping[Any, Any], masters: Masters
+) -> ExpertSlots:
     """Return the slots of a stacked parameter: every tensor is cut along its first dimension."""
     parameter = experts.get_parameter(name)
     rows, tensors, descriptions = len(_local(parameter)), [], []
@@ -100,7 +108,9 @@ def _parameter_slots(name: str, experts: AbstractExperts, state: Mapping[Any, An
     return ExpertSlots(slots, f"{name}: {', '.join(descriptions)}", over_edp)
 
 
-def _module_slots(experts: ModuleExperts, state: Mapping[Any, Any], masters: Masters) -> ExpertSlots:
+def _module_slots(
+    experts: ModuleExperts, state: Mapping[Any, Any], masters: Masters
+) -> ExpertSlots:
     """Return the slots of modules: all their parameters, buffers and optimizer state, step counts included."""
     slots, description = [], ""
     for module in experts.experts.children():
@@ -111,11 +121,15 @@ def _module_slots(experts: ModuleExperts, state: Mapping[Any, Any], masters: Mas
         ]
         tensors += list(module.named_buffers())
         slots.append([_local(value) for _, value in tensors])
-        description = ", ".join(f"{tensor_name} {value.dtype} {tuple(value.shape)}" for tensor_name, value in tensors)
+        description = ", ".join(
+            f"{tensor_name} {value.dtype} {tuple(value.shape)}" for tensor_name, value in tensors
+        )
     return ExpertSlots(slots, f"modules: {description}")
 
 
-def _belongings(parameter: nn.Parameter, state: Mapping[Any, Any], masters: Masters) -> Iterator[tuple[str, Tensor]]:
+def _belongings(
+    parameter: nn.Parameter, state: Mapping[Any, Any], masters: Masters
+) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor that belongs to a parameter, with a name, in the same order on all ranks."""
     owners: list[tuple[str, Tensor]] = [("weight", parameter)]
     if parameter in masters:
@@ -136,7 +150,11 @@ def _belongings(parameter: nn.Parameter, state: Mapping[Any, Any], masters: Mast
 
 @torch.no_grad()
 def carry_slots(
-    expert_slots: ExpertSlots, transport: AbstractTransport, grid: Grid, before: np.ndarray, after: np.ndarray
+    expert_slots: ExpertSlots,
+    transport: AbstractTransport,
+    grid: Grid,
+    before: np.ndarray,
+    after: np.ndarray,
 ) -> tuple[int, int]:
     """Move experts from slot to slot. All ranks call this together.
 
@@ -164,7 +182,9 @@ def carry_slots(
             receives.setdefault(source, []).append(new)
     messages = {peer: torch.cat(parts) for peer, parts in sends.items()}
     buffers = {
-        peer: torch.empty(len(places) * expert_slots.slot_bytes, dtype=torch.uint8, device=transport.device)
+        peer: torch.empty(
+            len(places) * expert_slots.slot_bytes, dtype=torch.uint8, device=transport.device
+        )
         for peer, places in receives.items()
         if peer != rank
     }
@@ -176,15 +196,20 @@ def carry_slots(
         for new, part in zip(places, arrived[peer].view(len(places), -1)):
             _unpack(part, expert_slots.slots[new])
     other_node_peers = [peer for peer in messages if grid.node_of(peer) != grid.node_of(rank)]
-    return sum(each.numel() for each in messages.values()), sum(messages[peer].numel() for peer in other_node_peers)
+    return sum(each.numel() for each in messages.values()), sum(
+        messages[peer].numel() for peer in other_node_peers
+    )
 
 
-def _holders(expert_slots: ExpertSlots, grid: Grid, rank: int, num_experts: int) -> list[tuple[int, int]]:
+def _holders(
+    expert_slots: ExpertSlots, grid: Grid, rank: int, num_experts: int
+) -> list[tuple[int, int]]:
     """Return, for each slot, the rank that has it, among the ranks that exchange with this one, and its index on that rank."""
     per_place = num_experts // grid.ep
     traders = grid.group(rank, ("edp", "ep") if expert_slots.over_edp else ("ep",))
     rank_at = {
-        (grid.coordinate(r, "edp") if expert_slots.over_edp else 0, grid.coordinate(r, "ep")): r for r in traders
+        (grid.coordinate(r, "edp") if expert_slots.over_edp else 0, grid.coordinate(r, "ep")): r
+        for r in traders
     }
     per_rank = -(-per_place // grid.edp) if expert_slots.over_edp else per_place
     holders = [
@@ -307,7 +332,9 @@ class ExpertPlacement:
         return replace(
             moved,
             busiest_before=tuple(_busiest_over_mean(load, load.place) for load in loads),
-            busiest_after=tuple(_busiest_over_mean(load, place) for load, place in zip(loads, after)),
+            busiest_after=tuple(
+                _busiest_over_mean(load, place) for load, place in zip(loads, after)
+            ),
         )
 
     def place(self, orders: Sequence[np.ndarray]) -> Moved:
@@ -322,10 +349,18 @@ class ExpertPlacement:
         """
         grid, transport = self._mesh.grid, self._mesh.transport
         if len(orders) != len(self._layers):
-            raise InputError(f"place_experts: {len(orders)} orders for {len(self._layers)} layers: give one each")
+            raise InputError(
+                f"place_experts: {len(orders)} orders for {len(self._layers)} layers: give one each"
+            )
         all_slots, refusal = self._all_slots(orders)
-        fields = {f"place_experts layer {number} order": list(order) for number, order in enumerate(orders)}
-        states = {f"place_experts layer {n} state": "; ".join(s.layout for s in of) for n, of in enumerate(all_slots)}
+        fields = {
+            f"place_experts layer {number} order": list(order)
+            for number, order in enumerate(orders)
+        }
+        states = {
+            f"place_experts layer {n} state": "; ".join(s.layout for s in of)
+            for n, of in enumerate(all_slots)
+        }
         check_same(transport, {**fields, **states, "place_experts": refusal})
         if refusal:
             raise InputError(refusal)
@@ -334,11 +369,15 @@ class ExpertPlacement:
             if np.array_equal(order.experts, new_order):
                 continue
             for expert_slots in layer_slots:
-                sent += torch.tensor(carry_slots(expert_slots, transport, grid, order.experts, new_order))
+                sent += torch.tensor(
+                    carry_slots(expert_slots, transport, grid, order.experts, new_order)
+                )
             moved += int((places_of(order.experts, grid.ep) != places_of(new_order, grid.ep)).sum())
             order.change(new_order)
         everyone = tuple(range(grid.world))
-        num_bytes, inter_node_bytes = all_reduce_sum(transport, everyone, sent.to(transport.device)).tolist()
+        num_bytes, inter_node_bytes = all_reduce_sum(
+            transport, everyone, sent.to(transport.device)
+        ).tolist()
         return Moved(experts=moved, num_bytes=num_bytes, inter_node_bytes=inter_node_bytes)
 
     @contextmanager
@@ -374,7 +413,10 @@ class ExpertPlacement:
     def _loads(self) -> list[ExpertLoad]:
         """Return the load of each layer since the last decision, the same on all ranks."""
         transport, grid = self._mesh.transport, self._mesh.grid
-        slot_bytes = [sum(expert_slots.slot_bytes for expert_slots in of) for of in self._all_slots(self.orders)[0]]
+        slot_bytes = [
+            sum(expert_slots.slot_bytes for expert_slots in of)
+            for of in self._all_slots(self.orders)[0]
+        ]
         sizes = torch.tensor(slot_bytes or [0] * len(self._layers), device=transport.device)
         largest = all_reduce_max(transport, tuple(range(grid.world)), sizes).tolist()
         return [
@@ -394,7 +436,9 @@ class ExpertPlacement:
 
 def _order_of(layer: PlacedLayer) -> ExpertOrder:
     if layer.on_mesh is None:
-        raise InputError("place_experts: a layer is on no mesh: call parallelize(mesh, plan) on it first")
+        raise InputError(
+            "place_experts: a layer is on no mesh: call parallelize(mesh, plan) on it first"
+        )
     if isinstance(layer.router, TopologyRouter):
         raise InputError(
             "place_experts clashes with the router TopologyRouter, whose choices depend on where experts are: choose another"

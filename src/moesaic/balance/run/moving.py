@@ -98,17 +98,23 @@ class MovingMoE(nn.Module):
             y = y.view(call.x.shape)
             return y if extra is None else y + move.carry(extra)
         on_mesh = _on_mesh(self.layer)
-        y = on_mesh.run_experts(self.layer.experts, call.x_TD, call.routed, call.padded_rows).view(call.x.shape)
+        y = on_mesh.run_experts(self.layer.experts, call.x_TD, call.routed, call.padded_rows).view(
+            call.x.shape
+        )
         return move.carry(y if extra is None else y + extra)
 
 
 def _on_mesh(layer: WrappedLayer) -> ExpertParallel:
     if layer.on_mesh is None:
-        raise InputError("sample placement: the layer is on no mesh: call parallelize(mesh, plan) first")
+        raise InputError(
+            "sample placement: the layer is on no mesh: call parallelize(mesh, plan) first"
+        )
     return layer.on_mesh
 
 
-def _run_moved(layer: WrappedLayer, call: RoutedCall, move: SampleMove, residual: Residual | None) -> Tensor | None:
+def _run_moved(
+    layer: WrappedLayer, call: RoutedCall, move: SampleMove, residual: Residual | None
+) -> Tensor | None:
     """Decide where samples go, and deliver results there, (tokens, dim); None if results must return home first.
 
     The decision starts as soon as all ranks have the counts. It is awaited when results are sent.
@@ -137,10 +143,12 @@ def _run_moved(layer: WrappedLayer, call: RoutedCall, move: SampleMove, residual
         own_tokens = move.tokens(len(x_TD)) if num_tokens == len(x_TD) else slice(0, num_tokens)
         inside = (token >= own_tokens.start) & (token < own_tokens.stop)
         own_copies = (token[inside] - own_tokens.start, expert[inside])
-        copies_of_token = torch.bincount(own_copies[0], minlength=own_tokens.stop - own_tokens.start).view(
-            -1, move.length
+        copies_of_token = torch.bincount(
+            own_copies[0], minlength=own_tokens.stop - own_tokens.start
+        ).view(-1, move.length)
+        mask_and_ids = (
+            None if each is None else each.reshape(-1) for each in (call.mask, call.token_ids)
         )
-        mask_and_ids = (None if each is None else each.reshape(-1) for each in (call.mask, call.token_ids))
         move.decide(
             move.count(*own_copies, experts.num_experts),
             (copies_of_token == 0).sum(1),
@@ -166,7 +174,9 @@ def _run_moved(layer: WrappedLayer, call: RoutedCall, move: SampleMove, residual
     return _add_alone(y, x, token, move) if computing is not experts else y
 
 
-def _copies(on_mesh: ExpertParallel, routed: Routed, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _copies(
+    on_mesh: ExpertParallel, routed: Routed, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, slots and weights of the copies that this rank sends, sorted by slot."""
     routing = on_mesh.in_slots(routed.routing)
     token, expert, gates = routing.token, routing.expert, routing.weight
@@ -189,7 +199,11 @@ def _add_alone(y: Tensor, x: Tensor, token: Tensor, move: SampleMove) -> Tensor:
     assert move.alone is not None
     if not move.alone.any():
         return y
-    transport, group, own_tokens = move.relocator.mesh.transport, move.relocator.group, move.tokens(len(x))
+    transport, group, own_tokens = (
+        move.relocator.mesh.transport,
+        move.relocator.group,
+        move.tokens(len(x)),
+    )
     num_tokens = own_tokens.stop - own_tokens.start
     alone = (torch.bincount(token, minlength=num_tokens) == 0).nonzero().squeeze(1)
     own = x if len(group) == 1 else slice_rows(transport, group, x)
@@ -201,7 +215,11 @@ def _add_alone(y: Tensor, x: Tensor, token: Tensor, move: SampleMove) -> Tensor:
 
 
 def _programs(
-    on_mesh: ExpertParallel, experts: AbstractExperts, move: SampleMove, routed: Routed, call: CountedCall
+    on_mesh: ExpertParallel,
+    experts: AbstractExperts,
+    move: SampleMove,
+    routed: Routed,
+    call: CountedCall,
 ) -> Chosen:
     """Return the programs that deliver results to the new homes, and the sizes of the call."""
     plain, copies = bare_of(on_mesh.calls), move.copies

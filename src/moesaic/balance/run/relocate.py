@@ -30,7 +30,14 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.balance.samples import AbstractPlacer, Homes, SampleLoad, TwoStage, Volume
-from moesaic.comm.collectives import all_gather, all_gather_rows, gather_rows, share_of, slice_rows, with_gradient
+from moesaic.comm.collectives import (
+    all_gather,
+    all_gather_rows,
+    gather_rows,
+    share_of,
+    slice_rows,
+    with_gradient,
+)
 from moesaic.comm.mesh import Mesh
 from moesaic.comm.transport import AbstractTransport, Transfer
 from moesaic.draw import is_dtensor
@@ -45,7 +52,11 @@ from moesaic.runtime.expert_parallel import parameters_as
 
 
 def carry(
-    transport: AbstractTransport, x: Tensor, before: Homes, after: Homes, rows: np.ndarray | None = None
+    transport: AbstractTransport,
+    x: Tensor,
+    before: Homes,
+    after: Homes,
+    rows: np.ndarray | None = None,
 ) -> Tensor:
     """Return this rank's samples after a move; differentiable. All ranks call this; samples that stay are not sent.
 
@@ -99,7 +110,9 @@ def _exchange(
     for peer in range(transport.world):
         coming = np.flatnonzero(sources[rank] == peer)
         leaving = _places(own_rows_before, np.flatnonzero(targets[rank] == peer)).to(x.device)
-        places = _places(own_rows_after, coming[np.argsort(source_slots[rank][coming])]).to(x.device)
+        places = _places(own_rows_after, coming[np.argsort(source_slots[rank][coming])]).to(
+            x.device
+        )
         if peer == rank:
             out[places] = x[leaving]
             continue
@@ -168,7 +181,9 @@ class Relocator:
             labels have to follow.
     """
 
-    def __init__(self, mesh: Mesh, placer: AbstractPlacer | None = None, *, ends_home: bool = True) -> None:
+    def __init__(
+        self, mesh: Mesh, placer: AbstractPlacer | None = None, *, ends_home: bool = True
+    ) -> None:
         self.mesh, self.placer, self.ends_home = mesh, placer or TwoStage(), ends_home
         self.group = mesh.grid.group(mesh.rank, ("tp",))
         """The tensor-parallel group of this rank, which shares its samples."""
@@ -196,10 +211,15 @@ class Relocator:
         for following in followings:
             _check_router(following.router, self.mesh.transport.device)
         own_sizes = torch.tensor([num_samples, length], device=self.mesh.transport.device)
-        sizes = torch.stack(all_gather(self.mesh.transport, tuple(range(self.mesh.grid.world)), own_sizes)).cpu()
+        sizes = torch.stack(
+            all_gather(self.mesh.transport, tuple(range(self.mesh.grid.world)), own_sizes)
+        ).cpu()
         different = (sizes != sizes[0]).any(1).nonzero().flatten().tolist()
         if different:
-            (samples, tokens), (other_samples, other_tokens) = sizes[0].tolist(), sizes[different[0]].tolist()
+            (samples, tokens), (other_samples, other_tokens) = (
+                sizes[0].tolist(),
+                sizes[different[0]].tolist(),
+            )
             raise InputError(
                 f"sample placement needs samples that split evenly: rank 0 has {samples} of {tokens} tokens, rank "
                 f"{different[0]} has {other_samples} of {other_tokens}: give every rank equally many samples of one length"
@@ -225,7 +245,9 @@ class Relocator:
             has_bias = "b" in plain.logical.inputs
             base = plain if has_bias == bias else compile_plan(plain.plan, plain.grid, bias=bias)
             try:  # if all ranks of a tensor-parallel group send all copies of the group, results go home first
-                self._compiled[key] = moving(base) if plain.grid.tp == 1 or plain.routes_slices else None
+                self._compiled[key] = (
+                    moving(base) if plain.grid.tp == 1 or plain.routes_slices else None
+                )
             except InputError:  # the plan does not let results go straight to new homes
                 self._compiled[key] = None
         return self._compiled[key]
@@ -257,7 +279,9 @@ class Relocator:
         if x.is_floating_point():
             own = carry(transport, slice_rows(transport, self.group, x), before, after)
             return gather_rows(transport, self.group, own, len(x))
-        own = carry(transport, x[share_of(len(x), self.group.index(self.mesh.rank), tp)], before, after)
+        own = carry(
+            transport, x[share_of(len(x), self.group.index(self.mesh.rank), tp)], before, after
+        )
         return all_gather_rows(transport, self.group, own, len(x))
 
 
@@ -288,7 +312,13 @@ class SampleTrip:
     """One forward pass, with the present homes of the samples. Created by `Relocator.start`."""
 
     def __init__(
-        self, relocator: Relocator, followings: Sequence[Following], slots: int, length: int, *, rests: bool = False
+        self,
+        relocator: Relocator,
+        followings: Sequence[Following],
+        slots: int,
+        length: int,
+        *,
+        rests: bool = False,
     ) -> None:
         self.relocator, self.length, self._rests = relocator, length, rests
         self.home = Homes.start(relocator.mesh.grid.world, slots)
@@ -313,7 +343,9 @@ class SampleTrip:
         is_last = number == len(self._followings)
         following = None if is_last else self._followings[number]
         goal = self.home if self._rests or (is_last and self.relocator.ends_home) else None
-        self.moves.append(SampleMove(self.relocator, self.homes, following, self.length, goal, rests=self._rests))
+        self.moves.append(
+            SampleMove(self.relocator, self.homes, following, self.length, goal, rests=self._rests)
+        )
         return self.moves[-1]
 
     def bring(self, x: Tensor) -> Tensor:
@@ -352,7 +384,13 @@ class SampleMove:
         *,
         rests: bool = False,
     ) -> None:
-        self.relocator, self.before, self.length, self.goal, self.rests = relocator, before, length, goal, rests
+        self.relocator, self.before, self.length, self.goal, self.rests = (
+            relocator,
+            before,
+            length,
+            goal,
+            rests,
+        )
         self.load: SampleLoad | None = None
         """The load from which homes are decided; None before the layer's call; without copies if the policy rests."""
         self.copies: np.ndarray | None = None
@@ -410,7 +448,9 @@ class SampleMove:
         assert self.alone is not None
         route = (self.before, self.after, self.alone)
         place = carry(transport, token % self.length, *route)
-        arriving = torch.from_numpy(rows_after(self.alone, self.before, self.after)[transport.rank]).to(token.device)
+        arriving = torch.from_numpy(
+            rows_after(self.alone, self.before, self.after)[transport.rank]
+        ).to(token.device)
         first = torch.arange(self.before.slots, device=token.device) * self.length
         return carry(transport, rows, *route), place + first.repeat_interleave(arriving)
 
@@ -421,7 +461,14 @@ class SampleMove:
         return self.load.volume(self.before), self.load.volume(self.after)
 
     def decide(
-        self, copies: Tensor, alone: Tensor, predicted: Tensor | None, *, rides: bool, carried: int, is_direct: bool
+        self,
+        copies: Tensor,
+        alone: Tensor,
+        predicted: Tensor | None,
+        *,
+        rides: bool,
+        carried: int,
+        is_direct: bool,
     ) -> None:
         """Exchange this rank's counts with all ranks, and start to decide from all counts. All ranks call this.
 
@@ -434,13 +481,19 @@ class SampleMove:
             is_direct: as in `SampleLoad`.
         """
         mesh, self.rides = self.relocator.mesh, rides
-        own_counts = torch.cat([alone[:, None], copies, *([] if predicted is None else [predicted])], dim=1)
-        counts = all_gather(mesh.transport, tuple(range(mesh.grid.world)), own_counts.to(torch.int32))
+        own_counts = torch.cat(
+            [alone[:, None], copies, *([] if predicted is None else [predicted])], dim=1
+        )
+        counts = all_gather(
+            mesh.transport, tuple(range(mesh.grid.world)), own_counts.to(torch.int32)
+        )
         table = torch.stack(counts).cpu().numpy().astype(np.int64)
         self.alone = table[:, :, 0]
         self.copies, following = np.split(table[:, :, 1:], [copies.shape[1]], axis=2)
         place = self.before.place
-        by_sample = [part.reshape(len(place), part.shape[2])[place] for part in (self.copies, following)]
+        by_sample = [
+            part.reshape(len(place), part.shape[2])[place] for part in (self.copies, following)
+        ]
         self.load = SampleLoad(
             mesh.grid,
             self.before,
@@ -452,7 +505,9 @@ class SampleMove:
         if self.goal is None:
             self._future = self.relocator.decide(self.load)
 
-    def predict(self, x_TD: Tensor, valid_T: Tensor | None, token_ids: Tensor | None) -> Tensor | None:
+    def predict(
+        self, x_TD: Tensor, valid_T: Tensor | None, token_ids: Tensor | None
+    ) -> Tensor | None:
         """Predict the copies of each sample for each expert of the next layer, by routing this layer's input with its router.
 
         Args:
@@ -467,10 +522,18 @@ class SampleMove:
             return None
         own_tokens = self.tokens(len(x_TD))
         x_TD = x_TD[own_tokens]
-        valid_T, token_ids = (None if each is None else each[own_tokens] for each in (valid_T, token_ids))
+        valid_T, token_ids = (
+            None if each is None else each[own_tokens] for each in (valid_T, token_ids)
+        )
         router, top_k = self._following.router, self._following.top_k
-        with torch.no_grad(), torch.autocast(x_TD.device.type, enabled=False), parameters_as(router, _whole):
-            scores = router.scores(x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)), None, token_ids)
+        with (
+            torch.no_grad(),
+            torch.autocast(x_TD.device.type, enabled=False),
+            parameters_as(router, _whole),
+        ):
+            scores = router.scores(
+                x_TD.to(torch.promote_types(x_TD.dtype, torch.float32)), None, token_ids
+            )
             choice = own_choice(router)(scores, top_k, valid_T, None)
         alive = slice(None) if valid_T is None else valid_T[choice.token]
         order = self._following.order

@@ -24,7 +24,14 @@ from torch.func import functional_call
 from moesaic.comm.collectives import share
 from moesaic.comm.mesh import Mesh
 from moesaic.draw import Draw, draw_globally
-from moesaic.experts.experts import AbstractExperts, DeferredWgrad, ExpertCall, Runner, Weights, compute_dtype
+from moesaic.experts.experts import (
+    AbstractExperts,
+    DeferredWgrad,
+    ExpertCall,
+    Runner,
+    Weights,
+    compute_dtype,
+)
 from moesaic.program.plan import Plan
 
 
@@ -63,10 +70,14 @@ class WithResidual(AbstractExperts):
         mesh: the mesh of the layer.
     """
 
-    def __init__(self, inner: AbstractExperts, norm: nn.Module | None, num_copies: Tensor, mesh: Mesh) -> None:
+    def __init__(
+        self, inner: AbstractExperts, norm: nn.Module | None, num_copies: Tensor, mesh: Mesh
+    ) -> None:
         super().__init__(inner.dim, inner.num_experts)
         self.inner, self.norm, self._num_copies, self._mesh = inner, norm, num_copies, mesh
-        self._shapes = {} if norm is None else {name: value.shape for name, value in norm.named_parameters()}
+        self._shapes = (
+            {} if norm is None else {name: value.shape for name, value in norm.named_parameters()}
+        )
         self._columns = sum(shape.numel() for shape in self._shapes.values())
 
     @property
@@ -75,7 +86,11 @@ class WithResidual(AbstractExperts):
         return sharded, (*common, *(f"norm.{name}" for name in self._shapes))
 
     def forward(
-        self, rows: Tensor, weight: Tensor | None, ends: Tensor | None = None, run: Runner | None = None
+        self,
+        rows: Tensor,
+        weight: Tensor | None,
+        ends: Tensor | None = None,
+        run: Runner | None = None,
     ) -> Tensor:
         """Run the experts with their own weights; `weight`, (rows, 1), and `run` are needed."""
         assert run is not None
@@ -83,7 +98,9 @@ class WithResidual(AbstractExperts):
         shares = self._num_copies.unsqueeze(1).to(weight.dtype).reciprocal()
         gates_and_shares = torch.cat([weight, shares], dim=1)
         y: Tensor = self.inner(
-            rows, gates_and_shares, run=lambda x, gates, sharded, common: run(x, gates, sharded, self._joined(common))
+            rows,
+            gates_and_shares,
+            run=lambda x, gates, sharded, common: run(x, gates, sharded, self._joined(common)),
         )
         return y
 
@@ -96,7 +113,11 @@ class WithResidual(AbstractExperts):
         return out + self._share(call.rows, call), kept
 
     def gradients(
-        self, call: ExpertCall, kept: Weights, dy: Tensor, deferred_wgrad: DeferredWgrad | None = None
+        self,
+        call: ExpertCall,
+        kept: Weights,
+        dy: Tensor,
+        deferred_wgrad: DeferredWgrad | None = None,
     ) -> tuple[Tensor, Tensor | None, Weights, Weights]:
         norm_row = self._split(call.common)[1]
         leaves = [call.rows.detach().requires_grad_(), norm_row.detach().requires_grad_()]
@@ -144,15 +165,25 @@ class WithResidual(AbstractExperts):
             return common
         grid, rank = self._mesh.grid, self._mesh.rank
         norm_row = torch.cat([value.reshape(-1) for value in self.norm.parameters()])
-        norm_row = norm_row if grid.tp == 1 else share(self._mesh.transport, grid.group(rank, ("tp",)), norm_row)
-        norm_row = norm_row if grid.etp == 1 else norm_row / grid.etp + (norm_row - norm_row / grid.etp).detach()
+        norm_row = (
+            norm_row
+            if grid.tp == 1
+            else share(self._mesh.transport, grid.group(rank, ("tp",)), norm_row)
+        )
+        norm_row = (
+            norm_row
+            if grid.etp == 1
+            else norm_row / grid.etp + (norm_row - norm_row / grid.etp).detach()
+        )
         return (torch.cat([*common, norm_row.expand(self.num_experts // grid.ep, -1)], dim=1),)
 
     def _inner_call(self, call: ExpertCall, normed: Tensor | None = None) -> ExpertCall:
         """Return the call of the inner experts, with rows after the norm."""
         inner_common, norm_row = self._split(call.common)
         rows = self._normed(call.rows, norm_row) if normed is None else normed
-        return replace(call, common=inner_common, rows=rows, gates=_gates_and_shares(call)[:, 0].contiguous())
+        return replace(
+            call, common=inner_common, rows=rows, gates=_gates_and_shares(call)[:, 0].contiguous()
+        )
 
     def _split(self, common: Weights) -> tuple[Weights, Tensor]:
         """Return the inner experts' common parameters, and the norm's parameters, (columns,)."""
@@ -164,8 +195,14 @@ class WithResidual(AbstractExperts):
     def _normed(self, rows: Tensor, norm_row: Tensor) -> Tensor:
         if self.norm is None:
             return rows.view_as(rows)
-        parts = norm_row.split([shape.numel() for shape in self._shapes.values()]) if self._columns else ()
-        parameters = {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts)}
+        parts = (
+            norm_row.split([shape.numel() for shape in self._shapes.values()])
+            if self._columns
+            else ()
+        )
+        parameters = {
+            name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts)
+        }
         out: Tensor = functional_call(self.norm, parameters, (rows,))
         return out
 

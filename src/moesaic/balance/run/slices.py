@@ -57,7 +57,12 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
         cut: how the call is cut.
         call: the call.
     """
-    transport, token, expert, compiled = call.whole.transport, call.token, call.expert, call.whole.compiled
+    transport, token, expert, compiled = (
+        call.whole.transport,
+        call.token,
+        call.expert,
+        call.whole.compiled,
+    )
     rows, node_tokens = [], []
     for number in range(cut.num_slices):
         places, origin = cut.rows(number, call.origins)
@@ -67,18 +72,28 @@ def slices_of(cut: Cut, call: UncutCall) -> list[Slice]:
             node_tokens.append(call.find(token[own], expert[own]))
     if node_tokens:
         counts = torch.stack([each.counts for each in node_tokens])
-        all_counts = torch.stack(all_gather(transport, tuple(range(transport.world)), counts)).cpu().numpy()
+        all_counts = (
+            torch.stack(all_gather(transport, tuple(range(transport.world)), counts)).cpu().numpy()
+        )
         node_tokens = [
-            each.with_counts(all_counts[:, number], transport.rank) for number, each in enumerate(node_tokens)
+            each.with_counts(all_counts[:, number], transport.rank)
+            for number, each in enumerate(node_tokens)
         ]
 
     slices = []
     for number in range(cut.num_slices):
         own_node_tokens = node_tokens[number] if node_tokens else None
-        table, replicated = None if own_node_tokens is None else own_node_tokens.of_all, cut.replicated(number)
+        table, replicated = (
+            None if own_node_tokens is None else own_node_tokens.of_all,
+            cut.replicated(number),
+        )
         of_call = partial(compiled.sizes, tokens=call.tokens, units=call.units)
         sizes = partial(of_call, cut.copies(number), node_tokens=table, replicated=replicated)
-        indices = {"index": token[rows[number]].unsqueeze(1)} if own_node_tokens is None else own_node_tokens.indices
+        indices = (
+            {"index": token[rows[number]].unsqueeze(1)}
+            if own_node_tokens is None
+            else own_node_tokens.indices
+        )
         slices.append(Slice(rows[number], sizes, indices))
     return slices
 
@@ -115,12 +130,20 @@ class SlicedRun:
         """Return the run of one slice."""
         part, forward = self.slices[number], len(self.whole.compiled.forward.tasks)
         call = replace(
-            self.whole.call, sizes=part.sizes(), first_tag=first_tag, may_defer_wgrad=False, indices=Indices()
+            self.whole.call,
+            sizes=part.sizes(),
+            first_tag=first_tag,
+            may_defer_wgrad=False,
+            indices=Indices(),
         )
-        return replace(self.whole, call=call, backward_tag=first_tag + forward, indices=part.indices)
+        return replace(
+            self.whole, call=call, backward_tag=first_tag + forward, indices=part.indices
+        )
 
 
-def run_slices(cut: Cut, call: UncutCall, x: Tensor, gates: Tensor, sharded: Weights, common: Weights) -> Tensor:
+def run_slices(
+    cut: Cut, call: UncutCall, x: Tensor, gates: Tensor, sharded: Weights, common: Weights
+) -> Tensor:
     """Run dispatch, experts and combine slice by slice. Other arguments and the result are those of `run_program`.
 
     Args:
@@ -128,7 +151,9 @@ def run_slices(cut: Cut, call: UncutCall, x: Tensor, gates: Tensor, sharded: Wei
         call: the call.
     """
     sliced_run = SlicedRun(call.whole, slices_of(cut, call), cut.kept)
-    y: Tensor = RunSlices.apply(sliced_run, torch.is_grad_enabled(), len(sharded), x, gates, *sharded, *common)
+    y: Tensor = RunSlices.apply(
+        sliced_run, torch.is_grad_enabled(), len(sharded), x, gates, *sharded, *common
+    )
     return y
 
 
@@ -137,10 +162,19 @@ class RunSlices(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sliced_run: SlicedRun, has_grad: bool, num_sharded: int, x: Tensor, gates: Tensor, *weights: Tensor
+        ctx: Any,
+        sliced_run: SlicedRun,
+        has_grad: bool,
+        num_sharded: int,
+        x: Tensor,
+        gates: Tensor,
+        *weights: Tensor,
     ) -> Tensor:
         """Run the slices and sum their results; keep the inputs, and the values of the slices that are kept."""
-        tags, names = sliced_run.take_tags(), sliced_run.names if has_grad and any(ctx.needs_input_grad) else ()
+        tags, names = (
+            sliced_run.take_tags(),
+            sliced_run.names if has_grad and any(ctx.needs_input_grad) else (),
+        )
         total = torch.zeros_like(x, dtype=accumulate_dtype(x.dtype))
         states = [_RunState.now(x)] * len(sliced_run.slices)
         flat: list[Tensor] = []
@@ -149,8 +183,12 @@ class RunSlices(torch.autograd.Function):
             states[number] = _RunState.now(x)
             keeps = names if number < sliced_run.kept else ()
             run = sliced_run.run(number, tags[number])
-            inputs = inputs_of(run, x, gates[sliced_run.slices[number].rows], *_split(weights, num_sharded))
-            values = drive(interpret(run.compiled.forward, inputs, run.call, {*keeps, "y"}), run.transport)
+            inputs = inputs_of(
+                run, x, gates[sliced_run.slices[number].rows], *_split(weights, num_sharded)
+            )
+            values = drive(
+                interpret(run.compiled.forward, inputs, run.call, {*keeps, "y"}), run.transport
+            )
             y = values["y"]
             assert isinstance(y, Tensor)
             total += y
@@ -161,7 +199,12 @@ class RunSlices(torch.autograd.Function):
                 del tensors
             del values, y, inputs
         ctx.save_for_backward(x, gates, *weights, *flat)
-        ctx.work, ctx.num_sharded, ctx.num_inputs, ctx.states = sliced_run, num_sharded, 2 + len(weights), states
+        ctx.work, ctx.num_sharded, ctx.num_inputs, ctx.states = (
+            sliced_run,
+            num_sharded,
+            2 + len(weights),
+            states,
+        )
         ctx.layouts, ctx.tags = layouts, sliced_run.take_tags()
         return total.to(x.dtype)
 
@@ -171,7 +214,10 @@ class RunSlices(torch.autograd.Function):
         """Run the backward programs of kept slices; for each other slice, run its experts again, then its backward program."""
         (x, gates, *weights), kept = _take_saved(ctx)
         sliced_run: SlicedRun = ctx.work
-        tags, ctx.tags = ctx.tags or sliced_run.take_tags(), None  # a second backward pass needs new tags
+        tags, ctx.tags = (
+            ctx.tags or sliced_run.take_tags(),
+            None,
+        )  # a second backward pass needs new tags
         d_gates = torch.zeros_like(gates)
         totals: list[Tensor] = []
         for number, part in enumerate(sliced_run.slices):
@@ -179,11 +225,19 @@ class RunSlices(torch.autograd.Function):
             if not kept:
                 inputs = inputs_of(run, x, gates[part.rows], *_split(weights, ctx.num_sharded))
                 with ctx.states[number].again():
-                    kept = [drive(interpret(sliced_run.again, inputs, run.call, set(sliced_run.names)), run.transport)]
+                    kept = [
+                        drive(
+                            interpret(sliced_run.again, inputs, run.call, set(sliced_run.names)),
+                            run.transport,
+                        )
+                    ]
                 del inputs
             d_x, d_own, *d_parameters = run_backward(run, kept.pop(), dy)
             d_gates[part.rows] = d_own
-            totals = totals or [torch.zeros_like(value, dtype=accumulate_dtype(value.dtype)) for value in (x, *weights)]
+            totals = totals or [
+                torch.zeros_like(value, dtype=accumulate_dtype(value.dtype))
+                for value in (x, *weights)
+            ]
             for total, value in zip(totals, (d_x, *d_parameters), strict=True):
                 total += value
             del d_x, d_parameters

@@ -24,7 +24,15 @@ from moesaic.balance.replication.policy import (
     CallTraffic,
 )
 from moesaic.balance.replication.tables import spread, within
-from moesaic.balance.selector.options import STEPS, STEPS_REPLICATED, Option, Recipe, Weigher, is_even, option_plans
+from moesaic.balance.selector.options import (
+    STEPS,
+    STEPS_REPLICATED,
+    Option,
+    Recipe,
+    Weigher,
+    is_even,
+    option_plans,
+)
 from moesaic.errors import InputError
 from moesaic.program.grid import Grid
 from moesaic.program.plan import NO_REPLICATION, Plan
@@ -53,7 +61,9 @@ class Arbiter(AbstractReplicationPolicy):
 
     def __post_init__(self) -> None:
         if not 0 <= self.margin < 1:
-            raise InputError(f"arbiter.margin={self.margin}: choose a share of at least 0 and below 1")
+            raise InputError(
+                f"arbiter.margin={self.margin}: choose a share of at least 0 and below 1"
+            )
         if self.at_most < 1:
             raise InputError(f"arbiter.at_most={self.at_most}: must be at least 1")
 
@@ -68,7 +78,11 @@ class Arbiter(AbstractReplicationPolicy):
     def decide(self, load: CallLoad) -> np.ndarray:
         """Return the fastest table of replicated copies by the model, (world, num_experts, ep) int64."""
         plan = Plan(replication="arbiter")
-        replicated = self.start({ALONE: Plan(replication=NO_REPLICATION), REPLICATED: plan}).choose(load).replicated
+        replicated = (
+            self.start({ALONE: Plan(replication=NO_REPLICATION), REPLICATED: plan})
+            .choose(load)
+            .replicated
+        )
         return (replicated or NOTHING).table((*load.copies.shape, load.grid.ep))
 
 
@@ -100,7 +114,9 @@ class Arbitration(AbstractChooser):
         else:
             table = self._repeated(replicas)
         option = self._last
-        if table.is_empty and option.recipe.policy:  # nothing is left to replicate: the same steps without replication
+        if (
+            table.is_empty and option.recipe.policy
+        ):  # nothing is left to replicate: the same steps without replication
             program = STEPS if option.program == STEPS_REPLICATED else ALONE
             option = Option(program, Recipe(), (), 0.0)
 
@@ -144,9 +160,15 @@ class Arbitration(AbstractChooser):
         alone, known = options[0].seconds, {option.name: option for option in options}
         now = {name: 1 - option.seconds / alone if alone else 0.0 for name, option in known.items()}
         without = now.get(STEPS, 0.0)
-        now |= {name: without if name.startswith(STEPS) else 0.0 for name in self._saved if name not in now}
+        now |= {
+            name: without if name.startswith(STEPS) else 0.0
+            for name in self._saved
+            if name not in now
+        }
         self._known |= known
-        self._saved = {name: (self._saved.get(name, share) + share) / 2 for name, share in now.items()}
+        self._saved = {
+            name: (self._saved.get(name, share) + share) / 2 for name, share in now.items()
+        }
         name = max(self._saved, key=lambda name: self._saved[name])
         return self._known[name if self._saved[name] > self.settings.margin else ALONE]
 
@@ -155,12 +177,20 @@ class Arbitration(AbstractChooser):
         if not self._last.recipe.policy:
             return NOTHING
         scaled = None if self._scaled is None else self._scaled.fitted(replicas[0].load)
-        return self._spread(replicas, self.weigher.tables(self._last.recipe, replicas)) if scaled is None else scaled
+        return (
+            self._spread(replicas, self.weigher.tables(self._last.recipe, replicas))
+            if scaled is None
+            else scaled
+        )
 
-    def _spread(self, replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> Replications:
+    def _spread(
+        self, replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]
+    ) -> Replications:
         """Return a table over all ranks; it is kept for later calls, unless shadows are chosen as quickly as it is scaled."""
         table = spread(replicas, replicated)
-        if not table.is_empty and not (self._last.recipe.shadows and replicas[0].load.copies.size <= SMALL):
+        if not table.is_empty and not (
+            self._last.recipe.shadows and replicas[0].load.copies.size <= SMALL
+        ):
             self._scaled = ScaledTable(replicas[0], table)
         return table
 
@@ -184,7 +214,9 @@ class ScaledTable:
 
     def fitted(self, load: CallLoad) -> Replications | None:
         """Return the table for a call; None if the load has changed too much for it."""
-        amounts: np.ndarray = self._table.amount * load.copies.reshape(-1)[self._runs] // self._before
+        amounts: np.ndarray = (
+            self._table.amount * load.copies.reshape(-1)[self._runs] // self._before
+        )
         if self._busiest_under(load, amounts) > self._busiest + WORSE:
             return None
         return self._table._replace(amount=amounts).where(amounts > 0)
@@ -192,6 +224,8 @@ class ScaledTable:
     def _busiest_under(self, load: CallLoad, amounts: np.ndarray) -> float:
         """Return the load of the busiest place if these copies are replicated, relative to the mean."""
         ep, copies = load.grid.ep, load.copies.sum(0)
-        moved = np.bincount(self._table.helper, amounts, ep) - np.bincount(self._source, amounts, ep)
+        moved = np.bincount(self._table.helper, amounts, ep) - np.bincount(
+            self._source, amounts, ep
+        )
         loads = (copies.reshape(ep, -1).sum(1) + moved) * self._slowness
         return float(loads.max()) * ep / max(1, int(copies.sum()))

@@ -18,10 +18,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moesaic.balance.replication.cost import CallLoad, ReplicaLinks, ReplicaLoad, ReplicationCosts, replica_links
+from moesaic.balance.replication.cost import (
+    CallLoad,
+    ReplicaLinks,
+    ReplicaLoad,
+    ReplicationCosts,
+    replica_links,
+)
 from moesaic.balance.replication.eplb import redundant
 from moesaic.balance.replication.policy import ALONE, REPLICATED
-from moesaic.balance.replication.tables import DECIMALS, least_of, rows_of, shadows, shadows_above, spills
+from moesaic.balance.replication.tables import (
+    DECIMALS,
+    least_of,
+    rows_of,
+    shadows,
+    shadows_above,
+    spills,
+)
 from moesaic.program.grid import Grid
 from moesaic.program.plan import NO_REPLICATION, Plan
 from moesaic.program.replications import NOTHING, Replications
@@ -145,11 +158,19 @@ class Weigher:
     def tables(self, recipe: Recipe, replicas: Sequence[ReplicaLoad]) -> tuple[Replications, ...]:
         """Return the replications of a recipe in a call, within each replica of the experts."""
         thresholds = recipe.least or (1.0,) * len(replicas)
-        return tuple(recipe.table(replica, least, self._at_most) for replica, least in zip(replicas, thresholds))
+        return tuple(
+            recipe.table(replica, least, self._at_most)
+            for replica, least in zip(replicas, thresholds)
+        )
 
-    def works(self, program: str, replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]) -> list[Work]:
+    def works(
+        self, program: str, replicas: Sequence[ReplicaLoad], replicated: Sequence[Replications]
+    ) -> list[Work]:
         """Return the work of a call under a program, by replica of the experts."""
-        works = [work_of(replica, each, self._plans[program].chunks) for replica, each in zip(replicas, replicated)]
+        works = [
+            work_of(replica, each, self._plans[program].chunks)
+            for replica, each in zip(replicas, replicated)
+        ]
         r = self._plans[program].gather_weights
         if r is None or r == self._plans[ALONE].gather_weights:
             return works
@@ -172,7 +193,9 @@ class Weigher:
                 options.append(self._option(program, Recipe(), alone.replicated, works))
         return options
 
-    def _option(self, program: str, recipe: Recipe, replicated: tuple[Replications, ...], works: list[Work]) -> Option:
+    def _option(
+        self, program: str, recipe: Recipe, replicated: tuple[Replications, ...], works: list[Work]
+    ) -> Option:
         plan, costs = self._plans[program], self._costs
         parts = (plan.peer_groups - self._plans[ALONE].peer_groups) * costs.passes
         seconds = max(work.seconds(plan.chunks * plan.peer_groups) for work in works)
@@ -184,7 +207,9 @@ class Weigher:
     ) -> list[tuple[Recipe, tuple[Replications, ...], list[Work]]]:
         """Return recipe, table and work of the best table of each policy, without policies that replicate nothing."""
         prices = dict.fromkeys((self._costs.expert_us * 1e-6, 0.0))
-        tables = [[self._shadowed(replicas, price, whole) for price in prices] for whole in (False, True)]
+        tables = [
+            [self._shadowed(replicas, price, whole) for price in prices] for whole in (False, True)
+        ]
         spilling = [Recipe(limit=limit) for limit in SPILLS]
         if len(set(replicas[0].links.nodes.tolist())) > 1:
             spilling += [replace(recipe, near_first=True) for recipe in spilling]
@@ -192,7 +217,10 @@ class Weigher:
             tables.append([(recipe, self.tables(recipe, replicas)) for recipe in recipes])
         found = []
         for of_policy in tables:
-            priced = [(recipe, table, self.works(REPLICATED, replicas, table)) for recipe, table in of_policy]
+            priced = [
+                (recipe, table, self.works(REPLICATED, replicas, table))
+                for recipe, table in of_policy
+            ]
             found.append(min(priced, key=lambda each: self._option(REPLICATED, *each).seconds))
         return [each for each in found if not all(table.is_empty for table in each[1])]
 
@@ -200,9 +228,12 @@ class Weigher:
         self, replicas: Sequence[ReplicaLoad], price: float, whole: bool
     ) -> tuple[Recipe, tuple[Replications, ...]]:
         """Return the recipe and the table of shadows if each expert costs `price` more seconds."""
-        tables = tuple(shadows(each, price, at_most=self._at_most, whole=whole) for each in replicas)
+        tables = tuple(
+            shadows(each, price, at_most=self._at_most, whole=whole) for each in replicas
+        )
         thresholds = tuple(
-            1.0 if table.is_empty else least_of(replica, table, whole=whole) for replica, table in zip(replicas, tables)
+            1.0 if table.is_empty else least_of(replica, table, whole=whole)
+            for replica, table in zip(replicas, tables)
         )
         return Recipe(shadows=True, whole=whole, least=thresholds), tables
 
@@ -242,9 +273,15 @@ class Work:
         if not self.replicates:
             busiest = float(compute.max())
             return max(busiest, travel) + min(busiest, travel) / parts + self.fetch
-        arrives = self.fetch + self.travel_helped / 2  # over the same links as tokens that travel home
+        arrives = (
+            self.fetch + self.travel_helped / 2
+        )  # over the same links as tokens that travel home
         whole = travel / 2 + np.maximum(compute, arrives) + np.maximum(self.helped, travel / 2)
-        in_parts = np.maximum(compute, travel + arrives) + np.minimum(compute, travel) / parts + self.helped
+        in_parts = (
+            np.maximum(compute, travel + arrives)
+            + np.minimum(compute, travel) / parts
+            + self.helped
+        )
         seconds = whole if parts == 1 else np.minimum(whole, in_parts)
         return float(seconds.max()) + self.travel_helped / 2 + self.host
 
@@ -257,7 +294,11 @@ def work_of(replica: ReplicaLoad, replicated: Replications, chunks: int = 1) -> 
         replicated: the replications between the places of that replica.
         chunks: number of chunks in which the copies that are not replicated travel.
     """
-    rows, shards, passes = rows_of(replica, replicated), replica.origins.shape[1], replica.costs.passes
+    rows, shards, passes = (
+        rows_of(replica, replicated),
+        replica.origins.shape[1],
+        replica.costs.passes,
+    )
     messages, slowness = replica.links.start_up, replica.links.slowness
     moved = rows.home + rows.replicated
     across = int(moved.sum() - np.trace(moved))
@@ -294,14 +335,20 @@ def gathered_work(replica: ReplicaLoad, alone: Work, r: int) -> Work:
         return replace(
             alone,
             travel=alone.travel * r / shards,
-            fetch=(replica.costs.passes - 1) * gathered,  # forward, again in backward, and the gradients back
+            fetch=(replica.costs.passes - 1)
+            * gathered,  # forward, again in backward, and the gradients back
             token_bytes=alone.token_bytes * r // shards,
-            weight_bytes=(replica.costs.passes - 1) * num_fetched * replica.weight_bytes * replica.origins.size,
+            weight_bytes=(replica.costs.passes - 1)
+            * num_fetched
+            * replica.weight_bytes
+            * replica.origins.size,
         )
     # Every rank fetches all shards of all experts of the replica and computes its own copies.
     own_copies = replica.load.copies[replica.origins].sum(2)
     sent = shards * per_place * (1 - np.eye(len(replica.origins)))
-    fetched = replica.weight_bytes * replica.fullest(sent) + _fullest(shards * replica.links.start_up)
+    fetched = replica.weight_bytes * replica.fullest(sent) + _fullest(
+        shards * replica.links.start_up
+    )
     fetched += (shards - 1) * per_place * replica.weight_bytes * within
     num_fetched = (replica.origins.size - 1) * per_place
     return Work(
@@ -310,7 +357,10 @@ def gathered_work(replica: ReplicaLoad, alone: Work, r: int) -> Work:
         travel=0.0,
         fetch=(replica.costs.passes - 1) * fetched,
         rows=tuple(own_copies.sum(1).tolist()),
-        weight_bytes=(replica.costs.passes - 1) * num_fetched * replica.weight_bytes * replica.origins.size,
+        weight_bytes=(replica.costs.passes - 1)
+        * num_fetched
+        * replica.weight_bytes
+        * replica.origins.size,
     )
 
 

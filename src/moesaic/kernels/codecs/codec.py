@@ -59,7 +59,9 @@ class AbstractCodec(ABC):
         rows = rows.detach()
         self._check(rows)
         num_rows, dim = rows.shape
-        message = torch.empty(self.num_bytes(num_rows, dim, rows.dtype), dtype=torch.uint8, device=rows.device)
+        message = torch.empty(
+            self.num_bytes(num_rows, dim, rows.dtype), dtype=torch.uint8, device=rows.device
+        )
         if message.numel():
             self._write(rows, split(message, self.layout(num_rows, dim, rows.dtype)))
         return message
@@ -77,7 +79,9 @@ class AbstractCodec(ABC):
             (R, D) in `dtype`. The codec "none" returns a view of the message if that is aligned. Sum decoded rows in float32.
         """
         expected = self.num_bytes(num_rows, dim, dtype)
-        assert message.shape == (expected,), f"{self.name}: {expected} bytes expected, got {tuple(message.shape)}"
+        assert message.shape == (expected,), (
+            f"{self.name}: {expected} bytes expected, got {tuple(message.shape)}"
+        )
         if expected == 0:
             return torch.empty(num_rows, dim, dtype=dtype, device=message.device)
         return self._read(split(message, self.layout(num_rows, dim, dtype)), num_rows, dim, dtype)
@@ -113,7 +117,9 @@ class AbstractCodec(ABC):
         assert rows.dim() == 2, f"{self.name}: (rows, dim) expected, got {tuple(rows.shape)}"
         if rows.dtype not in FLOATS and not self.spec.is_lossless:
             takes = ", ".join(map(_name, FLOATS))
-            raise InputError(f"codec {self.name} takes rows in {takes}, got {rows.dtype}: use codec none for them")
+            raise InputError(
+                f"codec {self.name} takes rows in {takes}, got {rows.dtype}: use codec none for them"
+            )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -13,7 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.kernels.code_formats import FP8_LARGEST, FP8_WIDTH, INT8_LARGEST, compute_dtype, saturate, with_cast
+from moesaic.kernels.code_formats import (
+    FP8_LARGEST,
+    FP8_WIDTH,
+    INT8_LARGEST,
+    compute_dtype,
+    saturate,
+    with_cast,
+)
 from moesaic.kernels.codecs.codec import AbstractCodec
 from moesaic.kernels.pick import codes_by_triton
 
@@ -50,7 +57,9 @@ class Int8(AbstractEightBit):
         scale, integers = fields
         values = rows.to(scale.dtype)
         scale.copy_(scales(values.abs().amax(1, keepdim=True), INT8_LARGEST))
-        integers.copy_((values / scale).round_().clamp_(-INT8_LARGEST, INT8_LARGEST).nan_to_num_(0.0))
+        integers.copy_(
+            (values / scale).round_().clamp_(-INT8_LARGEST, INT8_LARGEST).nan_to_num_(0.0)
+        )
 
     def _bound(self, rows: Tensor) -> Tensor:
         values = rows.to(compute_dtype(rows.dtype))
@@ -68,7 +77,9 @@ def scales(largest: Tensor, levels: float) -> Tensor:
         levels: the largest number of the 8-bit format.
     """
     smallest = torch.finfo(largest.dtype).smallest_normal
-    quotient = largest / torch.full_like(largest, levels)  # by a number, a GPU multiplies by the rounded reciprocal
+    quotient = largest / torch.full_like(
+        largest, levels
+    )  # by a number, a GPU multiplies by the rounded reciprocal
     return quotient.clamp_(min=smallest).where(largest.isfinite(), torch.nan)
 
 

@@ -61,7 +61,9 @@ class AbstractSixteenBit(AbstractCodec):
             return torch.zeros_like(values).where(values.isfinite(), torch.inf)
         if self._is_scaled(rows.dtype):
             shift = self._shift(rows.to(compute_dtype(rows.dtype)))
-            on_transport = multiply_by_power(cast_error(multiply_by_power(values.abs(), shift), self.transport), -shift)
+            on_transport = multiply_by_power(
+                cast_error(multiply_by_power(values.abs(), shift), self.transport), -shift
+            )
         else:
             on_transport = cast_error(values.abs(), self.transport)
         return with_cast(rows, on_transport)

@@ -74,7 +74,9 @@ class Zfp(AbstractCodec):
     def _write(self, rows: Tensor, fields: list[Tensor]) -> None:
         values, shift, bad = prepare(rows)
         stream = _zfpy().compress_numpy(pad(values).numpy(), rate=self.rate, write_header=False)
-        assert len(stream) == fields[1].numel(), f"zfp: {len(stream)} bytes written, {fields[1].numel()} expected"
+        assert len(stream) == fields[1].numel(), (
+            f"zfp: {len(stream)} bytes written, {fields[1].numel()} expected"
+        )
         fields[0].copy_(shift)
         fields[1].copy_(torch.frombuffer(bytearray(stream), dtype=torch.uint8))
         fields[2].copy_(torch.from_numpy(np.packbits(bad.numpy())))
@@ -86,14 +88,18 @@ class Zfp(AbstractCodec):
         shape = (num_rows + -num_rows % BLOCK, dim + -dim % BLOCK)
         ztype = zfpy.type_double if is_double else zfpy.type_float
         decoded = zfpy._decompress(stream.numpy().tobytes(), ztype, shape, rate=self.rate)
-        values = multiply_by_power(torch.from_numpy(decoded)[:num_rows, :dim], -shift.to(torch.int32))
+        values = multiply_by_power(
+            torch.from_numpy(decoded)[:num_rows, :dim], -shift.to(torch.int32)
+        )
         bad = torch.from_numpy(np.unpackbits(flags.numpy(), count=num_rows).astype(bool))
         return saturate(values.masked_fill(bad[:, None], torch.nan), dtype).to(fields[0].device)
 
     def _bound(self, rows: Tensor) -> Tensor:
         values, shift, bad = prepare(rows)
         errors = torch.from_numpy(block_errors(pad(values).numpy(), self.rate))
-        per_value = errors.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: rows.shape[0], : rows.shape[1]]
+        per_value = errors.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[
+            : rows.shape[0], : rows.shape[1]
+        ]
         step = multiply_by_power(per_value + FLUSH[values.dtype], -shift)
         return with_cast(rows.cpu(), step).masked_fill(bad[:, None], torch.inf).to(rows.device)
 
@@ -155,6 +161,10 @@ def block_errors(values: np.ndarray, rate: int) -> np.ndarray:
     # A block's planes get its bits but for a flag and the exponent.
     plane_bits = BLOCK * BLOCK * rate - (9 if values.dtype == np.float32 else 12)
     width, planes = values.dtype.itemsize * 8, (plane_bits - 15) // 16
-    relative = CUT * 2.0 ** (2 - planes) + LOSSES * 2.0 ** (2 - width) + 2 * float(np.finfo(values.dtype).eps)
+    relative = (
+        CUT * 2.0 ** (2 - planes)
+        + LOSSES * 2.0 ** (2 - width)
+        + 2 * float(np.finfo(values.dtype).eps)
+    )
     errors = np.ldexp(WRAPPED if planes < SAFE_PLANES else relative, np.frexp(largest)[1])
     return np.where(largest == 0, 0.0, errors)  # a block of zeros is sent as such

@@ -18,7 +18,12 @@ ROWS, COLUMNS = 64, 64
 
 
 def bias_grad(
-    rows: Tensor, ends: Tensor, *, bias: Tensor | None = None, weight: Tensor | None = None, token: Tensor | None = None
+    rows: Tensor,
+    ends: Tensor,
+    *,
+    bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    token: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum each expert's rows times their weights.
 

@@ -73,7 +73,9 @@ def down_grad(
     splits = num_column_splits(tile, is_long=parts_of_up > 1 or activation.startswith("gelu"))
     capacity = max_tiles(num_rows, len(ends), tile.rows)
     matrix, by_descriptor = as_operand(down, (1, tile.depth, tile.columns), tile)
-    rows, rows_by_descriptor = as_operand(dy, (tile.rows, tile.depth), tile if token is None else None)
+    rows, rows_by_descriptor = as_operand(
+        dy, (tile.rows, tile.depth), tile if token is None else None
+    )
     _down_grad_kernel[(num_programs(tile, capacity * column_tiles, dy.device),)](
         rows, matrix, pre.contiguous(), d_pre, hidden, parts,
         dy if token is None else token, dy if weight is None else weight, row_tiles(ends, num_rows, tile.rows), capacity,
@@ -121,15 +123,32 @@ def _down_grad_kernel(
 ) -> None:
     column_tiles = tl.cdiv(width, BLOCK_N)
     num_row_tiles = tl.load(schedule)
-    for index in tl.range(tl.program_id(0), num_row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN):
+    for index in tl.range(
+        tl.program_id(0), num_row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN
+    ):
         row_tile, column_tile = place(index, num_row_tiles, column_tiles, GROUP)
-        expert, first, row, is_row, source = rows_of_tile(schedule, capacity, token, row_tile, GATHERED, BLOCK_R)
+        expert, first, row, is_row, source = rows_of_tile(
+            schedule, capacity, token, row_tile, GATHERED, BLOCK_R
+        )
         start = column_tile * BLOCK_N
         d_hidden = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
         for k in tl.range(0, depth, BLOCK_K):
-            a = rows_tile(dy, first, source, is_row, k, depth, stride_dy, ROWS_BY_DESCRIPTOR, BLOCK_K)
+            a = rows_tile(
+                dy, first, source, is_row, k, depth, stride_dy, ROWS_BY_DESCRIPTOR, BLOCK_K
+            )
             b = matrix_tile(
-                down, expert, start, k, width, depth, stride_expert, stride_w, False, BY_DESCRIPTOR, BLOCK_N, BLOCK_K
+                down,
+                expert,
+                start,
+                k,
+                width,
+                depth,
+                stride_expert,
+                stride_w,
+                False,
+                BY_DESCRIPTOR,
+                BLOCK_N,
+                BLOCK_K,
             )
             d_hidden = tl.dot(a, b, d_hidden, input_precision=PRECISION)
         factor = tl.full((BLOCK_R,), 1.0, tl.float32)
@@ -169,14 +188,40 @@ def activation_grad_in_splits(
     if SPLITS == 1:
         first, second = load_pre(pre, row, is_row, start, width, PARTS, BLOCK_N)
         d_row = activation_grad(
-            d_hidden, first, second, factor, d_pre, hidden, row, is_row, start, width, ACTIVATION, CLAMP, PARTS, BLOCK_N
+            d_hidden,
+            first,
+            second,
+            factor,
+            d_pre,
+            hidden,
+            row,
+            is_row,
+            start,
+            width,
+            ACTIVATION,
+            CLAMP,
+            PARTS,
+            BLOCK_N,
         )
     elif SPLITS == 2 and CLAMP is None:  # a clamp's formula leaves no registers for a second part
         left, right = halves(d_hidden, BLOCK_R, BLOCK_N)
         first, second = load_pre(pre, row, is_row, start, width, PARTS, HALF)
         next_first, next_second = load_pre(pre, row, is_row, start + HALF, width, PARTS, HALF)
         d_row = activation_grad(
-            left, first, second, factor, d_pre, hidden, row, is_row, start, width, ACTIVATION, CLAMP, PARTS, HALF
+            left,
+            first,
+            second,
+            factor,
+            d_pre,
+            hidden,
+            row,
+            is_row,
+            start,
+            width,
+            ACTIVATION,
+            CLAMP,
+            PARTS,
+            HALF,
         )
         d_row += activation_grad(
             right, next_first, next_second, factor, d_pre, hidden, row, is_row, start + HALF, width,
@@ -237,7 +282,11 @@ def activation_grad(
     column = start + tl.arange(0, BLOCK_N)
     inside = is_row[:, None] & (column < width)[None, :]
     first_element = row.to(tl.int64)[:, None] * width
-    to_pre, to_hidden, offset = d_pre + first_element * PARTS, hidden + first_element, column[None, :]
+    to_pre, to_hidden, offset = (
+        d_pre + first_element * PARTS,
+        hidden + first_element,
+        column[None, :],
+    )
     pre_first = first.to(tl.float32)
     active = act(pre_first, ACTIVATION, CLAMP)
     d_active = d_hidden * factor[:, None]
@@ -250,5 +299,7 @@ def activation_grad(
         d_first *= passed
         active *= passed
     tl.store(to_pre + offset, d_first.to(d_pre.dtype.element_ty), mask=inside)
-    tl.store(to_hidden + offset, (active * factor[:, None]).to(hidden.dtype.element_ty), mask=inside)
+    tl.store(
+        to_hidden + offset, (active * factor[:, None]).to(hidden.dtype.element_ty), mask=inside
+    )
     return tl.sum(tl.where(inside, d_hidden * active, 0.0), 1)

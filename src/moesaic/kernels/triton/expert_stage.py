@@ -38,7 +38,9 @@ TILES = ("up", "down", "down_grad", "rows_grad", "weight_grad", "weight_grad_dow
 """The names of a layer's grouped products, each with a tile of its own."""
 
 
-def shapes(num_rows: int, num_experts: int, dim: int, hidden: int, itemsize: int, *, gated: bool) -> dict[str, Shape]:
+def shapes(
+    num_rows: int, num_experts: int, dim: int, hidden: int, itemsize: int, *, gated: bool
+) -> dict[str, Shape]:
     """Return the sizes of a layer's grouped products, by their names in `TILES`.
 
     Args:
@@ -68,7 +70,10 @@ def default_tiles(work: ExpertWork) -> dict[str, Tile]:
     """Return the default tiles of a call, by the names in `TILES`."""
     sizes = (work.num_rows, len(work.ends), work.x.shape[1], work.hidden, work.x.itemsize)
     device = device_of(work.x.device)
-    return {name: tile_for(shape, device) for name, shape in shapes(*sizes, gated=work.up.shape[1] == 2).items()}
+    return {
+        name: tile_for(shape, device)
+        for name, shape in shapes(*sizes, gated=work.up.shape[1] == 2).items()
+    }
 
 
 def supports(work: ExpertWork) -> bool:
@@ -77,7 +82,9 @@ def supports(work: ExpertWork) -> bool:
 
 
 @torch.no_grad()
-def forward(work: ExpertWork, out_dtype: torch.dtype, tiles: Mapping[str, Tile] | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    work: ExpertWork, out_dtype: torch.dtype, tiles: Mapping[str, Tile] | None = None
+) -> tuple[Tensor, Tensor]:
     """Run the experts; see `ExpertKernel.forward`.
 
     Args:
@@ -89,16 +96,27 @@ def forward(work: ExpertWork, out_dtype: torch.dtype, tiles: Mapping[str, Tile] 
         return whole_batch.forward(work, out_dtype)
     tile = default_tiles(work) if tiles is None else tiles
     token, y_places = _narrow(work.x_rows), _narrow(work.out_rows)
-    pre, hidden = up(work.x, work.up, work.ends, tile["up"], **_form(work), bias=work.up_bias, token=token)
+    pre, hidden = up(
+        work.x, work.up, work.ends, tile["up"], **_form(work), bias=work.up_bias, token=token
+    )
     weight = None if work.down_bias is None else work.gates
-    options: dict[str, Any] = {"transposed": True, "bias": work.down_bias, "weight": weight, "places": y_places}
+    options: dict[str, Any] = {
+        "transposed": True,
+        "bias": work.down_bias,
+        "weight": weight,
+        "places": y_places,
+    }
     rows = rows_times(hidden, work.down, work.ends, tile["down"], **options)
     return _summed(rows, work, out_dtype), pre
 
 
 @torch.no_grad()
 def backward(
-    work: ExpertWork, pre: Tensor, dy: Tensor, wanted: Wanted, tiles: Mapping[str, Tile] | None = None
+    work: ExpertWork,
+    pre: Tensor,
+    dy: Tensor,
+    wanted: Wanted,
+    tiles: Mapping[str, Tile] | None = None,
 ) -> Gradients:
     """Compute the gradients; see `ExpertKernel.backward`.
 
@@ -112,23 +130,35 @@ def backward(
     if not supports(work):
         return whole_batch.backward(work, pre, dy, wanted)
     tile = default_tiles(work) if tiles is None else tiles
-    x_token, token, ends, d_gates, d_x = _narrow(work.x_rows), _narrow(work.y_rows), work.ends, None, None
-    d_pre, hidden, parts = down_grad(dy, work.down, pre, ends, tile["down_grad"], **_form(work), token=token)
+    x_token, token, ends, d_gates, d_x = (
+        _narrow(work.x_rows),
+        _narrow(work.y_rows),
+        work.ends,
+        None,
+        None,
+    )
+    d_pre, hidden, parts = down_grad(
+        dy, work.down, pre, ends, tile["down_grad"], **_form(work), token=token
+    )
     d_down_bias = d_up_bias = None
     if work.down_bias is not None:
-        d_down_bias, more_parts = bias_grad(dy, ends, bias=work.down_bias, weight=work.gates, token=token)
+        d_down_bias, more_parts = bias_grad(
+            dy, ends, bias=work.down_bias, weight=work.gates, token=token
+        )
         parts = torch.cat([parts, more_parts], 1)
     if wanted.gates and work.gates is not None:
         d_gates = whole_batch.of_sent(parts.sum(1), work).to(work.gates.dtype)
     d_down = d_up = None
     if wanted.weights:
         order = longest_first(ends)
-        d_down = outer_products(dy, hidden, ends, tile["weight_grad_down"], p_token=token, order=order)
+        d_down = outer_products(
+            dy, hidden, ends, tile["weight_grad_down"], p_token=token, order=order
+        )
     del hidden
     if wanted.weights:
-        d_up = outer_products(d_pre, work.x, ends, tile["weight_grad"], q_token=x_token, order=order).view(
-            work.up.shape
-        )
+        d_up = outer_products(
+            d_pre, work.x, ends, tile["weight_grad"], q_token=x_token, order=order
+        ).view(work.up.shape)
     if wanted.weights and work.up_bias is not None:
         d_up_bias = bias_grad(d_pre, ends)[0].view(work.up_bias.shape)
     if wanted.x:
@@ -137,14 +167,21 @@ def backward(
         del d_pre
         d_x = _summed(rows, work, work.x.dtype)
     d_down_bias = d_down_bias if wanted.weights else None
-    return Gradients(x=d_x, gates=d_gates, up=d_up, up_bias=d_up_bias, down=d_down, down_bias=d_down_bias)
+    return Gradients(
+        x=d_x, gates=d_gates, up=d_up, up_bias=d_up_bias, down=d_down, down_bias=d_down_bias
+    )
 
 
 def rows_times_any(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply each expert's rows by its matrix, with a default tile: (R, K) x (E, K, N) -> (R, N)."""
     transposed = w.stride(2) != 1 and w.stride(1) == 1
     shape = Shape(
-        product="down", rows=len(x), num_experts=len(ends), columns=w.shape[2], depth=w.shape[1], itemsize=x.itemsize
+        product="down",
+        rows=len(x),
+        num_experts=len(ends),
+        columns=w.shape[2],
+        depth=w.shape[1],
+        itemsize=x.itemsize,
     )
     tile = tile_for(shape, device_of(x.device))
     return rows_times(x, w.transpose(1, 2) if transposed else w, ends, tile, transposed=transposed)
@@ -174,4 +211,6 @@ def _summed(rows: Tensor, work: ExpertWork, dtype: torch.dtype) -> Tensor:
     if work.dispatch is None:
         return rows.to(dtype)
     dispatch = work.dispatch
-    return sum_tokens(rows, dispatch.by_token, dispatch.starts, None, dispatch.per_token or 0, dtype)
+    return sum_tokens(
+        rows, dispatch.by_token, dispatch.starts, None, dispatch.per_token or 0, dtype
+    )

@@ -98,9 +98,13 @@ def _rows_kernel(
 ) -> None:
     column_tiles = tl.cdiv(columns, BLOCK_N)
     num_row_tiles = tl.load(schedule)
-    for index in tl.range(tl.program_id(0), num_row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN):
+    for index in tl.range(
+        tl.program_id(0), num_row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN
+    ):
         row_tile, column_tile = place(index, num_row_tiles, column_tiles, GROUP)
-        expert, first, row, is_row, source = rows_of_tile(schedule, capacity, schedule, row_tile, False, BLOCK_R)
+        expert, first, row, is_row, source = rows_of_tile(
+            schedule, capacity, schedule, row_tile, False, BLOCK_R
+        )
         start = column_tile * BLOCK_N
         factor = tl.full((BLOCK_R,), 1.0, tl.float32)
         if WEIGHTED:
@@ -116,7 +120,11 @@ def _rows_kernel(
         column = start + tl.arange(0, BLOCK_N)
         own_place = tl.load(places + row, mask=is_row, other=0) if PLACED else row
         pointers = out + own_place.to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(pointers, total.to(out.dtype.element_ty), mask=is_row[:, None] & (column < columns)[None, :])
+        tl.store(
+            pointers,
+            total.to(out.dtype.element_ty),
+            mask=is_row[:, None] & (column < columns)[None, :],
+        )
 
 
 @triton.jit

@@ -58,19 +58,27 @@ def _nf4_kernel(
     index = tl.program_id(0)
     if index < num_row_tiles * column_tiles:
         row_tile, column_tile = place(index, num_row_tiles, column_tiles, GROUP)
-        expert, first, row, is_row, source = rows_of_tile(schedule, capacity, schedule, row_tile, False, BLOCK_R)
+        expert, first, row, is_row, source = rows_of_tile(
+            schedule, capacity, schedule, row_tile, False, BLOCK_R
+        )
         start = column_tile * BLOCK
         total = tl.zeros((BLOCK_R, BLOCK), tl.float32)
         for k in tl.range(0, depth, BLOCK):
             a = rows_tile(x, first, source, is_row, k, depth, depth, False, BLOCK)
             if TRANSPOSED:
-                b = tl.trans(matrix_tile(codes, scales, values, expert, start, k, height, width, BLOCK))
+                b = tl.trans(
+                    matrix_tile(codes, scales, values, expert, start, k, height, width, BLOCK)
+                )
             else:
                 b = matrix_tile(codes, scales, values, expert, k, start, height, width, BLOCK)
             total = tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
         column = start + tl.arange(0, BLOCK)
         pointers = out + row.to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(pointers, total.to(out.dtype.element_ty), mask=is_row[:, None] & (column < columns)[None, :])
+        tl.store(
+            pointers,
+            total.to(out.dtype.element_ty),
+            mask=is_row[:, None] & (column < columns)[None, :],
+        )
 
 
 @triton.jit
@@ -86,9 +94,9 @@ def matrix_tile(
     inside = r < height
     own_row = expert.to(tl.int64) * height + r
     byte = column // 2 + tl.arange(0, BLOCK // 2)
-    packed = tl.load(codes + own_row[:, None] * (width // 2) + byte[None, :], mask=inside[:, None], other=0).to(
-        tl.int32
-    )
+    packed = tl.load(
+        codes + own_row[:, None] * (width // 2) + byte[None, :], mask=inside[:, None], other=0
+    ).to(tl.int32)
     pairs = tl.join(tl.load(values + (packed >> 4)), tl.load(values + (packed & 15)))
     scale = tl.load(scales + own_row * (width // BLOCK) + column // BLOCK, mask=inside, other=0.0)
     return tl.reshape(pairs, (BLOCK, BLOCK)) * scale[:, None]

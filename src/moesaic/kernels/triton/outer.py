@@ -54,8 +54,12 @@ def outer_products(
     is_gathered = (
         p_token is not None or q_token is not None
     )  # if so, half of the stages load row numbers ahead of the rows
-    p_steps, p_by_descriptor = as_operand(p, (tile.depth, tile.rows), tile if p_token is None else None)
-    q_steps, q_by_descriptor = as_operand(q, (tile.depth, tile.columns), tile if q_token is None else None)
+    p_steps, p_by_descriptor = as_operand(
+        p, (tile.depth, tile.rows), tile if p_token is None else None
+    )
+    q_steps, q_by_descriptor = as_operand(
+        q, (tile.depth, tile.columns), tile if q_token is None else None
+    )
     _outer_kernel[(num_programs(tile, len(ends) * per_expert, p.device),)](
         p, q, p_steps, q_steps, out, p if p_token is None else p_token, q if q_token is None else q_token, ends,
         longest_first(ends) if order is None else order, len(ends), out.shape[1], out.shape[2],
@@ -110,19 +114,76 @@ def _outer_kernel(
         whole = start + (end - start) // BLOCK_R * BLOCK_R
         for row in tl.range(start, whole, BLOCK_R):
             left = step_tile(
-                p_steps, p_token, row, end, first_n, height, P_GATHERED, P_BY_DESCRIPTOR, False, WIDE, BLOCK_R, BLOCK_N
+                p_steps,
+                p_token,
+                row,
+                end,
+                first_n,
+                height,
+                P_GATHERED,
+                P_BY_DESCRIPTOR,
+                False,
+                WIDE,
+                BLOCK_R,
+                BLOCK_N,
             )
             right = step_tile(
-                q_steps, q_token, row, end, first_k, width, Q_GATHERED, Q_BY_DESCRIPTOR, False, WIDE, BLOCK_R, BLOCK_K
+                q_steps,
+                q_token,
+                row,
+                end,
+                first_k,
+                width,
+                Q_GATHERED,
+                Q_BY_DESCRIPTOR,
+                False,
+                WIDE,
+                BLOCK_R,
+                BLOCK_K,
             )
             total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
         if whole < end:
-            left = step_tile(p, p_token, whole, end, first_n, height, P_GATHERED, False, True, WIDE, BLOCK_R, BLOCK_N)
-            right = step_tile(q, q_token, whole, end, first_k, width, Q_GATHERED, False, True, WIDE, BLOCK_R, BLOCK_K)
+            left = step_tile(
+                p,
+                p_token,
+                whole,
+                end,
+                first_n,
+                height,
+                P_GATHERED,
+                False,
+                True,
+                WIDE,
+                BLOCK_R,
+                BLOCK_N,
+            )
+            right = step_tile(
+                q,
+                q_token,
+                whole,
+                end,
+                first_k,
+                width,
+                Q_GATHERED,
+                False,
+                True,
+                WIDE,
+                BLOCK_R,
+                BLOCK_K,
+            )
             total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
         n, k = first_n + tl.arange(0, BLOCK_N), first_k + tl.arange(0, BLOCK_K)
-        pointers = out + expert.to(tl.int64) * height * width + n.to(tl.int64)[:, None] * width + k[None, :]
-        tl.store(pointers, total.to(out.dtype.element_ty), mask=(n < height)[:, None] & (k < width)[None, :])
+        pointers = (
+            out
+            + expert.to(tl.int64) * height * width
+            + n.to(tl.int64)[:, None] * width
+            + k[None, :]
+        )
+        tl.store(
+            pointers,
+            total.to(out.dtype.element_ty),
+            mask=(n < height)[:, None] & (k < width)[None, :],
+        )
 
 
 @triton.jit

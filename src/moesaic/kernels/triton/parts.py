@@ -117,7 +117,9 @@ def bias_tile(
 
 
 @triton.jit
-def place(index: tl.tensor, num_row_tiles: tl.tensor, num_column_tiles: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
+def place(
+    index: tl.tensor, num_row_tiles: tl.tensor, num_column_tiles: tl.tensor, GROUP: tl.constexpr
+) -> tl.tensor:
     """Return the (row tile, column tile) that is processed as number `index`.
 
     The order goes through the columns of GROUP row tiles, then through those of the next GROUP row tiles.
@@ -186,7 +188,13 @@ def row_tiles(ends: Tensor, num_rows: int, height: int) -> Tensor:
         return schedule.zero_()
     grid = (triton.cdiv(capacity, WIDTH),)
     _schedule_kernel[grid](
-        ends, schedule, num_experts, capacity, HEIGHT=height, EXPERTS=triton.next_power_of_2(num_experts), WIDTH=WIDTH
+        ends,
+        schedule,
+        num_experts,
+        capacity,
+        HEIGHT=height,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        WIDTH=WIDTH,
     )
     return schedule
 
@@ -211,7 +219,9 @@ def _schedule_kernel(
     owner = tl.sum((tiles_end[None, :] <= tile[:, None]).to(tl.int32), 1)
     is_real = tile < total
     before = tl.sum(tl.where(expert[None, :] < owner[:, None], tiles[None, :], 0), 1)
-    first = tl.load(ends + owner - 1, mask=is_real & (owner > 0), other=0) + (tile - before) * HEIGHT
+    first = (
+        tl.load(ends + owner - 1, mask=is_real & (owner > 0), other=0) + (tile - before) * HEIGHT
+    )
     last = tl.load(ends + owner, mask=is_real, other=0)
     if tl.program_id(0) == 0:
         tl.store(schedule, total)

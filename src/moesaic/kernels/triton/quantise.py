@@ -117,7 +117,9 @@ def _int8_encode_kernel(
     bad = tl.zeros((CHUNK,), tl.int32)
     for first in tl.range(0, dim, CHUNK):
         column = first + tl.arange(0, CHUNK)
-        size = tl.abs(tl.load(rows + row * dim + column, mask=column < dim, other=0.0).to(tl.float32))
+        size = tl.abs(
+            tl.load(rows + row * dim + column, mask=column < dim, other=0.0).to(tl.float32)
+        )
         is_finite = size < float("inf")
         bad = tl.where(is_finite, bad, 1)
         largest = tl.maximum(largest, tl.where(is_finite, size, 0.0))
@@ -152,7 +154,9 @@ def _fp8_encode_kernel(
     scale = scale_of(largest, tl.min(is_finite.to(tl.int32), 1) == 1, LARGEST)
     tl.store(scales + row * blocks + block, scale, mask=block < blocks)
     scaled = tl.div_rn(value, tl.zeros((BLOCKS, WIDTH), tl.float32) + scale[:, None])
-    clamped = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST), float("nan"))
+    clamped = tl.where(
+        scaled == scaled, tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST), float("nan")
+    )
     tl.store(codes + row * dim + column, to_e4m3(clamped).to(tl.uint8), mask=column < dim)
 
 

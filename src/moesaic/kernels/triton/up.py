@@ -18,7 +18,16 @@ from torch import Tensor
 
 from moesaic.kernels.activation import Clamp
 from moesaic.kernels.triton.grouped import rows_tile
-from moesaic.kernels.triton.parts import act, bias_tile, gated, halves, max_tiles, place, row_tiles, rows_of_tile
+from moesaic.kernels.triton.parts import (
+    act,
+    bias_tile,
+    gated,
+    halves,
+    max_tiles,
+    place,
+    row_tiles,
+    rows_of_tile,
+)
 from moesaic.kernels.triton.rows.launch import as_operand, dot_precision, num_programs, unit_stride
 from moesaic.kernels.triton.rows.tiles import Tile, num_column_splits
 
@@ -59,7 +68,9 @@ def up(
     capacity = max_tiles(num_rows, len(ends), tile.rows)
     programs = num_programs(tile, capacity * triton.cdiv(width, tile.columns), x.device)
     matrix, by_descriptor = as_operand(w, (1, parts, tile.columns, tile.depth), tile)
-    rows, rows_by_descriptor = as_operand(x, (tile.rows, tile.depth), tile if token is None else None)
+    rows, rows_by_descriptor = as_operand(
+        x, (tile.rows, tile.depth), tile if token is None else None
+    )
     _up_kernel[(programs,)](
         rows, matrix, pre, hidden, x if bias is None else bias.contiguous(), x if token is None else token,
         x if weight is None else weight, row_tiles(ends, num_rows, tile.rows), capacity, width, x.shape[1], x.stride(0),
@@ -85,9 +96,13 @@ def _up_kernel(
 ) -> None:  # fmt: skip
     column_tiles = tl.cdiv(width, BLOCK_N)
     num_row_tiles = tl.load(schedule)
-    for index in tl.range(tl.program_id(0), num_row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN):
+    for index in tl.range(
+        tl.program_id(0), num_row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN
+    ):
         row_tile, column_tile = place(index, num_row_tiles, column_tiles, GROUP)
-        expert, first, row, is_row, source = rows_of_tile(schedule, capacity, token, row_tile, GATHERED, BLOCK_R)
+        expert, first, row, is_row, source = rows_of_tile(
+            schedule, capacity, token, row_tile, GATHERED, BLOCK_R
+        )
         start = column_tile * BLOCK_N
         ones = tl.full((BLOCK_R,), 1.0, tl.float32)
         total = bias_tile(bias, ones, expert, start, width, BIASED, PARTS, BLOCK_R, BLOCK_N)
@@ -149,8 +164,12 @@ def parts_tile(
         n = tl.arange(0, PARTS * BLOCK_N)
         own_column, step = column + n % BLOCK_N, k + tl.arange(0, BLOCK_K)
         base = w + expert.to(tl.int64) * stride_expert
-        pointers = base + ((n // BLOCK_N) * stride_part + own_column * stride_w)[None, :] + step[:, None]
-        matrices = tl.load(pointers, mask=(step < depth)[:, None] & (own_column < columns)[None, :], other=0.0)
+        pointers = (
+            base + ((n // BLOCK_N) * stride_part + own_column * stride_w)[None, :] + step[:, None]
+        )
+        matrices = tl.load(
+            pointers, mask=(step < depth)[:, None] & (own_column < columns)[None, :], other=0.0
+        )
     return matrices
 
 

@@ -6,7 +6,14 @@ class explains itself.
 
 from __future__ import annotations
 
-from moesaic.program.all_to_all.algorithms import Hier1D, Hier2D, Hier3D, Linear, NaiveAggregation, Pipelined
+from moesaic.program.all_to_all.algorithms import (
+    Hier1D,
+    Hier2D,
+    Hier3D,
+    Linear,
+    NaiveAggregation,
+    Pipelined,
+)
 from moesaic.program.all_to_all.all_to_all import AbstractAllToAll
 from moesaic.program.all_to_all.sequential import Sequential
 
@@ -20,4 +27,13 @@ ALL_TO_ALLS: dict[str, AbstractAllToAll] = {
     "sequential": Sequential(),
 }
 
-__all__ = ["ALL_TO_ALLS", "AbstractAllToAll", "Hier1D", "Hier2D", "Hier3D", "Linear", "NaiveAggregation", "Pipelined"]
+__all__ = [
+    "ALL_TO_ALLS",
+    "AbstractAllToAll",
+    "Hier1D",
+    "Hier2D",
+    "Hier3D",
+    "Linear",
+    "NaiveAggregation",
+    "Pipelined",
+]

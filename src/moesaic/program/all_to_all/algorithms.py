@@ -76,12 +76,17 @@ class Hier2D(AbstractAllToAll):
 
     def paths(self, node_map: NodeMap) -> dict[int, np.ndarray]:
         ranks, ranks_by_node = np.array(node_map.ranks), np.array(node_map.nodes)
-        node, local = np.divmod(np.arange(len(ranks)), ranks_by_node.shape[1])  # ranks of a group are node-major
+        node, local = np.divmod(
+            np.arange(len(ranks)), ranks_by_node.shape[1]
+        )  # ranks of a group are node-major
         source, target = np.nonzero(~np.eye(len(ranks), dtype=bool))
         mate = ranks_by_node[node[source], local[target]]
         source, target = ranks[source], ranks[target]
         hops = (source, mate), (mate, target)
-        legs = {number: np.stack([source, target, *leg])[:, leg[0] != leg[1]] for number, leg in enumerate(hops)}
+        legs = {
+            number: np.stack([source, target, *leg])[:, leg[0] != leg[1]]
+            for number, leg in enumerate(hops)
+        }
         return {number: legs_of_hop for number, legs_of_hop in legs.items() if legs_of_hop.shape[1]}
 
 
@@ -120,7 +125,9 @@ class Hier3D(AbstractAllToAll):
     def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
         source_node, target_node = node_map.node(source), node_map.node(target)
         mate = node_map.rank(source_node, node_map.local(target))
-        relay_node = node_map.like(source_node, target_node, self.nodes_per_group(len(node_map.nodes)))
+        relay_node = node_map.like(
+            source_node, target_node, self.nodes_per_group(len(node_map.nodes))
+        )
         relay = node_map.rank(relay_node, node_map.local(target))
         return legs_of((0, source, mate), (1, mate, relay), (2, relay, target))
 

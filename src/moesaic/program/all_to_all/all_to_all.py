@@ -115,7 +115,9 @@ class NodeMap:
         return node // size * size + other % size
 
 
-def legs_by_hop(link: AbstractAllToAll, grid: Grid, group: tuple[Axis, ...]) -> dict[int, np.ndarray]:
+def legs_by_hop(
+    link: AbstractAllToAll, grid: Grid, group: tuple[Axis, ...]
+) -> dict[int, np.ndarray]:
     """Return for each hop the legs of all packets within all groups over some axes, as `AbstractAllToAll.paths` does.
 
     (4, packets) int64 each. A hop without packets is left out.
@@ -127,7 +129,8 @@ def legs_by_hop(link: AbstractAllToAll, grid: Grid, group: tuple[Axis, ...]) -> 
             by_hop.setdefault(hop, []).append(legs)
     shifts = np.arange(0, grid.world, sum(map(len, kinds)))
     return {
-        hop: (np.concatenate(legs, axis=1)[:, None] + shifts[:, None]).reshape(4, -1) for hop, legs in by_hop.items()
+        hop: (np.concatenate(legs, axis=1)[:, None] + shifts[:, None]).reshape(4, -1)
+        for hop, legs in by_hop.items()
     }
 
 
@@ -160,10 +163,14 @@ def check_link(link: AbstractAllToAll, name: str, grid: Grid, group: tuple[Axis,
 def check_hops(hops: tuple[Hop, ...], where: str) -> None:
     """Raise InputError, whose message starts with `where`, unless hops can be issued in their order."""
     if not isinstance(hops, tuple) or not hops:
-        raise InputError(f"{where}hops are {hops!r}: return a tuple of at least one Hop(lane, reads)")
+        raise InputError(
+            f"{where}hops are {hops!r}: return a tuple of at least one Hop(lane, reads)"
+        )
     for number, hop in enumerate(hops):
         if hop.lane not in (Lane.INTRA, Lane.INTER):
-            raise InputError(f"{where}hop {number} is on {hop.lane}: choose Lane.INTRA or Lane.INTER")
+            raise InputError(
+                f"{where}hop {number} is on {hop.lane}: choose Lane.INTRA or Lane.INTER"
+            )
         reads = hop.reads if isinstance(hop.reads, tuple) else ()
         if not reads or not all(PACKED <= read < number for read in reads):
             raise InputError(
@@ -183,13 +190,17 @@ def check_paths(link: AbstractAllToAll, node_map: NodeMap, where: str) -> None:
         for leg in legs:
             name = f"{path}: the leg {leg.source} to {leg.target} in hop {leg.hop}"
             if not last < leg.hop < len(hops):
-                raise InputError(f"{name} needs a hop after {last}, of hops 0 to {len(hops) - 1}: change its hop")
+                raise InputError(
+                    f"{name} needs a hop after {last}, of hops 0 to {len(hops) - 1}: change its hop"
+                )
             if leg.source != at or leg.target == at or leg.target not in node_map.ranks:
                 raise InputError(
                     f"{name} does not start at {at}, or not end at another rank of {node_map.ranks}: change it"
                 )
             if last not in hops[leg.hop].reads:
-                raise InputError(f"{name} passes on a packet of hop {last}: add {last} to the reads of hop {leg.hop}")
+                raise InputError(
+                    f"{name} passes on a packet of hop {last}: add {last} to the reads of hop {leg.hop}"
+                )
             if hops[leg.hop].lane is Lane.INTRA and node_map.node(at) != node_map.node(leg.target):
                 raise InputError(f"{name} leaves a node: put the hop on Lane.INTER")
             at, last = leg.target, leg.hop

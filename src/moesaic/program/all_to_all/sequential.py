@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from moesaic.program.all_to_all.all_to_all import PACKED, AbstractAllToAll, Hop, Leg, NodeMap, legs_of
+from moesaic.program.all_to_all.all_to_all import (
+    PACKED,
+    AbstractAllToAll,
+    Hop,
+    Leg,
+    NodeMap,
+    legs_of,
+)
 from moesaic.program.task import Lane
 
 
@@ -16,7 +23,9 @@ class Sequential(AbstractAllToAll):
 
     def hops(self, node_map: NodeMap) -> tuple[Hop, ...]:
         rounds = range(max(len(node_map.ranks) - 1, 1))
-        return tuple(Hop(Lane.INTER, (PACKED, number - 1) if number else (PACKED,)) for number in rounds)
+        return tuple(
+            Hop(Lane.INTER, (PACKED, number - 1) if number else (PACKED,)) for number in rounds
+        )
 
     def path(self, node_map: NodeMap, source: int, target: int) -> tuple[Leg, ...]:
         places = {rank: place for place, rank in enumerate(node_map.ranks)}

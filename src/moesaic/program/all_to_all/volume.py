@@ -35,7 +35,9 @@ class Traffic:
     across_messages: int
     """Messages that cross nodes."""
 
-    def num_bytes(self, dim: int, element_bytes: int, lane_bytes: int = 4, unit_columns: int = 0) -> tuple[int, int]:
+    def num_bytes(
+        self, dim: int, element_bytes: int, lane_bytes: int = 4, unit_columns: int = 0
+    ) -> tuple[int, int]:
         """Return the bytes (inside nodes, across nodes), without encoding.
 
         Args:
@@ -86,7 +88,9 @@ def traffic(program: Program, sizes: CallSizes, node_of: Callable[[int], int]) -
     return entries
 
 
-def messages_of(task: Task, slots: dict[str, Slot], sizes: CallSizes) -> Iterator[tuple[int, int, int]]:
+def messages_of(
+    task: Task, slots: dict[str, Slot], sizes: CallSizes
+) -> Iterator[tuple[int, int, int]]:
     """Yield (source, target, rows) of every message of a movement or hop that has rows.
 
     Args:

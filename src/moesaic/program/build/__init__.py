@@ -12,6 +12,12 @@ from collections.abc import Callable
 from moesaic.program.build.schedules import baseline, s1, s2, s3, ted
 from moesaic.program.task import Program
 
-SCHEDULES: dict[str, Callable[[bool], Program]] = {"baseline": baseline, "ted": ted, "s1": s1, "s2": s2, "s3": s3}
+SCHEDULES: dict[str, Callable[[bool], Program]] = {
+    "baseline": baseline,
+    "ted": ted,
+    "s1": s1,
+    "s2": s2,
+    "s3": s3,
+}
 
 __all__ = ["SCHEDULES", "baseline", "s1", "s2", "s3", "ted"]

@@ -28,32 +28,55 @@ class Builder:
         self._inputs.append(name)
         return self._slot(name, kind, layout, states)
 
-    def permute(self, tokens: str, index: str, name: str, layout: Layout, states: States | None = None) -> str:
+    def permute(
+        self, tokens: str, index: str, name: str, layout: Layout, states: States | None = None
+    ) -> str:
         """Copy tokens to rows. Pass `states` if ranks with the same tokens take different rows."""
         row_states = self._states(tokens) if states is None else states
-        return self._task(Op.PERMUTE, (tokens, index), name, Kind.ROWS, layout, row_states, Stage.DISPATCH)
+        return self._task(
+            Op.PERMUTE, (tokens, index), name, Kind.ROWS, layout, row_states, Stage.DISPATCH
+        )
 
-    def combine(self, rows: str, index: str, name: str, layout: Layout, states: States | None = None) -> str:
+    def combine(
+        self, rows: str, index: str, name: str, layout: Layout, states: States | None = None
+    ) -> str:
         """Sum rows to tokens. Pass `states` if ranks sum different rows into the same tokens."""
         kind = Kind.TOKENS if layout.flow == "tokens" else Kind.ROWS
         summed_states = self._states(rows) if states is None else states
-        return self._task(Op.COMBINE, (rows, index), name, kind, layout, summed_states, Stage.COMBINE)
+        return self._task(
+            Op.COMBINE, (rows, index), name, kind, layout, summed_states, Stage.COMBINE
+        )
 
     def expert(self, rows: str, gates: str, name: str) -> str:
         """Run the experts. Rows and gates are replicated over etp, the results are partial sums over etp."""
         weights = [self.input("w", Kind.WEIGHT, Layout(flow="weights", experts="rank"), {})]
         if self._bias:
-            bias = self.input("b", Kind.WEIGHT, Layout(flow="bias", experts="rank"), {"etp": State.IDENTICAL})
+            bias = self.input(
+                "b", Kind.WEIGHT, Layout(flow="bias", experts="rank"), {"etp": State.IDENTICAL}
+            )
             shard_layout = Layout(flow="bias", experts="rank")
             weights.append(
-                self.move(bias, "b_shards", shard_layout, ("etp",), {"etp": State.REPLICATED}, Stage.DISPATCH)
+                self.move(
+                    bias,
+                    "b_shards",
+                    shard_layout,
+                    ("etp",),
+                    {"etp": State.REPLICATED},
+                    Stage.DISPATCH,
+                )
             )
         states = self._states(rows) | {"etp": State.PARTIAL}
         reads, layout = (rows, gates, *weights), self._slots[rows].layout
         return self._task(Op.EXPERT, reads, name, Kind.ROWS, layout, states, Stage.EXPERT)
 
     def move(
-        self, source: str, name: str, layout: Layout, group: tuple[Axis, ...], states: States, stage: Stage
+        self,
+        source: str,
+        name: str,
+        layout: Layout,
+        group: tuple[Axis, ...],
+        states: States,
+        stage: Stage,
     ) -> str:
         """Move rows to another layout over `group`. `states` are the states that change."""
         kind, merged = self._slots[source].kind, self._states(source) | states
@@ -81,9 +104,13 @@ class Builder:
             outputs=outputs,
         )
 
-    def _scale(self, source: str, name: str, axis: Axis, state: State, stage: Stage, dual_power: int) -> str:
+    def _scale(
+        self, source: str, name: str, axis: Axis, state: State, stage: Stage, dual_power: int
+    ) -> str:
         slot, states = self._slots[source], self._states(source) | {axis: state}
-        return self._task(Op.SCALE, (source,), name, slot.kind, slot.layout, states, stage, (axis,), dual_power)
+        return self._task(
+            Op.SCALE, (source,), name, slot.kind, slot.layout, states, stage, (axis,), dual_power
+        )
 
     def _task(
         self,
@@ -98,7 +125,13 @@ class Builder:
         dual_power: int = 0,
     ) -> str:
         self._slot(name, kind, layout, states)
-        lane = Lane.COMPUTE if op is not Op.MOVE else Lane.INTER if {"ep", "node"}.intersection(group) else Lane.INTRA
+        lane = (
+            Lane.COMPUTE
+            if op is not Op.MOVE
+            else Lane.INTER
+            if {"ep", "node"}.intersection(group)
+            else Lane.INTRA
+        )
         self._tasks.append(
             Task(
                 name=name,
@@ -118,13 +151,19 @@ class Builder:
 
     def _slot(self, name: str, kind: Kind, layout: Layout, states: States) -> str:
         assert name not in self._slots, f"slot {name} is written twice"
-        listed = tuple(sorted((axis, state) for axis, state in states.items() if state is not State.SHARDED))
+        listed = tuple(
+            sorted((axis, state) for axis, state in states.items() if state is not State.SHARDED)
+        )
         self._slots[name] = Slot(name=name, kind=kind, layout=layout, state=listed)
         return name
 
 
 def declare(
-    build: Builder, tokens: Layout, copies: Layout, states: States, gate_states: States | None = None
+    build: Builder,
+    tokens: Layout,
+    copies: Layout,
+    states: States,
+    gate_states: States | None = None,
 ) -> tuple[str, str, str]:
     """Declare the inputs of every schedule: tokens `x`, routing weights `gates`, and `index`, the token of each copy."""
     copy_states = states if gate_states is None else gate_states

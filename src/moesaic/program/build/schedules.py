@@ -35,7 +35,9 @@ def baseline(bias: bool = False) -> Program:
     h = build.move(rows, "h", at_experts, ("ep",), {}, Stage.DISPATCH)
     g = build.move(gates_wide, "g", at_experts, ("ep",), {}, Stage.DISPATCH)
     out = build.expert(h, g, "out")
-    summed = build.move(out, "summed", at_experts, ("etp",), {"etp": State.IDENTICAL}, Stage.COMBINE)
+    summed = build.move(
+        out, "summed", at_experts, ("etp",), {"etp": State.IDENTICAL}, Stage.COMBINE
+    )
     back = build.move(summed, "back", wide, ("ep",), {}, Stage.COMBINE)
     own = build.move(back, "own", copies, ("etp",), {"etp": State.SHARDED}, Stage.COMBINE)
     y_own = build.combine(own, index, "y_own", tokens)
@@ -61,7 +63,9 @@ def ted(bias: bool = False) -> Program:
     h = build.move(h, "h", at_experts, ("etp",), shards, Stage.DISPATCH)
     g = build.move(g, "g", at_experts, ("etp",), shards, Stage.DISPATCH)
     out = build.expert(h, g, "out")
-    summed = build.move(out, "summed", at_experts, ("etp",), {"etp": State.IDENTICAL}, Stage.COMBINE)
+    summed = build.move(
+        out, "summed", at_experts, ("etp",), {"etp": State.IDENTICAL}, Stage.COMBINE
+    )
     back = build.move(summed, "back", copies, ("ep",), {}, Stage.COMBINE)
     build.combine(back, index, "y", tokens)
     return build.build("y")
@@ -91,11 +95,17 @@ def s2(bias: bool = False) -> Program:
     Parm, section IV-B. `gates` and `index` belong to all copies of the tensor-parallel group.
     """
     build = Builder("s2", bias)
-    whole_tokens, whole, share = Layout(flow="tokens", whole_tp=True), Layout(whole_tp=True), Layout()
+    whole_tokens, whole, share = (
+        Layout(flow="tokens", whole_tp=True),
+        Layout(whole_tp=True),
+        Layout(),
+    )
     x, gates, index = declare(build, whole_tokens, whole, {"tp": State.IDENTICAL})
     rows = build.permute(x, index, "rows", whole)
     mine = build.move(rows, "mine", share, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH)
-    gates_mine = build.move(gates, "gates_mine", share, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH)
+    gates_mine = build.move(
+        gates, "gates_mine", share, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH
+    )
     out = deliver(build, mine, gates_mine)
     z = collect(build, out, share)
     full = build.move(z, "z_full", whole, ("tp",), {"tp": State.IDENTICAL}, Stage.COMBINE)
@@ -111,18 +121,33 @@ def s3(bias: bool = False) -> Program:
     to all copies of the tensor-parallel group.
     """
     build = Builder("s3", bias)
-    whole_tokens, whole, share = Layout(flow="tokens", whole_tp=True), Layout(whole_tp=True), Layout()
+    whole_tokens, whole, share = (
+        Layout(flow="tokens", whole_tp=True),
+        Layout(whole_tp=True),
+        Layout(),
+    )
     x, gates, index = declare(build, whole_tokens, whole, {"tp": State.IDENTICAL})
     rows = build.permute(x, index, "rows", whole)
     mine = build.move(rows, "mine", share, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH)
-    gates_mine = build.move(gates, "gates_mine", share, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH)
-    at_ep_ranks, at_experts = Layout(spread=("ep",), experts="rank"), Layout(spread=("ep", "etp"), experts="rank")
+    gates_mine = build.move(
+        gates, "gates_mine", share, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH
+    )
+    at_ep_ranks, at_experts = (
+        Layout(spread=("ep",), experts="rank"),
+        Layout(spread=("ep", "etp"), experts="rank"),
+    )
     arrived = build.move(mine, "arrived", at_ep_ranks, ("ep",), {}, Stage.DISPATCH)
-    gates_arrived = build.move(gates_mine, "gates_arrived", at_ep_ranks, ("ep",), {}, Stage.DISPATCH)
+    gates_arrived = build.move(
+        gates_mine, "gates_arrived", at_ep_ranks, ("ep",), {}, Stage.DISPATCH
+    )
     h = build.move(arrived, "h", at_experts, ("etp",), {"etp": State.REPLICATED}, Stage.DISPATCH)
-    g = build.move(gates_arrived, "g", at_experts, ("etp",), {"etp": State.REPLICATED}, Stage.DISPATCH)
+    g = build.move(
+        gates_arrived, "g", at_experts, ("etp",), {"etp": State.REPLICATED}, Stage.DISPATCH
+    )
     out = build.expert(h, g, "out")
-    reduced = build.move(out, "reduced", at_ep_ranks, ("etp",), {"etp": State.SHARDED}, Stage.COMBINE)
+    reduced = build.move(
+        out, "reduced", at_ep_ranks, ("etp",), {"etp": State.SHARDED}, Stage.COMBINE
+    )
     z = build.move(reduced, "z", share, ("ep",), {}, Stage.COMBINE)
     full = build.move(z, "z_full", whole, ("tp",), {"tp": State.IDENTICAL}, Stage.COMBINE)
     build.combine(full, index, "y", whole_tokens)

@@ -12,9 +12,5 @@ from moesaic.program.order.graph import early, fifo
 from moesaic.program.order.optsche import optsche
 from moesaic.program.task import Program
 
-ORDERS: dict[str, Callable[[Program], Program]] = {
-    "fifo": fifo,
-    "early": early,
-    "optsche": optsche,
-}
+ORDERS: dict[str, Callable[[Program], Program]] = {"fifo": fifo, "early": early, "optsche": optsche}
 """All orders, by the name that a plan uses."""

@@ -16,7 +16,10 @@ from moesaic.program.task import HELPERS, Kind, Lane, Layout, Op, Program, Stage
 def predecessors(program: Program) -> list[tuple[int, ...]]:
     """Return for each task the positions of the tasks that write what it reads, ascending."""
     writer = {name: number for number, task in enumerate(program.tasks) for name in task.writes}
-    return [tuple(sorted({writer[name] for name in task.reads if name in writer})) for task in program.tasks]
+    return [
+        tuple(sorted({writer[name] for name in task.reads if name in writer}))
+        for task in program.tasks
+    ]
 
 
 def successors(before: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -38,7 +41,9 @@ def in_order(program: Program, rank: Callable[[Task], Any]) -> tuple[Task, ...]:
     before = predecessors(program)
     after = successors(before)
     missing = [len(waits) for waits in before]
-    ready = [(rank(task), number) for number, task in enumerate(program.tasks) if not missing[number]]
+    ready = [
+        (rank(task), number) for number, task in enumerate(program.tasks) if not missing[number]
+    ]
     heapq.heapify(ready)
     ordered = []
     while ready:
@@ -59,8 +64,14 @@ def moves_replicated_weights(program: Program) -> Callable[[Task], bool]:
     dispatches. A movement that forwards them inside a node waits for the first movement, so it is issued just before
     the task that reads it.
     """
-    replicated = {slot.name for slot in program.slots if slot.kind is Kind.WEIGHT and slot.layout.chunk in HELPERS}
-    return lambda task: task.op is Op.MOVE and task.stage is Stage.DISPATCH and task.writes[0] in replicated
+    replicated = {
+        slot.name
+        for slot in program.slots
+        if slot.kind is Kind.WEIGHT and slot.layout.chunk in HELPERS
+    }
+    return lambda task: (
+        task.op is Op.MOVE and task.stage is Stage.DISPATCH and task.writes[0] in replicated
+    )
 
 
 def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:
@@ -71,7 +82,10 @@ def chunk_numbers(program: Program) -> Callable[[Layout], int | None]:
     PPoPP 2022, section 4.2).
     """
     backward = any(task.op is Op.EXPERT_GRAD for task in program.tasks)
-    last = 1 + max((slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)), default=0)
+    last = 1 + max(
+        (slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)),
+        default=0,
+    )
 
     def number(layout: Layout) -> int | None:
         if isinstance(layout.chunk, str):

@@ -22,7 +22,12 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import IntEnum
 
-from moesaic.program.order.graph import chunk_numbers, in_order, moves_replicated_weights, predecessors
+from moesaic.program.order.graph import (
+    chunk_numbers,
+    in_order,
+    moves_replicated_weights,
+    predecessors,
+)
 from moesaic.program.task import Lane, Layout, Program, Stage, Task
 from moesaic.program.timeline import MOVING
 
@@ -41,7 +46,11 @@ def optsche(program: Program) -> Program:
     def rank(task: Task) -> tuple[int, int, int]:
         phase, part = phases[task.name], parts[task.name]
         if is_replicated(task):
-            return (_Phase.BEFORE, last, part) if task.lane is Lane.INTER else (_Phase.MIDDLE, part - 1, 3)
+            return (
+                (_Phase.BEFORE, last, part)
+                if task.lane is Lane.INTER
+                else (_Phase.MIDDLE, part - 1, 3)
+            )
         if phase is not _Phase.MIDDLE:
             return phase, levels[task.name], part
         if task.stage is Stage.DISPATCH and task.lane in MOVING:
@@ -58,10 +67,14 @@ def _phases(program: Program) -> dict[str, _Phase]:
     """For each task: the stages of the movements between nodes that lead to it, including itself."""
     for task, waits_for in zip(program.tasks, predecessors(program)):
         crossed_before = set().union(*(crossed[number] for number in waits_for))
-        phase = max((phases[program.tasks[number].name] for number in waits_for), default=_Phase.BEFORE)
+        phase = max(
+            (phases[program.tasks[number].name] for number in waits_for), default=_Phase.BEFORE
+        )
         if Stage.COMBINE in crossed_before:
             phase = _Phase.LAST
-        elif task.stage in (Stage.EXPERT, Stage.COMBINE) or (crossed_before and task.lane is not Lane.INTER):
+        elif task.stage in (Stage.EXPERT, Stage.COMBINE) or (
+            crossed_before and task.lane is not Lane.INTER
+        ):
             phase = max(phase, _Phase.MIDDLE)
         phases[task.name] = phase
         crossed.append(crossed_before | ({task.stage} if task.lane is Lane.INTER else set()))
@@ -72,7 +85,9 @@ def _levels(program: Program) -> dict[str, int]:
     """Return for each task the number of movements on the longest path to it."""
     levels: list[int] = []
     for waits_for in predecessors(program):
-        levels_before = (levels[number] + (program.tasks[number].lane in MOVING) for number in waits_for)
+        levels_before = (
+            levels[number] + (program.tasks[number].lane in MOVING) for number in waits_for
+        )
         levels.append(max(levels_before, default=0))
     return {task.name: level for task, level in zip(program.tasks, levels)}
 
@@ -93,7 +108,9 @@ def _parts(program: Program) -> dict[str, int]:
         task.name: {part(slots[name].layout) for name in (*task.reads, *task.writes)} - {whole}
         for task in program.tasks
     }
-    positions = {key: number for number, key in enumerate(sorted(set().union(*parts_of_task.values())))}
+    positions = {
+        key: number for number, key in enumerate(sorted(set().union(*parts_of_task.values())))
+    }
 
     def place_of(task: Task) -> int:
         if len(parts_of_task[task.name]) == 1:

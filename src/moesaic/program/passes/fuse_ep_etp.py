@@ -34,11 +34,16 @@ def _permute_first(program: Program) -> Program:
         if task.op is not Op.PERMUTE:
             continue
         writers_read = [writers.get(name) for name in task.reads]
-        if not all(move is not None and move.op is Op.MOVE and move.group == ("etp",) for move in writers_read):
+        if not all(
+            move is not None and move.op is Op.MOVE and move.group == ("etp",)
+            for move in writers_read
+        ):
             continue
         tokens, index = (move.reads[0] for move in writers_read if move is not None)
         rows, own = program.slot(task.writes[0]), f"{task.writes[0]}_own"
-        own_rows = replace(rows, name=own, layout=program.slot(index).layout, state=program.slot(tokens).state)
+        own_rows = replace(
+            rows, name=own, layout=program.slot(index).layout, state=program.slot(tokens).state
+        )
         gather = Task(
             name=rows.name,
             op=Op.MOVE,
@@ -69,7 +74,11 @@ def _next_pair(program: Program) -> tuple[Task, Task] | None:
             readers.setdefault(name, []).append(task)
     for first in program.tasks:
         its_readers = readers.get(first.writes[0], [])
-        if len(its_readers) == 1 and _may_fuse(program, first) and _may_fuse(program, its_readers[0]):
+        if (
+            len(its_readers) == 1
+            and _may_fuse(program, first)
+            and _may_fuse(program, its_readers[0])
+        ):
             return first, its_readers[0]
     return None
 
@@ -79,12 +88,17 @@ def _may_fuse(program: Program, task: Task) -> bool:
     source = program.slot(task.reads[0])
     if task.op is not Op.MOVE or source.kind is Kind.WEIGHT or source.layout.flow != "copies":
         return False
-    shares = source.on("etp") is State.IDENTICAL and program.slot(task.writes[0]).on("etp") is State.REPLICATED
+    shares = (
+        source.on("etp") is State.IDENTICAL
+        and program.slot(task.writes[0]).on("etp") is State.REPLICATED
+    )
     return set(task.group) <= _SHARDS and not shares
 
 
 def _fused(program: Program, first: Task, second: Task) -> Program:
-    group: tuple[Axis, ...] = tuple(axis for axis in ("ep", "etp") if axis in (*first.group, *second.group))
+    group: tuple[Axis, ...] = tuple(
+        axis for axis in ("ep", "etp") if axis in (*first.group, *second.group)
+    )
     lane = Lane.INTER if "ep" in group else Lane.INTRA
     one = replace(second, reads=first.reads, group=group, lane=lane)
     tasks = tuple(one if task is second else task for task in program.tasks if task is not first)

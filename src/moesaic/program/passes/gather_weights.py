@@ -15,7 +15,19 @@ from dataclasses import replace
 
 from moesaic.errors import InputError
 from moesaic.program.grid import Axis, Grid
-from moesaic.program.task import ONCE, Kind, Lane, Layout, Op, Program, Slot, Stage, State, Task, Which
+from moesaic.program.task import (
+    ONCE,
+    Kind,
+    Lane,
+    Layout,
+    Op,
+    Program,
+    Slot,
+    Stage,
+    State,
+    Task,
+    Which,
+)
 
 
 def gather_weights(program: Program, r: int, grid: Grid) -> tuple[Program, Grid]:
@@ -30,7 +42,9 @@ def gather_weights(program: Program, r: int, grid: Grid) -> tuple[Program, Grid]
     """
     if r < 0 or (r > 0 and grid.etp % r):
         divisors = [d for d in range(1, grid.etp + 1) if grid.etp % d == 0]
-        raise InputError(f"plan.gather_weights={r} does not divide mesh.etp={grid.etp}: choose 0 or one of {divisors}")
+        raise InputError(
+            f"plan.gather_weights={r} does not divide mesh.etp={grid.etp}: choose 0 or one of {divisors}"
+        )
     if r == grid.etp:
         return program, grid
     if any(slot.on("etp") is State.IDENTICAL for slot in program.slots if slot.kind is Kind.TOKENS):
@@ -59,11 +73,14 @@ def _visit_outer(program: Program) -> Program:
         if slot.kind is Kind.WEIGHT:
             return slot
         state = tuple(("etp_outer" if axis == "etp" else axis, value) for axis, value in slot.state)
-        return replace(slot, layout=replace(slot.layout, spread=renamed(slot.layout.spread)), state=state)
+        return replace(
+            slot, layout=replace(slot.layout, spread=renamed(slot.layout.spread)), state=state
+        )
 
     weights = {slot.name for slot in program.slots if slot.kind is Kind.WEIGHT}
     tasks = tuple(
-        task if task.writes[0] in weights else replace(task, group=renamed(task.group)) for task in program.tasks
+        task if task.writes[0] in weights else replace(task, group=renamed(task.group))
+        for task in program.tasks
     )
     return replace(program, slots=tuple(map(changed, program.slots)), tasks=tasks)
 
@@ -84,15 +101,23 @@ def _stay_home(program: Program) -> Program:
     tasks = []
     for task in program.tasks:
         reads = tuple(same.get(name, name) for name in task.reads)
-        travels = task.op is Op.MOVE and task.writes[0] not in weights and {"ep", "etp"}.intersection(task.group)
+        travels = (
+            task.op is Op.MOVE
+            and task.writes[0] not in weights
+            and {"ep", "etp"}.intersection(task.group)
+        )
         if travels:
             same[task.writes[0]] = reads[0]
         else:
             tasks.append(replace(task, reads=reads))
-    return replace(program, slots=tuple(slot for slot in slots if slot.name not in same), tasks=tuple(tasks))
+    return replace(
+        program, slots=tuple(slot for slot in slots if slot.name not in same), tasks=tuple(tasks)
+    )
 
 
-def _fetch(program: Program, group: tuple[Axis, ...], spread: tuple[Axis, ...], suffix: str) -> Program:
+def _fetch(
+    program: Program, group: tuple[Axis, ...], spread: tuple[Axis, ...], suffix: str
+) -> Program:
     """Make the experts read weights that were gathered over `group`."""
     everywhere: Which = "all" if "ep" in group else "rank"
     gathered = tuple((axis, State.REPLICATED) for axis in sorted(group))
@@ -100,13 +125,24 @@ def _fetch(program: Program, group: tuple[Axis, ...], spread: tuple[Axis, ...], 
     full = Slot(name="w_full", kind=Kind.WEIGHT, layout=layout, state=gathered)
     lane = Lane.INTER if "ep" in group else Lane.INTRA
     move = Task(
-        name="w_full", op=Op.MOVE, reads=("w",), writes=("w_full",), stage=Stage.DISPATCH, lane=lane, group=group
+        name="w_full",
+        op=Op.MOVE,
+        reads=("w",),
+        writes=("w_full",),
+        stage=Stage.DISPATCH,
+        lane=lane,
+        group=group,
     )
-    slots = [_shared_bias(slot) if slot.name == "b_shards" and everywhere == "all" else slot for slot in program.slots]
+    slots = [
+        _shared_bias(slot) if slot.name == "b_shards" and everywhere == "all" else slot
+        for slot in program.slots
+    ]
     tasks = []
     for task in program.tasks:
         if task.op is Op.EXPERT:
-            task = replace(task, reads=tuple("w_full" if name == "w" else name for name in task.reads))
+            task = replace(
+                task, reads=tuple("w_full" if name == "w" else name for name in task.reads)
+            )
         elif task.writes == ("b_shards",) and everywhere == "all":
             task = replace(task, group=("ep", "etp"), lane=lane)
         tasks.append(task)

@@ -22,7 +22,11 @@ def halve_reduce(program: Program) -> Program:
     tasks: list[Task] = []
     for task in program.tasks:
         source, target = (program.slot(name) for name in (task.reads[0], task.writes[0]))
-        share = _share(source.layout, task) if task.op is Op.MOVE and source.kind is not Kind.WEIGHT else None
+        share = (
+            _share(source.layout, task)
+            if task.op is Op.MOVE and source.kind is not Kind.WEIGHT
+            else None
+        )
         if share is None or source.layout != target.layout or not reduces(source, target):
             tasks.append(task)
             continue

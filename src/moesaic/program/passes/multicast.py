@@ -86,19 +86,26 @@ def _to_ranks(build: Builder, grid: Grid, tokens: str, slices: bool) -> tuple[st
         else rank_token_index
     )
     copy_index = build.input("copy_index", Kind.INDEX, Layout(), {})
-    sent = {flow: build.permute(tokens, index, flow, Layout(flow=flow), {}), "rank_token_index": rank_token_index}
+    sent = {
+        flow: build.permute(tokens, index, flow, Layout(flow=flow), {}),
+        "rank_token_index": rank_token_index,
+    }
     if flow == "rank_tokens":
         del sent["rank_token_index"]
     sent |= {"copy_index": copy_index, "gates": _gates(build, slices)}
     places = ""
     if _has_mates(grid):
         sent = {
-            name: build.move(slot, f"{name}_here", _at_mate(build.flow(slot)), ("node",), {}, Stage.DISPATCH)
+            name: build.move(
+                slot, f"{name}_here", _at_mate(build.flow(slot)), ("node",), {}, Stage.DISPATCH
+            )
             for name, slot in sent.items()
         }
         if flow == "node_tokens":
             places = sent.pop("rank_token_index")
-            rows = build.permute(sent.pop("node_tokens"), places, "rank_tokens", _at_mate("rank_tokens"))
+            rows = build.permute(
+                sent.pop("node_tokens"), places, "rank_tokens", _at_mate("rank_tokens")
+            )
             sent = {"rank_tokens": rows, **sent}
     group: tuple[Axis, ...] = ("local",) if _has_mates(grid) else ("ep", "etp")
     shards: States = {"etp": State.REPLICATED}
@@ -114,8 +121,12 @@ def _home(build: Builder, grid: Grid, sums: str, places: str) -> str:
     """Return the sums of rank_tokens to their origins. With an index `places`, mates first sum them to node_tokens."""
     added: States = {"etp": State.SHARDED}
     if not _has_mates(grid):
-        return build.move(sums, "z", Layout(flow="rank_tokens"), ("ep", "etp"), added, Stage.COMBINE)
-    at_mate = build.move(sums, "z_rank_tokens", _at_mate("rank_tokens"), ("local",), added, Stage.COMBINE)
+        return build.move(
+            sums, "z", Layout(flow="rank_tokens"), ("ep", "etp"), added, Stage.COMBINE
+        )
+    at_mate = build.move(
+        sums, "z_rank_tokens", _at_mate("rank_tokens"), ("local",), added, Stage.COMBINE
+    )
     if places:
         at_mate = build.combine(at_mate, places, "z_here", _at_mate("node_tokens"))
     return build.move(at_mate, "z", Layout(flow=build.flow(at_mate)), ("node",), {}, Stage.COMBINE)
@@ -151,7 +162,11 @@ def _tokens(build: Builder, slices: bool) -> tuple[str, Layout, States]:
         own = replace(whole, whole_tp=False)
         return build.move(x, "x_mine", own, ("tp",), {"tp": State.SHARDED}, Stage.DISPATCH), own, {}
     shared: States = {"tp": State.REPLICATED}
-    return build.move(x, "x_shared", whole, ("tp",), shared, Stage.DISPATCH), whole, {"tp": State.PARTIAL}
+    return (
+        build.move(x, "x_shared", whole, ("tp",), shared, Stage.DISPATCH),
+        whole,
+        {"tp": State.PARTIAL},
+    )
 
 
 def in_pieces(program: Program, dispatched: str = "") -> Program:
@@ -179,17 +194,23 @@ def in_pieces(program: Program, dispatched: str = "") -> Program:
         source, target = second.reads[0], second.writes[0]
         arriving = replace(program.slot(target), name=f"{target}@")
         slots.append(arriving)
-        added_after[first.name] = [replace(second, reads=first.reads, writes=(arriving.name,), of=(source, target))]
+        added_after[first.name] = [
+            replace(second, reads=first.reads, writes=(arriving.name,), of=(source, target))
+        ]
         replacements[between.name] = []
         # A scale with power 0 takes no time.
         reads = (*first.writes, arriving.name)
-        replacements[second.name] = [replace(between, op=Op.SCALE, power=0, reads=reads, writes=(target,))]
+        replacements[second.name] = [
+            replace(between, op=Op.SCALE, power=0, reads=reads, writes=(target,))
+        ]
     tasks = [
         _by_kernel(new_task, dispatched) if _moves_rows(new_task, kinds) else new_task
         for task in program.tasks
         for new_task in (*replacements.get(task.name, [task]), *added_after.get(task.name, []))
     ]
-    return replace(program, name=f"{program.name}, in pieces", slots=tuple(slots), tasks=tuple(tasks))
+    return replace(
+        program, name=f"{program.name}, in pieces", slots=tuple(slots), tasks=tuple(tasks)
+    )
 
 
 def _by_kernel(task: Task, dispatched: str) -> Task:
@@ -201,4 +222,8 @@ def _by_kernel(task: Task, dispatched: str) -> Task:
 def _moves_rows(task: Task, kinds: dict[str, Kind]) -> bool:
     """Return whether a task moves rows between nodes or inside one."""
     moved = task.of[0] if task.of is not None else task.reads[0]
-    return task.op is Op.MOVE and kinds[moved] is Kind.ROWS and bool({"ep", "node", "local"}.intersection(task.group))
+    return (
+        task.op is Op.MOVE
+        and kinds[moved] is Kind.ROWS
+        and bool({"ep", "node", "local"}.intersection(task.group))
+    )

@@ -44,7 +44,11 @@ def _pairs(program: Program) -> list[tuple[Task, Task]]:
     """Return every movement of rows over ep together with the all-gather over tp that is its only reader."""
     pairs = []
     for first in program.tasks:
-        if first.op is not Op.MOVE or "ep" not in first.group or program.slot(first.writes[0]).kind is not Kind.ROWS:
+        if (
+            first.op is not Op.MOVE
+            or "ep" not in first.group
+            or program.slot(first.writes[0]).kind is not Kind.ROWS
+        ):
             continue
         readers = [task for task in program.tasks if first.writes[0] in task.reads]
         if len(readers) == 1 and readers[0].op is Op.MOVE and readers[0].group == ("tp",):
@@ -59,6 +63,9 @@ def _clash(program: Program) -> str:
     instead = "choose plan.overlap_gather=false"
     if any(slot.layout.flow in ONCE for slot in program.slots):
         return f"multicast, which leaves sums over tp rather than gathers: {instead} or another plan.all_to_all"
-    if any("ep" in task.group and program.slot(task.writes[0]).kind is Kind.WEIGHT for task in program.moves()):
+    if any(
+        "ep" in task.group and program.slot(task.writes[0]).kind is Kind.WEIGHT
+        for task in program.moves()
+    ):
         return f"gather_weights=0, under which no token travels: {instead}"
     return f"{program.name}, where no gather over tp follows an all-to-all: {instead} or plan.schedule=s2 or s3"

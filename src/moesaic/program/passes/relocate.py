@@ -33,23 +33,34 @@ def relocate(program: Program) -> Program:
         InputError: for a program in which results do not go from the experts to one rank in one movement.
     """
     is_backward = cotangent("y") in program.inputs
-    boundary = next(task for task in program.tasks if task.op is (Op.PERMUTE if is_backward else Op.COMBINE))
+    boundary = next(
+        task for task in program.tasks if task.op is (Op.PERMUTE if is_backward else Op.COMBINE)
+    )
     rows = boundary.writes[0] if is_backward else boundary.reads[0]
     _check(program, rows)
     home_names = _parts(program, rows)
     slots = tuple(
-        replace(slot, layout=_placed(slot.layout)) if slot.name in home_names else slot for slot in program.slots
+        replace(slot, layout=_placed(slot.layout)) if slot.name in home_names else slot
+        for slot in program.slots
     )
     index_slot = program.slot(boundary.reads[1])
-    home_index = Slot(name=INDEX, kind=Kind.INDEX, layout=_placed(index_slot.layout), state=index_slot.state)
+    home_index = Slot(
+        name=INDEX, kind=Kind.INDEX, layout=_placed(index_slot.layout), state=index_slot.state
+    )
     reads = (boundary.reads[0], INDEX)
     tasks = [replace(task, reads=reads) if task is boundary else task for task in program.tasks]
     inputs = (*program.inputs, INDEX) if is_backward else program.inputs
     if not is_backward:
-        first = next(number for number, task in enumerate(tasks) if {*task.writes, *(task.of or ())} & home_names)
+        first = next(
+            number
+            for number, task in enumerate(tasks)
+            if {*task.writes, *(task.of or ())} & home_names
+        )
         tasks.insert(first, _index_move(index_slot.name))
     name = f"{program.name}, relocating"
-    return replace(program, name=name, slots=(*slots, home_index), tasks=tuple(tasks), inputs=inputs)
+    return replace(
+        program, name=name, slots=(*slots, home_index), tasks=tuple(tasks), inputs=inputs
+    )
 
 
 def _check(program: Program, rows: str) -> None:
@@ -67,12 +78,16 @@ def _check(program: Program, rows: str) -> None:
             "sample placement clashes with replication, which cuts runs of copies by helper, not by "
             "sample: leave replication none"
         )
-    if any(task.op is Op.MOVE and layouts[task.reads[0]].flow == "weights" for task in program.tasks):
+    if any(
+        task.op is Op.MOVE and layouts[task.reads[0]].flow == "weights" for task in program.tasks
+    ):
         raise InputError(
             "sample placement clashes with plan.gather_weights, under which copies visit some shards only: leave it unset"
         )
     groups = {
-        task.group for task in program.tasks if {task.reads[0], *task.writes} & _parts(program, rows) and _moves(task)
+        task.group
+        for task in program.tasks
+        if {task.reads[0], *task.writes} & _parts(program, rows) and _moves(task)
     }
     if layouts[rows] != Layout() or groups != {("ep", "etp")}:
         raise InputError(
@@ -90,10 +105,16 @@ def _parts(program: Program, rows: str) -> set[str]:
     names = {rows}
     while True:
         joined = {
-            name for task in program.tasks if task.op is Op.JOIN and task.writes[0] in names for name in task.reads
+            name
+            for task in program.tasks
+            if task.op is Op.JOIN and task.writes[0] in names
+            for name in task.reads
         }
         split_from = {
-            name for task in program.tasks if task.op is Op.TAKE and task.reads[0] in names for name in task.writes
+            name
+            for task in program.tasks
+            if task.op is Op.TAKE and task.reads[0] in names
+            for name in task.writes
         }
         if joined | split_from <= names:
             return names

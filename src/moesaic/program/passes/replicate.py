@@ -41,12 +41,17 @@ def replicate(program: Program, num_chunks: int, grid: Grid | None = None) -> Pr
             "replication clashes with plan.all_to_all=multicast: a token is sent to a node once for all its experts "
             "there, even if a helper computes some of its copies: choose another plan.all_to_all"
         )
-    if any(task.op is Op.MOVE and program.slot(task.reads[0]).layout.flow == "weights" for task in program.tasks):
+    if any(
+        task.op is Op.MOVE and program.slot(task.reads[0]).layout.flow == "weights"
+        for task in program.tasks
+    ):
         raise InputError(
             "replication clashes with plan.gather_weights, which moves weights in another way: leave gather_weights unset"
         )
     parts = [chunk_part(chunk) for chunk in range(num_chunks)]
-    whole = split_stretch(program, to_experts_and_back(program), [*parts, StretchPart(SUFFIX, _replicated)])
+    whole = split_stretch(
+        program, to_experts_and_back(program), [*parts, StretchPart(SUFFIX, _replicated)]
+    )
     whole = _with_weights(whole, "w", "w", State.SHARDED, relayed=grid is not None and relays(grid))
     if any(slot.name == "b_shards" for slot in whole.slots):
         whole = _with_weights(whole, "b_shards", "b", State.REPLICATED)
@@ -66,7 +71,9 @@ def relays(grid: Grid) -> bool:
     The gradients return the same way, summed on each node first. This needs more than one ep rank per node.
     """
     mates = ((mate, rank) for rank in range(grid.period) for mate in grid.group(rank, ("local",)))
-    is_alone = all(grid.coordinate(mate, "ep") == grid.coordinate(rank, "ep") for mate, rank in mates)
+    is_alone = all(
+        grid.coordinate(mate, "ep") == grid.coordinate(rank, "ep") for mate, rank in mates
+    )
     if grid.nodes_per_replica < 2 or is_alone:
         return False
     return all(_reached(grid, rank) == set(range(grid.ep)) for rank in range(grid.period))
@@ -77,20 +84,28 @@ def _reached(grid: Grid, rank: int) -> set[int]:
 
     def mates(peer: int, axis: Axis) -> list[int]:
         return [
-            mate for mate in grid.group(peer, (axis,)) if grid.coordinate(mate, "etp") == grid.coordinate(rank, "etp")
+            mate
+            for mate in grid.group(peer, (axis,))
+            if grid.coordinate(mate, "etp") == grid.coordinate(rank, "etp")
         ]
 
-    return {grid.coordinate(far, "ep") for near in mates(rank, "local") for far in mates(near, "node")}
+    return {
+        grid.coordinate(far, "ep") for near in mates(rank, "local") for far in mates(near, "node")
+    }
 
 
-def _with_weights(program: Program, source: str, name: str, on_etp: State, *, relayed: bool = False) -> Program:
+def _with_weights(
+    program: Program, source: str, name: str, on_etp: State, *, relayed: bool = False
+) -> Program:
     """Make the experts of replicated copies read weights that were sent to their ranks."""
     source_slot = program.slot(source)
 
     def sent(suffix: str, chunk: Literal["near", "here"], over: tuple[Axis, ...]) -> Slot:
         state = {**dict(source_slot.state), **dict.fromkeys(over, State.REPLICATED), "etp": on_etp}
         layout = replace(source_slot.layout, experts="all", chunk=chunk)
-        listed_states = tuple((axis, value) for axis, value in sorted(state.items()) if value is not State.SHARDED)
+        listed_states = tuple(
+            (axis, value) for axis, value in sorted(state.items()) if value is not State.SHARDED
+        )
         return Slot(name=f"{name}_{suffix}", kind=Kind.WEIGHT, layout=layout, state=listed_states)
 
     def movement(read: str, slot: Slot, axis: Axis) -> Task:
@@ -107,16 +122,26 @@ def _with_weights(program: Program, source: str, name: str, on_etp: State, *, re
 
     here_slot = sent("here", "here", ("node", "local") if relayed else ("ep",))
     near_slots = [sent("near", "near", ("node",))] if relayed else []
-    first = movement(source, near_slots[0], "node") if relayed else movement(source, here_slot, "ep")
+    first = (
+        movement(source, near_slots[0], "node") if relayed else movement(source, here_slot, "ep")
+    )
     second = [movement(near_slots[0].name, here_slot, "local")] if relayed else []
     tasks = []
     for task in program.tasks:
         replicated = task.op is Op.EXPERT and task.name.endswith(SUFFIX)
         if replicated:
-            task = replace(task, reads=tuple(here_slot.name if read == source else read for read in task.reads))
+            task = replace(
+                task, reads=tuple(here_slot.name if read == source else read for read in task.reads)
+            )
         tasks.append(task)
     experts = [number for number, task in enumerate(tasks) if task.op is Op.EXPERT]
     first_reader = next(number for number in experts if here_slot.name in tasks[number].reads)
     # The first movement comes after the first dispatch, the second just before the experts that read its weights.
-    tasks = [*tasks[: experts[0]], first, *tasks[experts[0] : first_reader], *second, *tasks[first_reader:]]
+    tasks = [
+        *tasks[: experts[0]],
+        first,
+        *tasks[experts[0] : first_reader],
+        *second,
+        *tasks[first_reader:],
+    ]
     return replace(program, slots=(*program.slots, *near_slots, here_slot), tasks=tuple(tasks))

@@ -27,7 +27,9 @@ def route_all_to_all(program: Program, algorithm: str, grid: Grid) -> Program:
         InputError: for an unknown algorithm, or if the algorithm needs even groups and they are uneven over the nodes.
     """
     if algorithm not in ALL_TO_ALLS:
-        raise InputError(f"plan.all_to_all={algorithm!r} is unknown: choose one of {', '.join(ALL_TO_ALLS)}")
+        raise InputError(
+            f"plan.all_to_all={algorithm!r} is unknown: choose one of {', '.join(ALL_TO_ALLS)}"
+        )
     if isinstance(ALL_TO_ALLS[algorithm], Linear):
         return program
     for group in dict.fromkeys(task.group for task in program.tasks if is_long(program, task)):
@@ -41,7 +43,9 @@ def route_all_to_all(program: Program, algorithm: str, grid: Grid) -> Program:
             slots += new_slots
         else:
             tasks.append(task)
-    return replace(program, name=f"{program.name}, {algorithm}", slots=tuple(slots), tasks=tuple(tasks))
+    return replace(
+        program, name=f"{program.name}, {algorithm}", slots=tuple(slots), tasks=tuple(tasks)
+    )
 
 
 def compress(program: Program, codec: str, grid: Grid) -> Program:
@@ -74,10 +78,16 @@ def compress(program: Program, codec: str, grid: Grid) -> Program:
 def is_long(program: Program, task: Task) -> bool:
     """Return whether a task moves rows over ep or between nodes."""
     source = program.slot(task.reads[0])
-    return task.op is Op.MOVE and source.kind is not Kind.WEIGHT and bool({"ep", "node"}.intersection(task.group))
+    return (
+        task.op is Op.MOVE
+        and source.kind is not Kind.WEIGHT
+        and bool({"ep", "node"}.intersection(task.group))
+    )
 
 
-def lower(program: Program, task: Task, link: str, codec: str, grid: Grid) -> tuple[list[Task], list[Slot]]:
+def lower(
+    program: Program, task: Task, link: str, codec: str, grid: Grid
+) -> tuple[list[Task], list[Slot]]:
     """Return the tasks that perform a movement, and the slots between them."""
     source, target = task.reads[0], task.writes[0]
     hops: tuple[Hop, ...] = ALL_TO_ALLS[link].hops(NodeMap(grid, grid.group(0, task.group)))
@@ -85,12 +95,24 @@ def lower(program: Program, task: Task, link: str, codec: str, grid: Grid) -> tu
     names = [packed, *(f"{target}@{number}" for number in range(len(hops)))]
     common = replace(task, link=link, of=(source, target))
     tasks = [
-        replace(common, name=packed, op=Op.PACK, writes=(packed,), codec=codec, lane=Lane.COMPUTE, group=task.group)
+        replace(
+            common,
+            name=packed,
+            op=Op.PACK,
+            writes=(packed,),
+            codec=codec,
+            lane=Lane.COMPUTE,
+            group=task.group,
+        )
     ]
     for number, hop in enumerate(hops):
         reads = tuple(names[read + 1] for read in hop.reads)
         name = names[number + 1]
-        tasks.append(replace(common, name=name, op=Op.HOP, reads=reads, writes=(name,), hop=number, lane=hop.lane))
+        tasks.append(
+            replace(
+                common, name=name, op=Op.HOP, reads=reads, writes=(name,), hop=number, lane=hop.lane
+            )
+        )
     tasks.append(replace(common, op=Op.UNPACK, reads=tuple(names), codec=codec, lane=Lane.COMPUTE))
     layout, state = program.slot(source).layout, program.slot(source).state
     return tasks, [Slot(name=name, kind=Kind.PACKETS, layout=layout, state=state) for name in names]

@@ -45,21 +45,37 @@ def split_stretch(program: Program, names: Sequence[str], parts: Sequence[Stretc
     """
     chosen = set(names)
     kinds = {slot.name: slot.kind for slot in program.slots}
-    stretch = [task for task in program.tasks if task.name in chosen and kinds[task.writes[0]] is not Kind.WEIGHT]
+    stretch = [
+        task
+        for task in program.tasks
+        if task.name in chosen and kinds[task.writes[0]] is not Kind.WEIGHT
+    ]
     inside = {task.name for task in stretch}
     before, after = _around(program, inside)
     written = list(dict.fromkeys(name for task in stretch for name in task.writes))
     read_later = {name for task in after for name in task.reads} | set(program.outputs)
     leaving = [name for name in written if name in read_later]
-    entering = list(dict.fromkeys(name for task in stretch for name in task.reads if name not in written))
+    entering = list(
+        dict.fromkeys(name for task in stretch for name in task.reads if name not in written)
+    )
     entering = [name for name in entering if kinds[name] is not Kind.WEIGHT]
     cut = set(entering) | set(written)
     slots = [slot for slot in program.slots if slot.name not in set(written) - set(leaving)]
     whole = [program.slot(name) for name in (*entering, *written)]
-    slots += [replace(s, name=s.name + part.suffix, layout=part.cut(s.layout)) for s in whole for part in parts]
+    slots += [
+        replace(s, name=s.name + part.suffix, layout=part.cut(s.layout))
+        for s in whole
+        for part in parts
+    ]
     dispatch, combine = stretch[0].stage, stretch[-1].stage
-    takes = [_gathered(Op.TAKE, f"take-{name}", (name,), _names(name, parts), dispatch) for name in entering]
-    joins = [_gathered(Op.JOIN, f"join-{name}", _names(name, parts), (name,), combine) for name in leaving]
+    takes = [
+        _gathered(Op.TAKE, f"take-{name}", (name,), _names(name, parts), dispatch)
+        for name in entering
+    ]
+    joins = [
+        _gathered(Op.JOIN, f"join-{name}", _names(name, parts), (name,), combine)
+        for name in leaving
+    ]
     pieces = [_part_task(task, part, cut) for part in parts for task in stretch]
     return replace(program, slots=tuple(slots), tasks=(*before, *takes, *pieces, *joins, *after))
 
@@ -93,7 +109,9 @@ def _names(name: str, parts: Sequence[StretchPart]) -> tuple[str, ...]:
     return tuple(name + part.suffix for part in parts)
 
 
-def _gathered(op: Op, name: str, reads: tuple[str, ...], writes: tuple[str, ...], stage: Stage) -> Task:
+def _gathered(
+    op: Op, name: str, reads: tuple[str, ...], writes: tuple[str, ...], stage: Stage
+) -> Task:
     return Task(name=name, op=op, reads=reads, writes=writes, stage=stage)
 
 
@@ -114,7 +132,9 @@ def split_capacity(program: Program, num_chunks: int) -> Program:
     if num_chunks < 1:
         raise InputError(f"plan.chunks={num_chunks}: must be at least 1")
     if any(slot.layout.chunk is not None for slot in program.slots):
-        raise InputError("split_capacity: the program is chunked already: choose the number of chunks in one pass")
+        raise InputError(
+            "split_capacity: the program is chunked already: choose the number of chunks in one pass"
+        )
     if num_chunks == 1:
         return program
     parts = [chunk_part(chunk) for chunk in range(num_chunks)]
@@ -172,7 +192,9 @@ def split_peers(program: Program, groups: int, grid: Grid) -> Program:
             "their group: choose plan.peer_groups=1 or another plan.all_to_all"
         )
     parts = [StretchPart(f"~{step}", steps(step, groups)) for step in range(groups)]
-    numbered = sorted({slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)})
+    numbered = sorted(
+        {slot.layout.chunk for slot in program.slots if isinstance(slot.layout.chunk, int)}
+    )
     chunks: list[int | None] = [*numbered] or [None]
     for chunk in chunks:
         names = to_experts_and_back(program)
@@ -207,9 +229,15 @@ def _stay_inside(grid: Grid, groups: int, axes: tuple[Axis, ...]) -> bool:
 def _on_its_lane(task: Task, program: Program, groups: int, grid: Grid) -> Task:
     """Return a task of step 0 on the lane inside nodes, if that step stays there and other steps do not."""
     is_local = (
-        task.op is Op.MOVE and task.lane is Lane.INTER and program.slot(task.writes[0]).layout.step == (0, groups)
+        task.op is Op.MOVE
+        and task.lane is Lane.INTER
+        and program.slot(task.writes[0]).layout.step == (0, groups)
     )
-    if not is_local or _stay_inside(grid, 1, task.group) or not _stay_inside(grid, groups, task.group):
+    if (
+        not is_local
+        or _stay_inside(grid, 1, task.group)
+        or not _stay_inside(grid, groups, task.group)
+    ):
         return task
     return replace(task, lane=Lane.INTRA)
 

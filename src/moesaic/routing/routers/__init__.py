@@ -38,7 +38,9 @@ RouterFactory = Callable[..., "AbstractRouter"]
 def _build(place: str, dim: int, num_experts: int, **options: Any) -> AbstractRouter:
     """Build a router with the factory at `place`, given as `file.name` in this folder."""
     file, _, name = place.partition(".")
-    router: AbstractRouter = getattr(import_module(f"{__name__}.{file}"), name)(dim, num_experts, **options)
+    router: AbstractRouter = getattr(import_module(f"{__name__}.{file}"), name)(
+        dim, num_experts, **options
+    )
     return router
 
 

@@ -37,10 +37,14 @@ class BalancedAssignment(LinearRouter):
         logits_TE = self.logits(x_TD)
         return Scores(logits_TE, logits_TE.softmax(-1), logits_TE.sigmoid(), logits_TE.detach())
 
-    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+    def choose(
+        self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
+    ) -> Choice:
         best = top_k_indices(scores.rank_by, 1)
         if self.training:
-            tokens = torch.arange(len(best)) if valid_T is None else valid_T.nonzero().squeeze(1).cpu()
+            tokens = (
+                torch.arange(len(best)) if valid_T is None else valid_T.nonzero().squeeze(1).cpu()
+            )
             seats = balanced_assignment(scores.rank_by.double().cpu().numpy()[tokens.numpy()])
             best[tokens.to(best.device), 0] = torch.from_numpy(seats).to(best.device)
         return token_choice(best)
@@ -51,7 +55,9 @@ class BalancedAssignment(LinearRouter):
     def check_fits(self, top_k: int) -> None:
         super().check_fits(top_k)
         if top_k != 1:
-            raise InputError(f"the BASE router assigns one expert per token, got top_k={top_k}: set top_k=1")
+            raise InputError(
+                f"the BASE router assigns one expert per token, got top_k={top_k}: set top_k=1"
+            )
 
 
 def balanced_assignment(scores: np.ndarray) -> np.ndarray:

@@ -43,14 +43,18 @@ class CosineTopK(SoftmaxWeights):
     ) -> None:
         super().__init__(dim, num_experts)
         if not 0 < floor <= temperature:
-            raise InputError(f"a cosine router needs 0 < floor <= temperature, got {floor=}, {temperature=}")
+            raise InputError(
+                f"a cosine router needs 0 < floor <= temperature, got {floor=}, {temperature=}"
+            )
         self.projection = linear_scores(dim, projection, device, dtype)
         self.embedding = linear_scores(projection, num_experts, device, dtype)
         self.log_temperature = nn.Parameter(
             torch.tensor([math.log(temperature)], device=device, dtype=dtype)
         )  # FSDP2 takes no scalars
         self._set_normalize(normalize)
-        self.logit_bias = nn.Parameter(torch.zeros(num_experts, device=device, dtype=dtype)) if bias else None
+        self.logit_bias = (
+            nn.Parameter(torch.zeros(num_experts, device=device, dtype=dtype)) if bias else None
+        )
         self.temperature, self.floor, self.scale = temperature, floor, check_scale(scale)
 
     @torch.no_grad()

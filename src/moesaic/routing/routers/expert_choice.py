@@ -32,9 +32,13 @@ class ExpertChoice(LinearRouter):
         probs_TE = logits_TE.softmax(-1)
         return Scores(logits_TE, probs_TE, probs_TE, probs_TE.detach())
 
-    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+    def choose(
+        self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
+    ) -> Choice:
         rank_by = (
-            scores.rank_by if valid_T is None else scores.rank_by.masked_fill(~valid_T.unsqueeze(1), float("-inf"))
+            scores.rank_by
+            if valid_T is None
+            else scores.rank_by.masked_fill(~valid_T.unsqueeze(1), float("-inf"))
         )
         num_valid = len(rank_by) if valid_T is None else int(valid_T.sum())
         per_expert = min(num_valid, -(-top_k * num_valid // self.num_experts))

@@ -41,7 +41,9 @@ class GroupLimited(LimitedRouter):
                 f"num_groups={num_groups} does not divide num_experts={inner.num_experts}: choose a divisor of it"
             )
         if not 1 <= top_groups <= num_groups:
-            raise InputError(f"top_groups={top_groups} does not fit num_groups={num_groups}: choose 1 to {num_groups}")
+            raise InputError(
+                f"top_groups={top_groups} does not fit num_groups={num_groups}: choose 1 to {num_groups}"
+            )
         if rank_groups_by not in ("best", "best_two"):
             raise InputError(
                 f'rank_groups_by={rank_groups_by!r} is unknown: write rank_groups_by="best" or rank_groups_by="best_two"'
@@ -50,9 +52,14 @@ class GroupLimited(LimitedRouter):
         self.top_groups = top_groups
         self.rank_groups_by = rank_groups_by
 
-    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+    def choose(
+        self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
+    ) -> Choice:
         limited = in_best_groups(
-            scores.rank_by, self.num_groups, self.top_groups, best_two=self.rank_groups_by == "best_two"
+            scores.rank_by,
+            self.num_groups,
+            self.top_groups,
+            best_two=self.rank_groups_by == "best_two",
         )
         return self.inner.choose(scores._replace(rank_by=limited), top_k, valid_T, noise)
 
@@ -61,7 +68,9 @@ class GroupLimited(LimitedRouter):
         if inner is None or inner.rule.num_groups > 1:
             return None
         rule = inner.rule._replace(
-            num_groups=self.num_groups, top_groups=self.top_groups, by_best_two=self.rank_groups_by == "best_two"
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+            by_best_two=self.rank_groups_by == "best_two",
         )
         return inner._replace(rule=rule)
 
@@ -93,5 +102,9 @@ def group_limited_sigmoid(
         dim, num_experts, bias_rate, normalize, bias, scale: as for `SigmoidTopK`.
         num_groups, top_groups, rank_groups_by: as for `GroupLimited`.
     """
-    inner = SigmoidTopK(dim, num_experts, bias_rate=bias_rate, normalize=normalize, bias=bias, scale=scale)
-    return GroupLimited(inner, num_groups=num_groups, top_groups=top_groups, rank_groups_by=rank_groups_by)
+    inner = SigmoidTopK(
+        dim, num_experts, bias_rate=bias_rate, normalize=normalize, bias=bias, scale=scale
+    )
+    return GroupLimited(
+        inner, num_groups=num_groups, top_groups=top_groups, rank_groups_by=rank_groups_by
+    )

@@ -39,7 +39,9 @@ class GShardTop2(LinearRouter):
     ) -> None:
         super().__init__(dim, num_experts, bias=bias, scale=scale, device=device, dtype=dtype)
         if second not in ("sampled", "random_dispatch"):
-            raise InputError(f'second={second!r} is unknown: write second="sampled" or second="random_dispatch"')
+            raise InputError(
+                f'second={second!r} is unknown: write second="sampled" or second="random_dispatch"'
+            )
         self.second, self.normalize = second, normalize
 
     def draw(self, num_tokens: int, device: torch.device) -> Tensor | None:
@@ -53,7 +55,9 @@ class GShardTop2(LinearRouter):
         probs_TE = logits_TE.softmax(-1)
         return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
 
-    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+    def choose(
+        self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
+    ) -> Choice:
         first = top_k_indices(scores.rank_by, 1)
         rank_by = scores.rank_by
         if noise is not None and self.second == "sampled":
@@ -78,4 +82,6 @@ class GShardTop2(LinearRouter):
     def check_fits(self, top_k: int) -> None:
         super().check_fits(top_k)
         if top_k != 2:
-            raise InputError(f"the GShard router chooses two experts per token, got top_k={top_k}: set top_k=2")
+            raise InputError(
+                f"the GShard router chooses two experts per token, got top_k={top_k}: set top_k=2"
+            )

@@ -45,7 +45,9 @@ class Hash(AbstractRouter):
         if buckets < 1:
             raise InputError(f"a hash router needs at least one bucket, got buckets={buckets}")
         self.buckets, self.seed, self.scale = buckets, seed, check_scale(scale)
-        self.register_buffer("table", torch.empty(buckets, num_experts, dtype=torch.int32, device=device))
+        self.register_buffer(
+            "table", torch.empty(buckets, num_experts, dtype=torch.int32, device=device)
+        )
         self.reset_state()
 
     @torch.no_grad()
@@ -57,7 +59,9 @@ class Hash(AbstractRouter):
 
     def scores(self, x_TD: Tensor, noise: Tensor | None, token_ids: Tensor | None) -> Scores:
         if token_ids is None:
-            raise InputError("the hash router reads token ids: call the layer as moe(x, token_ids=ids)")
+            raise InputError(
+                "the hash router reads token ids: call the layer as moe(x, token_ids=ids)"
+            )
         order_TE = self.table[token_ids % len(self.table)].long()
         rank_by = torch.zeros_like(order_TE, dtype=x_TD.dtype)
         places = torch.arange(self.num_experts, 0, -1, device=x_TD.device, dtype=x_TD.dtype)
@@ -65,7 +69,9 @@ class Hash(AbstractRouter):
         uniform = torch.full_like(rank_by, 1 / self.num_experts)
         return Scores(torch.zeros_like(rank_by), uniform, torch.ones_like(rank_by), rank_by)
 
-    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+    def choose(
+        self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
+    ) -> Choice:
         return token_choice(scores.rank_by.argsort(dim=1, descending=True, stable=True)[:, :top_k])
 
     def weigh(self, scores: Scores, choice: Choice, top_k: int) -> Tensor:

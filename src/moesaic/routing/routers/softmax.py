@@ -47,5 +47,7 @@ class SoftmaxTopK(SoftmaxWeights, LinearRouter):
         return Scores(logits_TE, probs_TE, probs_TE, logits_TE.detach())
 
     def fused(self, top_k: int) -> FusedChoice | None:
-        rule = ChoiceRule(top_k, by_sigmoid=False, normalize=self.normalize == "after", scale=self.scale)
+        rule = ChoiceRule(
+            top_k, by_sigmoid=False, normalize=self.normalize == "after", scale=self.scale
+        )
         return FusedChoice(self.logits, rule) if self.is_as_in(SoftmaxTopK) else None

@@ -66,7 +66,9 @@ class TopologyRouter(LimitedRouter):
     ) -> None:
         super().__init__(inner)
         if not callable(levels) and not levels:
-            raise InputError("TopologyRouter: no level of links to limit: give at least one, or use the router itself")
+            raise InputError(
+                "TopologyRouter: no level of links to limit: give at least one, or use the router itself"
+            )
         self.levels: tuple[LinkLevel, ...] = ()
         """The levels in force; empty before the gate knows the mesh."""
         self._levels_on: Levels = levels if callable(levels) else lambda _: levels
@@ -97,7 +99,9 @@ class TopologyRouter(LimitedRouter):
                 f"TopologyRouter: mesh.ep={grid.ep} does not divide num_experts={self.num_experts}: choose a divisor"
             )
         if origin is not None and not 0 <= origin < grid.dp:
-            raise InputError(f"TopologyRouter: origin={origin}: choose 0 to {grid.dp - 1}, or None for all")
+            raise InputError(
+                f"TopologyRouter: origin={origin}: choose 0 to {grid.dp - 1}, or None for all"
+            )
         levels = tuple(self._levels_on(grid))
         table = experts_inside(grid, levels, self.num_experts)
         for level, (outer, within) in zip(levels[1:], pairwise(table)):
@@ -109,7 +113,9 @@ class TopologyRouter(LimitedRouter):
         self.levels, self.is_placed = levels, True
         self.inside = torch.from_numpy(inside.copy())
 
-    def choose(self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None) -> Choice:
+    def choose(
+        self, scores: Scores, top_k: int, valid_T: Tensor | None, noise: Tensor | None
+    ) -> Choice:
         if self.training and self.levels:
             scores = scores._replace(rank_by=self._limited(scores, top_k, valid_T))
         return self.inner.choose(scores, top_k, valid_T, noise)
@@ -187,7 +193,10 @@ def experts_inside(grid: Grid, levels: Sequence[LinkLevel], num_experts: int) ->
             )
         for origin in range(grid.dp):
             senders = range(origin * grid.tp, (origin + 1) * grid.tp)
-            is_near = [all(_is_inside(grid, level, sender, target) for sender in senders) for target in range(grid.ep)]
+            is_near = [
+                all(_is_inside(grid, level, sender, target) for sender in senders)
+                for target in range(grid.ep)
+            ]
             table[number, origin] = np.array(is_near)[place]
     return table
 

@@ -15,7 +15,15 @@ from moesaic.files import entries, open_file
 from moesaic.traces import arrays
 from moesaic.traces.trace import Trace, TraceSegment, TraceShape
 
-DAMAGED = (*arrays.DAMAGED, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
+DAMAGED = (
+    *arrays.DAMAGED,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 """The exceptions of json and numpy for files that are damaged or have unexpected contents."""
 MOST_EXPERTS = 1 << 20
 """The most experts of a layer that are believed; a file with more is damaged."""
@@ -59,7 +67,12 @@ class TraceFormat:
 
 
 def tokens_segment(
-    table: np.ndarray, *, steps: Sequence[int], sequences: int, num_experts: int | None, source: Mapping[str, Any]
+    table: np.ndarray,
+    *,
+    steps: Sequence[int],
+    sequences: int,
+    num_experts: int | None,
+    source: Mapping[str, Any],
 ) -> TraceSegment:
     """Make a segment of tokens' experts.
 
@@ -101,7 +114,9 @@ def lines_of(path: Path) -> Iterator[str]:
         with open_file(path) as file:
             yield from (line.decode().rstrip("\r\n") for line in file)
     except DAMAGED as error:
-        raise InputError(f"trace {path}: cannot be read ({error}): name the file that was recorded") from error
+        raise InputError(
+            f"trace {path}: cannot be read ({error}): name the file that was recorded"
+        ) from error
 
 
 def files_by_number(path: Path, pattern: str) -> dict[tuple[int, ...], Path]:
@@ -121,7 +136,9 @@ def files_by_number(path: Path, pattern: str) -> dict[tuple[int, ...], Path]:
         if match:
             files[tuple(map(int, match.groups()))] = file
     if not files:
-        raise InputError(f"trace {path}: holds no file named like {pattern}: name the folder that was recorded")
+        raise InputError(
+            f"trace {path}: holds no file named like {pattern}: name the folder that was recorded"
+        )
     return dict(sorted(files.items()))
 
 

@@ -44,14 +44,18 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
         InputError: a line is not a record, a step lacks a layer, or the numbers of tokens differ between ranks, steps or
             layers.
     """
-    records: dict[tuple[int, Layer], dict[int, list[np.ndarray]]] = defaultdict(lambda: defaultdict(list))
+    records: dict[tuple[int, Layer], dict[int, list[np.ndarray]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for file in files_by_number(path, NAME).values():
         for number, line in enumerate(lines_of(file), start=1):
             if line.strip():
                 step, layer, rank, experts = _record(line, f"trace {file}: line {number}")
                 records[step, layer][rank].append(experts)
     if not records:
-        raise InputError(f"trace {path}: has no records: name the folder that Megatron's router trace wrote")
+        raise InputError(
+            f"trace {path}: has no records: name the folder that Megatron's router trace wrote"
+        )
     steps, layers = sorted({step for step, _ in records}), sorted({layer for _, layer in records})
     per_step = []
     for step in steps:
@@ -59,7 +63,9 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
         for layer in layers:
             by_rank = records.get((step, layer))
             if by_rank is None:
-                raise InputError(f"trace {path}: step {step} has no layer {layer[2]} ({layer[0]}): leave the step out")
+                raise InputError(
+                    f"trace {path}: step {step} has no layer {layer[2]} ({layer[0]}): leave the step out"
+                )
             by_layer.append([by_rank[rank] for rank in sorted(by_rank)])
         per_step.append(by_layer)
     try:
@@ -72,7 +78,9 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
     table = table.transpose(0, 3, 1, 2, 4, 5)
     table = table.reshape(*table.shape[:3], -1, table.shape[-1])
     source = {"format": "megatron", "layers": [f"{block} {number}" for block, _, number in layers]}
-    return tokens_segment(table, steps=steps, sequences=ranks, num_experts=options.num_experts, source=source)
+    return tokens_segment(
+        table, steps=steps, sequences=ranks, num_experts=options.num_experts, source=source
+    )
 
 
 def write(trace: Trace, path: Path) -> None:
@@ -103,7 +111,11 @@ def _record(line: str, where: str) -> tuple[int, Layer, int, np.ndarray]:
         experts = np.array(record["top_indices"], dtype=np.int64).reshape(
             int(record["num_tokens"]), int(record["topk"])
         )
-        layer = (str(record.get("block", "decoder")), int(record.get("mtp_idx", -1)), int(record["layer"]))
+        layer = (
+            str(record.get("block", "decoder")),
+            int(record.get("mtp_idx", -1)),
+            int(record["layer"]),
+        )
         return int(record["step"]), layer, int(record["rank"]), experts
     except DAMAGED as error:
         raise InputError(

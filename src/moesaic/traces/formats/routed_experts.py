@@ -23,7 +23,14 @@ import numpy as np
 from moesaic.errors import InputError
 from moesaic.files import entries, read_text, write, writing
 from moesaic.traces.arrays import array_of, read_array
-from moesaic.traces.formats.base import DAMAGED, ReadOptions, TraceFormat, require_tokens, sent, tokens_segment
+from moesaic.traces.formats.base import (
+    DAMAGED,
+    ReadOptions,
+    TraceFormat,
+    require_tokens,
+    sent,
+    tokens_segment,
+)
 from moesaic.traces.trace import Trace, TraceSegment
 
 FIELD, PROMPT, MAGIC = "routed_experts", "prompt_routed_experts", b"\x93NUMPY"
@@ -38,10 +45,14 @@ def read(path: Path, options: ReadOptions) -> TraceSegment:
     listed = entries(path, typed=True) if path.is_dir() else [path]
     files = [item for item in listed if item.suffix in (".npy", ".json")]
     if not files:
-        raise InputError(f"trace {path}: holds no .npy or .json file: name what vLLM or SGLang returned")
+        raise InputError(
+            f"trace {path}: holds no .npy or .json file: name what vLLM or SGLang returned"
+        )
     requests = [_request(file, options) for file in files]
     if len({item.shape[1:] for item in requests}) > 1:
-        raise InputError(f"trace {path}: its requests have different layers or top-k: keep those of one model")
+        raise InputError(
+            f"trace {path}: its requests have different layers or top-k: keep those of one model"
+        )
     is_equally_long = len({len(item) for item in requests}) == 1
     table = np.concatenate(requests).transpose(1, 0, 2)[None, None]
     return tokens_segment(
@@ -72,7 +83,10 @@ def _sequences(trace: Trace, folder: Path, name: str) -> Iterator[tuple[str, np.
     for step in trace.steps:
         for micro in range(trace.shape.accumulation):
             layers = range(trace.shape.num_layers)
-            experts = np.stack([sent(trace.experts(layer, step, micro).astype(np.int64)) for layer in layers], axis=1)
+            experts = np.stack(
+                [sent(trace.experts(layer, step, micro).astype(np.int64)) for layer in layers],
+                axis=1,
+            )
             for number, sequence_experts in enumerate(np.split(experts, trace.shape.sequences)):
                 yield f"step{step:06d}-{micro}-{number:04d}", sequence_experts
 
@@ -85,7 +99,9 @@ def _request(file: Path, options: ReadOptions) -> np.ndarray:
         else:
             answer = json.loads(read_text(file))
             parts = [
-                _array(value, answer, options) for value in (_field(answer, PROMPT), _field(answer, FIELD)) if value
+                _array(value, answer, options)
+                for value in (_field(answer, PROMPT), _field(answer, FIELD))
+                if value
             ]
             experts = np.concatenate(parts)
     except DAMAGED as error:
@@ -93,7 +109,9 @@ def _request(file: Path, options: ReadOptions) -> np.ndarray:
             f"trace {file}: holds no routed experts ({error}): name what vLLM or SGLang returned"
         ) from error
     if experts.ndim != 3 or experts.dtype.kind not in "iu":
-        raise InputError(f"trace {file}: has shape {experts.shape}: it must hold whole numbers (tokens, layers, top_k)")
+        raise InputError(
+            f"trace {file}: has shape {experts.shape}: it must hold whole numbers (tokens, layers, top_k)"
+        )
     return experts.astype(np.int64)
 
 
@@ -103,7 +121,9 @@ def _field(answer: Any, name: str) -> Any:
         answer = answer[0] if answer else {}
     places = [answer, answer.get("meta_info"), *(answer.get("choices") or [])[:1]]
     places += [place.get("sgl_ext") for place in places if isinstance(place, dict)]
-    return next((place[name] for place in places if isinstance(place, dict) and place.get(name)), None)
+    return next(
+        (place[name] for place in places if isinstance(place, dict) and place.get(name)), None
+    )
 
 
 def _array(value: Any, answer: Any, options: ReadOptions) -> np.ndarray:
@@ -118,8 +138,12 @@ def _array(value: Any, answer: Any, options: ReadOptions) -> np.ndarray:
         return flat.reshape(answer["shape"])
     num_tokens = _field(answer, "prompt_tokens"), _field(answer, "completion_tokens")
     if options.top_k is None or not all(isinstance(number, int) for number in num_tokens):
-        raise ValueError('SGLang responses lack the shape: add "shape": [tokens, layers, top_k], or give --top-k')
-    return flat.reshape(sum(num_tokens) - 1, -1, options.top_k)  # the last generated token is not routed
+        raise ValueError(
+            'SGLang responses lack the shape: add "shape": [tokens, layers, top_k], or give --top-k'
+        )
+    return flat.reshape(
+        sum(num_tokens) - 1, -1, options.top_k
+    )  # the last generated token is not routed
 
 
 VLLM = TraceFormat(software="vLLM", reader=read, write=write_vllm)

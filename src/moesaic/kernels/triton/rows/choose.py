@@ -50,12 +50,19 @@ def choose_by_triton(
     )  # fmt: skip
 
 
-def choose_backward_by_triton(call: ChoiceGradients, rule: ChoiceRule, wanted: WantedSums) -> Tensor:
+def choose_backward_by_triton(
+    call: ChoiceGradients, rule: ChoiceRule, wanted: WantedSums
+) -> Tensor:
     """Return the gradient of the logits, (T, E) float32."""
-    (num_rows, num_experts), columns = call.logits.shape, triton.next_power_of_2(call.logits.shape[1])
+    (num_rows, num_experts), columns = (
+        call.logits.shape,
+        triton.next_power_of_2(call.logits.shape[1]),
+    )
     d_logits = torch.empty_like(call.logits, memory_format=torch.contiguous_format)
     rows = max(1, VALUES // columns)
-    d_weight, d_balance = (None if g is None else g.contiguous() for g in (call.d_weight, call.d_balance))
+    d_weight, d_balance = (
+        None if g is None else g.contiguous() for g in (call.d_weight, call.d_balance)
+    )
     if num_rows:
         _choose_backward_kernel[(triton.cdiv(num_rows, rows),)](
             call.logits.contiguous(), call.valid, call.expert, call.counts, call.num_valid, d_weight, d_balance, call.d_z,
@@ -100,7 +107,11 @@ def _load_rows(
     column = tl.arange(0, COLUMNS)
     is_row = row < num_rows
     inside = is_row[:, None] & (column < num_experts)[None, :]
-    x = tl.load(logits + row.to(tl.int64)[:, None] * num_experts + column[None, :], mask=inside, other=float("-inf"))
+    x = tl.load(
+        logits + row.to(tl.int64)[:, None] * num_experts + column[None, :],
+        mask=inside,
+        other=float("-inf"),
+    )
     is_valid = is_row
     if valid is not None:
         is_valid = tl.load(valid + row, mask=is_row, other=0).to(tl.int1)
@@ -130,7 +141,9 @@ def _divisor(values: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _normalized(picked: tl.tensor, is_copy: tl.tensor, BY_SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr) -> tl.tensor:
+def _normalized(
+    picked: tl.tensor, is_copy: tl.tensor, BY_SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr
+) -> tl.tensor:
     """Return the weights of the chosen experts before scaling, from their scores, or from logits that softmax normalizes."""
     if NORMALIZE and not BY_SIGMOID:
         picked, _ = _softmax(picked, is_copy)
@@ -189,17 +202,24 @@ def _choose_kernel(
             rank_by = gates
             probabilities = gates / tl.sum(gates, 1)[:, None]
             if bias is not None:
-                rank_by = gates + tl.load(bias + column, mask=column < num_experts, other=0.0)[None, :]
+                rank_by = (
+                    gates + tl.load(bias + column, mask=column < num_experts, other=0.0)[None, :]
+                )
         place = tl.where(inside, place_of(rank_by), TAKEN)
         if GROUPS > 1:
             place = _in_best_groups(place, ROWS, COLUMNS, GROUPS, TOP_GROUPS, BEST_TWO)
         weighed_by = x if NORMALIZE and not BY_SIGMOID else gates
         is_copy = (row < num_rows)[:, None] & (slot < TOP_K)[None, :]
         copy = row.to(tl.int64)[:, None] * TOP_K + slot[None, :]
-        best, picked = tl.zeros((ROWS, SLOTS), tl.int32), tl.full((ROWS, SLOTS), float("-inf"), tl.float32)
+        best, picked = (
+            tl.zeros((ROWS, SLOTS), tl.int32),
+            tl.full((ROWS, SLOTS), float("-inf"), tl.float32),
+        )
         for k in tl.static_range(TOP_K):
             if given is not None:
-                index = tl.load(given + row.to(tl.int64) * TOP_K + k, mask=row < num_rows, other=0).to(tl.int32)
+                index = tl.load(
+                    given + row.to(tl.int64) * TOP_K + k, mask=row < num_rows, other=0
+                ).to(tl.int32)
             else:
                 index = first_best(place, num_experts, COLUMNS)
             is_chosen = column[None, :] == index[:, None]
@@ -210,10 +230,16 @@ def _choose_kernel(
             counts += tl.sum((is_chosen & is_valid[:, None]).to(tl.int32), 0)
         picked = scale * _normalized(picked, is_copy, BY_SIGMOID, NORMALIZE)
         tl.store(expert + copy, best.to(tl.int64), mask=is_copy)
-        tl.store(token + copy, tl.broadcast_to(row.to(tl.int64)[:, None], (ROWS, SLOTS)), mask=is_copy)
-        tl.store(slots + copy, tl.broadcast_to(slot.to(tl.int64)[None, :], (ROWS, SLOTS)), mask=is_copy)
+        tl.store(
+            token + copy, tl.broadcast_to(row.to(tl.int64)[:, None], (ROWS, SLOTS)), mask=is_copy
+        )
+        tl.store(
+            slots + copy, tl.broadcast_to(slot.to(tl.int64)[None, :], (ROWS, SLOTS)), mask=is_copy
+        )
         tl.store(weight + copy, picked, mask=is_copy)
-        nonfinite += tl.sum((is_copy & is_valid[:, None] & (picked - picked != 0.0)).to(tl.int32), 1)
+        nonfinite += tl.sum(
+            (is_copy & is_valid[:, None] & (picked - picked != 0.0)).to(tl.int32), 1
+        )
         num_valid += is_valid.to(tl.int32)
         if BALANCE:
             probs += tl.sum(tl.where(is_valid[:, None], probabilities, 0.0), 0)
@@ -231,7 +257,9 @@ def _choose_kernel(
 def _slope(counts: tl.tensor, num_valid: tl.tensor, num_experts: tl.tensor) -> tl.tensor:
     """Return the gradient of the load-balance loss in the summed probabilities."""
     copies = tl.maximum(tl.sum(counts, 0), 1).to(tl.float32)
-    return counts.to(tl.float32) * (num_experts / (copies * tl.maximum(num_valid, 1).to(tl.float32)))
+    return counts.to(tl.float32) * (
+        num_experts / (copies * tl.maximum(num_valid, 1).to(tl.float32))
+    )
 
 
 @triton.jit
@@ -242,13 +270,21 @@ def _sum_kernel(
 ) -> None:  # fmt: skip
     column = tl.arange(0, COLUMNS)
     probs, copies = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.int32)
-    squares, wrong, tokens = tl.zeros((STEP,), tl.float32), tl.zeros((STEP,), tl.int32), tl.zeros((STEP,), tl.int32)
+    squares, wrong, tokens = (
+        tl.zeros((STEP,), tl.float32),
+        tl.zeros((STEP,), tl.int32),
+        tl.zeros((STEP,), tl.int32),
+    )
     for first in range(0, programs, STEP):
         program = first + tl.arange(0, STEP)
         is_program = program < programs
         of_floats, of_ints = floats + program * (COLUMNS + 1), ints + program * (COLUMNS + 2)
-        probs += tl.sum(tl.load(of_floats[:, None] + column[None, :], mask=is_program[:, None], other=0.0), 0)
-        copies += tl.sum(tl.load(of_ints[:, None] + column[None, :], mask=is_program[:, None], other=0), 0)
+        probs += tl.sum(
+            tl.load(of_floats[:, None] + column[None, :], mask=is_program[:, None], other=0.0), 0
+        )
+        copies += tl.sum(
+            tl.load(of_ints[:, None] + column[None, :], mask=is_program[:, None], other=0), 0
+        )
         squares += tl.load(of_floats + COLUMNS, mask=is_program, other=0.0)
         wrong += tl.load(of_ints + COLUMNS, mask=is_program, other=0)
         tokens += tl.load(of_ints + COLUMNS + 1, mask=is_program, other=0)
@@ -315,7 +351,9 @@ def _choose_backward_kernel(
         for k in tl.static_range(TOP_K):
             of_slot = slot[None, :] == k
             chosen = tl.sum(tl.where(of_slot, index, 0), 1)[:, None]
-            spread = tl.where(column[None, :] == chosen, tl.sum(tl.where(of_slot, grad, 0.0), 1)[:, None], spread)
+            spread = tl.where(
+                column[None, :] == chosen, tl.sum(tl.where(of_slot, grad, 0.0), 1)[:, None], spread
+            )
         if NORMALIZE and not BY_SIGMOID:
             direct += spread
         else:
@@ -329,4 +367,6 @@ def _choose_backward_kernel(
         if REDUCED:
             factor = factor / tl.maximum(tl.load(num_valid), 1).to(tl.float32)
         direct += tl.where(is_valid, factor * log_sum, 0.0)[:, None] * probabilities
-    tl.store(d_logits + row.to(tl.int64)[:, None] * num_experts + column[None, :], direct, mask=inside)
+    tl.store(
+        d_logits + row.to(tl.int64)[:, None] * num_experts + column[None, :], direct, mask=inside
+    )

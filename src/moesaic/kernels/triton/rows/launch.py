@@ -13,7 +13,9 @@ from moesaic.kernels.triton.rows.tiles import HOPPER, Tile, TileDevice
 
 ALIGNMENT = 16
 """Descriptors require addresses and strides that are multiples of this number of bytes."""
-INTERPRETED = TileDevice(name="interpreter", capability=HOPPER, multiprocessors=2, shared_bytes=232_448)
+INTERPRETED = TileDevice(
+    name="interpreter", capability=HOPPER, multiprocessors=2, shared_bytes=232_448
+)
 """The device that tiles are chosen for under Triton's interpreter: a Hopper with two multiprocessors."""
 
 
@@ -22,7 +24,11 @@ def num_programs(tile: Tile, num_tiles: int, device: torch.device) -> int:
 
     A persistent program processes its tiles in one pipelined loop: loads of the next tile start before a tile's epilogue.
     """
-    return min(num_tiles, tile.programs * device_of(device).multiprocessors) if tile.programs else num_tiles
+    return (
+        min(num_tiles, tile.programs * device_of(device).multiprocessors)
+        if tile.programs
+        else num_tiles
+    )
 
 
 def device_of(device: torch.device) -> TileDevice:
@@ -43,7 +49,9 @@ def _gpu(index: int) -> TileDevice:
     )
 
 
-def as_operand(x: Tensor, block: tuple[int, ...], tile: Tile | None) -> tuple[Tensor | TensorDescriptor, bool]:
+def as_operand(
+    x: Tensor, block: tuple[int, ...], tile: Tile | None
+) -> tuple[Tensor | TensorDescriptor, bool]:
     """Return a kernel's operand, as a descriptor if the tile asks for descriptors and the tensor is aligned.
 
     Args:
@@ -66,7 +74,11 @@ def unit_stride(x: Tensor) -> Tensor:
 
 def _is_aligned(x: Tensor) -> bool:
     strides = [stride * x.itemsize for stride in x.stride()[:-1]]
-    return min(x.shape) > 0 and x.data_ptr() % ALIGNMENT == 0 and all(stride % ALIGNMENT == 0 for stride in strides)
+    return (
+        min(x.shape) > 0
+        and x.data_ptr() % ALIGNMENT == 0
+        and all(stride % ALIGNMENT == 0 for stride in strides)
+    )
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -13,7 +13,14 @@ from functools import lru_cache
 from importlib.resources import files
 from math import log2
 
-from moesaic.kernels.triton.rows.tiles import Shape, Tile, TileDevice, default_tile, power_of_two, shared_bytes
+from moesaic.kernels.triton.rows.tiles import (
+    Shape,
+    Tile,
+    TileDevice,
+    default_tile,
+    power_of_two,
+    shared_bytes,
+)
 
 FILES: dict[tuple[int, int], tuple[str, ...]] = {(9, 0): ("nvidia_h200",)}
 """By compute capability, the names of the files; a device whose name none has takes the first."""
@@ -26,7 +33,9 @@ Sizes = tuple[int, int, int]
 
 def bucket(shape: Shape) -> str:
     """Return the key of a tile in a file: the exact sizes that affect the choice, row counts rounded up to powers of two."""
-    depth = power_of_two(shape.depth) if shape.product == "weight_grad" else shape.depth  # it sums over rows
+    depth = (
+        power_of_two(shape.depth) if shape.product == "weight_grad" else shape.depth
+    )  # it sums over rows
     sizes = f"{power_of_two(shape.rows_per_expert)}-{shape.columns}-{depth}-{shape.itemsize}"
     return f"{shape.product}-{sizes}{'-gated' if shape.gated else ''}"
 

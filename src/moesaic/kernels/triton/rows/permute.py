@@ -20,7 +20,12 @@ WIDEST = 1024
 
 @operator("triton_sum_tokens")
 def sum_tokens(
-    rows: Tensor, by_token: Tensor, starts: Tensor, weights: Tensor | None, per_token: int, dtype: torch.dtype
+    rows: Tensor,
+    by_token: Tensor,
+    starts: Tensor,
+    weights: Tensor | None,
+    per_token: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Sum each token's rows like `kernels.permute.sum_rows`; the arguments are a flattened `Dispatch`. Not differentiable.
 
@@ -47,7 +52,12 @@ def sum_tokens(
 
 @torch.library.register_fake(sum_tokens.overload)
 def _(
-    rows: Tensor, by_token: Tensor, starts: Tensor, weights: Tensor | None, per_token: int, dtype: torch.dtype
+    rows: Tensor,
+    by_token: Tensor,
+    starts: Tensor,
+    weights: Tensor | None,
+    per_token: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     return rows.new_empty(starts.shape[0], rows.shape[1], dtype=dtype)
 
@@ -92,7 +102,9 @@ def weighted_row(
 ) -> tl.tensor:
     """Load columns of row `by_token[place]` in float32, times the row's weight; zeros for row -1."""
     source = tl.load(by_token + place).to(tl.int64)
-    values = tl.load(rows + source * dim + column, mask=(source >= 0) & (column < dim), other=0.0).to(tl.float32)
+    values = tl.load(
+        rows + source * dim + column, mask=(source >= 0) & (column < dim), other=0.0
+    ).to(tl.float32)
     if WEIGHTED:
         values *= tl.load(weights + source, mask=source >= 0, other=0.0).to(tl.float32)
     return values

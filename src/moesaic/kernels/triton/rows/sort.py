@@ -46,10 +46,22 @@ def sort(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     counts = ends.new_empty(num_experts, blocks)
     totals = torch.empty_like(ends)
     experts = triton.next_power_of_2(num_experts)
-    _count_kernel[(blocks,)](expert, counts, num_copies, num_experts, blocks, BLOCK=BLOCK, EXPERTS=experts)
+    _count_kernel[(blocks,)](
+        expert, counts, num_copies, num_experts, blocks, BLOCK=BLOCK, EXPERTS=experts
+    )
     _scan_kernel[(num_experts,)](counts, totals, blocks, SCANNED=SCANNED)
     _place_kernel[(blocks,)](
-        expert, counts, totals, copy, row, ends, num_copies, num_experts, blocks, BLOCK=BLOCK, EXPERTS=experts
+        expert,
+        counts,
+        totals,
+        copy,
+        row,
+        ends,
+        num_copies,
+        num_experts,
+        blocks,
+        BLOCK=BLOCK,
+        EXPERTS=experts,
     )
     return copy, row, ends
 
@@ -79,7 +91,9 @@ def _count_kernel(
 
 
 @triton.jit
-def _scan_kernel(counts: tl.tensor, totals: tl.tensor, blocks: tl.tensor, SCANNED: tl.constexpr) -> None:
+def _scan_kernel(
+    counts: tl.tensor, totals: tl.tensor, blocks: tl.tensor, SCANNED: tl.constexpr
+) -> None:
     """Replace an expert's count in each block by the number of its copies in earlier blocks; write the expert's total."""
     line = counts + tl.program_id(0) * blocks
     carry = 0
@@ -117,7 +131,13 @@ def _place_kernel(
     is_sent = (chosen >= 0) & (chosen < num_experts)
     # Registers cannot be indexed, so both are sums over comparisons: with experts that come first, with copies that come first.
     start = tl.sum(tl.where(number[None, :] < chosen[:, None], total[None, :], 0), 1)
-    earlier = tl.sum(((chosen[:, None] == chosen[None, :]) & (place[None, :] < place[:, None])).to(tl.int32), 1)
-    row = start + earlier + tl.load(before + chosen.to(tl.int64) * blocks + block, mask=is_sent, other=0)
+    earlier = tl.sum(
+        ((chosen[:, None] == chosen[None, :]) & (place[None, :] < place[:, None])).to(tl.int32), 1
+    )
+    row = (
+        start
+        + earlier
+        + tl.load(before + chosen.to(tl.int64) * blocks + block, mask=is_sent, other=0)
+    )
     tl.store(rows + copy, tl.where(is_sent, row, -1), mask=copy < num_copies)
     tl.store(copies + row, copy, mask=is_sent)

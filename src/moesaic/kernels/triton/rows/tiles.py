@@ -83,7 +83,9 @@ def shared_bytes(tile: Tile, shape: Shape) -> int:
     """
     columns = tile.columns * (2 if shape.is_doubled else 1)
     aside = tile.rows * tile.columns * shape.itemsize // 2 if tile.programs else 0
-    return tile.stages * (tile.rows + columns) * tile.depth * shape.itemsize + aside + RESERVED_BYTES
+    return (
+        tile.stages * (tile.rows + columns) * tile.depth * shape.itemsize + aside + RESERVED_BYTES
+    )
 
 
 def num_column_splits(tile: Tile, *, is_long: bool = False) -> int:
@@ -107,7 +109,11 @@ def default_tile(shape: Shape, device: TileDevice) -> Tile:
     """
     is_wide, is_hopper = shape.itemsize == 4, device.capability >= HOPPER
     most = 64 if is_wide else 128
-    rows = most if shape.product == "weight_grad" else min(most, max(16, power_of_two(shape.rows_per_expert)))
+    rows = (
+        most
+        if shape.product == "weight_grad"
+        else min(most, max(16, power_of_two(shape.rows_per_expert)))
+    )
     columns = min(most // 2 if shape.is_doubled else most, max(16, power_of_two(shape.columns)))
     depth = min(deepest(shape), max(16, power_of_two(shape.depth)))
     is_full = rows * columns * (2 if shape.is_doubled else 1) >= 128 * 128
